@@ -1,0 +1,204 @@
+"""Frozen dataclasses to JSON and back, strictly.
+
+Reading collects every problem instead of stopping at the first: unknown keys (with the nearest known one),
+missing keys, wrong types, values out of a Literal, NaN, files written by a newer version. The place is a path
+such as `plan.techniques[1].size`. A class that is one of several kinds decodes itself by a `decode_any` classmethod.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import types
+import typing
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union
+
+from meshwright.core.errors import MeshwrightError, Problem, nearest
+
+T = TypeVar("T")
+_WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+
+
+def encode(value: Any) -> Any:
+    """A value of ours as plain JSON types. Fields equal to their default are kept: artefacts are explicit."""
+    if hasattr(value, "encode_self"):
+        return value.encode_self()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): encode(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [encode(item) for item in value]
+    return value
+
+
+def to_json(value: Any) -> str:
+    """One line per field, small lists and mappings kept on one line, so that artefacts diff well."""
+    return _render(encode(value), 0)
+
+
+def _render(value: Any, depth: int) -> str:
+    flat = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    if len(flat) + 2 * depth <= 100 or not isinstance(value, dict | list) or not value:
+        return flat
+    pad, end = "  " * (depth + 1), "  " * depth
+    if isinstance(value, dict):
+        rows = [f"{json.dumps(k, ensure_ascii=False)}: {_render(v, depth + 1)}" for k, v in value.items()]
+        return "{\n" + ",\n".join(pad + row for row in rows) + f"\n{end}}}"
+    return "[\n" + ",\n".join(pad + _render(item, depth + 1) for item in value) + f"\n{end}]"
+
+
+@cache
+def field_types(cls: type) -> dict[str, Any]:
+    hints = typing.get_type_hints(cls)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+def decode(cls: type[T], value: Any, where: str) -> T:
+    """`value` (plain JSON types) as a `cls`, or one MeshwrightError with everything that is wrong."""
+    problems: list[Problem] = []
+    result = decode_into(cls, value, where, problems)
+    if problems:
+        raise MeshwrightError(problems)
+    return typing.cast(T, result)
+
+
+def decode_into(hint: Any, value: Any, where: str, problems: list[Problem]) -> Any:
+    """Decode by type hint; problems are appended and the result is then meaningless."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return value
+    if origin in (Union, types.UnionType):
+        return _decode_union(args, value, where, problems)
+    if origin is Literal:
+        if value not in args:
+            fix = nearest(str(value), map(str, args))
+            problems.append(Problem(where=where, what=f"{value!r} is not one of its values.", fix=fix))
+        return value
+    if origin is tuple:
+        return _decode_tuple(args, value, where, problems)
+    if origin in (dict, Mapping) or (isinstance(origin, type) and issubclass(origin, Mapping)):
+        if not isinstance(value, Mapping):
+            return _wrong(where, "a table of keys and values", value, problems)
+        return {k: decode_into(args[1], item, f"{where}.{k}", problems) for k, item in value.items()}
+    if isinstance(hint, type) and hasattr(hint, "decode_any"):
+        return hint.decode_any(value, where, problems)
+    if dataclasses.is_dataclass(hint):
+        return decode_fields(typing.cast(type, hint), value, where, problems)
+    return _decode_scalar(hint, value, where, problems)
+
+
+def _wrong(where: str, wanted: str, value: Any, problems: list[Problem]) -> None:
+    shown = json.dumps(value, default=str)
+    shown = shown if len(shown) <= 60 else shown[:57] + "..."
+    problems.append(Problem(where=where, what=f"expected {wanted}, found {shown}."))
+
+
+def _decode_union(args: tuple[Any, ...], value: Any, where: str, problems: list[Problem]) -> Any:
+    if value is None and type(None) in args:
+        return None
+    attempts = []
+    for arg in (a for a in args if a is not type(None)):
+        trial: list[Problem] = []
+        result = decode_into(arg, value, where, trial)
+        if not trial:
+            return result
+        attempts.append(trial)
+    problems.extend(min(attempts, key=len))
+    return None
+
+
+def _decode_tuple(args: tuple[Any, ...], value: Any, where: str, problems: list[Problem]) -> Any:
+    if not isinstance(value, list | tuple):
+        return _wrong(where, "a list", value, problems)
+    if len(args) == 2 and args[1] is Ellipsis:
+        return tuple(decode_into(args[0], item, f"{where}[{i}]", problems) for i, item in enumerate(value))
+    if len(value) != len(args):
+        return _wrong(where, f"a list of {len(args)} entries", value, problems)
+    return tuple(
+        decode_into(arg, item, f"{where}[{i}]", problems)
+        for i, (arg, item) in enumerate(zip(args, value, strict=True))
+    )
+
+
+def _decode_scalar(hint: Any, value: Any, where: str, problems: list[Problem]) -> Any:
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if hint not in _WORDS:
+        raise TypeError(f"codec cannot read the type {hint!r} at {where}")
+    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
+        return _wrong(where, _WORDS[hint], value, problems)
+    if isinstance(value, float) and not math.isfinite(value):
+        return _wrong(where, "a finite number", value, problems)
+    return value
+
+
+def decode_fields(cls: type, value: Any, where: str, problems: list[Problem], ignore: str = "") -> Any:
+    """A mapping as a dataclass. `ignore` is a key the caller has already used (a tag such as `name`)."""
+    if not isinstance(value, Mapping):
+        return _wrong(where, "a table of keys and values", value, problems)
+    hints = field_types(cls)
+    before = len(problems)
+    for key in value:
+        if key not in hints and key != ignore:
+            problems.append(
+                Problem(where=f"{where}.{key}" if where else key, what="unknown key.", fix=nearest(key, hints))
+            )
+    given = {}
+    for field in dataclasses.fields(cls):
+        place = f"{where}.{field.name}" if where else field.name
+        if field.name in value:
+            given[field.name] = decode_into(hints[field.name], value[field.name], place, problems)
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            problems.append(Problem(where=place, what="missing."))
+    if len(problems) > before:
+        return None
+    try:
+        return cls(**given)
+    except MeshwrightError as error:  # a constructor that checks its own values
+        problems.extend(
+            Problem(where=f"{where}.{p.where}" if p.where else where, what=p.what, fix=p.fix)
+            for p in error.problems
+        )
+        return None
+
+
+def read_artefact(cls: type[T], text: str, source: str) -> T:
+    """An artefact file: JSON with a `version` that this program must know.
+
+    A newer version is said first: its unknown keys would only confuse.
+    """
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant)
+    except ValueError as error:
+        raise MeshwrightError([Problem(where=source, what=f"is not valid JSON: {error}.")]) from None
+    newest = getattr(cls, "VERSION", 1)
+    version = value.get("version") if isinstance(value, Mapping) else None
+    if isinstance(version, int) and version > newest:
+        raise MeshwrightError(
+            [
+                Problem(
+                    where=source,
+                    what=f"is a {cls.__name__} of version {version}; this program reads up to {newest}.",
+                    fix="Upgrade meshwright, or write the file again with this version.",
+                )
+            ]
+        )
+    return decode(cls, value, source)
+
+
+def load_artefact(cls: type[T], path: str | Path) -> T:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "is not a text file"
+        raise MeshwrightError([Problem(where=str(path), what=f"cannot be read: {reason}.")]) from None
+    return read_artefact(cls, text, str(path))
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a number this program accepts")

@@ -1,0 +1,49 @@
+"""Problems are data; an error is a list of them.
+
+A check never raises: it returns problems, so that a border (a file, a command line, a plan) can report
+everything that is wrong at once and exit with one code.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """One thing that is wrong: where, what (with the numbers), and what to do about it."""
+
+    where: str
+    what: str
+    fix: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.where}: {self.what}" if self.where else self.what
+        return f"{text} {self.fix}".rstrip()
+
+
+Problems = tuple[Problem, ...]
+
+
+class MeshwrightError(Exception):
+    """Something the user can mend. The command line prints the problems and exits with `exit_code`."""
+
+    exit_code = 2
+
+    def __init__(self, problems: Iterable[Problem] | str, exit_code: int = 2):
+        if isinstance(problems, str):
+            problems = (Problem(where="", what=problems),)
+        self.problems: Problems = tuple(problems)
+        self.exit_code = exit_code
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+def nearest(word: str, choices: Iterable[str]) -> str:
+    """`Did you mean "batch"?`, or the list of choices when nothing is close."""
+    names = sorted(choices)
+    close = difflib.get_close_matches(word, names, n=1, cutoff=0.55)
+    if close:
+        return f'Did you mean "{close[0]}"?'
+    return f"Known: {', '.join(names)}." if names else ""

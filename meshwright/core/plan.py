@@ -1,0 +1,157 @@
+"""A plan is a value: techniques with their settings, the batch, and the order of the axes. Nothing else.
+
+It knows nothing of torch, ranks, files or the environment. Everything that decides how training runs is in it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+from meshwright.core.cluster import Cluster
+from meshwright.core.codec import encode, read_artefact, to_json
+from meshwright.core.errors import MeshwrightError, Problem, Problems
+from meshwright.core.profile import Profile
+from meshwright.core.technique import PHASES, Technique, axis_problems
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    VERSION: ClassVar[int] = 1
+
+    techniques: tuple[Technique, ...] = ()
+    batch: int = 1
+    """Samples per step over all ranks: the same whatever the plan."""
+    microbatch: int = 1
+    """Samples a rank runs at once."""
+    axis_order: tuple[str, ...] = ()
+    """Outermost first; by default the axes with most traffic are innermost."""
+    version: int = 1
+
+    def __post_init__(self) -> None:
+        names = [technique.name for technique in self.techniques]
+        problems = [
+            Problem(where="techniques", what=f"{name} is given {names.count(name)} times.")
+            for name in sorted({n for n in names if names.count(n) > 1})
+        ]
+        # By name: for equality only. The order of work is the order of phases.
+        object.__setattr__(self, "techniques", tuple(sorted(self.techniques, key=lambda t: t.name)))
+        axes = {t.axis: t for t in self.techniques if t.axis}
+        if self.axis_order and set(self.axis_order) != set(axes):
+            problems.append(
+                Problem(
+                    where="axis_order",
+                    what=f"names {', '.join(self.axis_order)}, the techniques own {', '.join(axes) or 'none'}.",
+                    fix="List each axis once, outermost first, or leave it out.",
+                )
+            )
+        for field in ("batch", "microbatch"):
+            if getattr(self, field) < 1:
+                problems.append(Problem(where=field, what=f"is {getattr(self, field)}.", fix="Use at least 1."))
+        problems += [problem for technique in self.techniques for problem in axis_problems(technique)]
+        if problems:
+            raise MeshwrightError(problems)
+        if not self.axis_order:
+            order = sorted(axes, key=lambda axis: (axes[axis].closeness, axis))
+            object.__setattr__(self, "axis_order", tuple(order))
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Axis -> size, outermost first."""
+        sizes = {t.axis: int(t.size) for t in self.techniques if t.axis}  # type: ignore[attr-defined]
+        return {axis: sizes[axis] for axis in self.axis_order}
+
+    @property
+    def num_ranks(self) -> int:
+        total = 1
+        for size in self.mesh.values():
+            total *= size
+        return total
+
+    @property
+    def sample_axes(self) -> tuple[str, ...]:
+        """Axes whose ranks see different samples."""
+        return tuple(axis for axis in self.axis_order if self._owner(axis).splits_samples)
+
+    @property
+    def num_replicas(self) -> int:
+        total = 1
+        for axis in self.sample_axes:
+            total *= self.mesh[axis]
+        return total
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.batch // (self.num_replicas * self.microbatch)
+
+    def _owner(self, axis: str) -> Technique:
+        return next(t for t in self.techniques if t.axis == axis)
+
+    def technique(self, name: str) -> Technique | None:
+        return next((t for t in self.techniques if t.name == name), None)
+
+    def in_phase_order(self) -> tuple[Technique, ...]:
+        return tuple(sorted(self.techniques, key=lambda t: (PHASES.index(t.phase), t.name)))
+
+    def check(self, profile: Profile, cluster: Cluster | None = None) -> Problems:
+        """Everything that keeps this plan from running this model (on these machines)."""
+        problems: list[Problem] = []
+        share = self.num_replicas * self.microbatch
+        if self.batch % share:
+            problems.append(
+                Problem(
+                    where="batch",
+                    what=f"{self.batch} samples cannot be shared by {self.num_replicas} replicas "
+                    f"in microbatches of {self.microbatch}.",
+                    fix=f"Use a multiple of {share}.",
+                )
+            )
+        if cluster is not None and self.num_ranks > cluster.num_devices:
+            mesh = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items())
+            problems.append(
+                Problem(
+                    where="mesh",
+                    what=f"{mesh} needs {self.num_ranks} ranks; {cluster.name} has {cluster.num_devices}.",
+                )
+            )
+        for technique in self.in_phase_order():
+            problems.extend(technique.check(self, profile, cluster))
+        return tuple(problems)
+
+    @property
+    def fingerprint(self) -> str:
+        text = json.dumps(encode(self), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def diff(self, other: Plan) -> tuple[str, ...]:
+        """What changes from this plan to the other, a line each."""
+        lines = []
+        mine = {t.name: t for t in self.techniques}
+        theirs = {t.name: t for t in other.techniques}
+        for name in sorted(mine.keys() | theirs.keys()):
+            if name not in theirs:
+                lines.append(f"- {mine[name]}")
+            elif name not in mine:
+                lines.append(f"+ {theirs[name]}")
+            else:
+                for f in fields(mine[name]):
+                    before, after = getattr(mine[name], f.name), getattr(theirs[name], f.name)
+                    if before != after:
+                        lines.append(f"{name}.{f.name}: {before} -> {after}")
+        for name in ("batch", "microbatch", "axis_order"):
+            if getattr(self, name) != getattr(other, name):
+                lines.append(f"{name}: {getattr(self, name)} -> {getattr(other, name)}")
+        return tuple(lines)
+
+    def __str__(self) -> str:
+        listed = " + ".join(str(t) for t in self.in_phase_order()) or "one device"
+        return f"{listed}, microbatch {self.microbatch} x {self.num_microbatches}"
+
+    def to_json(self) -> str:
+        return to_json(self)
+
+    @classmethod
+    def from_json(cls, text: str, source: str = "plan") -> Plan:
+        return read_artefact(cls, text, source)

@@ -1,0 +1,140 @@
+"""What each layer of a model costs, as polynomials in b (samples of a microbatch) and s (sequence length).
+
+A layer is the unit of everything: stages are cut between layers, gradients are bucketed and shards gathered by
+layer, recomputation is chosen by layer. Equal layers are folded with `repeat`. Quantities count *elements*, not
+bytes, so that `precision` can rescale them; `dtype` says whether an element follows the compute dtype.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from meshwright.core.codec import encode, read_artefact, to_json
+
+Cut = Literal["none", "sequence", "tensor"]
+"""How splitting a layer's inside divides an op: never, only when the sequence is split too, or always."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Poly:
+    """one + b·samples + bs·tokens + bss·tokens·sequence."""
+
+    one: float = 0.0
+    b: float = 0.0
+    bs: float = 0.0
+    bss: float = 0.0
+
+    def __call__(self, b: Any, s: Any) -> Any:
+        return self.one + b * (self.b + s * (self.bs + s * self.bss))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Param:
+    """A parameter of a layer; `cut` is the dim that may be split, into at most `units` equal pieces (0: any)."""
+
+    name: str
+    shape: tuple[int, ...]
+    cut: int | None = None
+    units: int = 0
+    inside: bool = False
+    """Whole on every rank, but used on a split tensor: each rank sees only its part of the gradient."""
+    tied: str = ""
+    """`layer.name` of the parameter it shares its storage with."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Op:
+    name: str
+    kind: Literal["matmul", "attention", "memory", "gather", "loss"]
+    flops: Poly = Poly()
+    backward_flops: Poly = Poly()
+    moved: Poly = Poly()
+    """Elements read and written going forward."""
+    backward_moved: Poly = Poly()
+    saved: Poly = Poly()
+    """Elements kept from forward to backward."""
+    working: Poly = Poly()
+    """Elements alive only while the op runs."""
+    dtype: Literal["compute", "float32"] = "compute"
+    cut: Cut = "none"
+    shape: tuple[int, ...] = ()
+    """(n, k) of a matmul, (heads, head size) of attention: efficiency depends on it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Site:
+    """A place where splitting a layer's inside makes its ranks talk.
+
+    `enter`: whole input of a split region; `exit`: its partial output; `loss`: statistics of a split vocabulary.
+    A `tail` site comes after everything that backward needs, so recomputation never replays it.
+    """
+
+    kind: Literal["enter", "exit", "loss"]
+    elements: Poly
+    tail: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layer:
+    name: str
+    repeat: int = 1
+    params: tuple[Param, ...] = ()
+    ops: tuple[Op, ...] = ()
+    sites: tuple[Site, ...] = ()
+    boundary: Poly = Poly()
+    """Elements handed to the next layer: what a stage sends, and all that full recomputation keeps."""
+    is_block: bool = False
+    """One of the repeated blocks, where stages are cut and recomputation is counted."""
+
+    def num_params(self) -> int:
+        return sum(_product(param.shape) for param in self.params if not param.tied)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Profile:
+    VERSION: ClassVar[int] = 1
+
+    name: str
+    layers: tuple[Layer, ...]
+    hidden_size: int
+    max_sequence: int
+    version: int = 1
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(layer.repeat for layer in self.layers if layer.is_block)
+
+    @property
+    def num_params(self) -> int:
+        return sum(layer.num_params() * layer.repeat for layer in self.layers)
+
+    @property
+    def fingerprint(self) -> str:
+        text = json.dumps(encode(self), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def model_flops(self, tokens: float, sequence: float) -> float:
+        """(6 N + 12 L d s) per token, N without the input embedding: the convention MFU is reported in."""
+        matmul_params = sum(
+            _product(param.shape) * layer.repeat
+            for layer in self.layers[1:]
+            for param in layer.params  # a tied head still multiplies
+        )
+        return tokens * (6.0 * matmul_params + 12.0 * self.num_blocks * self.hidden_size * sequence)
+
+    def to_json(self) -> str:
+        return to_json(self)
+
+    @classmethod
+    def from_json(cls, text: str, source: str = "profile") -> Profile:
+        return read_artefact(cls, text, source)
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total

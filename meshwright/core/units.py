@@ -1,0 +1,50 @@
+"""SI inside, pretty only at the edge."""
+
+from __future__ import annotations
+
+import re
+
+GIB = 1024**3
+MIB = 1024**2
+
+
+def pretty_bytes(value: float) -> str:
+    for unit, size in (("TiB", 1024**4), ("GiB", GIB), ("MiB", MIB), ("KiB", 1024)):
+        if abs(value) >= size:
+            return f"{value / size:.1f} {unit}"
+    return f"{value:.0f} B"
+
+
+def pretty_seconds(value: float) -> str:
+    if value >= 3600:
+        return f"{int(value // 3600)} h {int(value % 3600 // 60):02d} min"
+    if value >= 60:
+        return f"{int(value // 60)} min {int(value % 60):02d} s"
+    if value >= 1:
+        return f"{value:.2f} s"
+    if value >= 1e-3:
+        return f"{value * 1e3:.1f} ms"
+    return f"{value * 1e6:.0f} µs"
+
+
+def pretty_count(value: float) -> str:
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value:.3g}"
+
+
+_SIZES = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
+_BYTES = re.compile(r"^\s*([0-9.]+)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
+
+
+def parse_bytes(text: str) -> int:
+    """`80 GB` or `80 GiB` to bytes; raises ValueError on anything else."""
+    match = _BYTES.match(text)
+    if match is None:
+        raise ValueError(f'"{text}" is not a size such as 80 GB or 80 GiB')
+    number, prefix, binary = match.groups()
+    base = _SIZES[prefix.lower()]
+    if binary:
+        base = 1024 ** (("", "k", "m", "g", "t").index(prefix.lower()))
+    return int(float(number) * base)

@@ -1,0 +1,273 @@
+"""What one step asks of one rank: compute, collectives, resident bytes. What `price` rewrites.
+
+Every number may be a scalar or a NumPy array with one entry per candidate (a plan and one of its stages), so one
+call prices ten thousand plans. Items are per layer instance; `repeat` says how many instances this rank has.
+Flops are floats (a 405B step overflows int64); bytes of a collective are those of the whole message: what every
+rank holds afterwards (all_gather), gives (reduce_scatter), or both (all_reduce).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from meshwright.core.profile import Cut, Profile
+
+Num = Any
+"""An int or float, or a NumPy array of them with one entry per candidate."""
+
+Phase = Literal["forward", "recompute", "backward", "step"]
+Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compute:
+    layer: str
+    name: str
+    kind: str
+    phase: Phase
+    repeat: Num
+    flops: Num = 0.0
+    moved_bytes: Num = 0.0
+    dtype: str = "fp32"
+    cut: Cut = "none"
+    shape: tuple[Num, ...] = ()
+    origin: str = ""
+
+    @property
+    def per_step(self) -> bool:
+        return self.phase == "step"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Collective:
+    layer: str
+    kind: Kind
+    axis: str
+    phase: Phase
+    repeat: Num
+    """Layer instances that issue it; 0 where this stage does not."""
+    bytes: Num
+    origin: str
+    per_step: bool = False
+    hidden: bool = False
+    """Runs beside compute: only what compute cannot cover costs time."""
+    tail: bool = False
+
+
+Category = Literal[
+    "parameters", "gradients", "optimizer", "gathered", "activations", "working", "buffers", "reserved"
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resident:
+    layer: str
+    category: Category
+    repeat: Num
+    bytes: Num
+    life: Literal["always", "microbatch", "moment"]
+    """`microbatch`: from a microbatch's forward to its backward; `moment`: the largest one counts, once."""
+    cut: Cut = "none"
+    dtype: str = "fp32"
+    origin: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slot:
+    """A parameter as this rank holds it. Residents and gradient traffic follow from the slots."""
+
+    layer: str
+    name: str
+    repeat: Num
+    shape: tuple[Num, ...]
+    cut: int | None
+    element_bytes: int
+    state_bytes: Num
+    """Optimizer state per element."""
+    unit: str
+    """The layers gathered and reduced together: the layer's own name, or `shared` where weights are tied."""
+    shards: Num = 1
+    gradient_shards: Num = 1
+    inside: bool = False
+    late: tuple[tuple[str, str], ...] = ()
+    """(axis, technique): sums of the gradient still owed over an axis once the backward passes are over."""
+    copy_of: str = ""
+    """The tied parameter whose storage it is, where both live on this rank."""
+
+    @property
+    def elements(self) -> Num:
+        return _product(self.shape)
+
+    def stored(self, shards: Num) -> Num:
+        """Elements of the largest of `shards` equal pieces along dim 0, padding included."""
+        return -(-self.shape[0] // shards) * _product(self.shape[1:])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    profile: Profile
+    sizes: Mapping[str, Num]
+    """batch, sequence, microbatch, num_microbatches, stage, num_stages, every axis, numeric settings."""
+    slots: tuple[Slot, ...] = ()
+    tasks: tuple[Compute | Collective, ...] = ()
+    residents: tuple[Resident, ...] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What earlier techniques leave for later ones: compute_dtype, reduce_units, schedule..."""
+
+    def size(self, name: str) -> Num:
+        return self.sizes.get(name, 1)
+
+    @property
+    def computes(self) -> Iterable[Compute]:
+        return (task for task in self.tasks if isinstance(task, Compute))
+
+    @property
+    def collectives(self) -> Iterable[Collective]:
+        return (task for task in self.tasks if isinstance(task, Collective))
+
+    def with_tasks(self, *tasks: Compute | Collective) -> Work:
+        return replace(self, tasks=self.tasks + tasks)
+
+    def with_residents(self, *residents: Resident) -> Work:
+        return replace(self, residents=self.residents + residents)
+
+    def with_facts(self, **facts: Any) -> Work:
+        return replace(self, facts={**self.facts, **facts})
+
+    def map_tasks(self, change: Callable[[Any], Any]) -> Work:
+        return replace(self, tasks=tuple(change(task) for task in self.tasks))
+
+    def map_residents(self, change: Callable[[Resident], Resident]) -> Work:
+        return replace(self, residents=tuple(change(item) for item in self.residents))
+
+    def map_slots(self, change: Callable[[Slot], Slot]) -> Work:
+        return replace(self, slots=tuple(change(slot) for slot in self.slots))
+
+    def units(self) -> dict[str, tuple[Slot, ...]]:
+        """Slots grouped by what is gathered and reduced together, storage counted once."""
+        grouped: dict[str, tuple[Slot, ...]] = {}
+        for slot in self.slots:
+            if not slot.copy_of:
+                grouped[slot.unit] = (*grouped.get(slot.unit, ()), slot)
+        return grouped
+
+
+def base_work(profile: Profile, sizes: Mapping[str, Num], *, element_bytes: int, state_bytes: Num) -> Work:
+    """One device that does it all: the work every plan starts from."""
+    b, s = sizes["microbatch"], sizes["sequence"]
+    tied = {p.tied.split(".")[0] for layer in profile.layers for p in layer.params if p.tied}
+    slots, tasks, residents = [], [], []
+    for layer in profile.layers:
+        has_tied = any(param.tied for param in layer.params)
+        unit = "shared" if has_tied or layer.name in tied else layer.name
+        for param in layer.params:
+            slots.append(
+                Slot(
+                    layer=layer.name,
+                    name=param.name,
+                    repeat=layer.repeat,
+                    shape=param.shape,
+                    cut=param.cut,
+                    element_bytes=element_bytes,
+                    state_bytes=state_bytes,
+                    unit=unit,
+                    inside=param.inside,
+                    copy_of=param.tied,
+                )
+            )
+        for op in layer.ops:
+            common = {"layer": layer.name, "name": op.name, "kind": op.kind, "repeat": layer.repeat}
+            common |= {"dtype": op.dtype, "cut": op.cut, "shape": op.shape}
+            tasks.append(
+                Compute(
+                    **common,
+                    phase="forward",
+                    flops=op.flops(b, s),
+                    moved_bytes=op.moved(b, s) * element_bytes,
+                )
+            )
+            tasks.append(
+                Compute(
+                    **common,
+                    phase="backward",
+                    flops=op.backward_flops(b, s),
+                    moved_bytes=op.backward_moved(b, s) * element_bytes,
+                )
+            )
+            for poly, category, life in (
+                (op.saved, "activations", "microbatch"),
+                (op.working, "working", "moment"),
+            ):
+                if poly != type(poly)():
+                    residents.append(
+                        Resident(
+                            layer=layer.name,
+                            category=category,  # type: ignore[arg-type]
+                            repeat=layer.repeat,
+                            bytes=poly(b, s) * element_bytes,
+                            life=life,  # type: ignore[arg-type]
+                            cut=op.cut,
+                            dtype=op.dtype,
+                        )
+                    )
+    return Work(
+        profile=profile,
+        sizes=sizes,
+        slots=tuple(slots),
+        tasks=tuple(tasks),
+        residents=tuple(residents),
+        facts={"compute_dtype": "fp32"},
+    )
+
+
+def settle(work: Work) -> Work:
+    """After the last technique: residents and the optimizer's own work follow from the slots."""
+    tasks: list[Compute | Collective] = []
+    residents = []
+    for axis, origin in sorted({late for slot in work.slots for late in slot.late}):
+        owed = [s for s in work.slots if (axis, origin) in s.late and not s.copy_of]
+        size = sum(s.repeat * s.stored(s.gradient_shards) * s.element_bytes for s in owed)
+        tasks.append(
+            Collective(
+                layer="",
+                kind="all_reduce",
+                axis=axis,
+                phase="step",
+                repeat=(size > 0) * 1,
+                bytes=size,
+                origin=origin,
+                per_step=True,
+            )
+        )
+    for slot in work.slots:
+        if slot.copy_of:
+            continue
+        stored = slot.stored(slot.shards)
+        common = {"layer": slot.layer, "repeat": slot.repeat, "life": "always"}
+        for category, size in (
+            ("parameters", stored * slot.element_bytes),
+            ("gradients", slot.stored(slot.gradient_shards) * slot.element_bytes),
+            ("optimizer", stored * slot.state_bytes),
+        ):
+            residents.append(Resident(category=category, bytes=size, **common))  # type: ignore[arg-type]
+        tasks.append(
+            Compute(
+                layer=slot.layer,
+                name=slot.name,
+                kind="memory",
+                phase="step",
+                repeat=slot.repeat,
+                # read gradient for the norm; read gradient, read and write parameter and state for the update
+                moved_bytes=stored * (4 * slot.element_bytes + 2 * slot.state_bytes),
+            )
+        )
+    return work.with_tasks(*tasks).with_residents(*residents)
+
+
+def _product(shape: Iterable[Num]) -> Num:
+    total: Num = 1
+    for size in shape:
+        total = total * size
+    return total

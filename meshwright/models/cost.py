@@ -1,0 +1,209 @@
+"""What a decoder costs, layer by layer, from its dimensions alone. No torch.
+
+The counts follow `models/decoder.py` line by line; `tests/models/test_cost.py` holds the parameters equal to the
+real module's and the saved bytes to what autograd really keeps.
+"""
+
+from __future__ import annotations
+
+from meshwright.core.profile import Layer, Op, Param, Poly, Profile, Site
+from meshwright.models.config import DecoderConfig
+
+
+def _matmul(name: str, n: int, k: int) -> Op:
+    """y = x W: the backward is two more of the same size. Who produces x keeps it."""
+    return Op(
+        name=name,
+        kind="matmul",
+        flops=Poly(bs=2.0 * n * k),
+        backward_flops=Poly(bs=4.0 * n * k),
+        moved=Poly(one=n * k, bs=n + k),
+        backward_moved=Poly(one=2 * n * k, bs=2 * (n + k)),
+        cut="tensor",
+        shape=(n, k),
+    )
+
+
+def _memory(name: str, moved: float, saved: float, cut: str, working: float = 0.0) -> Op:
+    return Op(
+        name=name,
+        kind="memory",
+        moved=Poly(bs=moved),
+        backward_moved=Poly(bs=1.5 * moved),
+        saved=Poly(bs=saved),
+        working=Poly(bs=working),
+        cut=cut,  # type: ignore[arg-type]
+    )
+
+
+def _norm_params(config: DecoderConfig, name: str) -> tuple[Param, ...]:
+    weight = Param(name=f"{name}.weight", shape=(config.hidden_size,))
+    if config.norm == "layer":
+        return (weight, Param(name=f"{name}.bias", shape=(config.hidden_size,)))
+    return (weight,)
+
+
+def _norm_op(config: DecoderConfig, name: str) -> Op:
+    # Input kept; its statistics are s-sized and left out. The output is kept by whoever reads it.
+    return _memory(name, 2.0 * config.hidden_size, config.hidden_size, "sequence")
+
+
+def _attention(config: DecoderConfig) -> tuple[tuple[Param, ...], tuple[Op, ...]]:
+    d, h = config.hidden_size, config.size_of_head
+    q, kv = config.num_heads * h, config.num_kv_heads * h
+    params = [
+        Param(name="attention.query.weight", shape=(q, d), cut=0, units=config.num_heads),
+        Param(name="attention.key.weight", shape=(kv, d), cut=0, units=config.num_kv_heads),
+        Param(name="attention.value.weight", shape=(kv, d), cut=0, units=config.num_kv_heads),
+    ]
+    if config.qkv_bias:
+        params += [
+            Param(name="attention.query.bias", shape=(q,), cut=0, units=config.num_heads),
+            Param(name="attention.key.bias", shape=(kv,), cut=0, units=config.num_kv_heads),
+            Param(name="attention.value.bias", shape=(kv,), cut=0, units=config.num_kv_heads),
+        ]
+    if config.qk_norm:
+        params.append(Param(name="attention.query_norm.weight", shape=(h,), inside=True))
+        params.append(Param(name="attention.key_norm.weight", shape=(h,), inside=True))
+    params.append(Param(name="attention.output.weight", shape=(d, q), cut=1, units=config.num_heads))
+    if config.bias:
+        params.append(Param(name="attention.output.bias", shape=(d,)))
+    # One whole input serves query, key and value: kept once, and not divided by splitting.
+    ops = [Op(name="attention.input", kind="memory", saved=Poly(bs=d), cut="none")]
+    ops += [
+        _matmul("attention.query", q, d),
+        _matmul("attention.key", kv, d),
+        _matmul("attention.value", kv, d),
+    ]
+    if config.qk_norm:
+        ops.append(_memory("attention.qk_norm", 2.0 * (q + kv), q + kv, "tensor"))
+    if config.positions == "rope":
+        ops.append(_memory("attention.rope", 4.0 * (q + kv), 0.0, "tensor", working=2.0 * (q + kv)))
+    ops.append(
+        Op(
+            name="attention.core",
+            kind="attention",
+            flops=Poly(bss=2.0 * q),  # 4 s q per token, halved: causal
+            backward_flops=Poly(bss=5.0 * q),
+            moved=Poly(bs=2.0 * (q + kv)),
+            backward_moved=Poly(bs=4.0 * (q + kv)),
+            saved=Poly(bs=2.0 * q + 2.0 * kv),  # query, key, value, output; the output serves the next matmul
+            cut="tensor",
+            shape=(config.num_heads, h),
+        )
+    )
+    ops.append(_matmul("attention.output", d, q))
+    return tuple(params), tuple(ops)
+
+
+def _mlp(config: DecoderConfig) -> tuple[tuple[Param, ...], tuple[Op, ...]]:
+    d, f = config.hidden_size, config.ffn_size
+    params = [Param(name="mlp.up.weight", shape=(f, d), cut=0, units=f)]
+    ops = [
+        Op(name="mlp.input", kind="memory", saved=Poly(bs=d), cut="none"),
+        _matmul("mlp.up", f, d),
+    ]
+    if config.mlp == "swiglu":
+        params.insert(0, Param(name="mlp.gate.weight", shape=(f, d), cut=0, units=f))
+        ops.append(_matmul("mlp.gate", f, d))
+        # gate, up, silu(gate) and their product
+        ops.append(_memory("mlp.swiglu", 5.0 * f, 4.0 * f, "tensor", working=f))
+    else:
+        if config.bias:
+            params.append(Param(name="mlp.up.bias", shape=(f,), cut=0, units=f))
+        ops.append(_memory("mlp.gelu", 2.0 * f, 2.0 * f, "tensor", working=f))
+    params.append(Param(name="mlp.down.weight", shape=(d, f), cut=1, units=f))
+    if config.bias:
+        params.append(Param(name="mlp.down.bias", shape=(d,)))
+    ops.append(_matmul("mlp.down", d, f))
+    return tuple(params), tuple(ops)
+
+
+def _block(config: DecoderConfig) -> Layer:
+    d = config.hidden_size
+    attention_params, attention_ops = _attention(config)
+    mlp_params, mlp_ops = _mlp(config)
+    add = _memory("residual", 3.0 * d, 0.0, "sequence")
+    return Layer(
+        name="blocks",
+        repeat=config.num_layers,
+        params=(
+            *_norm_params(config, "attention_norm"),
+            *attention_params,
+            *_norm_params(config, "mlp_norm"),
+            *mlp_params,
+        ),
+        ops=(
+            _norm_op(config, "attention_norm"),
+            *attention_ops,
+            add,
+            _norm_op(config, "mlp_norm"),
+            *mlp_ops,
+            add,
+        ),
+        sites=(
+            Site(kind="enter", elements=Poly(bs=d)),
+            Site(kind="exit", elements=Poly(bs=d)),
+            Site(kind="enter", elements=Poly(bs=d)),
+            Site(kind="exit", elements=Poly(bs=d), tail=True),
+        ),
+        boundary=Poly(bs=d),
+        is_block=True,
+    )
+
+
+def _embed(config: DecoderConfig) -> Layer:
+    d, v = config.hidden_size, config.vocab_size
+    params = [Param(name="tokens.weight", shape=(v, d), cut=0)]
+    if config.positions == "learned":
+        params.append(Param(name="positions.weight", shape=(config.max_sequence, d)))
+    lookup = Op(
+        name="lookup",
+        kind="gather",
+        moved=Poly(bs=2.0 * d),
+        # a dense gradient of the whole table is written and added
+        backward_moved=Poly(one=3.0 * v * d, bs=2.0 * d),
+        saved=Poly(bs=2.0),  # token numbers are int64
+    )
+    return Layer(
+        name="embed",
+        params=tuple(params),
+        ops=(lookup,),
+        sites=(Site(kind="exit", elements=Poly(bs=d)),),
+        boundary=Poly(bs=d),
+    )
+
+
+def _head(config: DecoderConfig) -> Layer:
+    d, v = config.hidden_size, config.vocab_size
+    weight = Param(name="output.weight", shape=(v, d), cut=0, tied="embed.tokens.weight" if config.tied else "")
+    loss = Op(
+        name="cross_entropy",
+        kind="loss",
+        moved=Poly(bs=4.0 * v),
+        backward_moved=Poly(bs=3.0 * v),
+        saved=Poly(bs=float(v)),  # log-probabilities
+        working=Poly(bs=2.0 * v),  # logits beside them, then their gradient
+        dtype="float32",
+        cut="tensor",
+    )
+    return Layer(
+        name="head",
+        params=(*_norm_params(config, "norm"), weight),
+        ops=(
+            _norm_op(config, "norm"),
+            Op(name="output.input", kind="memory", saved=Poly(bs=d), cut="none"),
+            _matmul("output", v, d),
+            loss,
+        ),
+        sites=(Site(kind="enter", elements=Poly(bs=d)), Site(kind="loss", elements=Poly(bs=1.0))),
+    )
+
+
+def decoder_profile(config: DecoderConfig, name: str) -> Profile:
+    return Profile(
+        name=name,
+        layers=(_embed(config), _block(config), _head(config)),
+        hidden_size=config.hidden_size,
+        max_sequence=config.max_sequence,
+    )

@@ -1,0 +1,1 @@
+"""Pure generators of who does what when."""
