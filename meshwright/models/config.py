@@ -76,17 +76,17 @@ def _gpt2(layers: int, hidden: int, heads: int, **changes: Any) -> DecoderConfig
 
 
 def _llama(layers: int, hidden: int, heads: int, ffn: int, **changes: Any) -> DecoderConfig:
-    base = DecoderConfig(
-        num_layers=layers,
-        hidden_size=hidden,
-        num_heads=heads,
-        num_kv_heads=8,
-        ffn_size=ffn,
-        vocab_size=128256,
-        max_sequence=131072,
-        rope_theta=500_000.0,
-    )
-    return replace(base, **changes)
+    base = {
+        "num_layers": layers,
+        "hidden_size": hidden,
+        "num_heads": heads,
+        "num_kv_heads": 8,
+        "ffn_size": ffn,
+        "vocab_size": 128256,
+        "max_sequence": 131072,
+        "rope_theta": 500_000.0,
+    }
+    return DecoderConfig(**(base | changes))
 
 
 def _qwen3(layers: int, hidden: int, heads: int, ffn: int, tied: bool) -> DecoderConfig:
