@@ -86,6 +86,14 @@ class Plan:
     def num_microbatches(self) -> int:
         return self.batch // (self.num_replicas * self.microbatch)
 
+    def blocks_of_stages(self, profile: Profile) -> tuple[int, ...]:
+        """Blocks of each stage; one stage with all of them unless a technique cuts the model."""
+        for technique in self.techniques:
+            blocks = technique.blocks_of_stages(profile.num_blocks)
+            if blocks is not None:
+                return blocks
+        return (profile.num_blocks,)
+
     def _owner(self, axis: str) -> Technique:
         return next(t for t in self.techniques if t.axis == axis)
 

@@ -87,6 +87,10 @@ class Technique:
         """Contribute functions to the phases of a `runtime.build.Build`."""
         raise NotImplementedError
 
+    def blocks_of_stages(self, blocks: int) -> tuple[int, ...] | None:
+        """How this technique cuts a list of blocks into stages; None if it does not."""
+        return None
+
     def number(self, work: Work, field: str) -> Num:
         """A numeric setting: one per candidate when many are priced at once, else this technique's own."""
         return work.sizes.get(f"{self.name}.{field}", getattr(self, field))

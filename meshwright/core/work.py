@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import numpy as np
+
 from meshwright.core.profile import Cut, Profile
 
 Num = Any
@@ -54,6 +56,7 @@ class Collective:
     hidden: bool = False
     """Runs beside compute: only what compute cannot cover costs time."""
     tail: bool = False
+    cut: Cut = "none"
 
 
 Category = Literal[
@@ -145,13 +148,24 @@ class Work:
     def map_slots(self, change: Callable[[Slot], Slot]) -> Work:
         return replace(self, slots=tuple(change(slot) for slot in self.slots))
 
-    def units(self) -> dict[str, tuple[Slot, ...]]:
-        """Slots grouped by what is gathered and reduced together, storage counted once."""
-        grouped: dict[str, tuple[Slot, ...]] = {}
+    def repeat_of(self, layer: str) -> Num:
+        return next(slot.repeat for slot in self.slots if slot.layer == layer)
+
+    def units(self, size: Callable[[Slot], Num]) -> list[tuple[str, Num, Num]]:
+        """(layer, instances, bytes of one) for whatever is gathered and reduced together, storage counted once."""
+        grouped: dict[str, list[Slot]] = {}
         for slot in self.slots:
             if not slot.copy_of:
-                grouped[slot.unit] = (*grouped.get(slot.unit, ()), slot)
-        return grouped
+                grouped.setdefault(slot.unit, []).append(slot)
+        units = []
+        for slots in grouped.values():
+            # Slots of one layer have one repeat; a shared unit may have some of its layers on another stage.
+            repeat = slots[0].repeat
+            for slot in slots[1:]:
+                repeat = np.maximum(repeat, slot.repeat)
+            total = sum(slot.repeat * size(slot) for slot in slots) // np.maximum(repeat, 1)
+            units.append((slots[0].layer, repeat, total))
+        return units
 
 
 def base_work(profile: Profile, sizes: Mapping[str, Num], *, element_bytes: int, state_bytes: Num) -> Work:

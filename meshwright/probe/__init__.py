@@ -1,0 +1,4 @@
+"""What this machine gives, measured or looked up: `names.cluster("8xh100")`, `machine.probe(...)`.
+
+Only `measure`, which runs in processes of its own, imports torch.
+"""

@@ -7,6 +7,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from meshwright.schedules.actions import Action, Actions, with_transfers
 
 
@@ -22,5 +24,5 @@ def forward_only(stage: int, num_stages: int, num_microbatches: int) -> Actions:
     return with_transfers(forward, stage, num_stages)
 
 
-def in_flight(stage: int, num_stages: int, num_microbatches: int) -> int:
+def in_flight(stage: Any, num_stages: Any, num_microbatches: Any) -> Any:
     return num_microbatches

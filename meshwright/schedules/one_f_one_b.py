@@ -7,11 +7,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+
 from meshwright.schedules.actions import Action, Actions, with_transfers
 
 
 def one_f_one_b(stage: int, num_stages: int, num_microbatches: int) -> Actions:
-    warmup = in_flight(stage, num_stages, num_microbatches)
+    warmup = min(num_stages - stage, num_microbatches)
     actions = [Action("forward", i) for i in range(warmup)]
     for i in range(num_microbatches):
         actions.append(Action("backward", i))
@@ -20,5 +24,5 @@ def one_f_one_b(stage: int, num_stages: int, num_microbatches: int) -> Actions:
     return with_transfers(tuple(actions), stage, num_stages)
 
 
-def in_flight(stage: int, num_stages: int, num_microbatches: int) -> int:
-    return min(num_stages - stage, num_microbatches)
+def in_flight(stage: Any, num_stages: Any, num_microbatches: Any) -> Any:
+    return np.minimum(num_stages - stage, num_microbatches)

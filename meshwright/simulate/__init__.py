@@ -1,0 +1,1 @@
+"""Plan -> Work -> Timeline -> Forecast. No torch."""

@@ -1,0 +1,182 @@
+"""Checkpoints on disk: which folders are committed, what they say, and whether their bytes are still right.
+
+    <root>/step-00000100/                 committed: manifest.json and rank-*.safetensors
+    <root>/step-00000200.tmp-1f3a90c2/    being written, or left by a crash: never read
+    <root>/step-00000100.old-77be01d4/    set aside while its replacement takes its name
+
+A valid manifest in a committed folder *is* the checkpoint. A folder set aside is read only if a crash came
+before the replacement had the name. No torch here: `mw ckpt list` and the supervisor use it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from pathlib import Path
+
+import xxhash
+
+from meshwright.checkpoint.manifest import (
+    MANIFEST,
+    MAX_MANIFEST_BYTES,
+    FileEntry,
+    Manifest,
+    Piece,
+    TensorEntry,
+    unseal,
+)
+from meshwright.core.errors import MeshwrightError, Problem, Problems
+
+__all__ = [
+    "BLOCK_BYTES",
+    "FileEntry",
+    "Manifest",
+    "Piece",
+    "TensorEntry",
+    "committed_folders",
+    "list_steps",
+    "rank_file",
+    "read_manifest",
+    "size_problems",
+    "step_folder",
+    "usable_folders",
+    "verify",
+]
+
+BLOCK_BYTES = 4 << 20
+_FOLDER = re.compile(r"step-([0-9]{8,18})(\.(?:tmp|old)-[A-Za-z0-9-]+)?")
+
+
+def step_folder(root: Path, step: int) -> Path:
+    return Path(root) / f"step-{step:08d}"
+
+
+def rank_file(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def _folders(root: Path) -> list[tuple[int, str, Path]]:
+    """(step, suffix, folder) of every folder of ours; links are not ours."""
+    found = []
+    try:
+        entries = list(os.scandir(root))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        what = f"cannot be listed: {error.strerror}."
+        raise MeshwrightError([Problem(where=str(root), what=what)], exit_code=1) from None
+    for entry in entries:
+        match = _FOLDER.fullmatch(entry.name)
+        if match and f"{int(match[1]):08d}" == match[1] and entry.is_dir(follow_symlinks=False):
+            found.append((int(match[1]), match[2] or "", Path(root) / entry.name))
+    return sorted(found)
+
+
+def committed_folders(root: Path) -> dict[int, Path]:
+    """Step -> folder, ascending."""
+    return {step: folder for step, suffix, folder in _folders(root) if not suffix}
+
+
+def list_steps(root: Path) -> tuple[int, ...]:
+    return tuple(committed_folders(root))
+
+
+def leftover_folders(root: Path, kind: str) -> list[tuple[int, Path]]:
+    """Folders with the suffix `.tmp-*` or `.old-*` (`kind` is "tmp" or "old")."""
+    return [(step, folder) for step, suffix, folder in _folders(root) if suffix.startswith(f".{kind}-")]
+
+
+def usable_folders(root: Path) -> dict[int, Path]:
+    """The committed folders, and those set aside by a replacement that a crash cut short."""
+    usable = dict(leftover_folders(root, "old"))
+    usable.update(committed_folders(root))
+    return dict(sorted(usable.items()))
+
+
+def _plain_file_bytes(path: Path) -> int:
+    """The size of a regular file; a link, a pipe (it would hang us) or a folder in its place is refused."""
+    about = os.lstat(path)
+    if not stat.S_ISREG(about.st_mode):
+        kind = "a symbolic link" if stat.S_ISLNK(about.st_mode) else "not a plain file"
+        raise MeshwrightError([Problem(where=str(path), what=f"is {kind}; it is not followed.")], exit_code=1)
+    return about.st_size
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest, valid in itself and at home in this folder; the shards' bytes are `verify`'s to check."""
+    folder = Path(folder)
+    path = folder / MANIFEST
+    try:
+        num_bytes = _plain_file_bytes(path)
+        if num_bytes > MAX_MANIFEST_BYTES:
+            what = f"has {num_bytes} bytes; the limit is {MAX_MANIFEST_BYTES}."
+            raise MeshwrightError([Problem(where=str(path), what=what)], exit_code=1)
+        manifest = unseal(path.read_bytes(), str(path))
+    except OSError as error:
+        raise MeshwrightError([_unreadable(path, error)], exit_code=1) from None
+    named = _FOLDER.fullmatch(folder.name)
+    if named and int(named[1]) != manifest.step:
+        what = f"is of step {manifest.step}, in the folder {folder.name}."
+        raise MeshwrightError([Problem(where=str(path), what=what)], exit_code=1)
+    for name in manifest.files:
+        try:
+            _plain_file_bytes(folder / name)
+        except OSError:
+            continue  # missing: `verify` says so, with the size it should have
+    return manifest
+
+
+def size_problems(folder: Path, manifest: Manifest) -> Problems:
+    """Files that are missing or of another size: cheap, and enough right after writing."""
+    problems = []
+    for name, entry in sorted(manifest.files.items()):
+        path = Path(folder) / name
+        try:
+            num_bytes = _plain_file_bytes(path)
+        except OSError as error:
+            problems.append(_unreadable(path, error))
+        except MeshwrightError as error:
+            problems.extend(error.problems)
+        else:
+            if num_bytes != entry.bytes:
+                what = f"has {num_bytes} bytes, its manifest says {entry.bytes}."
+                problems.append(Problem(where=str(path), what=what))
+    return tuple(problems)
+
+
+def verify(folder: Path) -> Problems:
+    """Everything wrong with a checkpoint: its manifest, or files that are missing, cut short or changed."""
+    try:
+        manifest = read_manifest(folder)
+    except MeshwrightError as error:
+        return error.problems
+    problems = list(size_problems(folder, manifest))
+    wrong_size = {problem.where for problem in problems}
+    for name, entry in sorted(manifest.files.items()):
+        path = Path(folder) / name
+        if str(path) in wrong_size:
+            continue
+        try:
+            found = _hash_of(path)
+        except OSError as error:
+            problems.append(_unreadable(path, error))
+            continue
+        if found != entry.xxh3:
+            what = f"has changed since it was written: xxh3 {found}, its manifest says {entry.xxh3}."
+            problems.append(Problem(where=str(path), what=what))
+    return tuple(problems)
+
+
+def _hash_of(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    buffer = memoryview(bytearray(min(BLOCK_BYTES, max(1, os.path.getsize(path)))))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+    return str(digest.hexdigest())
+
+
+def _unreadable(path: Path, error: OSError) -> Problem:
+    missing = isinstance(error, FileNotFoundError | NotADirectoryError)
+    return Problem(where=str(path), what="is missing." if missing else f"cannot be read: {error.strerror}.")

@@ -1,0 +1,112 @@
+"""Load: find the newest checkpoint whose every byte is right, and read any box of any tensor from it.
+
+The pieces on disk were cut for the plan that saved them; the box asked for is the loading plan's. What lies
+in both is copied, whichever files it is in, so changing the plan between two runs needs no conversion.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from meshwright.checkpoint.format import read_manifest, usable_folders, verify
+from meshwright.checkpoint.manifest import DTYPES, Manifest, Piece
+from meshwright.core.box import Box
+from meshwright.core.errors import MeshwrightError, Problem
+
+
+def newest_good(root: Path, *, report: Callable[[str], None]) -> Path | None:
+    """The newest undamaged checkpoint, or None if there are none at all.
+
+    Each damaged one that is passed over is reported in one line.
+    """
+    damaged: list[Problem] = []
+    for _, folder in reversed(usable_folders(root).items()):
+        problems = verify(folder)
+        if not problems:
+            return folder
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        first = str(problems[0]).replace("\n", " ")
+        report(f"checkpoint {folder.name} is damaged and is not used: {first}{more}")
+        damaged.extend(problems)
+    if damaged:
+        fix = "Restore one from a copy, or move the folder away to start from the beginning."
+        all_bad = Problem(where=str(root), what="every checkpoint here is damaged.", fix=fix)
+        raise MeshwrightError([all_bad, *damaged], exit_code=1)
+    return None
+
+
+class Reader:
+    """One committed folder, open for reading; shards are mapped, and only what is asked for is read.
+
+    It checks the manifest, not the hashes of the shards: `newest_good` does that, once, for all ranks.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = Path(folder)
+        self.manifest: Manifest = read_manifest(self.folder)
+        self._pieces: dict[str, list[tuple[Box, Piece]]] = {name: [] for name in self.manifest.tensors}
+        for piece in self.manifest.pieces:
+            self._pieces[piece.tensor].append((self.manifest.box(piece), piece))
+        self._files: dict[str, Any] = {}
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        return self.manifest.state
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step
+
+    def tensor_names(self) -> tuple[str, ...]:
+        return tuple(self.manifest.tensors)
+
+    def read_into(self, name: str, box: Box, out: torch.Tensor) -> None:
+        """Fill `out`, of shape `box.size`, with that box of the tensor."""
+        self._check(name, box, out)
+        with torch.no_grad():
+            for held, piece in self._pieces[name]:
+                both = held.overlap(box)
+                if both is not None:
+                    out[both.within(box)].copy_(self._read(held, piece, both))
+
+    def _check(self, name: str, box: Box, out: torch.Tensor) -> None:
+        entry = self.manifest.tensors.get(name)
+        if entry is None:
+            close = difflib.get_close_matches(name, self.tensor_names(), n=1)
+            fix = f'Did you mean "{close[0]}"?' if close else f"It has {len(self._pieces)} others."
+            self._refuse(f"has no tensor {name!r}.", fix)
+        wanted = str(out.dtype).removeprefix("torch.")
+        if tuple(box.shape) != entry.shape:
+            self._refuse(f"{name!r} has shape {entry.shape} here, the model wants {tuple(box.shape)}.")
+        if wanted != entry.dtype:
+            self._refuse(f"{name!r} is {entry.dtype} here, the model wants {wanted}.")
+        if tuple(out.shape) != tuple(box.size):
+            self._refuse(
+                f"{name!r}: the tensor to fill has shape {tuple(out.shape)}, its box {tuple(box.size)}."
+            )
+
+    def _read(self, held: Box, piece: Piece, both: Box) -> torch.Tensor:
+        try:
+            if piece.file not in self._files:
+                self._files[piece.file] = safe_open(self.folder / piece.file, framework="pt")
+            stored = self._files[piece.file].get_slice(piece.key)
+            found = (stored.get_dtype(), tuple(stored.get_shape()))
+            wanted = (DTYPES[self.manifest.tensors[piece.tensor].dtype][0], piece.size)
+            if found != wanted:
+                self._refuse(
+                    f"{piece.file}: {piece.key} of {piece.tensor!r} is {found}, the manifest says {wanted}."
+                )
+            if both == held:  # also what has no dim to slice
+                return self._files[piece.file].get_tensor(piece.key)
+            return stored[both.within(held)]
+        except (OSError, SafetensorError) as error:
+            self._refuse(f"{piece.file} cannot be read: {error}.")
+
+    def _refuse(self, what: str, fix: str = "") -> NoReturn:
+        raise MeshwrightError([Problem(where=f"checkpoint {self.folder}", what=what, fix=fix)], exit_code=1)

@@ -1,0 +1,43 @@
+"""What one rank receives for one step, and which rows of the step's batch those are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from meshwright.core.errors import MeshwrightError, Problem
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Batch:
+    """This rank's rows of one step's batch.
+
+    `num_tokens` is the sum of the weights over the WHOLE batch, all ranks together, so that the loss is
+    divided once and without communication. It is 0 when every row of the step lies inside prompts.
+    """
+
+    inputs: npt.NDArray[np.int64]  # (rows, sequence)
+    targets: npt.NDArray[np.int64]  # (rows, sequence): the inputs, one token later
+    weights: npt.NDArray[np.float32]  # (rows, sequence): 0 = this target does not count
+    num_tokens: float
+
+
+def part_rows(batch: int, part: int, num_parts: int) -> slice:
+    """The contiguous rows of part `part`: the parts in order are the batch, also when it does not divide."""
+    return slice(part * batch // num_parts, (part + 1) * batch // num_parts)
+
+
+def require_place(*, cursor: int, batch: int, part: int, num_parts: int) -> None:
+    """Refuse a place in the stream that does not exist."""
+    problems = []
+    if cursor < 0:
+        problems.append(Problem(where="data.cursor", what=f"{cursor} is negative.", fix="Start at 0."))
+    if batch < 1:
+        problems.append(Problem(where="data.batch", what=f"{batch} is not positive.", fix="Use 1 or more."))
+    if num_parts < 1 or not 0 <= part < num_parts:
+        what = f"part {part} of {num_parts} does not exist."
+        problems.append(Problem(where="data.part", what=what, fix="Parts count from 0 to num_parts - 1."))
+    if problems:
+        raise MeshwrightError(problems)

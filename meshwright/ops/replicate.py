@@ -1,0 +1,60 @@
+"""Gradient buckets, one per layer, summed over the replicas while backward goes on.
+
+Each parameter's `.grad` is a view into its layer's flat bucket, so nothing is copied; a bucket leaves as soon as its
+last gradient of the last microbatch has arrived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+class Bucket:
+    def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup):
+        self.group = group
+        self.parameters = parameters
+        total = sum(p.numel() for p in parameters)
+        self.flat = torch.zeros(total, dtype=parameters[0].dtype, device=parameters[0].device)
+        self.views: list[Tensor] = []
+        offset = 0
+        for parameter in parameters:
+            self.views.append(self.flat[offset : offset + parameter.numel()].view_as(parameter))
+            offset += parameter.numel()
+        self.is_last = False
+        self.missing = 0
+        self.work: dist.Work | None = None
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(self._arrived)
+
+    def start_step(self) -> None:
+        self.flat.zero_()
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            parameter.grad = view
+
+    def start_backward(self, is_last: bool) -> None:
+        self.is_last, self.missing = is_last, len(self.parameters)
+
+    def _arrived(self, _: Tensor) -> None:
+        self.missing -= 1
+        if self.is_last and self.missing == 0:
+            self.work = dist.all_reduce(self.flat, group=self.group, async_op=True)
+
+    def finish(self) -> None:
+        if self.work is None:  # a parameter that took no part in this step's backward
+            self.work = dist.all_reduce(self.flat, group=self.group, async_op=True)
+        self.work.wait()
+        self.work = None
+
+
+def buckets_of(units: Iterable[list[nn.Module]], group: dist.ProcessGroup) -> list[Bucket]:
+    """A bucket for every unit: a layer, or the layers that share a weight."""
+    buckets = []
+    for modules in units:
+        unique = {id(p): p for module in modules for p in module.parameters() if p.requires_grad}
+        if unique:
+            buckets.append(Bucket(list(unique.values()), group))
+    return buckets

@@ -1,0 +1,31 @@
+"""Changing modules in place while their parameters keep their names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+
+def recomputed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`forward`, keeping only its inputs until backward needs the rest."""
+
+    def wrapped(*args: Any) -> Tensor:
+        return checkpoint(forward, *args, use_reentrant=False)
+
+    return wrapped
+
+
+def holders(model: nn.Module, parameter: nn.Parameter) -> Iterable[tuple[nn.Module, str]]:
+    """Every (module, attribute) where a parameter hangs: more than one where it is tied."""
+    for module in model.modules():
+        for name, value in module._parameters.items():
+            if value is parameter:
+                yield module, name
+
+
+def replace_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
+    for module, name in list(holders(model, old)):
+        module._parameters[name] = new

@@ -1,0 +1,159 @@
+"""This machine as a Cluster, measured. The parent imports no torch: it starts a process a device and waits.
+
+The processes write to files in a temporary folder, not to pipes: nobody blocks on a full one, and what a
+dying process said is still there to be shown.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from meshwright.core.cluster import Cluster
+from meshwright.core.codec import decode
+from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.probe.reading import Reading, assemble
+
+MAX_DEFAULT_CPU_DEVICES = 8
+_SECTION_SECONDS = 2.0
+_QUICK_SECTION_SECONDS = 0.1
+_DEADLINE_SECONDS = 300.0
+_TAIL_CHARACTERS = 1500
+_MODULE = "meshwright.probe.measure"
+# Character devices that exist only where torch could find a GPU (NVIDIA, AMD, WSL). Asking torch costs 2 s.
+_GPU_DEVICE_FILES = ("nvidia[0-9]*", "kfd", "dxg")
+
+
+def probe(*, num_devices: int | None = None, report: Callable[[str], None], quick: bool = False) -> Cluster:
+    """Measure matmul, attention, memory, op launch and all_reduce, on all devices at once.
+
+    `num_devices` defaults to every GPU, or without one to every usable core (at most 8). `quick` takes a few
+    seconds, its figures scatter by a tenth or two; the whole takes half a minute on a CPU.
+    """
+    if num_devices is not None and num_devices < 1:
+        raise _problem(f"{num_devices} devices were asked for; at least 1 is needed.")
+    num_gpus = _num_gpus()
+    num_cores = len(os.sched_getaffinity(0))
+    if num_devices is not None and 0 < num_gpus < num_devices:
+        raise _problem(f"{num_devices} devices were asked for; torch sees {num_gpus} GPUs.")
+    count = num_devices or num_gpus or min(num_cores, MAX_DEFAULT_CPU_DEVICES)
+    kind = "cuda" if num_gpus else "cpu"
+    num_threads = max(1, num_cores // count)
+    threads = f", {num_threads} threads each" if kind == "cpu" else ""
+    report(f"measuring {count} {kind} device{'s' if count > 1 else ''}{threads}")
+    host_bytes = available_host_bytes()
+    with tempfile.TemporaryDirectory(prefix="meshwright-probe-") as folder:
+        section_seconds = _QUICK_SECTION_SECONDS if quick else _SECTION_SECONDS
+        arguments = [
+            *("--kind", kind, "--num-devices", str(count)),
+            *("--store", str(Path(folder) / "store"), "--section-seconds", str(section_seconds)),
+        ]
+        readings = _measure(Path(folder), arguments, count, num_threads, report)
+    return assemble(readings, host_bytes=host_bytes)
+
+
+def available_host_bytes(
+    meminfo: Path = Path("/proc/meminfo"), cgroup_limit: Path = Path("/sys/fs/cgroup/memory.max")
+) -> int:
+    """MemAvailable, or the container's limit where that is less."""
+    try:
+        lines = meminfo.read_text().splitlines()
+        kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        raise _problem(f"{meminfo} does not say how much memory is available.", "Probe on Linux.") from None
+    try:
+        return min(kib * 1024, int(cgroup_limit.read_text()))
+    except (OSError, ValueError):  # no container, or the limit reads "max"
+        return kib * 1024
+
+
+def _num_gpus() -> int:
+    if not any(True for pattern in _GPU_DEVICE_FILES for _ in Path("/dev").glob(pattern)):
+        return 0
+    command = [sys.executable, "-m", _MODULE, "--count"]
+    done = subprocess.run(command, env=_environment(1), capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise _problem(f"torch could not be asked for its GPUs:\n{done.stderr[-_TAIL_CHARACTERS:].strip()}")
+    return int(json.loads(done.stdout.splitlines()[-1])["num_gpus"])
+
+
+def _environment(num_threads: int) -> dict[str, str]:
+    root = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH", "")) if part)
+    # gloo looks its own host name up unless told the interface, which fails or takes seconds in containers.
+    return os.environ | {
+        "OMP_NUM_THREADS": str(num_threads),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": path,
+    }
+
+
+def _measure(
+    folder: Path, arguments: Sequence[str], count: int, num_threads: int, report: Callable[[str], None]
+) -> list[Reading]:
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(count):
+            with (folder / f"{rank}.out").open("wb") as out, (folder / f"{rank}.err").open("wb") as err:
+                command = [sys.executable, "-m", _MODULE, *arguments, "--rank", str(rank)]
+                processes.append(
+                    subprocess.Popen(command, env=_environment(num_threads), stdout=out, stderr=err)
+                )
+        _wait(processes, folder, report)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+    return [_reading(folder, rank) for rank in range(count)]
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], folder: Path, report: Callable[[str], None]) -> None:
+    """Until all have ended well, one has failed, or the deadline; passes rank 0's progress on."""
+    deadline = time.monotonic() + _DEADLINE_SECONDS
+    num_shown = 0
+    while True:
+        codes = [process.poll() for process in processes]
+        lines = _lines(folder, 0)
+        for line in lines[num_shown:]:
+            if "progress" in line:
+                report(str(line["progress"]))
+        num_shown = len(lines)
+        failed = [rank for rank, code in enumerate(codes) if code]
+        if failed:
+            raise _failure(folder, failed[0], f"ended with code {codes[failed[0]]}")
+        if all(code == 0 for code in codes):
+            return
+        if time.monotonic() > deadline:
+            rank = codes.index(None)
+            raise _failure(folder, rank, f"did not end within {_DEADLINE_SECONDS:.0f} s")
+        time.sleep(0.02)
+
+
+def _lines(folder: Path, rank: int) -> list[dict[str, object]]:
+    """The whole JSON lines so far; anything else a library printed is not ours."""
+    text = (folder / f"{rank}.out").read_text(encoding="utf-8", errors="replace")
+    return [json.loads(line) for line in text.split("\n")[:-1] if line.startswith('{"')]
+
+
+def _reading(folder: Path, rank: int) -> Reading:
+    for line in reversed(_lines(folder, rank)):
+        if "reading" in line:
+            return decode(Reading, line["reading"], f"probe.device {rank}")
+    raise _failure(folder, rank, "ended without a reading")
+
+
+def _failure(folder: Path, rank: int, what: str) -> MeshwrightError:
+    tail = (folder / f"{rank}.err").read_text(encoding="utf-8", errors="replace")[-_TAIL_CHARACTERS:].strip()
+    said = f" It said:\n{tail}" if tail else " It said nothing."
+    return _problem(f"the process measuring device {rank} {what}.{said}")
+
+
+def _problem(what: str, fix: str = "") -> MeshwrightError:
+    return MeshwrightError([Problem(where="probe", what=what, fix=fix)])

@@ -1,0 +1,76 @@
+"""A cluster by name (`64x8xh100`) or from a file. Stdlib only: `mw plan` on a named cluster must start fast.
+
+Presets hold one device each, from its data sheet; the counts in the name put them in nodes.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from meshwright.core.cluster import Cluster, parse_cluster_name
+from meshwright.core.codec import load_artefact
+from meshwright.core.errors import MeshwrightError, Problem, nearest
+
+PRESETS_FOLDER = Path(__file__).parent / "presets"
+ALIASES = {"a100": "a100-80"}
+
+# What torch.cuda.get_device_name() says, for cards whose links we know. Word boundaries matter: GH200 is no
+# H200, GB200 no B200, and the PCIe and NVL versions of A100 and H100 are other machines.
+_DEVICE_NAMES = (
+    (r"\bV100-SXM\d-32GB\b", "v100"),
+    (r"\bA100-SXM\d-40GB\b", "a100-40"),
+    (r"\bA100-SXM\d-80GB\b", "a100-80"),
+    (r"\bH100 80GB HBM3\b", "h100"),
+    (r"\bH100 PCIe\b", "h100-pcie"),
+    (r"\bH200$", "h200"),
+    (r"\bB200$", "b200"),
+    (r"\bMI300X\b", "mi300x"),
+    (r"\bL40S\b", "l40s"),
+    (r"\bRTX 4090$", "rtx4090"),
+)
+
+
+def preset_names() -> tuple[str, ...]:
+    """The devices `cluster` knows, sorted, aliases included."""
+    return tuple(sorted({path.stem for path in PRESETS_FOLDER.glob("*.json")} | set(ALIASES)))
+
+
+def preset(name: str) -> Cluster:
+    """One device as its data sheet has it."""
+    return load_artefact(Cluster, PRESETS_FOLDER / f"{ALIASES.get(name, name)}.json")
+
+
+def preset_of_device(torch_name: str) -> Cluster | None:
+    """The preset of the card that torch calls `torch_name`, or None."""
+    for pattern, name in _DEVICE_NAMES:
+        if re.search(pattern, torch_name.strip(), re.IGNORECASE):
+            return preset(name)
+    return None
+
+
+def cluster(name_or_path: str) -> Cluster:
+    """`h200`, `8xh100` (one node), `64x8xh100` (64 nodes of 8), or a JSON file written by `mw probe`."""
+    text = name_or_path.strip()
+    if text.lower().endswith(".json"):
+        return load_artefact(Cluster, text)
+    parsed = parse_cluster_name(text.lower())
+    known = preset_names()
+    # A known name wins over a file that happens to be called `h100`.
+    if (parsed is None or parsed[2] not in known) and Path(text).is_file():
+        return load_artefact(Cluster, text)
+    if parsed is None:
+        fix = f"Write 8xh100, 64x8xh100 or a .json file. {nearest(text.lower(), known)}"
+        raise MeshwrightError(
+            [Problem(where="cluster", what=f'"{name_or_path}" is no cluster name.', fix=fix)]
+        )
+    num_nodes, devices_per_node, device = parsed
+    if device not in known:
+        fix = nearest(device, known)
+        raise MeshwrightError([Problem(where="cluster", what=f'no device is called "{device}".', fix=fix)])
+    if num_nodes < 1 or devices_per_node < 1:
+        what = (
+            f'"{name_or_path}" has {num_nodes} x {devices_per_node} devices; both counts must be at least 1.'
+        )
+        raise MeshwrightError([Problem(where="cluster", what=what)])
+    return preset(device).resized(devices_per_node, num_nodes, name=text.lower())

@@ -1,0 +1,132 @@
+"""The training step: a small interpreter of a schedule's actions. Everything else hangs off it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import record_function
+
+from meshwright.runtime.build import Build
+from meshwright.runtime.optimizer import Optimizer
+from meshwright.schedules import Actions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Samples:
+    """This rank's rows of a batch; `num_tokens` counts the whole batch's, over all ranks."""
+
+    inputs: Tensor
+    targets: Tensor
+    weights: Tensor
+    num_tokens: float
+
+    def split(self, size: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+        parts = (self.inputs.split(size), self.targets.split(size), self.weights.split(size))
+        return list(zip(*parts, strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    loss: float
+    """Mean over the batch's tokens."""
+    gradient_norm: float
+    must_stop: bool
+    """Some rank was told to stop."""
+
+
+def interpret(build: Build, actions: Actions, samples: Samples) -> Tensor:
+    """Do what the schedule says. Returns this rank's sum of losses (zero but on the last stage)."""
+    microbatches = samples.split(build.plan.microbatch)
+    scale = build.loss_scale / samples.num_tokens
+    last_backward = max((i for i, a in enumerate(actions) if a.kind == "backward"), default=-1)
+    total = torch.zeros((), dtype=torch.float64, device=build.mesh.device)
+    received: dict[int, Tensor] = {}
+    outputs: dict[int, Tensor] = {}
+    gradients: dict[int, Tensor | None] = {}
+    wire = build.wire
+    if wire is not None:
+        shape = build.boundary_shape(microbatches[0][0])
+        wire.start((action.kind for action in actions), shape, build.compute_dtype)
+    for position, action in enumerate(actions):
+        i = action.microbatch
+        with record_function(f"mw:{action.kind} {i}"):
+            if action.kind == "receive_forward":
+                received[i] = wire.receive("forward").requires_grad_(last_backward >= 0)
+            elif action.kind == "forward":
+                inputs, targets, weights = microbatches[i]
+                given = received.get(i, inputs)
+                outputs[i] = build.model(given, targets, weights) if build.has_loss else build.model(given)
+                if build.has_loss:
+                    total += outputs[i].detach()
+            elif action.kind == "send_forward":
+                wire.send("forward", outputs[i].detach())
+            elif action.kind == "receive_backward":
+                gradients[i] = wire.receive("backward")
+            elif action.kind == "backward":
+                for prepare in build.on_backward:
+                    prepare(position == last_backward)
+                output = outputs.pop(i)
+                if build.has_loss:
+                    (output * scale).backward()
+                else:
+                    output.backward(gradients.pop(i))
+            elif action.kind == "send_backward":
+                wire.send("backward", received.pop(i).grad)
+    if wire is not None:
+        wire.finish()
+    return total
+
+
+class Loop:
+    """Steps and evaluations of one rank."""
+
+    def __init__(self, build: Build, optimizer: Optimizer):
+        self.build, self.optimizer = build, optimizer
+
+    def step(self, samples: Samples, lr: float, *, stop: bool = False) -> StepResult:
+        build = self.build
+        self.optimizer.zero_gradients()
+        for start in build.on_step:
+            start()
+        build.model.train()
+        count = samples.inputs.shape[0] // build.plan.microbatch
+        loss = interpret(build, build.schedule(count), samples)
+        with record_function("mw:exchange"):
+            for finish in build.on_finish:
+                finish()
+            build.sum_owed()
+            # One small message for all that ranks must agree on.
+            agreed = self._agree(self._share(loss), self.optimizer.squared_norm(), float(stop))
+        with record_function("mw:update"):
+            norm = agreed[1] ** 0.5
+            self.optimizer.update(lr, norm)
+        return StepResult(loss=agreed[0] / samples.num_tokens, gradient_norm=norm, must_stop=agreed[2] > 0)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Samples]) -> tuple[float, float]:
+        """(sum of losses, tokens) over all ranks."""
+        build = self.build
+        build.model.eval()
+        total, tokens = torch.zeros((), dtype=torch.float64, device=build.mesh.device), 0.0
+        for samples in batches:
+            count = samples.inputs.shape[0] // build.plan.microbatch
+            total += interpret(build, build.forward_schedule(count), samples)
+            tokens += samples.num_tokens
+        return self._agree(self._share(total))[0], tokens
+
+    def _share(self, loss: Tensor) -> Tensor:
+        """Ranks that compute the same loss (along axes that split no samples) count it once."""
+        mesh, wire = self.build.mesh, self.build.wire
+        other = {*self.build.plan.sample_axes, wire.axis if wire is not None else ""}
+        mine = all(mesh.index(axis) == 0 for axis in mesh.sizes if axis not in other)
+        return loss if mine else torch.zeros_like(loss)
+
+    def _agree(self, *values: Tensor | float) -> list[float]:
+        message = torch.tensor([float(value) for value in values], dtype=torch.float64)
+        if self.build.mesh.control is not None:
+            dist.all_reduce(message, group=self.build.mesh.control)
+        return message.tolist()

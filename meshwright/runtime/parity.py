@@ -1,0 +1,180 @@
+"""Proof that a plan trains the model exactly as one device would, or where it departs first.
+
+The reference runs once, on one device, and leaves its losses, gradients and parameters in a folder; every rank of the
+plan compares its own pieces with their places there. Nothing but a few numbers travels between processes.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from meshwright.core.plan import Plan
+from meshwright.models.config import DecoderConfig
+from meshwright.models.cost import decoder_profile
+from meshwright.models.decoder import Decoder
+from meshwright.ops.mesh import Mesh, join
+from meshwright.ops.record import Recorder, Traffic
+from meshwright.runtime.build import Build, build
+from meshwright.runtime.init import seeded
+from meshwright.runtime.loop import Loop, Samples
+from meshwright.runtime.optimizer import Optimizer, OptimizerConfig
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Departure:
+    """Where a plan and one device differ, and by how much of the quantity's global norm."""
+
+    step: int
+    quantity: str
+    layer: str
+    error: float
+
+
+@dataclass(kw_only=True)
+class Session:
+    """One rank's model, ready to step."""
+
+    build: Build
+    loop: Loop
+    mesh: Mesh
+
+
+def open_session(
+    plan: Plan, config: DecoderConfig, optimizer: OptimizerConfig, *, seed: int, dtype: str, device: torch.device
+) -> Session:
+    mesh = Mesh.make(plan.mesh, device)
+    with torch.device("meta"):
+        model = Decoder(config)
+    profile = decoder_profile(config, "model")
+    made = build(plan, model, profile, mesh, seeded(model.init_value, seed), DTYPES[dtype])
+    return Session(build=made, loop=Loop(made, Optimizer(optimizer, made)), mesh=mesh)
+
+
+SamplesOf = Callable[[int, int, int], Samples]
+"""(step, part, num_parts) -> those rows of the step's batch."""
+
+
+def random_samples(config: DecoderConfig, batch: int, sequence: int, *, masked: bool = True) -> SamplesOf:
+    def samples(step: int, part: int, num_parts: int) -> Samples:
+        generator = torch.Generator().manual_seed(1000 + step)
+        tokens = torch.randint(config.vocab_size, (batch, sequence + 1), generator=generator)
+        weights = torch.ones(batch, sequence, dtype=torch.float64)
+        if masked:
+            weights = (torch.rand(batch, sequence, generator=generator) > 0.2).double()
+        rows = slice(part * batch // num_parts, (part + 1) * batch // num_parts)
+        inputs, targets = tokens[rows, :-1].contiguous(), tokens[rows, 1:].contiguous()
+        total = float(weights.sum())
+        return Samples(inputs=inputs, targets=targets, weights=weights[rows], num_tokens=total)
+
+    return samples
+
+
+def write_reference(
+    folder: Path, config: DecoderConfig, optimizer: OptimizerConfig, samples: SamplesOf, steps: int, *, seed: int,
+    dtype: str = "float64", batch: int,
+) -> None:  # fmt: skip
+    """What one device does, step by step."""
+    plan = Plan(batch=batch, microbatch=batch)
+    session = open_session(plan, config, optimizer, seed=seed, dtype=dtype, device=torch.device("cpu"))
+    folder.mkdir(parents=True, exist_ok=True)
+    for step, result, gradients in _steps(session, samples, steps, optimizer):
+        tensors = {f"gradient/{name}": value for name, value in gradients.items()}
+        tensors |= {f"parameter/{name}": value.clone() for name, value in session.build.local_parameters()}
+        tensors["loss"] = torch.tensor([result.loss], dtype=torch.float64)
+        tensors["norm"] = torch.tensor([result.gradient_norm], dtype=torch.float64)
+        temporary = folder / f"step-{step}.tmp"
+        save_file(tensors, temporary)
+        temporary.rename(folder / f"step-{step}.safetensors")
+
+
+def _steps(
+    session: Session, samples: SamplesOf, steps: int, optimizer: OptimizerConfig
+) -> Iterator[tuple[int, Any, dict[str, Tensor]]]:
+    """Steps, with the gradients as they were before clipping."""
+    part, num_parts = session.mesh.part(session.build.plan.sample_axes)
+    caught: dict[str, Tensor] = {}
+    inner = session.loop.optimizer.update
+
+    def update(lr: float, norm: float) -> None:
+        caught.clear()
+        caught.update({name: value.clone() for name, value in session.build.local_gradients()})
+        inner(lr, norm)
+
+    session.loop.optimizer.update = update  # type: ignore[method-assign]
+    for step in range(steps):
+        result = session.loop.step(samples(step, part, num_parts), optimizer.lr_at(step, steps))
+        yield step, result, caught
+
+
+def compare(
+    session: Session, folder: Path, samples: SamplesOf, steps: int, optimizer: OptimizerConfig, tolerance: float
+) -> tuple[float, list[Departure]]:
+    """Largest relative error of this rank, and its departures beyond the tolerance in the order they arose."""
+    worst, departures = 0.0, []
+    for step, result, gradients in _steps(session, samples, steps, optimizer):
+        with safe_open(folder / f"step-{step}.safetensors", framework="pt") as reference:
+            loss, norm = float(reference.get_tensor("loss")), float(reference.get_tensor("norm"))
+            errors = [("loss", "loss", abs(result.loss - loss) / abs(loss))]
+            for quantity, pieces in (
+                ("gradient", gradients),
+                ("parameter", dict(session.build.local_parameters())),
+            ):
+                errors += _errors(session.build, reference, quantity, pieces)
+            errors.append(("gradient norm", "all", abs(result.gradient_norm - norm) / norm))
+        for quantity, name, error in errors:
+            worst = max(worst, error)
+            if not error <= tolerance:  # also true of NaN
+                departures.append(Departure(step=step, quantity=quantity, layer=name, error=error))
+    return worst, departures
+
+
+def _errors(build: Build, reference: Any, quantity: str, pieces: dict[str, Tensor]) -> list[tuple[str, str, float]]:
+    names = [key for key in reference.keys() if key.startswith(f"{quantity}/")]  # noqa: SIM118
+    norm = sum(float(reference.get_tensor(key).double().norm()) ** 2 for key in names) ** 0.5
+    errors = []
+    for name, piece in pieces.items():
+        box = build.boxes[name]
+        if not box.is_empty:
+            wanted = reference.get_tensor(f"{quantity}/{name}")[box.slices]
+            errors.append((quantity, name, float((piece - wanted).abs().max()) / norm))
+    return errors
+
+
+def observe(session: Session, samples: SamplesOf, optimizer: OptimizerConfig) -> tuple[Traffic, dict[str, int]]:
+    """One steady step's traffic, and the bytes of parameters, gradients and optimizer afterwards."""
+    part, num_parts = session.mesh.part(session.build.plan.sample_axes)
+    for step in range(2):
+        session.loop.step(samples(step, part, num_parts), optimizer.lr_at(step, 3))
+    with Recorder(session.mesh.axis_of_group()) as recorder:
+        session.loop.step(samples(2, part, num_parts), optimizer.lr_at(2, 3))
+    sizes = {
+        "parameters": sum(_bytes(value) for _, value in session.build.local_parameters()),
+        "gradients": sum(_bytes(value) for _, value in session.build.local_gradients()),
+        "optimizer": sum(_bytes(value) for _, _, value in session.loop.optimizer.state()),
+    }
+    return recorder.traffic, sizes
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def enter(rank: int, num_ranks: int, rendezvous: str) -> None:
+    join(rank, num_ranks, torch.device("cpu"), rendezvous=rendezvous, timeout_seconds=60)
+
+
+def leave() -> None:
+    gc.collect()
+    dist.destroy_process_group()

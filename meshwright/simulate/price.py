@@ -1,0 +1,45 @@
+"""Plan -> Work: fold `price` over the techniques, for one stage or for arrays of candidates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from meshwright.core.plan import Plan
+from meshwright.core.profile import Profile
+from meshwright.core.technique import Technique
+from meshwright.core.work import Work, base_work, settle
+
+ELEMENT_BYTES = 4
+"""Parameters and gradients are kept in float32."""
+
+
+def sizes_of(plan: Plan, profile: Profile, *, sequence: int, stage: int) -> dict[str, Any]:
+    """The numbers a plan gives to `price`."""
+    blocks = plan.blocks_of_stages(profile)
+    return {
+        **plan.mesh,
+        "batch": plan.batch,
+        "sequence": sequence,
+        "microbatch": plan.microbatch,
+        "num_microbatches": plan.num_microbatches,
+        "stage": stage,
+        "num_stages": len(blocks),
+        "blocks": blocks[stage],
+    }
+
+
+def price(profile: Profile, plan: Plan, *, sequence: int, stage: int = 0, state_bytes: int = 8) -> Work:
+    """What a step asks of a rank of one stage."""
+    sizes = sizes_of(plan, profile, sequence=sequence, stage=stage)
+    return price_sizes(profile, plan.in_phase_order(), sizes, state_bytes=state_bytes)
+
+
+def price_sizes(
+    profile: Profile, techniques: tuple[Technique, ...], sizes: Mapping[str, Any], *, state_bytes: int = 8
+) -> Work:
+    """The same over arrays: one entry per candidate and stage in any of the sizes."""
+    work = base_work(profile, sizes, element_bytes=ELEMENT_BYTES, state_bytes=state_bytes)
+    for technique in techniques:
+        work = technique.price(work)
+    return settle(work)

@@ -1,0 +1,80 @@
+"""The process behind one rank of a `RankPool`: imports torch once, then calls functions as it is told.
+
+Requests and answers are JSON lines on what were stdin and stdout; both are moved to private descriptors
+first, and what user code prints goes to the log, so that it cannot garble an answer. A worker ends when its
+requests do.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import sys
+from typing import IO, Any
+
+from meshwright.supervise.child import rank_names
+from meshwright.supervise.failure import error_as_json
+from meshwright.supervise.rank import die_with_process, show_stacks_on_crash
+
+
+def main() -> None:
+    parent_pid, threads = (int(word) for word in sys.argv[1:])
+    die_with_process(parent_pid)
+    show_stacks_on_crash()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    requests, answers = take_pipes()
+
+    import torch
+    import torch.distributed
+
+    torch.set_num_threads(threads)
+    tell(answers, {"is_ready": True})
+    for line in requests:
+        tell(answers, answer(json.loads(line)))
+    os._exit(0)
+
+
+def take_pipes() -> tuple[IO[str], IO[str]]:
+    """Move stdin and stdout to descriptors children do not inherit; leave /dev/null and the log in place."""
+    requests, answers = os.fdopen(os.dup(0), "r"), os.fdopen(os.dup(1), "w")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    return requests, answers
+
+
+def tell(answers: IO[str], message: dict[str, Any]) -> None:
+    answers.write(json.dumps(message) + "\n")
+    answers.flush()
+
+
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """`{"value": ...}` or `{"error": ...}`; a value that is not JSON is an error of the function."""
+    rank, num_ranks = request["rank"], request["num_ranks"]
+    os.environ.update(rank_names(rank, num_ranks))
+    try:
+        module, name = request["function"].split(":")
+        function = getattr(importlib.import_module(module), name)
+        value = function(
+            rank=rank, num_ranks=num_ranks, rendezvous=request["rendezvous"], **request["arguments"]
+        )
+        json.dumps(value)
+        leave_process_group()
+    except BaseException as error:
+        return {"error": error_as_json(error)}
+    return {"value": value}
+
+
+def leave_process_group() -> None:
+    """The next run starts its own group, perhaps of another size."""
+    import torch.distributed
+
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""The loss in pieces: logits are never whole in memory.
+
+What: each sequence's hidden states go through the vocabulary matmul and the cross entropy `chunks` pieces at a time;
+backward computes a piece's logits again.
+When it helps: large vocabularies and long sequences: logits, their log-probabilities and gradients are 12 bytes and
+more for each token and word, often the peak of the whole step.
+When it does not: small vocabularies (bytes), or memory to spare: the vocabulary matmul runs forward twice.
+Cost: one more forward of the head; logits memory divided by `chunks`.
+Exactness: exact; the order of the sum over tokens changes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from meshwright.core.cluster import Cluster
+from meshwright.core.errors import Problems
+from meshwright.core.plan import Plan
+from meshwright.core.profile import Profile
+from meshwright.core.technique import Choice, Option, Technique
+from meshwright.core.work import Compute, Resident, Work
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkedLoss(Technique):
+    name: ClassVar[str] = "chunked_loss"
+    phase: ClassVar[str] = "swap"
+
+    chunks: int = 8
+    """Pieces of each sequence."""
+
+    @classmethod
+    def options(cls, profile: Profile, cluster: Cluster) -> tuple[Option, ...]:
+        return (Choice("chunks", (8,)),)
+
+    def check(self, plan: Plan, profile: Profile, cluster: Cluster | None) -> Problems:
+        if self.chunks < 1:
+            return (self.problem(f"chunks is {self.chunks}.", "Use at least 1."),)
+        return ()
+
+    def price(self, work: Work) -> Work:
+        layer = work.profile.layers[-1].name
+        logits = {task.name for task in work.computes if task.layer == layer and task.kind == "loss"}
+        again = tuple(
+            replace(task, phase="recompute", origin=self.name)
+            for task in work.computes
+            if task.layer == layer
+            and task.phase == "forward"
+            and (task.name in logits or task.kind == "matmul")
+        )
+
+        def shrink(item: Resident) -> Resident:
+            if item.layer == layer and item.dtype == "float32":
+                # What was kept for backward now lives only while its piece is computed.
+                return replace(item, bytes=item.bytes / self.chunks, life="moment", category="working")
+            return item
+
+        facts = {"loss_calls": self.chunks}
+        return work.with_tasks(*again).map_residents(shrink).with_facts(**facts)
+
+    def apply(self, build: Any) -> None:
+        build.at("swap", self._swap)
+
+    def _swap(self, build: Any) -> None:
+        from meshwright.ops.loss import chunked_score
+
+        build.model.head.score = chunked_score(build.model.head.score, self.chunks)

@@ -1,0 +1,102 @@
+"""Forget a block's activations after forward and compute them again in backward.
+
+What: the first `layers` blocks of every stage keep only their input (full recomputation). Recomputed blocks come first:
+their memory is needed last in backward, when the kept ones' is already free.
+When it helps: activations are the peak; a third more compute buys most of their memory.
+When it does not: parameters and optimizer are the peak, or memory is free.
+Cost: one more forward of each such block; kept: one boundary instead of all activations (Chen et al. 2016). The exit of
+the last region is not replayed: nothing in backward needs it.
+Exactness: exact.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+
+from meshwright.core.cluster import Cluster
+from meshwright.core.errors import Problems
+from meshwright.core.plan import Plan
+from meshwright.core.profile import Profile
+from meshwright.core.technique import Option, PerLayer, Technique
+from meshwright.core.work import Collective, Compute, Resident, Work
+
+_ALL = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recompute(Technique):
+    name: ClassVar[str] = "recompute"
+    phase: ClassVar[str] = "block"
+
+    layers: int | None = None
+    """Blocks of each stage that are recomputed, from its first on; None: all."""
+
+    @classmethod
+    def options(cls, profile: Profile, cluster: Cluster) -> tuple[Option, ...]:
+        return (PerLayer("layers", profile.num_blocks),)
+
+    def check(self, plan: Plan, profile: Profile, cluster: Cluster | None) -> Problems:
+        if self.layers is not None and not 0 <= self.layers <= profile.num_blocks:
+            what = f"layers is {self.layers}; the model has {profile.num_blocks} blocks."
+            return (self.problem(what, f"Use 0 to {profile.num_blocks}, or leave it out for all."),)
+        return ()
+
+    def price(self, work: Work) -> Work:
+        wanted = self.number(work, "layers")
+        wanted = _ALL if wanted is None else wanted
+        b, s = work.size("microbatch"), work.size("sequence")
+        width = work.facts.get("compute_bytes", work.slots[0].element_bytes)
+        for layer in work.profile.layers:
+            if not layer.is_block:
+                continue
+            repeat = work.repeat_of(layer.name)
+            count = np.minimum(wanted, repeat)
+            again = [
+                replace(task, phase="recompute", repeat=count)
+                for task in work.tasks
+                if task.layer == layer.name
+                and task.phase == "forward"
+                and not (isinstance(task, Collective) and task.tail)
+            ]
+            again = [replace(t, origin=self.name) if isinstance(t, Compute) else t for t in again]
+            saved = [item for item in work.residents if _is_activation(item, layer.name)]
+            boundary = layer.boundary(b, s) * width / work.facts.get("sequence_ways", 1)
+            kept = Resident(
+                layer=layer.name,
+                category="activations",
+                repeat=count,
+                bytes=boundary,
+                life="microbatch",
+                origin=self.name,
+            )
+            revived = Resident(
+                layer=layer.name,
+                category="working",
+                repeat=(count > 0) * 1,
+                bytes=sum(item.bytes for item in saved),
+                life="moment",
+                origin=self.name,
+            )
+            rest = tuple(
+                replace(item, repeat=repeat - count) if _is_activation(item, layer.name) else item
+                for item in work.residents
+            )
+            work = replace(work, residents=(*rest, kept, revived)).with_tasks(*again)
+        return work
+
+    def apply(self, build: Any) -> None:
+        build.at("block", self._wrap)
+
+    def _wrap(self, build: Any) -> None:
+        from meshwright.ops.surgery import recomputed
+
+        blocks = list(build.model.blocks.values())
+        for block in blocks[: len(blocks) if self.layers is None else self.layers]:
+            block.forward = recomputed(block.forward)
+
+
+def _is_activation(item: Resident, layer: str) -> bool:
+    return item.layer == layer and item.life == "microbatch" and item.category == "activations"

@@ -1,0 +1,70 @@
+"""Synchronous data parallelism: every replica has the whole model and a share of the samples.
+
+What: ranks along `dp` run different samples and sum their gradients, one bucket per layer, each on its way while the
+backward of earlier layers goes on.
+When it helps: the model and its optimizer fit on a device, and the batch is large enough to share.
+When it does not: memory is the limit (nothing shrinks), or the batch is smaller than the replicas. On links that the
+compute cores themselves drive (gloo), overlap gains little.
+Cost: an all_reduce of every gradient per step, 2 (n-1)/n of its bytes over each link; exposed beyond the backward pass
+it hides behind (Li et al. 2020, "PyTorch Distributed").
+Exactness: exact; the order of the sum over samples changes. Axis: dp.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from meshwright.core.cluster import Cluster
+from meshwright.core.profile import Profile
+from meshwright.core.technique import Axis, Option, Technique
+from meshwright.core.work import Collective, Work
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replicate(Technique):
+    name: ClassVar[str] = "replicate"
+    phase: ClassVar[str] = "optimizer"
+    axis: ClassVar[str] = "dp"
+    closeness: ClassVar[int] = 1
+    splits_samples: ClassVar[bool] = True
+
+    size: int
+    """Replicas."""
+
+    @classmethod
+    def options(cls, profile: Profile, cluster: Cluster) -> tuple[Option, ...]:
+        return (Axis("size", tuple(range(2, cluster.num_devices + 1))),)
+
+    def price(self, work: Work) -> Work:
+        reductions = [
+            Collective(
+                layer=layer,
+                kind="all_reduce",
+                axis=self.axis,
+                phase="backward",
+                repeat=repeat,
+                bytes=size,
+                origin=self.name,
+                per_step=True,
+                hidden=True,
+            )
+            for layer, repeat, size in work.units(
+                lambda slot: slot.stored(slot.gradient_shards) * slot.element_bytes
+            )
+        ]
+        return work.with_tasks(*reductions)
+
+    def apply(self, build: Any) -> None:
+        build.at("optimizer", self._install)
+
+    def _install(self, build: Any) -> None:
+        if build.reduction_owner:
+            return
+        from meshwright.ops.replicate import buckets_of
+
+        build.reduction_owner = self.name
+        buckets = buckets_of(build.units(), build.mesh.group(self.axis))
+        build.on_step.append(lambda: [bucket.start_step() for bucket in buckets])
+        build.on_backward.append(lambda is_last: [bucket.start_backward(is_last) for bucket in buckets])
+        build.on_finish.append(lambda: [bucket.finish() for bucket in buckets])

@@ -1,0 +1,161 @@
+"""Split the inside of every layer: attention heads, MLP columns, vocabulary rows.
+
+What: ranks along `tp` hold a share of each matrix (Megatron's column-then-row split), so a region needs one sum at its
+exit and, going backward, one at its entry. With `sequence` the parts between regions (norms, residuals) are split along
+the sequence: the sums become reduce_scatter + all_gather, the same bytes, and those activations are divided too.
+When it helps: a layer is too big for a device, or latency of the batch matters; inside a fast link domain.
+When it does not: over slow links (two exposed collectives of the whole activation per region), or for small layers
+whose pieces no longer fill the device.
+Cost: per block and microbatch, 2 all_reduces of b·s·d forward and 2 backward (Shoeybi et al. 2019); sequence:
+activations between regions / t (Korthikanti et al. 2022).
+Exactness: exact; the order of sums over hidden columns changes. Axis: tp.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from meshwright.core.cluster import Cluster
+from meshwright.core.errors import Problems
+from meshwright.core.plan import Plan
+from meshwright.core.profile import Profile, Site
+from meshwright.core.technique import Axis, Choice, Option, Technique
+from meshwright.core.work import Collective, Compute, Num, Resident, Slot, Work
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tensor(Technique):
+    name: ClassVar[str] = "tensor"
+    phase: ClassVar[str] = "split"
+    axis: ClassVar[str] = "tp"
+    closeness: ClassVar[int] = 3
+
+    size: int
+    """Ranks that share a layer."""
+    sequence: bool = False
+    """Split what lies between the regions along the sequence."""
+
+    @classmethod
+    def options(cls, profile: Profile, cluster: Cluster) -> tuple[Option, ...]:
+        sizes = tuple(n for n in _divisors(profile) if 2 <= n <= cluster.devices_per_node)
+        return (Axis("size", sizes), Choice("sequence", (True, False))) if sizes else ()
+
+    def check(self, plan: Plan, profile: Profile, cluster: Cluster | None) -> Problems:
+        allowed = _divisors(profile)
+        problems = []
+        for layer in profile.layers:
+            for param in layer.params:
+                if param.cut is not None and param.units and param.units % self.size:
+                    what = f"{param.units} units of {layer.name}.{param.name} cannot be cut {self.size} ways (axis tp)."
+                    problems.append(self.problem(what, f"Use {_listed(allowed)}."))
+        return tuple(problems)
+
+    def price(self, work: Work) -> Work:
+        ways = work.size(self.axis)
+
+        def slot(item: Slot) -> Slot:
+            if item.cut is not None:
+                shape = list(item.shape)
+                shape[item.cut] = -(-shape[item.cut] // ways)
+                return replace(item, shape=tuple(shape))
+            # Seen on a split tensor: each rank has a part of the gradient.
+            late = item.inside or self.sequence
+            return replace(item, late=(*item.late, (self.axis, self.name))) if late else item
+
+        def share(item: Any) -> Num:
+            return ways if item.cut == "tensor" or (self.sequence and item.cut == "sequence") else 1
+
+        def task(item: Any) -> Any:
+            if not isinstance(item, Compute):
+                return replace(item, bytes=item.bytes // share(item))
+            return replace(item, flops=item.flops / share(item), moved_bytes=item.moved_bytes / share(item))
+
+        def resident(item: Resident) -> Resident:
+            return replace(item, bytes=item.bytes / share(item))
+
+        talk = [
+            collective
+            for layer in work.profile.layers
+            for site in layer.sites
+            for collective in self._site(work, layer.name, site)
+        ]
+        work = work.map_slots(slot).map_tasks(task).map_residents(resident).with_tasks(*talk)
+        return work.with_facts(sequence_ways=ways if self.sequence else 1)
+
+    def _site(self, work: Work, layer: str, site: Site) -> list[Collective]:
+        b, s = work.size("microbatch"), work.size("sequence")
+        common: dict[str, Any] = {"layer": layer, "axis": self.axis, "origin": self.name}
+        common["repeat"] = work.repeat_of(layer)
+        if site.kind == "loss":
+            # Largest logit, then sum of exponents with the target's logit; again if the loss is recomputed.
+            calls = work.facts.get("loss_calls", 0)
+            common |= {"kind": "all_reduce", "repeat": common["repeat"] * max(calls, 1)}
+            size = site.elements(b, s) * 4 // max(calls, 1)
+            return [
+                Collective(**common, phase=phase, bytes=size * times)
+                for phase in (("forward", "recompute") if calls else ("forward",))
+                for times in (1, 2)
+            ]
+        common["bytes"] = site.elements(b, s) * work.facts.get("compute_bytes", work.slots[0].element_bytes)
+        if not self.sequence:
+            phase = "forward" if site.kind == "exit" else "backward"
+            return [Collective(**common, kind="all_reduce", phase=phase, tail=site.tail)]  # type: ignore[arg-type]
+        kinds = ("all_gather", "reduce_scatter") if site.kind == "enter" else ("reduce_scatter", "all_gather")
+        return [
+            Collective(**common, kind=kinds[0], phase="forward", tail=site.tail),  # type: ignore[arg-type]
+            Collective(**common, kind=kinds[1], phase="backward"),  # type: ignore[arg-type]
+        ]
+
+    def apply(self, build: Any) -> None:
+        build.at("split", self._split)
+
+    def _split(self, build: Any) -> None:
+        import functools
+
+        import torch
+
+        from meshwright.ops.tensor import Region, VocabLookup, VocabLoss
+
+        group, index = build.mesh.group(self.axis), build.mesh.index(self.axis)
+        region, model = Region(group, self.sequence), build.model
+        for name, param in build.named_params():
+            if param.cut is not None:
+                build.cut(name, param.cut, index, self.size, self.axis)
+            elif param.inside or self.sequence:
+                build.owe(name, self.axis, group)
+        for block in model.blocks.values():
+            region.wrap(block.attention, block.attention.output)
+            region.wrap(block.mlp, block.mlp.down)
+        if model.embed is not None:
+            table = model.embed.tokens
+            table.forward = VocabLookup(table, build.boxes["embed.tokens.weight"].offset[0], region)
+            if self.sequence and model.embed.positions is not None:
+                model.embed.offsets = functools.partial(_part_of_positions, model.embed.positions, index)
+        if model.head is not None:
+            first = build.boxes[build.canonical["head.output.weight"]].offset[0]
+            model.head.token_loss = lambda logits, targets: VocabLoss.apply(logits, targets, first, group)
+            whole = model.head.score
+
+            def score(head: Any, x: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+                return whole(head, region.enter(x), targets, weights)
+
+            model.head.score = score
+        if self.sequence:
+            build.sequence_ways = self.size
+
+
+def _part_of_positions(positions: Any, index: int, x: Any, sequence: int) -> Any:
+    import torch
+
+    part = x.shape[1]
+    return positions(torch.arange(index * part, (index + 1) * part, device=x.device))
+
+
+def _divisors(profile: Profile) -> tuple[int, ...]:
+    units = [p.units for layer in profile.layers for p in layer.params if p.cut is not None and p.units]
+    return tuple(n for n in range(1, min(units) + 1) if all(u % n == 0 for u in units)) if units else ()
+
+
+def _listed(sizes: tuple[int, ...]) -> str:
+    return " or ".join([", ".join(map(str, sizes[:-1])), str(sizes[-1])]) if len(sizes) > 1 else str(sizes[0])

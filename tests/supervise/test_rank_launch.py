@@ -1,0 +1,225 @@
+"""Real processes: every way a rank can end, and what the one who launched it is told."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from meshwright.core.errors import MeshwrightError
+from meshwright.supervise.failure import Failure, cause
+from meshwright.supervise.launch import Outcome, launch
+
+HERE = Path(__file__).parent
+
+
+def run(folder: Path, *behaviours: str, **options: object) -> Outcome:
+    arguments = {"behaviours": behaviours, "pids": str(folder)}
+    environment = {"PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parents[1]}"}
+    options = {"environment": environment, "show_rank_zero": False} | options
+    return launch("launched_rank", arguments, len(behaviours), log_folder=folder / "logs", **options)  # type: ignore[arg-type]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 10) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def pids_in(folder: Path) -> list[int]:
+    return [int(pid) for file in folder.glob("pid-*") for pid in file.read_text().split()]
+
+
+def start_parent(
+    folder: Path, grace_seconds: float, *behaviours: str, **variables: str
+) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "launching_parent", str(folder), str(grace_seconds), *behaviours],
+        env={
+            **os.environ,
+            "PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parents[1]}",
+            "TMPDIR": str(folder),
+            **variables,
+        },
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_all_ranks_finish_and_each_has_its_log_and_environment(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    outcome = run(tmp_path, "ok", "show_environment", threads_per_rank=3)
+    assert (outcome.exit_code, outcome.failures) == (0, ())
+    assert "rank 0 says hello" in (tmp_path / "logs/rank-0.log").read_text()
+    assert (tmp_path / "logs/rank-1.log").read_text().split() == [
+        "RANK=1",
+        "LOCAL_RANK=1",
+        "WORLD_SIZE=2",
+        "LOCAL_WORLD_SIZE=2",
+        "GLOO_SOCKET_IFNAME=lo",
+        "OMP_NUM_THREADS=3",
+    ]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_rank_zero_is_shown_on_our_own_output(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path, "ok", "ok", show_rank_zero=True).exit_code == 0
+    assert capfd.readouterr().out == "rank 0 says hello\n"
+
+
+def test_message_names_the_rank_that_raised_and_not_its_peers(tmp_path: Path) -> None:
+    outcome = run(tmp_path, "raise_lost_peer", "raise_value_error", "raise_lost_peer")
+    assert outcome.exit_code == 1
+    assert [failure.rank for failure in outcome.failures] == [0, 1, 2]
+    assert [failure.is_secondary for failure in outcome.failures] == [True, False, True]
+    assert outcome.message().startswith("rank 1 of 3 failed: ValueError: three is not four\n")
+    log = tmp_path / "logs/rank-1.log"
+    assert str(log) in outcome.message()
+    assert "raise ValueError" in log.read_text()
+    assert "raise ValueError" in outcome.failures[1].details
+
+
+def test_a_peer_that_loses_its_connection_is_not_the_cause(tmp_path: Path) -> None:
+    outcome = run(tmp_path, "raise_at_a_collective", "raise_at_a_collective")
+    assert outcome.message().startswith("rank 1 of 2 failed: ValueError: no more")
+    assert [(failure.kind, failure.is_secondary) for failure in outcome.failures] == [
+        ("exception", True),
+        ("exception", False),
+    ]
+
+
+def test_a_mendable_error_exits_two_in_its_own_words(tmp_path: Path) -> None:
+    outcome = run(tmp_path, "raise_meshwright_error", "raise_meshwright_error")
+    assert outcome.exit_code == 2
+    assert outcome.message().startswith("rank 0 of 2 failed: tensor: 12 heads cannot be cut 8 ways. Use 1,")
+
+
+def test_kill_and_crash_and_exit_are_told_apart(tmp_path: Path) -> None:
+    killed = run(tmp_path, "kill_itself")
+    assert killed.message() == (
+        f"rank 0 of 1 was killed by SIGKILL (often the out-of-memory killer)\nSee {tmp_path}/logs/rank-0.log"
+    )
+    crashed = run(tmp_path, "crash")
+    assert "was killed by SIGSEGV (a crash in native code)" in crashed.message()
+    assert "Fatal Python error: Segmentation fault" in crashed.failures[0].details
+    exited = run(tmp_path, "exit_three")
+    assert "rank 0 of 1 ended with exit code 3" in exited.message()
+    assert {killed.exit_code, crashed.exit_code, exited.exit_code} == {1}
+
+
+def test_a_hung_peer_of_a_killed_rank_is_ended_with_its_children(tmp_path: Path) -> None:
+    start = time.monotonic()
+    outcome = run(tmp_path, "hang", "kill_itself")
+    assert time.monotonic() - start < 6
+    assert outcome.exit_code == 1
+    assert "rank 1 of 2 was killed by SIGKILL (often" in outcome.message()
+    assert outcome.failures[0].is_secondary
+    assert "rank 1 had failed" in outcome.failures[0].message
+    assert len(pids_in(tmp_path)) == 2
+    assert wait_until(lambda: not any(map(is_running, pids_in(tmp_path))))
+
+
+def test_a_module_that_does_not_exist_is_a_failure(tmp_path: Path) -> None:
+    outcome = launch("no_such_module", {}, 1, log_folder=tmp_path, show_rank_zero=False)
+    assert outcome.exit_code == 1
+    assert "No module named no_such_module" in outcome.failures[0].details
+
+
+def test_no_ranks_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(MeshwrightError, match="Use 1 or more"):
+        launch("launched_rank", {}, 0, log_folder=tmp_path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_stop_signal_reaches_every_rank_once(tmp_path: Path, number: signal.Signals) -> None:
+    parent = start_parent(tmp_path, 20, "work_until_stopped", "work_until_stopped")
+    assert wait_until(lambda: len(pids_in(tmp_path)) == 2)
+    parent.send_signal(number)
+    output, _ = parent.communicate(timeout=10)
+    assert parent.returncode == 75
+    assert output == "stopped as asked. The same command resumes.\n"
+    assert len(list(tmp_path.glob("saved-*"))) == 2
+
+
+def test_a_stop_during_start_up_is_not_lost(tmp_path: Path) -> None:
+    parent = start_parent(tmp_path, 20, "work_until_stopped", SLOW_IMPORT_SECONDS="1.0")
+    assert wait_until(lambda: (tmp_path / "logs").exists())
+    time.sleep(0.3)
+    assert not pids_in(tmp_path)
+    parent.send_signal(signal.SIGTERM)
+    parent.communicate(timeout=10)
+    assert parent.returncode == 75
+    assert (tmp_path / "saved-0").exists()
+
+
+def test_a_rank_deaf_to_the_stop_is_killed_after_grace(tmp_path: Path) -> None:
+    parent = start_parent(tmp_path, 0.5, "hang")
+    assert wait_until(lambda: len(pids_in(tmp_path)) == 2)
+    parent.send_signal(signal.SIGTERM)
+    output, _ = parent.communicate(timeout=10)
+    assert parent.returncode == 1
+    assert "it did not stop within 0.5 s of the stop signal" in output
+    assert wait_until(lambda: not any(map(is_running, pids_in(tmp_path))))
+
+
+def test_a_second_signal_kills_at_once(tmp_path: Path) -> None:
+    parent = start_parent(tmp_path, 60, "hang")
+    assert wait_until(lambda: len(pids_in(tmp_path)) == 2)
+    parent.send_signal(signal.SIGINT)
+    time.sleep(0.7)
+    assert parent.poll() is None
+    parent.send_signal(signal.SIGINT)
+    output, _ = parent.communicate(timeout=5)
+    assert parent.returncode == 1
+    assert "a second stop signal" in output
+
+
+def test_no_rank_outlives_a_killed_parent(tmp_path: Path) -> None:
+    parent = start_parent(tmp_path, 20, "work_until_stopped", "work_until_stopped")
+    assert wait_until(lambda: len(pids_in(tmp_path)) == 2)
+    assert all(map(is_running, pids_in(tmp_path)))
+    parent.kill()
+    parent.communicate(timeout=5)
+    assert wait_until(lambda: not any(map(is_running, pids_in(tmp_path))), seconds=5)
+    assert not list(tmp_path.glob("saved-*"))
+
+
+def test_a_rank_whose_parent_died_before_it_could_ask_ends_itself(tmp_path: Path) -> None:
+    code = "from meshwright.supervise.rank import die_with_process; die_with_process(1 << 30); print('alive')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=HERE.parents[1])
+    assert (done.returncode, done.stdout) == (1, "")
+
+
+def test_the_cause_is_the_lowest_primary_failure() -> None:
+    def failure(rank: int, is_secondary: bool) -> Failure:
+        return Failure(rank=rank, kind="exit", message="", details="", is_secondary=is_secondary)
+
+    assert cause([failure(0, True), failure(2, False), failure(3, False)]).rank == 2
+    assert cause([failure(1, True), failure(3, True)]).rank == 1
+
+
+def test_supervise_never_imports_torch_or_numpy() -> None:
+    names = ("launch", "pool", "rank", "worker", "environment", "child", "failure")
+    imports = "; ".join(f"import meshwright.supervise.{name}" for name in names)
+    code = f"import sys; {imports}; print([name for name in ('torch', 'numpy') if name in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=HERE.parents[1]
+    )
+    assert done.stdout == "[]\n"

@@ -1,0 +1,91 @@
+"""Real workers with real gloo collectives between them. One pool for the file: torch costs 2 s a worker."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from meshwright.core.errors import MeshwrightError
+from meshwright.supervise.pool import RankError, RankPool
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(2) as pool:
+        yield pool
+
+
+def sums(pool: RankPool, num_ranks: int = 2, offset: int = 10) -> list[dict[str, int]]:
+    return pool.run("pool_functions:sum_of_ranks", {"offset": offset}, num_ranks)
+
+
+def test_two_ranks_reduce_and_the_same_processes_serve_again(pool: RankPool) -> None:
+    first = sums(pool)
+    start = time.monotonic()
+    second, alone = sums(pool, offset=20), sums(pool, num_ranks=1)
+    assert time.monotonic() - start < 2
+    assert [(each["total"], each["rank"], each["threads"]) for each in first] == [(21, 0, 1), (21, 1, 1)]
+    assert [each["total"] for each in second] == [41, 41]
+    assert [each["total"] for each in alone] == [10]
+    assert [each["pid"] for each in first] == [each["pid"] for each in second]
+
+
+def test_arguments_and_answers_longer_than_a_pipe(pool: RankPool) -> None:
+    text = "ü" * 100_000
+    assert pool.run("pool_functions:long_answer", {"text": text}, 2) == [text * 2] * 2
+
+
+def test_an_error_while_the_peer_waits_in_a_collective(pool: RankPool) -> None:
+    sums(pool)
+    start = time.monotonic()
+    with pytest.raises(RankError, match="rank 1 of 2 failed: ValueError: rank one does not like") as caught:
+        pool.run("pool_functions:rank_one_raises", {}, 2)
+    assert time.monotonic() - start < 5
+    assert "in rank_one_raises" in str(caught.value)
+    assert caught.value.exit_code == 1
+    assert [each["total"] for each in sums(pool)] == [21, 21]
+
+
+def test_a_killed_worker_is_noticed(pool: RankPool) -> None:
+    sums(pool)
+    start = time.monotonic()
+    with pytest.raises(RankError, match=r"rank 1 of 2 was killed by SIGKILL \(often"):
+        pool.run("pool_functions:rank_one_is_killed", {}, 2)
+    assert time.monotonic() - start < 3
+
+
+def test_a_worker_killed_between_runs_is_replaced(pool: RankPool) -> None:
+    pid = sums(pool, num_ranks=1)[0]["pid"]
+    os.kill(pid, signal.SIGKILL)
+    time.sleep(0.1)
+    again = sums(pool, num_ranks=1)[0]
+    assert again["total"] == 10
+    assert again["pid"] != pid
+
+
+def test_a_timeout_shows_where_the_rank_hangs(pool: RankPool) -> None:
+    pid = sums(pool, num_ranks=1)[0]["pid"]
+    start = time.monotonic()
+    with pytest.raises(
+        RankError, match=r"no answer from pool_functions:sleep_for_ever within 0\.3 s"
+    ) as caught:
+        pool.run("pool_functions:sleep_for_ever", {}, 1, timeout_seconds=0.3)
+    assert time.monotonic() - start < 2
+    assert "in sleep_for_ever" in str(caught.value)
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_wrong_answers_and_names_are_errors_and_close_ends_all(tmp_path: Path) -> None:
+    with RankPool(1, log_folder=tmp_path) as pool:
+        with pytest.raises(MeshwrightError, match="2 ranks asked of a pool of 1"):
+            sums(pool, num_ranks=2)
+        with pytest.raises(RankError, match="set is not JSON serializable"):
+            pool.run("pool_functions:answer_a_set", {}, 1)
+        pid = sums(pool, num_ranks=1)[0]["pid"]
+        assert "must not garble" in (tmp_path / "worker-0.log").read_text()
+    assert not Path(f"/proc/{pid}").exists()
