@@ -1,0 +1,1 @@
+"""The command line. `main` parses; each command is one file, imported when it is asked for."""

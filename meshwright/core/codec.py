@@ -101,14 +101,14 @@ def _wrong(where: str, wanted: str, value: Any, problems: list[Problem]) -> None
 def _decode_union(args: tuple[Any, ...], value: Any, where: str, problems: list[Problem]) -> Any:
     if value is None and type(None) in args:
         return None
-    attempts = []
+    attempts: list[list[Problem]] = []
     for arg in (a for a in args if a is not type(None)):
         trial: list[Problem] = []
         result = decode_into(arg, value, where, trial)
         if not trial:
             return result
         attempts.append(trial)
-    problems.extend(min(attempts, key=len))
+    problems.extend(min(attempts, key=lambda trial: len(trial)))
     return None
 
 

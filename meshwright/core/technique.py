@@ -80,6 +80,10 @@ class Technique:
     def check(self, plan: Plan, profile: Profile, cluster: Cluster | None) -> Problems:
         return ()
 
+    def check_sequence(self, sequence: int) -> Problems:
+        """What is wrong for samples of this length (which a plan does not know)."""
+        return ()
+
     def price(self, work: Work) -> Work:
         raise NotImplementedError
 

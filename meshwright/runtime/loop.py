@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,7 +48,7 @@ def interpret(build: Build, actions: Actions, samples: Samples) -> Tensor:
     received: dict[int, Tensor] = {}
     outputs: dict[int, Tensor] = {}
     gradients: dict[int, Tensor | None] = {}
-    wire = build.wire
+    wire: Any = build.wire
     if wire is not None:
         shape = build.boundary_shape(microbatches[0][0])
         wire.start((action.kind for action in actions), shape, build.compute_dtype)
@@ -118,12 +119,16 @@ class Loop:
             tokens += samples.num_tokens
         return self._agree(self._share(total))[0], tokens
 
-    def _share(self, loss: Tensor) -> Tensor:
-        """Ranks that compute the same loss (along axes that split no samples) count it once."""
+    def total(self, value: Tensor) -> float:
+        """The sum over all samples of what each rank has of its own."""
+        return self._agree(self._share(value, every_stage=False))[0]
+
+    def _share(self, value: Tensor, every_stage: bool = True) -> Tensor:
+        """Ranks with the same samples count once; along the stages, only the last one has a loss at all."""
         mesh, wire = self.build.mesh, self.build.wire
-        other = {*self.build.plan.sample_axes, wire.axis if wire is not None else ""}
+        other = {*self.build.plan.sample_axes, wire.axis if wire is not None and every_stage else ""}
         mine = all(mesh.index(axis) == 0 for axis in mesh.sizes if axis not in other)
-        return loss if mine else torch.zeros_like(loss)
+        return value if mine else torch.zeros_like(value)
 
     def _agree(self, *values: Tensor | float) -> list[float]:
         message = torch.tensor([float(value) for value in values], dtype=torch.float64)

@@ -1,64 +1,17 @@
-"""AdamW and SGD over a rank's pieces, clipping by the exact global norm, warm-up and cosine."""
+"""AdamW and SGD over a rank's pieces, clipping by the exact global norm."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.ops.shard import local
 from meshwright.runtime.build import Build
+from meshwright.runtime.config import OptimizerConfig
 
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    name: Literal["adamw", "sgd"] = "adamw"
-    lr: float = 3e-4
-    weight_decay: float = 0.1
-    """Matrices only; norms and biases are left alone."""
-    beta1: float = 0.9
-    beta2: float = 0.95
-    epsilon: float = 1e-8
-    momentum: float = 0.9
-    """SGD only."""
-    clip: float = 1.0
-    """Largest global gradient norm; 0: no clipping."""
-    warmup: int = 0
-    """Steps from zero to the full rate."""
-    final_fraction: float = 0.1
-    """Share of the rate that the cosine ends at."""
-
-    def __post_init__(self) -> None:
-        problems = [
-            Problem(where=name, what=f"is {getattr(self, name)}.", fix="Use zero or more.")
-            for name in ("lr", "weight_decay", "beta1", "beta2", "epsilon", "momentum", "clip", "warmup")
-            if getattr(self, name) < 0
-        ]
-        problems += [
-            Problem(where=name, what=f"is {getattr(self, name)}.", fix="Use less than 1.")
-            for name in ("beta1", "beta2", "momentum")
-            if getattr(self, name) >= 1
-        ]
-        if problems:
-            raise MeshwrightError(problems)
-
-    @property
-    def state_bytes(self) -> int:
-        """Per parameter element, in float32."""
-        return 8 if self.name == "adamw" else 4 if self.momentum else 0
-
-    def lr_at(self, step: int, num_steps: int) -> float:
-        """Linear warm-up, then a cosine from `lr` to `lr * final_fraction`."""
-        if step < self.warmup:
-            return self.lr * (step + 1) / self.warmup
-        progress = (step - self.warmup) / max(1, num_steps - self.warmup)
-        cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-        return self.lr * (self.final_fraction + (1 - self.final_fraction) * cosine)
+__all__ = ["Optimizer", "OptimizerConfig"]
 
 
 class Optimizer:
@@ -79,7 +32,8 @@ class Optimizer:
                 groups, lr=config.lr, betas=betas, eps=config.epsilon, fused=True
             )
         else:
-            self.inner = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=True)
+            # Not fused: DTensor, which holds sharded pieces, has no rule for the fused kernel.
+            self.inner = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, foreach=True)
         self._prime()
 
     def zero_gradients(self) -> None:

@@ -29,17 +29,31 @@ def sizes_of(plan: Plan, profile: Profile, *, sequence: int, stage: int) -> dict
     }
 
 
-def price(profile: Profile, plan: Plan, *, sequence: int, stage: int = 0, state_bytes: int = 8) -> Work:
+def price(
+    profile: Profile,
+    plan: Plan,
+    *,
+    sequence: int,
+    stage: int = 0,
+    state_bytes: int = 8,
+    element_bytes: int = ELEMENT_BYTES,
+) -> Work:
     """What a step asks of a rank of one stage."""
     sizes = sizes_of(plan, profile, sequence=sequence, stage=stage)
-    return price_sizes(profile, plan.in_phase_order(), sizes, state_bytes=state_bytes)
+    techniques = plan.in_phase_order()
+    return price_sizes(profile, techniques, sizes, state_bytes=state_bytes, element_bytes=element_bytes)
 
 
 def price_sizes(
-    profile: Profile, techniques: tuple[Technique, ...], sizes: Mapping[str, Any], *, state_bytes: int = 8
+    profile: Profile,
+    techniques: tuple[Technique, ...],
+    sizes: Mapping[str, Any],
+    *,
+    state_bytes: int = 8,
+    element_bytes: int = ELEMENT_BYTES,
 ) -> Work:
     """The same over arrays: one entry per candidate and stage in any of the sizes."""
-    work = base_work(profile, sizes, element_bytes=ELEMENT_BYTES, state_bytes=state_bytes)
+    work = base_work(profile, sizes, element_bytes=element_bytes, state_bytes=state_bytes)
     for technique in techniques:
         work = technique.price(work)
     return settle(work)

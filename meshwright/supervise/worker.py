@@ -29,6 +29,9 @@ def main() -> None:
     import torch
     import torch.distributed
 
+    from meshwright.probe.cpu_bf16 import limit_isa_for_bf16
+
+    limit_isa_for_bf16()  # it forks, so before the first tensor op
     torch.set_num_threads(threads)
     tell(answers, {"is_ready": True})
     for line in requests:

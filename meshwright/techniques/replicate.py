@@ -65,6 +65,7 @@ class Replicate(Technique):
 
         build.reduction_owner = self.name
         buckets = buckets_of(build.units(), build.mesh.group(self.axis))
-        build.on_step.append(lambda: [bucket.start_step() for bucket in buckets])
-        build.on_backward.append(lambda is_last: [bucket.start_backward(is_last) for bucket in buckets])
-        build.on_finish.append(lambda: [bucket.finish() for bucket in buckets])
+        for bucket in buckets:
+            build.on_step.append(bucket.start_step)
+            build.on_backward.append(bucket.start_backward)
+            build.on_finish.append(bucket.finish)

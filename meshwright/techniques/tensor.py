@@ -51,6 +51,12 @@ class Tensor(Technique):
                     problems.append(self.problem(what, f"Use {_listed(allowed)}."))
         return tuple(problems)
 
+    def check_sequence(self, sequence: int) -> Problems:
+        if self.sequence and sequence % self.size:
+            what = f"a sequence of {sequence} cannot be cut {self.size} ways (axis tp)."
+            return (self.problem(what, f"Use a multiple of {self.size}, or sequence = false."),)
+        return ()
+
     def price(self, work: Work) -> Work:
         ways = work.size(self.axis)
 
@@ -91,7 +97,8 @@ class Tensor(Technique):
             # Largest logit, then sum of exponents with the target's logit; again if the loss is recomputed.
             calls = work.facts.get("loss_calls", 0)
             common |= {"kind": "all_reduce", "repeat": common["repeat"] * max(calls, 1)}
-            size = site.elements(b, s) * 4 // max(calls, 1)
+            width = max(4, work.slots[0].element_bytes)  # float32 at least
+            size = site.elements(b, s) * width // max(calls, 1)
             return [
                 Collective(**common, phase=phase, bytes=size * times)
                 for phase in (("forward", "recompute") if calls else ("forward",))

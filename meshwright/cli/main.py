@@ -1,0 +1,159 @@
+"""`mw`: parse, run one command, turn errors into one message and an exit code.
+
+Nothing heavy is imported here: `mw --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import re
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from meshwright.core.errors import MeshwrightError, nearest
+
+EXAMPLES = """\
+examples:
+  mw plan --model llama3-8b --cluster 8xh100 --seq 8192 --batch 128
+  mw train examples/laptop.toml
+  mw train examples/laptop.toml --set train.steps=50 --set plan.pin='["tensor=2"]'
+  mw check examples/laptop.toml
+  mw simulate P.plan.json --model llama3-8b --cluster 8xh100 --seq 8192
+
+exit codes: 0 done, 1 no plan fits or a check failed, 2 wrong usage or config, 75 stopped by a signal and saved
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse that suggests the flag that was meant."""
+
+    def error(self, message: str) -> NoReturn:
+        prefix = "unrecognized arguments: "
+        if message.startswith(prefix):
+            known = [flag for action in self._actions for flag in action.option_strings if len(flag) > 2]
+            words = [w for w in message.removeprefix(prefix).split() if w.startswith("-")]
+            guesses = [f"{word}: {nearest(word.split('=')[0], known)}" for word in words]
+            message = message + "".join(f"\n  {guess}" for guess in guesses)
+        elif found := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
+            choices = [word.strip(" '") for word in found.group(2).split(",")]
+            message = f'"{found.group(1)}" is not one of them. {nearest(found.group(1), choices)}'
+        self.exit(2, f"{self.prog}: {message}\ntry: {self.prog} --help\n")
+
+
+def parser() -> Parser:
+    top = Parser(
+        prog="mw",
+        description="Describe the model and the machines; Meshwright finds the fastest training plan that fits, "
+        "says what it will cost, runs it, and shows what it really did.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = top.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
+
+    def command(name: str, text: str, example: str) -> Parser:
+        made = commands.add_parser(
+            name,
+            help=text,
+            description=text,
+            epilog=f"example:\n  {example}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        return made
+
+    plan = command("plan", "find the fastest plan that fits", "mw plan --model llama3-8b --cluster 8xh100")
+    plan.add_argument("run", nargs="?", metavar="RUN.toml", help="take model, batch and sequence from a run file")
+    _model_flags(plan)
+    plan.add_argument("--batch", type=int, metavar="N", help="samples per step (default 64)")
+    plan.add_argument(
+        "--pin", action="append", default=[], metavar="X", help="must be so: tensor=2, recompute, microbatch=4"
+    )
+    plan.add_argument("--ban", action="append", default=[], metavar="X", help="must not be used: pipeline")
+    plan.add_argument("--allow", choices=("exact", "rounded", "approximate"), default="rounded")
+    plan.add_argument("--top", type=int, default=8, metavar="K", help="plans to show (default 8)")
+    plan.add_argument("--json", action="store_true", help="print JSON")
+    plan.add_argument("-o", "--output", metavar="P.plan.json", help="write the best plan")
+
+    simulate = command(
+        "simulate",
+        "forecast one plan and draw its timeline",
+        "mw simulate P.plan.json --model llama3-8b --cluster 8xh100 --seq 8192",
+    )
+    simulate.add_argument("plan", metavar="P.plan.json")
+    _model_flags(simulate)
+    simulate.add_argument("--json", action="store_true", help="print JSON")
+    simulate.add_argument(
+        "-o", "--output", metavar="T.timeline.json", help="write the timeline, and T.trace.json for Perfetto"
+    )
+
+    train = command("train", "train; the same command resumes", "mw train examples/laptop.toml")
+    _run_flags(train)
+
+    check = command(
+        "check", "prove that a plan trains as one device would", "mw check RUN.toml --plan P.plan.json"
+    )
+    _run_flags(check)
+    check.add_argument("--steps", type=int, default=2, metavar="N", help="steps to compare (default 2)")
+    check.add_argument("--json", action="store_true", help="print JSON")
+
+    probe = command("probe", "measure this machine", "mw probe -o this.cluster.json")
+    probe.add_argument("-o", "--output", metavar="C.cluster.json")
+    probe.add_argument("--devices", type=int, metavar="N", help="devices to measure together (default: all)")
+    probe.add_argument("--quick", action="store_true", help="a few seconds, wider error bars")
+
+    profile = command("profile", "what each layer of a model costs", "mw profile llama3-8b")
+    profile.add_argument("model", nargs="?", metavar="M", help="a named model; without it, their list")
+    profile.add_argument("-o", "--output", metavar="M.profile.json")
+
+    techniques = command("techniques", "the techniques a plan can use", "mw techniques tensor")
+    techniques.add_argument("name", nargs="?", help="show this one's card")
+
+    ckpt = command("ckpt", "look at checkpoints", "mw ckpt verify runs/laptop")
+    ckpt.add_argument("action", choices=("list", "verify"))
+    ckpt.add_argument("folder", metavar="RUN_FOLDER")
+    return top
+
+
+def _model_flags(made: Parser) -> None:
+    made.add_argument("--model", metavar="M", help="a named model; `mw profile` lists them")
+    made.add_argument("--cluster", metavar="C", help="8xh100, 64x8xh100, or a .cluster.json")
+    made.add_argument("--seq", type=int, metavar="N", help="sequence length (default: at most 4096)")
+
+
+def _run_flags(made: Parser) -> None:
+    made.add_argument("run", metavar="RUN.toml")
+    made.add_argument("--plan", default="", metavar="P.plan.json", help="use this plan instead of searching")
+    made.add_argument(
+        "--set", action="append", default=[], dest="changes", metavar="a.b=c", help="change a key of the run file"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    top = parser()
+    arguments, unknown = top.parse_known_args(argv)
+    if unknown:
+        known = top._subparsers._group_actions[0].choices  # type: ignore[union-attr]
+        where = known[arguments.command] if arguments.command else top  # type: ignore[index]
+        where.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if arguments.command is None:
+        top.print_help()
+        return 0
+    try:
+        module = importlib.import_module(f"meshwright.cli.{arguments.command}")
+        return int(module.run(arguments))
+    except MeshwrightError as error:
+        for problem in error.problems:
+            print(f"mw {arguments.command}: {problem}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:  # `mw ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        print(f"mw {arguments.command}: stopped", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,29 @@
+"""`mw techniques`: the list, or one card."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+
+from rich.table import Table
+
+from meshwright.cli.show import stdout
+from meshwright.core.technique import technique_named, technique_names
+
+
+def run(arguments: Namespace) -> int:
+    console = stdout()
+    if arguments.name:
+        console.print(card(arguments.name), markup=False)
+        return 0
+    table = Table("technique", "axis", "exactness", "what", box=None, header_style="bold")
+    for name in technique_names():
+        kind = technique_named(name)
+        table.add_row(name, kind.axis, kind.exactness, card(name).splitlines()[0])
+    console.print(table)
+    console.print("\nnext: mw techniques NAME shows its card: what, when it helps, when it does not, cost")
+    return 0
+
+
+def card(name: str) -> str:
+    return (sys.modules[technique_named(name).__module__].__doc__ or "").strip()

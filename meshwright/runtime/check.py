@@ -1,0 +1,117 @@
+"""`mw check`: does this plan train the model exactly as one device would, and move the bytes it was priced at? No torch.
+
+The ranks are real processes in a pool. Only the schedule's length is cut: the same techniques, sizes and microbatches,
+but no more of them than it takes to fill every stage twice.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from meshwright.core.codec import encode
+from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.plan import Plan
+from meshwright.core.technique import EXACTNESS
+from meshwright.core.units import pretty_bytes
+from meshwright.models.cost import decoder_profile
+from meshwright.probe.machine import available_host_bytes
+from meshwright.runtime.config import RunConfig
+from meshwright.supervise.pool import RankPool
+
+TOLERANCE = {"exact": 1e-9, "rounded": 5e-2}
+"""Largest difference over the quantity's global norm: rounding of float64 sums, or of bf16 activations."""
+DTYPE = {"exact": "float64", "rounded": "float32"}
+_JOBS = "meshwright.runtime.check_ranks"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    plan: Plan
+    exactness: str
+    dtype: str
+    tolerance: float
+    steps: int
+    worst_error: float
+    departures: tuple[dict[str, Any], ...]
+    """Where ranks left the reference, in the order it happened: step, quantity, layer, error, rank."""
+    traffic: tuple[str, ...]
+    """Messages that were not priced, or priced and not sent."""
+    num_messages: int
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        return not self.departures and not self.traffic
+
+
+def exactness_of(plan: Plan) -> str:
+    return max((t.exactness for t in plan.techniques), key=EXACTNESS.index, default="exact")
+
+
+def shortened(plan: Plan, num_stages: int) -> Plan:
+    """The same plan with no more microbatches than fill every stage twice."""
+    count = min(plan.num_microbatches, max(2, 2 * num_stages))
+    return replace(plan, batch=plan.num_replicas * plan.microbatch * count)
+
+
+def check(
+    config: RunConfig,
+    plan: Plan,
+    *,
+    steps: int = 2,
+    report: Callable[[str], None] = lambda text: None,
+    pool: RankPool | None = None,
+) -> Checked:
+    exactness = exactness_of(plan)
+    if exactness not in TOLERANCE:
+        raise MeshwrightError(f"the plan is {exactness}: one device computes other numbers, so there is no parity.")
+    start = time.monotonic()
+    profile = decoder_profile(config.model.config(), config.model.name)
+    plan = shortened(plan, len(plan.blocks_of_stages(profile)))
+    _check_memory(profile.num_params, plan.num_ranks)
+    with tempfile.TemporaryDirectory(prefix="mw-check-") as folder:
+        common = {
+            "config": encode(config),
+            "folder": str(Path(folder) / "reference"),
+            "steps": steps,
+            "dtype": DTYPE[exactness],
+            "batch": plan.batch,
+            "cache": str(Path(folder) / "tokens"),
+        }
+        own = pool or RankPool(plan.num_ranks, threads_per_rank=1)
+        try:
+            report(f"one device, {steps} steps of {plan.batch} samples in {DTYPE[exactness]}")
+            own.run(f"{_JOBS}:reference_job", common, 1, timeout_seconds=3600)
+            report(f"{plan.num_ranks} ranks: {plan}")
+            arguments = {**common, "plan": encode(plan), "tolerance": TOLERANCE[exactness]}
+            answers = own.run(f"{_JOBS}:parity_job", arguments, plan.num_ranks, timeout_seconds=3600)
+        finally:
+            if pool is None:
+                own.close()
+    departures = [{**found, "rank": rank} for rank, a in enumerate(answers) for found in a["departures"]]
+    return Checked(
+        plan=plan,
+        exactness=exactness,
+        dtype=DTYPE[exactness],
+        tolerance=TOLERANCE[exactness],
+        steps=steps,
+        worst_error=max(answer["worst"] for answer in answers),
+        departures=tuple(sorted(departures, key=lambda d: (d["step"], d["order"], d["rank"]))),
+        traffic=tuple(f"rank {rank}: {line}" for rank, a in enumerate(answers) for line in a["traffic"]),
+        num_messages=sum(answer["num_messages"] for answer in answers),
+        seconds=time.monotonic() - start,
+    )
+
+
+def _check_memory(num_params: int, num_ranks: int) -> None:
+    """Float64 parameters, gradients and two states, on every rank at worst."""
+    needed, there = num_params * 8 * 5 * min(num_ranks, 2), available_host_bytes()
+    if needed > there:
+        what = f"a float64 comparison needs about {pretty_bytes(needed)}; {pretty_bytes(there)} are free."
+        fix = "Check a shallower one: --set model.change='{num_layers = 4}'."
+        raise MeshwrightError([Problem(where="memory", what=what, fix=fix)])

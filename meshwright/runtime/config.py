@@ -1,0 +1,242 @@
+"""A run file: TOML as short as the user's intent, strict about every key, with line numbers in its complaints. No torch."""
+
+from __future__ import annotations
+
+import math
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from meshwright.core.codec import decode, decode_into
+from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.models.config import DecoderConfig, preset
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    name: Literal["adamw", "sgd"] = "adamw"
+    lr: float = 3e-4
+    weight_decay: float = 0.1
+    """Matrices only; norms and biases are left alone."""
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+    momentum: float = 0.9
+    """SGD only."""
+    clip: float = 1.0
+    """Largest global gradient norm; 0: no clipping."""
+    warmup: int = 0
+    """Steps from zero to the full rate."""
+    final_fraction: float = 0.1
+    """Share of the rate that the cosine ends at."""
+
+    def __post_init__(self) -> None:
+        names = ("lr", "weight_decay", "beta1", "beta2", "epsilon", "momentum", "clip", "warmup")
+        problems = [
+            Problem(where=name, what=f"is {getattr(self, name)}.", fix="Use zero or more.")
+            for name in names
+            if getattr(self, name) < 0
+        ]
+        problems += [
+            Problem(where=name, what=f"is {getattr(self, name)}.", fix="Use less than 1.")
+            for name in ("beta1", "beta2", "momentum")
+            if getattr(self, name) >= 1
+        ]
+        if problems:
+            raise MeshwrightError(problems)
+
+    @property
+    def state_bytes(self) -> int:
+        """Per parameter element, in float32."""
+        return 8 if self.name == "adamw" else 4 if self.momentum else 0
+
+    def lr_at(self, step: int, num_steps: int) -> float:
+        """Linear warm-up, then a cosine from `lr` to `lr * final_fraction`."""
+        if step < self.warmup:
+            return self.lr * (step + 1) / self.warmup
+        progress = (step - self.warmup) / max(1, num_steps - self.warmup)
+        cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+        return self.lr * (self.final_fraction + (1 - self.final_fraction) * cosine)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSection:
+    name: str
+    """A preset such as llama3.2-1b; `mw profile` lists them."""
+    change: Mapping[str, Any] = field(default_factory=dict)
+    """Dimensions that differ from the preset's, such as { num_layers = 2 }."""
+
+    def config(self) -> DecoderConfig:
+        base = preset(self.name)
+        if not self.change:
+            return base
+        values = {name: getattr(base, name) for name in base.__dataclass_fields__}
+        return decode(DecoderConfig, {**values, **self.change}, "model.change")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSection:
+    train: str | tuple[str, ...]
+    """Files, globs or folders of text or JSONL; "stdlib": the Python standard library's own source."""
+    sequence: int
+    held_out_fraction: float = 0.02
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSection:
+    batch: int
+    """Samples per step, the same whatever the plan."""
+    steps: int
+    optimizer: OptimizerConfig = OptimizerConfig()
+    seed: int = 0
+    evaluate_every: int = 0
+    """Steps between evaluations on held-out data; 0: only at the end."""
+    evaluate_batches: int = 8
+    save_every: int = 0
+    """Steps between checkpoints; 0: only at the end."""
+    keep: int = 2
+    """Checkpoints kept."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSection:
+    file: str = ""
+    """A plan to use as it is."""
+    allow: Literal["exact", "rounded", "approximate"] = "rounded"
+    pin: tuple[str, ...] = ()
+    """Settings the search must keep, such as "replicate=2"."""
+    ban: tuple[str, ...] = ()
+    """Techniques the search must not use."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSection:
+    folder: str
+    cluster: str = ""
+    """A cluster by name or file; empty: this machine, measured."""
+    ranks: int = 0
+    """Processes to start; 0: one for each device found."""
+    timeline_steps: int = 2
+    """Steps recorded for the measured timeline."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    model: ModelSection
+    data: DataSection
+    train: TrainSection
+    run: RunSection
+    plan: PlanSection = PlanSection()
+
+    def __post_init__(self) -> None:
+        least_one = {
+            "data.sequence": self.data.sequence,
+            "train.batch": self.train.batch,
+            "train.steps": self.train.steps,
+            "train.evaluate_batches": self.train.evaluate_batches,
+            "train.keep": self.train.keep,
+        }
+        not_negative = {
+            "run.ranks": self.run.ranks,
+            "run.timeline_steps": self.run.timeline_steps,
+            "train.save_every": self.train.save_every,
+            "train.evaluate_every": self.train.evaluate_every,
+        }
+        problems = [
+            Problem(where=where, what=f"is {value}.", fix="Use at least 1.")
+            for where, value in least_one.items()
+            if value < 1
+        ]
+        problems += [
+            Problem(where=where, what=f"is {value}.", fix="Use zero or more.")
+            for where, value in not_negative.items()
+            if value < 0
+        ]
+        if not 0 <= self.data.held_out_fraction < 1:
+            what = f"is {self.data.held_out_fraction}."
+            problems.append(Problem(where="data.held_out_fraction", what=what, fix="Use 0 to 1, 1 excluded."))
+        try:
+            longest = self.model.config().max_sequence
+            if self.data.sequence > longest:
+                what = f"is {self.data.sequence}; {self.model.name} has positions for {longest}."
+                problems.append(Problem(where="data.sequence", what=what))
+        except MeshwrightError as error:
+            problems += [replace(problem, where=problem.where or "model") for problem in error.problems]
+        if problems:
+            raise MeshwrightError(problems)
+
+
+def read_run(path: str | Path, changes: Sequence[str] = ()) -> RunConfig:
+    """A run file with `--set a.b=c` changes, or one error with all that is wrong, each with its line."""
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise MeshwrightError([Problem(where=str(path), what=f"cannot be read: {reason}.")]) from None
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise MeshwrightError([Problem(where=str(path), what=f"is not valid TOML: {error}.")]) from None
+    problems: list[Problem] = []
+    changed = {_change(table, change, problems) for change in changes}
+    config = decode_into(RunConfig, table, "", problems)
+    if problems:
+        raise MeshwrightError(_placed(problems, text, path, changed))
+    return config
+
+
+def _change(table: dict[str, Any], change: str, problems: list[Problem]) -> str:
+    name, equals, value = change.partition("=")
+    keys = name.strip().split(".")
+    if not equals or not all(keys):
+        problems.append(Problem(where=f"--set {change}", what="is not of the form a.b=c."))
+        return ""
+    try:
+        parsed = tomllib.loads(f"x = {value}")["x"]
+    except tomllib.TOMLDecodeError:
+        parsed = value  # plain text needs no quotes on a command line
+    for key in keys[:-1]:
+        inner = table.setdefault(key, {})
+        if not isinstance(inner, dict):
+            problems.append(Problem(where=f"--set {change}", what=f"{key} is not a table."))
+            return ""
+        table = inner
+    table[keys[-1]] = parsed
+    return ".".join(keys)
+
+
+def _placed(problems: list[Problem], text: str, path: Path, changed: set[str]) -> list[Problem]:
+    """The same problems with the file and line of each."""
+    placed = []
+    for problem in problems:
+        key = problem.where.strip(".")
+        line = None if key in changed or key.startswith("--set") else line_of(text, key)
+        place = f"{path}:{line}: {key}" if line else f"--set {key}" if key in changed else f"{path}: {key}"
+        placed.append(replace(problem, where=key if key.startswith("--set") else place))
+    return placed
+
+
+_HEADER = re.compile(r"^\s*\[\s*([^\[\]]+?)\s*\]\s*(#.*)?$")
+_KEY = re.compile(r"^\s*([A-Za-z0-9_.\"-]+)\s*=")
+
+
+def line_of(text: str, key: str) -> int | None:
+    """The line that sets `key` (a dotted path), or that of its nearest table."""
+    parts = re.sub(r"\[\d+\]", "", key).split(".")
+    best, depth, table = None, 0, ()
+    for number, line in enumerate(text.splitlines(), start=1):
+        if header := _HEADER.match(line):
+            table = tuple(header.group(1).replace('"', "").split("."))
+            here = table
+        elif match := _KEY.match(line):
+            here = (*table, *match.group(1).replace('"', "").split("."))
+        else:
+            continue
+        if list(here) == parts[: len(here)] and len(here) > depth:
+            best, depth = number, len(here)
+    return best

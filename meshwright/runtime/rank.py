@@ -1,0 +1,215 @@
+"""What one rank process of `mw train` does, from its job to its exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.checkpoint.load import newest_good
+from meshwright.core.codec import decode, encode
+from meshwright.core.errors import MeshwrightError
+from meshwright.core.plan import Plan
+from meshwright.data.source import TextData, open_text
+from meshwright.models.cost import decoder_profile
+from meshwright.models.decoder import Decoder
+from meshwright.ops.agree import gather_json, share_json
+from meshwright.ops.mesh import Mesh, join
+from meshwright.probe.cpu_bf16 import limit_isa_for_bf16
+from meshwright.runtime.config import RunConfig
+from meshwright.runtime.progress import Progress
+from meshwright.runtime.record import Metrics, Watch, peak_bytes, write_timeline
+from meshwright.runtime.train import Step, Trainer, is_due
+from meshwright.supervise.rank import PREEMPTED_EXIT_CODE, Job, StopFlag, run_rank
+
+_SKIP_STEPS = 3
+"""Steps before measurements: allocation, compilation, caches."""
+
+
+def device_of(kind: str, local_rank: int) -> torch.device:
+    if kind == "cuda":
+        torch.cuda.set_device(local_rank)
+        return torch.device("cuda", local_rank)
+    limit_isa_for_bf16()
+    return torch.device("cpu")
+
+
+def main(job: Job, stop: StopFlag) -> int:
+    """A rank that `mw train` started on this machine."""
+    arguments = job.arguments
+    device = device_of(arguments["device"], job.rank)
+    plan = decode(Plan, arguments["plan"], "plan")
+    if plan.mesh:
+        join(job.rank, job.num_ranks, device, rendezvous=job.rendezvous)
+    return train(arguments, plan, device, stop)
+
+
+def train(arguments: Mapping[str, Any], plan: Plan, device: torch.device, stop: StopFlag) -> int:
+    config = decode(RunConfig, arguments["config"], "")
+    folder = Path(config.run.folder)
+    mesh = Mesh.make(plan.mesh, device)
+    progress = Progress(0, config.train.steps, float(arguments["tokens_per_second"]))
+    trainer = _open(config, plan, mesh, folder, progress)
+    run = _Run(config, trainer, folder, progress)
+    progress.first_step = trainer.step
+    code = run.go(stop)
+    if mesh.control is not None:
+        dist.barrier(mesh.control)
+    return code
+
+
+def _open(config: RunConfig, plan: Plan, mesh: Mesh, folder: Path, progress: Progress) -> Trainer:
+    data = _open_data(config, mesh, folder)
+    say = progress.say if mesh.rank == 0 else lambda text: None
+    # Rank 0 verifies once; a damaged checkpoint is passed over, with a message.
+    found = _on_first(mesh, lambda: newest_good(folder / "checkpoints", report=say))
+    model_config = config.model.config()
+    if data.tokenizer.vocab_size > model_config.vocab_size:
+        what = f"{config.model.name} has {model_config.vocab_size} words, the tokenizer {data.tokenizer.vocab_size}."
+        raise MeshwrightError(what)
+    with torch.device("meta"):
+        model = Decoder(model_config)
+    profile = decoder_profile(model_config, config.model.name)
+    checkpoint = Path(found) if found else None
+    trainer = Trainer(plan, model, profile, data, config.train, mesh, checkpoint=checkpoint)
+    if checkpoint is not None:
+        say(f"resuming from step {trainer.step} ({checkpoint})")
+    return trainer
+
+
+def _open_data(config: RunConfig, mesh: Mesh, folder: Path) -> TextData:
+    """Rank 0 tokenizes into the run folder; the others map the same file."""
+
+    def opened() -> TextData:
+        data = config.data
+        return open_text(
+            data.train,
+            sequence=data.sequence,
+            held_out_fraction=data.held_out_fraction,
+            seed=data.seed,
+            cache=folder / "tokens",
+        )
+
+    mine: list[TextData] = []
+    _on_first(mesh, lambda: mine.append(opened()))
+    return mine[0] if mine else opened()
+
+
+def _on_first(mesh: Mesh, action: Any) -> str:
+    """Do it on rank 0; its result (as text) or its error is every rank's."""
+    answer: dict[str, Any] = {}
+    if mesh.rank == 0:
+        try:
+            result = action()
+            answer = {"value": "" if result is None else str(result)}
+        except MeshwrightError as error:
+            answer = {"problems": [encode(p) for p in error.problems], "exit_code": error.exit_code}
+    answer = share_json(mesh.control, answer)
+    if "problems" in answer:
+        from meshwright.core.errors import Problem
+
+        raise MeshwrightError([Problem(**p) for p in answer["problems"]], answer["exit_code"])
+    return answer["value"]
+
+
+class _Run:
+    def __init__(self, config: RunConfig, trainer: Trainer, folder: Path, progress: Progress):
+        self.config, self.trainer, self.folder, self.progress = config, trainer, folder, progress
+        self.is_first = trainer.mesh.rank == 0
+        self.metrics = Metrics(folder, trainer.step) if self.is_first else None
+        self.watch = Watch(trainer.step + _SKIP_STEPS, config.run.timeline_steps, trainer.mesh.device)
+        self.seconds: list[float] = []
+        self.saved_step = trainer.step if trainer.step else -1
+        self.save_error = ""
+        self.bits: float | None = None
+
+    def go(self, stop: StopFlag) -> int:
+        trainer, settings = self.trainer, self.config.train
+        start = trainer.step
+        stopped = False
+        self.watch.before(trainer.step, trainer.mesh.rank)
+        for step in trainer.steps(stop):
+            self.watch.after(step.step, trainer.mesh.rank)
+            self._record(step, measured=step.step >= start + _SKIP_STEPS)
+            stopped = step.must_stop
+            if not stopped and is_due(trainer.step, settings.evaluate_every):
+                self._evaluate()
+            if stopped or is_due(trainer.step, settings.save_every):
+                self._save()
+            self.watch.before(trainer.step, trainer.mesh.rank)
+        if not stopped:
+            self._evaluate()
+            self._save()
+        self._close(stopped, trainer.step - start)
+        if self.save_error:
+            raise MeshwrightError(f"the last checkpoint was not written: {self.save_error}", exit_code=1)
+        return PREEMPTED_EXIT_CODE if stopped else 0
+
+    def _record(self, step: Step, measured: bool) -> None:
+        in_watch = step.step in self.watch.range
+        if measured and not in_watch:  # the profiler slows the steps it watches
+            self.seconds.append(step.seconds)
+        if self.metrics is None:
+            return
+        memory = peak_bytes(self.trainer.mesh.device)
+        self.progress.step(step.step, step.loss, step.tokens_per_second, memory)
+        values = {
+            "loss": step.loss,
+            "gradient_norm": step.gradient_norm,
+            "lr": step.lr,
+            "seconds": step.seconds,
+            "tokens_per_second": step.tokens_per_second,
+            "memory_bytes": memory,
+        }
+        self.metrics.write(step.step, values)
+
+    def _evaluate(self) -> None:
+        self.bits = self.trainer.evaluate()
+        if self.metrics is not None and self.bits is not None:
+            self.metrics.write(self.trainer.step - 1, {"held_out_bits_per_byte": self.bits})
+            self.progress.say(f"step {self.trainer.step}: held-out {self.bits:.3f} bits per byte")
+
+    def _save(self) -> None:
+        if self.saved_step == self.trainer.step:
+            return
+        self.save_error = self.trainer.save(self.folder / "checkpoints")
+        if self.save_error and self.is_first:
+            self.progress.say(f"checkpoint not written, training goes on: {self.save_error}")
+        if not self.save_error:
+            self.saved_step = self.trainer.step
+
+    def _close(self, stopped: bool, num_steps: int) -> None:
+        """Gather what every rank saw; rank 0 writes it down for the report."""
+        mesh = self.trainer.mesh
+        gathered = gather_json(
+            mesh.control,
+            {"peak_bytes": peak_bytes(mesh.device), "spans": [encode(span) for span in self.watch.spans]},
+        )
+        if self.metrics is None:
+            return
+        self.metrics.close()
+        write_timeline(self.folder, [rank["spans"] for rank in gathered], self.trainer.plan.fingerprint)
+        typical = sorted(self.seconds)[len(self.seconds) // 2] if self.seconds else None
+        result = {
+            "step": self.trainer.step,
+            "steps_now": num_steps,
+            "stopped": stopped,
+            "step_seconds": typical,
+            "peak_bytes": max(rank["peak_bytes"] for rank in gathered),
+            "held_out_bits_per_byte": self.bits,
+            "saved_step": self.saved_step,
+            "finished_unix_seconds": time.time(),
+        }
+        temporary = self.folder / "result.json.tmp"
+        temporary.write_text(json.dumps(result, indent=1), encoding="utf-8")
+        os.replace(temporary, self.folder / "result.json")
+
+
+if __name__ == "__main__":
+    run_rank(main)

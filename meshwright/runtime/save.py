@@ -1,0 +1,76 @@
+"""Between a running model and its checkpoints: which pieces this rank writes, and where it reads its own from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.checkpoint.load import Reader
+from meshwright.checkpoint.save import begin, commit, write_rank_file
+from meshwright.core.box import Box
+from meshwright.core.errors import MeshwrightError
+from meshwright.ops.agree import gather_json, share_json
+from meshwright.runtime.build import Build
+from meshwright.runtime.init import Source
+from meshwright.runtime.optimizer import Optimizer
+
+
+def _pieces(build: Build, optimizer: Optimizer) -> Iterable[tuple[str, Box, Tensor]]:
+    for name, value in build.local_parameters():
+        if build.owns(name):
+            yield f"parameter.{name}", build.boxes[name], value
+    for kind, name, value in optimizer.state():
+        if build.owns(name):
+            yield f"optimizer.{kind}.{name}", build.boxes[name], value
+
+
+def save(
+    root: Path, step: int, build: Build, optimizer: Optimizer, state: Mapping[str, Any], keep: int
+) -> str:
+    """Write a checkpoint together. Returns "" or, on every rank, why it could not be written; the run goes on."""
+    mesh = build.mesh
+    tmp = share_json(mesh.control, _attempt(lambda: str(begin(root, step))) if mesh.rank == 0 else None)
+    if "error" in tmp:
+        return tmp["error"]
+    folder = Path(tmp["value"])
+    written = _attempt(lambda: write_rank_file(folder, mesh.rank, _pieces(build, optimizer)))
+    entries = gather_json(mesh.control, written)
+    failed = [entry["error"] for entry in entries if "error" in entry]
+    done: dict[str, Any] = {"error": failed[0]} if failed else {}
+    if not failed and mesh.rank == 0:
+        parts = [entry["value"] for entry in entries]
+        done = _attempt(lambda: str(commit(root, step, folder, parts, state, keep)))
+    return share_json(mesh.control, done).get("error", "")
+
+
+def _attempt(action: Callable[[], Any]) -> dict[str, Any]:
+    try:
+        return {"value": action()}
+    except (MeshwrightError, OSError) as error:
+        return {"error": str(error)}
+
+
+def source_of(reader: Reader) -> Source:
+    """Parameters from a checkpoint instead of a seed."""
+
+    def read(name: str, box: Box, dtype: torch.dtype) -> Tensor:
+        out = torch.empty(box.size, dtype=dtype)
+        if not box.is_empty:
+            reader.read_into(f"parameter.{name}", box, out)
+        return out
+
+    return read
+
+
+def restore_optimizer(reader: Reader, build: Build, optimizer: Optimizer) -> None:
+    for kind, name, value in optimizer.state():
+        box = build.boxes[name]
+        if not box.is_empty:
+            staged = torch.empty(box.size, dtype=value.dtype)
+            reader.read_into(f"optimizer.{kind}.{name}", box, staged)
+            value.copy_(staged)
+    optimizer.set_num_steps(reader.step)

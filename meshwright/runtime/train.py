@@ -1,0 +1,140 @@
+"""One rank's training run: open, resume, step, evaluate, save. `Trainer.steps` is a generator, so anyone may drive it."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.checkpoint.load import Reader
+from meshwright.core.codec import encode
+from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.plan import Plan
+from meshwright.core.profile import Profile
+from meshwright.data.batch import Batch
+from meshwright.data.source import TextData
+from meshwright.ops.mesh import Mesh
+from meshwright.runtime.build import build
+from meshwright.runtime.config import TrainSection
+from meshwright.runtime.init import Source, seeded
+from meshwright.runtime.loop import Loop, Samples
+from meshwright.runtime.optimizer import Optimizer
+from meshwright.runtime.save import restore_optimizer, save, source_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    step: int
+    loss: float
+    gradient_norm: float
+    lr: float
+    seconds: float
+    tokens_per_second: float
+    must_stop: bool
+
+
+class Trainer:
+    def __init__(
+        self,
+        plan: Plan,
+        model: nn.Module,
+        profile: Profile,
+        data: TextData,
+        settings: TrainSection,
+        mesh: Mesh,
+        *,
+        checkpoint: Path | None = None,
+        source: Source | None = None,
+    ):
+        """`model` lies on the meta device; its weights come from a checkpoint, a source, or the seed."""
+        self.plan, self.data, self.settings, self.mesh = plan, data, settings, mesh
+        reader = Reader(checkpoint) if checkpoint is not None else None
+        if reader is not None:
+            self._check_state(reader.state)
+            source = source_of(reader)
+        self.build = build(plan, model, profile, mesh, source or seeded(model.init_value, settings.seed))
+        self.optimizer = Optimizer(settings.optimizer, self.build)
+        if reader is not None:
+            restore_optimizer(reader, self.build, self.optimizer)
+        self.loop = Loop(self.build, self.optimizer)
+        self.step = reader.step if reader is not None else 0
+        self.cursor = int(reader.state["cursor"]) if reader is not None else 0
+        self.part, self.num_parts = mesh.part(plan.sample_axes)
+
+    def _check_state(self, state: Any) -> None:
+        if state["data"] != self.data.fingerprint:
+            what = "the data is not what this run was trained on so far (files, sequence or seed changed)."
+            fix = "Restore it, or start a new run folder."
+            raise MeshwrightError([Problem(where="data", what=what, fix=fix)])
+
+    def steps(self, stop: Any = None) -> Iterator[Step]:
+        """Train until `settings.steps`, or until some rank's stop flag is set."""
+        settings = self.settings
+        while self.step < settings.steps:
+            start = time.perf_counter()
+            # Randomness depends on the step and the samples alone: nothing to save, nothing to resume.
+            torch.manual_seed(_seed(settings.seed, self.step, self.part))
+            batch = self.data.batch(self.cursor, self.plan.batch, self.part, self.num_parts)
+            lr = settings.optimizer.lr_at(self.step, settings.steps)
+            told = stop is not None and stop.is_set
+            result = self.loop.step(self._samples(batch), lr, stop=told)
+            self.cursor += self.plan.batch
+            self.step += 1
+            seconds = time.perf_counter() - start
+            yield Step(
+                step=self.step - 1,
+                loss=result.loss,
+                gradient_norm=result.gradient_norm,
+                lr=lr,
+                seconds=seconds,
+                tokens_per_second=batch.num_tokens / seconds,
+                must_stop=result.must_stop,
+            )
+            if result.must_stop:
+                return
+
+    def evaluate(self) -> float | None:
+        """Held-out bits per byte; None without held-out data."""
+        if not self.data.num_held_out:
+            return None
+        batches = self.data.held_out_batches(
+            self.plan.batch, self.part, self.num_parts, limit=self.settings.evaluate_batches
+        )
+        total, tokens = self.loop.evaluate(self._samples(batch) for batch in batches)
+        return total / max(tokens, 1.0) / math.log(2) / self.data.num_bytes_per_token
+
+    def save(self, root: Path) -> str:
+        state = {
+            "cursor": self.cursor,
+            "seed": self.settings.seed,
+            "data": self.data.fingerprint,
+            "plan": encode(self.plan),
+        }
+        return save(root, self.step, self.build, self.optimizer, state, self.settings.keep)
+
+    def _samples(self, batch: Batch) -> Samples:
+        device = self.mesh.device
+        inputs, targets, weights = (
+            torch.from_numpy(array).to(device, non_blocking=True)
+            for array in (batch.inputs, batch.targets, batch.weights)
+        )
+        # A step that lies wholly in prompts has nothing to learn; dividing by one keeps it at zero.
+        tokens = max(batch.num_tokens, 1.0)
+        return Samples(inputs=inputs, targets=targets, weights=weights, num_tokens=tokens)
+
+
+def _seed(seed: int, step: int, part: int) -> int:
+    digest = hashlib.blake2b(f"{seed}/{step}/{part}".encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "little")
+
+
+def is_due(step: int, every: int) -> bool:
+    return bool(every) and step % every == 0
+

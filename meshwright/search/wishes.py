@@ -1,0 +1,130 @@
+"""What the user insists on: pins (`tensor=2`, `recompute`, `microbatch=4`) and bans (`pipeline.schedule=gpipe`).
+
+Names are looked up in the techniques themselves; every wrong word is reported at once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshwright.core.codec import decode_into, field_types
+from meshwright.core.errors import MeshwrightError, Problem, nearest
+from meshwright.core.technique import EXACTNESS, Technique, technique_named, technique_names
+
+MICROBATCH = "microbatch"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wishes:
+    pinned: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Technique -> settings it must have; empty settings: it must only be there."""
+    banned: frozenset[str] = frozenset()
+    banned_values: dict[tuple[str, str], tuple[Any, ...]] = field(default_factory=dict)
+    """(technique, field) -> values it must not have."""
+    microbatch: int | None = None
+    allow: str = "rounded"
+
+
+def read_wishes(
+    pin: Sequence[str] = (), ban: Sequence[str] = (), *, allow: str = "rounded", microbatch: int | None = None
+) -> Wishes:
+    problems: list[Problem] = []
+    if allow not in EXACTNESS:
+        problems.append(Problem(where="allow", what=f'no exactness is called "{allow}".', fix=nearest(allow, EXACTNESS)))
+    pinned: dict[str, dict[str, Any]] = {}
+    for text in pin:
+        if text.split("=")[0].strip() == MICROBATCH:
+            microbatch = _read_microbatch(text, problems)
+            continue
+        parsed = _read(text, f"pin {text}", problems)
+        if parsed is None:
+            continue
+        name, setting, value = parsed
+        settings = pinned.setdefault(name, {})
+        if settings.get(setting, value) != value:
+            problems.append(Problem(where=f"pin {text}", what=f"{setting} is also pinned to {settings[setting]}."))
+        if setting:
+            settings[setting] = value
+    banned: set[str] = set()
+    banned_values: dict[tuple[str, str], tuple[Any, ...]] = {}
+    for text in ban:
+        parsed = _read(text, f"ban {text}", problems)
+        if parsed is not None and parsed[1]:
+            key = parsed[:2]
+            banned_values[key] = (*banned_values.get(key, ()), parsed[2])
+        elif parsed is not None:
+            banned.add(parsed[0])
+    problems += [
+        Problem(where=f"pin {name}", what="it is banned too.", fix="Take one of the two away.")
+        for name in pinned
+        if name in banned
+    ]
+    if not problems:
+        problems += _too_inexact(pinned, allow)
+    if problems:
+        raise MeshwrightError(problems)
+    return Wishes(
+        pinned=pinned,
+        banned=frozenset(banned),
+        banned_values=banned_values,
+        microbatch=microbatch,
+        allow=allow,
+    )
+
+
+def is_allowed(kind: type[Technique], allow: str) -> bool:
+    return EXACTNESS.index(kind.exactness) <= EXACTNESS.index(allow)
+
+
+def _too_inexact(pinned: dict[str, dict[str, Any]], allow: str) -> list[Problem]:
+    return [
+        Problem(
+            where=f"pin {name}",
+            what=f"it is {technique_named(name).exactness}, and only {allow} techniques are allowed.",
+            fix=f'Use allow = "{technique_named(name).exactness}", or take the pin away.',
+        )
+        for name in pinned
+        if not is_allowed(technique_named(name), allow)
+    ]
+
+
+def _read_microbatch(text: str, problems: list[Problem]) -> int | None:
+    value = text.partition("=")[2].strip()
+    if value.isdigit() and int(value) >= 1:
+        return int(value)
+    problems.append(Problem(where=f"pin {text}", what=f'"{value}" is no number of samples.', fix="microbatch=4"))
+    return None
+
+
+def _read(text: str, where: str, problems: list[Problem]) -> tuple[str, str, Any] | None:
+    """`name`, `name=value` (its main setting) or `name.field=value` -> (name, field, value)."""
+    target, equals, value_text = (part.strip() for part in text.partition("="))
+    name, dot, setting = target.partition(".")
+    if name not in technique_names():
+        what = f'no technique is called "{name}".'
+        problems.append(Problem(where=where, what=what, fix=nearest(name, (*technique_names(), MICROBATCH))))
+        return None
+    hints = field_types(technique_named(name))
+    if not equals and not dot:
+        return name, "", None
+    setting = setting or next(iter(hints), "")
+    if setting not in hints:
+        problems.append(Problem(where=where, what=f'{name} has no "{setting}".', fix=nearest(setting, hints)))
+        return None
+    if not equals:
+        problems.append(Problem(where=where, what="has no value.", fix=f"Write {target}=..."))
+        return None
+    before = len(problems)
+    value = decode_into(hints[setting], _plain(value_text), where, problems)
+    return None if len(problems) > before else (name, setting, value)
+
+
+def _plain(text: str) -> Any:
+    """`2`, `true`, `null`, `[4, 4]` as JSON has them; anything else is text."""
+    try:
+        return json.loads(text.lower() if text.lower() in ("true", "false", "null", "none") else text)
+    except ValueError:
+        return None if text.lower() == "none" else text

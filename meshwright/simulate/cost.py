@@ -1,0 +1,171 @@
+"""Work -> seconds of one stage: the only place where counts meet rates. Numbers may be arrays over candidates.
+
+Compute: the slower of arithmetic and memory traffic, plus a launch (roofline). Collectives: alpha-beta over the
+axis's route. A hidden collective costs only what compute cannot cover:
+
+    per microbatch   compute  |  F1  |  F2  |  F3  |         exposed = what each layer's compute is too short for,
+                     gather |G1||G2|  |G3|                              and the first, which nothing can cover
+    per step         compute  ... B3 | B2 | B1 |             exposed = what the last backward is too short for,
+                     sums             |R3| |R2| |R1|                    and the last layer's, ready when it ends
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from meshwright.core.cluster import Cluster, Device
+from meshwright.core.work import Collective, Compute, Num, Work
+from meshwright.simulate.links import Route, routes
+
+Part = Literal["forward", "backward", "step"]
+"""forward and backward come once a microbatch (recomputation belongs to backward), step once."""
+
+_PART: dict[str, Part] = {"forward": "forward", "recompute": "backward", "backward": "backward", "step": "step"}
+
+
+class Charge(NamedTuple):
+    """Why time passes: the technique (empty: the model itself), the axis it talks over (empty: compute), when."""
+
+    origin: str
+    axis: str
+    part: Part
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageCost:
+    charges: Mapping[Charge, Num]
+    """Seconds that pass: per microbatch for forward and backward, per step for step."""
+    send_seconds: Num
+    """From the end of a stage's work to the neighbour that waits for it."""
+    routes: Mapping[str, Route]
+
+    def seconds(self, part: Part) -> Num:
+        total: Num = 0.0
+        for charge, seconds in self.charges.items():
+            if charge.part == part:
+                total = total + seconds
+        return total
+
+
+class _Hidden(NamedTuple):
+    task: Collective
+    each_seconds: Num
+    total_seconds: Num
+    shared: Num
+
+
+def compute_seconds(task: Compute, device: Device) -> Num:
+    """One layer instance's op."""
+    memory = task.moved_bytes * (1.0 / (device.memory_bytes_per_second * device.bandwidth_fraction))
+    if isinstance(task.flops, float) and task.flops == 0.0:
+        if isinstance(task.moved_bytes, np.ndarray) or task.moved_bytes > 0:
+            return memory + device.launch_seconds
+        return 0.0
+    dtype = "fp32" if task.dtype in ("compute", "float32") else task.dtype
+    peak = device.flops_per_second.get(dtype)
+    if peak is None:  # the device cannot compute in it: never, rather than a guess
+        return task.flops * np.inf
+    fraction = device.attention_fraction if task.kind == "attention" else device.matmul_fraction
+    return np.maximum(task.flops * (1.0 / (peak * fraction)), memory) + device.launch_seconds
+
+
+def stage_cost(work: Work, cluster: Cluster, mesh: Mapping[str, Num]) -> StageCost:
+    """`mesh` is axis -> size, outermost first."""
+    roads = routes(cluster, mesh)
+    charges: dict[Charge, Num] = {}
+    cover: dict[tuple[str, Part], Num] = {}
+    hidden: list[_Hidden] = []
+    send: Num = 0.0
+    for task in work.tasks:
+        part = _PART[task.phase]
+        if isinstance(task, Compute):
+            seconds = task.repeat * compute_seconds(task, cluster.device)
+            cover[task.layer, part] = cover.get((task.layer, part), 0.0) + seconds
+            _add(charges, Charge(task.origin, "", part), seconds)
+            continue
+        road = roads[task.axis]
+        each = road.seconds(task.kind, task.bytes)
+        if task.kind == "send":
+            send = np.maximum(send, each * (task.repeat > 0))
+        elif task.hidden:
+            hidden.append(_Hidden(task, each, task.repeat * each, road.shared))
+        else:
+            _add(charges, Charge(task.origin, task.axis, "step" if task.per_step else part), task.repeat * each)
+    order = [layer.name for layer in work.profile.layers]
+    for part in ("forward", "backward"):
+        group = [item for item in hidden if _PART[item.task.phase] == part]
+        _charge_by_layer(charges, cover, [i for i in group if not i.task.per_step], order, part)
+        _charge_once(charges, cover, [i for i in group if i.task.per_step], order, part)
+    return StageCost(charges=charges, send_seconds=send, routes=roads)
+
+
+def _add(charges: dict[Charge, Num], charge: Charge, seconds: Num) -> None:
+    charges[charge] = charges.get(charge, 0.0) + seconds
+
+
+def _charge_by_layer(
+    charges: dict[Charge, Num],
+    cover: Mapping[tuple[str, Part], Num],
+    group: list[_Hidden],
+    order: list[str],
+    part: Part,
+) -> None:
+    """Collectives of a layer run beside its neighbours' compute; the first layer's has nothing to hide behind."""
+    unseen: Num = True
+    for layer in order if part == "forward" else reversed(order):
+        mine = [item for item in group if item.task.layer == layer]
+        if not mine:
+            continue
+        is_here = mine[0].task.repeat > 0
+        first = _sum(item.each_seconds for item in mine) * (unseen & is_here)
+        unseen = unseen & np.logical_not(is_here)
+        _expose(charges, mine, cover.get((layer, part), 0.0), first, part)
+
+
+def _charge_once(
+    charges: dict[Charge, Num],
+    cover: Mapping[tuple[str, Part], Num],
+    group: list[_Hidden],
+    order: list[str],
+    part: Part,
+) -> None:
+    """Once a step, beside one microbatch's pass; the first layer's is needed first, or ready last."""
+    if not group:
+        return
+    unseen: Num = True
+    bare: Num = 0.0
+    for layer in order:
+        mine = [item for item in group if item.task.layer == layer]
+        if mine:
+            is_here = mine[0].task.repeat > 0
+            bare = bare + _sum(item.each_seconds for item in mine) * (unseen & is_here)
+            unseen = unseen & np.logical_not(is_here)
+    window = _sum(seconds for (_, when), seconds in cover.items() if when == part)
+    _expose(charges, group, window, bare, "step")
+
+
+def _expose(
+    charges: dict[Charge, Num], group: list[_Hidden], window: Num, bare: Num, part: Part
+) -> None:
+    """Charge each technique its share of what stays visible of `group` beside `window` seconds of compute."""
+    total = _sum(item.total_seconds for item in group)
+    visible = np.minimum(total, np.maximum(0.0, total - window) + bare)
+    fraction = visible / np.maximum(total, 1e-30)
+    for item in group:
+        shown: Num = 1.0
+        if isinstance(item.shared, np.ndarray):
+            shown = np.where(item.shared, 1.0, fraction)
+        elif not item.shared:
+            shown = fraction
+        _add(charges, Charge(item.task.origin, item.task.axis, part), item.total_seconds * shown)
+
+
+def _sum(values: Iterable[Num]) -> Num:
+    total: Num = 0.0
+    for value in values:
+        total = total + value
+    return total

@@ -1,0 +1,105 @@
+"""The few numbers people ask of a plan, before it runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from meshwright.core.cluster import Cluster
+from meshwright.core.plan import Plan
+from meshwright.core.profile import Profile
+from meshwright.simulate.makespan import makespan
+from meshwright.simulate.stage import Stage, Staged, cutter_of, stage_plan
+
+COMPUTE = "compute"
+"""What the model's own work is called among the origins."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Forecast:
+    step_seconds: float
+    step_seconds_low: float
+    step_seconds_high: float
+    tokens_per_second: float
+    mfu: float
+    """(6 N + 12 L d s) x tokens/s over the dense peak of the dtype the plan computes in, all ranks."""
+    peak_bytes: int
+    """Of the fullest rank, what is reserved included."""
+    peak_bytes_by_category: Mapping[str, int]
+    bottleneck: str
+    fits: bool
+    memory_bytes: int
+    """What a device has."""
+    seconds_by_origin: Mapping[str, float]
+    """How the slowest stage's step is spent, by technique; adds up to step_seconds."""
+    worst_stage: int
+    """The stage with the fullest rank."""
+
+    @property
+    def is_runnable(self) -> bool:
+        """False where a device has no rate for a dtype the plan computes in: its step never ends."""
+        return math.isfinite(self.step_seconds)
+
+
+def forecast(
+    profile: Profile, plan: Plan, cluster: Cluster, *, sequence: int, state_bytes: int = 8
+) -> Forecast:
+    """`state_bytes` is the optimizer's state for each parameter (8: Adam's two moments in float32)."""
+    staged = stage_plan(profile, plan, cluster, sequence=sequence, state_bytes=state_bytes)
+    count = plan.num_microbatches
+    every = staged.unfolded
+    forward = [stage.forward_seconds for stage in every]
+    backward = [stage.backward_seconds for stage in every]
+    # A step ends for all ranks at once: the gradient's norm, which clips the update, is global.
+    tail_seconds = max(stage.tail_seconds for stage in staged.stages)
+    step = float(makespan(staged.schedule, forward, backward, staged.send_seconds, count)) + tail_seconds
+    tokens = plan.batch * sequence
+    peak_flops = cluster.device.flops_per_second.get(staged.compute_dtype, math.inf) * plan.num_ranks
+    spent, bottleneck = _spent(staged, plan, step)
+    fullest = max(staged.stages, key=lambda stage: float(stage.memory.peak_bytes()))
+    peak_bytes = int(fullest.memory.peak_bytes())
+    return Forecast(
+        step_seconds=step,
+        step_seconds_low=step * (1 - cluster.error_fraction),
+        step_seconds_high=step * (1 + cluster.error_fraction),
+        tokens_per_second=tokens / step,
+        mfu=profile.model_flops(tokens, sequence) / step / peak_flops,
+        peak_bytes=peak_bytes,
+        peak_bytes_by_category=fullest.memory.by_category(),
+        bottleneck=bottleneck,
+        fits=peak_bytes <= cluster.device.memory_bytes,
+        memory_bytes=cluster.device.memory_bytes,
+        seconds_by_origin=spent,
+        worst_stage=fullest.run.start,
+    )
+
+
+def _spent(staged: Staged, plan: Plan, step_seconds: float) -> tuple[dict[str, float], str]:
+    """The slowest stage's step by technique, and the largest part of it in words."""
+    count = plan.num_microbatches
+
+    def busy_seconds(stage: Stage) -> float:
+        return count * (stage.forward_seconds + stage.backward_seconds) + stage.tail_seconds
+
+    slowest = max(staged.stages, key=busy_seconds)
+    spent: dict[str, float] = {}
+    said: dict[str, float] = {}
+    for charge, seconds in slowest.cost.charges.items():
+        total = float(seconds) * (1 if charge.part == "step" else count)
+        origin = charge.origin or COMPUTE
+        words = origin
+        if charge.axis:
+            link = "inner" if slowest.cost.routes[charge.axis].is_inner else "outer"
+            words = f"{origin} collectives over the {link} link"
+        spent[origin] = spent.get(origin, 0.0) + total
+        said[words] = said.get(words, 0.0) + total
+    cutter = cutter_of(plan)
+    if cutter is not None:
+        idle = max(0.0, step_seconds - busy_seconds(slowest))
+        spent[cutter.name] = spent.get(cutter.name, 0.0) + idle
+        said[f"{cutter.name}, stages waiting"] = idle
+    spent = {origin: seconds for origin, seconds in sorted(spent.items()) if seconds > 0}
+    words, most = max(said.items(), key=lambda item: item[1])
+    share = f"{most / step_seconds:.0%}".replace("%", " %") if math.isfinite(step_seconds) else "all"
+    return spent, f"{words}: {share} of the step"

@@ -1,0 +1,100 @@
+"""A plan as spans on lanes: what each stage does when, before it runs. The same type as a measured one.
+
+Ranks that differ only along other axes do the same at the same time, so each stage shows one: its first rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from meshwright.core.cluster import Cluster
+from meshwright.core.plan import Plan
+from meshwright.core.profile import Profile
+from meshwright.core.timeline import MemoryPoint, Span, Timeline
+from meshwright.simulate.cost import Part
+from meshwright.simulate.makespan import Event, events_of, sweep
+from meshwright.simulate.stage import Stage, cutter_of, stage_plan
+
+
+def simulate(
+    profile: Profile, plan: Plan, cluster: Cluster, *, sequence: int, state_bytes: int = 8
+) -> Timeline:
+    """One step. Every microbatch is simulated, none extrapolated."""
+    staged = stage_plan(profile, plan, cluster, sequence=sequence, state_bytes=state_bytes)
+    stages = staged.unfolded
+    events = events_of(staged.schedule, len(stages), plan.num_microbatches)
+    forward = [stage.forward_seconds for stage in stages]
+    backward = [stage.backward_seconds for stage in stages]
+    ends, finished = sweep(events, forward, backward, staged.send_seconds)
+    devices = _first_ranks(plan, len(stages))
+    cutter = cutter_of(plan)
+    sender_origin = cutter.name if cutter is not None else ""
+    spans: list[Span] = []
+    for event, end in zip(events, ends, strict=True):
+        stage, device = stages[event.stage], devices[event.stage]
+        part: Part = "backward" if event.is_backward else "forward"
+        start = end - (stage.backward_seconds if event.is_backward else stage.forward_seconds)
+        spans.extend(_spans(stage, part, f"{part} {event.microbatch}", device, start))
+        # What an event waits for was sent by the stage it waits for.
+        for source in event.waits_for:
+            sender = devices[events[source].stage]
+            name = f"send {part} {event.microbatch}"
+            spans.append(_span(sender, "collective", name, ends[source], staged.send_seconds, sender_origin))
+    for stage, device in zip(stages, devices, strict=True):
+        spans.extend(_spans(stage, "step", "step", device, max(finished)))
+    return Timeline(
+        source="predicted",
+        plan_fingerprint=plan.fingerprint,
+        spans=tuple(sorted(spans, key=lambda span: (span.start_seconds, span.device))),
+        memory=tuple(_memory(stages, devices, events, ends)),
+        environment={"cluster": cluster.name, "profile": profile.name, "sequence": str(sequence)},
+    )
+
+
+def _first_ranks(plan: Plan, num_stages: int) -> list[int]:
+    cutter, stride = cutter_of(plan), plan.num_ranks
+    for axis, size in plan.mesh.items():
+        stride //= size
+        if cutter is not None and axis == cutter.axis:
+            return [stage * stride for stage in range(num_stages)]
+    return [0]
+
+
+def _span(device: int, lane: str, name: str, start: float, seconds: float, origin: str) -> Span:
+    return Span(
+        device=device,
+        lane=lane,  # type: ignore[arg-type]
+        name=name,
+        start_seconds=float(start),
+        seconds=float(seconds),
+        origin=origin,
+    )
+
+
+def _spans(stage: Stage, part: Part, name: str, device: int, start: float) -> Iterator[Span]:
+    """What passes during one part, one technique after the other: how they interleave inside is not modelled."""
+    charges = sorted(stage.cost.charges.items(), key=lambda item: (item[0].axis, item[0].origin))
+    for charge, seconds in charges:
+        if charge.part == part and float(seconds) > 0:
+            lane = "collective" if charge.axis else "compute"
+            yield _span(device, lane, name, start, float(seconds), charge.origin)
+            start += float(seconds)
+
+
+def _memory(
+    stages: tuple[Stage, ...], devices: list[int], events: tuple[Event, ...], ends: list[float]
+) -> Iterator[MemoryPoint]:
+    """Bytes of each stage when a microbatch's work starts (at its fullest) and when it is over."""
+    held = [0] * len(stages)
+    points = []
+    for event, end in zip(events, ends, strict=True):
+        stage, memory = stages[event.stage], stages[event.stage].memory
+        seconds = stage.backward_seconds if event.is_backward else stage.forward_seconds
+        held[event.stage] += not event.is_backward
+        busy = memory.base_bytes() + held[event.stage] * memory.microbatch_bytes() + memory.moment_bytes()
+        held[event.stage] -= event.is_backward
+        idle = memory.base_bytes() + held[event.stage] * memory.microbatch_bytes()
+        points.append((end - seconds, devices[event.stage], busy))
+        points.append((end, devices[event.stage], idle))
+    for when, device, size in sorted(points, key=lambda point: point[:2]):
+        yield MemoryPoint(device=device, seconds=float(when), bytes=round(float(size)))

@@ -1,0 +1,47 @@
+"""What the whole suite shares: one pool of rank processes, and what one device does, computed once per model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.supervise.pool import RankPool
+
+sys.path.append(str(Path(__file__).parent / "same"))  # ranks import `rank_jobs` from there
+
+References = Callable[..., str]
+"""(config, optimizer, batch=, sequence=, steps=, dtype=, techniques=) -> folder."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--write-matrix", action="store_true", help="write docs/techniques/matrix.md instead of comparing it"
+    )
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[RankPool]:
+    with RankPool(8, threads_per_rank=1) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def references(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> References:
+    """One device's losses, gradients and parameters; a folder for each question, filled when first asked for."""
+    root = tmp_path_factory.mktemp("references")
+
+    def reference(config: dict[str, Any], optimizer: dict[str, Any], **question: Any) -> str:
+        asked = {"config": config, "optimizer": optimizer, **question}
+        key = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
+        folder = root / key
+        if not folder.exists():
+            pool.run("rank_jobs:reference_job", asked | {"folder": str(folder)}, num_ranks=1)
+        return str(folder)
+
+    return reference

@@ -1,0 +1,147 @@
+"""Sizes, cards, names and things that are never done here."""
+
+from __future__ import annotations
+
+import ast
+import re
+import statistics
+
+import pytest
+from house import PACKAGE, in_rooms, sources, strings
+
+from meshwright.core.technique import technique_names
+
+MOST_LINES_OF_A_FILE = 400
+MOST_LINES_OF_A_FUNCTION = 60
+MOST_LINES_OF_A_MEDIAN_FUNCTION = 12
+LONG_FUNCTIONS: dict[str, int] = {}
+"""`file:function` -> lines, of the few that may be longer. They may shrink, not grow."""
+
+CARD = ("What:", "When it helps:", "When it does not:", "Cost:", "Exactness:")
+
+# Where a technique's name is also another word of ours, and says that word.
+OTHER_WORDS = {
+    ("core/profile.py", "tensor"),  # how splitting divides an op: none, sequence, tensor
+    ("core/technique.py", "compile"),  # a phase of `apply`
+}
+
+
+def functions() -> list[tuple[str, int]]:
+    found = []
+    for source in sources():
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                found.append((f"{source.place}:{node.name}", node.end_lineno - node.lineno + 1))
+    assert len(found) > 200
+    return found
+
+
+def test_files_are_short() -> None:
+    long = {source.place: source.text.count("\n") for source in sources()}
+    assert {place: lines for place, lines in long.items() if lines > MOST_LINES_OF_A_FILE} == {}
+
+
+def test_functions_are_short() -> None:
+    long = {
+        name: lines
+        for name, lines in functions()
+        if lines > LONG_FUNCTIONS.get(name, MOST_LINES_OF_A_FUNCTION)
+    }
+    assert long == {}
+    assert statistics.median(lines for _, lines in functions()) <= MOST_LINES_OF_A_MEDIAN_FUNCTION
+
+
+def test_exceptions_to_the_length_are_still_needed() -> None:
+    lengths = dict(functions())
+    needless = [name for name in LONG_FUNCTIONS if lengths.get(name, 0) <= MOST_LINES_OF_A_FUNCTION]
+    assert needless == []
+
+
+FORBIDDEN_CALLS = {"eval", "exec", "torch.load", "torch.save", "yaml.load", "os.system", "marshal.loads"}
+FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal"}
+
+
+def forbidden(tree: ast.AST) -> list[str]:
+    """What would run or trust what it must not."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            if ast.unparse(node.func) in FORBIDDEN_CALLS:
+                found.append(f"line {node.lineno}: {ast.unparse(node.func)}()")
+            for keyword in node.keywords:
+                is_true = isinstance(keyword.value, ast.Constant) and keyword.value.value is True
+                if (keyword.arg == "shell" and is_true) or keyword.arg == "allow_pickle":
+                    found.append(f"line {node.lineno}: {ast.unparse(keyword)}")
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+            found += [f"line {node.lineno}: {name}" for name in names if name.split(".")[0] in FORBIDDEN_MODULES]
+        elif isinstance(node, ast.Constant) and node.value == "0.0.0.0":
+            found.append(f"line {node.lineno}: listens to the world")
+    return found
+
+
+def test_nothing_unsafe_is_called() -> None:
+    wrong = {source.place: forbidden(source.tree) for source in sources() if forbidden(source.tree)}
+    # numpy's own switch, turned off, is the safe side.
+    wrong = {
+        place: rest
+        for place, found in wrong.items()
+        if (rest := [each for each in found if "allow_pickle=False" not in each])
+    }
+    assert wrong == {}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "torch.load(path)",
+        "eval(text)",
+        "subprocess.run(words, shell=True)",
+        "yaml.load(text)",
+        "serve('0.0.0.0')",
+        "numpy.load(path, allow_pickle=True)",
+    ],
+)
+def test_the_guard_does_notice(code: str) -> None:
+    assert len(forbidden(ast.parse(code))) == 1
+
+
+@pytest.mark.parametrize("name", technique_names())
+def test_a_technique_has_its_card_and_is_one_class(name: str) -> None:
+    tree = ast.parse((PACKAGE / "techniques" / f"{name}.py").read_text(encoding="utf-8"))
+    card = ast.get_docstring(tree) or ""
+    places = [card.find(word) for word in CARD]
+    assert -1 not in places, f"the card lacks {[word for word in CARD if word not in card]}"
+    assert places == sorted(places)
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    assert len(classes) == 1
+    defined = {node.name for node in classes[0].body if isinstance(node, ast.FunctionDef)}
+    assert {"price", "apply"} <= defined, "a technique has two halves"
+
+
+def test_no_other_room_knows_a_technique_by_name() -> None:
+    names = set(technique_names())
+    assert len(names) >= 8
+    guarded = in_rooms("core", "ops", "schedules", "simulate", "search", "runtime", "cli")
+    wrong = [
+        f"{source.place}:{line} says {text!r}"
+        for source in guarded
+        for text, line in strings(source)
+        if text in names and (source.place, text) not in OTHER_WORDS
+    ]
+    assert wrong == []
+
+
+def test_words_that_name_nothing_are_not_used() -> None:
+    empty = re.compile(r"(?:^|_)(?:manager|handler|helper|helpers|utils|common|misc)(?:$|_)")
+    names = [
+        (source.place, node.name)
+        for source in sources()
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    ]
+    names += [(source.place, source.path.stem) for source in sources()]
+    assert [pair for pair in names if empty.search(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", pair[1]).lower())] == []
+    assert empty.search("device_manager")

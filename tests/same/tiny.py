@@ -1,0 +1,135 @@
+"""The tiny models and plans of this folder, and the two questions asked of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshwright.core.plan import Plan
+from meshwright.core.technique import Technique, technique_named
+
+SEQUENCE = 16
+BATCH = 8
+STEPS = 3
+EXACT = 1e-9
+"""Relative to the global norm; in float64 about 1e-15 is reached."""
+
+# Weights large enough that every part of the model moves the loss; the gradient norm is then above the clip.
+LLAMA: dict[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": 16,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "ffn_size": 24,
+    "vocab_size": 36,
+    "max_sequence": 32,
+    "init_std": 0.2,
+}
+QWEN = LLAMA | {"qk_norm": True, "tied": True, "qkv_bias": True}
+GPT = LLAMA | {
+    "positions": "learned",
+    "norm": "layer",
+    "mlp": "gelu",
+    "bias": True,
+    "qkv_bias": True,
+    "tied": True,
+    "num_kv_heads": 4,
+}
+FAMILIES = {"llama": LLAMA, "qwen": QWEN, "gpt": GPT}
+
+ADAMW = {"name": "adamw", "lr": 1e-2, "clip": 0.5}
+SGD = {"name": "sgd", "lr": 1e-2, "clip": 0.5, "momentum": 0.9}
+
+
+def t(name: str, **settings: Any) -> Technique:
+    return technique_named(name)(**settings)
+
+
+REPLICATE = t("replicate", size=2)
+SHARD1, SHARD2, SHARD3 = (t("shard", size=2, stage=stage) for stage in (1, 2, 3))
+TENSOR, SEQUENCED = (t("tensor", size=2, sequence=sequence) for sequence in (False, True))
+PIPELINE = t("pipeline", size=2)
+UNEVEN = t("pipeline", size=2, stages=(1, 3))
+GPIPE = t("pipeline", size=2, schedule="gpipe")
+RECOMPUTE, RECOMPUTE_ONE = t("recompute"), t("recompute", layers=1)
+CHUNKED = t("chunked_loss", chunks=4)
+COMPILE = t("compile", backend="aot_eager")
+BF16 = t("precision", dtype="bf16")
+
+ALONE = (
+    REPLICATE,
+    SHARD1,
+    SHARD2,
+    SHARD3,
+    TENSOR,
+    SEQUENCED,
+    UNEVEN,
+    GPIPE,
+    RECOMPUTE_ONE,
+    RECOMPUTE,
+    CHUNKED,
+    COMPILE,
+)
+CUBES = (
+    (REPLICATE, SEQUENCED, PIPELINE),
+    (SHARD3, TENSOR, UNEVEN),
+    (REPLICATE, SHARD3, TENSOR),
+    (REPLICATE, SHARD1, GPIPE),
+    (SHARD2, SEQUENCED, PIPELINE, RECOMPUTE_ONE, CHUNKED, COMPILE),
+)
+"""2 x 2 x 2 ranks."""
+
+LONG = (
+    t("replicate", size=4),
+    t("shard", size=4),
+    t("tensor", size=4),
+    t("tensor", size=4, sequence=True),
+    t("pipeline", size=4),
+    t("pipeline", size=3, stages=(1, 2, 1), schedule="gpipe"),
+)
+RAGGED = ((t("shard", size=4),), (SHARD3, TENSOR), (SHARD1, SEQUENCED))
+"""For 37 words."""
+FOR_SGD = ((SHARD3,), (REPLICATE, SEQUENCED), (UNEVEN, SHARD2))
+IN_BF16 = ((), (REPLICATE,), (SHARD3,), (SEQUENCED,), (PIPELINE, RECOMPUTE))
+
+# bf16 keeps 8 bits: 2^-8 = 4e-3 of each number is lost. Against float32 a few such roundings are allowed; two bf16
+# runs round the same numbers and add them in another order.
+ROUNDED = {"loss": 4e-3, "gradient": 2e-2, "gradient norm": 2e-2, "parameter": 4e-3}
+REORDERED = {"loss": 2e-3, "gradient": 1e-2, "gradient norm": 1e-2, "parameter": 4e-3}
+
+
+def plan_of(*techniques: Technique, batch: int = BATCH, microbatch: int = 1) -> Plan:
+    return Plan(techniques=techniques, batch=batch, microbatch=microbatch)
+
+
+def departures(answers: list[dict[str, Any]], bounds: dict[str, float]) -> list[str]:
+    """Every quantity of every rank beyond its bound."""
+    assert all(set(answer["errors"]) == set(bounds) for answer in answers)
+    return [
+        f"rank {rank}: {quantity} differs by {error:.1e} at {place}, more than {bounds[quantity]:.0e}"
+        for rank, answer in enumerate(answers)
+        for quantity, (error, place) in answer["errors"].items()
+        if not error <= bounds[quantity]
+    ]
+
+
+def joined(techniques: tuple[Technique, ...]) -> str:
+    """A name for a test."""
+    return "+".join(map(str, techniques)) or "one device"
+
+
+def bounds(exact: float) -> dict[str, float]:
+    return dict.fromkeys(("loss", "gradient", "gradient norm", "parameter"), exact)
+
+
+def price_differences(answers: list[dict[str, Any]]) -> list[str]:
+    """Where what moved, or what is held by the rank with the largest pieces, is not what was promised."""
+    found = []
+    for rank, answer in enumerate(answers):
+        moved, promised = map(tuple, answer["observed"]), map(tuple, answer["priced"])
+        for what in sorted(set(moved) ^ set(promised)):
+            where = "moved, not priced" if list(what) in answer["observed"] else "priced, not moved"
+            found.append(f"rank {rank}: {where}: {what}")
+        if answer["holds_largest"] and answer["state"] != answer["priced_state"]:
+            found.append(f"rank {rank}: holds {answer['state']}, priced {answer['priced_state']}")
+    assert any(answer["holds_largest"] for answer in answers)
+    return found
