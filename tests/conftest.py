@@ -1,4 +1,4 @@
-"""What the whole suite shares: one pool of rank processes, and what one device does, computed once per model."""
+"""What the whole suite shares: one pool of rank processes, and one device's runs of each model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def pool() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="session")
 def references(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> References:
-    """One device's losses, gradients and parameters; a folder for each question, filled when first asked for."""
+    """One device's losses, gradients and parameters; one folder for each question."""
     root = tmp_path_factory.mktemp("references")
 
     def reference(config: dict[str, Any], optimizer: dict[str, Any], **question: Any) -> str:

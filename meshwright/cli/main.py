@@ -64,11 +64,17 @@ def parser() -> Parser:
         return made
 
     plan = command("plan", "find the fastest plan that fits", "mw plan --model llama3-8b --cluster 8xh100")
-    plan.add_argument("run", nargs="?", metavar="RUN.toml", help="take model, batch and sequence from a run file")
+    plan.add_argument(
+        "run", nargs="?", metavar="RUN.toml", help="take model, batch and sequence from a run file"
+    )
     _model_flags(plan)
     plan.add_argument("--batch", type=int, metavar="N", help="samples per step (default 64)")
     plan.add_argument(
-        "--pin", action="append", default=[], metavar="X", help="must be so: tensor=2, recompute, microbatch=4"
+        "--pin",
+        action="append",
+        default=[],
+        metavar="X",
+        help="must be so: tensor=2, recompute, microbatch=4",
     )
     plan.add_argument("--ban", action="append", default=[], metavar="X", help="must not be used: pipeline")
     plan.add_argument("--allow", choices=("exact", "rounded", "approximate"), default="rounded")
@@ -126,7 +132,12 @@ def _run_flags(made: Parser) -> None:
     made.add_argument("run", metavar="RUN.toml")
     made.add_argument("--plan", default="", metavar="P.plan.json", help="use this plan instead of searching")
     made.add_argument(
-        "--set", action="append", default=[], dest="changes", metavar="a.b=c", help="change a key of the run file"
+        "--set",
+        action="append",
+        default=[],
+        dest="changes",
+        metavar="a.b=c",
+        help="change a key of the run file",
     )
 
 

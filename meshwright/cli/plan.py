@@ -60,7 +60,7 @@ def run(arguments: Namespace) -> int:
 def _next(arguments: Namespace, name: str, cluster: Cluster, sequence: int) -> str:
     if arguments.output:
         return f"mw simulate {arguments.output} --model {name} --cluster {cluster.name} --seq {sequence}"
-    return "add -o best.plan.json to keep it, then mw simulate best.plan.json or mw train RUN.toml --plan best.plan.json"
+    return "add -o best.plan.json to keep it, then: mw train RUN.toml --plan best.plan.json"
 
 
 def _wanted(arguments: Namespace):  # type: ignore[no-untyped-def]
@@ -74,7 +74,9 @@ def _wanted(arguments: Namespace):  # type: ignore[no-untyped-def]
     place = arguments.cluster or (section.run.cluster if section else "")
     if not place:
         problems.append(
-            Problem(where="--cluster", what="is missing.", fix="For example --cluster 8xh100; or mw probe first.")
+            Problem(
+                where="--cluster", what="is missing.", fix="For example --cluster 8xh100; or mw probe first."
+            )
         )
     for flag, value in (("--seq", arguments.seq), ("--batch", arguments.batch), ("--top", arguments.top)):
         if value is not None and value < 1:
@@ -90,7 +92,9 @@ def _wanted(arguments: Namespace):  # type: ignore[no-untyped-def]
     except MeshwrightError as error:
         problems.extend(error.problems)
     if config is not None:
-        sequence = arguments.seq or (section.data.sequence if section else min(_DEFAULT_SEQUENCE, config.max_sequence))
+        sequence = arguments.seq or (
+            section.data.sequence if section else min(_DEFAULT_SEQUENCE, config.max_sequence)
+        )
         if sequence > config.max_sequence:
             what = f"is {sequence}; the model has positions for {config.max_sequence}."
             problems.append(Problem(where="--seq", what=what))

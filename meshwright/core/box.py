@@ -19,7 +19,9 @@ class Box:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        return tuple(slice(start, start + length) for start, length in zip(self.offset, self.size, strict=True))
+        return tuple(
+            slice(start, start + length) for start, length in zip(self.offset, self.size, strict=True)
+        )
 
     @property
     def is_empty(self) -> bool:

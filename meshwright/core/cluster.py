@@ -80,9 +80,7 @@ class Cluster:
         return self.devices_per_node * self.num_nodes
 
     def resized(self, devices_per_node: int, num_nodes: int = 1, name: str = "") -> Cluster:
-        return replace(
-            self, devices_per_node=devices_per_node, num_nodes=num_nodes, name=name or self.name
-        )
+        return replace(self, devices_per_node=devices_per_node, num_nodes=num_nodes, name=name or self.name)
 
     def link(self, stride: int, size: int) -> Link:
         """The link an axis of `size` ranks, `stride` apart, is bound by."""

@@ -108,7 +108,8 @@ def _decode_union(args: tuple[Any, ...], value: Any, where: str, problems: list[
         if not trial:
             return result
         attempts.append(trial)
-    problems.extend(min(attempts, key=lambda trial: len(trial)))
+    fewest = min(len(trial) for trial in attempts)
+    problems.extend(next(trial for trial in attempts if len(trial) == fewest))
     return None
 
 
@@ -146,7 +147,9 @@ def decode_fields(cls: type, value: Any, where: str, problems: list[Problem], ig
     for key in value:
         if key not in hints and key != ignore:
             problems.append(
-                Problem(where=f"{where}.{key}" if where else key, what="unknown key.", fix=nearest(key, hints))
+                Problem(
+                    where=f"{where}.{key}" if where else key, what="unknown key.", fix=nearest(key, hints)
+                )
             )
     given = {}
     for field in dataclasses.fields(cls):

@@ -143,7 +143,11 @@ def technique_names() -> tuple[str, ...]:
 def technique_named(name: str) -> type[Technique]:
     if name not in technique_names():
         raise MeshwrightError(
-            [Problem(where="", what=f'no technique is called "{name}".', fix=nearest(name, technique_names()))]
+            [
+                Problem(
+                    where="", what=f'no technique is called "{name}".', fix=nearest(name, technique_names())
+                )
+            ]
         )
     module = importlib.import_module(f"meshwright.techniques.{name}")
     found = [

@@ -192,7 +192,12 @@ def base_work(profile: Profile, sizes: Mapping[str, Num], *, element_bytes: int,
                 )
             )
         for op in layer.ops:
-            common: dict[str, Any] = {"layer": layer.name, "name": op.name, "kind": op.kind, "repeat": layer.repeat}
+            common: dict[str, Any] = {
+                "layer": layer.name,
+                "name": op.name,
+                "kind": op.kind,
+                "repeat": layer.repeat,
+            }
             common |= {"dtype": op.dtype, "cut": op.cut, "shape": op.shape}
             tasks.append(
                 Compute(

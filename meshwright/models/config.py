@@ -112,9 +112,7 @@ PRESETS: dict[str, DecoderConfig] = {
     "qwen3-8b": _qwen3(36, 4096, 32, 12288, tied=False),
     "qwen3-14b": _qwen3(40, 5120, 40, 17408, tied=False),
     "qwen3-32b": _qwen3(64, 5120, 64, 25600, tied=False),
-    "mistral-7b": _llama(
-        32, 4096, 32, 14336, vocab_size=32768, max_sequence=32768, rope_theta=1_000_000.0
-    ),
+    "mistral-7b": _llama(32, 4096, 32, 14336, vocab_size=32768, max_sequence=32768, rope_theta=1_000_000.0),
     # Small ones for a laptop and for tests: byte-level, so the vocabulary is 256.
     "byte-3m": _llama(4, 256, 4, 688, num_kv_heads=2, vocab_size=256, max_sequence=1024, rope_theta=1e4),
     "byte-tiny": _llama(2, 32, 4, 64, num_kv_heads=2, vocab_size=256, max_sequence=64, rope_theta=1e4),

@@ -44,8 +44,16 @@ def _norm_params(config: DecoderConfig, name: str) -> tuple[Param, ...]:
 
 
 def _norm_op(config: DecoderConfig, name: str) -> Op:
-    # Input kept; its statistics are s-sized and left out. The output is kept by whoever reads it.
-    return _memory(name, 2.0 * config.hidden_size, config.hidden_size, "sequence")
+    d = config.hidden_size
+    return _memory(name, 2.0 * d, _kept_by_norm(config.norm, d), "sequence")
+
+
+def _kept_by_norm(kind: str, size: float) -> float:
+    """The input; its statistics are s-sized and left out, the output is kept by whoever reads it.
+
+    rms_norm is one kernel on CUDA only. Elsewhere it keeps the normalised input too, which is what is counted.
+    """
+    return 2.0 * size if kind == "rms" else size
 
 
 def _attention(config: DecoderConfig) -> tuple[tuple[Param, ...], tuple[Op, ...]]:
@@ -76,9 +84,12 @@ def _attention(config: DecoderConfig) -> tuple[tuple[Param, ...], tuple[Op, ...]
         _matmul("attention.value", kv, d),
     ]
     if config.qk_norm:
-        ops.append(_memory("attention.qk_norm", 2.0 * (q + kv), q + kv, "tensor"))
+        ops.append(_memory("attention.qk_norm", 2.0 * (q + kv), _kept_by_norm("rms", q + kv), "tensor"))
     if config.positions == "rope":
         ops.append(_memory("attention.rope", 4.0 * (q + kv), 0.0, "tensor", working=2.0 * (q + kv)))
+    # The output takes the layout of the query: rotation leaves heads outside of the sequence, so the next matmul
+    # reads (and keeps) a copy of it.
+    copied = q if config.positions == "rope" else 0
     ops.append(
         Op(
             name="attention.core",
@@ -87,7 +98,7 @@ def _attention(config: DecoderConfig) -> tuple[tuple[Param, ...], tuple[Op, ...]
             backward_flops=Poly(bss=5.0 * q),
             moved=Poly(bs=2.0 * (q + kv)),
             backward_moved=Poly(bs=4.0 * (q + kv)),
-            saved=Poly(bs=2.0 * q + 2.0 * kv),  # query, key, value, output; the output serves the next matmul
+            saved=Poly(bs=2.0 * q + 2.0 * kv + copied),  # query, key, value, output
             cut="tensor",
             shape=(config.num_heads, h),
         )
@@ -176,7 +187,9 @@ def _embed(config: DecoderConfig) -> Layer:
 
 def _head(config: DecoderConfig) -> Layer:
     d, v = config.hidden_size, config.vocab_size
-    weight = Param(name="output.weight", shape=(v, d), cut=0, tied="embed.tokens.weight" if config.tied else "")
+    weight = Param(
+        name="output.weight", shape=(v, d), cut=0, tied="embed.tokens.weight" if config.tied else ""
+    )
     loss = Op(
         name="cross_entropy",
         kind="loss",

@@ -92,14 +92,15 @@ class Region:
 class VocabLookup:
     """An embedding whose rows are split: each rank looks up its own tokens, the sum is the lookup."""
 
-    def __init__(self, table: nn.Embedding, first: int, region: Region):
-        self.table, self.first, self.region = table, first, region
+    def __init__(self, table: nn.Embedding, first: int, region: Region, dtype: torch.dtype | None):
+        self.table, self.first, self.region, self.dtype = table, first, region, dtype
 
     def __call__(self, tokens: Tensor) -> Tensor:
         weight = self.table.weight
         local = tokens - self.first
         mine = (local >= 0) & (local < weight.shape[0])
         rows = F.embedding(torch.where(mine, local, 0), weight)
+        rows = rows if self.dtype is None else rows.to(self.dtype)  # all but one rank add zeros: rounding first is exact
         return self.region.exit(rows * mine.unsqueeze(-1).to(rows.dtype))
 
 

@@ -89,9 +89,7 @@ class Build:
 
     def named_params(self) -> Iterable[tuple[str, Param]]:
         """Canonical name and profile entry of every parameter of this stage, tied ones once."""
-        entries = {
-            (layer.name, param.name): param for layer in self.profile.layers for param in layer.params
-        }
+        entries = {(layer.name, param.name): param for layer in self.profile.layers for param in layer.params}
         blocks = {layer.name for layer in self.profile.layers if layer.is_block}
         for name, _ in list(self.model.named_parameters()):  # a list: callers replace parameters as they go
             layer, rest = name.split(".", 1)
@@ -123,7 +121,9 @@ class Build:
         self.cut_axes[name] |= {axis}
         old = dict(self.named_parameters())[name]
         shape = self.boxes[name].size
-        new = nn.Parameter(torch.empty(shape, dtype=old.dtype, device="meta"), requires_grad=old.requires_grad)
+        new = nn.Parameter(
+            torch.empty(shape, dtype=old.dtype, device="meta"), requires_grad=old.requires_grad
+        )
         replace_parameter(self.model, old, new)
 
     def cut_everything(self, axis: str) -> None:

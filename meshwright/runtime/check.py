@@ -1,4 +1,4 @@
-"""`mw check`: does this plan train the model exactly as one device would, and move the bytes it was priced at? No torch.
+"""`mw check`: does this plan train the model exactly as one device would, and move the bytes priced? No torch.
 
 The ranks are real processes in a pool. Only the schedule's length is cut: the same techniques, sizes and microbatches,
 but no more of them than it takes to fill every stage twice.
@@ -69,7 +69,9 @@ def check(
 ) -> Checked:
     exactness = exactness_of(plan)
     if exactness not in TOLERANCE:
-        raise MeshwrightError(f"the plan is {exactness}: one device computes other numbers, so there is no parity.")
+        raise MeshwrightError(
+            f"the plan is {exactness}: one device computes other numbers, so there is no parity."
+        )
     start = time.monotonic()
     profile = decoder_profile(config.model.config(), config.model.name)
     plan = shortened(plan, len(plan.blocks_of_stages(profile)))

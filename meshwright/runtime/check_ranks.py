@@ -124,7 +124,10 @@ def promised(session: Any, run: RunConfig, plan: Plan, dtype: str) -> tuple[Traf
 
 
 def differences(seen: Traffic, priced: Traffic) -> list[str]:
-    lines = [f"{n} x {kind} of {size:,} bytes on {axis} not priced" for (kind, axis, size), n in (seen - priced).items()]
+    lines = [
+        f"{n} x {kind} of {size:,} bytes on {axis} not priced"
+        for (kind, axis, size), n in (seen - priced).items()
+    ]
     return lines + [
         f"{n} x {kind} of {size:,} bytes on {axis} priced and not sent"
         for (kind, axis, size), n in (priced - seen).items()

@@ -1,4 +1,4 @@
-"""A run file: TOML as short as the user's intent, strict about every key, with line numbers in its complaints. No torch."""
+"""A run file: TOML as short as the user's intent, strict about every key, complaining by line. No torch."""
 
 from __future__ import annotations
 

@@ -52,7 +52,13 @@ class Session:
 
 
 def open_session(
-    plan: Plan, config: DecoderConfig, optimizer: OptimizerConfig, *, seed: int, dtype: str, device: torch.device
+    plan: Plan,
+    config: DecoderConfig,
+    optimizer: OptimizerConfig,
+    *,
+    seed: int,
+    dtype: str,
+    device: torch.device,
 ) -> Session:
     mesh = Mesh.make(plan.mesh, device)
     with torch.device("meta"):
@@ -119,7 +125,12 @@ def _steps(
 
 
 def compare(
-    session: Session, folder: Path, samples: SamplesOf, steps: int, optimizer: OptimizerConfig, tolerance: float
+    session: Session,
+    folder: Path,
+    samples: SamplesOf,
+    steps: int,
+    optimizer: OptimizerConfig,
+    tolerance: float,
 ) -> tuple[float, list[Departure]]:
     """Largest relative error of this rank, and its departures beyond the tolerance in the order they arose."""
     worst, departures = 0.0, []
@@ -140,7 +151,9 @@ def compare(
     return worst, departures
 
 
-def _errors(build: Build, reference: Any, quantity: str, pieces: dict[str, Tensor]) -> list[tuple[str, str, float]]:
+def _errors(
+    build: Build, reference: Any, quantity: str, pieces: dict[str, Tensor]
+) -> list[tuple[str, str, float]]:
     names = [key for key in reference.keys() if key.startswith(f"{quantity}/")]  # noqa: SIM118
     norm = sum(float(reference.get_tensor(key).double().norm()) ** 2 for key in names) ** 0.5
     errors = []
@@ -152,7 +165,9 @@ def _errors(build: Build, reference: Any, quantity: str, pieces: dict[str, Tenso
     return errors
 
 
-def observe(session: Session, samples: SamplesOf, optimizer: OptimizerConfig) -> tuple[Traffic, dict[str, int]]:
+def observe(
+    session: Session, samples: SamplesOf, optimizer: OptimizerConfig
+) -> tuple[Traffic, dict[str, int]]:
     """One steady step's traffic, and the bytes of parameters, gradients and optimizer afterwards."""
     part, num_parts = session.mesh.part(session.build.plan.sample_axes)
     for step in range(2):

@@ -119,8 +119,6 @@ def write_timeline(folder: Path, spans_by_rank: list[list[dict[str, Any]]], fing
     start = min(span.start_seconds for span in spans)
     moved = tuple(Span(**(encode(span) | {"start_seconds": span.start_seconds - start})) for span in spans)
     environment = {"torch": torch.__version__, "cores": str(os.cpu_count())}
-    timeline = Timeline(
-        source="measured", plan_fingerprint=fingerprint, spans=moved, environment=environment
-    )
+    timeline = Timeline(source="measured", plan_fingerprint=fingerprint, spans=moved, environment=environment)
     (folder / "measured.timeline.json").write_text(timeline.to_json(), encoding="utf-8")
     (folder / "measured.trace.json").write_text(timeline.to_chrome(), encoding="utf-8")

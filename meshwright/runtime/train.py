@@ -1,4 +1,4 @@
-"""One rank's training run: open, resume, step, evaluate, save. `Trainer.steps` is a generator, so anyone may drive it."""
+"""One rank's training run: open, resume, step, evaluate, save. `Trainer.steps` is a generator: anyone may drive it."""
 
 from __future__ import annotations
 
@@ -137,4 +137,3 @@ def _seed(seed: int, step: int, part: int) -> int:
 
 def is_due(step: int, every: int) -> bool:
     return bool(every) and step % every == 0
-

@@ -6,7 +6,7 @@ Axis sizes and per-layer counts are numbers and become arrays; everything else i
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from meshwright.core.cluster import Cluster
@@ -74,29 +74,21 @@ def _dial(kind: type[Technique], profile: Profile, cluster: Cluster, wishes: Wis
             return None
         sizes = (size,) if size is not None else axis.sizes if axis is not None else ()
         bad = wishes.banned_values.get((kind.name, field), ())
-        numbers |= {"axis_field": field, "sizes": tuple(s for s in sizes if s not in bad)}
+        numbers |= {"axis_field": field, "sizes": tuple(s for s in sizes if s > 1 and s not in bad)}
     if counted is not None:
         bad = wishes.banned_values.get((kind.name, counted.field), ())
         numbers |= {"count_field": counted.field, "most": counted.most, "bad_counts": bad}
-        count = pinned.pop(counted.field, None)
-        if count == 0:
-            return None
-        numbers["count"] = count
+        if counted.field in pinned:
+            count = pinned.pop(counted.field)
+            if count == 0:
+                return None
+            numbers["count"] = counted.most if count is None else count
     choices = {
         option.field: [
-            value
-            for value in option.values
-            if value not in wishes.banned_values.get((kind.name, option.field), ())
+            value for value in option.values if value not in wishes.banned_values.get((kind.name, option.field), ())
         ]
         for option in options
         if isinstance(option, Choice)
     } | {field: [value] for field, value in pinned.items()}
-    ways = tuple(
-        dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())
-    )
+    ways = tuple(dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values()))
     return Dial(kind=kind, settings=ways, required=required, **numbers)
-
-
-def stage_field(kind: type[Technique]) -> str:
-    """Where a technique that cuts the model keeps its list of stages; empty if it does not cut."""
-    return "stages" if any(f.name == "stages" for f in fields(kind)) else ""

@@ -15,8 +15,7 @@ def balanced_stages(profile: Profile, num_stages: int, sequence: int) -> tuple[i
     """Blocks of each stage, at least one each."""
     block = max(_flops(layer, sequence) for layer in profile.layers if layer.is_block)
     first, last = (
-        0.0 if layer.is_block else _flops(layer, sequence) / block
-        for layer in (profile.layers[0], profile.layers[-1])
+        0.0 if layer.is_block else _flops(layer, sequence) / block for layer in (profile.layers[0], profile.layers[-1])
     )
     return _balanced(profile.num_blocks, num_stages, first, last)
 

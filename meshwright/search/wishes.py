@@ -33,7 +33,9 @@ def read_wishes(
 ) -> Wishes:
     problems: list[Problem] = []
     if allow not in EXACTNESS:
-        problems.append(Problem(where="allow", what=f'no exactness is called "{allow}".', fix=nearest(allow, EXACTNESS)))
+        problems.append(
+            Problem(where="allow", what=f'no exactness is called "{allow}".', fix=nearest(allow, EXACTNESS))
+        )
     pinned: dict[str, dict[str, Any]] = {}
     for text in pin:
         if text.split("=")[0].strip() == MICROBATCH:
@@ -107,7 +109,8 @@ def _read(text: str, where: str, problems: list[Problem]) -> tuple[str, str, Any
         what = f'no technique is called "{name}".'
         problems.append(Problem(where=where, what=what, fix=nearest(name, (*technique_names(), MICROBATCH))))
         return None
-    hints = field_types(technique_named(name))
+    kind: type = technique_named(name)
+    hints = field_types(kind)
     if not equals and not dot:
         return name, "", None
     setting = setting or next(iter(hints), "")

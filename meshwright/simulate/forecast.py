@@ -42,9 +42,7 @@ class Forecast:
         return math.isfinite(self.step_seconds)
 
 
-def forecast(
-    profile: Profile, plan: Plan, cluster: Cluster, *, sequence: int, state_bytes: int = 8
-) -> Forecast:
+def forecast(profile: Profile, plan: Plan, cluster: Cluster, *, sequence: int, state_bytes: int = 8) -> Forecast:
     """`state_bytes` is the optimizer's state for each parameter (8: Adam's two moments in float32)."""
     staged = stage_plan(profile, plan, cluster, sequence=sequence, state_bytes=state_bytes)
     count = plan.num_microbatches
@@ -90,7 +88,7 @@ def _spent(staged: Staged, plan: Plan, step_seconds: float) -> tuple[dict[str, f
         origin = charge.origin or COMPUTE
         words = origin
         if charge.axis:
-            link = "inner" if slowest.cost.routes[charge.axis].is_inner else "outer"
+            link = "inner" if slowest.cost.roads[charge.axis].is_inner else "outer"
             words = f"{origin} collectives over the {link} link"
         spent[origin] = spent.get(origin, 0.0) + total
         said[words] = said.get(words, 0.0) + total

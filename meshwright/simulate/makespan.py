@@ -96,9 +96,7 @@ def lower_bound(forward: Sequence[Num], backward: Sequence[Num], send: Num, num_
     return np.maximum(bound, before + 2 * (len(forward) - 1) * send)
 
 
-def makespan(
-    schedule: str, forward: Sequence[Num], backward: Sequence[Num], send: Num, num_microbatches: int
-) -> Num:
+def makespan(schedule: str, forward: Sequence[Num], backward: Sequence[Num], send: Num, num_microbatches: int) -> Num:
     """Seconds until the last backward ends. `forward` and `backward` have an entry per stage."""
     num_stages = len(forward)
     if num_stages == 1:

@@ -1,6 +1,6 @@
 """Work -> bytes of one stage's rank at its fullest moment. Numbers may be arrays over candidates.
 
-    peak = what is always there + microbatches in flight x what each keeps + the largest moment + what is reserved
+peak = what is always there + microbatches in flight x what each keeps + the largest moment + what is reserved
 """
 
 from __future__ import annotations

@@ -16,9 +16,7 @@ from meshwright.simulate.makespan import Event, events_of, sweep
 from meshwright.simulate.stage import Stage, cutter_of, stage_plan
 
 
-def simulate(
-    profile: Profile, plan: Plan, cluster: Cluster, *, sequence: int, state_bytes: int = 8
-) -> Timeline:
+def simulate(profile: Profile, plan: Plan, cluster: Cluster, *, sequence: int, state_bytes: int = 8) -> Timeline:
     """One step. Every microbatch is simulated, none extrapolated."""
     staged = stage_plan(profile, plan, cluster, sequence=sequence, state_bytes=state_bytes)
     stages = staged.unfolded

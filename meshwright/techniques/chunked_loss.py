@@ -19,7 +19,7 @@ from meshwright.core.errors import Problems
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.technique import Choice, Option, Technique
-from meshwright.core.work import Compute, Resident, Work
+from meshwright.core.work import Resident, Work
 
 
 @dataclass(frozen=True, kw_only=True)

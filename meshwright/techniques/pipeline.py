@@ -3,8 +3,8 @@
 What: ranks along `pp` hold consecutive layers; activations go forward and gradients back between neighbours, in the
 order of a schedule. gpipe runs all forwards, then all backwards; 1f1b starts a backward as soon as it can, so a stage
 holds at most p - s microbatches.
-When it helps: the model is too deep for one device and links are slow: a boundary carries b·s·d per microbatch, far less
-than any other split.
+When it helps: the model is too deep for one device and links are slow: a boundary carries b·s·d per microbatch, far
+less than any other split.
 When it does not: few microbatches (the bubble), or stages of unequal work (the slowest sets the pace).
 Cost: idle (p-1)/m of the step for equal stages (Huang et al. 2019; Narayanan et al. 2021). A weight tied across stages
 is held twice and its gradient summed.

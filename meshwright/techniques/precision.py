@@ -4,7 +4,8 @@ What: the residual stream and everything computed from it are bf16; weights are 
 as bf16 by `shard`; the loss, gradient sums and the optimizer stay fp32.
 When it helps: on tensor cores, where bf16 runs 8 to 16 times the fp32 rate and activations halve.
 When it does not: CPUs without bf16 units run it up to 70 times slower.
-Cost: 2 bytes an element instead of 4; a bf16 copy of the weights in use (Micikevicius et al. 2018; Kalamkar et al. 2019).
+Cost: 2 bytes an element instead of 4; a bf16 copy of the weights in use (Micikevicius et al. 2018; Kalamkar et al.
+2019).
 Exactness: rounded: 8 bits of mantissa.
 """
 

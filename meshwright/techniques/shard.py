@@ -1,9 +1,9 @@
 """ZeRO: replicas share out the optimizer, the gradients and the parameters, and gather what they need.
 
 What: ranks along `fsdp` see different samples and each keep 1/n of every parameter and its optimizer state (FSDP2).
-Stage 3 gathers a layer for its forward and again for its backward; stage 2 gathers it once a step and keeps it until the
-last backward ends; stage 1 also keeps whole gradients until the last microbatch. With `replicate` it is hybrid sharding:
-shards inside a group, sums between groups.
+Stage 3 gathers a layer for its forward and again for its backward; stage 2 gathers it once a step and keeps it until
+the last backward ends; stage 1 also keeps whole gradients until the last microbatch. With `replicate` it is hybrid
+sharding: shards inside a group, sums between groups.
 When it helps: optimizer and parameters are the peak, and a layer's compute covers its gather.
 When it does not: small batches per rank over slow links (the gathers do not hide), or a model that fits anyway.
 Cost: stage 3: per microbatch 2 all_gathers and 1 reduce_scatter of the parameters; stage 2: 1 all_gather per step and a
@@ -45,7 +45,12 @@ class Shard(Technique):
         gather_bytes = work.facts.get("compute_bytes", work.slots[0].element_bytes)
         tasks, residents, largest = [], [], 0
         for layer, repeat, elements in work.units(lambda slot: slot.stored(ways) * ways):
-            common: dict[str, Any] = {"layer": layer, "axis": self.axis, "origin": self.name, "repeat": repeat}
+            common: dict[str, Any] = {
+                "layer": layer,
+                "axis": self.axis,
+                "origin": self.name,
+                "repeat": repeat,
+            }
             common |= {"hidden": True}
             whole = {"bytes": elements * gather_bytes, "kind": "all_gather"}
             once = self.stage < 3
@@ -58,7 +63,9 @@ class Shard(Technique):
             if once:
                 residents.append(self._gathered(layer, repeat, elements * gather_bytes, "always"))
             if self.stage == 1:
-                residents.append(self._gathered(layer, repeat, elements * work.slots[0].element_bytes, "always"))
+                residents.append(
+                    self._gathered(layer, repeat, elements * work.slots[0].element_bytes, "always")
+                )
         if self.stage == 3:  # the layer in use and the one fetched ahead
             residents.append(self._gathered("", 2, largest, "always"))
 

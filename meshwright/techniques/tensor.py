@@ -136,7 +136,8 @@ class Tensor(Technique):
             region.wrap(block.mlp, block.mlp.down)
         if model.embed is not None:
             table = model.embed.tokens
-            table.forward = VocabLookup(table, build.boxes["embed.tokens.weight"].offset[0], region)
+            first = build.boxes["embed.tokens.weight"].offset[0]
+            table.forward = VocabLookup(table, first, region, model.embed.dtype)
             if self.sequence and model.embed.positions is not None:
                 model.embed.offsets = functools.partial(_part_of_positions, model.embed.positions, index)
         if model.head is not None:
@@ -144,7 +145,9 @@ class Tensor(Technique):
             model.head.token_loss = lambda logits, targets: VocabLoss.apply(logits, targets, first, group)
             whole = model.head.score
 
-            def score(head: Any, x: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            def score(
+                head: Any, x: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor
+            ) -> torch.Tensor:
                 return whole(head, region.enter(x), targets, weights)
 
             model.head.score = score

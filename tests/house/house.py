@@ -63,13 +63,15 @@ def _imports(body: list[ast.stmt], top_level_only: bool) -> Iterator[tuple[str, 
             assert node.level == 0, f"a relative import in line {node.lineno}"
             for alias in node.names:
                 yield f"{node.module}.{alias.name}", node.lineno
-        elif isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
-            continue
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and top_level_only:
-            continue
-        else:
+        elif not _is_left_out(node, top_level_only):
             for field in ("body", "orelse", "finalbody", "handlers", "cases"):
                 yield from _imports(getattr(node, field, []), top_level_only)
+
+
+def _is_left_out(node: ast.stmt, top_level_only: bool) -> bool:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return top_level_only
+    return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
 
 
 def strings(source: Source) -> Iterator[tuple[str, int]]:

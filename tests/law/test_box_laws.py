@@ -90,9 +90,7 @@ def test_weights_are_the_same_however_they_are_cut(
 
 @laws
 @given(shape=shapes, data=st.data())
-def test_given_weights_are_the_same_however_they_are_cut(
-    shape: tuple[int, ...], data: st.DataObject
-) -> None:
+def test_given_weights_are_the_same_however_they_are_cut(shape: tuple[int, ...], data: st.DataObject) -> None:
     whole = torch.randn(shape)
     source = init.from_tensors({"weight": whole})
     piece = data.draw(boxes(shape))

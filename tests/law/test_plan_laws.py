@@ -68,9 +68,7 @@ def test_plans_differ_exactly_when_diff_says_how(first: Plan, second: Plan) -> N
 @given(plan=plans(), data=st.data())
 def test_the_order_of_techniques_means_nothing(plan: Plan, data: st.DataObject) -> None:
     shuffled = tuple(data.draw(st.permutations(plan.techniques)))
-    assert plan == Plan(
-        techniques=shuffled, batch=plan.batch, microbatch=plan.microbatch, axis_order=plan.axis_order
-    )
+    assert plan == Plan(techniques=shuffled, batch=plan.batch, microbatch=plan.microbatch, axis_order=plan.axis_order)
 
 
 @laws
@@ -89,9 +87,7 @@ def _misspelt(key: str, place: int) -> str:
 
 @laws
 @given(plan=plans(at_least=1), data=st.data())
-def test_an_unknown_key_is_refused_where_it_is_with_the_nearest_known_one(
-    plan: Plan, data: st.DataObject
-) -> None:
+def test_an_unknown_key_is_refused_where_it_is_with_the_nearest_known_one(plan: Plan, data: st.DataObject) -> None:
     written = json.loads(plan.to_json())
     places: list[tuple[dict[str, Any], str, str]] = [(written, "p", key) for key in written]
     for number, table in enumerate(written["techniques"]):

@@ -25,6 +25,7 @@ def ran(pool: RankPool, references: Callable[..., str]) -> Callable[..., list[di
         optimizer: dict[str, Any] = ADAMW,
         dtype: str = "float64",
         like: tuple[dict[str, Any], ...] = (),
+        prices: bool = True,
     ) -> list[dict[str, Any]]:
         """`like`: techniques that the one device has too."""
         question = {
@@ -34,11 +35,11 @@ def ran(pool: RankPool, references: Callable[..., str]) -> Callable[..., list[di
             "steps": STEPS,
             "dtype": dtype,
         }
-        asked = {**question, "plan": json.loads(plan.to_json()), "like": like}
+        asked = {**question, "plan": json.loads(plan.to_json()), "like": like, "prices": prices}
         key = json.dumps(asked, sort_keys=True)
         if key not in answers:
             reference = references(**question, batch=plan.batch, techniques=list(like))
-            arguments = {**question, "plan": asked["plan"], "reference": reference, "prices": not like}
+            arguments = {**question, "plan": asked["plan"], "reference": reference, "prices": prices and not like}
             answers[key] = pool.run("rank_jobs:plan_job", arguments, num_ranks=plan.num_ranks)
         return answers[key]
 

@@ -43,8 +43,8 @@ def reference_job(
 
 
 def plan_job(
-    *, plan: dict[str, Any], config: dict[str, Any], optimizer: dict[str, Any], sequence: int, reference: str = "",
-    steps: int = 3, dtype: str = "float64", prices: bool = False, rank: int, num_ranks: int, rendezvous: str,
+    *, plan: dict[str, Any], config: dict[str, Any], optimizer: dict[str, Any], sequence: int, steps: int,
+    reference: str = "", dtype: str = "float64", prices: bool = False, rank: int, num_ranks: int, rendezvous: str,
 ) -> dict[str, Any]:  # fmt: skip
     """Largest errors by quantity where there is a reference; observed and priced traffic where asked for."""
     torch._dynamo.reset()
@@ -78,16 +78,15 @@ def plan_job(
     return answer
 
 
-def _errors(
-    session: Any, reference: Path, samples: Any, steps: int, rates: OptimizerConfig
-) -> dict[str, Any]:
+def _errors(session: Any, reference: Path, samples: Any, steps: int, rates: OptimizerConfig) -> dict[str, Any]:
     # Nothing is within a tolerance below zero, so every error is listed, NaN too.
     _, listed = parity.compare(session, reference, samples, steps, rates, tolerance=-1.0)
     worst: dict[str, tuple[float, str]] = {}
     for each in listed:
         error = each.error if each.error == each.error else 1e300
-        if error >= worst.get(each.quantity, (-1.0, ""))[0]:
-            worst[each.quantity] = (error, f"step {each.step}, {each.layer}")
+        for quantity in (each.quantity, *([f"first {each.quantity}"] if each.step == 0 else [])):
+            if error >= worst.get(quantity, (-1.0, ""))[0]:
+                worst[quantity] = (error, f"step {each.step}, {each.layer}")
     return worst
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import tiny
-from tiny import ADAMW, BATCH, FAMILIES, GPT, LLAMA, QWEN, SGD, plan_of, t
+from tiny import BATCH, FAMILIES, GPT, LLAMA, QWEN, SGD, plan_of, t
 
 from meshwright.core.plan import Plan
 
@@ -21,9 +21,9 @@ Honest = Callable[..., list[dict[str, Any]]]
 def honest(ran: Callable[..., list[dict[str, Any]]]) -> Honest:
     """Fails unless a plan sends and holds exactly what its price says."""
 
-    def check(plan: Plan, config: dict[str, Any], optimizer: dict[str, Any] = ADAMW) -> list[dict[str, Any]]:
+    def check(plan: Plan, config: dict[str, Any], **question: Any) -> list[dict[str, Any]]:
         dtype = "float64" if all(each.exactness == "exact" for each in plan.techniques) else "float32"
-        answers = ran(plan, config, optimizer=optimizer, dtype=dtype)
+        answers = ran(plan, config, dtype=dtype, **question)
         assert tiny.price_differences(answers) == []
         if plan.num_ranks > 1:
             assert all(answer["observed"] for answer in answers), "a plan of several ranks sends nothing"
@@ -60,7 +60,7 @@ def test_bf16_halves_gathers_and_boundaries_but_no_sum_of_gradients(technique: A
 
 @pytest.mark.parametrize("techniques", tiny.CUBES, ids=tiny.joined)
 def test_three_axes_on_eight_ranks(techniques: tuple[Any, ...], honest: Honest) -> None:
-    honest(plan_of(*techniques, microbatch=2), QWEN)
+    honest(plan_of(*techniques, microbatch=2), tiny.model_for(techniques))
 
 
 @pytest.mark.parametrize("config", [LLAMA, GPT], ids=["llama", "gpt"])
@@ -87,7 +87,7 @@ def test_what_recomputation_says_again(sequence: bool, recompute: Any, honest: H
 
 @pytest.mark.parametrize("techniques", tiny.FOR_SGD, ids=tiny.joined)
 def test_the_state_of_sgd(techniques: tuple[Any, ...], honest: Honest) -> None:
-    answers = honest(plan_of(*techniques, microbatch=2), QWEN, SGD)
+    answers = honest(plan_of(*techniques, microbatch=2), QWEN, optimizer=SGD)
     assert all(answer["state"]["optimizer"] == answer["state"]["parameters"] for answer in answers)
 
 

@@ -91,10 +91,16 @@ RAGGED = ((t("shard", size=4),), (SHARD3, TENSOR), (SHARD1, SEQUENCED))
 FOR_SGD = ((SHARD3,), (REPLICATE, SEQUENCED), (UNEVEN, SHARD2))
 IN_BF16 = ((), (REPLICATE,), (SHARD3,), (SEQUENCED,), (PIPELINE, RECOMPUTE))
 
-# bf16 keeps 8 bits: 2^-8 = 4e-3 of each number is lost. Against float32 a few such roundings are allowed; two bf16
-# runs round the same numbers and add them in another order.
-ROUNDED = {"loss": 4e-3, "gradient": 2e-2, "gradient norm": 2e-2, "parameter": 4e-3}
-REORDERED = {"loss": 2e-3, "gradient": 1e-2, "gradient norm": 1e-2, "parameter": 4e-3}
+# bf16 keeps 8 bits, so 2^-8 of each number is lost. With equal weights (the first step) losses and gradients are a
+# rounding or two apart. Later weights are not equal: Adam makes whole steps of the signs of the smallest gradients.
+# The weights stay within a rounding of each other and so do the losses; single gradients are not bounded any more.
+ROUNDED = {
+    "first loss": 2**-8,
+    "first gradient": 2**-7,
+    "first gradient norm": 2**-7,
+    "loss": 2**-8,
+    "parameter": 2**-8,
+}
 
 
 def plan_of(*techniques: Technique, batch: int = BATCH, microbatch: int = 1) -> Plan:
@@ -103,13 +109,18 @@ def plan_of(*techniques: Technique, batch: int = BATCH, microbatch: int = 1) -> 
 
 def departures(answers: list[dict[str, Any]], bounds: dict[str, float]) -> list[str]:
     """Every quantity of every rank beyond its bound."""
-    assert all(set(answer["errors"]) == set(bounds) for answer in answers)
+    assert all(set(answer["errors"]) >= set(bounds) for answer in answers)
     return [
         f"rank {rank}: {quantity} differs by {error:.1e} at {place}, more than {bounds[quantity]:.0e}"
         for rank, answer in enumerate(answers)
         for quantity, (error, place) in answer["errors"].items()
-        if not error <= bounds[quantity]
+        if quantity in bounds and not error <= bounds[quantity]
     ]
+
+
+def model_for(techniques: tuple[Technique, ...]) -> dict[str, Any]:
+    """Fewer layers where eight ranks must compile them."""
+    return QWEN | {"num_layers": 2} if COMPILE in techniques else QWEN
 
 
 def joined(techniques: tuple[Technique, ...]) -> str:

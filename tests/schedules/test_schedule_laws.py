@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -53,9 +54,7 @@ def finished(lists: list[Actions]) -> int:
 
 @laws
 @given(name=training, num_stages=stages, count=microbatches)
-def test_every_stage_runs_every_microbatch_forward_then_backward(
-    name: str, num_stages: int, count: int
-) -> None:
+def test_every_stage_runs_every_microbatch_forward_then_backward(name: str, num_stages: int, count: int) -> None:
     for actions in all_actions(name, num_stages, count):
         assert sorted(kinds(actions, "forward")) == list(range(count))
         assert sorted(kinds(actions, "backward")) == list(range(count))
@@ -67,11 +66,9 @@ def test_every_stage_runs_every_microbatch_forward_then_backward(
 
 @laws
 @given(name=st.sampled_from(sorted(SCHEDULES)), num_stages=stages, count=microbatches)
-def test_what_a_stage_sends_its_neighbour_receives_in_that_order(
-    name: str, num_stages: int, count: int
-) -> None:
+def test_what_a_stage_sends_its_neighbour_receives_in_that_order(name: str, num_stages: int, count: int) -> None:
     lists = all_actions(name, num_stages, count)
-    for before, after in zip(lists, lists[1:], strict=False):
+    for before, after in pairwise(lists):
         assert kinds(before, "send_forward") == kinds(after, "receive_forward") == list(range(count))
         assert kinds(after, "send_backward") == kinds(before, "receive_backward")
     assert not kinds(lists[0], "receive_forward")

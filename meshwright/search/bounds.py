@@ -1,0 +1,116 @@
+"""Every candidate's peak bytes and a time it cannot beat, thousands at once.
+
+The techniques' settings form a tree in the order of their phases; candidates below a node share its priced work, and
+the numbers in it are arrays over the grid. The bound is exact for plans of one stage; with stages it leaves out only
+what a schedule adds to its slowest stage (see `simulate.makespan.lower_bound`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.core.cluster import Cluster
+from meshwright.core.profile import Profile
+from meshwright.core.technique import PHASES, Technique
+from meshwright.core.work import Num, Work, base_work, settle
+from meshwright.search.dials import Dial
+from meshwright.search.space import Grid
+from meshwright.simulate.cost import StageCost, Tally, stage_cost, tally
+from meshwright.simulate.links import routes
+from meshwright.simulate.memory import stage_memory
+from meshwright.simulate.price import ELEMENT_BYTES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounded:
+    """A grid with one way to set everything that is not a number."""
+
+    grid: Grid
+    techniques: tuple[Technique, ...]
+    least_seconds: np.ndarray
+    """No plan of the candidate is faster; infinite where the device cannot run it."""
+    peak_bytes: np.ndarray
+    is_new: np.ndarray
+    """False where a technique is not used after all (its size is 1, its count 0) and another table, with its other
+    settings, has the same plan."""
+
+    def has(self, name: str) -> np.ndarray:
+        """Which candidates use the technique."""
+        if not any(technique.name == name for technique in self.techniques):
+            return np.zeros(self.grid.num_candidates, dtype=bool)
+        return self.grid.uses(name)
+
+
+def bound_all(
+    profile: Profile, cluster: Cluster, grid: Grid, dials: tuple[Dial, ...], *, state_bytes: int
+) -> Iterator[Bounded]:
+    free = [dial for dial in dials if not dial.axis_field and not dial.count_field]
+    ordered = sorted(
+        (*grid.axis_dials, *grid.count_dials, *free),
+        key=lambda dial: (PHASES.index(dial.kind.phase), dial.kind.name),
+    )
+    may_skip = {dial.kind.name for dial in free if not dial.required}
+    roads = routes(cluster, {axis: grid.sizes[axis] for axis in grid.axis_order})
+
+    default = {dial.kind.name: dial.settings[0] for dial in ordered if dial.settings}
+
+    def is_new(chosen: tuple[Technique, ...]) -> np.ndarray:
+        new = np.ones(grid.num_candidates, dtype=bool)
+        for technique in chosen:
+            if any(getattr(technique, f) != value for f, value in default[technique.name].items()):
+                new &= grid.uses(technique.name)
+        return new
+
+    def walk(depth: int, work: Work, chosen: tuple[Technique, ...], done: Tally) -> Iterator[Bounded]:
+        if depth == len(ordered):
+            cost = stage_cost(settled := settle(work), cluster, roads, done)
+            peak_bytes = _table(grid, stage_memory(settled, cluster.device).peak_bytes()).max(axis=1)
+            yield Bounded(
+                grid=grid,
+                techniques=chosen,
+                least_seconds=_least_seconds(grid, cost),
+                peak_bytes=peak_bytes,
+                is_new=is_new(chosen),
+            )
+            return
+        dial = ordered[depth]
+        priced = [(technique, technique.price(work)) for technique in map(dial.example, dial.settings)]
+        # Where these techniques only add tasks, those before them are gone through once for all below.
+        if len(priced) > 1 and all(len(after.tasks) > len(work.tasks) for _, after in priced):
+            here = Tally(tasks=work.tasks)
+            if all(here.begins(after.tasks) for _, after in priced):
+                done = tally(work, cluster.device, roads, done if done.begins(work.tasks) else None)
+        if dial.kind.name in may_skip:
+            yield from walk(depth + 1, work, chosen, done)
+        for technique, after in priced:
+            known = done if done.begins(after.tasks) else Tally()
+            yield from walk(depth + 1, after, (*chosen, technique), known)
+
+    start = base_work(profile, grid.sizes, element_bytes=ELEMENT_BYTES, state_bytes=state_bytes)
+    yield from walk(0, start, (), Tally())
+
+
+def _table(grid: Grid, value: Num) -> np.ndarray:
+    """(candidates, runs) of one number per row."""
+    shape = grid.counts.shape
+    return np.broadcast_to(np.asarray(value, dtype=float), (shape[0] * shape[1],)).reshape(shape)
+
+
+def _least_seconds(grid: Grid, cost: StageCost) -> np.ndarray:
+    each = _table(grid, cost.seconds("forward")) + _table(grid, cost.seconds("backward"))
+    tail = _table(grid, cost.seconds("step")).max(axis=1)
+    microbatches = grid.columns["num_microbatches"]
+    if each.shape[1] == 1:
+        return microbatches * each[:, 0] + tail
+    send = _table(grid, cost.send_seconds).max(axis=1)
+    through = grid.counts * each
+    # The last stage of each run has the longest way in and out.
+    last = np.maximum(grid.starts + grid.counts - 1, 0)
+    before = np.cumsum(through, axis=1) - each * (grid.counts > 0)
+    bound = before + 2 * last * send[:, None] + microbatches[:, None] * each
+    bound = np.where(grid.counts > 0, bound, 0.0).max(axis=1)
+    bound = np.maximum(bound, through.sum(axis=1) + 2 * (grid.columns["num_stages"] - 1) * send)
+    return bound + tail

@@ -1,0 +1,237 @@
+"""The fastest plan that fits: bound everything, then forecast in the order of the bounds until nothing can win.
+
+candidates --price, arrays--> (bound, peak) --fits?--> sorted by bound --forecast--> ranked
+                                                               stop when the next bound is above the worst kept
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from meshwright.core.cluster import Cluster
+from meshwright.core.codec import encode
+from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.plan import Plan
+from meshwright.core.profile import Profile
+from meshwright.search.bounds import Bounded, bound_all
+from meshwright.search.dials import dials
+from meshwright.search.fold import folded
+from meshwright.search.space import grids
+from meshwright.search.wishes import read_wishes
+from meshwright.simulate.forecast import Forecast, forecast
+
+MOST_FORECASTS = 64
+"""Plans looked at one by one. Where bounds end the search earlier, the best is certain; else the gap says so."""
+
+_TRIED = 20
+"""Candidates whose plan's own check may object before an alternative or a near miss is given up."""
+
+_ROUNDING = 1e-9
+"""Sums in another order: a bound may differ from the same plan's forecast by this share."""
+
+Scored = tuple[Plan, Forecast]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Alternative:
+    """The best plan with a technique the winner lacks, or without one it has."""
+
+    technique: str
+    is_used: bool
+    found: Scored | None
+    """None: nothing fits then."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    best: Scored | None
+    ranked: tuple[Scored, ...]
+    rejected: dict[str, int]
+    """Reason -> candidates."""
+    nearest_miss: Scored | None
+    """Where nothing fits, the plan that needs the least memory."""
+    evaluated: int
+    search_seconds: float
+    gap_fraction: float | None
+    """No candidate is faster than the best by more than this share, by the cost model; 0: it is the optimum."""
+    alternatives: tuple[Alternative, ...] = field(default=())
+
+
+def search(
+    profile: Profile,
+    cluster: Cluster,
+    *,
+    batch: int,
+    sequence: int,
+    state_bytes: int = 8,
+    allow: str = "rounded",
+    pin: Sequence[str] = (),
+    ban: Sequence[str] = (),
+    top: int = 10,
+    microbatch: int | None = None,
+) -> Found:
+    """Plans for `batch` samples of `sequence` tokens a step on all devices of `cluster`, best first."""
+    started = time.perf_counter()
+    wishes = read_wishes(pin, ban, allow=allow, microbatch=microbatch)
+    _check_numbers(batch=batch, sequence=sequence, top=top)
+    rejected: Counter[str] = Counter()
+    turned = folded(profile, cluster, dials(profile, cluster, wishes), sequence)
+    space = grids(
+        profile,
+        cluster,
+        turned,
+        batch=batch,
+        sequence=sequence,
+        microbatch=wishes.microbatch,
+        rejected=rejected,
+    )
+    tables = [table for grid in space for table in bound_all(profile, cluster, grid, turned, state_bytes=state_bytes)]
+    pool = _Pool(profile, cluster, tables, sequence, state_bytes, rejected)
+    ranked, gap = pool.rank(top)
+    best = ranked[0] if ranked else None
+    reasons = dict(rejected.most_common())
+    return Found(
+        best=best,
+        ranked=ranked,
+        rejected=reasons,
+        nearest_miss=None if best else pool.nearest_miss(),
+        evaluated=pool.num_candidates,
+        alternatives=pool.alternatives(best[0], [d.kind.name for d in turned]) if best else (),
+        gap_fraction=gap,
+        search_seconds=time.perf_counter() - started,  # last: all of the above is part of it
+    )
+
+
+def _check_numbers(**numbers: int) -> None:
+    problems = [
+        Problem(where=name, what=f"is {value}.", fix="Use at least 1.") for name, value in numbers.items() if value < 1
+    ]
+    if problems:
+        raise MeshwrightError(problems)
+
+
+class _Pool:
+    """All candidates with their bounds, and the forecasts made of some."""
+
+    def __init__(
+        self,
+        profile: Profile,
+        cluster: Cluster,
+        tables: list[Bounded],
+        sequence: int,
+        state_bytes: int,
+        rejected: Counter[str],
+    ):
+        self.profile, self.cluster, self.tables = profile, cluster, tables
+        self.sequence, self.state_bytes, self.rejected = sequence, state_bytes, rejected
+        self.known: dict[Plan, Scored | None] = {}
+        lengths = [table.grid.num_candidates for table in tables]
+        self.table_of = np.repeat(np.arange(len(tables)), lengths)
+        self.index_of = np.concatenate([np.arange(n) for n in lengths]) if tables else np.zeros(0, int)
+        self.seconds = _joined([table.least_seconds for table in tables])
+        self.peak_bytes = _joined([table.peak_bytes for table in tables])
+        self.is_new = _joined([table.is_new for table in tables]).astype(bool)
+        runs = np.isfinite(self.seconds) & self.is_new
+        self.fits = runs & (self.peak_bytes <= cluster.device.memory_bytes)
+        self._reject("does not fit in memory", int(np.sum(runs & ~self.fits)))
+        self._reject("the device has no such dtype", int(np.sum(self.is_new & ~runs)))
+
+    @property
+    def num_candidates(self) -> int:
+        return int(np.sum(self.is_new))
+
+    def _reject(self, reason: str, count: int = 1) -> None:
+        if count:
+            self.rejected[reason] += count
+
+    def scored(self, candidate: int) -> Scored | None:
+        """Its plan and forecast, or None (and the reason counted) if the plan's own check objects."""
+        table = self.tables[self.table_of[candidate]]
+        plan = table.grid.plan(table.techniques, int(self.index_of[candidate]))
+        if plan not in self.known:
+            problems = plan.check(self.profile, self.cluster)
+            self.known[plan] = None
+            if problems:
+                self._reject(str(problems[0]))
+            else:
+                told = forecast(self.profile, plan, self.cluster, sequence=self.sequence, state_bytes=self.state_bytes)
+                self.known[plan] = (plan, told)
+        return self.known[plan]
+
+    def _by_bound(self, mask: np.ndarray) -> Iterator[int]:
+        chosen = np.flatnonzero(mask)
+        order = np.argsort(self.seconds[chosen], kind="stable")
+        return (int(candidate) for candidate in chosen[order])
+
+    def rank(self, top: int) -> tuple[tuple[Scored, ...], float | None]:
+        """The best `top`, and how much faster a candidate never looked at could still be."""
+        kept: list[Scored] = []
+        seen = 0
+        remaining_seconds = np.inf
+        for candidate in self._by_bound(self.fits):
+            bound = self.seconds[candidate] * (1 - _ROUNDING)
+            is_full = len(kept) >= top
+            if is_full and (seen >= MOST_FORECASTS or bound > kept[top - 1][1].step_seconds):
+                remaining_seconds = bound
+                break
+            seen += 1
+            found = self.scored(candidate)
+            if found is not None and found[1].fits:
+                kept = sorted([*kept, found], key=_rank)[: max(top, 1)]
+        self._reject("slower", int(np.sum(self.fits)) - seen)
+        if not kept:
+            return (), None
+        return tuple(kept), float(max(0.0, 1.0 - remaining_seconds / kept[0][1].step_seconds))
+
+    def nearest_miss(self) -> Scored | None:
+        candidates = np.flatnonzero(np.isfinite(self.seconds) & self.is_new)
+        order = np.lexsort((self.seconds[candidates], self.peak_bytes[candidates]))
+        for candidate in candidates[order][:_TRIED]:
+            found = self.scored(int(candidate))
+            if found is not None:
+                return found
+        return None
+
+    def alternatives(self, best: Plan, names: list[str]) -> tuple[Alternative, ...]:
+        """What the decision for or against each technique is worth."""
+        used = {technique.name for technique in best.techniques}
+        found = []
+        for name in names:
+            has = np.concatenate([table.has(name) for table in self.tables])
+            wanted = self.fits & (~has if name in used else has)
+            tried = map(self.scored, itertools.islice(self._by_bound(wanted), _TRIED))
+            first = next((scored for scored in tried if scored is not None), None)
+            found.append(Alternative(technique=name, is_used=name in used, found=first))
+        return tuple(found)
+
+
+def _joined(arrays: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate(arrays) if arrays else np.zeros(0)
+
+
+def _rank(scored: Scored) -> tuple[float, str]:
+    return scored[1].step_seconds, str(scored[0])
+
+
+def found_as_json(found: Found) -> dict[str, Any]:
+    """What `mw plan --json` prints."""
+
+    def scored(item: Scored | None) -> dict[str, Any] | None:
+        return None if item is None else {"plan": encode(item[0]), "forecast": encode(item[1])}
+
+    return {
+        "best": scored(found.best),
+        "ranked": [scored(item) for item in found.ranked],
+        "rejected": found.rejected,
+        "nearest_miss": scored(found.nearest_miss),
+        "evaluated": found.evaluated,
+        "search_seconds": found.search_seconds,
+        "gap_fraction": found.gap_fraction,
+    }

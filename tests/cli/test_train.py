@@ -1,0 +1,217 @@
+"""`mw train` end to end: real processes, real files, resumed, re-cut, damaged, stopped and killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from command import clean_environment, losses, mw, write_plan, write_run
+from safetensors import safe_open
+
+REPLICATE = {"name": "replicate", "size": 2}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of eight steps that nothing interrupted, with checkpoints at 4 and 8."""
+    folder = tmp_path_factory.mktemp("finished")
+    done = mw("train", write_run(folder), "--plan", write_plan(folder, REPLICATE))
+    assert done.returncode == 0, done.stderr
+    assert "predicted" in done.stderr
+    assert "next:" in done.stderr
+    return folder
+
+
+def copy_at_step_four(finished: Path, folder: Path) -> str:
+    """The same run as if it had been interrupted after its first checkpoint."""
+    shutil.copytree(finished, folder, dirs_exist_ok=True)
+    shutil.rmtree(folder / "run" / "checkpoints" / "step-00000008")
+    return write_run(folder)
+
+
+def tensors(folder: Path, step: int) -> dict[str, bytes]:
+    """Every saved piece by its place in the manifest, as raw bytes."""
+    place = folder / "run" / "checkpoints" / f"step-{step:08d}"
+    manifest = json.loads((place / "manifest.json").read_text())
+    found = {}
+    for piece in manifest["pieces"]:
+        with safe_open(place / piece["file"], framework="numpy") as file:
+            found[f"{piece['tensor']}{piece['offset']}"] = file.get_tensor(piece["key"]).tobytes()
+    return found
+
+
+def test_a_run_leaves_metrics_events_checkpoints_and_both_timelines(finished: Path) -> None:
+    run = finished / "run"
+    assert sorted(losses(run)) == list(range(8))
+    assert losses(run)[7] < losses(run)[0]
+    assert list((run / "tensorboard").glob("events.out.tfevents.*"))
+    for name in ("predicted", "measured"):
+        timeline = json.loads((run / f"{name}.timeline.json").read_text())
+        assert timeline["source"] == name
+        assert timeline["spans"]
+        assert json.loads((run / f"{name}.trace.json").read_text())["traceEvents"]
+    assert {span["device"] for span in timeline["spans"]} == {0, 1}
+    listed = mw("ckpt", "list", str(run))
+    assert listed.returncode == 0
+    assert "complete" in listed.stdout
+    assert mw("ckpt", "verify", str(run)).returncode == 0
+
+
+def test_a_resumed_run_is_bit_identical_to_an_uninterrupted_one(finished: Path, tmp_path: Path) -> None:
+    path = copy_at_step_four(finished, tmp_path)
+    done = mw("train", path, "--plan", write_plan(tmp_path, REPLICATE))
+    assert done.returncode == 0, done.stderr
+    assert "resuming from step 4" in done.stderr
+    assert losses(tmp_path / "run") == losses(finished / "run")
+    assert tensors(tmp_path, 8) == tensors(finished, 8)
+
+
+@pytest.mark.parametrize(
+    "techniques",
+    [
+        ({"name": "tensor", "size": 2, "sequence": True},),
+        ({"name": "pipeline", "size": 2}, {"name": "shard", "size": 2}),
+        (),
+    ],
+    ids=["tensor", "pipeline+shard", "one rank"],
+)
+def test_a_run_resumes_under_another_plan_and_number_of_ranks(
+    finished: Path, tmp_path: Path, techniques: tuple[dict[str, object], ...]
+) -> None:
+    path = copy_at_step_four(finished, tmp_path)
+    ranks = 2 ** len(techniques)
+    plan = write_plan(tmp_path, *techniques)
+    done = mw("train", path, "--plan", plan, "--set", f"run.ranks={ranks}")
+    assert done.returncode == 0, done.stderr
+    there, before = losses(tmp_path / "run"), losses(finished / "run")
+    assert there.keys() == before.keys()
+    # float32 sums in another order: a few units in the last place, grown over four steps
+    assert all(abs(there[step] - before[step]) < 2e-5 * before[step] for step in before)
+
+
+def test_a_damaged_checkpoint_is_passed_over_with_a_message(finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    newest = tmp_path / "run" / "checkpoints" / "step-00000008" / "rank-00000.safetensors"
+    data = bytearray(newest.read_bytes())
+    data[-100] ^= 1
+    newest.write_bytes(data)
+    assert mw("ckpt", "verify", str(tmp_path / "run")).returncode == 1
+    path = write_run(tmp_path)
+    done = mw("train", path, "--plan", write_plan(tmp_path, REPLICATE), "--set", "train.steps=9")
+    assert done.returncode == 0, done.stderr
+    assert "step-00000008" in done.stderr
+    assert "resuming from step 4" in done.stderr
+
+
+def test_a_finished_run_says_so(finished: Path) -> None:
+    done = mw("train", str(finished / "run.toml"))
+    assert done.returncode == 0
+    assert "raise train.steps" in done.stderr
+
+
+def test_changed_data_is_refused_on_resume(finished: Path, tmp_path: Path) -> None:
+    path = copy_at_step_four(finished, tmp_path)
+    (tmp_path / "corpus.txt").write_text("something else entirely. " * 400)
+    done = mw("train", path, "--plan", write_plan(tmp_path, REPLICATE))
+    assert done.returncode == 2
+    assert "data" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A long run that has made its first steps."""
+    path = write_run(tmp_path)
+    plan = write_plan(tmp_path, {"name": "pipeline", "size": 2})
+    words = ["train", path, "--plan", plan, "--set", "train.steps=100000", "--set", "train.save_every=0"]
+    started = subprocess.Popen(
+        [sys.executable, "-m", "meshwright.cli.main", *words],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=clean_environment(),
+    )
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not (metrics.exists() and metrics.stat().st_size > 1000):
+        assert started.poll() is None, started.communicate()
+        time.sleep(0.1)
+    yield started
+    started.kill()
+    started.communicate()
+
+
+def ranks_of(parent: int) -> list[int]:
+    listed = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(parent)], capture_output=True, text=True, check=False
+    )
+    return [int(word) for word in listed.stdout.split()]
+
+
+def gone(pids: list[int], seconds: float = 5.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if not any(os.path.exists(f"/proc/{pid}") for pid in pids):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_a_signal_saves_and_exits_75(running: subprocess.Popen[str], tmp_path: Path) -> None:
+    ranks = ranks_of(running.pid)
+    assert len(ranks) == 2
+    running.send_signal(signal.SIGTERM)
+    _, errors = running.communicate(timeout=30)
+    assert running.returncode == 75, errors
+    assert "the same command goes on" in errors
+    assert mw("ckpt", "verify", str(tmp_path / "run")).returncode == 0
+    assert gone(ranks)
+
+
+def test_a_rank_that_dies_mid_pipeline_ends_all_with_one_message(running: subprocess.Popen[str]) -> None:
+    ranks = ranks_of(running.pid)
+    os.kill(ranks[1], signal.SIGKILL)
+    start = time.monotonic()
+    _, errors = running.communicate(timeout=30)
+    assert time.monotonic() - start < 15
+    assert running.returncode == 1
+    told = [line for line in errors.splitlines() if line.startswith("mw train:")]
+    assert len(told) == 1, errors
+    assert "rank 1 of 2 was killed by SIGKILL" in told[0]
+    assert "Traceback" not in errors
+    assert gone(ranks)
+
+
+def test_killing_the_command_leaves_no_orphans(running: subprocess.Popen[str]) -> None:
+    ranks = ranks_of(running.pid)
+    running.kill()
+    assert gone(ranks)
+
+
+def test_a_second_run_in_the_folder_is_refused(running: subprocess.Popen[str], tmp_path: Path) -> None:
+    done = mw("train", str(tmp_path / "run.toml"))
+    assert done.returncode == 2
+    assert f"in use by process {running.pid}" in done.stderr
+
+
+def test_inside_torchrun_rank_zero_plans_for_all(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launcher, "-m", "meshwright.cli.main", "train", path],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=clean_environment(),
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(losses(tmp_path / "run")) == list(range(8))
+    assert json.loads((tmp_path / "run" / "plan.json").read_text())["techniques"]
