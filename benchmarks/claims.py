@@ -1,8 +1,8 @@
 """A claim: what is promised, what was measured, whether it holds. And how two sides are timed fairly.
 
-The sides of a comparison run in one process (or in the same ranks), in turn, in short blocks, so that whatever else the
-machine does meets both alike. A pair of neighbouring blocks gives one ratio; the claim is about the median of the pairs,
-and the worst pair is told too. Nothing here imports torch.
+The sides of a comparison run in one process (or in the same ranks), in turn, in short blocks, so that
+whatever else the machine does meets both alike. A pair of neighbouring blocks gives one ratio; the claim is
+about the median of the pairs, and the worst pair is told too. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -101,6 +101,6 @@ def ratios(seconds: Mapping[str, Sequence[float]], ours: str = "ours") -> tuple[
 
 
 def difference(mine: Sequence[float], theirs: Sequence[float]) -> float:
-    """Largest relative difference of two sides' losses, step by step. Sides that train different things do not compare."""
-    assert mine and len(mine) == len(theirs), "the sides took different numbers of steps"
+    """Largest relative difference of two sides' losses, step by step: they must do the same work."""
+    assert len(mine) == len(theirs) > 0, "the sides took different numbers of steps"
     return max(abs(a - b) / abs(b) for a, b in zip(mine, theirs, strict=True))

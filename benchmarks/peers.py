@@ -4,9 +4,9 @@
     shard       fully_shard (FSDP2) on every block and the root, as in PyTorch's tutorial
     pipeline    torch.distributed.pipelining: PipelineStage and Schedule1F1B, eight microbatches
 
-Measured: two rank processes of one thread each; both sides are built in the same ranks and take turns in blocks of a few
-steps, a barrier before each; a block takes as long as its slowest rank. Same weights, samples, microbatches, clipping and
-fused AdamW. The losses must agree, or the measurement does not count.
+Measured: two rank processes of one thread each; both sides are built in the same ranks and take turns in blocks
+of a few steps, a barrier before each; a block takes as long as its slowest rank. Same weights, samples,
+microbatches, clipping and fused AdamW. The losses must agree, or the measurement does not count.
 
 Run: python -m benchmarks.peers [--quick] [replicate] [shard] [pipeline]
 """

@@ -28,16 +28,15 @@ _NAMES = {
     "cluster": "meshwright.probe.names",
     "forecast": "meshwright.simulate.forecast",
     "open_text": "meshwright.data.source",
-    "probe": "meshwright.probe.machine",
     "profile": "meshwright.models.names",
     "read_run": "meshwright.runtime.config",
-    "search": "meshwright.search.search",
-    "simulate": "meshwright.simulate.timeline",
     "technique_named": "meshwright.core.technique",
     "technique_names": "meshwright.core.technique",
     "train": "meshwright.runtime.api",
 }
-__all__ = ["__version__", *sorted(_NAMES)]
+_ROOMS = ("probe", "search", "simulate")
+"""Packages that are called like functions."""
+__all__ = ["__version__", *sorted((*_NAMES, *_ROOMS))]
 
 if TYPE_CHECKING:
     from meshwright.core.cluster import Cluster as Cluster
@@ -48,6 +47,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return importlib.import_module(f"meshwright.{name}")
     if name not in _NAMES:
         raise AttributeError(f"module 'meshwright' has no attribute {name!r}")
     value = getattr(importlib.import_module(_NAMES[name]), name)

@@ -17,7 +17,7 @@ from meshwright.core.codec import encode
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.units import pretty_bytes, pretty_count, pretty_seconds
 from meshwright.runtime.config import RunConfig, read_run
-from meshwright.runtime.prepare import Prepared, open_folder, prepare
+from meshwright.runtime.prepare import Prepared, open_data, open_folder, prepare
 from meshwright.supervise.environment import outside_launcher
 from meshwright.supervise.launch import launch
 
@@ -36,6 +36,7 @@ def run(arguments: Namespace) -> int:
             steps = config.train.steps
             console.print(f"{folder} has its {steps} steps; raise train.steps to go on.")
             return 0
+        open_data(config)  # what is wrong with the data is told before anything is measured or started
         prepared = prepare(config, arguments.plan, progress)
         write_prepared(folder, prepared, config)
         describe(console, config, prepared)

@@ -27,6 +27,10 @@ class Poly:
     bs: float = 0.0
     bss: float = 0.0
 
+    def __post_init__(self) -> None:
+        for name in ("one", "b", "bs", "bss"):  # 64 and 64.0 are one number, and must have one fingerprint
+            object.__setattr__(self, name, float(getattr(self, name)))
+
     def __call__(self, b: Any, s: Any) -> Any:
         return self.one + b * (self.b + s * (self.bs + s * self.bss))
 

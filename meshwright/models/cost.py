@@ -187,16 +187,14 @@ def _embed(config: DecoderConfig) -> Layer:
 
 def _head(config: DecoderConfig) -> Layer:
     d, v = config.hidden_size, config.vocab_size
-    weight = Param(
-        name="output.weight", shape=(v, d), cut=0, tied="embed.tokens.weight" if config.tied else ""
-    )
+    weight = Param(name="output.weight", shape=(v, d), cut=0, tied="embed.tokens.weight" if config.tied else "")
     loss = Op(
         name="cross_entropy",
         kind="loss",
         moved=Poly(bs=4.0 * v),
         backward_moved=Poly(bs=3.0 * v),
-        saved=Poly(bs=float(v)),  # log-probabilities
-        working=Poly(bs=2.0 * v),  # logits beside them, then their gradient
+        saved=Poly(bs=float(v)),  # probabilities, made the gradient in place
+        working=Poly(bs=float(v)),  # logits, then their gradient, beside them
         dtype="float32",
         cut="tensor",
     )

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.models.config import DecoderConfig
+from meshwright.ops.loss import token_loss
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -138,12 +139,6 @@ class Embed(nn.Module):
         """Positions of the samples' tokens, in the shape of x (which may hold only a part of the sequence)."""
         assert self.positions is not None
         return self.positions(torch.arange(sequence, device=x.device))
-
-
-def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross entropy of every token, in float32 at least."""
-    precise = logits if logits.dtype == torch.float64 else logits.float()
-    return F.cross_entropy(precise.flatten(0, -2), targets.flatten(), reduction="none").view(targets.shape)
 
 
 def score(head: Head, x: Tensor, targets: Tensor, weights: Tensor) -> Tensor:

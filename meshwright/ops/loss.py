@@ -1,12 +1,54 @@
-"""The loss a chunk of tokens at a time, so that logits are never whole in memory."""
+"""Cross entropy of every token, with as little memory as it takes: whole, over a split vocabulary, or in chunks."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+
+
+class TokenLoss(torch.autograd.Function):
+    """-log softmax(logits)[target], in float32 at least.
+
+    One float tensor of the logits' size is alive at a time: exponents in forward, turned into probabilities and, in
+    backward, into the gradient, in place (torch's own keeps three). With a group, each rank has the words from `first`
+    on: two small all_reduces, and logits are never gathered.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, first: int, group: dist.ProcessGroup | None) -> Tensor:
+        precise = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        work = logits.to(precise, copy=True)
+        largest = work.amax(dim=-1)
+        if group is not None:
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        work.sub_(largest.unsqueeze(-1))
+        local = targets - first
+        mine = (local >= 0) & (local < work.shape[-1])
+        index = torch.where(mine, local, 0).unsqueeze(-1)
+        target = torch.where(mine, work.gather(-1, index).squeeze(-1), 0.0)
+        sums = torch.stack((work.exp_().sum(dim=-1), target))
+        if group is not None:
+            dist.all_reduce(sums, group=group)
+        total, target = sums.unbind()
+        ctx.save_for_backward(work.div_(total.unsqueeze(-1)), index, mine)
+        ctx.dtype = logits.dtype
+        return total.log() - target
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        probability, index, mine = ctx.saved_tensors
+        # In place: a second backward through the same forward is refused by autograd, not computed wrong.
+        out = probability.mul_(grad.unsqueeze(-1))
+        out.scatter_add_(-1, index, (-grad * mine).unsqueeze(-1))
+        return out.to(ctx.dtype), None, None, None
+
+
+def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return TokenLoss.apply(logits, targets, 0, None)
 
 
 def chunked_score(score: Any, num_chunks: int) -> Any:

@@ -36,7 +36,12 @@ def shard_units(build: Any, axis: str, replicas: list[str], *, reshard: bool) ->
     # FSDP divides gradients by the ranks it sums over; the loss is already divided by all tokens.
     build.loss_scale *= grid.size()
 
+    told: list[bool] = []
+
     def flags(stage: int, is_last: bool) -> None:
+        if told == [is_last]:  # telling walks the whole model
+            return
+        told[:] = [is_last]
         build.model.set_requires_gradient_sync(stage > 1 or is_last)
         build.model.set_reshard_after_backward(stage == 3 or is_last)
         build.model.set_is_last_backward(is_last)

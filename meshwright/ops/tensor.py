@@ -100,32 +100,6 @@ class VocabLookup:
         local = tokens - self.first
         mine = (local >= 0) & (local < weight.shape[0])
         rows = F.embedding(torch.where(mine, local, 0), weight)
-        rows = rows if self.dtype is None else rows.to(self.dtype)  # all but one rank add zeros: rounding first is exact
+        if self.dtype is not None:
+            rows = rows.to(self.dtype)  # every rank but one adds zeros, so rounding before the sum is exact
         return self.region.exit(rows * mine.unsqueeze(-1).to(rows.dtype))
-
-
-class VocabLoss(torch.autograd.Function):
-    """Cross entropy of every token over a vocabulary split between ranks: two small all_reduces, no gathered logits."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
-        logits = logits if logits.dtype == torch.float64 else logits.float()
-        largest = logits.amax(dim=-1)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-        exponent = (logits - largest.unsqueeze(-1)).exp_()
-        local = targets - first
-        mine = (local >= 0) & (local < logits.shape[-1])
-        index = torch.where(mine, local, 0).unsqueeze(-1)
-        target = torch.where(mine, logits.gather(-1, index).squeeze(-1) - largest, 0.0)
-        sums = torch.stack((exponent.sum(dim=-1), target))
-        dist.all_reduce(sums, group=group)
-        total, target = sums.unbind()
-        ctx.save_for_backward(exponent.div_(total.unsqueeze(-1)), index, mine)
-        return total.log() - target
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        probability, index, mine = ctx.saved_tensors
-        out = probability * grad.unsqueeze(-1)
-        out.scatter_add_(-1, index, (-grad * mine).unsqueeze(-1))
-        return out, None, None, None

@@ -2,3 +2,7 @@
 
 Only `measure`, which runs in processes of its own, imports torch.
 """
+
+from meshwright.core.room import make_callable
+
+make_callable(__name__, "meshwright.probe.machine", "probe")

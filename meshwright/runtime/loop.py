@@ -99,7 +99,8 @@ class Loop:
         with record_function("mw:exchange"):
             for finish in build.on_finish:
                 finish()
-            build.sum_owed()
+            if build.owed:
+                build.sum_owed()
             # One small message for all that ranks must agree on.
             agreed = self._agree(self._share(loss), self.optimizer.squared_norm(), float(stop))
         with record_function("mw:update"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwright.ops.shard import local
 from meshwright.runtime.build import Build
@@ -21,6 +21,8 @@ class Optimizer:
         self.config, self.build = config, build
         trained = [(name, p) for name, p in build.named_parameters() if p.requires_grad]
         self.names = {id(parameter): name for name, parameter in trained}
+        self.trained = [parameter for _, parameter in trained]
+        self.owned = [parameter for name, parameter in trained if build.owns(name)]
         groups = [
             {"params": [p for _, p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
             {"params": [p for _, p in trained if p.ndim < 2], "weight_decay": 0.0},
@@ -39,18 +41,18 @@ class Optimizer:
     def zero_gradients(self) -> None:
         self.inner.zero_grad(set_to_none=True)
 
+    @torch.no_grad()
     def squared_norm(self) -> Tensor:
         """This rank's share of the squared global gradient norm: pieces it answers for."""
-        mine = [g for name, g in self.build.local_gradients() if self.build.owns(name) and g.numel()]
-        total = torch.zeros((), dtype=torch.float64, device=self.build.mesh.device)
-        for norm in torch._foreach_norm(mine) if mine else ():
-            total += norm.double() ** 2
-        return total
+        mine = [gradient for gradient in _gradients(self.owned) if gradient.numel()]
+        if not mine:
+            return torch.zeros((), dtype=torch.float64, device=self.build.mesh.device)
+        return torch.stack(torch._foreach_norm(mine)).double().square().sum()
 
+    @torch.no_grad()
     def update(self, lr: float, norm: float) -> None:
         if self.config.clip and norm > self.config.clip:
-            gradients = [g for _, g in self.build.local_gradients()]
-            torch._foreach_mul_(gradients, self.config.clip / norm)
+            torch._foreach_mul_(_gradients(self.trained), self.config.clip / norm)
         for group in self.inner.param_groups:
             group["lr"] = lr
         self.inner.step()
@@ -78,3 +80,8 @@ class Optimizer:
         for values in self.inner.state.values():
             if "step" in values:
                 values["step"].fill_(count)
+
+
+def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """This rank's pieces of them."""
+    return [local(parameter.grad) for parameter in parameters if parameter.grad is not None]

@@ -14,6 +14,7 @@ from meshwright.core.codec import load_artefact
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
+from meshwright.data.source import TextData, open_text
 from meshwright.models.cost import decoder_profile
 from meshwright.runtime.config import RunConfig
 from meshwright.search.search import Found, search
@@ -56,6 +57,24 @@ def prepare(config: RunConfig, plan_file: str, report: Report, num_devices: int 
         state_bytes=config.train.optimizer.state_bytes,
     )
     return Prepared(profile=profile, cluster=cluster, plan=plan, forecast=predicted, found=found)
+
+
+def open_data(config: RunConfig) -> TextData:
+    """The run's data, tokenized into its folder the first time and mapped from there afterwards."""
+    data = config.data
+    text = open_text(
+        data.train,
+        sequence=data.sequence,
+        held_out_fraction=data.held_out_fraction,
+        seed=data.seed,
+        cache=Path(config.run.folder) / "tokens",
+    )
+    words, known = text.tokenizer.vocab_size, config.model.config().vocab_size
+    if words > known:
+        what = f"{config.model.name} has {known} words, the {text.tokenizer.name} tokenizer {words}."
+        fix = f"Set model.change.vocab_size to at least {words}."
+        raise MeshwrightError([Problem(where="model", what=what, fix=fix)])
+    return text
 
 
 def _cluster(config: RunConfig, folder: Path, report: Report, num_devices: int) -> Cluster:

@@ -14,15 +14,16 @@ import torch.distributed as dist
 
 from meshwright.checkpoint.load import newest_good
 from meshwright.core.codec import decode, encode
-from meshwright.core.errors import MeshwrightError
+from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.plan import Plan
-from meshwright.data.source import TextData, open_text
+from meshwright.data.source import TextData
 from meshwright.models.cost import decoder_profile
 from meshwright.models.decoder import Decoder
 from meshwright.ops.agree import gather_json, share_json
 from meshwright.ops.mesh import Mesh, join
 from meshwright.probe.cpu_bf16 import limit_isa_for_bf16
 from meshwright.runtime.config import RunConfig
+from meshwright.runtime.prepare import open_data
 from meshwright.runtime.progress import Progress
 from meshwright.runtime.record import Metrics, Watch, peak_bytes, write_timeline
 from meshwright.runtime.train import Step, Trainer, is_due
@@ -65,14 +66,11 @@ def train(arguments: Mapping[str, Any], plan: Plan, device: torch.device, stop: 
 
 
 def _open(config: RunConfig, plan: Plan, mesh: Mesh, folder: Path, progress: Progress) -> Trainer:
-    data = _open_data(config, mesh, folder)
+    data = _open_data(config, mesh)
     say = progress.say if mesh.rank == 0 else lambda text: None
     # Rank 0 verifies once; a damaged checkpoint is passed over, with a message.
     found = _on_first(mesh, lambda: newest_good(folder / "checkpoints", report=say))
     model_config = config.model.config()
-    if data.tokenizer.vocab_size > model_config.vocab_size:
-        what = f"{config.model.name} has {model_config.vocab_size} words, the tokenizer {data.tokenizer.vocab_size}."
-        raise MeshwrightError(what)
     with torch.device("meta"):
         model = Decoder(model_config)
     profile = decoder_profile(model_config, config.model.name)
@@ -83,22 +81,11 @@ def _open(config: RunConfig, plan: Plan, mesh: Mesh, folder: Path, progress: Pro
     return trainer
 
 
-def _open_data(config: RunConfig, mesh: Mesh, folder: Path) -> TextData:
-    """Rank 0 tokenizes into the run folder; the others map the same file."""
-
-    def opened() -> TextData:
-        data = config.data
-        return open_text(
-            data.train,
-            sequence=data.sequence,
-            held_out_fraction=data.held_out_fraction,
-            seed=data.seed,
-            cache=folder / "tokens",
-        )
-
+def _open_data(config: RunConfig, mesh: Mesh) -> TextData:
+    """Rank 0 tokenizes if nobody has; the others map the same file."""
     mine: list[TextData] = []
-    _on_first(mesh, lambda: mine.append(opened()))
-    return mine[0] if mine else opened()
+    _on_first(mesh, lambda: mine.append(open_data(config)))
+    return mine[0] if mine else open_data(config)
 
 
 def _on_first(mesh: Mesh, action: Any) -> str:
@@ -112,8 +99,6 @@ def _on_first(mesh: Mesh, action: Any) -> str:
             answer = {"problems": [encode(p) for p in error.problems], "exit_code": error.exit_code}
     answer = share_json(mesh.control, answer)
     if "problems" in answer:
-        from meshwright.core.errors import Problem
-
         raise MeshwrightError([Problem(**p) for p in answer["problems"]], answer["exit_code"])
     return answer["value"]
 

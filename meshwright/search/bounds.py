@@ -54,7 +54,6 @@ def bound_all(
     )
     may_skip = {dial.kind.name for dial in free if not dial.required}
     roads = routes(cluster, {axis: grid.sizes[axis] for axis in grid.axis_order})
-
     default = {dial.kind.name: dial.settings[0] for dial in ordered if dial.settings}
 
     def is_new(chosen: tuple[Technique, ...]) -> np.ndarray:
@@ -82,12 +81,11 @@ def bound_all(
         if len(priced) > 1 and all(len(after.tasks) > len(work.tasks) for _, after in priced):
             here = Tally(tasks=work.tasks)
             if all(here.begins(after.tasks) for _, after in priced):
-                done = tally(work, cluster.device, roads, done if done.begins(work.tasks) else None)
+                done = tally(work, cluster.device, roads, done)
         if dial.kind.name in may_skip:
             yield from walk(depth + 1, work, chosen, done)
         for technique, after in priced:
-            known = done if done.begins(after.tasks) else Tally()
-            yield from walk(depth + 1, after, (*chosen, technique), known)
+            yield from walk(depth + 1, after, (*chosen, technique), done)
 
     start = base_work(profile, grid.sizes, element_bytes=ELEMENT_BYTES, state_bytes=state_bytes)
     yield from walk(0, start, (), Tally())

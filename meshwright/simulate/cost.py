@@ -95,8 +95,8 @@ class Tally:
 
 
 def tally(work: Work, device: Device, roads: Mapping[str, Route], done: Tally | None = None) -> Tally:
-    """Go through the tasks of `work` that `done` has not."""
-    done = done or Tally()
+    """Go through the tasks of `work` that `done` has not; a tally of other tasks is no help and is left."""
+    done = done if done is not None and done.begins(work.tasks) else Tally()
     charges, cover, hidden = dict(done.charges), dict(done.cover), list(done.hidden)
     send = done.send_seconds
     for task in work.tasks[len(done.tasks) :]:

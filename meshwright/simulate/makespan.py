@@ -7,6 +7,7 @@ microbatches) and is kept; one sweep then serves any durations, single numbers o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -16,8 +17,9 @@ import numpy as np
 from meshwright.core.work import Num
 from meshwright.schedules import SCHEDULES, Action
 
-FULL_MICROBATCHES = 64
-"""Up to here (or four times the stages) every microbatch is simulated; beyond, the steady state is extended."""
+FULL_EVENTS = 2048
+"""Stages x microbatches simulated one by one (at least four microbatches a stage); beyond, the steady state is
+extended."""
 
 _MATCH = {"receive_forward": ("send_forward", -1), "receive_backward": ("send_backward", 1)}
 
@@ -106,12 +108,15 @@ def makespan(schedule: str, forward: Sequence[Num], backward: Sequence[Num], sen
         _, finished = sweep(events_of(schedule, num_stages, count), forward, backward, send)
         return np.maximum.reduce(np.broadcast_arrays(*finished))
 
-    full = max(FULL_MICROBATCHES, 4 * num_stages)
+    full = max(FULL_EVENTS // num_stages, 4 * num_stages)
     if num_microbatches <= full + num_stages:
         return simulate(num_microbatches)
-    # A cycle of n stages gains n microbatches a turn, so whole turns of all stages are added.
+    # n neighbouring stages that wait for each other repeat themselves every n microbatches, so the pace is taken over
+    # a number that all n divide, where there is one; else over many turns of all stages.
     base = full + (num_microbatches - full) % num_stages
+    repeats = math.lcm(*range(1, num_stages + 1))
+    span = base // 2 // repeats * repeats or base // 2 // num_stages * num_stages
     simulated = simulate(base)
-    turn = simulated - simulate(base - num_stages)
-    extended = simulated + turn * ((num_microbatches - base) // num_stages)
+    pace = (simulated - simulate(base - span)) / span
+    extended = simulated + pace * (num_microbatches - base)
     return np.maximum(extended, lower_bound(forward, backward, send, num_microbatches))

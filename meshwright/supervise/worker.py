@@ -61,9 +61,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     try:
         module, name = request["function"].split(":")
         function = getattr(importlib.import_module(module), name)
-        value = function(
-            rank=rank, num_ranks=num_ranks, rendezvous=request["rendezvous"], **request["arguments"]
-        )
+        value = function(rank=rank, num_ranks=num_ranks, rendezvous=request["rendezvous"], **request["arguments"])
         json.dumps(value)
         leave_process_group()
     except BaseException as error:

@@ -122,7 +122,8 @@ class Tensor(Technique):
 
         import torch
 
-        from meshwright.ops.tensor import Region, VocabLookup, VocabLoss
+        from meshwright.ops.loss import TokenLoss
+        from meshwright.ops.tensor import Region, VocabLookup
 
         group, index = build.mesh.group(self.axis), build.mesh.index(self.axis)
         region, model = Region(group, self.sequence), build.model
@@ -142,12 +143,10 @@ class Tensor(Technique):
                 model.embed.offsets = functools.partial(_part_of_positions, model.embed.positions, index)
         if model.head is not None:
             first = build.boxes[build.canonical["head.output.weight"]].offset[0]
-            model.head.token_loss = lambda logits, targets: VocabLoss.apply(logits, targets, first, group)
+            model.head.token_loss = lambda logits, targets: TokenLoss.apply(logits, targets, first, group)
             whole = model.head.score
 
-            def score(
-                head: Any, x: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor
-            ) -> torch.Tensor:
+            def score(head: Any, x: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
                 return whole(head, region.enter(x), targets, weights)
 
             model.head.score = score

@@ -63,7 +63,7 @@ def test_missing_unreadable_and_malformed_run_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "word"), [(b"", "empty"), (b"text\x00\x01\x02" * 100, "binary"), (b"short", "tokens")]
+    ("content", "word"), [(b"", "empty"), (b"text\x00\x01\x02" * 100, "not a text file"), (b"short", "tokens")]
 )
 def test_data_that_cannot_be_used(tmp_path: Path, content: bytes, word: str) -> None:
     path = write_run(tmp_path)

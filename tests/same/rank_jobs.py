@@ -48,6 +48,7 @@ def plan_job(
 ) -> dict[str, Any]:  # fmt: skip
     """Largest errors by quantity where there is a reference; observed and priced traffic where asked for."""
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     parity.enter(rank, num_ranks, rendezvous)
     chosen, shape, rates = (
         Plan.from_json(json.dumps(plan)),
@@ -112,3 +113,30 @@ def _priced(work: Any, num_microbatches: int) -> tuple[list[Any], dict[str, int]
 
 def _listed(traffic: Counter[tuple[str, str, int]]) -> list[Any]:
     return sorted([*key, count] for key, count in traffic.items())
+
+
+def evaluate_job(
+    *, plan: dict[str, Any], config: dict[str, Any], optimizer: dict[str, Any], sequence: int, rank: int,
+    num_ranks: int, rendezvous: str,
+) -> dict[str, Any]:  # fmt: skip
+    """Evaluation, the next step's loss, and whether one rank's wish to stop is everyone's."""
+    parity.enter(rank, num_ranks, rendezvous)
+    chosen, shape, rates = Plan.from_json(json.dumps(plan)), DecoderConfig(**config), OptimizerConfig(**optimizer)
+    session = parity.open_session(chosen, shape, rates, seed=0, dtype="float64", device=CPU)
+    samples = parity.random_samples(shape, chosen.batch, sequence)
+    part = session.mesh.part(chosen.sample_axes)
+    batches = [samples(step, *part) for step in (5, 6)]
+    before = [value.clone() for _, value in session.build.local_parameters()]
+    total, tokens = session.loop.evaluate(batches)
+    after = [value for _, value in session.build.local_parameters()]
+    untouched = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    goes_on = session.loop.step(samples(0, *part), 0.0)
+    stops = session.loop.step(samples(0, *part), 0.0, stop=rank == num_ranks - 1)
+    parity.leave()
+    return {
+        "total": total,
+        "tokens": tokens,
+        "untouched": untouched,
+        "loss": goes_on.loss,
+        "must_stop": [goes_on.must_stop, stops.must_stop],
+    }

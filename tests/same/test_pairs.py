@@ -104,7 +104,7 @@ def test_every_technique_has_settings_here() -> None:
         assert {each.name for each in chosen} == {name}
 
 
-@pytest.mark.parametrize(("first", "second"), PAIRS, ids="+".join)
+@pytest.mark.parametrize(("first", "second"), PAIRS, ids=["+".join(pair) for pair in PAIRS])
 def test_a_pair_is_refused_or_right(first: str, second: str, ran: Run) -> None:
     plans = plans_of(first, second)
     assert plans

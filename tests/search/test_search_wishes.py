@@ -1,0 +1,95 @@
+"""Pins and bans: respected, and refused all at once when they make no sense."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.core.errors import MeshwrightError
+from meshwright.models.config import preset
+from meshwright.models.cost import decoder_profile
+from meshwright.probe.names import cluster
+from meshwright.search.search import Found, search
+from meshwright.search.wishes import read_wishes
+
+PROFILE = decoder_profile(preset("byte-3m"), "byte-3m")
+MACHINE = cluster("4xh100")
+
+
+def _search(**wishes: object) -> Found:
+    return search(PROFILE, MACHINE, batch=16, sequence=128, **wishes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("pin", "name", "field", "value"),
+    [
+        ("tensor=2", "tensor", "size", 2),
+        ("tensor.sequence=true", "tensor", "sequence", True),
+        ("pipeline.size=4", "pipeline", "size", 4),
+        ("pipeline.stages=[1, 3]", "pipeline", "stages", (1, 3)),
+        ("shard.stage=2", "shard", "stage", 2),
+        ("recompute=1", "recompute", "layers", 1),
+        ("chunked_loss.chunks=4", "chunked_loss", "chunks", 4),
+        ("precision.dtype=fp32", "precision", "dtype", "fp32"),
+    ],
+)
+def test_a_pinned_setting_is_in_every_plan(pin: str, name: str, field: str, value: object) -> None:
+    found = _search(pin=[pin])
+    assert found.ranked
+    for plan, _ in found.ranked:
+        technique = plan.technique(name)
+        assert technique is not None
+        assert getattr(technique, field) == value
+
+
+def test_a_pinned_technique_is_there_and_a_banned_one_is_not() -> None:
+    found = _search(pin=["recompute", "microbatch=2"], ban=["pipeline", "shard.stage=3", "tensor=4"])
+    assert found.ranked
+    for plan, _ in found.ranked:
+        names = {technique.name for technique in plan.techniques}
+        assert "recompute" in names
+        assert "pipeline" not in names
+        assert plan.microbatch == 2
+        assert getattr(plan.technique("shard"), "stage", 0) != 3
+        assert getattr(plan.technique("tensor"), "size", 0) != 4
+
+
+def test_an_axis_pinned_to_one_is_absent() -> None:
+    assert all(plan.technique("shard") is None for plan, _ in _search(pin=["shard=1"]).ranked)
+
+
+def test_only_what_is_allowed_is_used() -> None:
+    assert any(t.exactness == "rounded" for plan, _ in _search().ranked for t in plan.techniques)
+    exact = _search(allow="exact")
+    assert all(t.exactness == "exact" for plan, _ in exact.ranked for t in plan.techniques)
+
+
+def test_everything_wrong_is_said_at_once() -> None:
+    with pytest.raises(MeshwrightError) as caught:
+        read_wishes(["tensr=2", "tensor.sise=2", "tensor=two", "microbatch=0", "shard"], ["shard"], allow="exactly")
+    text = str(caught.value)
+    for part in (
+        'Did you mean "tensor"',
+        'Did you mean "size"',
+        "a whole number",
+        "microbatch",
+        "banned too",
+        "exactly",
+    ):
+        assert part in text
+    assert len(caught.value.problems) == 6
+
+
+def test_a_pin_that_is_not_exact_enough_is_refused() -> None:
+    with pytest.raises(MeshwrightError, match="rounded"):
+        read_wishes(["precision"], allow="exact")
+
+
+def test_two_pins_of_one_setting_are_refused() -> None:
+    with pytest.raises(MeshwrightError, match="also pinned"):
+        read_wishes(["tensor=2", "tensor.size=4"])
+
+
+@pytest.mark.parametrize("numbers", [{"batch": 0, "sequence": 1}, {"batch": 1, "sequence": 0}])
+def test_no_samples_or_tokens_is_refused(numbers: dict[str, int]) -> None:
+    with pytest.raises(MeshwrightError, match="at least 1"):
+        search(PROFILE, MACHINE, **numbers)

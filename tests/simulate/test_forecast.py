@@ -1,0 +1,114 @@
+"""Forecasts, links and timelines: sums add up, units are right, and hand-computed cases agree."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from meshwright.core.cluster import Cluster, Device, Link
+from meshwright.core.codec import decode, encode
+from meshwright.core.plan import Plan
+from meshwright.core.technique import Technique, technique_named
+from meshwright.core.timeline import Timeline
+from meshwright.core.work import Compute
+from meshwright.models.config import preset
+from meshwright.models.cost import decoder_profile
+from meshwright.probe.names import cluster
+from meshwright.simulate.cost import compute_seconds
+from meshwright.simulate.forecast import Forecast, forecast
+from meshwright.simulate.links import SHEET_FRACTION, routes
+from meshwright.simulate.stages import runs_of
+from meshwright.simulate.timeline import simulate
+
+PROFILE = decoder_profile(preset("byte-3m"), "byte-3m")
+NODES = cluster("2x4xh100")
+
+
+def _t(name: str, **settings: object) -> Technique:
+    return technique_named(name)(**settings)
+
+
+PLANS = [
+    Plan(techniques=(), batch=4),
+    Plan(techniques=(_t("shard", size=8), _t("precision"), _t("recompute", layers=2)), batch=16),
+    Plan(techniques=(_t("pipeline", size=4), _t("replicate", size=2)), batch=16, microbatch=2),
+    Plan(techniques=(_t("pipeline", size=2, schedule="gpipe"), _t("tensor", size=2), _t("shard", size=2)), batch=16),
+]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_a_forecast_and_its_timeline_agree(plan: Plan) -> None:
+    told = forecast(PROFILE, plan, NODES, sequence=128)
+    assert sum(told.seconds_by_origin.values()) == pytest.approx(told.step_seconds, rel=1e-6)
+    assert abs(sum(told.peak_bytes_by_category.values()) - told.peak_bytes) < 20  # rounded up one by one
+    assert told.tokens_per_second * told.step_seconds == pytest.approx(plan.batch * 128)
+    assert told.step_seconds_low < told.step_seconds < told.step_seconds_high
+    assert decode(Forecast, json.loads(json.dumps(encode(told))), "forecast") == told
+    line = simulate(PROFILE, plan, NODES, sequence=128)
+    assert line.seconds == pytest.approx(told.step_seconds)
+    assert max(point.bytes for point in line.memory) == pytest.approx(told.peak_bytes, abs=2)
+    assert {span.device for span in line.spans} == {
+        stage * (plan.num_ranks // len(plan.blocks_of_stages(PROFILE)))
+        for stage in range(len(plan.blocks_of_stages(PROFILE)))
+    }
+    assert Timeline.from_json(line.to_json()) == line
+
+
+def test_the_link_follows_the_axis_on_the_machines() -> None:
+    found = routes(NODES, {"a": 2, "b": 2, "c": 2})
+    assert [bool(found[axis].is_inner) for axis in "abc"] == [False, True, True]
+    assert found["c"].ring_bytes_per_second == NODES.inner.bytes_per_second * SHEET_FRACTION
+    assert found["a"].ring_bytes_per_second == NODES.outer.bytes_per_second * SHEET_FRACTION
+    # A ring over all eight enters each node by four cards at once.
+    whole = routes(NODES, {"a": 8})["a"]
+    assert whole.ring_bytes_per_second == 4 * NODES.outer.bytes_per_second * SHEET_FRACTION
+    assert whole.direct_bytes_per_second == NODES.outer.bytes_per_second * SHEET_FRACTION
+    arrays = routes(NODES, {"a": np.array([2, 8]), "b": np.array([4, 1])})
+    assert arrays["a"].ring_bytes_per_second.tolist() == [found["a"].ring_bytes_per_second, 2 * 2 * 38e9]
+    measured = replace(NODES, sources={"inner": "measured: NCCL"})
+    assert routes(measured, {"c": 4})["c"].ring_bytes_per_second == NODES.inner.bytes_per_second
+
+
+def test_collectives_move_what_a_ring_moves() -> None:
+    link = Link(bytes_per_second=1e9, latency_seconds=1e-3)
+    device = Device(kind="cpu", memory_bytes=1, memory_bytes_per_second=1.0, flops_per_second={"fp32": 1.0})
+    sources = {"inner": "measured", "outer": "measured"}
+    one = Cluster(name="x", device=device, inner=link, outer=link, devices_per_node=4, sources=sources)
+    route = routes(one, {"a": 4})["a"]
+    assert route.seconds("all_reduce", 1e9) == pytest.approx(1e-3 + 1.5)
+    assert route.seconds("all_gather", 1e9) == pytest.approx(1e-3 + 0.75)
+    assert route.seconds("send", 1e9) == pytest.approx(1e-3 + 1.0)
+    assert routes(one, {"a": 1})["a"].seconds("all_reduce", 1e9) == 0.0
+
+
+def test_an_op_takes_the_slower_of_arithmetic_and_memory() -> None:
+    device = NODES.device
+    common = {"layer": "l", "name": "n", "phase": "forward", "repeat": 1}
+    big = Compute(**common, kind="matmul", flops=1e15, moved_bytes=1.0, dtype="bf16")  # type: ignore[arg-type]
+    assert compute_seconds(big, device) == pytest.approx(1e15 / (989e12 * 0.8) + 5e-6)
+    thin = Compute(**common, kind="memory", moved_bytes=3.35e12)  # type: ignore[arg-type]
+    assert compute_seconds(thin, device) == pytest.approx(1 / device.bandwidth_fraction + 5e-6)
+    assert compute_seconds(replace(big, dtype="compute"), device) > 10 * compute_seconds(big, device)
+    assert compute_seconds(replace(big, dtype="int1"), device) == math.inf
+    assert compute_seconds(replace(thin, moved_bytes=0.0), device) == 0.0
+
+
+def test_equal_inner_stages_fold_and_the_ends_do_not() -> None:
+    assert [(r.start, r.count) for r in runs_of((4, 4, 4, 4, 3))] == [(0, 1), (1, 3), (4, 1)]
+    assert [(r.start, r.count) for r in runs_of((2, 2))] == [(0, 1), (1, 1)]
+    assert [(r.start, r.count) for r in runs_of((7,))] == [(0, 1)]
+    assert [(r.start, r.count) for r in runs_of((3, 3, 4, 4, 3))] == [(0, 1), (1, 1), (2, 2), (4, 1)]
+
+
+def test_links_driven_by_the_cores_hide_nothing() -> None:
+    plan = Plan(techniques=(_t("replicate", size=2),), batch=4)
+    machine = cluster("2xlaptop")
+    hiding = replace(machine, inner=replace(machine.inner, shared=False))
+    exposed, hidden = (
+        forecast(PROFILE, plan, m, sequence=128).seconds_by_origin["replicate"] for m in (machine, hiding)
+    )
+    assert hidden < exposed

@@ -1,0 +1,95 @@
+"""The longest path through a schedule, against closed forms and bounds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.simulate.makespan import events_of, lower_bound, makespan, sweep
+
+SCHEDULES = ("gpipe", "1f1b")
+durations = st.floats(0.01, 10.0)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[str, list[float], list[float], float, int]:
+    num_stages = draw(st.integers(1, 6))
+    forward = draw(st.lists(durations, min_size=num_stages, max_size=num_stages))
+    backward = draw(st.lists(durations, min_size=num_stages, max_size=num_stages))
+    return draw(st.sampled_from(SCHEDULES)), forward, backward, draw(st.floats(0.0, 2.0)), draw(st.integers(1, 12))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 8])
+@pytest.mark.parametrize("num_microbatches", [1, 2, 7, 8, 40])
+def test_equal_stages_have_the_textbook_time(schedule: str, num_stages: int, num_microbatches: int) -> None:
+    seconds = makespan(schedule, [1.0] * num_stages, [2.0] * num_stages, 0.0, num_microbatches)
+    assert seconds == pytest.approx((num_microbatches + num_stages - 1) * 3.0)
+
+
+def test_latency_costs_every_microbatch_of_1f1b() -> None:
+    # planner notes 5.2: p = 8, f = 1, b = 2, c = 0.1, m = 32 takes 123.8, not (m + p - 1) 3 + 2 (p - 1) c = 118.4
+    assert makespan("1f1b", [1.0] * 8, [2.0] * 8, 0.1, 32) == pytest.approx(123.8, abs=0.05)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("send", [0.0, 0.1])
+@pytest.mark.parametrize("num_microbatches", [600, 1003])
+def test_extending_the_steady_state_is_exact_for_equal_stages(
+    schedule: str, send: float, num_microbatches: int
+) -> None:
+    forward, backward = [1.0] * 4, [2.0] * 4
+    _, finished = sweep(events_of(schedule, 4, num_microbatches), forward, backward, send)
+    assert makespan(schedule, forward, backward, send, num_microbatches) == pytest.approx(max(finished))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(durations, min_size=3, max_size=3), st.lists(durations, min_size=3, max_size=3), st.floats(0, 1))
+def test_extending_is_close_for_any_stages(forward: list[float], backward: list[float], send: float) -> None:
+    _, finished = sweep(events_of("1f1b", 3, 1000), forward, backward, send)
+    assert makespan("1f1b", forward, backward, send, 1000) == pytest.approx(max(finished), rel=2e-3)
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases())
+def test_every_event_runs_once_and_the_bounds_hold(case: tuple[str, list[float], list[float], float, int]) -> None:
+    schedule, forward, backward, send, count = case
+    events = events_of(schedule, len(forward), count)
+    assert len({event[:3] for event in events}) == len(events) == 2 * len(forward) * count
+    seconds = makespan(schedule, forward, backward, send, count)
+    assert seconds >= lower_bound(forward, backward, send, count) * (1 - 1e-12)
+    if schedule == "1f1b" and count >= len(forward):
+        assert seconds <= _upper_bound(forward, backward, send, count) * (1 + 1e-12)
+
+
+def _upper_bound(forward: list[float], backward: list[float], send: float, count: int) -> float:
+    """Planner notes 4.3: the way through, and (m - 1) turns of the slowest cycle of neighbouring stages."""
+    both = [f + b for f, b in zip(forward, backward, strict=True)]
+    stages = range(len(both))
+    turns = [(sum(both[s : e + 1]) + 2 * (e - s) * send) / (e - s + 1) for s in stages for e in stages if s <= e]
+    return sum(both) + 2 * (len(both) - 1) * send + (count - 1) * max(turns)
+
+
+@settings(max_examples=80, deadline=None)
+@given(cases(), st.integers(0, 5), st.booleans(), st.floats(0.0, 3.0))
+def test_longer_work_never_ends_earlier(
+    case: tuple[str, list[float], list[float], float, int], stage: int, is_backward: bool, more: float
+) -> None:
+    schedule, forward, backward, send, count = case
+    before = makespan(schedule, forward, backward, send, count)
+    changed = [list(forward), list(backward)]
+    changed[is_backward][stage % len(forward)] += more
+    assert makespan(schedule, changed[0], changed[1], send, count) >= before
+    assert makespan(schedule, forward, backward, send + more, count) >= before
+
+
+def test_many_candidates_at_once_are_the_same_as_one_by_one() -> None:
+    random = np.random.default_rng(0)
+    forward, backward = random.uniform(0.1, 2, (2, 4, 50))
+    send = random.uniform(0, 0.3, 50)
+    together = makespan("1f1b", list(forward), list(backward), send, 700)
+    for k in range(0, 50, 5):
+        alone = makespan("1f1b", forward[:, k].tolist(), backward[:, k].tolist(), float(send[k]), 700)
+        assert together[k] == pytest.approx(alone)
