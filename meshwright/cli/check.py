@@ -48,6 +48,4 @@ def _print(checked: Checked) -> None:
         for line in checked.traffic[:10]:
             console.print(f"  {line}")
     else:
-        console.print(
-            f"bytes as priced: {checked.num_messages:,} messages of one step, every rank, every axis"
-        )
+        console.print(f"bytes as priced: {checked.num_messages:,} messages of one step, every rank, every axis")

@@ -10,7 +10,7 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from meshwright.core.errors import MeshwrightError, nearest
@@ -52,8 +52,7 @@ def parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = top.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
-
-    def command(name: str, text: str, example: str) -> Parser:
+    for name, (text, example, flags) in COMMANDS.items():
         made = commands.add_parser(
             name,
             help=text,
@@ -61,65 +60,65 @@ def parser() -> Parser:
             epilog=f"example:\n  {example}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        return made
+        flags(made)
+    return top
 
-    plan = command("plan", "find the fastest plan that fits", "mw plan --model llama3-8b --cluster 8xh100")
-    plan.add_argument(
-        "run", nargs="?", metavar="RUN.toml", help="take model, batch and sequence from a run file"
-    )
-    _model_flags(plan)
-    plan.add_argument("--batch", type=int, metavar="N", help="samples per step (default 64)")
-    plan.add_argument(
-        "--pin",
-        action="append",
-        default=[],
-        metavar="X",
-        help="must be so: tensor=2, recompute, microbatch=4",
-    )
-    plan.add_argument("--ban", action="append", default=[], metavar="X", help="must not be used: pipeline")
-    plan.add_argument("--allow", choices=("exact", "rounded", "approximate"), default="rounded")
-    plan.add_argument("--top", type=int, default=8, metavar="K", help="plans to show (default 8)")
-    plan.add_argument("--json", action="store_true", help="print JSON")
-    plan.add_argument("-o", "--output", metavar="P.plan.json", help="write the best plan")
 
-    simulate = command(
-        "simulate",
-        "forecast one plan and draw its timeline",
-        "mw simulate P.plan.json --model llama3-8b --cluster 8xh100 --seq 8192",
+def _plan(made: Parser) -> None:
+    made.add_argument("run", nargs="?", metavar="RUN.toml", help="take model, batch and sequence from a run file")
+    _model_flags(made)
+    made.add_argument("--batch", type=int, metavar="N", help="samples per step (default 64)")
+    made.add_argument(
+        "--pin", action="append", default=[], metavar="X", help="must be so: tensor=2, recompute, microbatch=4"
     )
-    simulate.add_argument("plan", metavar="P.plan.json")
-    _model_flags(simulate)
-    simulate.add_argument("--json", action="store_true", help="print JSON")
-    simulate.add_argument(
+    made.add_argument("--ban", action="append", default=[], metavar="X", help="must not be used: pipeline")
+    made.add_argument("--allow", choices=("exact", "rounded", "approximate"), default="rounded")
+    made.add_argument("--top", type=int, default=8, metavar="K", help="plans to show (default 8)")
+    made.add_argument("--json", action="store_true", help="print JSON")
+    made.add_argument("-o", "--output", metavar="P.plan.json", help="write the best plan")
+
+
+def _simulate(made: Parser) -> None:
+    made.add_argument("plan", metavar="P.plan.json")
+    _model_flags(made)
+    made.add_argument("--json", action="store_true", help="print JSON")
+    made.add_argument(
         "-o", "--output", metavar="T.timeline.json", help="write the timeline, and T.trace.json for Perfetto"
     )
 
-    train = command("train", "train; the same command resumes", "mw train examples/laptop.toml")
-    _run_flags(train)
 
-    check = command(
-        "check", "prove that a plan trains as one device would", "mw check RUN.toml --plan P.plan.json"
+def _run_flags(made: Parser) -> None:
+    made.add_argument("run", metavar="RUN.toml")
+    made.add_argument("--plan", default="", metavar="P.plan.json", help="use this plan instead of searching")
+    made.add_argument(
+        "--set", action="append", default=[], dest="changes", metavar="a.b=c", help="change a key of the run file"
     )
-    _run_flags(check)
-    check.add_argument("--steps", type=int, default=2, metavar="N", help="steps to compare (default 2)")
-    check.add_argument("--json", action="store_true", help="print JSON")
 
-    probe = command("probe", "measure this machine", "mw probe -o this.cluster.json")
-    probe.add_argument("-o", "--output", metavar="C.cluster.json")
-    probe.add_argument("--devices", type=int, metavar="N", help="devices to measure together (default: all)")
-    probe.add_argument("--quick", action="store_true", help="a few seconds, wider error bars")
 
-    profile = command("profile", "what each layer of a model costs", "mw profile llama3-8b")
-    profile.add_argument("model", nargs="?", metavar="M", help="a named model; without it, their list")
-    profile.add_argument("-o", "--output", metavar="M.profile.json")
+def _check(made: Parser) -> None:
+    _run_flags(made)
+    made.add_argument("--steps", type=int, default=2, metavar="N", help="steps to compare (default 2)")
+    made.add_argument("--json", action="store_true", help="print JSON")
 
-    techniques = command("techniques", "the techniques a plan can use", "mw techniques tensor")
-    techniques.add_argument("name", nargs="?", help="show this one's card")
 
-    ckpt = command("ckpt", "look at checkpoints", "mw ckpt verify runs/laptop")
-    ckpt.add_argument("action", choices=("list", "verify"))
-    ckpt.add_argument("folder", metavar="RUN_FOLDER")
-    return top
+def _probe(made: Parser) -> None:
+    made.add_argument("-o", "--output", metavar="C.cluster.json")
+    made.add_argument("--devices", type=int, metavar="N", help="devices to measure together (default: all)")
+    made.add_argument("--quick", action="store_true", help="a few seconds, wider error bars")
+
+
+def _profile(made: Parser) -> None:
+    made.add_argument("model", nargs="?", metavar="M", help="a named model; without it, their list")
+    made.add_argument("-o", "--output", metavar="M.profile.json")
+
+
+def _techniques(made: Parser) -> None:
+    made.add_argument("name", nargs="?", help="show this one's card")
+
+
+def _ckpt(made: Parser) -> None:
+    made.add_argument("action", choices=("list", "verify"))
+    made.add_argument("folder", metavar="RUN_FOLDER")
 
 
 def _model_flags(made: Parser) -> None:
@@ -128,17 +127,21 @@ def _model_flags(made: Parser) -> None:
     made.add_argument("--seq", type=int, metavar="N", help="sequence length (default: at most 4096)")
 
 
-def _run_flags(made: Parser) -> None:
-    made.add_argument("run", metavar="RUN.toml")
-    made.add_argument("--plan", default="", metavar="P.plan.json", help="use this plan instead of searching")
-    made.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        dest="changes",
-        metavar="a.b=c",
-        help="change a key of the run file",
-    )
+# command -> (what it does, an example, its flags); the file cli/<command>.py runs it
+COMMANDS: dict[str, tuple[str, str, Callable[[Parser], None]]] = {
+    "plan": ("find the fastest plan that fits", "mw plan --model llama3-8b --cluster 8xh100", _plan),
+    "simulate": (
+        "forecast one plan and draw its timeline",
+        "mw simulate P.plan.json --model llama3-8b --cluster 8xh100 --seq 8192",
+        _simulate,
+    ),
+    "train": ("train; the same command resumes", "mw train examples/laptop.toml", _run_flags),
+    "check": ("prove that a plan trains as one device would", "mw check RUN.toml --plan P.plan.json", _check),
+    "probe": ("measure this machine", "mw probe -o this.cluster.json", _probe),
+    "profile": ("what each layer of a model costs", "mw profile llama3-8b", _profile),
+    "techniques": ("the techniques a plan can use", "mw techniques tensor", _techniques),
+    "ckpt": ("look at checkpoints", "mw ckpt verify runs/laptop", _ckpt),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -74,9 +74,7 @@ def _wanted(arguments: Namespace):  # type: ignore[no-untyped-def]
     place = arguments.cluster or (section.run.cluster if section else "")
     if not place:
         problems.append(
-            Problem(
-                where="--cluster", what="is missing.", fix="For example --cluster 8xh100; or mw probe first."
-            )
+            Problem(where="--cluster", what="is missing.", fix="For example --cluster 8xh100; or mw probe first.")
         )
     for flag, value in (("--seq", arguments.seq), ("--batch", arguments.batch), ("--top", arguments.top)):
         if value is not None and value < 1:
@@ -92,9 +90,7 @@ def _wanted(arguments: Namespace):  # type: ignore[no-untyped-def]
     except MeshwrightError as error:
         problems.extend(error.problems)
     if config is not None:
-        sequence = arguments.seq or (
-            section.data.sequence if section else min(_DEFAULT_SEQUENCE, config.max_sequence)
-        )
+        sequence = arguments.seq or (section.data.sequence if section else min(_DEFAULT_SEQUENCE, config.max_sequence))
         if sequence > config.max_sequence:
             what = f"is {sequence}; the model has positions for {config.max_sequence}."
             problems.append(Problem(where="--seq", what=what))

@@ -22,9 +22,7 @@ def run(arguments: Namespace) -> int:
     rate = device.memory_bytes_per_second * device.bandwidth_fraction
     console.print(f"  memory {pretty_count(rate)}B/s, smallest op {pretty_seconds(device.launch_seconds)}")
     link = cluster.inner
-    console.print(
-        f"  link {pretty_count(link.bytes_per_second)}B/s after {pretty_seconds(link.latency_seconds)}"
-    )
+    console.print(f"  link {pretty_count(link.bytes_per_second)}B/s after {pretty_seconds(link.latency_seconds)}")
     if arguments.output:
         write_output(arguments.output, cluster.to_json())
         console.print(f"next: mw plan --model gpt2-124m --cluster {arguments.output}")

@@ -44,9 +44,7 @@ def print_forecast(console: Console, plan: Plan, forecast: Forecast, title: str)
         f"({pretty_seconds(forecast.step_seconds_low)} to {pretty_seconds(forecast.step_seconds_high)})",
     )
     table.add_row("tokens/s", f"{pretty_count(forecast.tokens_per_second)}, MFU {forecast.mfu:.1%}")
-    parts = ", ".join(
-        f"{name} {pretty_bytes(size)}" for name, size in forecast.peak_bytes_by_category.items() if size
-    )
+    parts = ", ".join(f"{name} {pretty_bytes(size)}" for name, size in forecast.peak_bytes_by_category.items() if size)
     table.add_row("memory", f"{pretty_bytes(forecast.peak_bytes)} of {pretty_bytes(forecast.memory_bytes)}")
     table.add_row("", f"[dim]{parts}[/dim]")
     table.add_row("bound by", forecast.bottleneck)

@@ -19,9 +19,7 @@ class Box:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        return tuple(
-            slice(start, start + length) for start, length in zip(self.offset, self.size, strict=True)
-        )
+        return tuple(slice(start, start + length) for start, length in zip(self.offset, self.size, strict=True))
 
     @property
     def is_empty(self) -> bool:
@@ -41,8 +39,7 @@ class Box:
         """The part both hold, or None."""
         low = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
         high = tuple(
-            min(a + m, b + n)
-            for a, m, b, n in zip(self.offset, self.size, other.offset, other.size, strict=True)
+            min(a + m, b + n) for a, m, b, n in zip(self.offset, self.size, other.offset, other.size, strict=True)
         )
         size = tuple(h - lo for h, lo in zip(high, low, strict=True))
         return None if any(length <= 0 for length in size) else Box(self.shape, low, size)
@@ -50,6 +47,5 @@ class Box:
     def within(self, outer: Box) -> tuple[slice, ...]:
         """Slices of this box in the coordinates of `outer`'s own piece."""
         return tuple(
-            slice(a - b, a - b + length)
-            for a, b, length in zip(self.offset, outer.offset, self.size, strict=True)
+            slice(a - b, a - b + length) for a, b, length in zip(self.offset, outer.offset, self.size, strict=True)
         )

@@ -121,8 +121,7 @@ def _decode_tuple(args: tuple[Any, ...], value: Any, where: str, problems: list[
     if len(value) != len(args):
         return _wrong(where, f"a list of {len(args)} entries", value, problems)
     return tuple(
-        decode_into(arg, item, f"{where}[{i}]", problems)
-        for i, (arg, item) in enumerate(zip(args, value, strict=True))
+        decode_into(arg, item, f"{where}[{i}]", problems) for i, (arg, item) in enumerate(zip(args, value, strict=True))
     )
 
 
@@ -147,9 +146,7 @@ def decode_fields(cls: type, value: Any, where: str, problems: list[Problem], ig
     for key in value:
         if key not in hints and key != ignore:
             problems.append(
-                Problem(
-                    where=f"{where}.{key}" if where else key, what="unknown key.", fix=nearest(key, hints)
-                )
+                Problem(where=f"{where}.{key}" if where else key, what="unknown key.", fix=nearest(key, hints))
             )
     given = {}
     for field in dataclasses.fields(cls):
@@ -164,8 +161,7 @@ def decode_fields(cls: type, value: Any, where: str, problems: list[Problem], ig
         return cls(**given)
     except MeshwrightError as error:  # a constructor that checks its own values
         problems.extend(
-            Problem(where=f"{where}.{p.where}" if p.where else where, what=p.what, fix=p.fix)
-            for p in error.problems
+            Problem(where=f"{where}.{p.where}" if p.where else where, what=p.what, fix=p.fix) for p in error.problems
         )
         return None
 

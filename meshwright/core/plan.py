@@ -49,9 +49,7 @@ class Plan:
             )
         for field in ("batch", "microbatch"):
             if getattr(self, field) < 1:
-                problems.append(
-                    Problem(where=field, what=f"is {getattr(self, field)}.", fix="Use at least 1.")
-                )
+                problems.append(Problem(where=field, what=f"is {getattr(self, field)}.", fix="Use at least 1."))
         problems += [problem for technique in self.techniques for problem in axis_problems(technique)]
         if problems:
             raise MeshwrightError(problems)

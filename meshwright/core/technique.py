@@ -119,9 +119,7 @@ class Technique:
 
     def __str__(self) -> str:
         """`tensor(size=2, sequence=True)`: settings that differ from their defaults."""
-        shown = [
-            f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default
-        ]
+        shown = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default]
         return f"{self.name}({', '.join(shown)})"
 
 
@@ -143,11 +141,7 @@ def technique_names() -> tuple[str, ...]:
 def technique_named(name: str) -> type[Technique]:
     if name not in technique_names():
         raise MeshwrightError(
-            [
-                Problem(
-                    where="", what=f'no technique is called "{name}".', fix=nearest(name, technique_names())
-                )
-            ]
+            [Problem(where="", what=f'no technique is called "{name}".', fix=nearest(name, technique_names()))]
         )
     module = importlib.import_module(f"meshwright.techniques.{name}")
     found = [

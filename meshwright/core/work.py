@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from meshwright.core.profile import Cut, Profile
+from meshwright.core.profile import Cut, Layer, Op, Poly, Profile
 
 Num = Any
 """An int or float, or a NumPy array of them with one entry per candidate."""
@@ -59,9 +59,9 @@ class Collective:
     cut: Cut = "none"
 
 
-Category = Literal[
-    "parameters", "gradients", "optimizer", "gathered", "activations", "working", "buffers", "reserved"
-]
+Category = Literal["parameters", "gradients", "optimizer", "gathered", "activations", "working", "buffers", "reserved"]
+
+Life = Literal["always", "microbatch", "moment"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +70,7 @@ class Resident:
     category: Category
     repeat: Num
     bytes: Num
-    life: Literal["always", "microbatch", "moment"]
+    life: Life
     """`microbatch`: from a microbatch's forward to its backward; `moment`: the largest one counts, once."""
     cut: Cut = "none"
     dtype: str = "fp32"
@@ -172,10 +172,11 @@ def base_work(profile: Profile, sizes: Mapping[str, Num], *, element_bytes: int,
     """One device that does it all: the work every plan starts from."""
     b, s = sizes["microbatch"], sizes["sequence"]
     tied = {p.tied.split(".")[0] for layer in profile.layers for p in layer.params if p.tied}
-    slots, tasks, residents = [], [], []
+    slots: list[Slot] = []
+    tasks: list[Compute | Collective] = []
+    residents: list[Resident] = []
     for layer in profile.layers:
-        has_tied = any(param.tied for param in layer.params)
-        unit = "shared" if has_tied or layer.name in tied else layer.name
+        is_shared = layer.name in tied or any(param.tied for param in layer.params)
         for param in layer.params:
             slots.append(
                 Slot(
@@ -186,51 +187,14 @@ def base_work(profile: Profile, sizes: Mapping[str, Num], *, element_bytes: int,
                     cut=param.cut,
                     element_bytes=element_bytes,
                     state_bytes=state_bytes,
-                    unit=unit,
+                    unit="shared" if is_shared else layer.name,
                     inside=param.inside,
                     copy_of=param.tied,
                 )
             )
         for op in layer.ops:
-            common: dict[str, Any] = {
-                "layer": layer.name,
-                "name": op.name,
-                "kind": op.kind,
-                "repeat": layer.repeat,
-            }
-            common |= {"dtype": op.dtype, "cut": op.cut, "shape": op.shape}
-            tasks.append(
-                Compute(
-                    **common,
-                    phase="forward",
-                    flops=op.flops(b, s),
-                    moved_bytes=op.moved(b, s) * element_bytes,
-                )
-            )
-            tasks.append(
-                Compute(
-                    **common,
-                    phase="backward",
-                    flops=op.backward_flops(b, s),
-                    moved_bytes=op.backward_moved(b, s) * element_bytes,
-                )
-            )
-            for poly, category, life in (
-                (op.saved, "activations", "microbatch"),
-                (op.working, "working", "moment"),
-            ):
-                if poly != type(poly)():
-                    residents.append(
-                        Resident(
-                            layer=layer.name,
-                            category=category,  # type: ignore[arg-type]
-                            repeat=layer.repeat,
-                            bytes=poly(b, s) * element_bytes,
-                            life=life,  # type: ignore[arg-type]
-                            cut=op.cut,
-                            dtype=op.dtype,
-                        )
-                    )
+            tasks += _op_tasks(layer, op, b, s, element_bytes)
+            residents += _op_residents(layer, op, b, s, element_bytes)
     return Work(
         profile=profile,
         sizes=sizes,
@@ -239,6 +203,48 @@ def base_work(profile: Profile, sizes: Mapping[str, Num], *, element_bytes: int,
         residents=tuple(residents),
         facts={"compute_dtype": "fp32"},
     )
+
+
+def _op_tasks(layer: Layer, op: Op, b: Num, s: Num, element_bytes: int) -> list[Compute]:
+    halves: tuple[tuple[Phase, Poly, Poly], ...] = (
+        ("forward", op.flops, op.moved),
+        ("backward", op.backward_flops, op.backward_moved),
+    )
+    return [
+        Compute(
+            layer=layer.name,
+            name=op.name,
+            kind=op.kind,
+            phase=phase,
+            repeat=layer.repeat,
+            flops=flops(b, s),
+            moved_bytes=moved(b, s) * element_bytes,
+            dtype=op.dtype,
+            cut=op.cut,
+            shape=op.shape,
+        )
+        for phase, flops, moved in halves
+    ]
+
+
+def _op_residents(layer: Layer, op: Op, b: Num, s: Num, element_bytes: int) -> list[Resident]:
+    kinds: tuple[tuple[Poly, Category, Life], ...] = (
+        (op.saved, "activations", "microbatch"),
+        (op.working, "working", "moment"),
+    )
+    return [
+        Resident(
+            layer=layer.name,
+            category=category,
+            repeat=layer.repeat,
+            bytes=elements(b, s) * element_bytes,
+            life=life,
+            cut=op.cut,
+            dtype=op.dtype,
+        )
+        for elements, category, life in kinds
+        if elements != Poly()
+    ]
 
 
 def settle(work: Work) -> Work:

@@ -41,7 +41,6 @@ class Optimizer:
     def zero_gradients(self) -> None:
         self.inner.zero_grad(set_to_none=True)
 
-    @torch.no_grad()
     def squared_norm(self) -> Tensor:
         """This rank's share of the squared global gradient norm: pieces it answers for."""
         mine = [gradient for gradient in _gradients(self.owned) if gradient.numel()]
@@ -49,7 +48,6 @@ class Optimizer:
             return torch.zeros((), dtype=torch.float64, device=self.build.mesh.device)
         return torch.stack(torch._foreach_norm(mine)).double().square().sum()
 
-    @torch.no_grad()
     def update(self, lr: float, norm: float) -> None:
         if self.config.clip and norm > self.config.clip:
             torch._foreach_mul_(_gradients(self.trained), self.config.clip / norm)
@@ -84,4 +82,5 @@ class Optimizer:
 
 def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     """This rank's pieces of them."""
-    return [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    with torch.no_grad():  # taking a piece out of a DTensor is then not itself recorded for autograd
+        return [local(parameter.grad) for parameter in parameters if parameter.grad is not None]

@@ -40,7 +40,7 @@ def ran(pool: RankPool, references: Callable[..., str]) -> Callable[..., list[di
         if key not in answers:
             reference = references(**question, batch=plan.batch, techniques=list(like))
             arguments = {**question, "plan": asked["plan"], "reference": reference, "prices": prices and not like}
-            answers[key] = pool.run("rank_jobs:plan_job", arguments, num_ranks=plan.num_ranks)
+            answers[key] = pool.run("rank_jobs:plan_job", arguments, plan.num_ranks, timeout_seconds=300)
         return answers[key]
 
     return run
