@@ -35,9 +35,7 @@ def _describe(step: int, folder: Path) -> Described:
         manifest = read_manifest(folder)
     except MeshwrightError as error:
         damage = str(error.problems[0])
-        return Described(
-            step=step, bytes=0, num_files=0, num_tensors=0, when_utc="", plan=None, damage=damage
-        )
+        return Described(step=step, bytes=0, num_files=0, num_tensors=0, when_utc="", plan=None, damage=damage)
     return Described(
         step=step,
         bytes=manifest.total_bytes,

@@ -87,9 +87,7 @@ class Reader:
         if wanted != entry.dtype:
             self._refuse(f"{name!r} is {entry.dtype} here, the model wants {wanted}.")
         if tuple(out.shape) != tuple(box.size):
-            self._refuse(
-                f"{name!r}: the tensor to fill has shape {tuple(out.shape)}, its box {tuple(box.size)}."
-            )
+            self._refuse(f"{name!r}: the tensor to fill has shape {tuple(out.shape)}, its box {tuple(box.size)}.")
 
     def _read(self, held: Box, piece: Piece, both: Box) -> torch.Tensor:
         try:
@@ -99,9 +97,7 @@ class Reader:
             found = (stored.get_dtype(), tuple(stored.get_shape()))
             wanted = (DTYPES[self.manifest.tensors[piece.tensor].dtype][0], piece.size)
             if found != wanted:
-                self._refuse(
-                    f"{piece.file}: {piece.key} of {piece.tensor!r} is {found}, the manifest says {wanted}."
-                )
+                self._refuse(f"{piece.file}: {piece.key} of {piece.tensor!r} is {found}, the manifest says {wanted}.")
             if both == held:  # also what has no dim to slice
                 return self._files[piece.file].get_tensor(piece.key)
             return stored[both.within(held)]

@@ -71,9 +71,7 @@ def _put_back(root: Path) -> None:
             fsync_folder(root)
 
 
-def write_rank_file(
-    folder: Path, rank: int, pieces: Iterable[tuple[str, Box, torch.Tensor]]
-) -> dict[str, Any]:
+def write_rank_file(folder: Path, rank: int, pieces: Iterable[tuple[str, Box, torch.Tensor]]) -> dict[str, Any]:
     """Write the pieces this rank owns; returns its index entry, plain JSON, for `commit`.
 
     Each piece of a tensor must be given by exactly one rank. Empty pieces are recorded by name only.
@@ -141,9 +139,7 @@ def commit(
     root, tmp, final = Path(root), Path(tmp), step_folder(root, step)
     with refusals(f"committing the checkpoint of step {step}", final, tmp=tmp):
         if keep < 1:
-            raise MeshwrightError(
-                [Problem(where="keep", what=f"is {keep}.", fix="Keep at least 1 checkpoint.")]
-            )
+            raise MeshwrightError([Problem(where="keep", what=f"is {keep}.", fix="Keep at least 1 checkpoint.")])
         manifest = _gather(step, entries, state)
         _refuse(size_problems(tmp, manifest))
         write_durably(tmp / MANIFEST, [seal(manifest)])
@@ -179,9 +175,7 @@ def _gather(step: int, entries: list[dict[str, Any]], state: Mapping[str, Any]) 
                 what = f"{entry.file} gives {tensor}, an earlier rank {tensors[name]}."
                 problems.append(Problem(where=name, what=what))
     saved_utc = datetime.now(UTC).isoformat(timespec="seconds")
-    manifest = Manifest(
-        step=step, saved_utc=saved_utc, state=state, tensors=tensors, files=files, pieces=tuple(pieces)
-    )
+    manifest = Manifest(step=step, saved_utc=saved_utc, state=state, tensors=tensors, files=files, pieces=tuple(pieces))
     _refuse([*problems, *(() if problems else manifest_problems(manifest, f"checkpoint of step {step}"))])
     return manifest
 

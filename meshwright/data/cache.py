@@ -63,9 +63,7 @@ def load(folder: Path, files: tuple[SourceFile, ...], keys: TextKeys) -> tuple[T
         if index.version != _CACHE_VERSION or index.files != files or index.keys != keys:
             return None
         tokens = _map(folder / f"{slot}-{stamp}.tokens.npy", index.num_tokens)
-        weights = (
-            _map(folder / f"{slot}-{stamp}.weights.npy", index.num_tokens) if index.has_weights else None
-        )
+        weights = _map(folder / f"{slot}-{stamp}.weights.npy", index.num_tokens) if index.has_weights else None
     except (OSError, ValueError, EOFError, MeshwrightError):
         return None
     return Tokens(tokens=tokens, weights=weights), index.digest

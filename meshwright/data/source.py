@@ -178,9 +178,7 @@ def _windows(flat: TokenArray, sequence: int) -> TokenArray:
 def _setting_problems(sequence: int, held_out_fraction: float) -> list[Problem]:
     problems = []
     if sequence < 1:
-        problems.append(
-            Problem(where="data.sequence", what=f"{sequence} is not positive.", fix="Use 1 or more.")
-        )
+        problems.append(Problem(where="data.sequence", what=f"{sequence} is not positive.", fix="Use 1 or more."))
     if not 0 <= held_out_fraction < 1:
         what, fix = f"{held_out_fraction} is not a fraction in [0, 1).", "Use 0 to hold nothing out."
         problems.append(Problem(where="data.held_out_fraction", what=what, fix=fix))

@@ -14,19 +14,22 @@ def shard_units(build: Any, axis: str, replicas: list[str], *, reshard: bool) ->
     mesh = build.mesh
     assert len(replicas) <= 1, "hybrid sharding sums over one axis of replicas"
     grid = mesh.grid[(*replicas, axis)] if replicas else mesh.grid[axis]
-    options: dict[str, Any] = {"mesh": grid, "reshard_after_forward": reshard}
+    options: dict[str, Any] = {"mesh": grid}
     if build.compute_dtype != build.dtype:
         options["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=build.compute_dtype, reduce_dtype=build.dtype, cast_forward_inputs=False
         )
-    wrapped = []
+    wrapped, blocks = [], set(build.model.blocks.values())
     for modules in build.units():
         for module in modules:
             build.materialise(module)
         if len(modules) == 1:
-            wrapped.append(fully_shard(modules[0], **options))
+            # The ends stay gathered from forward to backward: the head's come one after the other, and the embedding's
+            # backward needs no weight, but FSDP would gather it all the same.
+            is_block = modules[0] in blocks
+            wrapped.append(fully_shard(modules[0], reshard_after_forward=reshard and is_block, **options))
     # The root takes what no unit took: the layers that share a weight.
-    wrapped.append(fully_shard(build.model, **options))
+    wrapped.append(fully_shard(build.model, reshard_after_forward=False, **options))
     # Said outright, because FSDP's own guess fetches one layer too many when microbatches interleave.
     for before, module in zip([wrapped[0], *wrapped], wrapped, strict=False):
         module.set_modules_to_backward_prefetch([before])
@@ -36,6 +39,8 @@ def shard_units(build: Any, axis: str, replicas: list[str], *, reshard: bool) ->
     # FSDP divides gradients by the ranks it sums over; the loss is already divided by all tokens.
     build.loss_scale *= grid.size()
 
+    # A forward without a backward leaves layers gathered, and their parameters whole: nothing to save or to update.
+    build.on_evaluated.append(lambda: [module.reshard() for module in wrapped])
     told: list[bool] = []
 
     def flags(stage: int, is_last: bool) -> None:

@@ -102,9 +102,7 @@ def _measure(
         for rank in range(count):
             with (folder / f"{rank}.out").open("wb") as out, (folder / f"{rank}.err").open("wb") as err:
                 command = [sys.executable, "-m", _MODULE, *arguments, "--rank", str(rank)]
-                processes.append(
-                    subprocess.Popen(command, env=_environment(num_threads), stdout=out, stderr=err)
-                )
+                processes.append(subprocess.Popen(command, env=_environment(num_threads), stdout=out, stderr=err))
         _wait(processes, folder, report)
     finally:
         for process in processes:

@@ -74,8 +74,7 @@ def attention_flops_per_second(bench: Bench) -> float:
     batch, heads, tokens, size = (4, 32, 4096, 64) if on_gpu else (1, 8, 512, 64)
     dtype = torch.bfloat16 if on_gpu else torch.float32
     query, key, value = (
-        torch.randn(batch, heads, tokens, size, device=bench.device, dtype=dtype, requires_grad=True)
-        for _ in range(3)
+        torch.randn(batch, heads, tokens, size, device=bench.device, dtype=dtype, requires_grad=True) for _ in range(3)
     )
     slope = torch.randn(batch, heads, tokens, size, device=bench.device, dtype=dtype)
 
@@ -112,9 +111,7 @@ def all_reduce_seconds(bench: Bench, num_bytes: int) -> float:
     guess = torch.tensor(bench.sample_seconds(lambda: dist.all_reduce(message), 3))
     dist.all_reduce(guess, op=dist.ReduceOp.MAX)
     num_samples = max(5, min(200, int(bench.section_seconds / max(float(guess), 1e-6))))
-    return statistics.median(
-        bench.sample_seconds(lambda: dist.all_reduce(message), 1) for _ in range(num_samples)
-    )
+    return statistics.median(bench.sample_seconds(lambda: dist.all_reduce(message), 1) for _ in range(num_samples))
 
 
 def read(bench: Bench) -> Reading:

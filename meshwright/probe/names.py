@@ -61,16 +61,12 @@ def cluster(name_or_path: str) -> Cluster:
         return load_artefact(Cluster, text)
     if parsed is None:
         fix = f"Write 8xh100, 64x8xh100 or a .json file. {nearest(text.lower(), known)}"
-        raise MeshwrightError(
-            [Problem(where="cluster", what=f'"{name_or_path}" is no cluster name.', fix=fix)]
-        )
+        raise MeshwrightError([Problem(where="cluster", what=f'"{name_or_path}" is no cluster name.', fix=fix)])
     num_nodes, devices_per_node, device = parsed
     if device not in known:
         fix = nearest(device, known)
         raise MeshwrightError([Problem(where="cluster", what=f'no device is called "{device}".', fix=fix)])
     if num_nodes < 1 or devices_per_node < 1:
-        what = (
-            f'"{name_or_path}" has {num_nodes} x {devices_per_node} devices; both counts must be at least 1.'
-        )
+        what = f'"{name_or_path}" has {num_nodes} x {devices_per_node} devices; both counts must be at least 1.'
         raise MeshwrightError([Problem(where="cluster", what=what)])
     return preset(device).resized(devices_per_node, num_nodes, name=text.lower())

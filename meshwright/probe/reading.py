@@ -156,9 +156,7 @@ def _sources(first: Reading, device: Device, sheet: Cluster | None) -> dict[str,
         sources["memory_bytes_per_second"] = measured
     available = "MemAvailable (or the container's limit), divided among the devices"
     if first.isa_limit:
-        sources["bf16"] += (
-            f", ONEDNN_MAX_CPU_ISA={first.isa_limit}: without it a bf16 matmul may end the process"
-        )
+        sources["bf16"] += f", ONEDNN_MAX_CPU_ISA={first.isa_limit}: without it a bf16 matmul may end the process"
     return sources | {
         "attention_fraction": measured,
         "launch_seconds": measured,

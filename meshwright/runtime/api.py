@@ -45,9 +45,7 @@ class Built:
         part, num_parts = self.build.mesh.part(self.build.plan.sample_axes)
         return slice(part * batch // num_parts, (part + 1) * batch // num_parts)
 
-    def step(
-        self, inputs: Tensor, targets: Tensor, weights: Tensor | None = None, *, lr: float = 0.0
-    ) -> StepResult:
+    def step(self, inputs: Tensor, targets: Tensor, weights: Tensor | None = None, *, lr: float = 0.0) -> StepResult:
         """One step on this rank's rows; `weights` of 0 leave tokens out; lr 0: the optimizer's own."""
         samples = self._samples(inputs, targets, weights)
         return self._loop.step(samples, lr or self._loop.optimizer.config.lr)
@@ -61,9 +59,7 @@ class Built:
         plan, device = self.build.plan, self.build.mesh.device
         wanted = plan.batch // plan.num_replicas
         if inputs.shape[0] != wanted or inputs.shape != targets.shape:
-            what = (
-                f"this rank's inputs and targets must have {wanted} rows each, not {tuple(inputs.shape)} and "
-            )
+            what = f"this rank's inputs and targets must have {wanted} rows each, not {tuple(inputs.shape)} and "
             fix = f"Cut the batch with rows({plan.batch})."
             raise MeshwrightError([Problem(where="step", what=f"{what}{tuple(targets.shape)}.", fix=fix)])
         weights = torch.ones(inputs.shape) if weights is None else weights

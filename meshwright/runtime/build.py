@@ -48,6 +48,7 @@ class Build:
     on_step: list[Callable[[], Any]] = field(default_factory=list)
     on_backward: list[Callable[[bool], Any]] = field(default_factory=list)
     on_finish: list[Callable[[], Any]] = field(default_factory=list)
+    on_evaluated: list[Callable[[], Any]] = field(default_factory=list)
     boxes: dict[str, Box] = field(default_factory=dict)
     cut_axes: dict[str, frozenset[str]] = field(default_factory=dict)
     """Axes that cut a parameter; along all others it is a replica."""
@@ -121,9 +122,7 @@ class Build:
         self.cut_axes[name] |= {axis}
         old = dict(self.named_parameters())[name]
         shape = self.boxes[name].size
-        new = nn.Parameter(
-            torch.empty(shape, dtype=old.dtype, device="meta"), requires_grad=old.requires_grad
-        )
+        new = nn.Parameter(torch.empty(shape, dtype=old.dtype, device="meta"), requires_grad=old.requires_grad)
         replace_parameter(self.model, old, new)
 
     def cut_everything(self, axis: str) -> None:
@@ -196,8 +195,6 @@ def build(
     problems = plan.check(profile)
     if problems:
         raise MeshwrightError(problems)
-    made = Build(
-        plan=plan, profile=profile, model=model, mesh=mesh, source=source, dtype=dtype, compute_dtype=dtype
-    )
+    made = Build(plan=plan, profile=profile, model=model, mesh=mesh, source=source, dtype=dtype, compute_dtype=dtype)
     made.run()
     return made

@@ -69,9 +69,7 @@ def check(
 ) -> Checked:
     exactness = exactness_of(plan)
     if exactness not in TOLERANCE:
-        raise MeshwrightError(
-            f"the plan is {exactness}: one device computes other numbers, so there is no parity."
-        )
+        raise MeshwrightError(f"the plan is {exactness}: one device computes other numbers, so there is no parity.")
     start = time.monotonic()
     profile = decoder_profile(config.model.config(), config.model.name)
     plan = shortened(plan, len(plan.blocks_of_stages(profile)))

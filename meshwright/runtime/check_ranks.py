@@ -30,9 +30,7 @@ from meshwright.simulate.price import price
 
 def _samples(config: RunConfig, batch: int, cache: str, dtype: str) -> SamplesOf:
     data = config.data
-    text = open_text(
-        data.train, sequence=data.sequence, held_out_fraction=0.0, seed=data.seed, cache=Path(cache)
-    )
+    text = open_text(data.train, sequence=data.sequence, held_out_fraction=0.0, seed=data.seed, cache=Path(cache))
 
     def samples(step: int, part: int, num_parts: int) -> Samples:
         rows = text.batch(step * batch, batch, part, num_parts)
@@ -125,8 +123,7 @@ def promised(session: Any, run: RunConfig, plan: Plan, dtype: str) -> tuple[Traf
 
 def differences(seen: Traffic, priced: Traffic) -> list[str]:
     lines = [
-        f"{n} x {kind} of {size:,} bytes on {axis} not priced"
-        for (kind, axis, size), n in (seen - priced).items()
+        f"{n} x {kind} of {size:,} bytes on {axis} not priced" for (kind, axis, size), n in (seen - priced).items()
     ]
     return lines + [
         f"{n} x {kind} of {size:,} bytes on {axis} priced and not sent"

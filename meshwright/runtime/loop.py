@@ -44,6 +44,7 @@ def interpret(build: Build, actions: Actions, samples: Samples) -> Tensor:
     microbatches = samples.split(build.plan.microbatch)
     scale = build.loss_scale / samples.num_tokens
     last_backward = max((i for i, a in enumerate(actions) if a.kind == "backward"), default=-1)
+    trains = last_backward >= 0
     total = torch.zeros((), dtype=torch.float64, device=build.mesh.device)
     received: dict[int, Tensor] = {}
     outputs: dict[int, Tensor] = {}
@@ -56,15 +57,15 @@ def interpret(build: Build, actions: Actions, samples: Samples) -> Tensor:
         i = action.microbatch
         with record_function(f"mw:{action.kind} {i}"):
             if action.kind == "receive_forward":
-                received[i] = wire.receive("forward").requires_grad_(last_backward >= 0)
+                received[i] = wire.receive("forward").requires_grad_(trains)
             elif action.kind == "forward":
                 inputs, targets, weights = microbatches[i]
-                given = received.get(i, inputs)
+                given = received.get(i, inputs) if trains else received.pop(i, inputs)
                 outputs[i] = build.model(given, targets, weights) if build.has_loss else build.model(given)
                 if build.has_loss:
                     total += outputs[i].detach()
             elif action.kind == "send_forward":
-                wire.send("forward", outputs[i].detach())
+                wire.send("forward", outputs[i].detach() if trains else outputs.pop(i))
             elif action.kind == "receive_backward":
                 gradients[i] = wire.receive("backward")
             elif action.kind == "backward":
@@ -93,7 +94,8 @@ class Loop:
         self.optimizer.zero_gradients()
         for start in build.on_step:
             start()
-        build.model.train()
+        if not build.model.training:
+            build.model.train()
         count = samples.inputs.shape[0] // build.plan.microbatch
         loss = interpret(build, build.schedule(count), samples)
         with record_function("mw:exchange"):
@@ -101,6 +103,7 @@ class Loop:
                 finish()
             if build.owed:
                 build.sum_owed()
+            self.optimizer.take_gradients()
             # One small message for all that ranks must agree on.
             agreed = self._agree(self._share(loss), self.optimizer.squared_norm(), float(stop))
         with record_function("mw:update"):
@@ -118,6 +121,8 @@ class Loop:
             count = samples.inputs.shape[0] // build.plan.microbatch
             total += interpret(build, build.forward_schedule(count), samples)
             tokens += samples.num_tokens
+        for finish in build.on_evaluated:
+            finish()
         return self._agree(self._share(total))[0], tokens
 
     def total(self, value: Tensor) -> float:

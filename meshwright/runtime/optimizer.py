@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshwright.ops.shard import local
 from meshwright.runtime.build import Build
@@ -15,17 +15,22 @@ __all__ = ["Optimizer", "OptimizerConfig"]
 
 
 class Optimizer:
-    """torch's own fused optimizer on this rank's pieces."""
+    """torch's own fused optimizer, on plain tensors that share their memory with this rank's pieces.
+
+    Plain, because a sharded parameter is a DTensor: its dispatch costs more than the update of a small piece, and not
+    every fused kernel has a rule for it.
+    """
 
     def __init__(self, config: OptimizerConfig, build: Build):
         self.config, self.build = config, build
-        trained = [(name, p) for name, p in build.named_parameters() if p.requires_grad]
-        self.names = {id(parameter): name for name, parameter in trained}
-        self.trained = [parameter for _, parameter in trained]
-        self.owned = [parameter for name, parameter in trained if build.owns(name)]
+        trained = [(name, parameter) for name, parameter in build.named_parameters() if parameter.requires_grad]
+        self.parameters = [parameter for _, parameter in trained]
+        self.pieces = [local(parameter.detach()) for parameter in self.parameters]
+        self.names = {id(piece): name for (name, _), piece in zip(trained, self.pieces, strict=True)}
+        self.is_owned = [build.owns(name) for name, _ in trained]
         groups = [
-            {"params": [p for _, p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
-            {"params": [p for _, p in trained if p.ndim < 2], "weight_decay": 0.0},
+            {"params": [p for p in self.pieces if p.ndim >= 2], "weight_decay": config.weight_decay},
+            {"params": [p for p in self.pieces if p.ndim < 2], "weight_decay": 0.0},
         ]
         groups = [group for group in groups if group["params"]]
         if config.name == "adamw":
@@ -34,53 +39,54 @@ class Optimizer:
                 groups, lr=config.lr, betas=betas, eps=config.epsilon, fused=True
             )
         else:
-            # Not fused: DTensor, which holds sharded pieces, has no rule for the fused kernel.
-            self.inner = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, foreach=True)
+            self.inner = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=True)
         self._prime()
 
     def zero_gradients(self) -> None:
-        self.inner.zero_grad(set_to_none=True)
+        for tensor in (*self.parameters, *self.pieces):
+            tensor.grad = None
+
+    def take_gradients(self) -> None:
+        """After the backward passes: give each piece its part of the gradient."""
+        with torch.no_grad():  # taking a piece out of a DTensor is then not itself recorded for autograd
+            for parameter, piece in zip(self.parameters, self.pieces, strict=True):
+                piece.grad = None if parameter.grad is None else local(parameter.grad)
 
     def squared_norm(self) -> Tensor:
         """This rank's share of the squared global gradient norm: pieces it answers for."""
-        mine = [gradient for gradient in _gradients(self.owned) if gradient.numel()]
+        pairs = zip(self.pieces, self.is_owned, strict=True)
+        mine = [piece.grad for piece, is_owned in pairs if is_owned and piece.grad is not None and piece.numel()]
         if not mine:
             return torch.zeros((), dtype=torch.float64, device=self.build.mesh.device)
         return torch.stack(torch._foreach_norm(mine)).double().square().sum()
 
     def update(self, lr: float, norm: float) -> None:
         if self.config.clip and norm > self.config.clip:
-            torch._foreach_mul_(_gradients(self.trained), self.config.clip / norm)
+            gradients = [piece.grad for piece in self.pieces if piece.grad is not None]
+            torch._foreach_mul_(gradients, self.config.clip / norm)
         for group in self.inner.param_groups:
             group["lr"] = lr
         self.inner.step()
 
     def state(self) -> Iterable[tuple[str, str, Tensor]]:
         """(kind, parameter, this rank's piece) of everything the update remembers, but its step count."""
-        for parameter, values in self.inner.state.items():
+        for piece, values in self.inner.state.items():
             for kind, value in values.items():
-                if isinstance(value, Tensor) and value.shape == parameter.shape:
-                    yield kind, self.names[id(parameter)], local(value)
+                if kind != "step":
+                    yield kind, self.names[id(piece)], value
 
     def _prime(self) -> None:
         """Make the state exist before the first step: a checkpoint can be read into it, memory is known at once."""
-        for group in self.inner.param_groups:
-            for parameter in group["params"]:
-                state = self.inner.state[parameter]
-                if self.config.name == "adamw":
-                    state["step"] = torch.zeros((), dtype=torch.float32, device=self.build.mesh.device)
-                    state["exp_avg"] = torch.zeros_like(parameter)
-                    state["exp_avg_sq"] = torch.zeros_like(parameter)
-                elif self.config.momentum:
-                    state["momentum_buffer"] = torch.zeros_like(parameter)
+        for piece in self.pieces:
+            state = self.inner.state[piece]
+            if self.config.name == "adamw":
+                state["step"] = torch.zeros((), dtype=torch.float32, device=self.build.mesh.device)
+                state["exp_avg"] = torch.zeros_like(piece)
+                state["exp_avg_sq"] = torch.zeros_like(piece)
+            elif self.config.momentum:
+                state["momentum_buffer"] = torch.zeros_like(piece)
 
     def set_num_steps(self, count: int) -> None:
         for values in self.inner.state.values():
             if "step" in values:
                 values["step"].fill_(count)
-
-
-def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """This rank's pieces of them."""
-    with torch.no_grad():  # taking a piece out of a DTensor is then not itself recorded for autograd
-        return [local(parameter.grad) for parameter in parameters if parameter.grad is not None]

@@ -35,9 +35,7 @@ def run_outside(config: RunConfig, plan_file: str, place: Place) -> int:
         where = f"{place.master_address}:{place.master_port}"
         first_line = str(error).splitlines()[0]
         fix = "Choose a free port (MASTER_PORT, or torchrun --master-port)."
-        raise MeshwrightError(
-            [Problem(where=where, what=f"cannot meet the others: {first_line}.", fix=fix)]
-        ) from None
+        raise MeshwrightError([Problem(where=where, what=f"cannot meet the others: {first_line}.", fix=fix)]) from None
     control = dist.new_group(backend="gloo")
     arguments: dict[str, Any] = {}
     lock = None

@@ -151,9 +151,7 @@ def compare(
     return worst, departures
 
 
-def _errors(
-    build: Build, reference: Any, quantity: str, pieces: dict[str, Tensor]
-) -> list[tuple[str, str, float]]:
+def _errors(build: Build, reference: Any, quantity: str, pieces: dict[str, Tensor]) -> list[tuple[str, str, float]]:
     names = [key for key in reference.keys() if key.startswith(f"{quantity}/")]  # noqa: SIM118
     norm = sum(float(reference.get_tensor(key).double().norm()) ** 2 for key in names) ** 0.5
     errors = []
@@ -165,9 +163,7 @@ def _errors(
     return errors
 
 
-def observe(
-    session: Session, samples: SamplesOf, optimizer: OptimizerConfig
-) -> tuple[Traffic, dict[str, int]]:
+def observe(session: Session, samples: SamplesOf, optimizer: OptimizerConfig) -> tuple[Traffic, dict[str, int]]:
     """One steady step's traffic, and the bytes of parameters, gradients and optimizer afterwards."""
     part, num_parts = session.mesh.part(session.build.plan.sample_axes)
     for step in range(2):

@@ -28,9 +28,7 @@ def _pieces(build: Build, optimizer: Optimizer) -> Iterable[tuple[str, Box, Tens
             yield f"optimizer.{kind}.{name}", build.boxes[name], value
 
 
-def save(
-    root: Path, step: int, build: Build, optimizer: Optimizer, state: Mapping[str, Any], keep: int
-) -> str:
+def save(root: Path, step: int, build: Build, optimizer: Optimizer, state: Mapping[str, Any], keep: int) -> str:
     """Write a checkpoint together. Returns "" or, on every rank, why it could not be written; the run goes on."""
     mesh = build.mesh
     tmp = share_json(mesh.control, _attempt(lambda: str(begin(root, step))) if mesh.rank == 0 else None)

@@ -1,8 +1,8 @@
 """GPipe: all microbatches forward, then all backward.
 
-    stage 0   F0 F1 F2 F3             B0 B1 B2 B3
-    stage 1      F0 F1 F2 F3       B0 B1 B2 B3
-    stage 2         F0 F1 F2 F3 B0 B1 B2 B3
+stage 0   F0 F1 F2 F3             B0 B1 B2 B3
+stage 1      F0 F1 F2 F3       B0 B1 B2 B3
+stage 2         F0 F1 F2 F3 B0 B1 B2 B3
 """
 
 from __future__ import annotations

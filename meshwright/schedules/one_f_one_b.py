@@ -1,8 +1,8 @@
 """1F1B: a stage starts backward as soon as it can, so it holds at most `num_stages - stage` microbatches.
 
-    stage 0   F0 F1 F2          B0 F3    B1    B2    B3
-    stage 1      F0 F1       B0 F2 B1 F3    B2    B3
-    stage 2         F0 B0 F1 B1 F2 B2 F3 B3
+stage 0   F0 F1 F2          B0 F3    B1    B2    B3
+stage 1      F0 F1       B0 F2 B1 F3    B2    B3
+stage 2         F0 B0 F1 B1 F2 B2 F3 B3
 """
 
 from __future__ import annotations

@@ -41,9 +41,7 @@ def outside_launcher(environ: Mapping[str, str]) -> Place | None:
 
 
 def torchrun_place(environ: Mapping[str, str]) -> Place:
-    require(
-        environ, "torchrun", TORCHRUN_NAMES, "Start with torchrun, or unset RANK, WORLD_SIZE and LOCAL_RANK."
-    )
+    require(environ, "torchrun", TORCHRUN_NAMES, "Start with torchrun, or unset RANK, WORLD_SIZE and LOCAL_RANK.")
     numbers = whole_numbers(environ, "torchrun", ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"))
     return checked(
         Place(
@@ -110,8 +108,6 @@ def whole_numbers(environ: Mapping[str, str], where: Kind, names: Sequence[str])
 
 def checked(place: Place) -> Place:
     if place.rank >= place.num_ranks or place.local_rank >= place.num_ranks:
-        what = (
-            f"rank {place.rank} (local rank {place.local_rank}) does not exist among {place.num_ranks} ranks."
-        )
+        what = f"rank {place.rank} (local rank {place.local_rank}) does not exist among {place.num_ranks} ranks."
         raise MeshwrightError([Problem(where=place.kind, what=what)])
     return place

@@ -100,9 +100,7 @@ class RankPool:
 
     def __init__(self, num_ranks: int, *, log_folder: Path | None = None, threads_per_rank: int = 1):
         if num_ranks < 1 or threads_per_rank < 1:
-            raise MeshwrightError(
-                f"rank pool: {num_ranks} ranks of {threads_per_rank} threads. Use 1 or more of each."
-            )
+            raise MeshwrightError(f"rank pool: {num_ranks} ranks of {threads_per_rank} threads. Use 1 or more of each.")
         self.num_ranks = num_ranks
         self.threads_per_rank = threads_per_rank
         self._scratch = tempfile.TemporaryDirectory(prefix="meshwright-pool-")
@@ -200,9 +198,7 @@ class RankPool:
                 self._end_workers()
 
 
-def collect(
-    workers: Sequence[Worker], timeout_seconds: float
-) -> tuple[dict[int, dict[str, Any]], list[Failure]]:
+def collect(workers: Sequence[Worker], timeout_seconds: float) -> tuple[dict[int, dict[str, Any]], list[Failure]]:
     """Answers by rank and failures, until all are in, time is over, or shortly after the first failure."""
     answers: dict[int, dict[str, Any]] = {}
     failures: list[Failure] = []

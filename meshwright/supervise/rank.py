@@ -64,9 +64,7 @@ class StopFlag:
 def read_job(argv: Sequence[str]) -> Job:
     """The job in the file named by the only argument."""
     if len(argv) != 2:
-        raise MeshwrightError(
-            f"a rank takes one argument, the path of its job file, and got {len(argv) - 1}."
-        )
+        raise MeshwrightError(f"a rank takes one argument, the path of its job file, and got {len(argv) - 1}.")
     return Job(**json.loads(Path(argv[1]).read_text()))
 
 

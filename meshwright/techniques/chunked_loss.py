@@ -45,9 +45,7 @@ class ChunkedLoss(Technique):
         again = tuple(
             replace(task, phase="recompute", origin=self.name)
             for task in work.computes
-            if task.layer == layer
-            and task.phase == "forward"
-            and (task.name in logits or task.kind == "matmul")
+            if task.layer == layer and task.phase == "forward" and (task.name in logits or task.kind == "matmul")
         )
 
         def shrink(item: Resident) -> Resident:

@@ -49,9 +49,7 @@ class Replicate(Technique):
                 per_step=True,
                 hidden=True,
             )
-            for layer, repeat, size in work.units(
-                lambda slot: slot.stored(slot.gradient_shards) * slot.element_bytes
-            )
+            for layer, repeat, size in work.units(lambda slot: slot.stored(slot.gradient_shards) * slot.element_bytes)
         ]
         return work.with_tasks(*reductions)
 

@@ -1,9 +1,9 @@
 """ZeRO: replicas share out the optimizer, the gradients and the parameters, and gather what they need.
 
 What: ranks along `fsdp` see different samples and each keep 1/n of every parameter and its optimizer state (FSDP2).
-Stage 3 gathers a layer for its forward and again for its backward; stage 2 gathers it once a step and keeps it until
-the last backward ends; stage 1 also keeps whole gradients until the last microbatch. With `replicate` it is hybrid
-sharding: shards inside a group, sums between groups.
+Stage 3 gathers a block for its forward and again for its backward (embedding and head stay between the two); stage 2
+gathers once a step and keeps all until the last backward ends; stage 1 also keeps whole gradients until the last
+microbatch. With `replicate` it is hybrid sharding: shards inside a group, sums between groups.
 When it helps: optimizer and parameters are the peak, and a layer's compute covers its gather.
 When it does not: small batches per rank over slow links (the gathers do not hide), or a model that fits anyway.
 Cost: stage 3: per microbatch 2 all_gathers and 1 reduce_scatter of the parameters; stage 2: 1 all_gather per step and a
@@ -43,6 +43,7 @@ class Shard(Technique):
     def price(self, work: Work) -> Work:
         ways = work.size(self.axis)
         gather_bytes = work.facts.get("compute_bytes", work.slots[0].element_bytes)
+        blocks = {layer.name for layer in work.profile.layers if layer.is_block}
         tasks, residents, largest = [], [], 0
         for layer, repeat, elements in work.units(lambda slot: slot.stored(ways) * ways):
             common: dict[str, Any] = {
@@ -55,18 +56,17 @@ class Shard(Technique):
             whole = {"bytes": elements * gather_bytes, "kind": "all_gather"}
             once = self.stage < 3
             tasks.append(Collective(**common, **whole, phase="forward", per_step=once))
-            if not once:
+            if not once and layer in blocks:
                 tasks.append(Collective(**common, **whole, phase="backward"))
             summed = {"bytes": elements * work.slots[0].element_bytes, "kind": "reduce_scatter"}
             tasks.append(Collective(**common, **summed, phase="backward", per_step=self.stage == 1))
-            largest = np.maximum(largest, elements * gather_bytes * (repeat > 0))
-            if once:
+            if layer in blocks:
+                largest = np.maximum(largest, elements * gather_bytes * (repeat > 0))
+            if once or layer not in blocks:
                 residents.append(self._gathered(layer, repeat, elements * gather_bytes, "always"))
             if self.stage == 1:
-                residents.append(
-                    self._gathered(layer, repeat, elements * work.slots[0].element_bytes, "always")
-                )
-        if self.stage == 3:  # the layer in use and the one fetched ahead
+                residents.append(self._gathered(layer, repeat, elements * work.slots[0].element_bytes, "always"))
+        if self.stage == 3:  # the block in use and the one fetched ahead
             residents.append(self._gathered("", 2, largest, "always"))
 
         def slot(item: Slot) -> Slot:
@@ -76,9 +76,7 @@ class Shard(Technique):
         return replace(work, residents=(*kept, *residents)).with_tasks(*tasks).map_slots(slot)
 
     def _gathered(self, layer: str, repeat: Any, size: Any, life: Any) -> Resident:
-        return Resident(
-            layer=layer, category="gathered", repeat=repeat, bytes=size, life=life, origin=self.name
-        )
+        return Resident(layer=layer, category="gathered", repeat=repeat, bytes=size, life=life, origin=self.name)
 
     def apply(self, build: Any) -> None:
         build.at("wrap", self._wrap)

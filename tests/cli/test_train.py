@@ -97,6 +97,17 @@ def test_a_run_resumes_under_another_plan_and_number_of_ranks(
     assert all(abs(there[step] - before[step]) < 2e-5 * before[step] for step in before)
 
 
+def test_gathered_layers_are_put_back_before_a_checkpoint(finished: Path, tmp_path: Path) -> None:
+    """Evaluation leaves layers of stage 2 gathered; a checkpoint written then once had whole parameters as pieces."""
+    path = write_run(tmp_path)
+    plan = write_plan(tmp_path, {"name": "shard", "size": 2, "stage": 2})
+    done = mw("train", path, "--plan", plan, "--set", "train.evaluate_every=2", "--set", "train.save_every=2")
+    assert done.returncode == 0, done.stderr
+    there, before = losses(tmp_path / "run"), losses(finished / "run")
+    assert all(abs(there[step] - before[step]) < 2e-5 * before[step] for step in before)
+    assert mw("ckpt", "verify", str(tmp_path / "run")).returncode == 0
+
+
 def test_a_damaged_checkpoint_is_passed_over_with_a_message(finished: Path, tmp_path: Path) -> None:
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
     newest = tmp_path / "run" / "checkpoints" / "step-00000008" / "rank-00000.safetensors"
