@@ -2,8 +2,8 @@
 
 What: each sequence's hidden states go through the vocabulary matmul and the cross entropy `chunks` pieces at a time;
 backward computes a piece's logits again.
-When it helps: large vocabularies and long sequences: logits, their log-probabilities and gradients are 12 bytes and
-more for each token and word, often the peak of the whole step.
+When it helps: large vocabularies and long sequences: logits, their probabilities and gradients are up to 12 bytes
+for each token and word, often the peak of the whole step.
 When it does not: small vocabularies (bytes), or memory to spare: the vocabulary matmul runs forward twice.
 Cost: one more forward of the head; logits memory divided by `chunks`.
 Exactness: exact; the order of the sum over tokens changes.

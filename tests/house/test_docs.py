@@ -88,3 +88,18 @@ def test_links_between_documents_lead_somewhere() -> None:
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
                 checked += 1
     assert checked > 5
+
+
+def test_the_cards_are_those_of_the_files(request: pytest.FixtureRequest) -> None:
+    from meshwright.cli.techniques import card
+    from meshwright.core.technique import technique_names
+
+    names = technique_names()
+    assert names
+    text = "# Technique cards\n\nThe docstrings of `meshwright/techniques/`, as `mw techniques NAME` prints them.\n"
+    for name in names:
+        text += f"\n## {name}\n\n" + re.sub(r"\n(?=[A-Z][a-z ]+: )", "\n\n", card(name)) + "\n"
+    page = ROOT / "docs" / "techniques" / "cards.md"
+    if request.config.getoption("--write-matrix"):
+        page.write_text(text, encoding="utf-8")
+    assert page.read_text(encoding="utf-8") == text, "run pytest tests/house/test_docs.py --write-matrix"
