@@ -111,6 +111,7 @@ class _Run:
         self.watch = Watch(trainer.step + _SKIP_STEPS, config.run.timeline_steps, trainer.mesh.device)
         self.seconds: list[float] = []
         self.saved_step = trainer.step if trainer.step else -1
+        self.evaluated_step = -1
         self.save_error = ""
         self.bits: float | None = None
 
@@ -155,6 +156,9 @@ class _Run:
         self.metrics.write(step.step, values)
 
     def _evaluate(self) -> None:
+        if self.evaluated_step == self.trainer.step:
+            return
+        self.evaluated_step = self.trainer.step
         self.bits = self.trainer.evaluate()
         if self.metrics is not None and self.bits is not None:
             self.metrics.write(self.trainer.step - 1, {"held_out_bits_per_byte": self.bits})
