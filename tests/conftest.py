@@ -10,10 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from meshwright.supervise.pool import RankPool
 
 sys.path.append(str(Path(__file__).parent / "same"))  # ranks import `rank_jobs` from there
+
+# The same examples every time: a red build is then somebody's change, and can be run again.
+settings.register_profile("fixed", derandomize=True, deadline=None)
+settings.load_profile("fixed")
 
 References = Callable[..., str]
 """(config, optimizer, batch=, sequence=, steps=, dtype=, techniques=) -> folder."""

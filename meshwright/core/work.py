@@ -224,6 +224,7 @@ def _op_tasks(layer: Layer, op: Op, b: Num, s: Num, element_bytes: int) -> list[
             shape=op.shape,
         )
         for phase, flops, moved in halves
+        if flops != Poly() or moved != Poly()  # some ops only keep something
     ]
 
 

@@ -27,7 +27,7 @@ from meshwright.search.space import grids
 from meshwright.search.wishes import read_wishes
 from meshwright.simulate.forecast import Forecast, forecast
 
-MOST_FORECASTS = 64
+MOST_FORECASTS = 160
 """Plans looked at one by one. Where bounds end the search earlier, the best is certain; else the gap says so."""
 
 _TRIED = 20
