@@ -164,6 +164,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `mw ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        print(f"mw {arguments.command}: {error.filename or 'a file'}: {error.strerror or error}.", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print(f"mw {arguments.command}: stopped", file=sys.stderr)
         return 130

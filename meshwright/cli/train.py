@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from meshwright.cli.show import print_forecast, progress
-from meshwright.core.codec import encode
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.units import pretty_bytes, pretty_count, pretty_seconds
 from meshwright.runtime.config import RunConfig, read_run
-from meshwright.runtime.prepare import Prepared, open_data, open_folder, prepare
+from meshwright.runtime.prepare import (
+    Prepared,
+    job_arguments,
+    open_data,
+    open_folder,
+    prepare,
+    write_prepared,
+)
 from meshwright.supervise.environment import outside_launcher
 from meshwright.supervise.launch import launch
 
@@ -25,22 +31,22 @@ from meshwright.supervise.launch import launch
 def run(arguments: Namespace) -> int:
     place = outside_launcher(os.environ)
     config = read_run(arguments.run, arguments.changes)
+    folder = Path(config.run.folder)
+    console = Console(stderr=True, highlight=False)
     if place is not None:
         from meshwright.runtime.outside import run_outside
 
-        return run_outside(config, arguments.plan, place)
-    folder = Path(config.run.folder)
-    console = Console(stderr=True, highlight=False)
+        before = functools.partial(describe, console, config)
+        after = functools.partial(close, console, arguments.run, config)
+        return run_outside(config, arguments.plan, place, before, after)
     with open_folder(folder):
         if _is_finished(config, folder):
-            steps = config.train.steps
-            console.print(f"{folder} has its {steps} steps; raise train.steps to go on.")
+            console.print(f"{folder} has its {config.train.steps} steps; raise train.steps to go on.")
             return 0
         open_data(config)  # what is wrong with the data is told before anything is measured or started
         prepared = prepare(config, arguments.plan, progress)
-        write_prepared(folder, prepared, config)
+        write_prepared(config, prepared)
         describe(console, config, prepared)
-        (folder / "result.json").unlink(missing_ok=True)
         outcome = launch(
             "meshwright.runtime.rank",
             job_arguments(config, prepared),
@@ -50,17 +56,8 @@ def run(arguments: Namespace) -> int:
         )
         if outcome.exit_code not in (0, 75):
             raise MeshwrightError(outcome.message(), outcome.exit_code)
-        close(console, arguments.run, folder, prepared, config)
+        close(console, arguments.run, config, prepared)
     return outcome.exit_code
-
-
-def job_arguments(config: RunConfig, prepared: Prepared) -> dict[str, Any]:
-    return {
-        "config": encode(config),
-        "plan": encode(prepared.plan),
-        "device": prepared.cluster.device.kind,
-        "tokens_per_second": prepared.forecast.tokens_per_second,
-    }
 
 
 def _is_finished(config: RunConfig, folder: Path) -> bool:
@@ -68,29 +65,6 @@ def _is_finished(config: RunConfig, folder: Path) -> bool:
 
     steps = list_steps(folder / "checkpoints")
     return bool(steps) and steps[-1] >= config.train.steps
-
-
-def write_prepared(folder: Path, prepared: Prepared, config: RunConfig) -> None:
-    """Every artefact between two stages lies in the folder, to be read, edited and used again."""
-    from meshwright.simulate.timeline import simulate
-
-    timeline = simulate(
-        prepared.profile,
-        prepared.plan,
-        prepared.cluster,
-        sequence=config.data.sequence,
-        state_bytes=config.train.optimizer.state_bytes,
-    )
-    for name, text in (
-        ("cluster.json", prepared.cluster.to_json()),
-        ("plan.json", prepared.plan.to_json()),
-        ("forecast.json", json.dumps(encode(prepared.forecast), indent=1)),
-        ("predicted.timeline.json", timeline.to_json()),
-        ("predicted.trace.json", timeline.to_chrome()),
-    ):
-        temporary = folder / f"{name}.tmp"
-        temporary.write_text(text + "\n", encoding="utf-8")
-        os.replace(temporary, folder / name)
 
 
 def describe(console: Console, config: RunConfig, prepared: Prepared) -> None:
@@ -102,10 +76,13 @@ def describe(console: Console, config: RunConfig, prepared: Prepared) -> None:
             f"({prepared.cluster.num_devices} devices) in {prepared.found.search_seconds:.2f} s"
         )
     print_forecast(console, prepared.plan, prepared.forecast, "the plan")
+    if not prepared.forecast.fits:
+        console.print("[bold red]this plan is not expected to fit[/bold red]")
 
 
-def close(console: Console, run_file: str, folder: Path, prepared: Prepared, config: RunConfig) -> None:
+def close(console: Console, run_file: str, config: RunConfig, prepared: Prepared) -> None:
     """Predicted against measured, worst first, and what to try next."""
+    folder = Path(config.run.folder)
     path = folder / "result.json"
     if not path.exists():
         return

@@ -20,6 +20,8 @@ from typing import Any, Literal, TypeVar, Union
 from meshwright.core.errors import MeshwrightError, Problem, nearest
 
 T = TypeVar("T")
+LARGEST_WHOLE_NUMBER = 2**63 - 1
+"""Whole numbers become int64 when many plans are priced at once."""
 _WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 
 
@@ -75,7 +77,7 @@ def decode_into(hint: Any, value: Any, where: str, problems: list[Problem]) -> A
     if origin in (Union, types.UnionType):
         return _decode_union(args, value, where, problems)
     if origin is Literal:
-        if value not in args:
+        if not any(type(value) is type(each) and value == each for each in args):  # True == 1, and is not 1
             fix = nearest(str(value), map(str, args))
             problems.append(Problem(where=where, what=f"{value!r} is not one of its values.", fix=fix))
         return value
@@ -127,13 +129,18 @@ def _decode_tuple(args: tuple[Any, ...], value: Any, where: str, problems: list[
 
 def _decode_scalar(hint: Any, value: Any, where: str, problems: list[Problem]) -> Any:
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
+        try:
+            value = float(value)
+        except OverflowError:
+            return _wrong(where, "a finite number", value, problems)
     if hint not in _WORDS:
         raise TypeError(f"codec cannot read the type {hint!r} at {where}")
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
         return _wrong(where, _WORDS[hint], value, problems)
     if isinstance(value, float) and not math.isfinite(value):
         return _wrong(where, "a finite number", value, problems)
+    if hint is int and abs(value) > LARGEST_WHOLE_NUMBER:
+        return _wrong(where, f"at most {LARGEST_WHOLE_NUMBER}", value, problems)
     return value
 
 
@@ -171,6 +178,13 @@ def read_artefact(cls: type[T], text: str, source: str) -> T:
 
     A newer version is said first: its unknown keys would only confuse.
     """
+    try:
+        return _read_artefact(cls, text, source)
+    except RecursionError:
+        raise MeshwrightError([Problem(where=source, what="is nested too deeply.")]) from None
+
+
+def _read_artefact(cls: type[T], text: str, source: str) -> T:
     try:
         value = json.loads(text, parse_constant=_refuse_constant)
     except ValueError as error:

@@ -32,11 +32,13 @@ class MeshwrightError(Exception):
 
     exit_code = 2
 
-    def __init__(self, problems: Iterable[Problem] | str, exit_code: int = 2):
+    def __init__(self, problems: Iterable[Problem] | str, exit_code: int = 2, *, is_everywhere: bool = False):
+        """`is_everywhere`: every rank raises it, so one of them saying it is enough."""
         if isinstance(problems, str):
             problems = (Problem(where="", what=problems),)
         self.problems: Problems = tuple(problems)
         self.exit_code = exit_code
+        self.is_everywhere = is_everywhere
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
 

@@ -39,7 +39,7 @@ class Plan:
         # By name: for equality only. The order of work is the order of phases.
         object.__setattr__(self, "techniques", tuple(sorted(self.techniques, key=lambda t: t.name)))
         axes = {t.axis: t for t in self.techniques if t.axis}
-        if self.axis_order and set(self.axis_order) != set(axes):
+        if self.axis_order and sorted(self.axis_order) != sorted(axes):
             problems.append(
                 Problem(
                     where="axis_order",
@@ -127,6 +127,10 @@ class Plan:
         for technique in self.in_phase_order():
             problems.extend(technique.check(self, profile, cluster))
         return tuple(problems)
+
+    def check_sequence(self, sequence: int) -> Problems:
+        """What is wrong for samples of this length, for a plan that `check` has nothing against."""
+        return tuple(problem for technique in self.in_phase_order() for problem in technique.check_sequence(sequence))
 
     @property
     def fingerprint(self) -> str:

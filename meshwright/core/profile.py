@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -65,7 +66,7 @@ class Op:
     dtype: Literal["compute", "float32"] = "compute"
     cut: Cut = "none"
     shape: tuple[int, ...] = ()
-    """(n, k) of a matmul, (heads, head size) of attention: efficiency depends on it."""
+    """(n, k) of a matmul, (heads, head size) of attention: what tables of measured efficiency will be looked up by."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +95,7 @@ class Layer:
     """One of the repeated blocks, where stages are cut and recomputation is counted."""
 
     def num_params(self) -> int:
-        return sum(_product(param.shape) for param in self.params if not param.tied)
+        return sum(math.prod(param.shape) for param in self.params if not param.tied)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,7 +124,7 @@ class Profile:
     def model_flops(self, tokens: float, sequence: float) -> float:
         """(6 N + 12 L d s) per token, N without the input embedding: the convention MFU is reported in."""
         matmul_params = sum(
-            _product(param.shape) * layer.repeat
+            math.prod(param.shape) * layer.repeat
             for layer in self.layers[1:]
             for param in layer.params  # a tied head still multiplies
         )
@@ -135,10 +136,3 @@ class Profile:
     @classmethod
     def from_json(cls, text: str, source: str = "profile") -> Profile:
         return read_artefact(cls, text, source)
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total

@@ -7,6 +7,7 @@ name, so search, simulator, runtime, command line and report know no technique b
 from __future__ import annotations
 
 import importlib
+import math
 import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -128,6 +129,13 @@ def axis_problems(technique: Technique) -> Problems:
     if size < 1:
         return (technique.problem(f"size is {size}.", "An axis has at least one rank."),)
     return ()
+
+
+def axis_sizes(cluster: Cluster) -> tuple[int, ...]:
+    """Sizes above 1 that an axis can have where all axes multiply to all devices."""
+    devices = cluster.num_devices
+    small = [size for size in range(1, math.isqrt(devices) + 1) if devices % size == 0]
+    return tuple(sorted({*small, *(devices // size for size in small)} - {1}))
 
 
 @cache

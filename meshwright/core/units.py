@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 GIB = 1024**3
 MIB = 1024**2
 
@@ -32,19 +30,3 @@ def pretty_count(value: float) -> str:
         if abs(value) >= size:
             return f"{value / size:.3g} {unit}"
     return f"{value:.3g}"
-
-
-_SIZES = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
-_BYTES = re.compile(r"^\s*([0-9.]+)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
-
-
-def parse_bytes(text: str) -> int:
-    """`80 GB` or `80 GiB` to bytes; raises ValueError on anything else."""
-    match = _BYTES.match(text)
-    if match is None:
-        raise ValueError(f'"{text}" is not a size such as 80 GB or 80 GiB')
-    number, prefix, binary = match.groups()
-    base = _SIZES[prefix.lower()]
-    if binary:
-        base = 1024 ** (("", "k", "m", "g", "t").index(prefix.lower()))
-    return int(float(number) * base)

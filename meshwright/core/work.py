@@ -34,7 +34,6 @@ class Compute:
     moved_bytes: Num = 0.0
     dtype: str = "fp32"
     cut: Cut = "none"
-    shape: tuple[Num, ...] = ()
     origin: str = ""
 
     @property
@@ -221,7 +220,6 @@ def _op_tasks(layer: Layer, op: Op, b: Num, s: Num, element_bytes: int) -> list[
             moved_bytes=moved(b, s) * element_bytes,
             dtype=op.dtype,
             cut=op.cut,
-            shape=op.shape,
         )
         for phase, flops, moved in halves
         if flops != Poly() or moved != Poly()  # some ops only keep something

@@ -39,6 +39,9 @@ class DecoderConfig:
             for f in fields(self)
             if f.type == "int" and f.name != "head_size" and getattr(self, f.name) < 1
         ]
+        if self.head_size < 0:
+            fix = "Use at least 1, or 0 for hidden_size / num_heads."
+            problems.append(Problem(where="head_size", what=f"is {self.head_size}.", fix=fix))
         if not problems:
             if self.num_heads % self.num_kv_heads:
                 what = f"{self.num_heads} heads cannot share {self.num_kv_heads} key/value heads evenly."

@@ -45,10 +45,12 @@ class Built:
         part, num_parts = self.build.mesh.part(self.build.plan.sample_axes)
         return slice(part * batch // num_parts, (part + 1) * batch // num_parts)
 
-    def step(self, inputs: Tensor, targets: Tensor, weights: Tensor | None = None, *, lr: float = 0.0) -> StepResult:
-        """One step on this rank's rows; `weights` of 0 leave tokens out; lr 0: the optimizer's own."""
+    def step(
+        self, inputs: Tensor, targets: Tensor, weights: Tensor | None = None, *, lr: float | None = None
+    ) -> StepResult:
+        """One step on this rank's rows; `weights` of 0 leave tokens out; without a rate, the optimizer's own."""
         samples = self._samples(inputs, targets, weights)
-        return self._loop.step(samples, lr or self._loop.optimizer.config.lr)
+        return self._loop.step(samples, self._loop.optimizer.config.lr if lr is None else lr)
 
     def evaluate(self, inputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> float:
         """Mean loss over the tokens of all ranks."""
@@ -62,6 +64,9 @@ class Built:
             what = f"this rank's inputs and targets must have {wanted} rows each, not {tuple(inputs.shape)} and "
             fix = f"Cut the batch with rows({plan.batch})."
             raise MeshwrightError([Problem(where="step", what=f"{what}{tuple(targets.shape)}.", fix=fix)])
+        problems = [p for technique in plan.techniques for p in technique.check_sequence(inputs.shape[1])]
+        if problems:
+            raise MeshwrightError(problems)
         weights = torch.ones(inputs.shape) if weights is None else weights
         tokens = self._loop.total(weights.sum().double())
         return Samples(
@@ -108,8 +113,12 @@ def _on_meta(model: Decoder | DecoderConfig | str, seed: int) -> tuple[Decoder, 
         weights = {name: value.detach().clone() for name, value in model.named_parameters()}
         is_empty = any(value.device.type == "meta" for value in weights.values())
         source = seeded(model.init_value, seed) if is_empty else from_tensors(weights)
-    else:
+    elif isinstance(model, str | DecoderConfig):
         config, source = preset(model) if isinstance(model, str) else model, None
+    else:
+        what = f"cannot apply a plan to a {type(model).__name__}."
+        fix = "Give a model's name, a DecoderConfig or a meshwright.models.decoder.Decoder."
+        raise MeshwrightError([Problem(where="build", what=what, fix=fix)])
     with torch.device("meta"):
         meta = Decoder(config)
     return meta, config, source or seeded(meta.init_value, seed)
@@ -117,12 +126,12 @@ def _on_meta(model: Decoder | DecoderConfig | str, seed: int) -> tuple[Decoder, 
 
 def _mesh(plan: Plan, device: str) -> Mesh:
     place = device_of(device or ("cuda" if torch.cuda.is_available() else "cpu"), _local_rank())
+    ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks != plan.num_ranks:
+        what = f"the plan needs {plan.num_ranks} ranks, this program was started with {ranks}."
+        fix = f"Start it with: torchrun --nproc-per-node {plan.num_ranks} SCRIPT"
+        raise MeshwrightError([Problem(where="build", what=what, fix=fix)])
     if plan.mesh and not dist.is_initialized():
-        ranks = int(os.environ.get("WORLD_SIZE", "1"))
-        if ranks != plan.num_ranks:
-            what = f"the plan needs {plan.num_ranks} ranks, this program was started with {ranks}."
-            fix = f"Start it with: torchrun --nproc-per-node {plan.num_ranks} SCRIPT"
-            raise MeshwrightError([Problem(where="build", what=what, fix=fix)])
         join(0, ranks, place)
     return Mesh.make(plan.mesh, place)
 

@@ -48,6 +48,8 @@ class Build:
     on_step: list[Callable[[], Any]] = field(default_factory=list)
     on_backward: list[Callable[[bool], Any]] = field(default_factory=list)
     on_finish: list[Callable[[], Any]] = field(default_factory=list)
+    on_action: list[Callable[[], Any]] = field(default_factory=list)
+    """Called before every action: for whoever watches."""
     on_evaluated: list[Callable[[], Any]] = field(default_factory=list)
     boxes: dict[str, Box] = field(default_factory=dict)
     cut_axes: dict[str, frozenset[str]] = field(default_factory=dict)
@@ -85,8 +87,6 @@ class Build:
                 self.materialise(self.model)  # whatever no wrapper has filled yet
             for change in self._phases.get(phase, ()):
                 change(self)
-
-    # What techniques ask and tell ---------------------------------------------------------------------
 
     def named_params(self) -> Iterable[tuple[str, Param]]:
         """Canonical name and profile entry of every parameter of this stage, tied ones once."""
@@ -130,7 +130,8 @@ class Build:
         for name in self.cut_axes:
             self.cut_axes[name] |= {axis}
 
-    def owe(self, name: str, axis: str, group: dist.ProcessGroup | None, is_copy: bool = False) -> None:
+    def owe(self, name: str, group: dist.ProcessGroup | None, is_copy: bool = False) -> None:
+        """The gradient is still to be summed over `group`; `is_copy`: another stage answers for the parameter."""
         if group is not None:
             self.owed.setdefault(name, []).append(group)
         if is_copy:
@@ -146,8 +147,6 @@ class Build:
             value = self.source(name, self.boxes[name], self.dtype).to(self.mesh.device)
             new = nn.Parameter(value.contiguous(), requires_grad=parameter.requires_grad)
             replace_parameter(self.model, parameter, new)
-
-    # What the loop, checkpoints and checks ask --------------------------------------------------------
 
     def owns(self, name: str) -> bool:
         """Whether this rank answers for its piece: exactly one of the replicas does."""

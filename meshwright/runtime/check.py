@@ -16,37 +16,55 @@ from typing import Any
 from meshwright.core.codec import encode
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.plan import Plan
+from meshwright.core.profile import Profile
 from meshwright.core.technique import EXACTNESS
 from meshwright.core.units import pretty_bytes
 from meshwright.models.cost import decoder_profile
 from meshwright.probe.machine import available_host_bytes
 from meshwright.runtime.config import RunConfig
+from meshwright.simulate.price import price
 from meshwright.supervise.pool import RankPool
 
 TOLERANCE = {"exact": 1e-9, "rounded": 5e-2}
-"""Largest difference over the quantity's global norm: rounding of float64 sums, or of bf16 activations."""
+"""exact: largest difference of any element over the quantity's global norm, every step; rounded: distance between whole
+gradients over their norm, and the loss, first step."""
 DTYPE = {"exact": "float64", "rounded": "float32"}
 _JOBS = "meshwright.runtime.check_ranks"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checked:
-    plan: Plan
+class Part:
+    """One comparison with one device."""
+
     exactness: str
-    dtype: str
-    tolerance: float
-    steps: int
+    plan: Plan
     worst_error: float
     departures: tuple[dict[str, Any], ...]
     """Where ranks left the reference, in the order it happened: step, quantity, layer, error, rank."""
     traffic: tuple[str, ...]
     """Messages that were not priced, or priced and not sent."""
     num_messages: int
-    seconds: float
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCE[self.exactness]
 
     @property
     def passed(self) -> bool:
         return not self.departures and not self.traffic
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    plan: Plan
+    steps: int
+    parts: tuple[Part, ...]
+    """In float64 without what rounds, then, if something rounds, the whole plan."""
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        return all(part.passed for part in self.parts)
 
 
 def exactness_of(plan: Plan) -> str:
@@ -73,7 +91,23 @@ def check(
     start = time.monotonic()
     profile = decoder_profile(config.model.config(), config.model.name)
     plan = shortened(plan, len(plan.blocks_of_stages(profile)))
-    _check_memory(profile.num_params, plan.num_ranks)
+    _check_memory(profile, plan, config.data.sequence)
+    own = pool or RankPool(plan.num_ranks, threads_per_rank=1)
+    parts = []
+    try:
+        exact = replace(plan, techniques=tuple(t for t in plan.techniques if t.exactness == "exact"))
+        parts.append(_compare(config, exact, "exact", steps, own, report))
+        if exactness != "exact":
+            parts.append(_compare(config, plan, exactness, 1, own, report))
+    finally:
+        if pool is None:
+            own.close()
+    return Checked(plan=plan, steps=steps, parts=tuple(parts), seconds=time.monotonic() - start)
+
+
+def _compare(
+    config: RunConfig, plan: Plan, exactness: str, steps: int, pool: RankPool, report: Callable[[str], None]
+) -> Part:
     with tempfile.TemporaryDirectory(prefix="mw-check-") as folder:
         common = {
             "config": encode(config),
@@ -83,35 +117,30 @@ def check(
             "batch": plan.batch,
             "cache": str(Path(folder) / "tokens"),
         }
-        own = pool or RankPool(plan.num_ranks, threads_per_rank=1)
-        try:
-            report(f"one device, {steps} steps of {plan.batch} samples in {DTYPE[exactness]}")
-            own.run(f"{_JOBS}:reference_job", common, 1, timeout_seconds=3600)
-            report(f"{plan.num_ranks} ranks: {plan}")
-            arguments = {**common, "plan": encode(plan), "tolerance": TOLERANCE[exactness]}
-            answers = own.run(f"{_JOBS}:parity_job", arguments, plan.num_ranks, timeout_seconds=3600)
-        finally:
-            if pool is None:
-                own.close()
+        report(f"one device, {steps} steps of {plan.batch} samples in {DTYPE[exactness]}")
+        pool.run(f"{_JOBS}:reference_job", common, 1, timeout_seconds=3600)
+        report(f"{plan.num_ranks} ranks: {plan}")
+        arguments = {**common, "plan": encode(plan), "tolerance": TOLERANCE[exactness], "exactness": exactness}
+        answers = pool.run(f"{_JOBS}:parity_job", arguments, plan.num_ranks, timeout_seconds=3600)
     departures = [{**found, "rank": rank} for rank, a in enumerate(answers) for found in a["departures"]]
-    return Checked(
-        plan=plan,
+    return Part(
         exactness=exactness,
-        dtype=DTYPE[exactness],
-        tolerance=TOLERANCE[exactness],
-        steps=steps,
+        plan=plan,
         worst_error=max(answer["worst"] for answer in answers),
         departures=tuple(sorted(departures, key=lambda d: (d["step"], d["order"], d["rank"]))),
         traffic=tuple(f"rank {rank}: {line}" for rank, a in enumerate(answers) for line in a["traffic"]),
         num_messages=sum(answer["num_messages"] for answer in answers),
-        seconds=time.monotonic() - start,
     )
 
 
-def _check_memory(num_params: int, num_ranks: int) -> None:
-    """Float64 parameters, gradients and two states, on every rank at worst."""
-    needed, there = num_params * 8 * 5 * min(num_ranks, 2), available_host_bytes()
+def _check_memory(profile: Profile, plan: Plan, sequence: int) -> None:
+    """What the ranks hold in float64, all on this machine, and one device beside them."""
+    stages = range(len(plan.blocks_of_stages(profile)))
+    works = [price(profile, plan, sequence=sequence, stage=stage, element_bytes=8, state_bytes=16) for stage in stages]
+    held = sum(float(r.repeat * r.bytes) for work in works for r in work.residents if r.life == "always")
+    needed = held * plan.num_ranks / len(works) + profile.num_params * 8 * 4
+    there = available_host_bytes()
     if needed > there:
         what = f"a float64 comparison needs about {pretty_bytes(needed)}; {pretty_bytes(there)} are free."
-        fix = "Check a shallower one: --set model.change='{num_layers = 4}'."
+        fix = "Check a shallower model: --set model.change='{num_layers = 4}'."
         raise MeshwrightError([Problem(where="memory", what=what, fix=fix)])

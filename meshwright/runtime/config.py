@@ -45,6 +45,9 @@ class OptimizerConfig:
             for name in ("beta1", "beta2", "momentum")
             if getattr(self, name) >= 1
         ]
+        if not 0 <= self.final_fraction <= 1:
+            what = f"is {self.final_fraction}."
+            problems.append(Problem(where="final_fraction", what=what, fix="Use 0 to 1."))
         if problems:
             raise MeshwrightError(problems)
 
@@ -156,6 +159,8 @@ class RunConfig:
             for where, value in not_negative.items()
             if value < 0
         ]
+        if not self.run.folder.strip():
+            problems.append(Problem(where="run.folder", what="is empty.", fix="Name a folder for this run."))
         if not 0 <= self.data.held_out_fraction < 1:
             what = f"is {self.data.held_out_fraction}."
             problems.append(Problem(where="data.held_out_fraction", what=what, fix="Use 0 to 1, 1 excluded."))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
+from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.runtime.build import Build
 from meshwright.runtime.optimizer import Optimizer
 from meshwright.schedules import Actions
@@ -55,6 +57,8 @@ def interpret(build: Build, actions: Actions, samples: Samples) -> Tensor:
         wire.start((action.kind for action in actions), shape, build.compute_dtype)
     for position, action in enumerate(actions):
         i = action.microbatch
+        for look in build.on_action:
+            look()
         with record_function(f"mw:{action.kind} {i}"):
             if action.kind == "receive_forward":
                 received[i] = wire.receive("forward").requires_grad_(trains)
@@ -106,10 +110,14 @@ class Loop:
             self.optimizer.take_gradients()
             # One small message for all that ranks must agree on.
             agreed = self._agree(self._share(loss), self.optimizer.squared_norm(), float(stop))
+        loss_mean, norm = agreed[0] / samples.num_tokens, agreed[1] ** 0.5
+        if not (math.isfinite(loss_mean) and math.isfinite(norm)):  # all ranks see the same numbers and stop together
+            what = f"the loss is {loss_mean} and the gradient norm {norm}: this step was not taken."
+            fix = "Resume from the last checkpoint with a lower rate, a longer warm-up or clipping."
+            raise MeshwrightError([Problem(where="train", what=what, fix=fix)], exit_code=1)
         with record_function("mw:update"):
-            norm = agreed[1] ** 0.5
             self.optimizer.update(lr, norm)
-        return StepResult(loss=agreed[0] / samples.num_tokens, gradient_norm=norm, must_stop=agreed[2] > 0)
+        return StepResult(loss=loss_mean, gradient_norm=norm, must_stop=agreed[2] > 0)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Samples]) -> tuple[float, float]:

@@ -163,6 +163,33 @@ def _errors(build: Build, reference: Any, quantity: str, pieces: dict[str, Tenso
     return errors
 
 
+def compare_rounded(
+    session: Session, folder: Path, samples: SamplesOf, optimizer: OptimizerConfig, tolerance: float
+) -> tuple[float, list[Departure]]:
+    """The first step of a plan in fewer bits: its loss, and the whole gradient of this rank by its L2 distance.
+
+    Later steps are not compared: rounding changes the path. An element's error over the global norm would say nothing
+    here (a gradient of zeros is within 5 % by it); the distance between whole gradients does.
+    """
+    step, result, gradients = next(_steps(session, samples, 1, optimizer))
+    distance = norm = 0.0
+    with safe_open(folder / f"step-{step}.safetensors", framework="pt") as reference:
+        loss = float(reference.get_tensor("loss"))
+        for name, piece in gradients.items():
+            box = session.build.boxes[name]
+            if not box.is_empty:
+                wanted = reference.get_tensor(f"gradient/{name}")[box.slices].double()
+                distance += float((piece.double() - wanted).norm()) ** 2
+                norm += float(wanted.norm()) ** 2
+    errors = {"loss": abs(result.loss - loss) / abs(loss), "gradient": (distance / norm) ** 0.5 if norm else 0.0}
+    found = [
+        Departure(step=step, quantity=quantity, layer="all", error=error)
+        for quantity, error in errors.items()
+        if not error <= tolerance
+    ]
+    return max(errors.values()), found
+
+
 def observe(session: Session, samples: SamplesOf, optimizer: OptimizerConfig) -> tuple[Traffic, dict[str, int]]:
     """One steady step's traffic, and the bytes of parameters, gradients and optimizer afterwards."""
     part, num_parts = session.mesh.part(session.build.plan.sample_axes)

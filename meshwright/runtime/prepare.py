@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from meshwright.core.cluster import Cluster
-from meshwright.core.codec import load_artefact
+from meshwright.core.codec import encode, load_artefact
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
@@ -19,6 +20,7 @@ from meshwright.models.cost import decoder_profile
 from meshwright.runtime.config import RunConfig
 from meshwright.search.search import Found, search
 from meshwright.simulate.forecast import Forecast, forecast
+from meshwright.simulate.timeline import simulate
 
 Report = Callable[[str], None]
 
@@ -33,30 +35,39 @@ class Prepared:
     """How the search went; None for a plan that was given."""
 
 
-def prepare(config: RunConfig, plan_file: str, report: Report, num_devices: int = 0) -> Prepared:
-    """Find the machine, then the plan. What an earlier start of this run decided is kept while it still holds."""
-    folder = Path(config.run.folder)
+def prepare(config: RunConfig, plan_file: str, report: Report, geometry: tuple[int, int] | None = None) -> Prepared:
+    """Find the machine, then the plan. What an earlier start of this run decided is kept while it still holds.
+
+    `geometry`: (devices in a node, nodes) where somebody else has already started the ranks.
+    """
     profile = decoder_profile(config.model.config(), config.model.name)
-    cluster = _cluster(config, folder, report, num_devices or config.run.ranks)
+    cluster = _cluster(config, report, geometry)
     found = None
-    plan_file = plan_file or config.plan.file
-    if plan_file:
-        plan = load_artefact(Plan, plan_file)
-    elif earlier := _earlier(config, folder, profile, cluster):
-        plan = earlier
-    else:
+    plan = load_plan(config, plan_file, cluster) or _earlier(config, profile, cluster)
+    if plan is None:
         found = _search(config, profile, cluster)
         assert found.best is not None
         plan = found.best[0]
-    _check(config, plan, profile, cluster, plan_file)
-    predicted = forecast(
-        profile,
-        plan,
-        cluster,
-        sequence=config.data.sequence,
-        state_bytes=config.train.optimizer.state_bytes,
-    )
+    state_bytes = config.train.optimizer.state_bytes
+    predicted = forecast(profile, plan, cluster, sequence=config.data.sequence, state_bytes=state_bytes)
     return Prepared(profile=profile, cluster=cluster, plan=plan, forecast=predicted, found=found)
+
+
+def load_plan(config: RunConfig, plan_file: str, cluster: Cluster | None = None) -> Plan | None:
+    """The plan a user gave, if any, checked against the run (and the machines)."""
+    plan_file = plan_file or config.plan.file
+    if not plan_file:
+        return None
+    plan = load_artefact(Plan, plan_file)
+    problems = list(plan.check(decoder_profile(config.model.config(), config.model.name), cluster))
+    if plan.batch != config.train.batch:
+        what = f"the plan is for {plan.batch} samples, train.batch is {config.train.batch}."
+        problems.append(Problem(where="batch", what=what, fix="Plan again, or change train.batch."))
+    for technique in plan.techniques:
+        problems.extend(technique.check_sequence(config.data.sequence))
+    if problems:
+        raise MeshwrightError([Problem(where=f"{plan_file}: {p.where}", what=p.what, fix=p.fix) for p in problems])
+    return plan
 
 
 def open_data(config: RunConfig) -> TextData:
@@ -77,30 +88,88 @@ def open_data(config: RunConfig) -> TextData:
     return text
 
 
-def _cluster(config: RunConfig, folder: Path, report: Report, num_devices: int) -> Cluster:
+def _cluster(config: RunConfig, report: Report, geometry: tuple[int, int] | None) -> Cluster:
     from meshwright.probe.machine import probe
     from meshwright.probe.names import cluster
 
+    ranks = config.run.ranks
     if config.run.cluster:
         named = cluster(config.run.cluster)
-        return named.resized(num_devices) if num_devices and num_devices != named.num_devices else named
-    known = folder / "cluster.json"
+        if geometry is not None:
+            return named.resized(*geometry)
+        return named.resized(ranks) if ranks and ranks != named.num_devices else named
+    known = Path(config.run.folder) / "cluster.json"
     if known.exists():
         earlier = load_artefact(Cluster, known)
-        if not num_devices or earlier.num_devices == num_devices:
+        is_same = earlier.sources.get("machine") == machine_name()
+        if is_same and (not ranks or earlier.num_devices == ranks):
             return earlier
     report("measuring this machine")
-    return probe(num_devices=num_devices or None, report=report, quick=True)
+    measured = probe(num_devices=ranks or None, report=report, quick=True)
+    return replace(measured, sources={**measured.sources, "machine": machine_name()})
 
 
-def _earlier(config: RunConfig, folder: Path, profile: Profile, cluster: Cluster) -> Plan | None:
-    """The plan this run has used so far, if it still fits the batch and the machine."""
-    path = folder / "plan.json"
-    if not path.exists() or config.plan.pin or config.plan.ban:
+def machine_name() -> str:
+    """Enough to notice that a run folder has moved to another machine."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    models = sorted({line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")})
+    num_gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    return f"{', '.join(models)}; {os.cpu_count()} cores; {num_gpus} GPUs"
+
+
+def wishes_of(config: RunConfig) -> dict[str, Any]:
+    return {"allow": config.plan.allow, "pin": list(config.plan.pin), "ban": list(config.plan.ban)}
+
+
+def _earlier(config: RunConfig, profile: Profile, cluster: Cluster) -> Plan | None:
+    """The plan this run has used so far, if it still fits the batch, the machine and what the user asks for."""
+    folder = Path(config.run.folder)
+    if not (folder / "plan.json").exists() or not (folder / "wishes.json").exists():
         return None
-    plan = load_artefact(Plan, path)
-    same = plan.batch == config.train.batch and plan.num_ranks == cluster.num_devices
-    return plan if same and not plan.check(profile, cluster) else None
+    if json.loads((folder / "wishes.json").read_text(encoding="utf-8")) != wishes_of(config):
+        return None
+    plan = load_artefact(Plan, folder / "plan.json")
+    is_same = plan.batch == config.train.batch and plan.num_ranks == cluster.num_devices
+    problems = [*plan.check(profile, cluster)]
+    problems += [p for technique in plan.techniques for p in technique.check_sequence(config.data.sequence)]
+    return plan if is_same and not problems else None
+
+
+def write_prepared(config: RunConfig, prepared: Prepared) -> None:
+    """Every artefact between two stages lies in the folder, to be read, edited and used again."""
+    folder = Path(config.run.folder)
+    timeline = simulate(
+        prepared.profile,
+        prepared.plan,
+        prepared.cluster,
+        sequence=config.data.sequence,
+        state_bytes=config.train.optimizer.state_bytes,
+    )
+    for name in ("result.json", "measured.timeline.json", "measured.trace.json"):
+        (folder / name).unlink(missing_ok=True)  # of an earlier start
+    texts = {
+        "cluster.json": prepared.cluster.to_json(),
+        "plan.json": prepared.plan.to_json(),
+        "wishes.json": json.dumps(wishes_of(config)),
+        "forecast.json": json.dumps(encode(prepared.forecast), indent=1),
+        "predicted.timeline.json": timeline.to_json(),
+        "predicted.trace.json": timeline.to_chrome(),
+    }
+    for name, text in texts.items():
+        temporary = folder / f"{name}.tmp"
+        temporary.write_text(text + "\n", encoding="utf-8")
+        os.replace(temporary, folder / name)
+
+
+def job_arguments(config: RunConfig, prepared: Prepared) -> dict[str, Any]:
+    """What every rank is told."""
+    return {
+        "config": encode(config),
+        "plan": encode(prepared.plan),
+        "device": prepared.cluster.device.kind,
+        "tokens_per_second": prepared.forecast.tokens_per_second,
+    }
 
 
 def _search(config: RunConfig, profile: Profile, cluster: Cluster) -> Found:
@@ -119,18 +188,6 @@ def _search(config: RunConfig, profile: Profile, cluster: Cluster) -> Found:
 
         raise MeshwrightError("no plan fits.\n" + "\n".join(explain(found, cluster)), exit_code=1)
     return found
-
-
-def _check(config: RunConfig, plan: Plan, profile: Profile, cluster: Cluster, source: str) -> None:
-    problems = list(plan.check(profile, cluster))
-    if plan.batch != config.train.batch:
-        what = f"the plan is for {plan.batch} samples, train.batch is {config.train.batch}."
-        problems.append(Problem(where="batch", what=what, fix="Plan again, or change train.batch."))
-    for technique in plan.techniques:
-        problems.extend(technique.check_sequence(config.data.sequence))
-    if problems:
-        place = f"{source}: " if source else ""
-        raise MeshwrightError([Problem(where=place + p.where, what=p.what, fix=p.fix) for p in problems])
 
 
 def open_folder(folder: Path) -> IO[str]:

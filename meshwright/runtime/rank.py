@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +34,24 @@ _SKIP_STEPS = 3
 
 
 def device_of(kind: str, local_rank: int) -> torch.device:
-    if kind == "cuda":
-        torch.cuda.set_device(local_rank)
-        return torch.device("cuda", local_rank)
-    limit_isa_for_bf16()
-    return torch.device("cpu")
+    """This rank's device. A launcher may show each task one GPU only, or all of the node's."""
+    if kind == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if not count:
+        what = "the plan is for GPUs and there is none here."
+        raise MeshwrightError(
+            [Problem(where="run.cluster", what=what, fix="Leave run.cluster out to use this machine.")]
+        )
+    index = local_rank % count
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
 
 
 def main(job: Job, stop: StopFlag) -> int:
     """A rank that `mw train` started on this machine."""
     arguments = job.arguments
+    limit_isa_for_bf16()  # it forks, so before any tensor
     device = device_of(arguments["device"], job.rank)
     plan = decode(Plan, arguments["plan"], "plan")
     if plan.mesh:
@@ -69,7 +77,7 @@ def _open(config: RunConfig, plan: Plan, mesh: Mesh, folder: Path, progress: Pro
     data = _open_data(config, mesh)
     say = progress.say if mesh.rank == 0 else lambda text: None
     # Rank 0 verifies once; a damaged checkpoint is passed over, with a message.
-    found = _on_first(mesh, lambda: newest_good(folder / "checkpoints", report=say))
+    found = on_first(mesh.control, lambda: _text(newest_good(folder / "checkpoints", report=say)))
     model_config = config.model.config()
     with torch.device("meta"):
         model = Decoder(model_config)
@@ -81,25 +89,32 @@ def _open(config: RunConfig, plan: Plan, mesh: Mesh, folder: Path, progress: Pro
     return trainer
 
 
+def _text(path: Path | None) -> str:
+    return "" if path is None else str(path)
+
+
 def _open_data(config: RunConfig, mesh: Mesh) -> TextData:
     """Rank 0 tokenizes if nobody has; the others map the same file."""
     mine: list[TextData] = []
-    _on_first(mesh, lambda: mine.append(open_data(config)))
+    on_first(mesh.control, lambda: mine.append(open_data(config)))
     return mine[0] if mine else open_data(config)
 
 
-def _on_first(mesh: Mesh, action: Any) -> str:
-    """Do it on rank 0; its result (as text) or its error is every rank's."""
+def on_first(control: dist.ProcessGroup | None, action: Callable[[], Any]) -> Any:
+    """Do it on rank 0; its result (JSON) or its error is every rank's, so that nobody waits for the others."""
     answer: dict[str, Any] = {}
-    if mesh.rank == 0:
+    if control is None or dist.get_rank() == 0:
         try:
-            result = action()
-            answer = {"value": "" if result is None else str(result)}
+            answer = {"value": action()}
         except MeshwrightError as error:
             answer = {"problems": [encode(p) for p in error.problems], "exit_code": error.exit_code}
-    answer = share_json(mesh.control, answer)
+        except OSError as error:
+            problem = Problem(where=str(error.filename or ""), what=f"{error.strerror or error}.")
+            answer = {"problems": [encode(problem)], "exit_code": 1}
+    answer = share_json(control, answer)
     if "problems" in answer:
-        raise MeshwrightError([Problem(**p) for p in answer["problems"]], answer["exit_code"])
+        problems = [Problem(**problem) for problem in answer["problems"]]
+        raise MeshwrightError(problems, answer["exit_code"], is_everywhere=control is not None)
     return answer["value"]
 
 
@@ -108,7 +123,8 @@ class _Run:
         self.config, self.trainer, self.folder, self.progress = config, trainer, folder, progress
         self.is_first = trainer.mesh.rank == 0
         self.metrics = Metrics(folder, trainer.step) if self.is_first else None
-        self.watch = Watch(trainer.step + _SKIP_STEPS, config.run.timeline_steps, trainer.mesh.device)
+        self.watch = Watch(trainer.step + _SKIP_STEPS, config.run.timeline_steps, trainer.mesh)
+        trainer.build.on_action.append(self.watch.look)
         self.seconds: list[float] = []
         self.saved_step = trainer.step if trainer.step else -1
         self.evaluated_step = -1
@@ -119,16 +135,16 @@ class _Run:
         trainer, settings = self.trainer, self.config.train
         start = trainer.step
         stopped = False
-        self.watch.before(trainer.step, trainer.mesh.rank)
+        self.watch.before(trainer.step)
         for step in trainer.steps(stop):
-            self.watch.after(step.step, trainer.mesh.rank)
+            self.watch.after(step.step)
             self._record(step, measured=step.step >= start + _SKIP_STEPS)
             stopped = step.must_stop
             if not stopped and is_due(trainer.step, settings.evaluate_every):
                 self._evaluate()
             if stopped or is_due(trainer.step, settings.save_every):
                 self._save()
-            self.watch.before(trainer.step, trainer.mesh.rank)
+            self.watch.before(trainer.step)
         if not stopped:
             self._evaluate()
             self._save()
@@ -178,12 +194,16 @@ class _Run:
         mesh = self.trainer.mesh
         gathered = gather_json(
             mesh.control,
-            {"peak_bytes": peak_bytes(mesh.device), "spans": [encode(span) for span in self.watch.spans]},
+            {
+                "peak_bytes": peak_bytes(mesh.device),
+                "spans": [encode(span) for span in self.watch.spans],
+                "memory": [encode(point) for point in self.watch.memory],
+            },
         )
         if self.metrics is None:
             return
         self.metrics.close()
-        write_timeline(self.folder, [rank["spans"] for rank in gathered], self.trainer.plan.fingerprint)
+        write_timeline(self.folder, gathered, self.trainer.plan.fingerprint)
         typical = sorted(self.seconds)[len(self.seconds) // 2] if self.seconds else None
         result = {
             "step": self.trainer.step,

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
+import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from meshwright.core.codec import encode
-from meshwright.core.timeline import Span, Timeline
+from meshwright.core.timeline import MemoryPoint, Span, Timeline
+from meshwright.ops.mesh import Mesh
 
 
 class Metrics:
@@ -42,8 +46,11 @@ def _drop_after(path: Path, first_step: int) -> None:
     """Steps that will run again leave one line, not two."""
     if not path.exists():
         return
-    lines = path.read_text(encoding="utf-8").splitlines()
-    kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] < first_step]
+    kept = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # a line cut short by a crash, or somebody's own
+            if json.loads(line)["step"] < first_step:
+                kept.append(line)
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
     os.replace(temporary, path)
@@ -56,16 +63,23 @@ def peak_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-class Watch:
-    """torch.profiler over a few steps, reduced to spans."""
+def current_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
-    def __init__(self, first: int, count: int, device: torch.device):
+
+class Watch:
+    """torch.profiler over a few steps, reduced to spans; and the memory before every action of them."""
+
+    def __init__(self, first: int, count: int, mesh: Mesh):
         self.range = range(first, first + count)
-        self.device = device
+        self.device, self.rank = mesh.device, mesh.rank
         self.profiler: Any = None
         self.spans: list[Span] = []
+        self.memory: list[MemoryPoint] = []
 
-    def before(self, step: int, rank: int) -> None:
+    def before(self, step: int) -> None:
         if self.range and step == self.range[0]:
             activities = [ProfilerActivity.CPU]
             if self.device.type == "cuda":
@@ -73,24 +87,34 @@ class Watch:
             self.profiler = profile(activities=activities)
             self.profiler.__enter__()
 
-    def after(self, step: int, rank: int) -> None:
+    def look(self) -> None:
+        if self.profiler is not None:
+            now = time.time_ns() / 1e9  # the profiler's clock
+            self.memory.append(MemoryPoint(device=self.rank, seconds=now, bytes=current_bytes(self.device)))
+
+    def after(self, step: int) -> None:
         if self.profiler is not None and step == self.range[-1]:
             self.profiler.__exit__(None, None, None)
             events = self.profiler.profiler.kineto_results.events()
-            self.spans = spans_of(events, rank)
+            self.spans = spans_of(events, self.rank, on_gpu=self.device.type == "cuda")
             self.profiler = None
 
 
 # What a backend calls its collectives in a trace.
-_COLLECTIVE = ("gloo:", "nccl:", "ncclDevKernel", "ncclKernel")
+_COLLECTIVE = ("gloo:", "ncclDevKernel", "ncclKernel")
 _WAITS = ("receive", "send", "exchange")
 
 
-def spans_of(events: Any, rank: int) -> list[Span]:
-    """The loop's own actions and every collective; operators inside them are left out."""
+def spans_of(events: Any, rank: int, on_gpu: bool) -> list[Span]:
+    """The loop's own actions and every collective; operators inside them are left out.
+
+    On a GPU only what ran there counts: the host's times are those of launching.
+    """
     spans = []
     for event in events:
         name = event.name()
+        if on_gpu == (event.device_type() == DeviceType.CPU):
+            continue
         if name.startswith("mw:"):
             word = name[3:]
             lane = "collective" if word.startswith(_WAITS) else "compute"
@@ -111,14 +135,19 @@ def spans_of(events: Any, rank: int) -> list[Span]:
     return spans
 
 
-def write_timeline(folder: Path, spans_by_rank: list[list[dict[str, Any]]], fingerprint: str) -> None:
-    """All ranks' spans on one clock that starts at zero, as ours and as a Chrome trace."""
-    spans = [Span(**span) for spans in spans_by_rank for span in spans]
+def write_timeline(folder: Path, ranks: list[dict[str, Any]], fingerprint: str) -> None:
+    """All ranks' spans and memory on one clock that starts at zero, as ours and as a Chrome trace."""
+    spans = [Span(**span) for rank in ranks for span in rank["spans"]]
     if not spans:
         return
     start = min(span.start_seconds for span in spans)
-    moved = tuple(Span(**(encode(span) | {"start_seconds": span.start_seconds - start})) for span in spans)
-    environment = {"torch": torch.__version__, "cores": str(os.cpu_count())}
-    timeline = Timeline(source="measured", plan_fingerprint=fingerprint, spans=moved, environment=environment)
+    points = [MemoryPoint(**point) for rank in ranks for point in rank["memory"]]
+    timeline = Timeline(
+        source="measured",
+        plan_fingerprint=fingerprint,
+        spans=tuple(replace(span, start_seconds=span.start_seconds - start) for span in spans),
+        memory=tuple(replace(point, seconds=max(0.0, point.seconds - start)) for point in points),
+        environment={"torch": torch.__version__, "cores": str(os.cpu_count())},
+    )
     (folder / "measured.timeline.json").write_text(timeline.to_json(), encoding="utf-8")
     (folder / "measured.trace.json").write_text(timeline.to_chrome(), encoding="utf-8")

@@ -55,6 +55,7 @@ class Trainer:
     ):
         """`model` lies on the meta device; its weights come from a checkpoint, a source, or the seed."""
         self.plan, self.data, self.settings, self.mesh = plan, data, settings, mesh
+        self.model_fingerprint = profile.fingerprint
         reader = Reader(checkpoint) if checkpoint is not None else None
         if reader is not None:
             self._check_state(reader.state)
@@ -69,10 +70,20 @@ class Trainer:
         self.part, self.num_parts = mesh.part(plan.sample_axes)
 
     def _check_state(self, state: Any) -> None:
-        if state["data"] != self.data.fingerprint:
-            what = "the data is not what this run was trained on so far (files, sequence or seed changed)."
-            fix = "Restore it, or start a new run folder."
-            raise MeshwrightError([Problem(where="data", what=what, fix=fix)])
+        """A run goes on with what it began with; the plan, the batch and the number of steps may change."""
+        fix = "Restore it, or start a new run folder."
+        problems = [
+            Problem(where=name, what=f"is not what this run was trained with so far: {what}.", fix=fix)
+            for name, what, now in (
+                ("data", "files, sequence or seed changed", self.data.fingerprint),
+                ("seed", "train.seed changed", self.settings.seed),
+                ("model", "its dimensions changed", self.model_fingerprint),
+                ("optimizer", "another optimizer has other state", self.settings.optimizer.name),
+            )
+            if state.get(name) != now
+        ]
+        if problems:
+            raise MeshwrightError(problems)
 
     def steps(self, stop: Any = None) -> Iterator[Step]:
         """Train until `settings.steps`, or until some rank's stop flag is set."""
@@ -115,6 +126,8 @@ class Trainer:
             "cursor": self.cursor,
             "seed": self.settings.seed,
             "data": self.data.fingerprint,
+            "model": self.model_fingerprint,
+            "optimizer": self.settings.optimizer.name,
             "plan": encode(self.plan),
         }
         return save(root, self.step, self.build, self.optimizer, state, self.settings.keep)

@@ -8,11 +8,12 @@ what a schedule adds to its slowest stage (see `simulate.makespan.lower_bound`).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from meshwright.core.cluster import Cluster
+from meshwright.core.errors import Problem
 from meshwright.core.profile import Profile
 from meshwright.core.technique import PHASES, Technique
 from meshwright.core.work import Num, Work, base_work, settle
@@ -42,6 +43,19 @@ class Bounded:
         if not any(technique.name == name for technique in self.techniques):
             return np.zeros(self.grid.num_candidates, dtype=bool)
         return self.grid.uses(name)
+
+    def sequence_problems(self, sequence: int) -> Iterator[tuple[np.ndarray, Problem]]:
+        """(candidates, why) where a technique cannot take samples of this length."""
+        fields = {dial.kind.name: dial.axis_field for dial in self.grid.axis_dials}
+        for technique in self.techniques:
+            if type(technique).check_sequence is Technique.check_sequence:
+                continue  # takes any
+            used = self.has(technique.name)
+            sizes = self.grid.columns[technique.axis] if technique.axis else np.ones(len(used), dtype=int)
+            for size in np.unique(sizes[used]):
+                changes = {fields[technique.name]: int(size)} if technique.axis else {}
+                for problem in replace(technique, **changes).check_sequence(sequence)[:1]:
+                    yield used & (sizes == size), problem
 
 
 def bound_all(

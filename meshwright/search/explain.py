@@ -22,16 +22,6 @@ def explain(found: Found, cluster: Cluster) -> list[str]:
     return [*lines, "Try a batch with more divisors, another number of devices, or fewer pins and bans."]
 
 
-def why_not(found: Found) -> list[str]:
-    """For each ranked plan but the best: how much slower, and what holds it up."""
-    if not found.ranked:
-        return []
-    best = found.ranked[0][1].step_seconds
-    return [
-        f"{forecast.step_seconds / best:.2f} x: {plan} ({forecast.bottleneck})" for plan, forecast in found.ranked[1:]
-    ]
-
-
 def _why_it_won(found: Found, best: Scored, cluster: Cluster) -> list[str]:
     plan, forecast = best
     room = cluster.device.memory_bytes - forecast.peak_bytes

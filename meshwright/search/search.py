@@ -23,12 +23,16 @@ from meshwright.core.profile import Profile
 from meshwright.search.bounds import Bounded, bound_all
 from meshwright.search.dials import dials
 from meshwright.search.fold import folded
+from meshwright.search.pins import pin_problems
 from meshwright.search.space import grids
 from meshwright.search.wishes import read_wishes
 from meshwright.simulate.forecast import Forecast, forecast
 
 MOST_FORECASTS = 160
 """Plans looked at one by one. Where bounds end the search earlier, the best is certain; else the gap says so."""
+
+MOST_COUNTED = 2**53
+"""Samples or tokens; above, the floats that prices are cannot count them one by one."""
 
 _TRIED = 20
 """Candidates whose plan's own check may object before an alternative or a near miss is given up."""
@@ -80,7 +84,9 @@ def search(
     """Plans for `batch` samples of `sequence` tokens a step on all devices of `cluster`, best first."""
     started = time.perf_counter()
     wishes = read_wishes(pin, ban, allow=allow, microbatch=microbatch)
-    _check_numbers(batch=batch, sequence=sequence, top=top)
+    problems = [*_number_problems(batch=batch, sequence=sequence, top=top, microbatch=wishes.microbatch)]
+    if problems := problems or pin_problems(wishes, profile, cluster, sequence):
+        raise MeshwrightError(problems)
     rejected: Counter[str] = Counter()
     turned = folded(profile, cluster, dials(profile, cluster, wishes), sequence)
     space = grids(
@@ -109,12 +115,11 @@ def search(
     )
 
 
-def _check_numbers(**numbers: int) -> None:
-    problems = [
-        Problem(where=name, what=f"is {value}.", fix="Use at least 1.") for name, value in numbers.items() if value < 1
-    ]
-    if problems:
-        raise MeshwrightError(problems)
+def _number_problems(**numbers: int | None) -> Iterator[Problem]:
+    for name, value in numbers.items():
+        if value is not None and not 1 <= value <= MOST_COUNTED:
+            fix = "Use at least 1." if value < 1 else f"Use at most {MOST_COUNTED}."
+            yield Problem(where=name, what=f"is {value}.", fix=fix)
 
 
 class _Pool:
@@ -138,10 +143,11 @@ class _Pool:
         self.seconds = _joined([table.least_seconds for table in tables])
         self.peak_bytes = _joined([table.peak_bytes for table in tables])
         self.is_new = _joined([table.is_new for table in tables]).astype(bool)
-        runs = np.isfinite(self.seconds) & self.is_new
-        self.fits = runs & (self.peak_bytes <= cluster.device.memory_bytes)
-        self._reject("does not fit in memory", int(np.sum(runs & ~self.fits)))
-        self._reject("the device has no such dtype", int(np.sum(self.is_new & ~runs)))
+        takes = _joined([self._takes_sequence(table) for table in tables]).astype(bool)
+        self.runs = np.isfinite(self.seconds) & takes
+        self.fits = self.runs & (self.peak_bytes <= cluster.device.memory_bytes)
+        self._reject("does not fit in memory", int(np.sum(self.runs & ~self.fits)))
+        self._reject("the device has no such dtype", int(np.sum(takes & ~self.runs)))
 
     @property
     def num_candidates(self) -> int:
@@ -151,12 +157,20 @@ class _Pool:
         if count:
             self.rejected[reason] += count
 
+    def _takes_sequence(self, table: Bounded) -> np.ndarray:
+        """New candidates that can run samples of this length; the others are counted with the reason."""
+        takes = table.is_new
+        for which, problem in table.sequence_problems(self.sequence):
+            self._reject(str(problem), int(np.sum(takes & which)))
+            takes = takes & ~which
+        return takes
+
     def scored(self, candidate: int) -> Scored | None:
         """Its plan and forecast, or None (and the reason counted) if the plan's own check objects."""
         table = self.tables[self.table_of[candidate]]
         plan = table.grid.plan(table.techniques, int(self.index_of[candidate]))
         if plan not in self.known:
-            problems = plan.check(self.profile, self.cluster)
+            problems = plan.check(self.profile, self.cluster) or plan.check_sequence(self.sequence)
             self.known[plan] = None
             if problems:
                 self._reject(str(problems[0]))
@@ -191,7 +205,7 @@ class _Pool:
         return tuple(kept), float(max(0.0, 1.0 - remaining_seconds / kept[0][1].step_seconds))
 
     def nearest_miss(self) -> Scored | None:
-        candidates = np.flatnonzero(np.isfinite(self.seconds) & self.is_new)
+        candidates = np.flatnonzero(self.runs)
         order = np.lexsort((self.seconds[candidates], self.peak_bytes[candidates]))
         for candidate in candidates[order][:_TRIED]:
             found = self.scored(int(candidate))

@@ -39,7 +39,7 @@ def read_wishes(
     pinned: dict[str, dict[str, Any]] = {}
     for text in pin:
         if text.split("=")[0].strip() == MICROBATCH:
-            microbatch = _read_microbatch(text, problems)
+            microbatch = _read_microbatch(text, microbatch, problems)
             continue
         parsed = _read(text, f"pin {text}", problems)
         if parsed is None:
@@ -61,8 +61,8 @@ def read_wishes(
             banned.add(parsed[0])
     problems += [
         Problem(where=f"pin {name}", what="it is banned too.", fix="Take one of the two away.")
-        for name in pinned
-        if name in banned
+        for name, settings in pinned.items()
+        if name in banned or any(value in banned_values.get((name, f), ()) for f, value in settings.items())
     ]
     if not problems:
         problems += _too_inexact(pinned, allow)
@@ -93,18 +93,26 @@ def _too_inexact(pinned: dict[str, dict[str, Any]], allow: str) -> list[Problem]
     ]
 
 
-def _read_microbatch(text: str, problems: list[Problem]) -> int | None:
-    value = text.partition("=")[2].strip()
-    if value.isdigit() and int(value) >= 1:
-        return int(value)
-    problems.append(Problem(where=f"pin {text}", what=f'"{value}" is no number of samples.', fix="microbatch=4"))
-    return None
+def _read_microbatch(text: str, earlier: int | None, problems: list[Problem]) -> int | None:
+    before = len(problems)
+    value = decode_into(int, _plain(text.partition("=")[2].strip()), f"pin {text}", problems)
+    if len(problems) > before:
+        return earlier
+    if value < 1:
+        problems.append(Problem(where=f"pin {text}", what=f"is {value}.", fix="Use at least 1."))
+    elif earlier is not None and earlier != value:
+        problems.append(Problem(where=f"pin {text}", what=f"{MICROBATCH} is also pinned to {earlier}."))
+    return value
 
 
 def _read(text: str, where: str, problems: list[Problem]) -> tuple[str, str, Any] | None:
     """`name`, `name=value` (its main setting) or `name.field=value` -> (name, field, value)."""
     target, equals, value_text = (part.strip() for part in text.partition("="))
     name, dot, setting = target.partition(".")
+    if name == MICROBATCH:
+        fix = f"For example --pin {MICROBATCH}=4."
+        problems.append(Problem(where=where, what="it can only be pinned to a number of samples.", fix=fix))
+        return None
     if name not in technique_names():
         what = f'no technique is called "{name}".'
         problems.append(Problem(where=where, what=what, fix=nearest(name, (*technique_names(), MICROBATCH))))
@@ -129,5 +137,5 @@ def _plain(text: str) -> Any:
     """`2`, `true`, `null`, `[4, 4]` as JSON has them; anything else is text."""
     try:
         return json.loads(text.lower() if text.lower() in ("true", "false", "null", "none") else text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None if text.lower() == "none" else text

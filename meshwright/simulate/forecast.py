@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from meshwright.core.cluster import Cluster
+from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.simulate.makespan import makespan
@@ -36,11 +37,6 @@ class Forecast:
     worst_stage: int
     """The stage with the fullest rank."""
 
-    @property
-    def is_runnable(self) -> bool:
-        """False where a device has no rate for a dtype the plan computes in: its step never ends."""
-        return math.isfinite(self.step_seconds)
-
 
 def forecast(profile: Profile, plan: Plan, cluster: Cluster, *, sequence: int, state_bytes: int = 8) -> Forecast:
     """`state_bytes` is the optimizer's state for each parameter (8: Adam's two moments in float32)."""
@@ -52,8 +48,11 @@ def forecast(profile: Profile, plan: Plan, cluster: Cluster, *, sequence: int, s
     # A step ends for all ranks at once: the gradient's norm, which clips the update, is global.
     tail_seconds = max(stage.tail_seconds for stage in staged.stages)
     step = float(makespan(staged.schedule, forward, backward, staged.send_seconds, count)) + tail_seconds
+    if not math.isfinite(step):
+        what = f"a step of {plan} never ends: the device has no {staged.compute_dtype} rate, or one near zero."
+        raise MeshwrightError([Problem(where=cluster.name, what=what)])
     tokens = plan.batch * sequence
-    peak_flops = cluster.device.flops_per_second.get(staged.compute_dtype, math.inf) * plan.num_ranks
+    peak_flops = cluster.device.flops_per_second[staged.compute_dtype] * plan.num_ranks
     spent, bottleneck = _spent(staged, plan, step)
     fullest = max(staged.stages, key=lambda stage: float(stage.memory.peak_bytes()))
     peak_bytes = int(fullest.memory.peak_bytes())
@@ -99,5 +98,5 @@ def _spent(staged: Staged, plan: Plan, step_seconds: float) -> tuple[dict[str, f
         said[f"{cutter.name}, stages waiting"] = idle
     spent = {origin: seconds for origin, seconds in sorted(spent.items()) if seconds > 0}
     words, most = max(said.items(), key=lambda item: item[1])
-    share = f"{most / step_seconds:.0%}".replace("%", " %") if math.isfinite(step_seconds) else "all"
+    share = f"{most / step_seconds:.0%}".replace("%", " %")
     return spent, f"{words}: {share} of the step"

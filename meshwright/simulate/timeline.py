@@ -15,12 +15,16 @@ from meshwright.simulate.cost import Part
 from meshwright.simulate.makespan import Event, events_of, sweep
 from meshwright.simulate.stage import Stage, cutter_of, stage_plan
 
+MOST_DRAWN = 2048
+"""Stages x microbatches in a timeline (at least one microbatch a stage): beyond, nobody sees them one by one."""
+
 
 def simulate(profile: Profile, plan: Plan, cluster: Cluster, *, sequence: int, state_bytes: int = 8) -> Timeline:
-    """One step. Every microbatch is simulated, none extrapolated."""
+    """One step, every microbatch simulated, none extrapolated. Of very many only the first, as `environment` says."""
     staged = stage_plan(profile, plan, cluster, sequence=sequence, state_bytes=state_bytes)
     stages = staged.unfolded
-    events = events_of(staged.schedule, len(stages), plan.num_microbatches)
+    count = min(plan.num_microbatches, max(MOST_DRAWN // len(stages), len(stages)))
+    events = events_of(staged.schedule, len(stages), count)
     forward = [stage.forward_seconds for stage in stages]
     backward = [stage.backward_seconds for stage in stages]
     ends, finished = sweep(events, forward, backward, staged.send_seconds)
@@ -45,7 +49,12 @@ def simulate(profile: Profile, plan: Plan, cluster: Cluster, *, sequence: int, s
         plan_fingerprint=plan.fingerprint,
         spans=tuple(sorted(spans, key=lambda span: (span.start_seconds, span.device))),
         memory=tuple(_memory(stages, devices, events, ends)),
-        environment={"cluster": cluster.name, "profile": profile.name, "sequence": str(sequence)},
+        environment={
+            "cluster": cluster.name,
+            "profile": profile.name,
+            "sequence": str(sequence),
+            "microbatches": f"{count} of {plan.num_microbatches}",
+        },
     )
 
 

@@ -26,6 +26,8 @@ class Place:
     rank: int
     num_ranks: int
     local_rank: int
+    num_local: int
+    """Ranks on this node, as on every other."""
     master_address: str
     master_port: int
     kind: Kind
@@ -48,6 +50,7 @@ def torchrun_place(environ: Mapping[str, str]) -> Place:
             rank=numbers["RANK"],
             num_ranks=numbers["WORLD_SIZE"],
             local_rank=numbers["LOCAL_RANK"],
+            num_local=_num_local(environ, "LOCAL_WORLD_SIZE", numbers["WORLD_SIZE"]),
             master_address=environ["MASTER_ADDR"],
             master_port=numbers["MASTER_PORT"],
             kind="torchrun",
@@ -69,11 +72,19 @@ def slurm_place(environ: Mapping[str, str]) -> Place | None:
             rank=numbers["SLURM_PROCID"],
             num_ranks=numbers["SLURM_NTASKS"],
             local_rank=numbers["SLURM_LOCALID"],
+            num_local=_num_local(environ, "SLURM_NTASKS_PER_NODE", numbers["SLURM_NTASKS"]),
             master_address=first_host(environ[nodes]),
             master_port=FIRST_PORT + numbers["SLURM_JOB_ID"] % NUM_PORTS,
             kind="slurm",
         )
     )
+
+
+def _num_local(environ: Mapping[str, str], name: str, num_ranks: int) -> int:
+    """As the launcher says; where it does not, or the ranks do not divide into such nodes, all on one."""
+    given = environ.get(name, "")
+    count = int(given) if given.isdecimal() else num_ranks
+    return count if count > 0 and num_ranks % count == 0 else num_ranks
 
 
 def is_batch_script(environ: Mapping[str, str]) -> bool:

@@ -39,6 +39,12 @@ class ChunkedLoss(Technique):
             return (self.problem(f"chunks is {self.chunks}.", "Use at least 1."),)
         return ()
 
+    def check_sequence(self, sequence: int) -> Problems:
+        if sequence % self.chunks:
+            what = f"a sequence of {sequence} cannot be cut into {self.chunks} equal pieces."
+            return (self.problem(what, "Use a divisor of it."),)
+        return ()
+
     def price(self, work: Work) -> Work:
         layer = work.profile.layers[-1].name
         logits = {task.name for task in work.computes if task.layer == layer and task.kind == "loss"}

@@ -131,4 +131,4 @@ class Pipeline(Technique):
             group = mesh.new_group(self.axis, ends)
             for name in build.tied_across_stages:
                 if name in build.boxes:
-                    build.owe(name, self.axis, group, is_copy=stage > 0)
+                    build.owe(name, group, is_copy=stage > 0)

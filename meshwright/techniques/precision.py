@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from meshwright.core.cluster import Cluster
+from meshwright.core.errors import Problems
+from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.technique import Choice, Option, Technique
 from meshwright.core.work import Resident, Work
@@ -31,6 +33,12 @@ class Precision(Technique):
     @classmethod
     def options(cls, profile: Profile, cluster: Cluster) -> tuple[Option, ...]:
         return (Choice("dtype", ("bf16",)),) if "bf16" in cluster.device.flops_per_second else ()
+
+    def check(self, plan: Plan, profile: Profile, cluster: Cluster | None) -> Problems:
+        if cluster is not None and self.dtype not in cluster.device.flops_per_second:
+            what = f"the devices of {cluster.name} do not compute in {self.dtype}."
+            return (self.problem(what, 'Use dtype = "fp32", or plan again with --ban precision.'),)
+        return ()
 
     def price(self, work: Work) -> Work:
         if self.dtype == "fp32":

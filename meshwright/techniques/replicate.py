@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from meshwright.core.cluster import Cluster
 from meshwright.core.profile import Profile
-from meshwright.core.technique import Axis, Option, Technique
+from meshwright.core.technique import Axis, Option, Technique, axis_sizes
 from meshwright.core.work import Collective, Work
 
 
@@ -34,7 +34,7 @@ class Replicate(Technique):
 
     @classmethod
     def options(cls, profile: Profile, cluster: Cluster) -> tuple[Option, ...]:
-        return (Axis("size", tuple(range(2, cluster.num_devices + 1))),)
+        return (Axis("size", axis_sizes(cluster)),)
 
     def price(self, work: Work) -> Work:
         reductions = [

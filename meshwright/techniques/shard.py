@@ -20,7 +20,7 @@ import numpy as np
 
 from meshwright.core.cluster import Cluster
 from meshwright.core.profile import Profile
-from meshwright.core.technique import Axis, Choice, Option, Technique
+from meshwright.core.technique import Axis, Choice, Option, Technique, axis_sizes
 from meshwright.core.work import Collective, Resident, Slot, Work
 
 
@@ -38,7 +38,7 @@ class Shard(Technique):
 
     @classmethod
     def options(cls, profile: Profile, cluster: Cluster) -> tuple[Option, ...]:
-        return (Axis("size", tuple(range(2, cluster.num_devices + 1))), Choice("stage", (3, 2, 1)))
+        return (Axis("size", axis_sizes(cluster)), Choice("stage", (3, 2, 1)))
 
     def price(self, work: Work) -> Work:
         ways = work.size(self.axis)

@@ -131,7 +131,7 @@ class Tensor(Technique):
             if param.cut is not None:
                 build.cut(name, param.cut, index, self.size, self.axis)
             elif param.inside or self.sequence:
-                build.owe(name, self.axis, group)
+                build.owe(name, group)
         for block in model.blocks.values():
             region.wrap(block.attention, block.attention.output)
             region.wrap(block.mlp, block.mlp.down)

@@ -106,9 +106,7 @@ def test_killed_at_every_call(tmp_path: Path, step: int) -> None:
 
 
 @pytest.mark.parametrize("step", [1, 2])
-@pytest.mark.parametrize(
-    ("code", "for_ever"), [(errno.ENOSPC, True), (errno.EROFS, True), (errno.EIO, False)]
-)
+@pytest.mark.parametrize(("code", "for_ever"), [(errno.ENOSPC, True), (errno.EROFS, True), (errno.EIO, False)])
 def test_a_disk_that_refuses_any_call(tmp_path: Path, code: int, for_ever: bool, step: int) -> None:
     save(tmp_path / "start", 1, toy(1), keep=1)
     shutil.copytree(tmp_path / "start", tmp_path / "count")
@@ -116,9 +114,7 @@ def test_a_disk_that_refuses_any_call(tmp_path: Path, code: int, for_ever: bool,
     for at in range(number_of_calls(tmp_path / "count", step)):
         root = tmp_path / f"at-{at}"
         shutil.copytree(tmp_path / "start", root)
-        refusal = failed_save(
-            root, step, toy(7), at=at, error=OSError(code, os.strerror(code)), for_ever=for_ever
-        )
+        refusal = failed_save(root, step, toy(7), at=at, error=OSError(code, os.strerror(code)), for_ever=for_ever)
         found = newest_good(root, report=quiet)
         assert found is not None
         assert holds(found, toy(1)) or holds(found, toy(7))

@@ -113,9 +113,7 @@ def test_a_large_piece_is_written_in_blocks(tmp_path: Path) -> None:
         ("weight", Box((4, 6), (0, 0), (2, 6)), torch.empty(4, 6), "its box (2, 6)"),
     ],
 )
-def test_a_tensor_that_does_not_fit_is_named(
-    tmp_path: Path, name: str, box: Box, out: torch.Tensor, said: str
-) -> None:
+def test_a_tensor_that_does_not_fit_is_named(tmp_path: Path, name: str, box: Box, out: torch.Tensor, said: str) -> None:
     with pytest.raises(MeshwrightError) as error:
         Reader(save(tmp_path, 3, toy(3))).read_into(name, box, out)
     assert said in str(error.value)
@@ -135,9 +133,7 @@ def brute_cover(shape: tuple[int, ...], boxes: list[Box]) -> bool:
     seed=st.integers(0, 1 << 30),
     data=st.data(),
 )
-def test_cover_agrees_with_counting_every_element(
-    shape: tuple[int, ...], seed: int, data: st.DataObject
-) -> None:
+def test_cover_agrees_with_counting_every_element(shape: tuple[int, ...], seed: int, data: st.DataObject) -> None:
     dice = random.Random(seed)
     boxes = ragged(shape, dice.randrange(6), dice)
     if data.draw(st.booleans()):  # move one piece: often the volume stays right and the cover does not

@@ -31,9 +31,7 @@ timeline_steps = 1
 
 def clean_environment() -> dict[str, str]:
     """Without the variables by which torchrun and Slurm make themselves known."""
-    return {
-        k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID")
-    }
+    return {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID")}
 
 
 def mw(*words: str, timeout_seconds: float = 120) -> subprocess.CompletedProcess[str]:
@@ -49,9 +47,7 @@ def mw(*words: str, timeout_seconds: float = 120) -> subprocess.CompletedProcess
 
 def write_run(folder: Path, text: str = RUN) -> str:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "corpus.txt").write_text(
-        "the quick brown fox jumps over the lazy dog; " * 200, encoding="utf-8"
-    )
+    (folder / "corpus.txt").write_text("the quick brown fox jumps over the lazy dog; " * 200, encoding="utf-8")
     path = folder / "run.toml"
     path.write_text(text.format(folder=folder), encoding="utf-8")
     return str(path)

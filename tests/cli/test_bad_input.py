@@ -20,11 +20,7 @@ def refused(done: subprocess.CompletedProcess[str], *words: str, code: int = 2) 
 
 
 def test_every_wrong_key_of_a_run_file_is_told_with_its_line(tmp_path: Path) -> None:
-    text = (
-        RUN.replace("batch = 4", "bacth = 4")
-        .replace("steps = 8", 'steps = "many"')
-        .replace("sequence", "sequance")
-    )
+    text = RUN.replace("batch = 4", "bacth = 4").replace("steps = 8", 'steps = "many"').replace("sequence", "sequance")
     done = mw("train", write_run(tmp_path, text))
     refused(
         done,

@@ -122,6 +122,27 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_message(finished: Path, tmp_
     assert "resuming from step 4" in done.stderr
 
 
+def test_a_run_that_diverges_stops_and_keeps_its_last_good_checkpoint(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    plan = write_plan(tmp_path, REPLICATE)
+    wild = ("train.optimizer.lr=1e30", "train.optimizer.warmup=0", "train.save_every=1", "train.optimizer.clip=0.0")
+    done = mw("train", path, "--plan", plan, *(word for change in wild for word in ("--set", change)))
+    assert done.returncode == 1, done.stderr
+    assert "this step was not taken" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "NaN" not in (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert mw("ckpt", "verify", str(tmp_path / "run")).returncode == 0
+
+
+def test_another_seed_or_optimizer_is_refused_on_resume(finished: Path, tmp_path: Path) -> None:
+    path = copy_at_step_four(finished, tmp_path)
+    changes = ("--set", "train.seed=7", "--set", "train.optimizer.name=sgd")
+    done = mw("train", path, "--plan", write_plan(tmp_path, REPLICATE), *changes)
+    assert done.returncode == 2, done.stderr
+    assert "train.seed changed" in done.stderr
+    assert "another optimizer" in done.stderr
+
+
 def test_a_finished_run_says_so(finished: Path) -> None:
     done = mw("train", str(finished / "run.toml"))
     assert done.returncode == 0
@@ -160,9 +181,7 @@ def running(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def ranks_of(parent: int) -> list[int]:
-    listed = subprocess.run(
-        ["ps", "-o", "pid=", "--ppid", str(parent)], capture_output=True, text=True, check=False
-    )
+    listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(parent)], capture_output=True, text=True, check=False)
     return [int(word) for word in listed.stdout.split()]
 
 

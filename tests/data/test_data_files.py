@@ -141,9 +141,7 @@ def test_an_unreadable_file_is_a_problem(tmp_path: Path, monkeypatch: pytest.Mon
     def refuse(path: str, mode: str) -> None:
         raise PermissionError(13, "Permission denied", path)
 
-    monkeypatch.setattr(
-        read, "open", refuse, raising=False
-    )  # tests may run as root, whom chmod does not stop
+    monkeypatch.setattr(read, "open", refuse, raising=False)  # tests may run as root, whom chmod does not stop
     assert str(problems_of(tmp_path / "a.txt")[0]).endswith("a.txt: cannot be read: permission denied.")
 
 
@@ -159,13 +157,9 @@ def test_an_unreadable_file_is_a_problem(tmp_path: Path, monkeypatch: pytest.Mon
         ),
     ],
 )
-def test_a_corpus_too_short_says_the_numbers(
-    tmp_path: Path, text: str, fraction: float, expected: str
-) -> None:
+def test_a_corpus_too_short_says_the_numbers(tmp_path: Path, text: str, fraction: float, expected: str) -> None:
     (tmp_path / "a.txt").write_text(text)
-    assert [str(p) for p in problems_of(tmp_path, held_out_fraction=fraction)] == [
-        f"data: the corpus {expected}"
-    ]
+    assert [str(p) for p in problems_of(tmp_path, held_out_fraction=fraction)] == [f"data: the corpus {expected}"]
 
 
 def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:

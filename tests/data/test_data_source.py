@@ -45,9 +45,7 @@ def joined(parts: list[Batch]) -> Batch:
 
 
 @laws
-@given(
-    cursor=st.integers(0, 5000), batch=st.integers(1, 40), num_parts=st.integers(1, 9), prompts=st.booleans()
-)
+@given(cursor=st.integers(0, 5000), batch=st.integers(1, 40), num_parts=st.integers(1, 9), prompts=st.booleans())
 def test_parts_joined_are_the_whole_batch(corpora, cursor, batch, num_parts, prompts) -> None:
     data = corpora[prompts]
     parts = [data.batch(cursor, batch, part, num_parts) for part in range(num_parts)]
@@ -95,9 +93,7 @@ def test_prompts_have_weight_zero(tmp_path: Path) -> None:
     lines = ['{"prompt": "ab", "text": "cde"}', "", '{"text": "f"}', '{"prompt": null, "text": "g"}']
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     (tmp_path / "b.txt").write_text("hi")
-    data = open_text(
-        (str(tmp_path / "a.jsonl"), str(tmp_path / "b.txt")), sequence=12, held_out_fraction=0, seed=0
-    )
+    data = open_text((str(tmp_path / "a.jsonl"), str(tmp_path / "b.txt")), sequence=12, held_out_fraction=0, seed=0)
     assert data.corpus.tokens.tobytes() == b"abcde\0f\0g\0hi\0"
     batch = data.batch(0, 1)
     # The weight belongs to the target: "b" (predicted from "a") does not count, "c" does.

@@ -35,9 +35,7 @@ H200 = Reading(
     bytes_per_second=st.floats(1e6, 1e12),
     num_devices=st.integers(2, 64),
 )
-def test_the_fit_finds_the_line_it_was_drawn_from(
-    latency: float, bytes_per_second: float, num_devices: int
-) -> None:
+def test_the_fit_finds_the_line_it_was_drawn_from(latency: float, bytes_per_second: float, num_devices: int) -> None:
     points = [(n, latency + all_reduce_bus_bytes(n, num_devices) / bytes_per_second) for n in SIZES]
     link = fit_link(points, num_devices, shared=True)
     for num_bytes, seconds in points:

@@ -11,9 +11,7 @@ from typing import Any
 def join(rank: int, num_ranks: int, rendezvous: str) -> Any:
     import torch.distributed as dist
 
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(rendezvous, num_ranks), rank=rank, world_size=num_ranks
-    )
+    dist.init_process_group("gloo", store=dist.FileStore(rendezvous, num_ranks), rank=rank, world_size=num_ranks)
     return dist
 
 

@@ -32,6 +32,7 @@ def test_torchrun() -> None:
         rank=3,
         num_ranks=8,
         local_rank=1,
+        num_local=8,
         master_address="10.0.0.1",
         master_port=29500,
         kind="torchrun",
@@ -45,6 +46,7 @@ def test_slurm() -> None:
         rank=5,
         num_ranks=8,
         local_rank=1,
+        num_local=8,
         master_address="gpu007",
         master_port=23456,
         kind="slurm",
@@ -52,11 +54,17 @@ def test_slurm() -> None:
     assert outside_launcher(SLURM) == place
 
 
+def test_ranks_of_a_node_as_the_launcher_says() -> None:
+    for environ, name in ((TORCHRUN, "LOCAL_WORLD_SIZE"), (SLURM, "SLURM_NTASKS_PER_NODE")):
+        for given, expected in (("4", 4), ("3", 8), ("0", 8), ("4(x2)", 8)):
+            place = outside_launcher(environ | {name: given})
+            assert place is not None
+            assert place.num_local == expected
+
+
 def test_slurm_with_one_task_or_in_the_batch_script_is_plain() -> None:
     assert outside_launcher(SLURM | {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) is None
-    script = {name: value for name, value in SLURM.items() if name != "SLURM_NTASKS"} | {
-        "ENVIRONMENT": "BATCH"
-    }
+    script = {name: value for name, value in SLURM.items() if name != "SLURM_NTASKS"} | {"ENVIRONMENT": "BATCH"}
     assert outside_launcher(script) is None
     assert outside_launcher(SLURM | {"ENVIRONMENT": "BATCH", "SLURM_STEP_ID": "0"}) is not None
 
@@ -71,9 +79,7 @@ def test_torchrun_without_one_of_its_names(name: str) -> None:
 def test_everything_missing_is_named_at_once() -> None:
     with pytest.raises(MeshwrightError, match="WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT missing"):
         outside_launcher({"RANK": "0"})
-    with pytest.raises(
-        MeshwrightError, match="slurm: SLURM_NTASKS, SLURM_LOCALID, SLURM_JOB_ID, SLURM_JOB_NODE"
-    ):
+    with pytest.raises(MeshwrightError, match="slurm: SLURM_NTASKS, SLURM_LOCALID, SLURM_JOB_ID, SLURM_JOB_NODE"):
         outside_launcher({"SLURM_PROCID": "0"})
 
 

@@ -47,9 +47,7 @@ def pids_in(folder: Path) -> list[int]:
     return [int(pid) for file in folder.glob("pid-*") for pid in file.read_text().split()]
 
 
-def start_parent(
-    folder: Path, grace_seconds: float, *behaviours: str, **variables: str
-) -> subprocess.Popen[str]:
+def start_parent(folder: Path, grace_seconds: float, *behaviours: str, **variables: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "launching_parent", str(folder), str(grace_seconds), *behaviours],
         env={
@@ -219,7 +217,5 @@ def test_supervise_never_imports_torch_or_numpy() -> None:
     names = ("launch", "pool", "rank", "worker", "environment", "child", "failure")
     imports = "; ".join(f"import meshwright.supervise.{name}" for name in names)
     code = f"import sys; {imports}; print([name for name in ('torch', 'numpy') if name in sys.modules])"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=HERE.parents[1]
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=HERE.parents[1])
     assert done.stdout == "[]\n"

@@ -71,9 +71,7 @@ def test_a_worker_killed_between_runs_is_replaced(pool: RankPool) -> None:
 def test_a_timeout_shows_where_the_rank_hangs(pool: RankPool) -> None:
     pid = sums(pool, num_ranks=1)[0]["pid"]
     start = time.monotonic()
-    with pytest.raises(
-        RankError, match=r"no answer from pool_functions:sleep_for_ever within 0\.3 s"
-    ) as caught:
+    with pytest.raises(RankError, match=r"no answer from pool_functions:sleep_for_ever within 0\.3 s") as caught:
         pool.run("pool_functions:sleep_for_ever", {}, 1, timeout_seconds=0.3)
     assert time.monotonic() - start < 2
     assert "in sleep_for_ever" in str(caught.value)
