@@ -72,7 +72,10 @@ def _plan(made: Parser) -> None:
         "--pin", action="append", default=[], metavar="X", help="must be so: tensor=2, recompute, microbatch=4"
     )
     made.add_argument("--ban", action="append", default=[], metavar="X", help="must not be used: pipeline")
-    made.add_argument("--allow", choices=("exact", "rounded", "approximate"), default="rounded")
+    allowed = ("exact", "rounded", "approximate")
+    made.add_argument(
+        "--allow", choices=allowed, help="how far numbers may differ (default: the run file's, or rounded)"
+    )
     made.add_argument("--top", type=int, default=8, metavar="K", help="plans to show (default 8)")
     made.add_argument("--json", action="store_true", help="print JSON")
     made.add_argument("-o", "--output", metavar="P.plan.json", help="write the best plan")

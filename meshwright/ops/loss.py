@@ -13,26 +13,45 @@ from torch.utils.checkpoint import checkpoint
 class TokenLoss(torch.autograd.Function):
     """-log softmax(logits)[target], in float32 at least.
 
-    One float tensor of the logits' size is alive at a time: exponents in forward, turned into probabilities and, in
-    backward, into the gradient, in place (torch's own keeps three). With a group, each rank has the words from `first`
-    on: two small all_reduces, and logits are never gathered.
+    One float tensor of the logits' size is kept, and backward turns it into the gradient in place (torch's own keeps
+    that and makes two more).
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, first: int, group: dist.ProcessGroup | None) -> Tensor:
-        precise = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        work = logits.to(precise, copy=True)
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+        chances = torch.log_softmax(logits, dim=-1, dtype=_precise(logits))
+        index = targets.unsqueeze(-1)
+        ctx.save_for_backward(chances, index)
+        ctx.dtype = logits.dtype
+        return -chances.gather(-1, index).squeeze(-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        chances, index = ctx.saved_tensors
+        # In place: a second backward through the same forward is refused by autograd, not computed wrong.
+        out = chances.exp_().mul_(grad.unsqueeze(-1))
+        out.scatter_add_(-1, index, -grad.unsqueeze(-1))
+        return out.to(ctx.dtype), None
+
+
+class SplitTokenLoss(torch.autograd.Function):
+    """The same over a vocabulary split between ranks: each has the words from `first` on.
+
+    Two small all_reduces; logits are never gathered.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
+        work = logits.to(_precise(logits), copy=True)
         largest = work.amax(dim=-1)
-        if group is not None:
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         work.sub_(largest.unsqueeze(-1))
         local = targets - first
         mine = (local >= 0) & (local < work.shape[-1])
         index = torch.where(mine, local, 0).unsqueeze(-1)
         target = torch.where(mine, work.gather(-1, index).squeeze(-1), 0.0)
         sums = torch.stack((work.exp_().sum(dim=-1), target))
-        if group is not None:
-            dist.all_reduce(sums, group=group)
+        dist.all_reduce(sums, group=group)
         total, target = sums.unbind()
         ctx.save_for_backward(work.div_(total.unsqueeze(-1)), index, mine)
         ctx.dtype = logits.dtype
@@ -41,14 +60,17 @@ class TokenLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         probability, index, mine = ctx.saved_tensors
-        # In place: a second backward through the same forward is refused by autograd, not computed wrong.
         out = probability.mul_(grad.unsqueeze(-1))
         out.scatter_add_(-1, index, (-grad * mine).unsqueeze(-1))
         return out.to(ctx.dtype), None, None, None
 
 
+def _precise(logits: Tensor) -> torch.dtype:
+    return torch.float64 if logits.dtype == torch.float64 else torch.float32
+
+
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    return TokenLoss.apply(logits, targets, 0, None)
+    return TokenLoss.apply(logits, targets)
 
 
 def chunked_score(score: Any, num_chunks: int) -> Any:
@@ -61,7 +83,7 @@ def chunked_score(score: Any, num_chunks: int) -> Any:
             weights.chunk(num_chunks, dim=1),
             strict=True,
         )
-        total = x.new_zeros((), dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
+        total = x.new_zeros((), dtype=_precise(x))
         for hidden, target, weight in pieces:
             total = total + checkpoint(score, head, hidden, target, weight, use_reentrant=False)
         return total

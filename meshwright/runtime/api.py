@@ -64,7 +64,7 @@ class Built:
             what = f"this rank's inputs and targets must have {wanted} rows each, not {tuple(inputs.shape)} and "
             fix = f"Cut the batch with rows({plan.batch})."
             raise MeshwrightError([Problem(where="step", what=f"{what}{tuple(targets.shape)}.", fix=fix)])
-        problems = [p for technique in plan.techniques for p in technique.check_sequence(inputs.shape[1])]
+        problems = plan.check_sequence(inputs.shape[1])
         if problems:
             raise MeshwrightError(problems)
         weights = torch.ones(inputs.shape) if weights is None else weights

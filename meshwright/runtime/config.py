@@ -185,7 +185,7 @@ def read_run(path: str | Path, changes: Sequence[str] = ()) -> RunConfig:
         raise MeshwrightError([Problem(where=str(path), what=f"cannot be read: {reason}.")]) from None
     try:
         table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also of numbers too long to read, and tables nested too deeply
         raise MeshwrightError([Problem(where=str(path), what=f"is not valid TOML: {error}.")]) from None
     problems: list[Problem] = []
     changed = {_change(table, change, problems) for change in changes}
@@ -203,7 +203,7 @@ def _change(table: dict[str, Any], change: str, problems: list[Problem]) -> str:
         return ""
     try:
         parsed = tomllib.loads(f"x = {value}")["x"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         parsed = value  # plain text needs no quotes on a command line
     for key in keys[:-1]:
         inner = table.setdefault(key, {})

@@ -59,12 +59,11 @@ def load_plan(config: RunConfig, plan_file: str, cluster: Cluster | None = None)
     if not plan_file:
         return None
     plan = load_artefact(Plan, plan_file)
-    problems = list(plan.check(decoder_profile(config.model.config(), config.model.name), cluster))
+    profile = decoder_profile(config.model.config(), config.model.name)
+    problems = list(plan.check(profile, cluster) or plan.check_sequence(config.data.sequence))
     if plan.batch != config.train.batch:
         what = f"the plan is for {plan.batch} samples, train.batch is {config.train.batch}."
         problems.append(Problem(where="batch", what=what, fix="Plan again, or change train.batch."))
-    for technique in plan.techniques:
-        problems.extend(technique.check_sequence(config.data.sequence))
     if problems:
         raise MeshwrightError([Problem(where=f"{plan_file}: {p.where}", what=p.what, fix=p.fix) for p in problems])
     return plan
@@ -131,8 +130,7 @@ def _earlier(config: RunConfig, profile: Profile, cluster: Cluster) -> Plan | No
         return None
     plan = load_artefact(Plan, folder / "plan.json")
     is_same = plan.batch == config.train.batch and plan.num_ranks == cluster.num_devices
-    problems = [*plan.check(profile, cluster)]
-    problems += [p for technique in plan.techniques for p in technique.check_sequence(config.data.sequence)]
+    problems = plan.check(profile, cluster) or plan.check_sequence(config.data.sequence)
     return plan if is_same and not problems else None
 
 

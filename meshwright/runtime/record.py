@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import json
 import os
@@ -108,31 +109,54 @@ _WAITS = ("receive", "send", "exchange")
 def spans_of(events: Any, rank: int, on_gpu: bool) -> list[Span]:
     """The loop's own actions and every collective; operators inside them are left out.
 
-    On a GPU only what ran there counts: the host's times are those of launching.
+    On a GPU an action lasts from its first kernel to its last, whichever thread launched them: the host's own times are
+    those of launching.
     """
-    spans = []
-    for event in events:
-        name = event.name()
-        if on_gpu == (event.device_type() == DeviceType.CPU):
-            continue
-        if name.startswith("mw:"):
-            word = name[3:]
-            lane = "collective" if word.startswith(_WAITS) else "compute"
-        elif name.startswith(_COLLECTIVE):
-            word, lane = name, "collective"
-        else:
-            continue
-        spans.append(
-            Span(
-                device=rank,
-                lane=lane,  # type: ignore[arg-type]
-                name=word,
-                start_seconds=event.start_ns() / 1e9,
-                seconds=event.duration_ns() / 1e9,
-                origin="loop" if word.startswith(_WAITS) else "",
-            )
+    hosted = [event for event in events if event.device_type() == DeviceType.CPU]
+    own = [event for event in hosted if event.name().startswith("mw:")]
+    actions = sorted((_action(event, "mw:") for event in own), key=lambda action: action[1])
+    if not on_gpu:
+        others = [e for e in hosted if e.name().startswith(_COLLECTIVE)]
+    else:
+        kernels = [event for event in events if event.device_type() != DeviceType.CPU]
+        others = [e for e in kernels if e.name().startswith(_COLLECTIVE)]
+        actions = _on_device(actions, hosted, kernels)
+    named = actions + [_action(event) for event in others]
+    return [
+        Span(
+            device=rank,
+            lane="collective" if name.startswith((*_WAITS, *_COLLECTIVE)) else "compute",
+            name=name,
+            start_seconds=start / 1e9,
+            seconds=(end - start) / 1e9,
+            origin="loop" if name.startswith(_WAITS) else "",
         )
-    return spans
+        for name, start, end in named
+    ]
+
+
+Action = tuple[str, int, int]
+"""Name, start and end in nanoseconds."""
+
+
+def _action(event: Any, prefix: str = "") -> Action:
+    return event.name().removeprefix(prefix), event.start_ns(), event.start_ns() + event.duration_ns()
+
+
+def _on_device(actions: list[Action], hosted: list[Any], kernels: list[Any]) -> list[Action]:
+    """When the kernels launched during each action ran."""
+    launched = {e.correlation_id(): e.start_ns() for e in hosted if e.name().startswith("cuda") and e.correlation_id()}
+    starts = [start for _, start, _ in actions]
+    ran: dict[int, tuple[int, int]] = {}
+    for kernel in kernels:
+        launch = launched.get(kernel.correlation_id())
+        place = -1 if launch is None else bisect.bisect_right(starts, launch) - 1
+        if place < 0 or kernel.name().startswith(("mw:", *_COLLECTIVE)):
+            continue
+        _, start, end = _action(kernel)
+        before = ran.get(place, (start, end))
+        ran[place] = (min(before[0], start), max(before[1], end))
+    return [(actions[place][0], *times) for place, times in sorted(ran.items())]
 
 
 def write_timeline(folder: Path, ranks: list[dict[str, Any]], fingerprint: str) -> None:

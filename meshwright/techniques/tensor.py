@@ -122,7 +122,7 @@ class Tensor(Technique):
 
         import torch
 
-        from meshwright.ops.loss import TokenLoss
+        from meshwright.ops.loss import SplitTokenLoss
         from meshwright.ops.tensor import Region, VocabLookup
 
         group, index = build.mesh.group(self.axis), build.mesh.index(self.axis)
@@ -143,7 +143,7 @@ class Tensor(Technique):
                 model.embed.offsets = functools.partial(_part_of_positions, model.embed.positions, index)
         if model.head is not None:
             first = build.boxes[build.canonical["head.output.weight"]].offset[0]
-            model.head.token_loss = lambda logits, targets: TokenLoss.apply(logits, targets, first, group)
+            model.head.token_loss = lambda logits, targets: SplitTokenLoss.apply(logits, targets, first, group)
             whole = model.head.score
 
             def score(head: Any, x: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -43,6 +43,7 @@ def test_every_wrong_key_of_a_run_file_is_told_with_its_line(tmp_path: Path) -> 
         ("run.cluster=8xh1000", ("h1000", "h100")),
         ("run.cluster=0xh100", ("0",)),
         ("model.change={num_heads=3}", ("3 heads",)),
+        ("model.change={head_size=-2}", ("head_size", "-2")),
         ("nonsense", ("a.b=c",)),
     ],
 )
@@ -121,6 +122,46 @@ def test_flags_and_commands_are_suggested() -> None:
     refused(mw("profile", "lama3-8b"), "llama3-8b")
     refused(mw("ckpt", "list", "/nowhere"), "/nowhere")
     refused(mw("simulate", "/nowhere.json", "--model", "llama3-8b", "--cluster", "8xh100"), "/nowhere.json")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--cluster", "8xh100", "--seq", "-5"), ("--seq: is -5",)),
+        (("--cluster", "8xh100", "--seq", "99999"), ("positions for 8192",)),
+        (("--cluster", "8xv100", "--json"), ("do not compute in bf16", "--ban precision")),
+        (("--cluster", "1000000000xh100"), ("at most 1048576 devices",)),
+    ],
+)
+def test_a_plan_that_cannot_be_simulated_is_told(
+    tmp_path: Path, flags: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    plan = write_plan(tmp_path, {"name": "precision"}, {"name": "replicate", "size": 2})
+    done = mw("simulate", plan, "--model", "llama3-8b", *flags)
+    refused(done, *words)
+    assert done.stdout == ""
+
+
+def test_a_timeline_is_not_overwritten_by_its_trace(tmp_path: Path) -> None:
+    plan = write_plan(tmp_path, {"name": "replicate", "size": 2}, batch=10**8)
+    for name, trace in (("x.trace.json", "x.trace.trace.json"), ("y.timeline.json", "y.trace.json")):
+        done = mw("simulate", plan, "--model", "byte-tiny", "--cluster", "8xh100", "-o", str(tmp_path / name))
+        assert done.returncode == 0, done.stderr
+        assert "source" in json.loads((tmp_path / name).read_text())
+        assert "traceEvents" in json.loads((tmp_path / trace).read_text())
+        assert "microbatches: 2048 of 50000000" in done.stdout
+
+
+def test_a_run_file_plans_as_it_trains(tmp_path: Path) -> None:
+    text = RUN.replace("[run]", '[plan]\npin = ["replicate=2"]\nban = ["chunked_loss"]\n[run]')
+    done = mw("plan", write_run(tmp_path, text), "--pin", "microbatch=2", "--json")
+    assert done.returncode == 0, done.stderr
+    for each in json.loads(done.stdout)["ranked"]:
+        techniques = {technique["name"]: technique for technique in each["plan"]["techniques"]}
+        assert techniques["replicate"]["size"] == 2
+        assert "chunked_loss" not in techniques
+        assert each["plan"]["microbatch"] == 2
+    refused(mw("plan", write_run(tmp_path, text), "--ban", "replicate"), "banned too")
 
 
 def test_a_port_in_use_is_told(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from meshwright.core.codec import encode, load_artefact, to_json
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
+from meshwright.core.technique import axis_sizes
 from meshwright.core.units import pretty_bytes, pretty_count, pretty_seconds
 from meshwright.models.config import PRESETS
 from meshwright.models.cost import decoder_profile
@@ -53,6 +54,19 @@ def test_a_cluster_survives_json() -> None:
         (("device", "flops_per_second", "bf16"), "fast", "c.device.flops_per_second.bf16", "expected a number"),
         (("inner", "bytes_per_second"), 0, "c.inner.bytes_per_second", "must be above zero"),
         (("outer",), [], "c.outer", "expected a table"),
+        (("device", "kind"), "cud", "c.device.kind", 'Did you mean "cuda"?'),
+        (("device", "flops_per_second", "bf61"), 1e12, "c.device.flops_per_second.bf61", 'Did you mean "bf16"?'),
+        (("device", "matmul_fraction"), 1.6, "c.device.matmul_fraction", "at most 1.5"),
+        (("device", "attention_fraction"), 0.0, "c.device.attention_fraction", "above zero"),
+        (("device", "bandwidth_fraction"), -1.0, "c.device.bandwidth_fraction", "above zero"),
+        (("device", "launch_seconds"), -1e-6, "c.device.launch_seconds", "zero or more"),
+        (("outer", "latency_seconds"), -1.0, "c.outer.latency_seconds", "zero or more"),
+        (("device", "reserved_bytes"), 1 << 50, "c.device.reserved_bytes", "less than the memory"),
+        (("device", "reserved_bytes"), -1, "c.device.reserved_bytes", "zero or more"),
+        (("error_fraction",), 1.0, "c.error_fraction", "less than 1"),
+        (("num_nodes",), 1 << 18, "c.num_nodes", "Use at most 1048576 devices"),
+        (("num_nodes",), 10**400, "c.num_nodes", "at most"),
+        (("error_fraction",), 10**400, "c.error_fraction", "a finite number"),
     ],
 )
 def test_a_wrong_value_is_refused_with_its_place(path: tuple[Any, ...], new: Any, where: str, says: str) -> None:
@@ -61,6 +75,33 @@ def test_a_wrong_value_is_refused_with_its_place(path: tuple[Any, ...], new: Any
     (problem,) = caught.value.problems
     assert problem.where == where
     assert says in str(problem)
+
+
+def test_every_wrong_number_of_a_cluster_is_said_at_once() -> None:
+    plain = json.loads(cluster("8xh100").to_json())
+    plain["device"] |= {"matmul_fraction": 0, "launch_seconds": -1, "kind": "tpu"}
+    plain["error_fraction"] = -0.5
+    with pytest.raises(MeshwrightError) as caught:
+        Cluster.from_json(json.dumps(plain))
+    assert len(caught.value.problems) == 4
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"batch": ' + "[" * 900 + "]" * 900 + "}"])
+def test_what_is_nested_without_end_is_refused(text: str) -> None:
+    with pytest.raises(MeshwrightError, match=r"nested too deeply|expected a whole number"):
+        Plan.from_json(text)
+
+
+def test_true_is_not_one_and_an_axis_is_listed_once() -> None:
+    with pytest.raises(MeshwrightError, match="True is not one of its values"):
+        Plan.from_json('{"techniques": [{"name": "shard", "size": 2, "stage": true}]}')
+    with pytest.raises(MeshwrightError, match="List each axis once"):
+        Plan.from_json('{"techniques": [{"name": "replicate", "size": 2}], "axis_order": ["dp", "dp"]}')
+
+
+@pytest.mark.parametrize(("name", "sizes"), [("h100", ()), ("12xh100", (2, 3, 4, 6, 12)), ("7xh100", (7,))])
+def test_an_axis_has_a_size_that_divides_the_devices(name: str, sizes: tuple[int, ...]) -> None:
+    assert axis_sizes(cluster(name)) == sizes
 
 
 def test_a_deep_key_of_a_profile_is_refused_with_its_place() -> None:

@@ -151,6 +151,17 @@ def test_a_known_model_on_a_known_node() -> None:
     assert any("slower" in line for line in lines)
 
 
+@pytest.mark.parametrize("sequence", [8191, 8190])
+def test_no_plan_is_ranked_that_cannot_take_the_sequence(sequence: int) -> None:
+    profile, machine = decoder_profile(preset("llama3-70b"), "llama3-70b"), cluster("32xh100")
+    found = search(profile, machine, batch=64, sequence=sequence)
+    assert found.ranked
+    assert all(plan.check_sequence(sequence) == () for plan, _ in found.ranked)
+    assert any(f"a sequence of {sequence} cannot be cut" in reason for reason in found.rejected)
+    # Hidden behind those that cannot: the plans that only differ in the setting that objects.
+    assert all(each.found is not None for each in found.alternatives if each.technique == "tensor")
+
+
 def test_too_large_a_model_says_by_how_much() -> None:
     profile, machine = decoder_profile(preset("llama3-70b"), "llama3-70b"), cluster("h100")
     found = search(profile, machine, batch=8, sequence=8192)

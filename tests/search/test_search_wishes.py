@@ -89,6 +89,54 @@ def test_two_pins_of_one_setting_are_refused() -> None:
         read_wishes(["tensor=2", "tensor.size=4"])
 
 
+@pytest.mark.parametrize(
+    ("pins", "words"),
+    [
+        (["tensor=0"], "size is 0"),
+        (["tensor=-2"], "size is -2"),
+        (["replicate=3"], "4 devices cannot be shared out to an axis of 3. Use 1, 2, 4."),
+        (["recompute=999"], "Use 0 to 4"),
+        (["chunked_loss=-2"], "chunks is -2"),
+        (["chunked_loss=0"], "chunks is 0"),
+        (["shard.stage=true"], "True is not one of its values"),
+        (["pipeline.stages=[1, 2]"], "add up to 4 blocks"),
+        (["microbatch=²"], "a whole number"),
+        (["microbatch=-1"], "at least 1"),
+        (["microbatch=99999999999999999999"], "at most"),
+        (["microbatch=2", "microbatch=4"], "also pinned to 2"),
+        (["microbatch.size=2"], "only be pinned to a number"),
+    ],
+)
+def test_a_pin_no_plan_can_keep_is_refused_before_the_search(pins: list[str], words: str) -> None:
+    with pytest.raises(MeshwrightError) as caught:
+        _search(pin=pins)
+    assert words in str(caught.value)
+    assert all(problem.where.startswith("pin ") for problem in caught.value.problems)
+
+
+def test_a_pin_the_machine_or_the_sequence_rules_out_is_refused() -> None:
+    with pytest.raises(MeshwrightError, match=r"pin precision: .*do not compute in bf16"):
+        search(PROFILE, cluster("4xv100"), batch=16, sequence=128, pin=["precision"])
+    with pytest.raises(MeshwrightError, match="pin tensor: a sequence of 127"):
+        search(PROFILE, MACHINE, batch=16, sequence=127, pin=["tensor.sequence=true"])
+    with pytest.raises(MeshwrightError, match="pin tensor: no size is possible"):
+        search(PROFILE, cluster("h100"), batch=16, sequence=128, pin=["tensor"])
+
+
+def test_a_microbatch_cannot_be_banned_nor_a_pinned_value() -> None:
+    with pytest.raises(MeshwrightError) as caught:
+        read_wishes(ban=["microbatch"])
+    assert "Did you mean" not in str(caught.value)
+    with pytest.raises(MeshwrightError, match="banned too"):
+        read_wishes(["tensor=2"], ["tensor=2"])
+
+
+@pytest.mark.parametrize("name", ["batch", "sequence"])
+def test_more_samples_or_tokens_than_can_be_counted_are_refused(name: str) -> None:
+    with pytest.raises(MeshwrightError, match=f"{name}: is 1000.*Use at most"):
+        search(PROFILE, MACHINE, **({"batch": 16, "sequence": 128} | {name: 10**20}))
+
+
 @pytest.mark.parametrize("numbers", [{"batch": 0, "sequence": 1}, {"batch": 1, "sequence": 0}])
 def test_no_samples_or_tokens_is_refused(numbers: dict[str, int]) -> None:
     with pytest.raises(MeshwrightError, match="at least 1"):

@@ -11,6 +11,7 @@ import pytest
 
 from meshwright.core.cluster import Cluster, Device, Link
 from meshwright.core.codec import decode, encode
+from meshwright.core.errors import MeshwrightError
 from meshwright.core.plan import Plan
 from meshwright.core.technique import Technique, technique_named
 from meshwright.core.timeline import Timeline
@@ -56,6 +57,20 @@ def test_a_forecast_and_its_timeline_agree(plan: Plan) -> None:
         for stage in range(len(plan.blocks_of_stages(PROFILE)))
     }
     assert Timeline.from_json(line.to_json()) == line
+
+
+def test_a_very_long_step_is_drawn_in_part_and_told_whole() -> None:
+    plan = replace(PLANS[2], batch=10**8)
+    line, told = simulate(PROFILE, plan, NODES, sequence=128), forecast(PROFILE, plan, NODES, sequence=128)
+    assert line.environment["microbatches"] == f"512 of {plan.num_microbatches}"
+    assert len(line.spans) < 50_000
+    assert line.seconds < told.step_seconds / 1000
+
+
+def test_a_step_that_never_ends_is_refused() -> None:
+    with pytest.raises(MeshwrightError, match="never ends: the device has no bf16 rate"):
+        forecast(PROFILE, PLANS[1], cluster("8xv100"), sequence=128)
+    assert "do not compute in bf16" in str(PLANS[1].check(PROFILE, cluster("8xv100"))[0])
 
 
 def test_the_link_follows_the_axis_on_the_machines() -> None:
