@@ -73,9 +73,7 @@ def _plan(made: Parser) -> None:
     )
     made.add_argument("--ban", action="append", default=[], metavar="X", help="must not be used: pipeline")
     allowed = ("exact", "rounded", "approximate")
-    made.add_argument(
-        "--allow", choices=allowed, help="how far numbers may differ (default: the run file's, or rounded)"
-    )
+    made.add_argument("--allow", choices=allowed, help="how far numbers may differ (default rounded)")
     made.add_argument("--top", type=int, default=8, metavar="K", help="plans to show (default 8)")
     made.add_argument("--json", action="store_true", help="print JSON")
     made.add_argument("-o", "--output", metavar="P.plan.json", help="write the best plan")
