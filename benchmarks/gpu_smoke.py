@@ -67,6 +67,7 @@ def main() -> int:
     parser.add_argument("--sequence", type=int, default=4096)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--only", choices=PLANS, help="one plan instead of all")
     parser.add_argument("-o", "--output", type=Path)
     arguments = parser.parse_args()
     cluster = mw.probe(num_devices=1, report=lambda text: print(text, file=sys.stderr), quick=True)
@@ -74,15 +75,17 @@ def main() -> int:
     join(0, 1, torch.device("cuda", 0), rendezvous=tempfile.mktemp())
     rows = []
     for name, techniques in PLANS.items():
+        if arguments.only not in (None, name):
+            continue
         value = {"version": 1, "batch": arguments.batch, "microbatch": arguments.batch, "techniques": techniques}
         plan = mw.Plan.from_json(json.dumps(value))
         predicted = mw.forecast(profile, plan, cluster, sequence=arguments.sequence)
-        row: dict[str, Any] = {"plan": name}
+        row: dict[str, Any] = {"plan": name, "predicted_seconds": predicted.step_seconds}
+        row["predicted_gib"] = predicted.peak_bytes / 2**30
         try:
             seconds, peak = measure(plan, arguments.model, arguments.sequence, arguments.steps)
             tokens = arguments.batch * arguments.sequence
             row |= {"tokens_per_second": round(tokens / seconds), "step_seconds": seconds, "peak_gib": peak / 2**30}
-            row |= {"predicted_seconds": predicted.step_seconds, "predicted_gib": predicted.peak_bytes / 2**30}
             row["time_error"] = predicted.step_seconds / seconds - 1
             # The forecast includes what the driver and the allocator keep; the measurement is of tensors alone.
             row["memory_error"] = (predicted.peak_bytes - cluster.device.reserved_bytes) / peak - 1

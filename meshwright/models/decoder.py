@@ -73,6 +73,10 @@ class Attention(nn.Module):
             cosine, sine = rope_table(x.shape[1], self.head_size, self.theta, x)
             query, key = rotate(query, cosine, sine), rotate(key, cosine, sine)
         grouped = query.shape[1] != key.shape[1]
+        if grouped and query.is_cuda and query.dtype == torch.float32:
+            # The one fused kernel for float32 knows no groups; without it scores are sequence x sequence in memory.
+            times = query.shape[1] // key.shape[1]
+            key, value, grouped = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1), False
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
         return self.output(mixed.transpose(1, 2).flatten(2))
 
