@@ -35,7 +35,7 @@ def mean_loss(model: Decoder, batches: list[Any]) -> tuple[float, float]:
     for batch in batches:
         log_p = model(batch.inputs).log_softmax(-1)
         each = -log_p.gather(-1, batch.targets.unsqueeze(-1)).squeeze(-1)
-        total += float((each * batch.weights).sum())
+        total += float((each * batch.weights).sum().detach())
         tokens += float(batch.weights.sum())
     return total, tokens
 

@@ -50,7 +50,7 @@ def test_a_technique_alone(family: str, technique: Any, same: Same) -> None:
         assert all(answer["num_graphs"] > 0 for answer in answers), "nothing was compiled"
 
 
-@pytest.mark.parametrize("microbatch", [2, 4])
+@pytest.mark.parametrize("microbatch", [1, 4])
 def test_microbatches_only_change_the_order_of_sums(microbatch: int, same: Same) -> None:
     same(plan_of(microbatch=microbatch), QWEN)
     same(plan_of(tiny.REPLICATE, microbatch=microbatch), GPT)

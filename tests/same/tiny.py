@@ -103,7 +103,7 @@ ROUNDED = {
 }
 
 
-def plan_of(*techniques: Technique, batch: int = BATCH, microbatch: int = 1) -> Plan:
+def plan_of(*techniques: Technique, batch: int = BATCH, microbatch: int = 2) -> Plan:
     return Plan(techniques=techniques, batch=batch, microbatch=microbatch)
 
 
