@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.plan import Plan
+from meshwright.data.batch import part_rows
 from meshwright.data.source import TextData
 from meshwright.models.config import DecoderConfig, preset
 from meshwright.models.cost import decoder_profile
@@ -43,7 +44,7 @@ class Built:
     def rows(self, batch: int) -> slice:
         """The rows of a batch that this rank trains on."""
         part, num_parts = self.build.mesh.part(self.build.plan.sample_axes)
-        return slice(part * batch // num_parts, (part + 1) * batch // num_parts)
+        return part_rows(batch, part, num_parts)
 
     def step(
         self, inputs: Tensor, targets: Tensor, weights: Tensor | None = None, *, lr: float | None = None

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from meshwright.core.plan import Plan
+from meshwright.data.batch import part_rows
 from meshwright.models.config import DecoderConfig
 from meshwright.models.cost import decoder_profile
 from meshwright.models.decoder import Decoder
@@ -79,7 +80,7 @@ def random_samples(config: DecoderConfig, batch: int, sequence: int, *, masked: 
         weights = torch.ones(batch, sequence, dtype=torch.float64)
         if masked:
             weights = (torch.rand(batch, sequence, generator=generator) > 0.2).double()
-        rows = slice(part * batch // num_parts, (part + 1) * batch // num_parts)
+        rows = part_rows(batch, part, num_parts)
         inputs, targets = tokens[rows, :-1].contiguous(), tokens[rows, 1:].contiguous()
         total = float(weights.sum())
         return Samples(inputs=inputs, targets=targets, weights=weights[rows], num_tokens=total)

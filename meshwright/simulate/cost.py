@@ -12,7 +12,7 @@ axis's route. A hidden collective costs only what compute cannot cover:
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -141,15 +141,19 @@ def _charge_by_layer(
     part: Part,
 ) -> None:
     """Collectives of a layer run beside its neighbours' compute; the first layer's has nothing to hide behind."""
+    for layer, mine, bare in _in_turn(group, order if part == "forward" else order[::-1]):
+        _expose(charges, mine, cover.get((layer, part), 0.0), bare, part)
+
+
+def _in_turn(group: list[_Hidden], order: list[str]) -> Iterator[tuple[str, list[_Hidden], Num]]:
+    """Layer, its collectives, and their seconds where it is the first that this stage has (else none)."""
     unseen: Num = True
-    for layer in order if part == "forward" else reversed(order):
+    for layer in order:
         mine = [item for item in group if item.task.layer == layer]
-        if not mine:
-            continue
-        is_here = mine[0].task.repeat > 0
-        first = _sum(item.each_seconds for item in mine) * (unseen & is_here)
-        unseen = unseen & np.logical_not(is_here)
-        _expose(charges, mine, cover.get((layer, part), 0.0), first, part)
+        if mine:
+            is_here = mine[0].task.repeat > 0
+            yield layer, mine, _sum(item.each_seconds for item in mine) * (unseen & is_here)
+            unseen = unseen & np.logical_not(is_here)
 
 
 def _charge_once(
@@ -162,14 +166,7 @@ def _charge_once(
     """Once a step, beside one microbatch's pass; the first layer's is needed first, or ready last."""
     if not group:
         return
-    unseen: Num = True
-    bare: Num = 0.0
-    for layer in order:
-        mine = [item for item in group if item.task.layer == layer]
-        if mine:
-            is_here = mine[0].task.repeat > 0
-            bare = bare + _sum(item.each_seconds for item in mine) * (unseen & is_here)
-            unseen = unseen & np.logical_not(is_here)
+    bare = _sum(seconds for _, _, seconds in _in_turn(group, order))
     window = _sum(seconds for (_, when), seconds in cover.items() if when == part)
     _expose(charges, group, window, bare, "step")
 
