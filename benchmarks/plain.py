@@ -11,7 +11,7 @@ from meshwright.core.box import Box
 from meshwright.models.config import DecoderConfig
 from meshwright.models.decoder import Decoder
 from meshwright.runtime.config import OptimizerConfig
-from meshwright.runtime.init import seeded
+from meshwright.ops.init import seeded
 
 Parts = list[tuple[Tensor, Tensor, Tensor]]
 """Inputs, targets and weights of every microbatch."""

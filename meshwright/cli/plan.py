@@ -28,7 +28,7 @@ def run(arguments: Namespace) -> int:
         cluster,
         batch=batch,
         sequence=sequence,
-        state_bytes=optimizer.state_bytes,
+        optimizer=optimizer,
         allow=arguments.allow or wishes.allow,
         pin=(*wishes.pin, *arguments.pin),
         ban=(*wishes.ban, *arguments.ban),

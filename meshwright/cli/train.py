@@ -24,6 +24,7 @@ from meshwright.runtime.prepare import (
     prepare,
     write_prepared,
 )
+from meshwright.runtime.progress import held_out_text
 from meshwright.supervise.environment import outside_launcher
 from meshwright.supervise.launch import launch
 
@@ -69,7 +70,7 @@ def _is_finished(config: RunConfig, folder: Path) -> bool:
 
 def describe(console: Console, config: RunConfig, prepared: Prepared) -> None:
     size = pretty_count(prepared.profile.num_params)
-    console.print(f"{config.model.name}: {size} parameters, {prepared.profile.num_blocks} blocks")
+    console.print(f"{config.model.title}: {size} parameters, {prepared.profile.num_blocks} blocks")
     if prepared.found is not None:
         console.print(
             f"{prepared.found.evaluated:,} plans priced for {prepared.cluster.name} "
@@ -90,9 +91,10 @@ def close(console: Console, run_file: str, config: RunConfig, prepared: Prepared
     forecast = prepared.forecast
     rows = []
     if result["step_seconds"]:
-        tokens = config.train.batch * config.data.sequence / result["step_seconds"]
+        tokens = config.train.batch * config.sequence / result["step_seconds"]
         rows.append(("step", forecast.step_seconds, result["step_seconds"], pretty_seconds))
-        rows.append(("tokens/s", forecast.tokens_per_second, tokens, pretty_count))
+        counted = "tokens" if prepared.profile.counts == "tokens" else "samples"
+        rows.append((f"{counted}/s", forecast.tokens_per_second, tokens, pretty_count))
     rows.append(("peak memory of a rank", forecast.peak_bytes, result["peak_bytes"], pretty_bytes))
     rows.sort(key=lambda row: -abs(row[1] / row[2] - 1))
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
@@ -102,8 +104,8 @@ def close(console: Console, run_file: str, config: RunConfig, prepared: Prepared
         table.add_row(name, pretty(predicted), pretty(measured), f"{predicted / measured - 1:+.0%}")
     console.print()
     console.print(table)
-    if result["held_out_bits_per_byte"] is not None:
-        console.print(f"held-out: {result['held_out_bits_per_byte']:.3f} bits per byte")
+    if result["held_out"]:
+        console.print(f"held-out: {held_out_text(result['held_out'])}")
     if result["stopped"]:
         console.print(f"stopped at step {result['step']} and saved; the same command goes on from there")
     console.print(f"written to {folder}: metrics.jsonl, tensorboard/, checkpoints/, measured.trace.json")

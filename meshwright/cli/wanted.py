@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,9 +11,9 @@ from typing import TYPE_CHECKING, TypeVar
 from meshwright.core.cluster import Cluster, parse_cluster_name
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.profile import Profile
-from meshwright.models.config import DecoderConfig, preset
-from meshwright.models.cost import decoder_profile
+from meshwright.models.section import ModelSection
 from meshwright.probe.names import cluster as named_cluster
+from meshwright.runtime.model import describe
 
 if TYPE_CHECKING:
     from meshwright.runtime.config import RunConfig
@@ -38,21 +39,21 @@ def read_wanted(arguments: Namespace, run: RunConfig | None = None) -> Wanted:
         for name in _COUNTS
         if (value := getattr(arguments, name, None)) is not None and value < 1
     ]
-    config = _tried(problems, lambda: _model(arguments, run))
+    profile = _tried(problems, lambda: _model(arguments, run))
     place = _tried(problems, lambda: _cluster(arguments, run))
     sequence = 0
-    if config is not None:
-        default = run.data.sequence if run else min(_DEFAULT_SEQUENCE, config.max_sequence)
+    if profile is not None:
+        default = run.sequence if run else min(_DEFAULT_SEQUENCE, profile.max_sequence)
         sequence = default if arguments.seq is None else arguments.seq
-        if sequence > config.max_sequence:
-            what = f"is {sequence}; the model has positions for {config.max_sequence}."
+        if profile.counts == "samples":
+            sequence = 1
+        elif sequence > profile.max_sequence:
+            what = f"is {sequence}; the model has positions for {profile.max_sequence}."
             problems.append(Problem(where="--seq", what=what))
     if problems:
         raise MeshwrightError(problems)
-    assert config is not None
+    assert profile is not None
     assert place is not None
-    name = arguments.model or (run.model.name if run else "")
-    profile = decoder_profile(config, name)
     return Wanted(profile=profile, cluster=place[0], cluster_name=place[1], sequence=sequence)
 
 
@@ -64,11 +65,16 @@ def _tried(problems: list[Problem], read: Callable[[], T]) -> T | None:
         return None
 
 
-def _model(arguments: Namespace, run: RunConfig | None) -> DecoderConfig:
+def section_named(text: str) -> ModelSection:
+    """A named model, or a Hugging Face folder by its path."""
+    return ModelSection(hf=text) if os.path.isdir(text) else ModelSection(name=text)
+
+
+def _model(arguments: Namespace, run: RunConfig | None) -> Profile:
     if arguments.model:
-        return preset(arguments.model)
+        return describe(section_named(arguments.model), arguments.seq or _DEFAULT_SEQUENCE).profile
     if run is not None:
-        return run.model.config()
+        return describe(run.model, run.data.sequence).profile
     raise MeshwrightError([Problem(where="--model", what="is missing.", fix="For example --model llama3-8b.")])
 
 

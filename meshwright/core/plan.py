@@ -116,6 +116,10 @@ class Plan:
                     fix=f"Use a multiple of {share}.",
                 )
             )
+        elif self.num_microbatches > 1 and "samples" in profile.uncut:
+            what = f"{self.num_microbatches} microbatches a step: {profile.uncut['samples']}"
+            fix = f"Use microbatch = {self.batch // self.num_replicas}."
+            problems.append(Problem(where="microbatch", what=what, fix=fix))
         if cluster is not None and self.num_ranks > cluster.num_devices:
             mesh = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items())
             problems.append(

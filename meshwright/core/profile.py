@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from meshwright.core.codec import encode, read_artefact, to_json
@@ -48,6 +49,10 @@ class Param:
     """Whole on every rank, but used on a split tensor: each rank sees only its part of the gradient."""
     tied: str = ""
     """`layer.name` of the parameter it shares its storage with."""
+    frozen: bool = False
+    """Not trained: no gradient, no optimizer state."""
+    used: float = 1.0
+    """Share of it that one token multiplies by: of stacked experts, those it is sent to."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,10 +79,11 @@ class Site:
     """A place where splitting a layer's inside makes its ranks talk.
 
     `enter`: whole input of a split region; `exit`: its partial output; `loss`: statistics of a split vocabulary.
+    `statistics`: of a batch norm, where ranks that see different samples talk, once forward and once backward.
     A `tail` site comes after everything that backward needs, so recomputation never replays it.
     """
 
-    kind: Literal["enter", "exit", "loss"]
+    kind: Literal["enter", "exit", "loss", "statistics"]
     elements: Poly
     tail: bool = False
 
@@ -93,6 +99,8 @@ class Layer:
     """Elements handed to the next layer: what a stage sends, and all that full recomputation keeps."""
     is_block: bool = False
     """One of the repeated blocks, where stages are cut and recomputation is counted."""
+    unit: str = ""
+    """Layers of one unit are gathered and reduced together; empty: by itself."""
 
     def num_params(self) -> int:
         return sum(math.prod(param.shape) for param in self.params if not param.tied)
@@ -106,7 +114,29 @@ class Profile:
     layers: tuple[Layer, ...]
     hidden_size: int
     max_sequence: int
+    counts: Literal["tokens", "samples"] = "tokens"
+    """What a step is measured in: samples where a sample has no sequence (s is 1 then)."""
+    stream: Literal["compute", "parameters"] = "compute"
+    """Dtype of what flows from layer to layer: the one computed in, or (under autocast) the parameters'."""
+    block_path: str = "blocks"
+    """Blocks are called PATH.0, PATH.1 and so on; their parameters' names begin so."""
+    uncut: Mapping[str, str] = field(default_factory=dict)
+    """What of this model cannot be divided, and why: `inside` (of a layer), `sequence` (between such regions),
+    `stages`, `loss` (over tokens, in pieces), `samples` (of a batch, over time)."""
     version: int = 1
+
+    @property
+    def block_layers(self) -> tuple[Layer, ...]:
+        return tuple(layer for layer in self.layers if layer.is_block)
+
+    def blocks_within(self, first: int, count: int) -> tuple[int, ...]:
+        """Of `count` blocks from `first` on, how many are of each block layer."""
+        found, start = [], 0
+        for layer in self.block_layers:
+            end = start + layer.repeat
+            found.append(max(0, min(end, first + count) - max(start, first)))
+            start = end
+        return tuple(found)
 
     @property
     def num_blocks(self) -> int:
@@ -122,9 +152,17 @@ class Profile:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def model_flops(self, tokens: float, sequence: float) -> float:
-        """(6 N + 12 L d s) per token, N without the input embedding: the convention MFU is reported in."""
+        """(6 N + 12 L d s) per token, N without the input embedding: the convention MFU is reported in.
+
+        Only the experts a token is sent to count. A sample without a sequence costs what its layers do.
+        """
+        if self.counts == "samples":
+            each = sum(
+                layer.repeat * (op.flops(1, 1) + op.backward_flops(1, 1)) for layer in self.layers for op in layer.ops
+            )
+            return tokens * float(each)
         matmul_params = sum(
-            math.prod(param.shape) * layer.repeat
+            math.prod(param.shape) * layer.repeat * param.used
             for layer in self.layers[1:]
             for param in layer.params  # a tied head still multiplies
         )

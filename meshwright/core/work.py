@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -86,8 +86,7 @@ class Slot:
     shape: tuple[Num, ...]
     cut: int | None
     element_bytes: int
-    state_bytes: Num
-    """Optimizer state per element."""
+    is_block: bool
     unit: str
     """The layers gathered and reduced together: the layer's own name, or `shared` where weights are tied."""
     shards: Num = 1
@@ -97,6 +96,7 @@ class Slot:
     """(axis, technique): sums of the gradient still owed over an axis once the backward passes are over."""
     copy_of: str = ""
     """The tied parameter whose storage it is, where both live on this rank."""
+    frozen: bool = False
 
     @property
     def elements(self) -> Num:
@@ -107,11 +107,20 @@ class Slot:
         return -(-self.shape[0] // shards) * _product(self.shape[1:])
 
 
+class Updating(Protocol):
+    """What an optimizer asks of a rank: bytes it remembers, messages of its own."""
+
+    def state_bytes_of(self, slot: Slot) -> Num: ...
+
+    def collectives(self, work: Work) -> tuple[Collective, ...]: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Work:
     profile: Profile
     sizes: Mapping[str, Num]
-    """batch, sequence, microbatch, num_microbatches, stage, num_stages, every axis, numeric settings."""
+    """batch, sequence, microbatch, num_microbatches, stage, num_stages, first_block, blocks, every axis, settings."""
+    optimizer: Updating
     slots: tuple[Slot, ...] = ()
     tasks: tuple[Compute | Collective, ...] = ()
     residents: tuple[Resident, ...] = ()
@@ -150,11 +159,22 @@ class Work:
     def repeat_of(self, layer: str) -> Num:
         return next(slot.repeat for slot in self.slots if slot.layer == layer)
 
-    def units(self, size: Callable[[Slot], Num]) -> list[tuple[str, Num, Num]]:
-        """(layer, instances, bytes of one) for whatever is gathered and reduced together, storage counted once."""
+    def has_backward(self, layer: str) -> Num:
+        """Whether gradients pass through a layer: on the first stage, if it or one before it is trained."""
+        names = [each.name for each in self.profile.layers]
+        before = self.profile.layers[: names.index(layer) + 1]
+        if any(not param.frozen for each in before for param in each.params):
+            return 1
+        return (self.size("stage") > 0) * 1
+
+    def units(self, size: Callable[[Slot], Num], *, trained: bool = False) -> list[tuple[str, Num, Num]]:
+        """(layer, instances, bytes of one) for whatever is gathered and reduced together, storage counted once.
+
+        `trained`: of what has a gradient only.
+        """
         grouped: dict[str, list[Slot]] = {}
         for slot in self.slots:
-            if not slot.copy_of:
+            if not slot.copy_of and not (trained and slot.frozen):
                 grouped.setdefault(slot.unit, []).append(slot)
         units = []
         for slots in grouped.values():
@@ -167,7 +187,24 @@ class Work:
         return units
 
 
-def base_work(profile: Profile, sizes: Mapping[str, Num], *, element_bytes: int, state_bytes: Num) -> Work:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EachElement:
+    """An optimizer known only by the bytes it remembers for each float32 element (8: Adam's two moments)."""
+
+    state_bytes: Num = 8
+
+    def state_bytes_of(self, slot: Slot) -> Num:
+        return slot.stored(slot.shards) * (self.state_bytes * slot.element_bytes // 4)
+
+    def collectives(self, work: Work) -> tuple[Collective, ...]:
+        return ()
+
+
+ADAM = EachElement()
+"""Two moments in float32: what is assumed where nobody says."""
+
+
+def base_work(profile: Profile, sizes: Mapping[str, Num], *, element_bytes: int, optimizer: Updating) -> Work:
     """One device that does it all: the work every plan starts from."""
     b, s = sizes["microbatch"], sizes["sequence"]
     tied = {p.tied.split(".")[0] for layer in profile.layers for p in layer.params if p.tied}
@@ -185,10 +222,11 @@ def base_work(profile: Profile, sizes: Mapping[str, Num], *, element_bytes: int,
                     shape=param.shape,
                     cut=param.cut,
                     element_bytes=element_bytes,
-                    state_bytes=state_bytes,
-                    unit="shared" if is_shared else layer.name,
+                    is_block=layer.is_block,
+                    unit="shared" if is_shared else layer.unit or layer.name,
                     inside=param.inside,
                     copy_of=param.tied,
+                    frozen=param.frozen,
                 )
             )
         for op in layer.ops:
@@ -197,6 +235,7 @@ def base_work(profile: Profile, sizes: Mapping[str, Num], *, element_bytes: int,
     return Work(
         profile=profile,
         sizes=sizes,
+        optimizer=optimizer,
         slots=tuple(slots),
         tasks=tuple(tasks),
         residents=tuple(residents),
@@ -246,12 +285,31 @@ def _op_residents(layer: Layer, op: Op, b: Num, s: Num, element_bytes: int) -> l
     ]
 
 
+def statistics(work: Work, axis: str, origin: str) -> list[Collective]:
+    """What batch norms say along an axis whose ranks see different samples: sums forward, their gradients back."""
+    return [
+        Collective(
+            layer=layer.name,
+            kind="all_reduce",
+            axis=axis,
+            phase=phase,
+            repeat=work.repeat_of(layer.name),
+            bytes=site.elements(1, 1) * max(4, work.slots[0].element_bytes),
+            origin=origin,
+        )
+        for layer in work.profile.layers
+        for site in layer.sites
+        if site.kind == "statistics"
+        for phase in ("forward", "backward")
+    ]
+
+
 def settle(work: Work) -> Work:
     """After the last technique: residents and the optimizer's own work follow from the slots."""
-    tasks: list[Compute | Collective] = []
+    tasks: list[Compute | Collective] = [*work.optimizer.collectives(work)]
     residents = []
     for axis, origin in sorted({late for slot in work.slots for late in slot.late}):
-        owed = [s for s in work.slots if (axis, origin) in s.late and not s.copy_of]
+        owed = [s for s in work.slots if (axis, origin) in s.late and not (s.copy_of or s.frozen)]
         size = sum(s.repeat * s.stored(s.gradient_shards) * s.element_bytes for s in owed)
         tasks.append(
             Collective(
@@ -270,10 +328,13 @@ def settle(work: Work) -> Work:
             continue
         stored = slot.stored(slot.shards)
         common = {"layer": slot.layer, "repeat": slot.repeat, "life": "always"}
+        residents.append(Resident(category="parameters", bytes=stored * slot.element_bytes, **common))
+        if slot.frozen:
+            continue
+        state_bytes = work.optimizer.state_bytes_of(slot)
         for category, size in (
-            ("parameters", stored * slot.element_bytes),
             ("gradients", slot.stored(slot.gradient_shards) * slot.element_bytes),
-            ("optimizer", stored * slot.state_bytes),
+            ("optimizer", state_bytes),
         ):
             residents.append(Resident(category=category, bytes=size, **common))  # type: ignore[arg-type]
         tasks.append(
@@ -284,7 +345,7 @@ def settle(work: Work) -> Work:
                 phase="step",
                 repeat=slot.repeat,
                 # read gradient for the norm; read gradient, read and write parameter and state for the update
-                moved_bytes=stored * (4 * slot.element_bytes + 2 * slot.state_bytes),
+                moved_bytes=stored * 4 * slot.element_bytes + 2 * state_bytes,
             )
         )
     return work.with_tasks(*tasks).with_residents(*residents)

@@ -3,24 +3,42 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from meshwright.core.errors import MeshwrightError, Problem
 
+Inputs = npt.NDArray[Any] | tuple[npt.NDArray[Any], ...]
+
+
+class Rows(NamedTuple):
+    """Samples as a model takes them; what each array holds is told in `Batch`."""
+
+    inputs: Inputs
+    targets: npt.NDArray[Any]
+    weights: npt.NDArray[np.float32]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Batch:
     """This rank's rows of one step's batch.
 
+                inputs                                              targets
+        tokens  int64 (rows, sequence)                              int64 (rows, sequence): one token later
+        packed  tokens and documents, int32 (rows, sequence)        the same
+        images  float32 (rows, channels, height, width)             int64 (rows,): the class
+        table   dense float32 (rows, D) and ids int64 (rows, T)     float32 (rows,): 0 or 1
+
+    `documents` numbers the document of each token inside its row, from 0: attention and positions stay inside one.
     `num_tokens` is the sum of the weights over the WHOLE batch, all ranks together, so that the loss is
     divided once and without communication. It is 0 when every row of the step lies inside prompts.
     """
 
-    inputs: npt.NDArray[np.int64]  # (rows, sequence)
-    targets: npt.NDArray[np.int64]  # (rows, sequence): the inputs, one token later
-    weights: npt.NDArray[np.float32]  # (rows, sequence): 0 = this target does not count
+    inputs: Inputs
+    targets: npt.NDArray[Any]
+    weights: npt.NDArray[np.float32]  # the shape of targets: 0 = this target does not count
     num_tokens: float
 
 

@@ -16,8 +16,11 @@ from pathlib import Path
 
 from meshwright.core.errors import Problem, nearest
 
-SUFFIXES = (".txt", ".md", ".py", ".jsonl")
+SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
+# What a folder may hold instead, looked for in this order.
+_OTHER_SUFFIXES = (".idx", ".npy", ".npz", ".csv")
 STDLIB = "stdlib"
+DATASETS = "datasets:"
 # Enough to train a toy model on, and read in a tenth of a second.
 STDLIB_MAX_BYTES = 8_000_000
 # Not on every machine (distributions package them apart), written per machine, or tables rather than text.
@@ -64,6 +67,8 @@ def find_files(patterns: tuple[str, ...], problems: list[Problem]) -> tuple[Sour
 def _expand(pattern: str, problems: list[Problem]) -> Iterable[str]:
     if pattern == STDLIB:
         return _stdlib_files(problems)
+    if pattern.startswith(DATASETS):
+        return (pattern,)
     path = os.path.expanduser(pattern)
     if os.path.isdir(path):
         return _files_below(path, problems)
@@ -94,10 +99,13 @@ def _files_like(pattern: str, problems: list[Problem]) -> list[str]:
 
 def _files_below(folder: str, problems: list[Problem]) -> list[str]:
     below = os.path.join(glob.escape(folder), "**")
-    files = [path for end in SUFFIXES for path in glob.glob(os.path.join(below, f"*{end}"), recursive=True)]
-    files = [path for path in files if not os.path.isdir(path)]
+    for suffixes in (SUFFIXES, *((suffix,) for suffix in _OTHER_SUFFIXES)):
+        files = [path for end in suffixes for path in glob.glob(os.path.join(below, f"*{end}"), recursive=True)]
+        files = [path for path in files if not os.path.isdir(path)]
+        if files:
+            break
     if not files:
-        what = f"the folder holds no {', '.join(SUFFIXES)} file."
+        what = f"the folder holds no {', '.join((*SUFFIXES, *_OTHER_SUFFIXES))} file."
         fix = 'Name the files with a pattern, such as "folder/**/*.log".'
         if not os.access(folder, os.R_OK | os.X_OK):
             what, fix = "the folder cannot be read: permission denied.", ""
@@ -131,7 +139,41 @@ def _stdlib_files(problems: list[Problem]) -> Iterator[str]:
         problems.append(Problem(where=STDLIB, what=what, fix="Name your own text files."))
 
 
+def describe_folder(path: str, below: str, problems: list[Problem]) -> SourceFile | None:
+    """Everything below a folder as if it were one file: a change anywhere shows."""
+    try:
+        states = [
+            (entry.name, status.st_size, status.st_mtime_ns)
+            for folder, _, names in os.walk(below)
+            for entry in map(Path(folder).joinpath, sorted(names))
+            for status in (entry.stat(),)
+        ]
+    except OSError as error:
+        problems.append(Problem(where=path, what=f"cannot be read: {(error.strerror or 'unknown error').lower()}."))
+        return None
+    if not states:
+        problems.append(Problem(where=path, what="there is no such folder, or it is empty."))
+        return None
+    total_bytes, latest_ns = sum(state[1] for state in states), max(state[2] for state in states)
+    return SourceFile(path=path, size_bytes=total_bytes, mtime_ns=latest_ns)
+
+
+def _describe_dataset(path: str, problems: list[Problem]) -> SourceFile | None:
+    folder, split = dataset_place(path)
+    named = f"{DATASETS}{os.path.abspath(folder)}{':' if split else ''}{split}"
+    return describe_folder(named, folder, problems)
+
+
+def dataset_place(path: str) -> tuple[str, str]:
+    """(folder, split or nothing) of "datasets:FOLDER" or "datasets:FOLDER:SPLIT"."""
+    name = os.path.expanduser(path.removeprefix(DATASETS))
+    folder, _, split = name.rpartition(":")
+    return (name, "") if not folder or os.path.isdir(name) else (folder, split)
+
+
 def _describe(path: str, problems: list[Problem]) -> SourceFile | None:
+    if path.startswith(DATASETS):
+        return _describe_dataset(path, problems)
     try:
         status = os.stat(path)
     except OSError as error:

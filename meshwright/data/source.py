@@ -1,127 +1,49 @@
-"""An opened corpus: any step's batch, for any rank of any mesh, from one integer.
-
-    tokens    t0 t1 t2 t3 t4 t5 t6 t7 t8 ...          sequence = 4
-    sample 0  [inputs    ]                            targets are the inputs one token later,
-    sample 1              [inputs    ]                so neighbours share one token
-
-A cursor is the number of samples consumed so far. It alone says what comes next: cursor -> epoch and place ->
-(permutation of that epoch) -> train index -> (split) -> sample -> a slice of the tokens. Nothing is shuffled
-in memory, nothing depends on the mesh, and resuming costs nothing.
-"""
+"""Opening data: what the files are decides who reads them; everything wrong is raised at once."""
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import xxhash
 
-from meshwright.core.errors import Problem
-from meshwright.data import cache as token_cache
-from meshwright.data.batch import Batch, part_rows, require_place
+from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.data.batch import Batch
+from meshwright.data.cache import Draft, Facts, Slot, keep
+from meshwright.data.config import DataSection, MixturePart, patterns_of
 from meshwright.data.files import SourceFile, find_files
-from meshwright.data.order import ORDER_VERSION, Index, permuted
-from meshwright.data.read import TextKeys, Tokens, raise_all, read_files
-from meshwright.data.split import Split, split_samples
-from meshwright.data.tokenizer import ByteTokenizer, TokenArray
+from meshwright.data.flat import open_flat
+from meshwright.data.form import Form, form_of, kind_of
+from meshwright.data.images import is_image_folder, open_image_folder, open_npz_images
+from meshwright.data.joined import join_sources
+from meshwright.data.megatron import open_megatron
+from meshwright.data.opened import Data, Source
+from meshwright.data.read import Tokens, raise_all, read_files
+from meshwright.data.records import TextKeys
+from meshwright.data.split import split_samples
+from meshwright.data.stream import MixedStream, SplitStream, Stream, part_seed
+from meshwright.data.tables import open_table
+from meshwright.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
+from meshwright.data.tokens import TokenSource, length_problems
 
-__all__ = ["Batch", "TextData", "open_text"]
+__all__ = ["Batch", "Data", "TextData", "open_data", "open_text"]
+
+TextData = Data
+_Open = Callable[[Any, Path | None, DataSection], Source]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class TextData:
-    """Tokens cut into samples, split into train and held-out. Make one with `open_text`."""
-
-    corpus: Tokens
-    digest: str
-    files: tuple[SourceFile, ...]
-    sequence: int
-    held_out_fraction: float
-    seed: int
-    tokenizer: ByteTokenizer = field(default_factory=ByteTokenizer)
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.corpus.tokens)
-
-    @property
-    def num_samples(self) -> int:
-        """All samples, train and held-out."""
-        return (self.num_tokens - 1) // self.sequence
-
-    @property
-    def num_train(self) -> int:
-        """The samples of one epoch."""
-        return self.split.num_train
-
-    @property
-    def num_held_out(self) -> int:
-        return self.split.num_held_out
-
-    @property
-    def num_bytes_per_token(self) -> float:
-        return self.tokenizer.num_bytes_per_token
-
-    @cached_property
-    def split(self) -> Split:
-        return split_samples(self.num_samples, held_out_fraction=self.held_out_fraction, seed=self.seed)
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Tells changed data: content, file names and sizes, cut and order; not where the files lie."""
-        files = [[os.path.basename(file.path), file.size_bytes] for file in self.files]
-        cut = [self.sequence, self.held_out_fraction, self.seed, ORDER_VERSION]
-        facts = [files, cut, self.tokenizer.name, self.num_tokens, self.digest]
-        return xxhash.xxh3_64_hexdigest(json.dumps(facts).encode())
-
-    def order(self, cursor: int, num_samples: int) -> Index:
-        """The samples that train at `cursor`, `cursor + 1`, ...; each epoch is a new order of all of them."""
-        epoch, place = np.divmod(cursor + np.arange(num_samples, dtype=np.int64), self.num_train)
-        return self.split.train(permuted(place, size=self.num_train, seed=self.seed, stream=epoch))
-
-    def batch(self, cursor: int, batch: int, part: int = 0, num_parts: int = 1) -> Batch:
-        """Part `part` of the `batch` samples that follow `cursor`."""
-        require_place(cursor=cursor, batch=batch, part=part, num_parts=num_parts)
-        samples = self.order(cursor, batch)
-        return self._rows(samples, batch, part_rows(batch, part, num_parts))
-
-    def held_out_batches(
-        self, batch: int, part: int = 0, num_parts: int = 1, limit: int | None = None
-    ) -> Iterator[Batch]:
-        """The held-out samples in a fixed order, at most `limit` batches; the last is padded to shape."""
-        require_place(cursor=0, batch=batch, part=part, num_parts=num_parts)
-        rows = part_rows(batch, part, num_parts)
-        starts = range(0, self.num_held_out, batch)[:limit]
-        return (self._held_out(start, batch, rows) for start in starts)
-
-    def _held_out(self, start: int, batch: int, rows: slice) -> Batch:
-        index = np.arange(start, start + batch, dtype=np.int64)
-        num_real = min(batch, self.num_held_out - start)
-        # Padding rows repeat the last real sample: ordinary tokens, so no model chokes on them.
-        samples = self.split.held_out(np.minimum(index, self.num_held_out - 1))
-        return self._rows(samples, num_real, rows)
-
-    def _rows(self, samples: Index, num_real: int, rows: slice) -> Batch:
-        """The `rows` of the batch made of `samples`, of which the first `num_real` count."""
-        windows = _windows(self.corpus.tokens, self.sequence)[samples[rows]].astype(np.int64)
-        weights = np.ones((len(windows), self.sequence), dtype=np.float32)
-        num_tokens = num_real * self.sequence
-        if self.corpus.weights is not None:
-            whole = _windows(self.corpus.weights, self.sequence)[samples, 1:]
-            weights = whole[rows].astype(np.float32)
-            num_tokens = int(whole[:num_real].sum(dtype=np.int64))
-        weights[max(0, num_real - rows.start) :] = 0
-        return Batch(
-            inputs=np.ascontiguousarray(windows[:, :-1]),
-            targets=np.ascontiguousarray(windows[:, 1:]),
-            weights=weights,
-            num_tokens=float(num_tokens),
-        )
+def open_data(section: DataSection, *, cache: Path | None, sequence: int | None = None) -> Data:
+    """The data of a run file's section. `cache` is where tokens and decoded images are kept and shared."""
+    problems: list[Problem] = []
+    if sequence is not None:
+        section = replace(section, sequence=sequence)
+    if bool(section.patterns) == bool(section.mixture):
+        what = "no file is named." if not section.mixture else "train and mixture are both given."
+        problems.append(Problem(where="data", what=what, fix="Give data.train, or data.mixture."))
+    return _open(section, cache, problems)
 
 
 def open_text(
@@ -133,67 +55,161 @@ def open_text(
     cache: Path | None = None,
     text_key: str = "text",
     prompt_key: str = "prompt",
-) -> TextData:
-    """Find, check and tokenize the files (or map them from `cache`); everything wrong is raised at once."""
-    problems = _setting_problems(sequence, held_out_fraction)
-    files = find_files((patterns,) if isinstance(patterns, str) else tuple(patterns), problems)
-    keys = TextKeys(text=text_key, prompt=prompt_key)
-    corpus, digest = _load_or_read(files, keys, cache, problems)
-    if not problems:
-        problems.extend(_length_problems(len(corpus.tokens), sequence, held_out_fraction))
-    raise_all(problems)
-    return TextData(
-        corpus=corpus,
-        digest=digest,
-        files=files,
-        sequence=sequence,
-        held_out_fraction=held_out_fraction,
-        seed=seed,
-    )
-
-
-def _load_or_read(
-    files: tuple[SourceFile, ...], keys: TextKeys, cache: Path | None, problems: list[Problem]
-) -> tuple[Tokens, str]:
-    """The corpus and its digest. Where problems are known the files are still read, to report theirs too."""
-    if cache is None or problems:
-        corpus = read_files(files, keys, problems)
-        return corpus, token_cache.digest_of(corpus)
-    cached = token_cache.load(cache, files, keys)
-    if cached:
-        return cached
-    corpus = read_files(files, keys, problems)
-    digest = token_cache.digest_of(corpus)
-    if not problems:
-        token_cache.store(cache, files, keys, corpus, digest)
-    # Mapping what was just written frees this process's own copy.
-    return token_cache.load(cache, files, keys) or (corpus, digest)
-
-
-def _windows(flat: TokenArray, sequence: int) -> TokenArray:
-    """Row i is sample i, `sequence` + 1 long: a view, so that nothing is copied before rows are picked."""
-    return np.lib.stride_tricks.sliding_window_view(flat, sequence + 1)[::sequence]
-
-
-def _setting_problems(sequence: int, held_out_fraction: float) -> list[Problem]:
+) -> Data:
+    """Find, check and tokenize the files by bytes (or map them from `cache`)."""
     problems = []
     if sequence < 1:
         problems.append(Problem(where="data.sequence", what=f"{sequence} is not positive.", fix="Use 1 or more."))
     if not 0 <= held_out_fraction < 1:
         what, fix = f"{held_out_fraction} is not a fraction in [0, 1).", "Use 0 to hold nothing out."
         problems.append(Problem(where="data.held_out_fraction", what=what, fix=fix))
-    return problems
+        held_out_fraction = 0.0
+    section = DataSection(
+        train=patterns,
+        sequence=max(1, sequence),
+        held_out_fraction=held_out_fraction,
+        seed=seed,
+        kind="tokens",
+        text_key=text_key,
+        prompt_key=prompt_key,
+    )
+    return _open(section, cache, problems)
 
 
-def _length_problems(num_tokens: int, sequence: int, held_out_fraction: float) -> list[Problem]:
-    min_samples = 2 if held_out_fraction > 0 else 1
-    needed = min_samples * sequence + 1
-    if num_tokens >= needed:
+def _open(section: DataSection, cache: Path | None, problems: list[Problem]) -> Data:
+    """`problems` are those known so far: the files are still read, to report theirs too."""
+    parts = section.mixture or (MixturePart(train=section.train, weight=1.0),)
+    opener = _Opener(section=section, cache=cache, problems=problems)
+    sources = [opener.open(patterns_of(part.train)) for part in parts]
+    raise_all(problems)
+    whole = [source for source in sources if source is not None]
+    joined = join_sources(whole, problems)
+    for source in whole:
+        problems.extend(_size_problems(source, section))
+    raise_all(problems)
+    stream = _stream(whole, section)
+    return Data(source=joined, stream=stream, held_out_fraction=section.held_out_fraction, seed=section.seed)
+
+
+def _stream(sources: list[Source], section: DataSection) -> Stream:
+    def alone(source: Source, seed: int) -> SplitStream:
+        split = split_samples(
+            source.num_samples,
+            held_out_fraction=section.held_out_fraction,
+            seed=seed,
+            max_chunk_samples=source.max_chunk_samples,
+        )
+        return SplitStream(split=split, seed=seed)
+
+    if not section.mixture:
+        return alone(sources[0], section.seed)
+    parts = tuple(alone(source, part_seed(section.seed, number)) for number, source in enumerate(sources))
+    return MixedStream(parts=parts, weights=tuple(part.weight for part in section.mixture), seed=section.seed)
+
+
+def _size_problems(source: Source, section: DataSection) -> list[Problem]:
+    """Something to train on, and something to hold out where that is wanted."""
+    if isinstance(source, TokenSource):
+        return length_problems(source.num_tokens, source.sequence, section.held_out_fraction)
+    needed = 2 if section.held_out_fraction > 0 else 1
+    if source.num_samples >= needed:
         return []
-    purpose = "one sequence" if min_samples == 1 else "one sequence to train on and one to hold out"
-    what = f"the corpus has {num_tokens:,} tokens; {purpose} of {sequence:,} needs {needed:,}."
-    shorter = (num_tokens - 1) // min_samples
-    fix = f"Add text, or use sequence = {shorter} or less." if shorter >= 1 else "Add text."
-    if min_samples == 2 and num_tokens > sequence:
-        fix = f"{fix[:-1]}, or held_out_fraction = 0."
-    return [Problem(where="data", what=what, fix=fix)]
+    what = f"there are {source.num_samples} samples; training{' and holding out' if needed > 1 else ''} needs {needed}."
+    where = source.files[0].path if source.files else "data"
+    return [Problem(where=where, what=what, fix="Add samples, or use a shorter sequence.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Opener:
+    """Opens the files of one section; problems are collected."""
+
+    section: DataSection
+    cache: Path | None
+    problems: list[Problem]
+
+    def open(self, patterns: tuple[str, ...]) -> Source | None:
+        if self.section.kind in ("auto", "images") and patterns and all(map(is_image_folder, patterns)):
+            return self._each(open_image_folder, patterns)
+        forms: dict[Form, list[SourceFile]] = {}
+        for file in find_files(patterns, self.problems):
+            try:
+                forms.setdefault(form_of(file, self.section), []).append(file)
+            except MeshwrightError as error:
+                self.problems.extend(error.problems)
+        if len(forms) > 1:
+            found = ", ".join(f"{form} ({members[0].path})" for form, members in forms.items())
+            fix = "Name files of one kind, or make each kind a part of data.mixture."
+            self.problems.append(Problem(where="data.train", what=f"the files are of several kinds: {found}.", fix=fix))
+        opened = [self._open_form(form, tuple(members)) for form, members in forms.items()]
+        return opened[0] if opened else None
+
+    def _open_form(self, form: Form, files: tuple[SourceFile, ...]) -> Source | None:
+        if kind_of(form) == "tokens" and self.section.sequence < 1:
+            what, fix = f"{self.section.sequence} is not positive.", "Say how many tokens a sample has."
+            self.problems.append(Problem(where="data.sequence", what=what, fix=fix))
+            return None
+        if form == "text":
+            return self._text(files)
+        if form == "megatron":  # each pair once, whichever of the two was named
+            files = tuple({os.path.splitext(file.path)[0]: file for file in files}.values())
+        openers: dict[Form, _Open] = {"flat": open_flat, "megatron": open_megatron, "npz images": open_npz_images}
+        return self._each(openers.get(form, open_table), files)
+
+    def _each(self, opener: _Open, files: Sequence[Any]) -> Source | None:
+        """One source of all files, each opened by itself."""
+        sources = []
+        for file in files:
+            try:
+                sources.append(opener(file, self.cache, self.section))
+            except MeshwrightError as error:
+                self.problems.extend(error.problems)
+        return join_sources(sources, self.problems) if sources else None
+
+    def _text(self, files: tuple[SourceFile, ...]) -> Source | None:
+        try:
+            tokenizer = open_tokenizer(self.section.tokenizer)
+        except MeshwrightError as error:
+            self.problems.extend(error.problems)
+            tokenizer = ByteTokenizer()  # what is wrong with the files is told too
+        keys = TextKeys(text=self.section.text_key, prompt=self.section.prompt_key)
+        if self.problems:
+            read_files(files, keys, tokenizer, self.problems)
+            return None
+        slot = Slot(question=("text", tokenizer.name, keys.text, keys.prompt), files=files)
+        try:
+            kept = keep(self.cache, slot, lambda draft: _tokenize(files, keys, tokenizer, draft))
+        except MeshwrightError as error:
+            self.problems.extend(error.problems)
+            return None
+        tokens, num_text_bytes = kept.arrays["tokens"], kept.facts["num_text_bytes"]
+        return TokenSource(
+            corpus=Tokens(tokens=tokens, weights=kept.arrays.get("weights"), starts=kept.arrays["starts"]),
+            digest=kept.facts["digest"],
+            files=files,
+            sequence=self.section.sequence,
+            tokenizer=tokenizer,
+            is_packed=self.section.packing == "documents",
+            num_bytes_per_token=1.0 if tokenizer.name == "byte" else num_text_bytes / max(1, len(tokens)),
+        )
+
+
+def _tokenize(files: tuple[SourceFile, ...], keys: TextKeys, tokenizer: Tokenizer, draft: Draft) -> Facts:
+    problems: list[Problem] = []
+    corpus = read_files(files, keys, tokenizer, problems)
+    if problems:
+        raise MeshwrightError(problems)
+    assert corpus.starts is not None
+    draft.put("tokens", corpus.tokens)
+    draft.put("starts", corpus.starts)
+    if corpus.weights is not None:
+        draft.put("weights", corpus.weights)
+    return {"digest": _digest(corpus), "num_text_bytes": corpus.num_text_bytes}
+
+
+def _digest(corpus: Tokens) -> str:
+    """A hash of the content: tokens and weights."""
+    state = xxhash.xxh3_64(corpus.tokens.data)
+    if corpus.weights is not None:
+        state.update(b"weights")
+        state.update(corpus.weights.data)
+    return str(state.hexdigest())

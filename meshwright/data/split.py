@@ -18,7 +18,7 @@ from meshwright.data.order import Index, permuted
 
 # Epochs count from 0, so no epoch ever shares this stream.
 _SPLIT_STREAM = -1
-_MAX_CHUNK_SAMPLES = 16
+MAX_CHUNK_SAMPLES = 16
 _MIN_HELD_OUT_CHUNKS = 8
 
 
@@ -61,14 +61,19 @@ class Split:
         return chunk * self.chunk_samples + offset
 
 
-def split_samples(num_samples: int, *, held_out_fraction: float, seed: int) -> Split:
-    """At least one sample on each side, if anything is to be held out and there are two samples."""
+def split_samples(
+    num_samples: int, *, held_out_fraction: float, seed: int, max_chunk_samples: int = MAX_CHUNK_SAMPLES
+) -> Split:
+    """At least one sample on each side, if anything is to be held out and there are two samples.
+
+    `max_chunk_samples` is 1 where neighbours have nothing to do with each other.
+    """
     assert 0 <= held_out_fraction < 1
     if held_out_fraction == 0 or num_samples < 2:
         return Split(num_samples=num_samples, chunk_samples=1, num_held_out_chunks=0, seed=seed)
     # Small corpora get small chunks: rounding to whole chunks must stay small beside the wanted fraction.
     smaller_side = num_samples * min(held_out_fraction, 1 - held_out_fraction)
-    chunk_samples = min(_MAX_CHUNK_SAMPLES, max(1, int(smaller_side) // _MIN_HELD_OUT_CHUNKS))
+    chunk_samples = min(max_chunk_samples, max(1, int(smaller_side) // _MIN_HELD_OUT_CHUNKS))
     wanted = round(num_samples * held_out_fraction / chunk_samples)
     held = min(max(1, wanted), num_samples // chunk_samples - 1)
     return Split(num_samples=num_samples, chunk_samples=chunk_samples, num_held_out_chunks=held, seed=seed)

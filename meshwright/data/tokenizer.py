@@ -1,17 +1,59 @@
-"""The built-in tokenizer: every byte of UTF-8 text is one token.
+"""Text to tokens and back. The built-in tokenizer makes every byte of UTF-8 text one token.
 
 It needs no vocabulary file, so a first run works on a laptop without a network, and any text round-trips.
+Others come from a `tokenizers` JSON file, as every Hugging Face folder holds one.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
-TokenArray = npt.NDArray[np.uint8]
+from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.units import MIB
+
+TokenArray = npt.NDArray[Any]
+"""Tokens in the smallest unsigned type that holds the vocabulary."""
+
+# Tokenizers slow down on one huge text; a cut at a line end changes next to nothing.
+_PIECE_BYTES = MIB
+
+# What tokenizers call the end of a text, most common first.
+_SEPARATORS = (
+    *("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|endofsentence|>", "<｜end▁of▁sentence｜>"),
+    *("[EOS]", "<|im_end|>", "[SEP]", "<sep>"),
+)
+
+
+class Tokenizer(Protocol):
+    @property
+    def name(self) -> str:
+        """Another name wherever the same text gives other tokens."""
+        ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def separator(self) -> int:
+        """The token that ends a document."""
+        ...
+
+    def encode(self, text: bytes | str) -> TokenArray: ...
+
+    def encode_all(self, texts: Sequence[bytes]) -> tuple[TokenArray, npt.NDArray[np.int64]]:
+        """The tokens of all texts one after the other, and how many each has."""
+        ...
+
+    def decode(self, tokens: npt.ArrayLike) -> str: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,11 +63,13 @@ class ByteTokenizer:
     name: ClassVar[str] = "byte"
     vocab_size: ClassVar[int] = 256
     separator: ClassVar[int] = 0
-    num_bytes_per_token: ClassVar[float] = 1.0
 
     def encode(self, text: bytes | str) -> TokenArray:
         """The tokens of a text, without a copy where it is given as bytes."""
         return np.frombuffer(text.encode("utf-8") if isinstance(text, str) else text, dtype=np.uint8)
+
+    def encode_all(self, texts: Sequence[bytes]) -> tuple[TokenArray, npt.NDArray[np.int64]]:
+        return self.encode(b"".join(texts)), _lengths(texts)
 
     def decode(self, tokens: npt.ArrayLike) -> str:
         """The text of tokens; what is not UTF-8 becomes U+FFFD: sampled text is often cut mid-character."""
@@ -33,3 +77,89 @@ class ByteTokenizer:
         # A padded vocabulary has tokens past 255; 0xFF is never valid UTF-8, so they show as U+FFFD.
         known = np.where((wide >= 0) & (wide < self.vocab_size), wide, 0xFF)
         return known.astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+
+
+class FileTokenizer:
+    """A `tokenizers` JSON file. Nothing is added to a text but the separator after each document."""
+
+    def __init__(self, content: bytes, separators: Iterable[str | int]):
+        """`separators` are words or tokens, best first. Raises ValueError where the content is no tokenizer or has none."""
+        from tokenizers import Tokenizer as Engine
+
+        try:
+            self._engine: Any = Engine.from_buffer(content)
+        except BaseException as error:  # the library panics (not an Exception) on some malformed files
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
+            raise ValueError(f"is not a tokenizers file: {error}") from None
+        self._engine.no_truncation()
+        self._engine.no_padding()
+        vocabulary: dict[str, int] = self._engine.get_vocab(with_added_tokens=True)
+        known = {**vocabulary, **{token: token for token in vocabulary.values()}}
+        found = next((known[word] for word in separators if word in known), None)
+        if found is None:
+            raise ValueError("has no token that ends a text")
+        self.name = f"tokenizers:{xxhash.xxh3_64_hexdigest(content)}:{found}"
+        self.vocab_size = max(vocabulary.values()) + 1
+        self.separator = found
+        self.dtype = np.min_scalar_type(self.vocab_size - 1)
+
+    def encode(self, text: bytes | str) -> TokenArray:
+        return self.encode_all(_pieces(text.encode("utf-8") if isinstance(text, str) else text))[0]
+
+    def encode_all(self, texts: Sequence[bytes]) -> tuple[TokenArray, npt.NDArray[np.int64]]:
+        words = [text.decode("utf-8", errors="replace") for text in texts]
+        encoded = [each.ids for each in self._engine.encode_batch_fast(words, add_special_tokens=False)]
+        lengths = _lengths(encoded)
+        flat = np.fromiter(chain.from_iterable(encoded), dtype=self.dtype, count=int(lengths.sum()))
+        return flat, lengths
+
+    def decode(self, tokens: npt.ArrayLike) -> str:
+        wide = np.asarray(tokens, dtype=np.int64).reshape(-1)
+        known = wide[(wide >= 0) & (wide < self.vocab_size)]  # a padded vocabulary has more
+        return str(self._engine.decode(known.tolist(), skip_special_tokens=False))
+
+
+def _pieces(content: bytes) -> list[bytes]:
+    cuts = [0]
+    while cuts[-1] + _PIECE_BYTES < len(content):
+        cuts.append(content.find(b"\n", cuts[-1] + _PIECE_BYTES) + 1 or len(content))
+    cuts += [len(content)] if cuts[-1] < len(content) else []
+    return [content[a:b] for a, b in pairwise(cuts)]
+
+
+def _lengths(parts: Sequence[Any]) -> npt.NDArray[np.int64]:
+    return np.fromiter(map(len, parts), dtype=np.int64, count=len(parts))
+
+
+def open_tokenizer(name: str) -> Tokenizer:
+    """ "byte", a tokenizers JSON file, or a folder with a tokenizer.json."""
+    if name == ByteTokenizer.name:
+        return ByteTokenizer()
+    path = Path(name).expanduser()
+    file = path / "tokenizer.json" if path.is_dir() else path
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        what = f"cannot be read: {(error.strerror or 'unknown error').lower()}."
+        fix = 'Use "byte", a tokenizers JSON file, or a folder with a tokenizer.json.'
+        raise MeshwrightError([Problem(where=str(file), what=what, fix=fix)]) from None
+    try:
+        return FileTokenizer(content, (*_named_separator(file.parent), *_SEPARATORS))
+    except ImportError:
+        what = "reading it needs the tokenizers package."
+        fix = "Run: pip install meshwright[text]"
+        raise MeshwrightError([Problem(where=str(file), what=what, fix=fix)]) from None
+    except ValueError as error:
+        fix = f"Add one of these as a special token: {', '.join(_SEPARATORS[:3])}." if "ends" in str(error) else ""
+        raise MeshwrightError([Problem(where=str(file), what=f"{error}.", fix=fix)]) from None
+
+
+def _named_separator(folder: Path) -> tuple[str, ...]:
+    """What the folder's own settings call the end of a text."""
+    try:
+        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        word = settings["eos_token"]
+        return (word if isinstance(word, str) else word["content"],)
+    except (OSError, ValueError, KeyError, TypeError):
+        return ()

@@ -1,62 +1,15 @@
-"""The dimensions of a decoder transformer, and the presets by name. No torch."""
+"""Presets of every kind of model, by name. No torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 from meshwright.core.errors import MeshwrightError, Problem, nearest
+from meshwright.models.dimensions import Config, DecoderConfig, DLRMConfig, ResNetConfig, VGGConfig, ViTConfig
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DecoderConfig:
-    """GPT-2 to Qwen3 in one set of switches. The defaults are a Llama."""
-
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    ffn_size: int
-    vocab_size: int
-    max_sequence: int = 8192
-    head_size: int = 0
-    """0: hidden_size / num_heads."""
-    positions: Literal["rope", "learned"] = "rope"
-    rope_theta: float = 10_000.0
-    norm: Literal["rms", "layer"] = "rms"
-    norm_epsilon: float = 1e-5
-    mlp: Literal["swiglu", "gelu"] = "swiglu"
-    qkv_bias: bool = False
-    bias: bool = False
-    """Biases on the attention output and the MLP (GPT-2)."""
-    qk_norm: bool = False
-    tied: bool = False
-    init_std: float = 0.02
-
-    def __post_init__(self) -> None:
-        problems = [
-            Problem(where=f.name, what=f"is {getattr(self, f.name)}.", fix="Use at least 1.")
-            for f in fields(self)
-            if f.type == "int" and f.name != "head_size" and getattr(self, f.name) < 1
-        ]
-        if self.head_size < 0:
-            fix = "Use at least 1, or 0 for hidden_size / num_heads."
-            problems.append(Problem(where="head_size", what=f"is {self.head_size}.", fix=fix))
-        if not problems:
-            if self.num_heads % self.num_kv_heads:
-                what = f"{self.num_heads} heads cannot share {self.num_kv_heads} key/value heads evenly."
-                problems.append(Problem(where="num_kv_heads", what=what))
-            if not self.head_size and self.hidden_size % self.num_heads:
-                what = f"{self.hidden_size} cannot be cut into {self.num_heads} heads."
-                problems.append(Problem(where="hidden_size", what=what, fix="Or give head_size."))
-            elif self.positions == "rope" and self.size_of_head % 2:
-                problems.append(Problem(where="head_size", what="must be even for rotary positions."))
-        if problems:
-            raise MeshwrightError(problems)
-
-    @property
-    def size_of_head(self) -> int:
-        return self.head_size or self.hidden_size // self.num_heads
+__all__ = ["PRESETS", "Config", "DLRMConfig", "DecoderConfig", "ResNetConfig", "VGGConfig", "ViTConfig"]
+__all__ += ["config_kind", "preset"]
 
 
 def _gpt2(layers: int, hidden: int, heads: int, **changes: Any) -> DecoderConfig:
@@ -97,18 +50,36 @@ def _qwen3(layers: int, hidden: int, heads: int, ffn: int, tied: bool) -> Decode
     return _llama(layers, hidden, heads, ffn, head_size=128, qk_norm=True, tied=tied, **changes)
 
 
+def _mixtral(layers: int, hidden: int, heads: int, ffn: int, **changes: Any) -> DecoderConfig:
+    base = {"num_experts": 8, "experts_per_token": 2, "vocab_size": 32000, "rope_theta": 1_000_000.0}
+    base |= {"max_sequence": 32768, "expert_ffn_size": ffn}
+    return _llama(layers, hidden, heads, ffn, **(base | changes))
+
+
+def _vit(layers: int, hidden: int, heads: int, patch: int) -> ViTConfig:
+    return ViTConfig(num_layers=layers, hidden_size=hidden, num_heads=heads, ffn_size=4 * hidden, patch_size=patch)
+
+
+# Rows of the tables of Criteo's terabyte of clicks, ids beyond 40 million folded, as MLPerf trains it.
+# fmt: off
+_CRITEO = (
+    39884406, 39043, 17289, 7420, 20263, 3, 7120, 1543, 63, 38532951, 2953546, 403346, 10, 2208, 11938, 155, 4, 976, 14,
+    39979771, 25641295, 39664984, 585935, 12972, 108, 36,
+)
+# fmt: on
+
 # Dimensions as published by the models' authors (their config files and papers).
-PRESETS: dict[str, DecoderConfig] = {
+PRESETS: dict[str, Config] = {
     "gpt2-124m": _gpt2(12, 768, 12),
     "gpt2-medium": _gpt2(24, 1024, 16),
     "gpt2-large": _gpt2(36, 1280, 20),
     "gpt2-xl": _gpt2(48, 1600, 25),
     "gpt3-175b": _gpt2(96, 12288, 96, max_sequence=2048),
-    "llama3.2-1b": _llama(16, 2048, 32, 8192, tied=True),
-    "llama3.2-3b": _llama(28, 3072, 24, 8192, tied=True),
+    "llama3.2-1b": _llama(16, 2048, 32, 8192, tied=True, rope_scaling="llama3", rope_factor=32.0),
+    "llama3.2-3b": _llama(28, 3072, 24, 8192, tied=True, rope_scaling="llama3", rope_factor=32.0),
     "llama3-8b": _llama(32, 4096, 32, 14336, max_sequence=8192),
     "llama3-70b": _llama(80, 8192, 64, 28672, max_sequence=8192),
-    "llama3-405b": _llama(126, 16384, 128, 53248),
+    "llama3-405b": _llama(126, 16384, 128, 53248, rope_scaling="llama3"),
     "qwen3-0.6b": _qwen3(28, 1024, 16, 3072, tied=True),
     "qwen3-1.7b": _qwen3(28, 2048, 16, 6144, tied=True),
     "qwen3-4b": _qwen3(36, 2560, 32, 9728, tied=True),
@@ -116,15 +87,81 @@ PRESETS: dict[str, DecoderConfig] = {
     "qwen3-14b": _qwen3(40, 5120, 40, 17408, tied=False),
     "qwen3-32b": _qwen3(64, 5120, 64, 25600, tied=False),
     "mistral-7b": _llama(32, 4096, 32, 14336, vocab_size=32768, max_sequence=32768, rope_theta=1_000_000.0),
+    "mixtral-8x7b": _mixtral(32, 4096, 32, 14336),
+    "mixtral-8x22b": _mixtral(56, 6144, 48, 16384, max_sequence=65536),
+    # DeepSeek-V3 with plain attention (128 heads of 128, each with its own key and value) in place of its latent one,
+    # so 17 billion parameters more than theirs; balanced by a loss rather than by biases.
+    "deepseek-v3-like": _llama(
+        61,
+        7168,
+        128,
+        18432,
+        num_kv_heads=128,
+        head_size=128,
+        vocab_size=129280,
+        rope_theta=10_000.0,
+        norm_epsilon=1e-6,
+        num_experts=256,
+        experts_per_token=8,
+        expert_ffn_size=2048,
+        num_shared_experts=1,
+        num_dense_layers=3,
+        router="sigmoid",
+        routed_scale=2.5,
+        balance=1e-4,
+    ),
+    "vit-b16": _vit(12, 768, 12, 16),
+    "vit-l16": _vit(24, 1024, 16, 16),
+    "vit-h14": _vit(32, 1280, 16, 14),
+    "vgg16": VGGConfig(),
+    "resnet50": ResNetConfig(),
+    "dlrm-small": DLRMConfig(tables=tuple(min(rows, 100_000) for rows in _CRITEO)),
+    "dlrm-large": DLRMConfig(tables=_CRITEO),
     # Small ones for a laptop and for tests: byte-level, so the vocabulary is 256.
     "byte-3m": _llama(4, 256, 4, 688, num_kv_heads=2, vocab_size=256, max_sequence=1024, rope_theta=1e4),
     "byte-tiny": _llama(2, 32, 4, 64, num_kv_heads=2, vocab_size=256, max_sequence=64, rope_theta=1e4),
+    "moe-tiny": _mixtral(
+        2,
+        32,
+        4,
+        64,
+        num_kv_heads=2,
+        vocab_size=256,
+        max_sequence=64,
+        rope_theta=1e4,
+        num_experts=4,
+        expert_ffn_size=32,
+        num_shared_experts=1,
+        balance=0.01,
+    ),
+    "vit-digits": ViTConfig(
+        num_layers=3,
+        hidden_size=48,
+        num_heads=4,
+        ffn_size=96,
+        patch_size=2,
+        image_size=8,
+        channels=1,
+        num_classes=10,
+    ),
+    "vgg-tiny": VGGConfig(stages=(1, 2), widths=(8, 16), fc_size=32, image_size=8, channels=1, num_classes=10),
+    "resnet-tiny": ResNetConfig(stages=(1, 2), widths=(8, 16), stem_width=8, image_size=16, channels=1, num_classes=10),
+    "dlrm-tiny": DLRMConfig(tables=(64, 32, 8, 3), embedding_size=8, num_dense=5, bottom=(16,), top=(32, 16)),
 }
+ALIASES = {"vit-b": "vit-b16", "vit-l": "vit-l16", "vit-h": "vit-h14"}
 
 
-def preset(name: str) -> DecoderConfig:
+def preset(name: str) -> Config:
+    name = ALIASES.get(name, name)
     if name not in PRESETS:
         raise MeshwrightError(
             [Problem(where="model", what=f'no model is called "{name}".', fix=nearest(name, PRESETS))]
         )
     return PRESETS[name]
+
+
+_KINDS = {ViTConfig: "vit", VGGConfig: "conv", ResNetConfig: "conv", DLRMConfig: "dlrm"}
+
+
+def config_kind(config: Config) -> str:
+    return _KINDS.get(type(config), "decoder")

@@ -6,34 +6,13 @@ real module's and the saved bytes to what autograd really keeps.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from meshwright.core.profile import Layer, Op, Param, Poly, Profile, Site
 from meshwright.models.config import DecoderConfig
+from meshwright.models.cost_ops import matmul, memory
 
-
-def _matmul(name: str, n: int, k: int) -> Op:
-    """y = x W: the backward is two more of the same size. Who produces x keeps it."""
-    return Op(
-        name=name,
-        kind="matmul",
-        flops=Poly(bs=2.0 * n * k),
-        backward_flops=Poly(bs=4.0 * n * k),
-        moved=Poly(one=n * k, bs=n + k),
-        backward_moved=Poly(one=2 * n * k, bs=2 * (n + k)),
-        cut="tensor",
-        shape=(n, k),
-    )
-
-
-def _memory(name: str, moved: float, saved: float, cut: str, working: float = 0.0) -> Op:
-    return Op(
-        name=name,
-        kind="memory",
-        moved=Poly(bs=moved),
-        backward_moved=Poly(bs=1.5 * moved),
-        saved=Poly(bs=saved),
-        working=Poly(bs=working),
-        cut=cut,  # type: ignore[arg-type]
-    )
+Mlp = tuple[tuple[Param, ...], tuple[Op, ...]]
 
 
 def _norm_params(config: DecoderConfig, name: str) -> tuple[Param, ...]:
@@ -45,7 +24,7 @@ def _norm_params(config: DecoderConfig, name: str) -> tuple[Param, ...]:
 
 def _norm_op(config: DecoderConfig, name: str) -> Op:
     d = config.hidden_size
-    return _memory(name, 2.0 * d, _kept_by_norm(config.norm, d), "sequence")
+    return memory(name, 2.0 * d, _kept_by_norm(config.norm, d), "sequence")
 
 
 def _kept_by_norm(kind: str, size: float) -> float:
@@ -56,7 +35,7 @@ def _kept_by_norm(kind: str, size: float) -> float:
     return 2.0 * size if kind == "rms" else size
 
 
-def _attention(config: DecoderConfig) -> tuple[tuple[Param, ...], tuple[Op, ...]]:
+def _attention(config: DecoderConfig, is_causal: bool) -> tuple[tuple[Param, ...], tuple[Op, ...]]:
     d, h = config.hidden_size, config.size_of_head
     q, kv = config.num_heads * h, config.num_kv_heads * h
     params = [
@@ -79,23 +58,24 @@ def _attention(config: DecoderConfig) -> tuple[tuple[Param, ...], tuple[Op, ...]
     # One whole input serves query, key and value: kept once, and not divided by splitting.
     ops = [Op(name="attention.input", kind="memory", saved=Poly(bs=d), cut="none")]
     ops += [
-        _matmul("attention.query", q, d),
-        _matmul("attention.key", kv, d),
-        _matmul("attention.value", kv, d),
+        matmul("attention.query", q, d),
+        matmul("attention.key", kv, d),
+        matmul("attention.value", kv, d),
     ]
     if config.qk_norm:
-        ops.append(_memory("attention.qk_norm", 2.0 * (q + kv), _kept_by_norm("rms", q + kv), "tensor"))
+        ops.append(memory("attention.qk_norm", 2.0 * (q + kv), _kept_by_norm("rms", q + kv), "tensor"))
     if config.positions == "rope":
-        ops.append(_memory("attention.rope", 4.0 * (q + kv), 0.0, "tensor", working=2.0 * (q + kv)))
+        ops.append(memory("attention.rope", 4.0 * (q + kv), 0.0, "tensor", working=2.0 * (q + kv)))
     # The output takes the layout of the query: rotation leaves heads outside of the sequence, so the next matmul
     # reads (and keeps) a copy of it.
     copied = q if config.positions == "rope" else 0
+    seen = 0.5 if is_causal else 1.0  # of the sequence, on average
     ops.append(
         Op(
             name="attention.core",
             kind="attention",
-            flops=Poly(bss=2.0 * q),  # 4 s q per token, halved: causal
-            backward_flops=Poly(bss=5.0 * q),
+            flops=Poly(bss=seen * 4.0 * q),
+            backward_flops=Poly(bss=seen * 10.0 * q),
             moved=Poly(bs=2.0 * (q + kv)),
             backward_moved=Poly(bs=4.0 * (q + kv)),
             saved=Poly(bs=2.0 * q + 2.0 * kv + copied),  # query, key, value, output
@@ -103,41 +83,89 @@ def _attention(config: DecoderConfig) -> tuple[tuple[Param, ...], tuple[Op, ...]
             shape=(config.num_heads, h),
         )
     )
-    ops.append(_matmul("attention.output", d, q))
+    ops.append(matmul("attention.output", d, q))
     return tuple(params), tuple(ops)
 
 
-def _mlp(config: DecoderConfig) -> tuple[tuple[Param, ...], tuple[Op, ...]]:
+def plain_mlp(config: DecoderConfig) -> Mlp:
     d, f = config.hidden_size, config.ffn_size
     params = [Param(name="mlp.up.weight", shape=(f, d), cut=0, units=f)]
     ops = [
         Op(name="mlp.input", kind="memory", saved=Poly(bs=d), cut="none"),
-        _matmul("mlp.up", f, d),
+        matmul("mlp.up", f, d),
     ]
     if config.mlp == "swiglu":
         params.insert(0, Param(name="mlp.gate.weight", shape=(f, d), cut=0, units=f))
-        ops.append(_matmul("mlp.gate", f, d))
-        # gate, up, silu(gate) and their product
-        ops.append(_memory("mlp.swiglu", 5.0 * f, 4.0 * f, "tensor", working=f))
+        ops.append(matmul("mlp.gate", f, d))
+        # gate, up and their product
+        ops.append(memory("mlp.swiglu", 5.0 * f, 3.0 * f, "tensor", working=f))
     else:
         if config.bias:
             params.append(Param(name="mlp.up.bias", shape=(f,), cut=0, units=f))
-        ops.append(_memory("mlp.gelu", 2.0 * f, 2.0 * f, "tensor", working=f))
+        ops.append(memory("mlp.gelu", 2.0 * f, 2.0 * f, "tensor", working=f))
     params.append(Param(name="mlp.down.weight", shape=(d, f), cut=1, units=f))
     if config.bias:
         params.append(Param(name="mlp.down.bias", shape=(d,)))
-    ops.append(_matmul("mlp.down", d, f))
+    ops.append(matmul("mlp.down", d, f))
     return tuple(params), tuple(ops)
 
 
-def _block(config: DecoderConfig) -> Layer:
+def _experts(config: DecoderConfig) -> Mlp:
+    d, f, count, k = config.hidden_size, config.expert_ffn_size, config.num_experts, config.experts_per_token
+    used = k / count
+    params = [
+        Param(name="mlp.router.weight", shape=(count, d), inside=True),
+        Param(name="mlp.experts.gate", shape=(count, f, d), cut=1, units=f, used=used),
+        Param(name="mlp.experts.up", shape=(count, f, d), cut=1, units=f, used=used),
+        Param(name="mlp.experts.down", shape=(count, d, f), cut=2, units=f, used=used),
+    ]
+    # Choices beyond the capacity of their expert go nowhere; how many find room depends on the router.
+    sent = k * min(1.0, config.capacity_factor or 1.0)
+    scores = count if config.balance or config.router == "sigmoid" else 0
+    ops = [
+        Op(name="mlp.input", kind="memory", saved=Poly(bs=d), cut="none"),
+        replace(matmul("mlp.router", count, d), dtype="float32", cut="none"),
+        # Every expert's score, and four numbers of each choice, two of them int64.
+        replace(memory("mlp.choice", 4.0 * count, scores + 8.0 * sent, "none"), dtype="float32"),
+        replace(memory("mlp.send", 2.0 * sent * d, sent * d, "none", working=sent * d), kind="gather"),
+        matmul("mlp.experts.gate", f, d, rows=sent, matrices=count),
+        matmul("mlp.experts.up", f, d, rows=sent, matrices=count),
+        memory("mlp.experts.swiglu", 5.0 * sent * f, 3.0 * sent * f, "tensor", working=sent * f),
+        matmul("mlp.experts.down", d, f, rows=sent, matrices=count),
+        replace(memory("mlp.return", 4.0 * sent * d, sent * d, "none", working=sent * d), kind="gather"),
+    ]
+    if config.num_shared_experts:
+        size = config.num_shared_experts * f
+        params += [
+            Param(name="mlp.shared.gate.weight", shape=(size, d), cut=0, units=size),
+            Param(name="mlp.shared.up.weight", shape=(size, d), cut=0, units=size),
+            Param(name="mlp.shared.down.weight", shape=(d, size), cut=1, units=size),
+        ]
+        ops += [
+            matmul("mlp.shared.gate", size, d),
+            matmul("mlp.shared.up", size, d),
+            memory("mlp.shared.swiglu", 5.0 * size, 3.0 * size, "tensor", working=size),
+            matmul("mlp.shared.down", d, size),
+        ]
+    return tuple(params), tuple(ops)
+
+
+def _blocks(config: DecoderConfig) -> tuple[Layer, ...]:
+    if not config.num_experts:
+        return (block_layer(config, "blocks", config.num_layers, plain_mlp(config)),)
+    dense = config.num_dense_layers
+    routed = block_layer(config, "blocks", config.num_layers - dense, _experts(config))
+    return (block_layer(config, "dense_blocks", dense, plain_mlp(config)), routed) if dense else (routed,)
+
+
+def block_layer(config: DecoderConfig, name: str, repeat: int, mlp: Mlp, is_causal: bool = True) -> Layer:
     d = config.hidden_size
-    attention_params, attention_ops = _attention(config)
-    mlp_params, mlp_ops = _mlp(config)
-    add = _memory("residual", 3.0 * d, 0.0, "sequence")
+    attention_params, attention_ops = _attention(config, is_causal)
+    mlp_params, mlp_ops = mlp
+    add = memory("residual", 3.0 * d, 0.0, "sequence")
     return Layer(
-        name="blocks",
-        repeat=config.num_layers,
+        name=name,
+        repeat=repeat,
         params=(
             *_norm_params(config, "attention_norm"),
             *attention_params,
@@ -204,7 +232,7 @@ def _head(config: DecoderConfig) -> Layer:
         ops=(
             _norm_op(config, "norm"),
             Op(name="output.input", kind="memory", saved=Poly(bs=d), cut="none"),
-            _matmul("output", v, d),
+            matmul("output", v, d),
             loss,
         ),
         sites=(Site(kind="enter", elements=Poly(bs=d)), Site(kind="loss", elements=Poly(bs=1.0))),
@@ -214,7 +242,7 @@ def _head(config: DecoderConfig) -> Layer:
 def decoder_profile(config: DecoderConfig, name: str) -> Profile:
     return Profile(
         name=name,
-        layers=(_embed(config), _block(config), _head(config)),
+        layers=(_embed(config), *_blocks(config), _head(config)),
         hidden_size=config.hidden_size,
         max_sequence=config.max_sequence,
     )

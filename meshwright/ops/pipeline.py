@@ -9,7 +9,7 @@ hold up any device synchronisation, so it is posted when it is needed: sends are
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -45,10 +45,10 @@ class Wire:
                 elif stage in (boundary, boundary + 1):
                     dist.recv(hello, self.source[way], group=self.groups[way])
 
-    def start(self, kinds: Iterable[str], shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def start(self, kinds: Iterable[str], shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> None:
         """Before a step: how many messages of what shape will come from each side."""
         kinds = list(kinds)
-        self.shape, self.dtype = shape, dtype
+        self.shapes, self.dtype = shapes, dtype
         for way in ("forward", "backward"):
             self.waiting[way] = kinds.count(f"receive_{way}")
             if self.posts_early:
@@ -57,7 +57,7 @@ class Wire:
     def _post(self, way: str) -> None:
         if self.waiting[way]:
             self.waiting[way] -= 1
-            buffer = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+            buffer = torch.empty(self.shapes[way], dtype=self.dtype, device=self.device)
             work = dist.irecv(buffer, self.source[way], group=self.groups[way])
             self.posted[way] = (buffer, work)
 

@@ -7,6 +7,7 @@ last gradient of the last microbatch has arrived.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -50,11 +51,7 @@ class Bucket:
         self.work = None
 
 
-def buckets_of(units: Iterable[list[nn.Module]], group: dist.ProcessGroup) -> list[Bucket]:
-    """A bucket for every unit: a layer, or the layers that share a weight."""
-    buckets = []
-    for modules in units:
-        unique = {id(p): p for module in modules for p in module.parameters() if p.requires_grad}
-        if unique:
-            buckets.append(Bucket(list(unique.values()), group))
-    return buckets
+def buckets_of(units: Iterable[Any], group: dist.ProcessGroup) -> list[Bucket]:
+    """A bucket for the trained parameters of every unit that has any."""
+    trained = ([p for p in unit.parameters if p.requires_grad] for unit in units)
+    return [Bucket(parameters, group) for parameters in trained if parameters]

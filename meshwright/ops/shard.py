@@ -19,15 +19,13 @@ def shard_units(build: Any, axis: str, replicas: list[str], *, reshard: bool) ->
         options["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=build.compute_dtype, reduce_dtype=build.dtype, cast_forward_inputs=False
         )
-    wrapped, blocks = [], set(build.model.blocks.values())
-    for modules in build.units():
-        for module in modules:
-            build.materialise(module)
-        if len(modules) == 1:
+    wrapped = []
+    for unit in build.units():
+        build.materialise(unit.parameters)
+        if unit.module is not None:
             # The ends stay gathered from forward to backward: the head's come one after the other, and the embedding's
             # backward needs no weight, but FSDP would gather it all the same.
-            is_block = modules[0] in blocks
-            wrapped.append(fully_shard(modules[0], reshard_after_forward=reshard and is_block, **options))
+            wrapped.append(fully_shard(unit.module, reshard_after_forward=reshard and unit.is_block, **options))
     # The root takes what no unit took: the layers that share a weight.
     wrapped.append(fully_shard(build.model, reshard_after_forward=False, **options))
     # Said outright, because FSDP's own guess fetches one layer too many when microbatches interleave.

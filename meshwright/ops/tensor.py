@@ -19,6 +19,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.ops.model import Inside
+
 
 def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     x = x.clone(memory_format=torch.contiguous_format)
@@ -69,22 +71,41 @@ class _Exit(torch.autograd.Function):
 class Region:
     """The two borders of a split region, as functions of a tensor."""
 
-    def __init__(self, group: dist.ProcessGroup, sequence: bool):
-        self.group, self.sequence = group, sequence
+    def __init__(self, group: dist.ProcessGroup, sequence: bool, dtype: torch.dtype | None = None):
+        """`dtype`: what is summed at exits, where it is not what was computed."""
+        self.group, self.sequence, self.dtype = group, sequence, dtype
 
     def enter(self, x: Tensor) -> Tensor:
         return _Enter.apply(x, self.group, self.sequence)
 
     def exit(self, x: Tensor) -> Tensor:
-        return _Exit.apply(x, self.group, self.sequence)
+        return _Exit.apply(x if self.dtype is None else x.to(self.dtype), self.group, self.sequence)
 
-    def wrap(self, module: nn.Module, row: nn.Linear) -> None:
-        """`module` enters with its input and exits after `row`, whose bias is added once, to the sum."""
-        module.register_forward_pre_hook(lambda _, args: (self.enter(args[0]), *args[1:]))
+    def wrap(self, inside: Inside) -> None:
+        """The input enters, and exits after `row`, whose bias is added once, to the sum."""
+        row, before = inside.row, inside.row.forward
+        entered: dict[str, Tensor] = {}
+
+        def enter(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            if len(inside.entries) == 1:
+                return (self.enter(args[0]), *args[1:])
+            if entered.get("given") is not args[0]:  # query, key and value read one tensor: one sum of its gradients
+                entered.update(given=args[0], whole=self.enter(args[0]))
+            return (entered["whole"], *args[1:])
+
+        for module in inside.entries:
+            module.register_forward_pre_hook(enter)
 
         def forward(x: Tensor) -> Tensor:
-            out = self.exit(F.linear(x, row.weight.to(x.dtype)))
-            return out if row.bias is None else out + row.bias.to(out.dtype)
+            if entered:  # compiled checkpoints refuse even an idle change of it
+                entered.clear()
+            bias = getattr(row, "bias", None)
+            if bias is None:
+                return self.exit(before(x))
+            weight = row.weight.to(x.dtype)
+            # A linear whose weight lies the other way round (transformers' Conv1D) is no nn.Linear.
+            out = self.exit(F.linear(x, weight) if isinstance(row, nn.Linear) else x @ weight)
+            return out + bias.to(out.dtype)
 
         row.forward = forward
 

@@ -14,16 +14,19 @@ from torch import Tensor, nn
 
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.plan import Plan
+from meshwright.core.profile import Profile
 from meshwright.data.batch import part_rows
-from meshwright.data.source import TextData
-from meshwright.models.config import DecoderConfig, preset
-from meshwright.models.cost import decoder_profile
-from meshwright.models.decoder import Decoder
+from meshwright.data.source import Data
+from meshwright.models.adapt import Loss, adapt
+from meshwright.models.config import Config, preset
+from meshwright.models.freeze import freeze
+from meshwright.ops.init import from_tensors
 from meshwright.ops.mesh import Mesh, join
+from meshwright.ops.model import Inputs, Model, map_inputs, num_samples
 from meshwright.runtime.build import build as build_plan
 from meshwright.runtime.config import OptimizerConfig, TrainSection
-from meshwright.runtime.init import Source, from_tensors, seeded
 from meshwright.runtime.loop import Loop, Samples, StepResult
+from meshwright.runtime.model import Opened, open_config
 from meshwright.runtime.optimizer import Optimizer
 from meshwright.runtime.rank import device_of
 from meshwright.runtime.train import Step, Trainer
@@ -47,31 +50,31 @@ class Built:
         return part_rows(batch, part, num_parts)
 
     def step(
-        self, inputs: Tensor, targets: Tensor, weights: Tensor | None = None, *, lr: float | None = None
+        self, inputs: Inputs, targets: Tensor, weights: Tensor | None = None, *, lr: float | None = None
     ) -> StepResult:
-        """One step on this rank's rows; `weights` of 0 leave tokens out; without a rate, the optimizer's own."""
+        """One step on this rank's rows; `weights` of 0 leave targets out; without a rate, the optimizer's own."""
         samples = self._samples(inputs, targets, weights)
         return self._loop.step(samples, self._loop.optimizer.config.lr if lr is None else lr)
 
-    def evaluate(self, inputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> float:
-        """Mean loss over the tokens of all ranks."""
-        total, tokens = self._loop.evaluate([self._samples(inputs, targets, weights)])
+    def evaluate(self, inputs: Inputs, targets: Tensor, weights: Tensor | None = None) -> float:
+        """Mean loss over the targets of all ranks."""
+        total, tokens, _ = self._loop.evaluate([self._samples(inputs, targets, weights)])
         return total / tokens
 
-    def _samples(self, inputs: Tensor, targets: Tensor, weights: Tensor | None) -> Samples:
+    def _samples(self, inputs: Inputs, targets: Tensor, weights: Tensor | None) -> Samples:
         plan, device = self.build.plan, self.build.mesh.device
         wanted = plan.batch // plan.num_replicas
-        if inputs.shape[0] != wanted or inputs.shape != targets.shape:
-            what = f"this rank's inputs and targets must have {wanted} rows each, not {tuple(inputs.shape)} and "
+        if num_samples(inputs) != wanted or targets.shape[0] != wanted:
+            what = f"this rank's inputs and targets must have {wanted} rows each, not {num_samples(inputs)} and "
             fix = f"Cut the batch with rows({plan.batch})."
-            raise MeshwrightError([Problem(where="step", what=f"{what}{tuple(targets.shape)}.", fix=fix)])
-        problems = plan.check_sequence(inputs.shape[1])
+            raise MeshwrightError([Problem(where="step", what=f"{what}{targets.shape[0]}.", fix=fix)])
+        problems = plan.check_sequence(targets.shape[1]) if targets.ndim > 1 else ()
         if problems:
             raise MeshwrightError(problems)
-        weights = torch.ones(inputs.shape) if weights is None else weights
+        weights = torch.ones(targets.shape) if weights is None else weights
         tokens = self._loop.total(weights.sum().double())
         return Samples(
-            inputs=inputs.to(device),
+            inputs=map_inputs(inputs, lambda tensor: tensor.to(device)),
             targets=targets.to(device),
             weights=weights.to(device, self.build.dtype),
             num_tokens=max(tokens, 1.0),
@@ -80,49 +83,73 @@ class Built:
 
 def build(
     plan: Plan,
-    model: Decoder | DecoderConfig | str,
+    model: nn.Module | Config | str,
     *,
+    inputs: Inputs | None = None,
+    loss: Loss | None = None,
     optimizer: OptimizerConfig | None = None,
     seed: int = 0,
     device: str = "",
 ) -> Built:
-    """Apply a plan. A model that already has weights keeps them; otherwise they come from the seed."""
+    """Apply a plan. A model that already has weights keeps them; otherwise they come from the seed.
+
+    Any module will do: give sample `inputs` with it, and a `loss` where cross entropy of its scores is not meant.
+    """
     mesh = _mesh(plan, device)
-    meta, config, source = _on_meta(model, seed)
-    made = build_plan(plan, meta, decoder_profile(config, "decoder"), mesh, source)
+    opened = _open(model, seed, inputs, loss)
+    made = build_plan(plan, opened.model, opened.profile, mesh, opened.source)
     return Built(Loop(made, Optimizer(optimizer or OptimizerConfig(), made)))
 
 
 def train(
     plan: Plan,
-    model: Decoder | DecoderConfig | str,
-    data: TextData,
+    model: nn.Module | Config | str,
+    data: Data,
     settings: TrainSection,
     *,
+    inputs: Inputs | None = None,
+    loss: Loss | None = None,
     device: str = "",
 ) -> Iterator[Step]:
     """Train and yield every step."""
     mesh = _mesh(plan, device)
-    meta, config, source = _on_meta(model, settings.seed)
-    trainer = Trainer(plan, meta, decoder_profile(config, "decoder"), data, settings, mesh, source=source)
-    yield from trainer.steps()
+    opened = _open(model, settings.seed, inputs, loss)
+    yield from Trainer(plan, opened, data, settings, mesh).steps()
 
 
-def _on_meta(model: Decoder | DecoderConfig | str, seed: int) -> tuple[Decoder, DecoderConfig, Source]:
-    if isinstance(model, Decoder):
+def _open(model: nn.Module | Config | str, seed: int, inputs: Inputs | None, loss: Loss | None) -> Opened:
+    if isinstance(model, str):
+        return open_config(preset(model), model, seed)
+    if not isinstance(model, nn.Module):
+        if not hasattr(model, "__dataclass_fields__"):
+            what = f"cannot apply a plan to a {type(model).__name__}."
+            fix = "Give a model's name, its dimensions (such as a DecoderConfig) or a module."
+            raise MeshwrightError([Problem(where="build", what=what, fix=fix)])
+        return open_config(model, "model", seed)
+    if isinstance(model, Model):
         config = model.config
+        opened = open_config(config, "model", seed)
         weights = {name: value.detach().clone() for name, value in model.named_parameters()}
-        is_empty = any(value.device.type == "meta" for value in weights.values())
-        source = seeded(model.init_value, seed) if is_empty else from_tensors(weights)
-    elif isinstance(model, str | DecoderConfig):
-        config, source = preset(model) if isinstance(model, str) else model, None
-    else:
-        what = f"cannot apply a plan to a {type(model).__name__}."
-        fix = "Give a model's name, a DecoderConfig or a meshwright.models.decoder.Decoder."
+        if not any(value.device.type == "meta" for value in weights.values()):
+            filled = {**weights, **{name: value.detach().clone() for name, value in model.named_buffers()}}
+            opened.source = from_tensors(filled)
+        for (_, mine), theirs in zip(opened.model.named_parameters(), model.parameters(), strict=True):
+            mine.requires_grad_(theirs.requires_grad)
+        return Opened(model=opened.model, profile=_frozen(opened.profile, model), source=opened.source)
+    if inputs is None:
+        what = f"a {type(model).__name__} needs sample inputs to be understood."
+        fix = "Give inputs=..., a tensor or tuple of tensors with one or more samples."
         raise MeshwrightError([Problem(where="build", what=what, fix=fix)])
-    with torch.device("meta"):
-        meta = Decoder(config)
-    return meta, config, source or seeded(meta.init_value, seed)
+    made, profile = adapt(model, inputs, name=type(model).__name__, loss=loss)
+    source = from_tensors({name: value.detach().clone() for name, value in model.named_parameters()})
+    made.empty()
+    return Opened(model=made, profile=_frozen(profile, made), source=source)
+
+
+def _frozen(profile: Profile, model: nn.Module) -> Profile:
+    name_of = getattr(model, "public_name", str)
+    own = {name_of(name) for name, value in model.named_parameters() if not value.requires_grad}
+    return freeze(profile, lambda name: name in own) if own else profile
 
 
 def _mesh(plan: Plan, device: str) -> Mesh:

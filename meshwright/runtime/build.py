@@ -16,14 +16,24 @@ from torch import Tensor, nn
 from meshwright.core.box import Box
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.plan import Plan
-from meshwright.core.profile import Param, Profile
+from meshwright.core.profile import Layer, Param, Profile
 from meshwright.core.technique import PHASES
+from meshwright.ops.init import Source
 from meshwright.ops.mesh import Mesh
+from meshwright.ops.model import Inputs, Model, Part
 from meshwright.ops.pipeline import Wire
 from meshwright.ops.shard import local
 from meshwright.ops.surgery import replace_parameter
-from meshwright.runtime.init import Source
 from meshwright.schedules import SCHEDULES, Actions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """Parameters that are gathered and reduced together: those of one module, or of layers that share a weight."""
+
+    module: nn.Module | None
+    parameters: tuple[nn.Parameter, ...]
+    is_block: bool
 
 
 @dataclass(kw_only=True)
@@ -32,7 +42,7 @@ class Build:
 
     plan: Plan
     profile: Profile
-    model: nn.Module
+    model: Model
     mesh: Mesh
     source: Source
     dtype: torch.dtype = torch.float32
@@ -41,6 +51,8 @@ class Build:
     forward_schedule: Callable[[int], Actions] = lambda count: SCHEDULES["forward"].actions(0, 1, count)
     wire: Wire | None = None
     has_loss: bool = True
+    first_block: int = 0
+    """Blocks of the whole model before this stage's."""
     sequence_ways: int = 1
     loss_scale: float = 1.0
     reduction_owner: str = ""
@@ -64,16 +76,12 @@ class Build:
     _phases: dict[str, list[Callable[[Build], None]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        tied = {}
-        for layer in self.profile.layers:
-            for param in layer.params:
-                if param.tied:
-                    tied[f"{layer.name}.{param.name}"] = param.tied
-        self.tied_across_stages = tuple(tied.values())
+        first: dict[int, str] = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            self.canonical[name] = tied.get(name, name)
+            self.canonical[name] = first.setdefault(id(parameter), self.model.public_name(name))
             self.boxes[self.canonical[name]] = Box.whole(tuple(parameter.shape))
             self.cut_axes[self.canonical[name]] = frozenset()
+        self.tied_across_stages = tuple(sorted({to for name, to in self.canonical.items() if name != to}))
 
     def at(self, phase: str, change: Callable[[Build], None]) -> None:
         assert phase in PHASES, phase
@@ -83,36 +91,62 @@ class Build:
         for technique in self.plan.in_phase_order():
             technique.apply(self)
         for phase in PHASES:
+            if phase == "wrap":
+                self._fill_buffers()
             if phase == "optimizer":
-                self.materialise(self.model)  # whatever no wrapper has filled yet
+                self.materialise(self.model.parameters())  # whatever no wrapper has filled yet
             for change in self._phases.get(phase, ()):
                 change(self)
 
     def named_params(self) -> Iterable[tuple[str, Param]]:
         """Canonical name and profile entry of every parameter of this stage, tied ones once."""
-        entries = {(layer.name, param.name): param for layer in self.profile.layers for param in layer.params}
-        blocks = {layer.name for layer in self.profile.layers if layer.is_block}
-        for name, _ in list(self.model.named_parameters()):  # a list: callers replace parameters as they go
-            layer, rest = name.split(".", 1)
-            yield self.canonical[name], entries[layer, rest.split(".", 1)[1] if layer in blocks else rest]
+        seen = set()
+        for part, layer in self._layers():
+            entries = {param.name: param for param in layer.params}
+            for name in self._names(part):
+                canonical = self.canonical[name]
+                if canonical not in seen:
+                    seen.add(canonical)
+                    yield canonical, entries[name if part.module is None else name.removeprefix(f"{part.name}.")]
+
+    def _layers(self) -> list[tuple[Part, Layer]]:
+        """The layers here, each with its profile."""
+        ends = {layer.name: layer for layer in self.profile.layers if not layer.is_block}
+        blocks = [layer for layer in self.profile.block_layers for _ in range(layer.repeat)]
+        paired, at = [], self.first_block
+        for part in self.model.parts():
+            paired.append((part, blocks[at] if part.is_block else ends[part.kind]))
+            at += part.is_block
+        return paired
+
+    def _names(self, part: Part) -> tuple[str, ...]:
+        if part.module is None:
+            return part.own
+        return tuple(f"{part.name}.{name}" for name, _ in part.module.named_parameters(remove_duplicate=False))
 
     def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
         for name, parameter in self.model.named_parameters():
             yield self.canonical[name], parameter
 
-    def units(self) -> list[list[nn.Module]]:
-        """Layers gathered and reduced together: one each, but those that share a weight as one."""
-        shared = {name.split(".")[0] for name, to in self.canonical.items() if name != to}
-        shared |= {to.split(".")[0] for name, to in self.canonical.items() if name != to}
-        layers = list(self.model.layers())
-        together = [module for name, module in layers if name in shared]
-        if len(together) < 2:  # the others are on another stage
-            return [[module] for _, module in layers]
-        return [together, *([module] for name, module in layers if name not in shared)]
+    def units(self) -> list[Unit]:
+        """Layers gathered and reduced together: one each, but those that share a weight or a unit as one."""
+        tied = {name for name, to in self.canonical.items() if name != to} | set(self.tied_across_stages)
+        grouped: dict[str, list[Part]] = {}
+        for part, layer in self._layers():
+            is_shared = not tied.isdisjoint(self._names(part))
+            grouped.setdefault("shared" if is_shared else layer.unit or part.name, []).append(part)
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        units = []
+        for parts in grouped.values():
+            own = {id(parameters[name]): parameters[name] for part in parts for name in self._names(part)}
+            module = parts[0].module if len(parts) == 1 else None
+            units.append(Unit(module=module, parameters=tuple(own.values()), is_block=parts[0].is_block))
+        return sorted(units, key=lambda unit: unit.module is not None)
 
-    def keep_layers(self, first: int, last: int) -> None:
+    def keep_blocks(self, first: int, last: int) -> None:
         """Become the stage of blocks first..last-1."""
         self.model.keep(first, last)
+        self.first_block = first
         here = {self.canonical[name] for name, _ in self.model.named_parameters(remove_duplicate=False)}
         self.boxes = {name: box for name, box in self.boxes.items() if name in here}
 
@@ -137,10 +171,10 @@ class Build:
         if is_copy:
             self.copies.add(name)
 
-    def materialise(self, module: nn.Module) -> None:
+    def materialise(self, parameters: Iterable[nn.Parameter]) -> None:
         """Allocate and fill the parameters that are still on the meta device."""
         names = {id(parameter): name for name, parameter in self.named_parameters()}
-        for parameter in list(module.parameters()):
+        for parameter in list(parameters):
             if parameter.device.type != "meta":
                 continue
             name = names[id(parameter)]
@@ -148,16 +182,40 @@ class Build:
             new = nn.Parameter(value.contiguous(), requires_grad=parameter.requires_grad)
             replace_parameter(self.model, parameter, new)
 
+    def _fill_buffers(self) -> None:
+        for name, buffer in list(self.model.named_buffers()):
+            value = buffer
+            if buffer.device.type == "meta":
+                value = self.source(name, Box.whole(tuple(buffer.shape)), buffer.dtype)
+            holder = self.model.get_submodule(name.rpartition(".")[0])
+            holder._buffers[name.rpartition(".")[2]] = value.to(self.mesh.device)
+
+    def lasting_buffers(self) -> Iterable[tuple[str, Tensor]]:
+        """Buffers that are part of what was learnt, such as running statistics: the same on every replica."""
+        kept = self.model.state_dict(keep_vars=True)
+        named = self.model.named_buffers()
+        return ((self.model.public_name(name), buffer) for name, buffer in named if name in kept)
+
+    def answers_for_buffers(self) -> bool:
+        """Whether this rank writes its stage's buffers: the first of those that hold the same."""
+        axis = "" if self.wire is None else self.wire.axis
+        return all(self.mesh.index(each) == 0 for each in self.mesh.sizes if each != axis)
+
     def owns(self, name: str) -> bool:
         """Whether this rank answers for its piece: exactly one of the replicas does."""
         if name in self.copies:
             return False
         return all(self.mesh.index(axis) == 0 for axis in self.mesh.sizes if axis not in self.cut_axes[name])
 
-    def boundary_shape(self, inputs: Tensor) -> tuple[int, ...]:
-        """What passes between stages for a microbatch of inputs."""
-        samples, sequence = inputs.shape
-        return samples, sequence // self.sequence_ways, self.profile.hidden_size
+    def boundaries(self, inputs: Inputs) -> dict[str, tuple[int, ...]]:
+        """Shapes of what comes from the stage before and from the one after, for a microbatch of inputs."""
+        blocks = len(self.model.block_modules())
+        shapes = {}
+        for way, block in (("forward", self.first_block), ("backward", self.first_block + blocks)):
+            samples, *rest = self.model.boundary(inputs, block)
+            rest = [rest[0] // self.sequence_ways, *rest[1:]] if rest else rest
+            shapes[way] = (samples, *rest)
+        return shapes
 
     def local_parameters(self) -> Iterable[tuple[str, Tensor]]:
         for name, parameter in self.named_parameters():
@@ -173,7 +231,7 @@ class Build:
         by_group: dict[int, tuple[dist.ProcessGroup, list[Tensor]]] = {}
         gradients = dict(self.local_gradients())
         for name, groups in self.owed.items():
-            for group in groups:
+            for group in groups if name in gradients else ():  # a frozen one has none
                 by_group.setdefault(id(group), (group, []))[1].append(gradients[name])
         for group, tensors in by_group.values():
             flat = torch.cat([tensor.flatten() for tensor in tensors])
@@ -184,7 +242,7 @@ class Build:
 
 def build(
     plan: Plan,
-    model: nn.Module,
+    model: Model,
     profile: Profile,
     mesh: Mesh,
     source: Source,
@@ -196,4 +254,9 @@ def build(
         raise MeshwrightError(problems)
     made = Build(plan=plan, profile=profile, model=model, mesh=mesh, source=source, dtype=dtype, compute_dtype=dtype)
     made.run()
+    made.source = _spent  # it may hold a whole model
     return made
+
+
+def _spent(name: str, box: Box, dtype: torch.dtype) -> Tensor:
+    raise AssertionError(f"{name} is asked for after the model was filled")

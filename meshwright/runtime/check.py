@@ -19,9 +19,9 @@ from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.technique import EXACTNESS
 from meshwright.core.units import pretty_bytes
-from meshwright.models.cost import decoder_profile
 from meshwright.probe.machine import available_host_bytes
 from meshwright.runtime.config import RunConfig
+from meshwright.runtime.model import describe
 from meshwright.simulate.price import price
 from meshwright.supervise.pool import RankPool
 
@@ -89,9 +89,10 @@ def check(
     if exactness not in TOLERANCE:
         raise MeshwrightError(f"the plan is {exactness}: one device computes other numbers, so there is no parity.")
     start = time.monotonic()
-    profile = decoder_profile(config.model.config(), config.model.name)
-    plan = shortened(plan, len(plan.blocks_of_stages(profile)))
-    _check_memory(profile, plan, config.data.sequence)
+    profile = describe(config.model, config.data.sequence).profile
+    if "samples" not in profile.uncut:
+        plan = shortened(plan, len(plan.blocks_of_stages(profile)))
+    _check_memory(profile, plan, config.sequence)
     own = pool or RankPool(plan.num_ranks, threads_per_rank=1)
     parts = []
     try:
@@ -136,7 +137,7 @@ def _compare(
 def _check_memory(profile: Profile, plan: Plan, sequence: int) -> None:
     """What the ranks hold in float64, all on this machine, and one device beside them."""
     stages = range(len(plan.blocks_of_stages(profile)))
-    works = [price(profile, plan, sequence=sequence, stage=stage, element_bytes=8, state_bytes=16) for stage in stages]
+    works = [price(profile, plan, sequence=sequence, stage=stage, element_bytes=8) for stage in stages]
     held = sum(float(r.repeat * r.bytes) for work in works for r in work.residents if r.life == "always")
     needed = held * plan.num_ranks / len(works) + profile.num_params * 8 * 4
     there = available_host_bytes()

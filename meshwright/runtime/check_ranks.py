@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,10 @@ import torch
 
 from meshwright.core.codec import decode
 from meshwright.core.plan import Plan
-from meshwright.data.source import open_text
-from meshwright.models.cost import decoder_profile
 from meshwright.ops.record import Traffic
 from meshwright.runtime.config import RunConfig
 from meshwright.runtime.loop import Samples
+from meshwright.runtime.model import Opened, open_model
 from meshwright.runtime.parity import (
     DTYPES,
     SamplesOf,
@@ -26,23 +26,36 @@ from meshwright.runtime.parity import (
     open_session,
     write_reference,
 )
+from meshwright.runtime.prepare import open_data
 from meshwright.simulate.price import price
 
 
 def _samples(config: RunConfig, batch: int, cache: str, dtype: str) -> SamplesOf:
-    data = config.data
-    text = open_text(data.train, sequence=data.sequence, held_out_fraction=0.0, seed=data.seed, cache=Path(cache))
+    data = open_data(replace(config, data=replace(config.data, held_out_fraction=0.0)), Path(cache))
+
+    def put(array: Any) -> torch.Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor.to(DTYPES[dtype]) if tensor.is_floating_point() else tensor
 
     def samples(step: int, part: int, num_parts: int) -> Samples:
-        rows = text.batch(step * batch, batch, part, num_parts)
+        rows = data.batch(step * batch, batch, part, num_parts)
         return Samples(
-            inputs=torch.from_numpy(rows.inputs),
-            targets=torch.from_numpy(rows.targets),
-            weights=torch.from_numpy(rows.weights).to(DTYPES[dtype]),
+            inputs=tuple(map(put, rows.inputs)) if isinstance(rows.inputs, tuple) else put(rows.inputs),
+            targets=put(rows.targets),
+            weights=put(rows.weights),
             num_tokens=max(rows.num_tokens, 1.0),
         )
 
     return samples
+
+
+def _open(config: RunConfig) -> Opened:
+    """The run's model without dropout: one device and many would draw different numbers."""
+    opened = open_model(config.model, config.data.sequence, config.train.seed)
+    for module in opened.model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    return opened
 
 
 def reference_job(
@@ -51,10 +64,7 @@ def reference_job(
 ) -> None:  # fmt: skip
     run = decode(RunConfig, config, "")
     samples = _samples(run, batch, cache, dtype)
-    write_reference(
-        Path(folder), run.model.config(), run.train.optimizer, samples, steps, seed=run.train.seed, dtype=dtype,
-        batch=batch,
-    )  # fmt: skip
+    write_reference(Path(folder), _open(run), run.train.optimizer, samples, steps, dtype=dtype, batch=batch)
 
 
 def parity_job(
@@ -66,9 +76,7 @@ def parity_job(
     optimizer = run.train.optimizer
     if made.mesh:
         enter(rank, num_ranks, rendezvous)
-    session = open_session(
-        made, run.model.config(), optimizer, seed=run.train.seed, dtype=dtype, device=torch.device("cpu")
-    )
+    session = open_session(made, _open(run), optimizer, dtype=dtype, device=torch.device("cpu"))
     if exactness == "exact":
         worst, departures = compare(session, Path(folder), samples, steps, optimizer, tolerance)
     else:
@@ -102,16 +110,14 @@ def _is_largest(session: Any) -> bool:
 
 def promised(session: Any, run: RunConfig, plan: Plan, dtype: str) -> tuple[Traffic, dict[str, int]]:
     """Messages and resident bytes that `price` promises this rank."""
-    profile = decoder_profile(run.model.config(), run.model.name)
-    width = DTYPES[dtype].itemsize
     wire = session.build.wire
     work = price(
-        profile,
+        session.build.profile,
         plan,
-        sequence=run.data.sequence,
+        sequence=run.sequence,
         stage=session.mesh.index(wire.axis) if wire is not None else 0,
-        state_bytes=run.train.optimizer.state_bytes * width // 4,
-        element_bytes=width,
+        optimizer=run.train.optimizer,
+        element_bytes=DTYPES[dtype].itemsize,
     )
     traffic: Traffic = Counter()
     for task in work.collectives:

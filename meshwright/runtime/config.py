@@ -2,91 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from meshwright.core.codec import decode, decode_into
+from meshwright.core.codec import decode_into
 from meshwright.core.errors import MeshwrightError, Problem
-from meshwright.models.config import DecoderConfig, preset
+from meshwright.data.config import DataSection
+from meshwright.models.section import ModelSection
+from meshwright.runtime.model import check_sequence, describe
+from meshwright.runtime.optimizer_config import OptimizerConfig
 
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    name: Literal["adamw", "sgd"] = "adamw"
-    lr: float = 3e-4
-    weight_decay: float = 0.1
-    """Matrices only; norms and biases are left alone."""
-    beta1: float = 0.9
-    beta2: float = 0.95
-    epsilon: float = 1e-8
-    momentum: float = 0.9
-    """SGD only."""
-    clip: float = 1.0
-    """Largest global gradient norm; 0: no clipping."""
-    warmup: int = 0
-    """Steps from zero to the full rate."""
-    final_fraction: float = 0.1
-    """Share of the rate that the cosine ends at."""
-
-    def __post_init__(self) -> None:
-        names = ("lr", "weight_decay", "beta1", "beta2", "epsilon", "momentum", "clip", "warmup")
-        problems = [
-            Problem(where=name, what=f"is {getattr(self, name)}.", fix="Use zero or more.")
-            for name in names
-            if getattr(self, name) < 0
-        ]
-        problems += [
-            Problem(where=name, what=f"is {getattr(self, name)}.", fix="Use less than 1.")
-            for name in ("beta1", "beta2", "momentum")
-            if getattr(self, name) >= 1
-        ]
-        if not 0 <= self.final_fraction <= 1:
-            what = f"is {self.final_fraction}."
-            problems.append(Problem(where="final_fraction", what=what, fix="Use 0 to 1."))
-        if problems:
-            raise MeshwrightError(problems)
-
-    @property
-    def state_bytes(self) -> int:
-        """Per parameter element, in float32."""
-        return 8 if self.name == "adamw" else 4 if self.momentum else 0
-
-    def lr_at(self, step: int, num_steps: int) -> float:
-        """Linear warm-up, then a cosine from `lr` to `lr * final_fraction`."""
-        if step < self.warmup:
-            return self.lr * (step + 1) / self.warmup
-        progress = (step - self.warmup) / max(1, num_steps - self.warmup)
-        cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-        return self.lr * (self.final_fraction + (1 - self.final_fraction) * cosine)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelSection:
-    name: str
-    """A preset such as llama3.2-1b; `mw profile` lists them."""
-    change: Mapping[str, Any] = field(default_factory=dict)
-    """Dimensions that differ from the preset's, such as { num_layers = 2 }."""
-
-    def config(self) -> DecoderConfig:
-        base = preset(self.name)
-        if not self.change:
-            return base
-        values = {name: getattr(base, name) for name in base.__dataclass_fields__}
-        return decode(DecoderConfig, {**values, **self.change}, "model.change")
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataSection:
-    train: str | tuple[str, ...]
-    """Files, globs or folders of text or JSONL; "stdlib": the Python standard library's own source."""
-    sequence: int
-    held_out_fraction: float = 0.02
-    seed: int = 0
+__all__ = ["DataSection", "ModelSection", "OptimizerConfig", "PlanSection", "RunConfig", "RunSection", "TrainSection"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +24,7 @@ class TrainSection:
     batch: int
     """Samples per step, the same whatever the plan."""
     steps: int
-    optimizer: OptimizerConfig = OptimizerConfig()
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     seed: int = 0
     evaluate_every: int = 0
     """Steps between evaluations on held-out data; 0: only at the end."""
@@ -135,9 +65,13 @@ class RunConfig:
     run: RunSection
     plan: PlanSection = PlanSection()
 
+    @property
+    def sequence(self) -> int:
+        """Tokens in a sample; 1 where it has none."""
+        return self.data.sequence or 1
+
     def __post_init__(self) -> None:
         least_one = {
-            "data.sequence": self.data.sequence,
             "train.batch": self.train.batch,
             "train.steps": self.train.steps,
             "train.evaluate_batches": self.train.evaluate_batches,
@@ -161,14 +95,8 @@ class RunConfig:
         ]
         if not self.run.folder.strip():
             problems.append(Problem(where="run.folder", what="is empty.", fix="Name a folder for this run."))
-        if not 0 <= self.data.held_out_fraction < 1:
-            what = f"is {self.data.held_out_fraction}."
-            problems.append(Problem(where="data.held_out_fraction", what=what, fix="Use 0 to 1, 1 excluded."))
         try:
-            longest = self.model.config().max_sequence
-            if self.data.sequence > longest:
-                what = f"is {self.data.sequence}; {self.model.name} has positions for {longest}."
-                problems.append(Problem(where="data.sequence", what=what))
+            problems += check_sequence(describe(self.model, self.data.sequence), self.data.sequence)
         except MeshwrightError as error:
             problems += [replace(problem, where=problem.where or "model") for problem in error.problems]
         if problems:

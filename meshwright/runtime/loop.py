@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.ops.model import Inputs, split_inputs
 from meshwright.runtime.build import Build
 from meshwright.runtime.optimizer import Optimizer
 from meshwright.schedules import Actions
@@ -22,14 +23,18 @@ from meshwright.schedules import Actions
 class Samples:
     """This rank's rows of a batch; `num_tokens` counts the whole batch's, over all ranks."""
 
-    inputs: Tensor
+    inputs: Inputs
     targets: Tensor
     weights: Tensor
     num_tokens: float
+    """Or samples, where they have no sequence."""
 
-    def split(self, size: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-        parts = (self.inputs.split(size), self.targets.split(size), self.weights.split(size))
+    def split(self, size: int) -> list[tuple[Inputs, Tensor, Tensor]]:
+        parts = (split_inputs(self.inputs, size), self.targets.split(size), self.weights.split(size))
         return list(zip(*parts, strict=True))
+
+    def num_microbatches(self, size: int) -> int:
+        return self.targets.shape[0] // size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +57,10 @@ def interpret(build: Build, actions: Actions, samples: Samples) -> Tensor:
     outputs: dict[int, Tensor] = {}
     gradients: dict[int, Tensor | None] = {}
     wire: Any = build.wire
+    build.model.loss_scale = scale
     if wire is not None:
-        shape = build.boundary_shape(microbatches[0][0])
-        wire.start((action.kind for action in actions), shape, build.compute_dtype)
+        shapes = build.boundaries(microbatches[0][0])
+        wire.start((action.kind for action in actions), shapes, build.model.boundary_dtype(build.dtype))
     for position, action in enumerate(actions):
         i = action.microbatch
         for look in build.on_action:
@@ -64,8 +70,9 @@ def interpret(build: Build, actions: Actions, samples: Samples) -> Tensor:
                 received[i] = wire.receive("forward").requires_grad_(trains)
             elif action.kind == "forward":
                 inputs, targets, weights = microbatches[i]
-                given = received.get(i, inputs) if trains else received.pop(i, inputs)
-                outputs[i] = build.model(given, targets, weights) if build.has_loss else build.model(given)
+                given = received.get(i) if trains else received.pop(i, None)
+                asked = (targets, weights) if build.has_loss else (None, None)
+                outputs[i] = build.model(inputs, *asked, given)
                 if build.has_loss:
                     total += outputs[i].detach()
             elif action.kind == "send_forward":
@@ -78,8 +85,10 @@ def interpret(build: Build, actions: Actions, samples: Samples) -> Tensor:
                 output = outputs.pop(i)
                 if build.has_loss:
                     (output * scale).backward()
-                else:
+                elif output.requires_grad:
                     output.backward(gradients.pop(i))
+                else:  # nothing up to here is trained
+                    gradients.pop(i)
             elif action.kind == "send_backward":
                 wire.send("backward", received.pop(i).grad)
     if wire is not None:
@@ -100,7 +109,7 @@ class Loop:
             start()
         if not build.model.training:
             build.model.train()
-        count = samples.inputs.shape[0] // build.plan.microbatch
+        count = samples.num_microbatches(build.plan.microbatch)
         loss = interpret(build, build.schedule(count), samples)
         with record_function("mw:exchange"):
             for finish in build.on_finish:
@@ -120,18 +129,22 @@ class Loop:
         return StepResult(loss=loss_mean, gradient_norm=norm, must_stop=agreed[2] > 0)
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[Samples]) -> tuple[float, float]:
-        """(sum of losses, tokens) over all ranks."""
+    def evaluate(self, batches: Iterable[Samples]) -> tuple[float, float, float | None]:
+        """(sum of losses, tokens, first choices that were right) over all ranks; None where nothing is classified."""
         build = self.build
         build.model.eval()
         total, tokens = torch.zeros((), dtype=torch.float64, device=build.mesh.device), 0.0
         for samples in batches:
-            count = samples.inputs.shape[0] // build.plan.microbatch
+            count = samples.num_microbatches(build.plan.microbatch)
             total += interpret(build, build.forward_schedule(count), samples)
             tokens += samples.num_tokens
         for finish in build.on_evaluated:
             finish()
-        return self._agree(self._share(total))[0], tokens
+        hits = build.model.take_hits()
+        known = torch.full_like(total, float(hits is not None))
+        right = torch.zeros_like(total) if hits is None else hits.to(total)
+        agreed = self._agree(*map(self._share, (total, right, known)))
+        return agreed[0], tokens, agreed[1] if agreed[2] else None
 
     def total(self, value: Tensor) -> float:
         """The sum over all samples of what each rank has of its own."""

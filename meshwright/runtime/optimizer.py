@@ -1,21 +1,28 @@
-"""AdamW and SGD over a rank's pieces, clipping by the exact global norm."""
+"""An optimizer over a rank's pieces, clipping by the exact global norm."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor
 
+from meshwright.core.box import Box
+from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.ops.agree import gather_json
 from meshwright.ops.shard import local
 from meshwright.runtime.build import Build
-from meshwright.runtime.config import OptimizerConfig
+from meshwright.runtime.optimizer_config import OptimizerConfig
+from meshwright.runtime.optimizers import RULES
+from meshwright.runtime.optimizers.piece import Piece, squares
 
 __all__ = ["Optimizer", "OptimizerConfig"]
 
 
 class Optimizer:
-    """torch's own fused optimizer, on plain tensors that share their memory with this rank's pieces.
+    """A rule on plain tensors that share their memory with this rank's pieces.
 
     Plain, because a sharded parameter is a DTensor: its dispatch costs more than the update of a small piece, and not
     every fused kernel has a rule for it.
@@ -25,68 +32,84 @@ class Optimizer:
         self.config, self.build = config, build
         trained = [(name, parameter) for name, parameter in build.named_parameters() if parameter.requires_grad]
         self.parameters = [parameter for _, parameter in trained]
-        self.pieces = [local(parameter.detach()) for parameter in self.parameters]
-        self.names = {id(piece): name for (name, _), piece in zip(trained, self.pieces, strict=True)}
-        self.is_owned = [build.owns(name) for name, _ in trained]
-        groups = [
-            {"params": [p for p in self.pieces if p.ndim >= 2], "weight_decay": config.weight_decay},
-            {"params": [p for p in self.pieces if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        groups = [group for group in groups if group["params"]]
-        if config.name == "adamw":
-            betas = (config.beta1, config.beta2)
-            self.inner: torch.optim.Optimizer = torch.optim.AdamW(
-                groups, lr=config.lr, betas=betas, eps=config.epsilon, fused=True
-            )
-        else:
-            self.inner = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=True)
-        self._prime()
+        shapes: dict[str, tuple[int, ...]] = {}
+        if config.groups or config.kind != "elementwise":
+            shapes = _all_shapes(build, [name for name, _ in trained])
+        _check_groups(config, list(shapes))
+        self.pieces = [_piece(config, build, name, local(parameter.detach())) for name, parameter in trained]
+        self.rule = RULES[config.name](config, self.pieces, build, shapes)
+        self.num_steps = 0
 
     def zero_gradients(self) -> None:
-        for tensor in (*self.parameters, *self.pieces):
+        for tensor in (*self.parameters, *(piece.value for piece in self.pieces)):
             tensor.grad = None
 
     def take_gradients(self) -> None:
         """After the backward passes: give each piece its part of the gradient."""
         with torch.no_grad():  # taking a piece out of a DTensor is then not itself recorded for autograd
             for parameter, piece in zip(self.parameters, self.pieces, strict=True):
-                piece.grad = None if parameter.grad is None else local(parameter.grad)
+                piece.value.grad = None if parameter.grad is None else local(parameter.grad)
 
     def squared_norm(self) -> Tensor:
         """This rank's share of the squared global gradient norm: pieces it answers for."""
-        pairs = zip(self.pieces, self.is_owned, strict=True)
-        mine = [piece.grad for piece, is_owned in pairs if is_owned and piece.grad is not None and piece.numel()]
-        if not mine:
-            return torch.zeros((), dtype=torch.float64, device=self.build.mesh.device)
-        return torch.stack(torch._foreach_norm(mine)).double().square().sum()
+        mine = [piece.value.grad for piece in self.pieces if piece.is_owned and piece.value.grad is not None]
+        return squares(mine, self.build.mesh.device).sum()
 
+    @torch.no_grad()
     def update(self, lr: float, norm: float) -> None:
         if self.config.clip and norm > self.config.clip:
-            gradients = [piece.grad for piece in self.pieces if piece.grad is not None]
+            gradients = [piece.value.grad for piece in self.pieces if piece.value.grad is not None]
             torch._foreach_mul_(gradients, self.config.clip / norm)
-        for group in self.inner.param_groups:
-            group["lr"] = lr
-        self.inner.step()
+        self.num_steps += 1
+        self.rule.step(lr, self.num_steps)
 
-    def state(self) -> Iterable[tuple[str, str, Tensor]]:
-        """(kind, parameter, this rank's piece) of everything the update remembers, but its step count."""
-        for piece, values in self.inner.state.items():
-            for kind, value in values.items():
-                if kind != "step":
-                    yield kind, self.names[id(piece)], value
+    def state(self) -> Iterable[tuple[str, str, Tensor, Box]]:
+        """(kind, parameter, this rank's piece, its place) of everything the update remembers, but its step count."""
+        return ((kept.kind, kept.name, kept.value, kept.box) for kept in self.rule.kept())
 
-    def _prime(self) -> None:
-        """Make the state exist before the first step: a checkpoint can be read into it, memory is known at once."""
-        for piece in self.pieces:
-            state = self.inner.state[piece]
-            if self.config.name == "adamw":
-                state["step"] = torch.zeros((), dtype=torch.float32, device=self.build.mesh.device)
-                state["exp_avg"] = torch.zeros_like(piece)
-                state["exp_avg_sq"] = torch.zeros_like(piece)
-            elif self.config.momentum:
-                state["momentum_buffer"] = torch.zeros_like(piece)
+    def owned_state(self) -> Iterable[tuple[str, str, Tensor, Box]]:
+        """What this rank writes of it: every element is one rank's."""
+        for kept in self.rule.kept():
+            if kept.is_first and self.build.owns(kept.name):
+                yield kept.kind, kept.name, kept.value, kept.box
 
     def set_num_steps(self, count: int) -> None:
-        for values in self.inner.state.values():
-            if "step" in values:
-                values["step"].fill_(count)
+        self.num_steps = count
+        self.rule.set_num_steps(count)
+
+
+def _all_shapes(build: Build, names: list[str]) -> dict[str, tuple[int, ...]]:
+    """Every trained parameter of every stage, in one order. All ranks call it together."""
+    mine = {name: build.boxes[name].shape for name in names if build.owns(name)}
+    found = {name: tuple(shape) for told in gather_json(build.mesh.control, mine) for name, shape in told.items()}
+    return dict(sorted(found.items()))
+
+
+def _check_groups(config: OptimizerConfig, names: list[str]) -> None:
+    problems = []
+    for index, group in enumerate(config.groups):
+        for pattern in group.patterns:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                what = f"{pattern!r} matches none of the {len(names)} parameters that train."
+                close = get_close_matches(pattern, names, n=1, cutoff=0.0)  # hundreds of names are no help
+                fix = f"There is {close[0]!r}, for example." if close else ""
+                problems.append(Problem(where=f"optimizer.groups[{index}].match", what=what, fix=fix))
+    if problems:
+        raise MeshwrightError(problems)
+
+
+def _piece(config: OptimizerConfig, build: Build, name: str, value: Tensor) -> Piece:
+    decay, scale = config.weight_decay if value.ndim >= 2 else 0.0, 1.0
+    for group in config.groups:
+        if any(fnmatchcase(name, pattern) for pattern in group.patterns):
+            scale = group.lr_scale
+            decay = decay if group.weight_decay is None else group.weight_decay
+            break
+    return Piece(
+        name=name,
+        value=value,
+        box=build.boxes[name],
+        is_owned=build.owns(name),
+        lr_scale=scale,
+        weight_decay=decay,
+    )

@@ -20,14 +20,11 @@ from torch import Tensor
 
 from meshwright.core.plan import Plan
 from meshwright.data.batch import part_rows
-from meshwright.models.config import DecoderConfig
-from meshwright.models.cost import decoder_profile
-from meshwright.models.decoder import Decoder
 from meshwright.ops.mesh import Mesh, join
 from meshwright.ops.record import Recorder, Traffic
 from meshwright.runtime.build import Build, build
-from meshwright.runtime.init import seeded
 from meshwright.runtime.loop import Loop, Samples
+from meshwright.runtime.model import Opened
 from meshwright.runtime.optimizer import Optimizer, OptimizerConfig
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
@@ -54,18 +51,14 @@ class Session:
 
 def open_session(
     plan: Plan,
-    config: DecoderConfig,
+    opened: Opened,
     optimizer: OptimizerConfig,
     *,
-    seed: int,
     dtype: str,
     device: torch.device,
 ) -> Session:
     mesh = Mesh.make(plan.mesh, device)
-    with torch.device("meta"):
-        model = Decoder(config)
-    profile = decoder_profile(config, "model")
-    made = build(plan, model, profile, mesh, seeded(model.init_value, seed), DTYPES[dtype])
+    made = build(plan, opened.model, opened.profile, mesh, opened.source, DTYPES[dtype])
     return Session(build=made, loop=Loop(made, Optimizer(optimizer, made)), mesh=mesh)
 
 
@@ -73,10 +66,10 @@ SamplesOf = Callable[[int, int, int], Samples]
 """(step, part, num_parts) -> those rows of the step's batch."""
 
 
-def random_samples(config: DecoderConfig, batch: int, sequence: int, *, masked: bool = True) -> SamplesOf:
+def random_samples(vocab_size: int, batch: int, sequence: int, *, masked: bool = True) -> SamplesOf:
     def samples(step: int, part: int, num_parts: int) -> Samples:
         generator = torch.Generator().manual_seed(1000 + step)
-        tokens = torch.randint(config.vocab_size, (batch, sequence + 1), generator=generator)
+        tokens = torch.randint(vocab_size, (batch, sequence + 1), generator=generator)
         weights = torch.ones(batch, sequence, dtype=torch.float64)
         if masked:
             weights = (torch.rand(batch, sequence, generator=generator) > 0.2).double()
@@ -89,12 +82,12 @@ def random_samples(config: DecoderConfig, batch: int, sequence: int, *, masked: 
 
 
 def write_reference(
-    folder: Path, config: DecoderConfig, optimizer: OptimizerConfig, samples: SamplesOf, steps: int, *, seed: int,
-    dtype: str = "float64", batch: int,
+    folder: Path, opened: Opened, optimizer: OptimizerConfig, samples: SamplesOf, steps: int, *,
+    dtype: str = "float64", batch: int, plan: Plan | None = None,
 ) -> None:  # fmt: skip
-    """What one device does, step by step."""
-    plan = Plan(batch=batch, microbatch=batch)
-    session = open_session(plan, config, optimizer, seed=seed, dtype=dtype, device=torch.device("cpu"))
+    """What one device does, step by step; as a plan without axes says, where one is given."""
+    plan = plan or Plan(batch=batch, microbatch=batch)
+    session = open_session(plan, opened, optimizer, dtype=dtype, device=torch.device("cpu"))
     folder.mkdir(parents=True, exist_ok=True)
     for step, result, gradients in _steps(session, samples, steps, optimizer):
         tensors = {f"gradient/{name}": value for name, value in gradients.items()}
@@ -119,7 +112,7 @@ def _steps(
         caught.update({name: value.clone() for name, value in session.build.local_gradients()})
         inner(lr, norm)
 
-    session.loop.optimizer.update = update  # type: ignore[method-assign]
+    session.loop.optimizer.update = update
     for step in range(steps):
         result = session.loop.step(samples(step, part, num_parts), optimizer.lr_at(step, steps))
         yield step, result, caught
@@ -200,7 +193,7 @@ def observe(session: Session, samples: SamplesOf, optimizer: OptimizerConfig) ->
     sizes = {
         "parameters": sum(_bytes(value) for _, value in session.build.local_parameters()),
         "gradients": sum(_bytes(value) for _, value in session.build.local_gradients()),
-        "optimizer": sum(_bytes(value) for _, _, value in session.loop.optimizer.state()),
+        "optimizer": sum(_bytes(value) for _, _, value, _ in session.loop.optimizer.state()),
     }
     return recorder.traffic, sizes
 

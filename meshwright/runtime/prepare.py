@@ -15,9 +15,10 @@ from meshwright.core.codec import encode, load_artefact
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
-from meshwright.data.source import TextData, open_text
-from meshwright.models.cost import decoder_profile
+from meshwright.data.source import Data
+from meshwright.data.source import open_data as open_files
 from meshwright.runtime.config import RunConfig
+from meshwright.runtime.model import describe, fitting
 from meshwright.search.search import Found, search
 from meshwright.simulate.forecast import Forecast, forecast
 from meshwright.simulate.timeline import simulate
@@ -40,7 +41,7 @@ def prepare(config: RunConfig, plan_file: str, report: Report, geometry: tuple[i
 
     `geometry`: (devices in a node, nodes) where somebody else has already started the ranks.
     """
-    profile = decoder_profile(config.model.config(), config.model.name)
+    profile = describe(config.model, config.data.sequence).profile
     cluster = _cluster(config, report, geometry)
     found = None
     plan = load_plan(config, plan_file, cluster) or _earlier(config, profile, cluster)
@@ -48,8 +49,7 @@ def prepare(config: RunConfig, plan_file: str, report: Report, geometry: tuple[i
         found = _search(config, profile, cluster)
         assert found.best is not None
         plan = found.best[0]
-    state_bytes = config.train.optimizer.state_bytes
-    predicted = forecast(profile, plan, cluster, sequence=config.data.sequence, state_bytes=state_bytes)
+    predicted = forecast(profile, plan, cluster, sequence=config.sequence, optimizer=config.train.optimizer)
     return Prepared(profile=profile, cluster=cluster, plan=plan, forecast=predicted, found=found)
 
 
@@ -59,8 +59,8 @@ def load_plan(config: RunConfig, plan_file: str, cluster: Cluster | None = None)
     if not plan_file:
         return None
     plan = load_artefact(Plan, plan_file)
-    profile = decoder_profile(config.model.config(), config.model.name)
-    problems = list(plan.check(profile, cluster) or plan.check_sequence(config.data.sequence))
+    profile = describe(config.model, config.data.sequence).profile
+    problems = list(plan.check(profile, cluster) or plan.check_sequence(config.sequence))
     if plan.batch != config.train.batch:
         what = f"the plan is for {plan.batch} samples, train.batch is {config.train.batch}."
         problems.append(Problem(where="batch", what=what, fix="Plan again, or change train.batch."))
@@ -69,22 +69,11 @@ def load_plan(config: RunConfig, plan_file: str, cluster: Cluster | None = None)
     return plan
 
 
-def open_data(config: RunConfig) -> TextData:
-    """The run's data, tokenized into its folder the first time and mapped from there afterwards."""
-    data = config.data
-    text = open_text(
-        data.train,
-        sequence=data.sequence,
-        held_out_fraction=data.held_out_fraction,
-        seed=data.seed,
-        cache=Path(config.run.folder) / "tokens",
-    )
-    words, known = text.tokenizer.vocab_size, config.model.config().vocab_size
-    if words > known:
-        what = f"{config.model.name} has {known} words, the {text.tokenizer.name} tokenizer {words}."
-        fix = f"Set model.change.vocab_size to at least {words}."
-        raise MeshwrightError([Problem(where="model", what=what, fix=fix)])
-    return text
+def open_data(config: RunConfig, cache: Path | None = None) -> Data:
+    """The run's data, made ready in its folder the first time and mapped from there afterwards."""
+    data = open_files(config.data, cache=cache or Path(config.run.folder) / "data")
+    fitting(describe(config.model, config.data.sequence), data)
+    return data
 
 
 def _cluster(config: RunConfig, report: Report, geometry: tuple[int, int] | None) -> Cluster:
@@ -130,7 +119,7 @@ def _earlier(config: RunConfig, profile: Profile, cluster: Cluster) -> Plan | No
         return None
     plan = load_artefact(Plan, folder / "plan.json")
     is_same = plan.batch == config.train.batch and plan.num_ranks == cluster.num_devices
-    problems = plan.check(profile, cluster) or plan.check_sequence(config.data.sequence)
+    problems = plan.check(profile, cluster) or plan.check_sequence(config.sequence)
     return plan if is_same and not problems else None
 
 
@@ -141,8 +130,8 @@ def write_prepared(config: RunConfig, prepared: Prepared) -> None:
         prepared.profile,
         prepared.plan,
         prepared.cluster,
-        sequence=config.data.sequence,
-        state_bytes=config.train.optimizer.state_bytes,
+        sequence=config.sequence,
+        optimizer=config.train.optimizer,
     )
     for name in ("result.json", "measured.timeline.json", "measured.trace.json"):
         (folder / name).unlink(missing_ok=True)  # of an earlier start
@@ -175,8 +164,8 @@ def _search(config: RunConfig, profile: Profile, cluster: Cluster) -> Found:
         profile,
         cluster,
         batch=config.train.batch,
-        sequence=config.data.sequence,
-        state_bytes=config.train.optimizer.state_bytes,
+        sequence=config.sequence,
+        optimizer=config.train.optimizer,
         allow=config.plan.allow,
         pin=config.plan.pin,
         ban=config.plan.ban,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 
 from meshwright.core.units import pretty_bytes, pretty_count, pretty_seconds
 
@@ -41,3 +42,11 @@ class Progress:
             sys.stderr.flush()
         else:
             print(text, file=sys.stderr, flush=True)
+
+
+def held_out_text(found: Mapping[str, float]) -> str:
+    """`0.412 bits per byte`, or `loss 0.31, 97.2 % right`."""
+    if "held_out_bits_per_byte" in found:
+        return f"{found['held_out_bits_per_byte']:.3f} bits per byte"
+    text = f"loss {found['held_out_loss']:.4f}"
+    return f"{text}, {found['held_out_top1']:.1%} right" if "held_out_top1" in found else text

@@ -16,15 +16,14 @@ from meshwright.checkpoint.load import newest_good
 from meshwright.core.codec import decode, encode
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.plan import Plan
-from meshwright.data.source import TextData
-from meshwright.models.cost import decoder_profile
-from meshwright.models.decoder import Decoder
+from meshwright.data.source import Data
 from meshwright.ops.agree import gather_json, share_json
 from meshwright.ops.mesh import Mesh, join
 from meshwright.probe.cpu_bf16 import limit_isa_for_bf16
 from meshwright.runtime.config import RunConfig
+from meshwright.runtime.model import about, open_model
 from meshwright.runtime.prepare import open_data
-from meshwright.runtime.progress import Progress
+from meshwright.runtime.progress import Progress, held_out_text
 from meshwright.runtime.record import Metrics, Watch, peak_bytes, write_timeline
 from meshwright.runtime.train import Step, Trainer, is_due
 from meshwright.supervise.rank import PREEMPTED_EXIT_CODE, Job, StopFlag, run_rank
@@ -78,12 +77,9 @@ def _open(config: RunConfig, plan: Plan, mesh: Mesh, folder: Path, progress: Pro
     say = progress.say if mesh.rank == 0 else lambda text: None
     # Rank 0 verifies once; a damaged checkpoint is passed over, with a message.
     found = on_first(mesh.control, lambda: _text(newest_good(folder / "checkpoints", report=say)))
-    model_config = config.model.config()
-    with torch.device("meta"):
-        model = Decoder(model_config)
-    profile = decoder_profile(model_config, config.model.name)
+    opened = open_model(config.model, config.data.sequence, config.train.seed)
     checkpoint = Path(found) if found else None
-    trainer = Trainer(plan, model, profile, data, config.train, mesh, checkpoint=checkpoint)
+    trainer = Trainer(plan, opened, data, config.train, mesh, checkpoint=checkpoint, about=about(config.model))
     if checkpoint is not None:
         say(f"resuming from step {trainer.step} ({checkpoint})")
     return trainer
@@ -93,9 +89,9 @@ def _text(path: Path | None) -> str:
     return "" if path is None else str(path)
 
 
-def _open_data(config: RunConfig, mesh: Mesh) -> TextData:
+def _open_data(config: RunConfig, mesh: Mesh) -> Data:
     """Rank 0 tokenizes if nobody has; the others map the same file."""
-    mine: list[TextData] = []
+    mine: list[Data] = []
     on_first(mesh.control, lambda: mine.append(open_data(config)))
     return mine[0] if mine else open_data(config)
 
@@ -129,7 +125,7 @@ class _Run:
         self.saved_step = trainer.step if trainer.step else -1
         self.evaluated_step = -1
         self.save_error = ""
-        self.bits: float | None = None
+        self.held_out: dict[str, float] = {}
 
     def go(self, stop: StopFlag) -> int:
         trainer, settings = self.trainer, self.config.train
@@ -175,10 +171,10 @@ class _Run:
         if self.evaluated_step == self.trainer.step:
             return
         self.evaluated_step = self.trainer.step
-        self.bits = self.trainer.evaluate()
-        if self.metrics is not None and self.bits is not None:
-            self.metrics.write(self.trainer.step - 1, {"held_out_bits_per_byte": self.bits})
-            self.progress.say(f"step {self.trainer.step}: held-out {self.bits:.3f} bits per byte")
+        self.held_out = self.trainer.evaluate()
+        if self.metrics is not None and self.held_out:
+            self.metrics.write(self.trainer.step - 1, self.held_out)
+            self.progress.say(f"step {self.trainer.step}: held-out {held_out_text(self.held_out)}")
 
     def _save(self) -> None:
         if self.saved_step == self.trainer.step:
@@ -211,7 +207,7 @@ class _Run:
             "stopped": stopped,
             "step_seconds": typical,
             "peak_bytes": max(rank["peak_bytes"] for rank in gathered),
-            "held_out_bits_per_byte": self.bits,
+            "held_out": self.held_out,
             "saved_step": self.saved_step,
             "finished_unix_seconds": time.time(),
         }

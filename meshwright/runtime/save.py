@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,8 @@ from meshwright.checkpoint.save import begin, commit, write_rank_file
 from meshwright.core.box import Box
 from meshwright.core.errors import MeshwrightError
 from meshwright.ops.agree import gather_json, share_json
+from meshwright.ops.init import Source
 from meshwright.runtime.build import Build
-from meshwright.runtime.init import Source
 from meshwright.runtime.optimizer import Optimizer
 
 
@@ -23,9 +23,11 @@ def _pieces(build: Build, optimizer: Optimizer) -> Iterable[tuple[str, Box, Tens
     for name, value in build.local_parameters():
         if build.owns(name):
             yield f"parameter.{name}", build.boxes[name], value
-    for kind, name, value in optimizer.state():
-        if build.owns(name):
-            yield f"optimizer.{kind}.{name}", build.boxes[name], value
+    for kind, name, value, box in optimizer.owned_state():
+        yield f"optimizer.{kind}.{name}", box, value
+    if build.answers_for_buffers():
+        for name, value in build.lasting_buffers():
+            yield f"buffer.{name}", Box.whole(tuple(value.shape)), value
 
 
 def save(root: Path, step: int, build: Build, optimizer: Optimizer, state: Mapping[str, Any], keep: int) -> str:
@@ -52,21 +54,32 @@ def _attempt(action: Callable[[], Any]) -> dict[str, Any]:
         return {"error": str(error)}
 
 
-def source_of(reader: Reader) -> Source:
-    """Parameters from a checkpoint instead of a seed."""
+def source_of(reader: Reader, first: Source, buffers: Collection[str]) -> Source:
+    """Parameters from a checkpoint, buffers as they first are (`restore_buffers` comes after)."""
+    known = set(reader.tensor_names())
 
     def read(name: str, box: Box, dtype: torch.dtype) -> Tensor:
+        key = f"parameter.{name}"
+        if key not in known and not box.is_empty and name in buffers:
+            return first(name, box, dtype)
         out = torch.empty(box.size, dtype=dtype)
         if not box.is_empty:
-            reader.read_into(f"parameter.{name}", box, out)
+            reader.read_into(key, box, out)
         return out
 
     return read
 
 
+def restore_buffers(reader: Reader, build: Build) -> None:
+    for name, value in build.lasting_buffers():
+        if f"buffer.{name}" in reader.tensor_names():
+            staged = torch.empty(value.shape, dtype=value.dtype)
+            reader.read_into(f"buffer.{name}", Box.whole(tuple(value.shape)), staged)
+            value.copy_(staged)
+
+
 def restore_optimizer(reader: Reader, build: Build, optimizer: Optimizer) -> None:
-    for kind, name, value in optimizer.state():
-        box = build.boxes[name]
+    for kind, name, value, box in optimizer.state():
         if not box.is_empty:
             staged = torch.empty(box.size, dtype=value.dtype)
             reader.read_into(f"optimizer.{kind}.{name}", box, staged)

@@ -5,28 +5,26 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from meshwright.checkpoint.load import Reader
 from meshwright.core.codec import encode
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.plan import Plan
-from meshwright.core.profile import Profile
 from meshwright.data.batch import Batch
-from meshwright.data.source import TextData
+from meshwright.data.source import Data
 from meshwright.ops.mesh import Mesh
 from meshwright.runtime.build import build
 from meshwright.runtime.config import TrainSection
-from meshwright.runtime.init import Source, seeded
 from meshwright.runtime.loop import Loop, Samples
+from meshwright.runtime.model import Opened
 from meshwright.runtime.optimizer import Optimizer
-from meshwright.runtime.save import restore_optimizer, save, source_of
+from meshwright.runtime.save import restore_buffers, restore_optimizer, save, source_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,29 +42,33 @@ class Trainer:
     def __init__(
         self,
         plan: Plan,
-        model: nn.Module,
-        profile: Profile,
-        data: TextData,
+        opened: Opened,
+        data: Data,
         settings: TrainSection,
         mesh: Mesh,
         *,
         checkpoint: Path | None = None,
-        source: Source | None = None,
+        about: Mapping[str, Any] | None = None,
     ):
-        """`model` lies on the meta device; its weights come from a checkpoint, a source, or the seed."""
+        """Weights come from a checkpoint, or from where the model has them. `about` is kept in checkpoints."""
         self.plan, self.data, self.settings, self.mesh = plan, data, settings, mesh
-        self.model_fingerprint = profile.fingerprint
+        self.about = dict(about or {})
+        self.model_fingerprint = opened.profile.fingerprint
         reader = Reader(checkpoint) if checkpoint is not None else None
-        if reader is not None:
+        # Weights that were imported are where a run begins; any other checkpoint is where it goes on.
+        goes_on = reader is not None and not reader.state.get("weights_only")
+        if reader is not None and goes_on:
             self._check_state(reader.state)
-            source = source_of(reader)
-        self.build = build(plan, model, profile, mesh, source or seeded(model.init_value, settings.seed))
+        buffers = {name for name, _ in opened.model.named_buffers()}
+        source = opened.source if reader is None else source_of(reader, opened.source, buffers)
+        self.build = build(plan, opened.model, opened.profile, mesh, source)
         self.optimizer = Optimizer(settings.optimizer, self.build)
-        if reader is not None:
+        if reader is not None and goes_on:
+            restore_buffers(reader, self.build)
             restore_optimizer(reader, self.build, self.optimizer)
         self.loop = Loop(self.build, self.optimizer)
-        self.step = reader.step if reader is not None else 0
-        self.cursor = int(reader.state["cursor"]) if reader is not None else 0
+        self.step = reader.step if reader is not None and goes_on else 0
+        self.cursor = int(reader.state["cursor"]) if reader is not None and goes_on else 0
         self.part, self.num_parts = mesh.part(plan.sample_axes)
 
     def _check_state(self, state: Any) -> None:
@@ -111,15 +113,21 @@ class Trainer:
             if result.must_stop:
                 return
 
-    def evaluate(self) -> float | None:
-        """Held-out bits per byte; None without held-out data."""
+    def evaluate(self) -> dict[str, float]:
+        """Held-out loss by the names people know it by: bits per byte of text, top-1 of images."""
         if not self.data.num_held_out:
-            return None
+            return {}
         batches = self.data.held_out_batches(
             self.plan.batch, self.part, self.num_parts, limit=self.settings.evaluate_batches
         )
-        total, tokens = self.loop.evaluate(self._samples(batch) for batch in batches)
-        return total / max(tokens, 1.0) / math.log(2) / self.data.num_bytes_per_token
+        total, tokens, hits = self.loop.evaluate(self._samples(batch) for batch in batches)
+        mean = total / max(tokens, 1.0)
+        found = {"held_out_loss": mean}
+        if self.data.num_bytes_per_token:
+            found["held_out_bits_per_byte"] = mean / math.log(2) / self.data.num_bytes_per_token
+        if hits is not None:
+            found["held_out_top1"] = hits / max(tokens, 1.0)
+        return found
 
     def save(self, root: Path) -> str:
         state = {
@@ -129,15 +137,19 @@ class Trainer:
             "model": self.model_fingerprint,
             "optimizer": self.settings.optimizer.name,
             "plan": encode(self.plan),
+            **self.about,
         }
         return save(root, self.step, self.build, self.optimizer, state, self.settings.keep)
 
     def _samples(self, batch: Batch) -> Samples:
         device = self.mesh.device
-        inputs, targets, weights = (
-            torch.from_numpy(array).to(device, non_blocking=True)
-            for array in (batch.inputs, batch.targets, batch.weights)
-        )
+
+        def put(array: Any) -> torch.Tensor:
+            return torch.from_numpy(array).to(device, non_blocking=True)
+
+        arrays = batch.inputs
+        inputs = tuple(map(put, arrays)) if isinstance(arrays, tuple) else put(arrays)
+        targets, weights = put(batch.targets), put(batch.weights)
         # A step that lies wholly in prompts has nothing to learn; dividing by one keeps it at zero.
         tokens = max(batch.num_tokens, 1.0)
         return Samples(inputs=inputs, targets=targets, weights=weights, num_tokens=tokens)

@@ -16,7 +16,7 @@ from meshwright.core.cluster import Cluster
 from meshwright.core.errors import Problem
 from meshwright.core.profile import Profile
 from meshwright.core.technique import PHASES, Technique
-from meshwright.core.work import Num, Work, base_work, settle
+from meshwright.core.work import Num, Updating, Work, base_work, settle
 from meshwright.search.dials import Dial
 from meshwright.search.space import Grid
 from meshwright.simulate.cost import StageCost, Tally, stage_cost, tally
@@ -59,7 +59,7 @@ class Bounded:
 
 
 def bound_all(
-    profile: Profile, cluster: Cluster, grid: Grid, dials: tuple[Dial, ...], *, state_bytes: int
+    profile: Profile, cluster: Cluster, grid: Grid, dials: tuple[Dial, ...], *, optimizer: Updating
 ) -> Iterator[Bounded]:
     free = [dial for dial in dials if not dial.axis_field and not dial.count_field]
     ordered = sorted(
@@ -101,7 +101,7 @@ def bound_all(
         for technique, after in priced:
             yield from walk(depth + 1, after, (*chosen, technique), done)
 
-    start = base_work(profile, grid.sizes, element_bytes=ELEMENT_BYTES, state_bytes=state_bytes)
+    start = base_work(profile, grid.sizes, element_bytes=ELEMENT_BYTES, optimizer=optimizer)
     yield from walk(0, start, (), Tally())
 
 

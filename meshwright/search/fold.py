@@ -39,7 +39,7 @@ def folded(profile: Profile, cluster: Cluster, dials: Iterable[Dial], sequence: 
 def _measure(profile: Profile, cluster: Cluster, techniques: tuple[Technique, ...], sequence: int) -> tuple[float, ...]:
     mesh = {technique.axis: 1 for technique in techniques}
     sizes = {"batch": 1, "sequence": sequence, "microbatch": 1, "num_microbatches": 1, "stage": 0}
-    sizes |= {"num_stages": 1, "blocks": profile.num_blocks, **mesh}
+    sizes |= {"num_stages": 1, "first_block": 0, "blocks": profile.num_blocks, **mesh}
     work = price_sizes(profile, techniques, sizes)
     cost = stage_cost(work, cluster, routes(cluster, mesh))
     seconds = [float(cost.seconds(part)) for part in ("forward", "backward", "step")]

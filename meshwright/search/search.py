@@ -20,6 +20,7 @@ from meshwright.core.codec import encode
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
+from meshwright.core.work import ADAM, Updating
 from meshwright.search.bounds import Bounded, bound_all
 from meshwright.search.dials import dials
 from meshwright.search.fold import folded
@@ -74,7 +75,7 @@ def search(
     *,
     batch: int,
     sequence: int,
-    state_bytes: int = 8,
+    optimizer: Updating = ADAM,
     allow: str = "rounded",
     pin: Sequence[str] = (),
     ban: Sequence[str] = (),
@@ -98,8 +99,8 @@ def search(
         microbatch=wishes.microbatch,
         rejected=rejected,
     )
-    tables = [table for grid in space for table in bound_all(profile, cluster, grid, turned, state_bytes=state_bytes)]
-    pool = _Pool(profile, cluster, tables, sequence, state_bytes, rejected)
+    tables = [table for grid in space for table in bound_all(profile, cluster, grid, turned, optimizer=optimizer)]
+    pool = _Pool(profile, cluster, tables, sequence, optimizer, rejected)
     ranked, gap = pool.rank(top)
     best = ranked[0] if ranked else None
     reasons = dict(rejected.most_common())
@@ -131,11 +132,11 @@ class _Pool:
         cluster: Cluster,
         tables: list[Bounded],
         sequence: int,
-        state_bytes: int,
+        optimizer: Updating,
         rejected: Counter[str],
     ):
         self.profile, self.cluster, self.tables = profile, cluster, tables
-        self.sequence, self.state_bytes, self.rejected = sequence, state_bytes, rejected
+        self.sequence, self.optimizer, self.rejected = sequence, optimizer, rejected
         self.known: dict[Plan, Scored | None] = {}
         lengths = [table.grid.num_candidates for table in tables]
         self.table_of = np.repeat(np.arange(len(tables)), lengths)
@@ -175,7 +176,7 @@ class _Pool:
             if problems:
                 self._reject(str(problems[0]))
             else:
-                told = forecast(self.profile, plan, self.cluster, sequence=self.sequence, state_bytes=self.state_bytes)
+                told = forecast(self.profile, plan, self.cluster, sequence=self.sequence, optimizer=self.optimizer)
                 self.known[plan] = (plan, told)
         return self.known[plan]
 

@@ -114,7 +114,7 @@ def grids(
             for sizes in _factorings(cluster.num_devices, present):
                 points += _points(profile, present, counted, sizes, batch, sequence, microbatch, rejected)
             if points:
-                yield _grid(present, counted, points, batch, sequence)
+                yield _grid(profile, present, counted, points, batch, sequence)
 
 
 def _factorings(devices: int, present: tuple[Dial, ...]) -> Iterator[tuple[int, ...]]:
@@ -168,6 +168,8 @@ def _points(
         rejected[f"a replica's samples cannot be cut into microbatches of {microbatch}"] += 1
         return
     tried = (microbatch,) if microbatch is not None else _microbatches(samples)
+    if "samples" in profile.uncut:
+        tried = tuple(each for each in tried if each == samples)
     ways = tuple(itertools.product(*(dial.counts(max(stages)) for dial in counted)))
     for each in tried:
         for counts in ways:
@@ -181,7 +183,12 @@ def _microbatches(samples: int) -> tuple[int, ...]:
 
 
 def _grid(
-    present: tuple[Dial, ...], counted: tuple[Dial, ...], points: list[_Point], batch: int, sequence: int
+    profile: Profile,
+    present: tuple[Dial, ...],
+    counted: tuple[Dial, ...],
+    points: list[_Point],
+    batch: int,
+    sequence: int,
 ) -> Grid:
     columns: dict[str, np.ndarray] = {
         dial.kind.axis: np.array([point.sizes[i] for point in points]) for i, dial in enumerate(present)
@@ -191,22 +198,23 @@ def _grid(
     columns["num_stages"] = np.array([len(point.stages) for point in points])
     for i, dial in enumerate(counted):
         columns[f"{dial.kind.name}.{dial.count_field}"] = np.array([point.counts[i] for point in points])
-    known: dict[tuple[int, ...], tuple[Run, ...]] = {p.stages: runs_of(p.stages) for p in points}
+    known: dict[tuple[int, ...], tuple[Run, ...]] = {p.stages: runs_of(profile, p.stages) for p in points}
     width = max(len(runs) for runs in known.values())
     table = {
         stages: [
-            (run.start, run.count, run.blocks) for run in (*runs, *(replace(runs[-1], count=0),) * (width - len(runs)))
+            (run.start, run.count, run.first_block, run.blocks)
+            for run in (*runs, *(replace(runs[-1], count=0),) * (width - len(runs)))
         ]
         for stages, runs in known.items()
     }
     rows = np.array([table[point.stages] for point in points])
-    starts, counts, blocks = rows[:, :, 0], rows[:, :, 1], rows[:, :, 2]
+    starts, counts, firsts, blocks = (rows[:, :, i] for i in range(4))
     sizes: dict[str, Num] = {name: np.repeat(column, width) for name, column in columns.items()}
     sizes |= {"batch": batch, "sequence": sequence}
     if any(len(point.stages) > 1 for point in points):
-        sizes |= {"stage": starts.ravel(), "blocks": blocks.ravel()}
+        sizes |= {"stage": starts.ravel(), "first_block": firsts.ravel(), "blocks": blocks.ravel()}
     else:  # plain numbers: a model that is not cut then costs nothing extra
-        sizes |= {"stage": 0, "num_stages": 1, "blocks": points[0].stages[0]}
+        sizes |= {"stage": 0, "num_stages": 1, "first_block": 0, "blocks": points[0].stages[0]}
     order = sorted((d.kind for d in present), key=lambda kind: (kind.closeness, kind.axis))
     return Grid(
         axis_dials=present,

@@ -1,7 +1,8 @@
 """How many blocks each stage gets, so that the slowest is as fast as can be.
 
 The first stage also has the first layer and the last stage the last one (for a decoder the vocabulary matmul and the
-loss), counted in blocks by their flops.
+loss), counted in blocks by their flops. Blocks of one kind are dealt out by counting; of several, the smallest time
+into which a greedy filling fits is searched for.
 """
 
 from __future__ import annotations
@@ -13,15 +14,46 @@ from meshwright.core.profile import Layer, Profile
 
 def balanced_stages(profile: Profile, num_stages: int, sequence: int) -> tuple[int, ...]:
     """Blocks of each stage, at least one each."""
-    block = max(_flops(layer, sequence) for layer in profile.layers if layer.is_block)
+    kinds = profile.block_layers
+    block = max(_flops(layer, sequence) for layer in kinds) or 1.0
     first, last = (
         0.0 if layer.is_block else _flops(layer, sequence) / block for layer in (profile.layers[0], profile.layers[-1])
     )
-    return _balanced(profile.num_blocks, num_stages, first, last)
+    if len(kinds) == 1:
+        return _balanced(profile.num_blocks, num_stages, first, last)
+    costs = tuple(_flops(layer, sequence) / block for layer in kinds for _ in range(layer.repeat))
+    return _filled((costs[0] + first, *costs[1:-1], costs[-1] + last), num_stages)
 
 
 def _flops(layer: Layer, sequence: int) -> float:
     return float(sum(op.flops(1, sequence) + op.backward_flops(1, sequence) for op in layer.ops))
+
+
+@lru_cache(maxsize=512)
+def _filled(costs: tuple[float, ...], num_stages: int) -> tuple[int, ...]:
+    """Neighbours together so that the costliest stage is as cheap as can be: every sum of neighbours is a limit that
+    might be the least one, and halving between the trivial limits finds it to a part in a million."""
+
+    def fill(limit: float) -> tuple[int, ...] | None:
+        stages: list[int] = []
+        held, size = 0, 0.0
+        for index, cost in enumerate(costs):
+            must_leave = len(costs) - index == num_stages - len(stages) - 1  # one block for each stage to come
+            if held and (size + cost > limit or must_leave):
+                stages.append(held)
+                held, size = 0, 0.0
+            held, size = held + 1, size + cost
+        stages.append(held)
+        return tuple(stages) if len(stages) == num_stages and size <= limit else None
+
+    low, high = max(costs), sum(costs)
+    best = fill(high)
+    for _ in range(20):
+        middle = (low + high) / 2
+        found = fill(middle)
+        low, high, best = (low, middle, found) if found else (middle, high, best)
+    assert best is not None, f"{num_stages} stages for {len(costs)} blocks"
+    return best
 
 
 @lru_cache(maxsize=512)

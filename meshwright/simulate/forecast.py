@@ -10,6 +10,7 @@ from meshwright.core.cluster import Cluster
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
+from meshwright.core.work import ADAM, Updating
 from meshwright.simulate.makespan import makespan
 from meshwright.simulate.stage import Stage, Staged, cutter_of, stage_plan
 
@@ -38,9 +39,8 @@ class Forecast:
     """The stage with the fullest rank."""
 
 
-def forecast(profile: Profile, plan: Plan, cluster: Cluster, *, sequence: int, state_bytes: int = 8) -> Forecast:
-    """`state_bytes` is the optimizer's state for each parameter (8: Adam's two moments in float32)."""
-    staged = stage_plan(profile, plan, cluster, sequence=sequence, state_bytes=state_bytes)
+def forecast(profile: Profile, plan: Plan, cluster: Cluster, *, sequence: int, optimizer: Updating = ADAM) -> Forecast:
+    staged = stage_plan(profile, plan, cluster, sequence=sequence, optimizer=optimizer)
     count = plan.num_microbatches
     every = staged.unfolded
     forward = [stage.forward_seconds for stage in every]

@@ -8,7 +8,7 @@ from typing import Any
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.technique import Technique
-from meshwright.core.work import Work, base_work, settle
+from meshwright.core.work import ADAM, Updating, Work, base_work, settle
 
 ELEMENT_BYTES = 4
 """Parameters and gradients are kept in float32."""
@@ -25,6 +25,7 @@ def sizes_of(plan: Plan, profile: Profile, *, sequence: int, stage: int) -> dict
         "num_microbatches": plan.num_microbatches,
         "stage": stage,
         "num_stages": len(blocks),
+        "first_block": sum(blocks[:stage]),
         "blocks": blocks[stage],
     }
 
@@ -35,13 +36,13 @@ def price(
     *,
     sequence: int,
     stage: int = 0,
-    state_bytes: int = 8,
+    optimizer: Updating = ADAM,
     element_bytes: int = ELEMENT_BYTES,
 ) -> Work:
     """What a step asks of a rank of one stage."""
     sizes = sizes_of(plan, profile, sequence=sequence, stage=stage)
     techniques = plan.in_phase_order()
-    return price_sizes(profile, techniques, sizes, state_bytes=state_bytes, element_bytes=element_bytes)
+    return price_sizes(profile, techniques, sizes, optimizer=optimizer, element_bytes=element_bytes)
 
 
 def price_sizes(
@@ -49,11 +50,11 @@ def price_sizes(
     techniques: tuple[Technique, ...],
     sizes: Mapping[str, Any],
     *,
-    state_bytes: int = 8,
+    optimizer: Updating = ADAM,
     element_bytes: int = ELEMENT_BYTES,
 ) -> Work:
     """The same over arrays: one entry per candidate and stage in any of the sizes."""
-    work = base_work(profile, sizes, element_bytes=element_bytes, state_bytes=state_bytes)
+    work = base_work(profile, sizes, element_bytes=element_bytes, optimizer=optimizer)
     for technique in techniques:
         work = technique.price(work)
     return settle(work)

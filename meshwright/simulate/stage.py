@@ -8,6 +8,7 @@ from meshwright.core.cluster import Cluster
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.technique import Technique
+from meshwright.core.work import Updating
 from meshwright.simulate.cost import StageCost, stage_cost
 from meshwright.simulate.links import routes
 from meshwright.simulate.memory import StageMemory, schedule_of, stage_memory
@@ -47,11 +48,11 @@ def cutter_of(plan: Plan) -> Technique | None:
     return next((t for t in plan.techniques if t.blocks_of_stages(1 << 20) is not None), None)
 
 
-def stage_plan(profile: Profile, plan: Plan, cluster: Cluster, *, sequence: int, state_bytes: int) -> Staged:
+def stage_plan(profile: Profile, plan: Plan, cluster: Cluster, *, sequence: int, optimizer: Updating) -> Staged:
     stages = []
     roads = routes(cluster, plan.mesh)
-    for run in runs_of(plan.blocks_of_stages(profile)):
-        work = price(profile, plan, sequence=sequence, stage=run.start, state_bytes=state_bytes)
+    for run in runs_of(profile, plan.blocks_of_stages(profile)):
+        work = price(profile, plan, sequence=sequence, stage=run.start, optimizer=optimizer)
         cost = stage_cost(work, cluster, roads)
         stages.append(
             Stage(

@@ -11,6 +11,7 @@ from meshwright.core.cluster import Cluster
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.timeline import MemoryPoint, Span, Timeline
+from meshwright.core.work import ADAM, Updating
 from meshwright.simulate.cost import Part
 from meshwright.simulate.makespan import Event, events_of, sweep
 from meshwright.simulate.stage import Stage, cutter_of, stage_plan
@@ -19,9 +20,9 @@ MOST_DRAWN = 2048
 """Stages x microbatches in a timeline (at least one microbatch a stage): beyond, nobody sees them one by one."""
 
 
-def simulate(profile: Profile, plan: Plan, cluster: Cluster, *, sequence: int, state_bytes: int = 8) -> Timeline:
+def simulate(profile: Profile, plan: Plan, cluster: Cluster, *, sequence: int, optimizer: Updating = ADAM) -> Timeline:
     """One step, every microbatch simulated, none extrapolated. Of very many only the first, as `environment` says."""
-    staged = stage_plan(profile, plan, cluster, sequence=sequence, state_bytes=state_bytes)
+    staged = stage_plan(profile, plan, cluster, sequence=sequence, optimizer=optimizer)
     stages = staged.unfolded
     count = min(plan.num_microbatches, max(MOST_DRAWN // len(stages), len(stages)))
     events = events_of(staged.schedule, len(stages), count)

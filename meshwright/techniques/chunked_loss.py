@@ -32,9 +32,11 @@ class ChunkedLoss(Technique):
 
     @classmethod
     def options(cls, profile: Profile, cluster: Cluster) -> tuple[Option, ...]:
-        return (Choice("chunks", (8,)),)
+        return () if "loss" in profile.uncut else (Choice("chunks", (8,)),)
 
     def check(self, plan: Plan, profile: Profile, cluster: Cluster | None) -> Problems:
+        if "loss" in profile.uncut:
+            return (self.problem(f"this model's loss cannot go in pieces: {profile.uncut['loss']}"),)
         if self.chunks < 1:
             return (self.problem(f"chunks is {self.chunks}.", "Use at least 1."),)
         return ()
@@ -69,4 +71,5 @@ class ChunkedLoss(Technique):
     def _swap(self, build: Any) -> None:
         from meshwright.ops.loss import chunked_score
 
-        build.model.head.score = chunked_score(build.model.head.score, self.chunks)
+        _, head = build.model.ends()
+        head.score = chunked_score(head.score, self.chunks)

@@ -50,5 +50,5 @@ class Compile(Technique):
     def _compile(self, build: Any) -> None:
         import torch
 
-        for block in build.model.blocks.values():
+        for block in build.model.block_modules():
             block.forward = torch.compile(block.forward, backend=self.backend)

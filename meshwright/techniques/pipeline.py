@@ -41,11 +41,14 @@ class Pipeline(Technique):
 
     @classmethod
     def options(cls, profile: Profile, cluster: Cluster) -> tuple[Option, ...]:
-        sizes = tuple(range(2, min(profile.num_blocks, cluster.num_devices) + 1))
+        most = 1 if "stages" in profile.uncut else min(profile.num_blocks, cluster.num_devices)
+        sizes = tuple(range(2, most + 1))
         return (Axis("size", sizes), Choice("schedule", ("1f1b", "gpipe"))) if sizes else ()
 
     def check(self, plan: Plan, profile: Profile, cluster: Cluster | None) -> Problems:
         blocks = profile.num_blocks
+        if "stages" in profile.uncut and self.size > 1:
+            return (self.problem(f"this model cannot be cut into stages: {profile.uncut['stages']}"),)
         if self.size > blocks:
             return (self.problem(f"{self.size} stages for {blocks} blocks.", f"Use at most {blocks}."),)
         problems = []
@@ -68,7 +71,8 @@ class Pipeline(Technique):
             return work
         layers = work.profile.layers
         first, last = (stage == 0) * 1, (stage == stages - 1) * 1
-        repeats: dict[str, Num] = {layer.name: work.size("blocks") for layer in layers if layer.is_block}
+        start, end = work.size("first_block"), work.size("first_block") + work.size("blocks")
+        repeats = _blocks_between(work.profile, start, end)
         repeats |= {layers[0].name: first, layers[-1].name: last}
         tied = {slot.copy_of for slot in work.slots if slot.copy_of}
 
@@ -80,8 +84,8 @@ class Pipeline(Technique):
             late = (*item.late, (self.axis, self.name)) if shared else item.late
             return replace(item, repeat=repeats[item.layer], copy_of="", late=late)
 
-        width = work.facts.get("compute_bytes", work.slots[0].element_bytes)
-        boundary = layers[0].boundary(work.size("microbatch"), work.size("sequence")) * width
+        width = work.facts.get("stream_bytes", work.slots[0].element_bytes)
+        before, after = _handed_on(work, start) * width, _handed_on(work, end) * width
         sends = [
             Collective(
                 layer=layer.name,
@@ -89,18 +93,21 @@ class Pipeline(Technique):
                 axis=self.axis,
                 phase=phase,  # type: ignore[arg-type]
                 repeat=count,
-                bytes=boundary,
+                bytes=size,
                 origin=self.name,
                 cut="sequence",
             )
-            for layer, phase, count in ((layers[0], "backward", 1 - first), (layers[-1], "forward", 1 - last))
+            for layer, phase, count, size in (
+                (layers[0], "backward", 1 - first, before),
+                (layers[-1], "forward", 1 - last, after),
+            )
         ]
         # The boundary received is kept until its backward; gradients of it come back in a buffer.
         buffers = Resident(
             layer=layers[0].name,
             category="buffers",
             repeat=1,
-            bytes=2 * boundary,
+            bytes=before * (1 - first) + after * (1 - last),
             life="moment",
             cut="sequence",
             origin=self.name,
@@ -118,9 +125,9 @@ class Pipeline(Technique):
 
         mesh = build.mesh
         stage = mesh.index(self.axis)
-        blocks = self.blocks_of_stages(len(build.model.blocks))
+        blocks = self.blocks_of_stages(build.profile.num_blocks)
         start = sum(blocks[:stage])
-        build.keep_layers(start, start + blocks[stage])
+        build.keep_blocks(start, start + blocks[stage])
         build.schedule = lambda count: SCHEDULES[self.schedule].actions(stage, self.size, count)
         build.forward_schedule = lambda count: SCHEDULES["forward"].actions(stage, self.size, count)
         build.wire = Wire(mesh, self.axis)
@@ -132,3 +139,24 @@ class Pipeline(Technique):
             for name in build.tied_across_stages:
                 if name in build.boxes:
                     build.owe(name, group, is_copy=stage > 0)
+
+
+def _blocks_between(profile: Profile, start: Num, end: Num) -> dict[str, Num]:
+    """How many blocks of each kind lie there."""
+    found: dict[str, Num] = {}
+    at = 0
+    for layer in profile.block_layers:
+        within = np.minimum(end, at + layer.repeat) - np.maximum(start, at)
+        found[layer.name] = np.maximum(within, 0)
+        at += layer.repeat
+    return found
+
+
+def _handed_on(work: Work, block: Num) -> Num:
+    """Elements that enter block number `block`."""
+    b, s = work.size("microbatch"), work.size("sequence")
+    at, total = 0, (block == 0) * work.profile.layers[0].boundary(b, s)
+    for layer in work.profile.block_layers:
+        total = total + ((block > at) & (block <= at + layer.repeat)) * layer.boundary(b, s)
+        at += layer.repeat
+    return total

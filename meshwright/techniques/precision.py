@@ -1,7 +1,8 @@
 """Compute in fewer bits: activations and matmuls in bf16, parameters and optimizer in fp32.
 
 What: the residual stream and everything computed from it are bf16; weights are cast where they are used, and gathered
-as bf16 by `shard`; the loss, gradient sums and the optimizer stay fp32.
+as bf16 by `shard`; the loss, gradient sums and the optimizer stay fp32. Models that are not our decoder run under
+autocast, which keeps their residual stream in fp32.
 When it helps: on tensor cores, where bf16 runs 8 to 16 times the fp32 rate and activations halve.
 When it does not: CPUs without bf16 units run it up to 70 times slower.
 Cost: 2 bytes an element instead of 4; a bf16 copy of the weights in use (Micikevicius et al. 2018; Kalamkar et al.
@@ -65,7 +66,8 @@ class Precision(Technique):
             for slot in work.slots
         ]
         work = work.map_tasks(task).map_residents(resident).with_residents(*casts)
-        return work.with_facts(compute_dtype="bf16", compute_bytes=2)
+        facts = {"stream_bytes": 2} if work.profile.stream == "compute" else {}
+        return work.with_facts(compute_dtype="bf16", compute_bytes=2, **facts)
 
     def apply(self, build: Any) -> None:
         build.at("swap", self._swap)
@@ -75,4 +77,4 @@ class Precision(Technique):
 
         if self.dtype == "bf16":
             build.compute_dtype = torch.bfloat16
-            build.model.embed.dtype = torch.bfloat16
+            build.model.set_compute_dtype(torch.bfloat16)

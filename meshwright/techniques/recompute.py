@@ -48,12 +48,11 @@ class Recompute(Technique):
         wanted = self.number(work, "layers")
         wanted = _ALL if wanted is None else wanted
         b, s = work.size("microbatch"), work.size("sequence")
-        width = work.facts.get("compute_bytes", work.slots[0].element_bytes)
-        for layer in work.profile.layers:
-            if not layer.is_block:
-                continue
+        width = work.facts.get("stream_bytes", work.slots[0].element_bytes)
+        for layer in work.profile.block_layers:
             repeat = work.repeat_of(layer.name)
             count = np.minimum(wanted, repeat)
+            wanted = wanted - count
             again = [
                 replace(task, phase="recompute", repeat=count)
                 for task in work.tasks
@@ -93,7 +92,7 @@ class Recompute(Technique):
     def _wrap(self, build: Any) -> None:
         from meshwright.ops.surgery import recomputed
 
-        blocks = list(build.model.blocks.values())
+        blocks = build.model.block_modules()
         for block in blocks[: len(blocks) if self.layers is None else self.layers]:
             block.forward = recomputed(block.forward)
 

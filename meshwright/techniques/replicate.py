@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from meshwright.core.cluster import Cluster
 from meshwright.core.profile import Profile
 from meshwright.core.technique import Axis, Option, Technique, axis_sizes
-from meshwright.core.work import Collective, Work
+from meshwright.core.work import Collective, Num, Slot, Work, statistics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +49,12 @@ class Replicate(Technique):
                 per_step=True,
                 hidden=True,
             )
-            for layer, repeat, size in work.units(lambda slot: slot.stored(slot.gradient_shards) * slot.element_bytes)
+            for layer, repeat, size in work.units(_gradient_bytes, trained=True)
         ]
-        return work.with_tasks(*reductions)
+        return work.with_tasks(*reductions, *statistics(work, self.axis, self.name))
 
     def apply(self, build: Any) -> None:
+        build.at("split", lambda build: build.model.share_statistics(build.mesh.group(self.axis), self.size))
         build.at("optimizer", self._install)
 
     def _install(self, build: Any) -> None:
@@ -67,3 +68,7 @@ class Replicate(Technique):
             build.on_step.append(bucket.start_step)
             build.on_backward.append(bucket.start_backward)
             build.on_finish.append(bucket.finish)
+
+
+def _gradient_bytes(slot: Slot) -> Num:
+    return slot.stored(slot.gradient_shards) * slot.element_bytes

@@ -21,7 +21,7 @@ import numpy as np
 from meshwright.core.cluster import Cluster
 from meshwright.core.profile import Profile
 from meshwright.core.technique import Axis, Choice, Option, Technique, axis_sizes
-from meshwright.core.work import Collective, Resident, Slot, Work
+from meshwright.core.work import Collective, Num, Resident, Slot, Work, statistics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,28 +44,28 @@ class Shard(Technique):
         ways = work.size(self.axis)
         gather_bytes = work.facts.get("compute_bytes", work.slots[0].element_bytes)
         blocks = {layer.name for layer in work.profile.layers if layer.is_block}
-        tasks, residents, largest = [], [], 0
-        for layer, repeat, elements in work.units(lambda slot: slot.stored(ways) * ways):
-            common: dict[str, Any] = {
-                "layer": layer,
-                "axis": self.axis,
-                "origin": self.name,
-                "repeat": repeat,
-            }
-            common |= {"hidden": True}
-            whole = {"bytes": elements * gather_bytes, "kind": "all_gather"}
+        common: dict[str, Any] = {"axis": self.axis, "origin": self.name, "hidden": True}
+        tasks, residents, largest = statistics(work, self.axis, self.name), [], 0
+
+        def padded(slot: Slot) -> Num:
+            return slot.stored(ways) * ways
+
+        for layer, repeat, elements in work.units(padded):
+            whole = {"layer": layer, "bytes": elements * gather_bytes, "kind": "all_gather"}
             once = self.stage < 3
-            tasks.append(Collective(**common, **whole, phase="forward", per_step=once))
+            tasks.append(Collective(**common, **whole, repeat=repeat, phase="forward", per_step=once))
             if not once and layer in blocks:
-                tasks.append(Collective(**common, **whole, phase="backward"))
-            summed = {"bytes": elements * work.slots[0].element_bytes, "kind": "reduce_scatter"}
-            tasks.append(Collective(**common, **summed, phase="backward", per_step=self.stage == 1))
+                goes_back = repeat * work.has_backward(layer)
+                tasks.append(Collective(**common, **whole, repeat=goes_back, phase="backward"))
             if layer in blocks:
                 largest = np.maximum(largest, elements * gather_bytes * (repeat > 0))
             if once or layer not in blocks:
                 residents.append(self._gathered(layer, repeat, elements * gather_bytes, "always"))
             if self.stage == 1:
                 residents.append(self._gathered(layer, repeat, elements * work.slots[0].element_bytes, "always"))
+        for layer, repeat, elements in work.units(padded, trained=True):
+            summed = {"bytes": elements * work.slots[0].element_bytes, "kind": "reduce_scatter", "layer": layer}
+            tasks.append(Collective(**common, **summed, repeat=repeat, phase="backward", per_step=self.stage == 1))
         if self.stage == 3:  # the block in use and the one fetched ahead
             residents.append(self._gathered("", 2, largest, "always"))
 
@@ -79,6 +79,7 @@ class Shard(Technique):
         return Resident(layer=layer, category="gathered", repeat=repeat, bytes=size, life=life, origin=self.name)
 
     def apply(self, build: Any) -> None:
+        build.at("split", lambda build: build.model.share_statistics(build.mesh.group(self.axis), self.size))
         build.at("wrap", self._wrap)
 
     def _wrap(self, build: Any) -> None:

@@ -38,12 +38,19 @@ class Tensor(Technique):
 
     @classmethod
     def options(cls, profile: Profile, cluster: Cluster) -> tuple[Option, ...]:
-        sizes = tuple(n for n in _divisors(profile) if 2 <= n <= cluster.devices_per_node)
-        return (Axis("size", sizes), Choice("sequence", (True, False))) if sizes else ()
+        most = 1 if "inside" in profile.uncut else cluster.devices_per_node
+        sizes = tuple(n for n in _divisors(profile) if 2 <= n <= most)
+        sequence = (False,) if "sequence" in profile.uncut else (True, False)
+        return (Axis("size", sizes), Choice("sequence", sequence)) if sizes else ()
 
     def check(self, plan: Plan, profile: Profile, cluster: Cluster | None) -> Problems:
+        if "inside" in profile.uncut and self.size > 1:
+            return (self.problem(f"the layers of this model cannot be cut: {profile.uncut['inside']}"),)
         allowed = _divisors(profile)
         problems = []
+        if self.sequence and "sequence" in profile.uncut:
+            what = f"this model's sequence cannot be cut: {profile.uncut['sequence']}"
+            problems.append(self.problem(what, "Use sequence = false."))
         for layer in profile.layers:
             for param in layer.params:
                 if param.cut is not None and param.units and param.units % self.size:
@@ -84,6 +91,7 @@ class Tensor(Technique):
             collective
             for layer in work.profile.layers
             for site in layer.sites
+            if site.kind != "statistics"
             for collective in self._site(work, layer.name, site)
         ]
         work = work.map_slots(slot).map_tasks(task).map_residents(resident).with_tasks(*talk)
@@ -104,7 +112,7 @@ class Tensor(Technique):
                 for phase in (("forward", "recompute") if calls else ("forward",))
                 for times in (1, 2)
             ]
-        common["bytes"] = site.elements(b, s) * work.facts.get("compute_bytes", work.slots[0].element_bytes)
+        common["bytes"] = site.elements(b, s) * work.facts.get("stream_bytes", work.slots[0].element_bytes)
         if not self.sequence:
             phase = "forward" if site.kind == "exit" else "backward"
             return [Collective(**common, kind="all_reduce", phase=phase, tail=site.tail)]  # type: ignore[arg-type]
@@ -126,39 +134,38 @@ class Tensor(Technique):
         from meshwright.ops.tensor import Region, VocabLookup
 
         group, index = build.mesh.group(self.axis), build.mesh.index(self.axis)
-        region, model = Region(group, self.sequence), build.model
+        model = build.model
+        region = Region(group, self.sequence, build.dtype if build.profile.stream == "parameters" else None)
         for name, param in build.named_params():
             if param.cut is not None:
                 build.cut(name, param.cut, index, self.size, self.axis)
             elif param.inside or self.sequence:
                 build.owe(name, group)
-        for block in model.blocks.values():
-            region.wrap(block.attention, block.attention.output)
-            region.wrap(block.mlp, block.mlp.down)
-        if model.embed is not None:
-            table = model.embed.tokens
+        for each in model.regions():
+            region.wrap(each)
+        model.set_split(index, self.size)
+        embed, head = model.ends()
+        if embed is not None:
             first = build.boxes["embed.tokens.weight"].offset[0]
-            table.forward = VocabLookup(table, first, region, model.embed.dtype)
-            if self.sequence and model.embed.positions is not None:
-                model.embed.offsets = functools.partial(_part_of_positions, model.embed.positions, index)
-        if model.head is not None:
+            embed.tokens.forward = VocabLookup(embed.tokens, first, region, embed.dtype)
+            if self.sequence and embed.positions is not None:
+                embed.offsets = functools.partial(_part_of_positions, embed.positions, index)
+        if head is not None:
             first = build.boxes[build.canonical["head.output.weight"]].offset[0]
-            model.head.token_loss = lambda logits, targets: SplitTokenLoss.apply(logits, targets, first, group)
-            whole = model.head.score
+            head.token_loss = lambda logits, targets: SplitTokenLoss.apply(logits, targets, first, group)
+            whole = head.score
 
             def score(head: Any, x: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
                 return whole(head, region.enter(x), targets, weights)
 
-            model.head.score = score
+            head.score = score
         if self.sequence:
             build.sequence_ways = self.size
 
 
-def _part_of_positions(positions: Any, index: int, x: Any, sequence: int) -> Any:
-    import torch
-
+def _part_of_positions(positions: Any, index: int, x: Any, places: Any) -> Any:
     part = x.shape[1]
-    return positions(torch.arange(index * part, (index + 1) * part, device=x.device))
+    return positions(places[..., index * part : (index + 1) * part])
 
 
 def _divisors(profile: Profile) -> tuple[int, ...]:

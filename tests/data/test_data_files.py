@@ -84,7 +84,7 @@ def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
         'corpsu.txt: no such file. Did you mean "corpus.txt"?',
         "no/where.txt: no such file. There is no folder",
         "folders/*: matches folders (1) and no file.",
-        "folders: the folder holds no .txt, .md, .py, .jsonl file.",
+        "folders: the folder holds no .txt, .md, .py, .jsonl, .parquet, .idx, .npy, .npz, .csv file.",
     ):
         assert expected in text
     assert len(found) == 12
@@ -117,9 +117,9 @@ def test_bad_lines_are_named_by_file_and_number(tmp_path: Path) -> None:
 def test_other_keys_can_be_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"q": "why?", "a": TEXT}))
     data = opened(tmp_path / "a.jsonl", text_key="a", prompt_key="q")
-    assert data.corpus.tokens.tobytes() == b"why?" + TEXT.encode() + b"\0"
-    assert data.corpus.weights is not None
-    assert data.corpus.weights[:5].tolist() == [0, 0, 0, 0, 1]
+    assert data.source.corpus.tokens.tobytes() == b"why?" + TEXT.encode() + b"\0"
+    assert data.source.corpus.weights is not None
+    assert data.source.corpus.weights[:5].tolist() == [0, 0, 0, 0, 1]
 
 
 def test_many_problems_are_counted_not_poured_out(tmp_path: Path) -> None:
@@ -176,16 +176,16 @@ def test_the_cache_is_reused_and_renewed_upon_change(folder: Path, monkeypatch: 
     plain = opened(folder)
     first, again = opened(folder, cache=kept), opened(folder, cache=kept)
     assert len(reads) == 2, "the second cached opening must not read"
-    assert isinstance(again.corpus.tokens.base, np.memmap)
+    assert isinstance(again.source.corpus.tokens.base, np.memmap)
     assert plain.fingerprint == first.fingerprint == again.fingerprint
-    assert np.array_equal(plain.corpus.weights, again.corpus.weights)
+    assert np.array_equal(plain.source.corpus.weights, again.source.corpus.weights)
 
     (folder / "b.txt").write_text(TEXT.upper())  # same size, other content
     os.utime(folder / "b.txt", ns=(1, 1))
     changed = opened(folder, cache=kept)
     assert len(reads) == 3
     assert changed.fingerprint != first.fingerprint
-    assert len(list(kept.iterdir())) == 3, "the outdated copy must go: index, tokens, weights"
+    assert len(list(kept.iterdir())) == 4, "the outdated copy must go: index, tokens, starts, weights"
     assert first.batch(0, 4).inputs.shape == (4, 8), "an opened corpus outlives its files on disk"
     opened(folder, cache=kept, text_key="text", prompt_key="other")
     assert len(reads) == 4, "other keys give other tokens"
@@ -219,7 +219,7 @@ def test_many_may_build_the_cache_at_once(folder: Path) -> None:
     for opener in openers:
         opener.join()
     assert prints == [opened(folder).fingerprint] * 6
-    assert len(list((folder / "cache").iterdir())) == 2, "no draft may stay behind"
+    assert len(list((folder / "cache").iterdir())) == 3, "no draft may stay behind"
 
 
 def test_a_cache_that_cannot_be_written_is_a_problem(folder: Path) -> None:

@@ -73,7 +73,7 @@ def test_every_epoch_is_all_train_samples_once_in_another_order(corpora) -> None
 def test_a_batch_larger_than_an_epoch_crosses_it(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("abcdefghi")
     data = open_text(str(tmp_path / "a.txt"), sequence=3, held_out_fraction=0, seed=0)
-    assert (data.num_tokens, data.num_samples, data.num_held_out) == (10, 3, 0)
+    assert (data.source.num_tokens, data.num_samples, data.num_held_out) == (10, 3, 0)
     rows = data.batch(1, 8).inputs.tolist()
     assert {bytes(row) for row in rows} == {b"abc", b"def", b"ghi"}
     assert not list(data.held_out_batches(4))
@@ -86,7 +86,7 @@ def test_targets_are_the_inputs_one_token_later(corpora) -> None:
     assert np.array_equal(batch.inputs[:, 1:], batch.targets[:, :-1])
     for sample, row in zip(data.order(3, 11), batch.targets, strict=True):
         start = sample * data.sequence + 1
-        assert np.array_equal(row, data.corpus.tokens[start : start + data.sequence])
+        assert np.array_equal(row, data.source.corpus.tokens[start : start + data.sequence])
 
 
 def test_prompts_have_weight_zero(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_prompts_have_weight_zero(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     (tmp_path / "b.txt").write_text("hi")
     data = open_text((str(tmp_path / "a.jsonl"), str(tmp_path / "b.txt")), sequence=12, held_out_fraction=0, seed=0)
-    assert data.corpus.tokens.tobytes() == b"abcde\0f\0g\0hi\0"
+    assert data.source.corpus.tokens.tobytes() == b"abcde\0f\0g\0hi\0"
     batch = data.batch(0, 1)
     # The weight belongs to the target: "b" (predicted from "a") does not count, "c" does.
     assert batch.weights[0].tolist() == [0] + [1] * 11
@@ -112,8 +112,8 @@ def test_held_out_batches_cover_the_held_out_samples_once(corpora, batch, num_pa
         assert same(joined(ranks), whole)
         assert whole.num_tokens == whole.weights.sum()
     real = np.concatenate([whole.inputs for whole in wholes])[: data.num_held_out]
-    expected = data.split.held_out(np.arange(data.num_held_out))[:, None] * data.sequence
-    assert np.array_equal(real, data.corpus.tokens[expected + np.arange(data.sequence)])
+    expected = data.stream.split.held_out(np.arange(data.num_held_out))[:, None] * data.sequence
+    assert np.array_equal(real, data.source.corpus.tokens[expected + np.arange(data.sequence)])
     assert not np.concatenate([whole.weights for whole in wholes])[data.num_held_out :].any()
 
 
@@ -153,7 +153,7 @@ def test_the_fingerprint_tells_content_and_cut_but_not_the_folder(tmp_path: Path
 
 def test_the_standard_library_is_a_corpus_on_every_machine() -> None:
     data = open_text("stdlib", sequence=128, held_out_fraction=0.01, seed=0)
-    assert 2_000_000 < data.num_tokens < 8_100_000
+    assert 2_000_000 < data.source.num_tokens < 8_100_000
     names = [file.path for file in data.files]
     assert not [name for name in names if "/test/" in name or "site-packages" in name]
     assert "import" in data.tokenizer.decode(data.batch(0, 64).inputs)

@@ -1,28 +1,18 @@
-"""The decoder itself: causal, tied where it says so, and its stages in a row are the whole."""
+"""The decoder itself: causal, tied where it says so, and blind to other documents."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from model_families import FAMILIES
+from model_families import FAMILIES, filled
 
-from meshwright.core.box import Box
 from meshwright.core.errors import MeshwrightError
 from meshwright.models.config import PRESETS, DecoderConfig, preset
 from meshwright.models.decoder import Decoder
-from meshwright.runtime.init import seeded
-
-
-def decoder(config: DecoderConfig) -> Decoder:
-    """Seeded weights, large enough that everything matters."""
-    model = Decoder(replace(config, init_std=0.2)).double()
-    source = seeded(model.init_value, 3)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(source(name, Box.whole(tuple(parameter.shape)), torch.float64))
-    return model
+from meshwright.models.layers import rope_frequencies
 
 
 def tokens_of(config: DecoderConfig, sequence: int = 12) -> torch.Tensor:
@@ -31,7 +21,7 @@ def tokens_of(config: DecoderConfig, sequence: int = 12) -> torch.Tensor:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_token_changes_its_own_and_later_logits_only(family: str) -> None:
-    model, tokens = decoder(FAMILIES[family]), tokens_of(FAMILIES[family])
+    model, tokens = filled(FAMILIES[family]), tokens_of(FAMILIES[family])
     changed = tokens.clone()
     changed[:, 7] = (changed[:, 7] + 1) % FAMILIES[family].vocab_size
     before, after = model(tokens), model(changed)
@@ -43,32 +33,79 @@ def test_a_token_changes_its_own_and_later_logits_only(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_positions_matter(family: str) -> None:
     """Without positions, attention over the same two tokens in another order would give the same last logits."""
-    model, tokens = decoder(FAMILIES[family]), tokens_of(FAMILIES[family])
+    model, tokens = filled(FAMILIES[family]), tokens_of(FAMILIES[family])
     swapped = tokens[:, [1, 0, *range(2, 12)]]
     assert (model(tokens)[:, -1] - model(swapped)[:, -1]).abs().max() > 1e-6
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_sum_of_losses_is_cross_entropy_by_weight(family: str) -> None:
-    model, tokens = decoder(FAMILIES[family]), tokens_of(FAMILIES[family])
+    model, tokens = filled(FAMILIES[family]), tokens_of(FAMILIES[family])
     targets = tokens.roll(-1, dims=1)
     weights = (torch.arange(24).view(2, 12) % 3 > 0).double()
     each = -model(tokens).log_softmax(-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
     torch.testing.assert_close(model(tokens, targets, weights), (each * weights).sum(), rtol=1e-12, atol=0)
 
 
+def documents_of(*lengths: int) -> torch.Tensor:
+    return torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).int()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_stages_in_a_row_are_the_whole(family: str) -> None:
-    config = FAMILIES[family]
-    whole, first, last = (decoder(config) for _ in range(3))
-    first.keep(0, 1)
-    last.keep(1, config.num_layers)
-    names = [name for part in (first, last) for name, _ in part.named_parameters(remove_duplicate=False)]
-    assert sorted(names) == sorted(name for name, _ in whole.named_parameters(remove_duplicate=False))
-    tokens = tokens_of(config)
-    if config.tied:
-        last.head.output.weight = first.embed.tokens.weight
-    assert torch.equal(last(first(tokens)), whole(tokens))
+def test_documents_side_by_side_are_documents_alone(family: str) -> None:
+    model, tokens = filled(FAMILIES[family]), tokens_of(FAMILIES[family])
+    lengths = ((5, 4, 3), (1, 11))
+    documents = torch.stack([documents_of(*each) for each in lengths])
+    packed = model((tokens, documents))
+    for row, each in enumerate(lengths):
+        alone = [model(piece.unsqueeze(0))[0] for piece in tokens[row].split(each)]
+        torch.testing.assert_close(packed[row], torch.cat(alone), rtol=1e-11, atol=1e-12)
+
+
+def test_one_document_is_no_documents() -> None:
+    model, tokens = filled(FAMILIES["llama"]), tokens_of(FAMILIES["llama"])
+    one = torch.zeros_like(tokens, dtype=torch.int32)
+    torch.testing.assert_close(model((tokens, one)), model(tokens), rtol=1e-11, atol=1e-12)
+
+
+def test_a_window_ends_what_a_token_sees() -> None:
+    config = replace(FAMILIES["llama"], num_layers=1, sliding_window=4)
+    model, tokens = filled(config), tokens_of(config)
+    changed = tokens.clone()
+    changed[:, 3] = (changed[:, 3] + 1) % config.vocab_size
+    differs = (model(tokens) - model(changed)).abs().amax((0, 2)) > 1e-9
+    assert differs.nonzero().flatten().tolist() == [3, 4, 5, 6]
+    wide = filled(replace(config, sliding_window=12))
+    assert torch.equal(wide(tokens), filled(replace(config, sliding_window=0))(tokens))
+
+
+def test_stretched_rotary_positions_are_those_of_transformers() -> None:
+    pytest.importorskip("transformers")
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = preset("llama3.2-1b")
+    assert config.rope_scaling == "llama3"
+    scaling = {
+        "rope_type": "llama3",
+        "rope_theta": config.rope_theta,
+        "factor": config.rope_factor,
+        "low_freq_factor": config.rope_low_frequency,
+        "high_freq_factor": config.rope_high_frequency,
+        "original_max_position_embeddings": config.rope_original_sequence,
+    }
+    their_config = LlamaConfig(
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_heads,
+        head_dim=config.size_of_head,
+        max_position_embeddings=config.max_sequence,
+        rope_parameters=scaling,
+    )
+    theirs, _ = ROPE_INIT_FUNCTIONS["llama3"](their_config, torch.device("cpu"))
+    ours = rope_frequencies(config, torch.device("cpu"), torch.float32)
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+    plain = rope_frequencies(replace(config, rope_scaling="none"), torch.device("cpu"), torch.float32)
+    assert not torch.allclose(ours, plain, rtol=0.1)
 
 
 def test_a_tied_head_is_the_embedding() -> None:
@@ -80,8 +117,8 @@ def test_a_tied_head_is_the_embedding() -> None:
 def test_grouped_heads_equal_whole_heads_with_repeated_keys_and_values() -> None:
     config = FAMILIES["llama"]
     assert config.num_kv_heads < config.num_heads
-    grouped = decoder(config)
-    whole = decoder(replace(config, num_kv_heads=config.num_heads))
+    grouped = filled(config)
+    whole = filled(replace(config, num_kv_heads=config.num_heads))
     shared = config.num_heads // config.num_kv_heads
     weights = grouped.state_dict()
     for name, value in weights.items():
@@ -106,9 +143,38 @@ def test_presets_are_found_by_name_and_a_wrong_name_is_told_the_nearest() -> Non
         ({"hidden_size": 30}, "hidden_size"),
         ({"head_size": 7}, "head_size"),
         ({"num_layers": 0}, "num_layers"),
+        ({"sliding_window": -1}, "sliding_window"),
+        ({"rope_scaling": "llama3", "rope_low_frequency": 4.0}, "rope_low_frequency"),
+        ({"rope_scaling": "llama3", "positions": "learned"}, "rope_scaling"),
+        ({"balance": 0.1}, "balance"),
+        ({"num_experts": 4, "expert_ffn_size": 8}, "experts_per_token"),
+        ({"num_experts": 4, "experts_per_token": 5, "expert_ffn_size": 8}, "experts_per_token"),
+        ({"num_experts": 4, "experts_per_token": 2}, "expert_ffn_size"),
+        ({"num_experts": 4, "experts_per_token": 2, "expert_ffn_size": 8, "num_dense_layers": 3}, "num_dense_layers"),
+        ({"num_experts": 4, "experts_per_token": 2, "expert_ffn_size": 8, "mlp": "gelu"}, "num_experts"),
+        ({"num_experts": 4, "experts_per_token": 2, "expert_ffn_size": 8, "capacity_factor": -1.0}, "capacity_factor"),
     ],
 )
-def test_impossible_dimensions_are_refused(changes: dict[str, int], where: str) -> None:
+def test_impossible_dimensions_are_refused(changes: dict[str, Any], where: str) -> None:
     with pytest.raises(MeshwrightError) as caught:
         replace(FAMILIES["llama"], **changes)
     assert [problem.where for problem in caught.value.problems] == [where]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "places"),
+    [
+        ("vit-digits", {"patch_size": 3}, ["patch_size"]),
+        ("vit-digits", {"num_heads": 5}, ["hidden_size"]),
+        ("vgg-tiny", {"image_size": 6}, ["image_size"]),
+        ("vgg-tiny", {"stages": (), "fc_size": 0}, ["stages", "fc_size", "widths"]),
+        ("resnet-tiny", {"widths": (8, 0, 2)}, ["widths", "widths"]),
+        ("dlrm-tiny", {"tables": (3, 0), "num_dense": -1}, ["tables", "num_dense"]),
+    ],
+)
+def test_impossible_dimensions_of_other_models_are_refused_all_at_once(
+    name: str, changes: dict[str, Any], places: list[str]
+) -> None:
+    with pytest.raises(MeshwrightError) as caught:
+        replace(PRESETS[name], **changes)
+    assert [problem.where for problem in caught.value.problems] == places

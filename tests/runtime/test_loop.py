@@ -14,10 +14,10 @@ from meshwright.core.plan import Plan
 from meshwright.models.config import DecoderConfig
 from meshwright.models.cost import decoder_profile
 from meshwright.models.decoder import Decoder
+from meshwright.ops.init import seeded
 from meshwright.ops.mesh import Mesh
 from meshwright.runtime import parity
 from meshwright.runtime.build import build
-from meshwright.runtime.init import seeded
 from meshwright.runtime.optimizer import OptimizerConfig
 from meshwright.supervise.pool import RankPool
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import tiny
@@ -11,11 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshwright.core.codec import decode, encode
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.plan import Plan
 from meshwright.models.config import DecoderConfig
 from meshwright.runtime import parity
+from meshwright.runtime.model import open_config
 from meshwright.runtime.optimizer import OptimizerConfig
+from meshwright.runtime.optimizer_config import METHODS
 
 CONFIG = DecoderConfig(**tiny.GPT)
 
@@ -24,7 +28,7 @@ def session_of(optimizer: OptimizerConfig) -> tuple[parity.Session, dict[str, to
     """After one step with rate 0.5: (session, weights before, gradients before clipping)."""
     plan = Plan(batch=4, microbatch=4)
     device = torch.device("cpu")
-    session = parity.open_session(plan, CONFIG, optimizer, seed=0, dtype="float64", device=device)
+    session = parity.open_session(plan, open_config(CONFIG, "tiny", 0), optimizer, dtype="float64", device=device)
     before = {name: value.clone() for name, value in session.build.local_parameters()}
     caught: dict[str, torch.Tensor] = {}
     norm = session.loop.optimizer.squared_norm
@@ -34,7 +38,7 @@ def session_of(optimizer: OptimizerConfig) -> tuple[parity.Session, dict[str, to
         return norm()
 
     session.loop.optimizer.squared_norm = watched  # type: ignore[method-assign]
-    session.loop.step(parity.random_samples(CONFIG, 4, tiny.SEQUENCE)(0, 0, 1), lr=0.5)
+    session.loop.step(parity.random_samples(CONFIG.vocab_size, 4, tiny.SEQUENCE)(0, 0, 1), lr=0.5)
     assert set(caught) == set(before)
     return session, before, caught
 
@@ -79,10 +83,11 @@ def test_the_state_is_there_before_the_first_step() -> None:
     ):
         plan = Plan(batch=4, microbatch=4)
         device = torch.device("cpu")
-        session = parity.open_session(plan, CONFIG, optimizer, seed=0, dtype="float32", device=device)
+        session = parity.open_session(plan, open_config(CONFIG, "tiny", 0), optimizer, dtype="float32", device=device)
         state = list(session.loop.optimizer.state())
-        assert {kind for kind, _, _ in state} == kinds
-        size = sum(value.numel() * value.element_size() for _, _, value in state)
+        assert {kind for kind, *_ in state} == kinds
+        assert list(session.loop.optimizer.owned_state()) == state
+        size = sum(value.numel() * value.element_size() for _, _, value, _ in state)
         elements = sum(value.numel() for _, value in session.build.local_parameters())
         assert size == elements * optimizer.state_bytes
 
@@ -92,6 +97,8 @@ rates = st.builds(
     lr=st.floats(1e-6, 1.0),
     warmup=st.integers(0, 50),
     final_fraction=st.floats(0, 1),
+    schedule=st.sampled_from(["cosine", "linear", "wsd"]),
+    decay_fraction=st.floats(0.01, 1),
 )
 
 
@@ -100,22 +107,59 @@ rates = st.builds(
 def test_the_rate_rises_over_the_warmup_then_falls_to_its_final_fraction(optimizer: OptimizerConfig, rest: int) -> None:
     num_steps = optimizer.warmup + rest
     values = [optimizer.lr_at(step, num_steps) for step in range(num_steps + 1)]
-    warm, cosine = values[: optimizer.warmup], values[optimizer.warmup :]
+    warm, falling = values[: optimizer.warmup], values[optimizer.warmup :]
     assert all(low < high for low, high in pairwise(warm))
-    assert all(high >= low * (1 - 1e-12) for high, low in pairwise(cosine))
+    assert all(high >= low * (1 - 1e-12) for high, low in pairwise(falling))
     assert max(values) == pytest.approx(optimizer.lr)
-    assert cosine[0] == pytest.approx(optimizer.lr)
+    assert falling[0] == pytest.approx(optimizer.lr)
     assert values[-1] == pytest.approx(optimizer.lr * optimizer.final_fraction, rel=1e-9, abs=1e-15)
     assert optimizer.lr_at(num_steps + 100, num_steps) == pytest.approx(values[-1], abs=1e-15)
     assert min(values[:-1]) > 0
 
 
-def test_the_rate_of_a_known_schedule() -> None:
-    optimizer = OptimizerConfig(lr=1.0, warmup=4, final_fraction=0.1)
-    assert [optimizer.lr_at(step, 12) for step in (0, 1, 3, 4, 8, 12)] == pytest.approx([0.25, 0.5, 1, 1, 0.55, 0.1])
+@pytest.mark.parametrize(
+    ("schedule", "wanted"),
+    [
+        ("cosine", [0.25, 0.5, 1, 1, 0.55, 0.1]),
+        ("linear", [0.25, 0.5, 1, 1, 0.55, 0.1]),
+        ("wsd", [0.25, 0.5, 1, 1, 1, 0.1]),
+        ("constant", [0.25, 0.5, 1, 1, 1, 1]),
+    ],
+)
+def test_the_rate_of_a_known_schedule(schedule: Any, wanted: list[float]) -> None:
+    optimizer = OptimizerConfig(lr=1.0, warmup=4, final_fraction=0.1, schedule=schedule, decay_fraction=0.25)
+    assert [optimizer.lr_at(step, 12) for step in (0, 1, 3, 4, 8, 12)] == pytest.approx(wanted)
+    if schedule == "wsd":  # the last quarter of 12 steps
+        assert [optimizer.lr_at(step, 12) for step in (9, 10, 11)] == pytest.approx([1, 0.7, 0.4])
 
 
-def test_wrong_settings_are_refused_together() -> None:
+@pytest.mark.parametrize(
+    ("told", "places"),
+    [
+        ({"lr": -1.0, "beta2": 1.0, "clip": -0.5}, {"lr", "beta2", "clip"}),
+        ({"name": "adam"}, {"name"}),
+        ({"schedule": "cosin"}, {"schedule"}),
+        ({"decay_fraction": 1.5, "final_fraction": -0.1}, {"decay_fraction", "final_fraction"}),
+        ({"groups": [{"match": "a"}, {"match": "", "lr_scale": -1.0}]}, {"groups[1].match", "groups[1].lr_scale"}),
+        ({"groups": [{"match": [], "decay": 1.0}]}, {"groups[0].decay"}),
+        ({"groups": [{"weight_decay": -0.1, "match": []}]}, {"groups[0].weight_decay", "groups[0].match"}),
+        ({"groups": {"match": "a"}}, {"groups"}),
+    ],
+)
+def test_wrong_settings_are_refused_together(told: dict[str, Any], places: set[str]) -> None:
     with pytest.raises(MeshwrightError) as caught:
-        OptimizerConfig(lr=-1.0, beta2=1.0, clip=-0.5)
-    assert {problem.where for problem in caught.value.problems} == {"lr", "beta2", "clip"}
+        decode(OptimizerConfig, told, "optimizer")
+    assert {problem.where for problem in caught.value.problems} == {f"optimizer.{place}" for place in places}
+
+
+def test_a_config_reads_back_as_itself_with_the_optimizers_own_values_written_out() -> None:
+    for name in METHODS:
+        config = decode(OptimizerConfig, {"name": name, "groups": [{"match": ["a", "b"]}]}, "optimizer")
+        assert decode(OptimizerConfig, encode(config), "optimizer") == config
+    assert decode(OptimizerConfig, {"name": "lion"}, "").beta2 == 0.99
+    assert decode(OptimizerConfig, {"name": "lion", "beta2": 0.5}, "").beta2 == 0.5
+    assert (OptimizerConfig().beta2, OptimizerConfig().epsilon, OptimizerConfig(name="sgd").momentum) == (
+        0.95,
+        1e-8,
+        0.9,
+    )

@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
+from meshwright.core.codec import decode
 from meshwright.core.plan import Plan
+from meshwright.data.batch import part_rows
 from meshwright.models.config import DecoderConfig
-from meshwright.models.cost import decoder_profile
+from meshwright.models.section import ModelSection
 from meshwright.runtime import parity
+from meshwright.runtime.loop import Samples
+from meshwright.runtime.model import Opened, open_config, open_model
 from meshwright.runtime.optimizer import OptimizerConfig
 from meshwright.simulate.price import price
 
@@ -26,20 +29,47 @@ def reference_job(
     folder: str, techniques: list[dict[str, Any]] | None = None, rank: int, num_ranks: int, rendezvous: str,
 ) -> None:  # fmt: skip
     """One device, with techniques that own no axis where they are given."""
-    shape, rates, target = DecoderConfig(**config), OptimizerConfig(**optimizer), Path(folder)
-    samples = parity.random_samples(shape, batch, sequence)
-    if not techniques:
-        parity.write_reference(target, shape, rates, samples, steps, seed=0, dtype=dtype, batch=batch)
-        return
-    plan = Plan.from_json(json.dumps({"techniques": techniques, "batch": batch, "microbatch": batch}))
-    session = parity.open_session(plan, shape, rates, seed=0, dtype=dtype, device=CPU)
-    target.mkdir()
-    for step, result, gradients in parity._steps(session, samples, steps, rates):
-        tensors = {f"gradient/{name}": value for name, value in gradients.items()}
-        tensors |= {f"parameter/{name}": value.clone() for name, value in session.build.local_parameters()}
-        tensors["loss"] = torch.tensor([result.loss], dtype=torch.float64)
-        tensors["norm"] = torch.tensor([result.gradient_norm], dtype=torch.float64)
-        save_file(tensors, target / f"step-{step}.safetensors")
+    rates = decode(OptimizerConfig, optimizer, "optimizer")
+    opened, samples = open_tiny(config, batch, sequence, dtype)
+    plan = {"techniques": techniques or [], "batch": batch, "microbatch": batch}
+    alone = Plan.from_json(json.dumps(plan))
+    parity.write_reference(Path(folder), opened, rates, samples, steps, dtype=dtype, batch=batch, plan=alone)
+
+
+def open_tiny(config: dict[str, Any], batch: int, sequence: int, dtype: str) -> tuple[Opened, parity.SamplesOf]:
+    """A decoder by its dimensions, or any model by `section`; with random samples of the kind it takes."""
+    if "section" not in config:
+        shape = DecoderConfig(**config)
+        return open_config(shape, "tiny", 0), parity.random_samples(shape.vocab_size, batch, sequence)
+    opened = open_model(decode(ModelSection, config["section"], "model"), sequence, 0)
+    if "vocab" in config:
+        return opened, parity.random_samples(config["vocab"], batch, sequence)
+    shapes = [(tuple(shape), kind) for shape, kind in config["inputs"]]
+
+    def samples(step: int, part: int, num_parts: int) -> Samples:
+        generator = torch.Generator().manual_seed(1000 + step)
+        rows = part_rows(batch, part, num_parts)
+        inputs = tuple(_drawn((batch, *shape), kind, generator, dtype)[rows] for shape, kind in shapes)
+        targets = _drawn((batch,), config["targets"], generator, dtype)[rows]
+        weights = torch.rand(batch, generator=generator, dtype=torch.float64).round(decimals=2) + 0.5
+        return Samples(
+            inputs=inputs if len(inputs) > 1 else inputs[0],
+            targets=targets,
+            weights=weights[rows].to(parity.DTYPES[dtype]),
+            num_tokens=float(weights.sum()),
+        )
+
+    return opened, samples
+
+
+def _drawn(shape: tuple[int, ...], kind: int, generator: torch.Generator, dtype: str) -> torch.Tensor:
+    """Numbers below `kind`, or floats for 0 and coin tosses as floats for -1."""
+    if kind > 0:
+        return torch.randint(kind, shape, generator=generator)
+    wide = parity.DTYPES[dtype]
+    if kind == -1:
+        return torch.randint(2, shape, generator=generator).to(wide)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(wide)
 
 
 def plan_job(
@@ -50,27 +80,19 @@ def plan_job(
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     parity.enter(rank, num_ranks, rendezvous)
-    chosen, shape, rates = (
-        Plan.from_json(json.dumps(plan)),
-        DecoderConfig(**config),
-        OptimizerConfig(**optimizer),
-    )
-    samples = parity.random_samples(shape, chosen.batch, sequence)
+    chosen, rates = Plan.from_json(json.dumps(plan)), decode(OptimizerConfig, optimizer, "optimizer")
     answer: dict[str, Any] = {}
     if reference:
-        session = parity.open_session(chosen, shape, rates, seed=0, dtype=dtype, device=CPU)
+        opened, samples = open_tiny(config, chosen.batch, sequence, dtype)
+        session = parity.open_session(chosen, opened, rates, dtype=dtype, device=CPU)
         answer["errors"] = _errors(session, Path(reference), samples, steps, rates)
     if prices:
-        session = parity.open_session(chosen, shape, rates, seed=0, dtype="float32", device=CPU)
+        opened, samples = open_tiny(config, chosen.batch, sequence, "float32")
+        session = parity.open_session(chosen, opened, rates, dtype="float32", device=CPU)
         answer["observed"], answer["state"] = _observed(session, samples, rates)
         stage = session.mesh.index("pp")
-        promised = price(
-            decoder_profile(shape, "tiny"),
-            chosen,
-            sequence=sequence,
-            stage=stage,
-            state_bytes=rates.state_bytes,
-        )
+        asked = sequence if opened.profile.counts == "tokens" else 1
+        promised = price(opened.profile, chosen, sequence=asked, stage=stage, optimizer=rates)
         answer["priced"], answer["priced_state"] = _priced(promised, chosen.num_microbatches)
         places = [session.mesh.index(axis) for axis in session.mesh.sizes if axis != "pp"]
         answer["holds_largest"] = not any(places)
@@ -121,13 +143,13 @@ def evaluate_job(
 ) -> dict[str, Any]:  # fmt: skip
     """Evaluation, the next step's loss, and whether one rank's wish to stop is everyone's."""
     parity.enter(rank, num_ranks, rendezvous)
-    chosen, shape, rates = Plan.from_json(json.dumps(plan)), DecoderConfig(**config), OptimizerConfig(**optimizer)
-    session = parity.open_session(chosen, shape, rates, seed=0, dtype="float64", device=CPU)
-    samples = parity.random_samples(shape, chosen.batch, sequence)
+    chosen, rates = Plan.from_json(json.dumps(plan)), decode(OptimizerConfig, optimizer, "optimizer")
+    opened, samples = open_tiny(config, chosen.batch, sequence, "float64")
+    session = parity.open_session(chosen, opened, rates, dtype="float64", device=CPU)
     part = session.mesh.part(chosen.sample_axes)
     batches = [samples(step, *part) for step in (5, 6)]
     before = [value.clone() for _, value in session.build.local_parameters()]
-    total, tokens = session.loop.evaluate(batches)
+    total, tokens, _ = session.loop.evaluate(batches)
     after = [value for _, value in session.build.local_parameters()]
     untouched = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     goes_on = session.loop.step(samples(0, *part), 0.0)

@@ -113,10 +113,13 @@ def test_an_op_takes_the_slower_of_arithmetic_and_memory() -> None:
 
 
 def test_equal_inner_stages_fold_and_the_ends_do_not() -> None:
-    assert [(r.start, r.count) for r in runs_of((4, 4, 4, 4, 3))] == [(0, 1), (1, 3), (4, 1)]
-    assert [(r.start, r.count) for r in runs_of((2, 2))] == [(0, 1), (1, 1)]
-    assert [(r.start, r.count) for r in runs_of((7,))] == [(0, 1)]
-    assert [(r.start, r.count) for r in runs_of((3, 3, 4, 4, 3))] == [(0, 1), (1, 1), (2, 2), (4, 1)]
+    def runs(*blocks: int) -> list[tuple[int, int]]:
+        return [(run.start, run.count) for run in runs_of(decoder_profile(preset("llama3-8b"), "llama3-8b"), blocks)]
+
+    assert runs(4, 4, 4, 4, 3) == [(0, 1), (1, 3), (4, 1)]
+    assert runs(2, 2) == [(0, 1), (1, 1)]
+    assert runs(7) == [(0, 1)]
+    assert runs(3, 3, 4, 4, 3) == [(0, 1), (1, 1), (2, 2), (4, 1)]
 
 
 def test_links_driven_by_the_cores_hide_nothing() -> None:

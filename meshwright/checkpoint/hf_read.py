@@ -1,0 +1,153 @@
+"""Weights of a Hugging Face folder for any plan: each rank reads the slices its boxes need, and nothing else."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from meshwright.checkpoint.hf_names import Part, Shape, parts_by_name, parts_of_decoder
+from meshwright.checkpoint.safe import open_folder, raise_first
+from meshwright.core.box import Box
+from meshwright.core.errors import Problem, Problems
+from meshwright.models.config import DecoderConfig
+
+Source = Callable[[str, Box, torch.dtype], Tensor]
+"""(name, piece, dtype) -> its values, as `runtime/init.py` asks for them."""
+FLOATS = ("float64", "float32", "float16", "bfloat16")
+_NOT_WEIGHTS = re.compile(r"(?:.*\.)?(?:rotary_emb\.inv_freq|attn\.(?:masked_)?bias)")
+"""Buffers that old versions saved along with the weights."""
+_BLOCK_ELEMENTS = 1 << 22
+
+
+class Tensors(Protocol):
+    """Named tensors somewhere on a disk: safetensors or a torch Distributed Checkpoint."""
+
+    @property
+    def where(self) -> str: ...
+
+    @property
+    def tensors(self) -> Mapping[str, Any]:
+        """Name -> something with a dtype (its name) and a shape."""
+
+    def read_into(self, name: str, box: Box, out: Tensor) -> None: ...
+
+
+def source_of_folder(folder: str | Path, config: DecoderConfig) -> Source:
+    """The weights of our decoder; everything missing or wrong in the folder is said first."""
+    return source_of_decoder(open_folder(folder), config)
+
+
+def source_of_decoder(held: Tensors, config: DecoderConfig) -> Source:
+    raise_first(list(problems_of(held, config)))
+    return source_of_parts(held, parts_of_decoder(config, held.tensors.keys()))
+
+
+def source_of_named(folder: str | Path, shapes: Mapping[str, Shape] | None = None) -> Source:
+    """The weights of a module whose parameters are called as in the folder. `shapes`: all of them, to check first."""
+    held = open_folder(folder)
+    raise_first(list(problems_by_name(held, shapes or {})))
+    parts: dict[str, tuple[Part, ...]] = {}
+
+    def read(name: str, box: Box, dtype: torch.dtype) -> Tensor:
+        if name not in parts:
+            raise_first(list(problems_by_name(held, {name: tuple(box.shape)})))
+            parts[name] = parts_by_name(name, tuple(box.shape), held.tensors)
+        return read_parts(held, parts[name], box, dtype)
+
+    return read
+
+
+def source_of_parts(held: Tensors, parts: Mapping[str, tuple[Part, ...]]) -> Source:
+    return lambda name, box, dtype: read_parts(held, parts[name], box, dtype)
+
+
+def read_parts(held: Tensors, parts: tuple[Part, ...], box: Box, dtype: torch.dtype) -> Tensor:
+    """A box of a parameter of ours, gathered from the parts that meet it."""
+    out = torch.empty(box.size, dtype=dtype)
+    for part in () if box.is_empty else parts:
+        both = part.at.overlap(box)
+        if both is not None:
+            held.read_into(part.name, part.stored_box(both), part.as_stored(out[both.within(box)]))
+    return out
+
+
+def problems_of(held: Tensors, config: DecoderConfig) -> Problems:
+    """Missing, wrongly shaped and unknown tensors, from headers alone; only a head that should be tied is read."""
+    parts = parts_of_decoder(config, held.tensors.keys())
+    wanted = [part for each in parts.values() for part in each]
+    problems = list(_part_problems(held, wanted))
+    known = {part.name for part in wanted}
+    extra = [name for name in held.tensors if name not in known and not _NOT_WEIGHTS.fullmatch(name)]
+    if config.tied and "lm_head.weight" in extra:
+        extra.remove("lm_head.weight")
+        if not problems:
+            problems += _untied(held, parts["embed.tokens.weight"][0].name)
+    problems += [Problem(where=held.where, what=f"{name[:80]!r} is no tensor of this model.") for name in extra]
+    return tuple(problems)
+
+
+def problems_by_name(held: Tensors, shapes: Mapping[str, Shape]) -> Problems:
+    """For a module of transformers' own: every parameter must be there; what else the folder has is not its concern."""
+    problems: list[Problem] = []
+    for name, shape in shapes.items():
+        parts = parts_by_name(name, shape, held.tensors)
+        if not parts:
+            problems.append(_missing(held, name))
+        problems += _part_problems(held, parts)
+    return tuple(problems)
+
+
+def _missing(held: Tensors, name: str) -> Problem:
+    return Problem(where=held.where, what=f"has no tensor {name!r}.")
+
+
+def _part_problems(held: Tensors, parts: Collection[Part]) -> Iterator[Problem]:
+    seen: set[str] = set()
+    for part in parts:
+        if part.name in seen:
+            continue
+        seen.add(part.name)
+        found = held.tensors.get(part.name)
+        if found is None:
+            yield _missing(held, part.name)
+        elif tuple(found.shape) != tuple(part.shape):
+            what = f"{part.name!r} has shape {tuple(found.shape)}, this model needs {tuple(part.shape)}."
+            yield Problem(where=held.where, what=what)
+        elif found.dtype not in FLOATS:
+            what = f"{part.name!r} is {found.dtype}: weights must be one of {', '.join(FLOATS)}."
+            yield Problem(where=held.where, what=what, fix="Quantised folders are not read; use the original one.")
+
+
+def _untied(held: Tensors, embedding: str) -> list[Problem]:
+    """A tied head may be stored a second time, but then it must be the same."""
+    shape = tuple(held.tensors[embedding].shape)
+    head = held.tensors["lm_head.weight"]
+    is_same = tuple(head.shape) == shape and all(
+        torch.equal(*(_read(held, name, box) for name in (embedding, "lm_head.weight"))) for box in row_blocks(shape)
+    )
+    if is_same:
+        return []
+    what = f"'lm_head.weight' differs from {embedding!r}, but config.json ties them."
+    return [Problem(where=held.where, what=what, fix="Set tie_word_embeddings to false in config.json.")]
+
+
+def _read(held: Tensors, name: str, box: Box) -> Tensor:
+    out = torch.empty(box.size, dtype=getattr(torch, held.tensors[name].dtype))
+    held.read_into(name, box, out)
+    return out
+
+
+def row_blocks(shape: Shape, most_elements: int = _BLOCK_ELEMENTS) -> Iterator[Box]:
+    """A whole tensor as boxes of rows, none much larger than `most_elements`."""
+    whole = Box.whole(shape)
+    if not shape or whole.is_empty:
+        yield whole
+        return
+    count = -(-torch.Size(shape).numel() // most_elements)
+    pieces = (whole.chunk(0, index, min(count, shape[0])) for index in range(min(count, shape[0])))
+    yield from (piece for piece in pieces if not piece.is_empty)

@@ -1,0 +1,64 @@
+"""`mw data prepare`: text to token files that training maps from disk."""
+
+from __future__ import annotations
+
+import time
+from argparse import ArgumentParser, Namespace
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.units import pretty_bytes, pretty_count, pretty_seconds
+from meshwright.data.prepare import Prepared, prepare
+
+
+def add_flags(made: ArgumentParser) -> None:
+    made.add_argument("action", choices=("prepare",))
+    made.add_argument("inputs", nargs="+", metavar="INPUT", help="text, JSONL or Parquet: files, folders, patterns")
+    made.add_argument("-o", "--output", required=True, metavar="FOLDER_OR_PREFIX", help="where the .bin and .idx go")
+    made.add_argument("--tokenizer", default="byte", metavar="FILE", help="byte (default) or a tokenizers JSON file")
+    made.add_argument("--workers", type=int, default=0, metavar="N", help="processes (default: one per core)")
+    made.add_argument("--text-key", default="text", metavar="KEY", help="the field or column of the text")
+
+
+def run(arguments: Namespace) -> int:
+    if arguments.workers < 0:
+        what = f"is {arguments.workers}."
+        raise MeshwrightError([Problem(where="--workers", what=what, fix="Use 1 or more; 0: one per core.")])
+    console = Console(stderr=True, highlight=False)
+    start = time.perf_counter()
+    columns = (TextColumn("tokenizing"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=None)
+
+        def report(done: int, total: int, reused: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        prepared = prepare(
+            arguments.inputs,
+            arguments.output,
+            tokenizer=arguments.tokenizer,
+            text_key=arguments.text_key,
+            num_workers=arguments.workers,
+            report=report,
+        )
+    _tell(console, prepared, time.perf_counter() - start)
+    print(f"{prepared.stem}.bin")
+    return 0
+
+
+def _tell(console: Console, prepared: Prepared, seconds: float) -> None:
+    facts, made = prepared.facts, prepared.num_bytes - prepared.num_bytes_reused
+    if prepared.num_bytes_reused:
+        console.print(f"{pretty_bytes(prepared.num_bytes_reused)} had been done by an earlier run")
+    if made:
+        console.print(f"{pretty_bytes(made)} in {pretty_seconds(seconds)}: {made / seconds / 1e6:.0f} MB/s")
+    console.print(
+        f"{pretty_count(facts.num_documents)} documents, {pretty_count(facts.num_tokens)} tokens", markup=False
+    )
+    console.print(
+        f'use it in a run file:\n\n  [data]\n  train = "{prepared.stem}.bin"\n  sequence = 1024\n'
+        '  packing = "documents"   # or "stream", the default\n',
+        markup=False,
+    )

@@ -1,0 +1,191 @@
+"""Megatron's token files: X.bin holds the tokens, X.idx the lengths of its sequences and where documents begin.
+
+    magic (9)  version u64  type code u8  #sequences u64  #documents u64        34 bytes
+    lengths i32 [#sequences]   first bytes i64 [#sequences]   documents i64 [#documents]: first sequences, and the end
+
+The index is mapped too: millions of documents cost nothing at start. Its numbers are not aligned, so what is searched
+again and again (where documents begin) is kept as an array of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from meshwright.core.codec import decode
+from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.data.cache import Draft, Facts, Slot, keep
+from meshwright.data.config import DataSection
+from meshwright.data.files import SourceFile, find_files
+from meshwright.data.flat import map_bin, token_file
+from meshwright.data.read import Tokens
+from meshwright.data.tokenizer import ByteTokenizer, FileTokenizer
+from meshwright.data.tokens import TokenSource
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<9sQBQQ")
+# Codes of Megatron; 6 and 7 are floats. It has none for uint32.
+_TYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+_CODES = {np.dtype(name): code for code, name in _TYPES.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedFacts:
+    """What `mw data prepare` leaves beside a pair, so that its tokens can be turned back into text."""
+
+    identity: str
+    """Of the input, the tokenizer and the settings."""
+    tokenizer: str
+    separator: int
+    num_bytes_of_a_token: int
+    num_tokens: int
+    num_documents: int
+    num_text_bytes: int
+
+    @classmethod
+    def beside(cls, stem: Path) -> PreparedFacts | None:
+        """None where there is nothing, or something of others."""
+        try:
+            text = stem.with_name(f"{stem.name}.facts.json").read_text(encoding="utf-8")
+            return decode(cls, json.loads(text), "facts")
+        except (OSError, ValueError, MeshwrightError):
+            return None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenIndex:
+    """A mapped .idx file."""
+
+    path: str
+    dtype: np.dtype[np.integer]
+    lengths: npt.NDArray[np.int32]
+    first_bytes: npt.NDArray[np.int64]
+    documents: npt.NDArray[np.int64]
+
+    @property
+    def num_bytes(self) -> int:
+        """What the .bin must have, if sequences lie one after the other."""
+        if not len(self.lengths):
+            return 0
+        return int(self.first_bytes[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
+
+
+def open_megatron(file: SourceFile, cache: Path | None, section: DataSection) -> TokenSource:
+    """The pair that `file` (either of the two) belongs to."""
+    stem = os.path.splitext(file.path)[0]
+    problems: list[Problem] = []
+    found = find_files((f"{stem}.bin", f"{stem}.idx"), problems)
+    if problems:
+        raise MeshwrightError(problems)
+    tokens_file, index_file = found
+    index = _read_index(index_file)
+    if index.num_bytes != tokens_file.size_bytes:
+        what = f"promises {index.num_bytes:,} bytes, {tokens_file.path} has {tokens_file.size_bytes:,}."
+        fix = "One of the two is cut off, or they do not belong together: copy or write both again."
+        raise MeshwrightError([Problem(where=index.path, what=what, fix=fix)])
+    if section.token_dtype not in ("auto", index.dtype.name):
+        what = f"says the tokens are {index.dtype}, data.token_dtype is {section.token_dtype}."
+        raise MeshwrightError([Problem(where=index.path, what=what, fix='Use token_dtype = "auto".')])
+    source = token_file(tokens_file, map_bin(tokens_file, index.dtype), cache, section, more=(index_file,))
+    source = _with_tokenizer(source, Path(stem))
+    if section.packing == "stream":
+        return source
+    kept = keep(cache, Slot(question=("document starts",), files=(index_file,)), lambda draft: _starts(index, draft))
+    corpus = Tokens(tokens=source.corpus.tokens, starts=kept.arrays["starts"])
+    return replace(source, corpus=corpus, is_packed=True)
+
+
+def _with_tokenizer(source: TokenSource, stem: Path) -> TokenSource:
+    """The tokenizer that made these files, where we made them."""
+    facts = PreparedFacts.beside(stem)
+    if facts is None or facts.num_tokens != source.num_tokens:
+        return source
+    if facts.tokenizer == ByteTokenizer.name:
+        return replace(source, tokenizer=ByteTokenizer(), num_bytes_per_token=1.0)
+    source = replace(source, num_bytes_per_token=facts.num_text_bytes / facts.num_tokens)
+    try:
+        content = stem.with_name(f"{stem.name}.tokenizer.json").read_bytes()
+        return replace(source, tokenizer=FileTokenizer(content, (facts.separator,)))
+    except (OSError, ValueError, ImportError):  # tokens train without it; only turning them back into text needs it
+        return source
+
+
+def _read_index(file: SourceFile) -> TokenIndex:
+    raw = np.memmap(file.path, dtype=np.uint8, mode="r")
+    problem = ""
+    if len(raw) < _HEADER.size or bytes(raw[:9]) != _MAGIC:
+        problem = "is not an index of Megatron: it does not begin with MMIDIDX."
+    else:
+        _, version, code, num_sequences, num_documents = _HEADER.unpack(bytes(raw[: _HEADER.size]))
+        needed = _HEADER.size + 12 * num_sequences + 8 * num_documents
+        if version != 1:
+            problem = f"is of version {version}; version 1 is read."
+        elif code not in _TYPES:
+            problem = f"says its tokens are of type {code}, which are no whole numbers."
+        elif len(raw) < needed:
+            problem = f"is cut off: {num_sequences:,} sequences need {needed:,} bytes, it has {len(raw):,}."
+    if problem:
+        raise MeshwrightError([Problem(where=file.path, what=problem, fix="Copy or write the pair again.")])
+    sections = ((np.int32, num_sequences), (np.int64, num_sequences), (np.int64, num_documents))
+    arrays: list[npt.NDArray[Any]] = []
+    offset = _HEADER.size
+    for dtype, count in sections:
+        arrays.append(np.frombuffer(raw, dtype=dtype, count=count, offset=offset))
+        offset += arrays[-1].nbytes
+    lengths, first_bytes, documents = arrays
+    return TokenIndex(
+        path=file.path, dtype=np.dtype(_TYPES[code]), lengths=lengths, first_bytes=first_bytes, documents=documents
+    )
+
+
+def _starts(index: TokenIndex, draft: Draft) -> Facts:
+    """The first token of every document that is not empty."""
+    ends = index.first_bytes + index.lengths * np.int64(index.dtype.itemsize)
+    is_laid_out = index.first_bytes[0] == 0 and np.array_equal(index.first_bytes[1:], ends[:-1])
+    # Some writers leave documents out: each sequence is one then.
+    documents = index.documents[:-1] if len(index.documents) > 1 else np.arange(len(index.lengths))
+    is_ordered = len(documents) and documents[0] == 0 and documents[-1] <= len(index.lengths)
+    if not (is_laid_out and is_ordered and np.all(index.lengths >= 0) and np.all(np.diff(documents) >= 0)):
+        what = "its sequences do not lie one after the other, or its documents are not in order."
+        raise MeshwrightError([Problem(where=index.path, what=what, fix="Write the pair again.")])
+    first_bytes = np.append(index.first_bytes, ends[-1])[documents]
+    starts = first_bytes // index.dtype.itemsize
+    is_filled = np.diff(starts, append=ends[-1] // index.dtype.itemsize) > 0
+    draft.put("starts", starts[is_filled])
+    return {}
+
+
+def megatron_dtype(vocab_size: int) -> np.dtype[np.integer]:
+    """The smallest type of Megatron's that holds every token."""
+    return np.dtype("uint8" if vocab_size <= 1 << 8 else "uint16" if vocab_size <= 1 << 16 else "int32")
+
+
+def write_index(
+    file: BinaryIO,
+    dtype: np.dtype[np.integer],
+    lengths: Sequence[npt.NDArray[np.int32]],
+    begins: Sequence[bool] | None = None,
+) -> None:
+    """The index of sequences with these lengths, given in pieces.
+
+    Each begins a document, but the first of a piece that does not (`begins`) goes on with the one before.
+    """
+    every = np.concatenate([np.empty(0, dtype=np.int32), *lengths])
+    is_first = np.ones(len(every) + 1, dtype=bool)
+    firsts = np.cumsum([0, *map(len, lengths)])[:-1]
+    goes_on = [first for first, begin in zip(firsts, begins or [True] * len(firsts), strict=True) if not begin]
+    is_first[goes_on] = False
+    documents = np.flatnonzero(is_first).astype(np.int64)
+    ends = np.cumsum(every, dtype=np.int64) * dtype.itemsize
+    file.write(_HEADER.pack(_MAGIC, 1, _CODES[dtype], len(every), len(documents)))
+    file.write(every.data)
+    file.write((ends - every * np.int64(dtype.itemsize)).data)
+    file.write(documents.data)

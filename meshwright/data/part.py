@@ -1,0 +1,128 @@
+"""One chunk's tokens on disk, and the process that makes such parts: `python -m meshwright.data.part`.
+
+It reads jobs from its input, a line each, and answers with a line each; it ends with its input.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from meshwright.core.codec import decode, encode
+from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.data.cache import write_whole
+from meshwright.data.megatron import megatron_dtype
+from meshwright.data.read import Chunk, Tokens, read_chunk, unreadable
+from meshwright.data.records import TextKeys
+from meshwright.data.tokenizer import Tokenizer, open_tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartJob:
+    folder: str
+    name: str
+    chunk: Chunk
+    tokenizer: str
+    text_key: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartResult:
+    num_tokens: int = 0
+    num_documents: int = 0
+    """Those that begin here."""
+    num_records: int = 0
+    num_text_bytes: int = 0
+    begins: bool = True
+    """Whether the first sequence begins a document, rather than going on with the last chunk's."""
+    digest: str = ""
+    problems: tuple[Problem, ...] = ()
+
+
+def finished_part(job: PartJob) -> PartResult | None:
+    """The result of an earlier run, if its files are still what it wrote: a power cut may have lost them."""
+    path = Path(job.folder) / job.name
+    try:
+        result = decode(PartResult, json.loads(path.with_suffix(".json").read_text(encoding="utf-8")), "part")
+        tokens = np.fromfile(path.with_suffix(".bin"), dtype=np.uint8)
+        return result if result.digest == _digest(tokens, np.load(path.with_suffix(".npy"))) else None
+    except (OSError, ValueError, MeshwrightError):
+        return None
+
+
+def make_part(job: PartJob) -> PartResult:
+    """Tokenize the chunk and write its files, the one that says it is done last. Problems are told, nothing written."""
+    problems: list[Problem] = []
+    try:
+        words = _tokenizer(job.tokenizer)
+        found = read_chunk(job.chunk, TextKeys(text=job.text_key), words, problems)
+    except OSError as error:
+        return PartResult(problems=(unreadable(job.chunk.path, error),))
+    except MeshwrightError as error:
+        return PartResult(problems=error.problems)
+    if found.weights is not None:
+        what = 'has records with a "prompt"; token files cannot say that prompts do not count.'
+        fix = "Train on the file itself (data.train), or drop that field."
+        problems.append(Problem(where=job.chunk.path, what=what, fix=fix))
+    if problems:
+        return PartResult(problems=tuple(problems))
+    return _write(Path(job.folder) / job.name, found, megatron_dtype(words.vocab_size))
+
+
+def _write(path: Path, found: Tokens, dtype: np.dtype[np.integer]) -> PartResult:
+    assert found.starts is not None
+    lengths = _lengths(found)
+    tokens = np.ascontiguousarray(found.tokens, dtype=dtype)
+    write_whole(path.with_suffix(".bin"), lambda file: file.write(tokens.data), is_durable=False)
+    write_whole(path.with_suffix(".npy"), lambda file: np.save(file, lengths), is_durable=False)
+    result = PartResult(
+        num_tokens=len(tokens),
+        num_documents=len(found.starts),
+        num_records=found.num_records,
+        num_text_bytes=found.num_text_bytes,
+        begins=bool(len(found.starts)) or not len(tokens),
+        digest=_digest(tokens, lengths),
+    )
+    text = json.dumps(encode(result)).encode()
+    write_whole(path.with_suffix(".json"), lambda file: file.write(text), is_durable=False)
+    return result
+
+
+def _lengths(found: Tokens) -> npt.NDArray[np.int32]:
+    """Of documents, or of the one that goes on here."""
+    assert found.starts is not None
+    starts = found.starts if len(found.starts) else np.zeros(1, dtype=np.int64)
+    return np.diff(starts, append=len(found.tokens)).astype(np.int32)[: len(found.tokens)]
+
+
+def _digest(tokens: npt.NDArray[Any], lengths: npt.NDArray[np.int32]) -> str:
+    state = xxhash.xxh3_64(tokens.view(np.uint8).data)
+    state.update(lengths.data)
+    return str(state.hexdigest())
+
+
+@cache
+def _tokenizer(name: str) -> Tokenizer:
+    return open_tokenizer(name)
+
+
+def _answers() -> Iterator[str]:
+    for line in sys.stdin:
+        yield json.dumps(encode(make_part(decode(PartJob, json.loads(line), "job"))))
+
+
+if __name__ == "__main__":
+    try:
+        for answer in _answers():
+            print(answer, flush=True)
+    except BrokenPipeError:  # whoever asked is gone
+        sys.stderr.close()

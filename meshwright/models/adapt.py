@@ -1,0 +1,286 @@
+"""Any `nn.Module` as a `Model`: the module's own forward runs unchanged, on every stage.
+
+A stage keeps its blocks. Those before it are stand-ins that pass on what they are given, the last of them handing out
+what came from the stage before; the first one after it ends the forward and takes what it is given to the next stage.
+Parameters that only other stages need are hollow: zeros of the right shape without memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.profile import Profile
+from meshwright.models.examine import Anatomy, Template, examine
+from meshwright.models.measure import ENDS, end_names, hidden_shape, profile_of_module
+from meshwright.models.regions import Found, find_regions, plan_roles, set_counts
+from meshwright.ops.batch_norm import BatchNorm
+from meshwright.ops.loss import token_loss
+from meshwright.ops.model import Inputs, Inside, Model, Part
+
+Loss = Callable[[Any, Tensor], Tensor]
+"""(the module's output, targets) -> one value for each target."""
+
+
+def scores(output: Any) -> Tensor:
+    """The tensor of scores in an output: itself, transformers' `logits`, or the first of a tuple."""
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(getattr(output, "logits", None), Tensor):
+        return output.logits
+    if isinstance(output, tuple | list) and output and isinstance(output[0], Tensor):
+        return output[0]
+    what = f"the module returns a {type(output).__name__}: no tensor of scores in it."
+    raise MeshwrightError([Problem(where="model.factory", what=what, fix="Return a loss from the factory, too.")])
+
+
+def default_loss(output: Any, targets: Tensor) -> Tensor:
+    """Cross entropy over the last dim for whole-number targets, squared error for others."""
+    found = scores(output)
+    if targets.is_floating_point():
+        return F.mse_loss(found.reshape(targets.shape).to(targets.dtype), targets, reduction="none")
+    return token_loss(found, targets)
+
+
+def run_module(module: nn.Module, inputs: Inputs) -> Any:
+    return module(*inputs) if isinstance(inputs, tuple) else module(inputs)
+
+
+class _Handed(Exception):
+    """Ends a forward: the rest is another stage's."""
+
+    def __init__(self, hidden: Tensor):
+        self.hidden = hidden
+
+
+class _StandIn(nn.Module):
+    """In place of a block that is on another stage. The forward around it may still ask for its plain attributes."""
+
+    def __init__(self, block: nn.Module, act: Callable[[Tensor], Any]):
+        super().__init__()
+        plain = {k: v for k, v in vars(block).items() if not k.startswith("_") and not isinstance(v, Tensor)}
+        for name, value in plain.items():
+            if name not in ("training", "forward"):
+                setattr(self, name, value)
+        self.act = act
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.act(args[0] if args else next(iter(kwargs.values())))
+
+
+class Adapted(Model):
+    kind = "module"
+
+    def __init__(
+        self, module: nn.Module, anatomy: Anatomy, regions: dict[int, list[Found]], template: Template, loss: Loss
+    ):
+        super().__init__()
+        self.module = module
+        self.anatomy, self.found, self.template, self.loss = anatomy, regions, template, loss
+        self.received: Tensor | None = None
+        self.first, self.last = 0, anatomy.num_blocks
+        self.ends_here = tuple(tuple(names) for names in end_names(module, anatomy))
+        self.right: Tensor | None = None
+
+    def forward(
+        self,
+        inputs: Inputs,
+        targets: Tensor | None = None,
+        weights: Tensor | None = None,
+        received: Tensor | None = None,
+    ) -> Tensor:
+        self.received = received
+        device = (inputs[0] if isinstance(inputs, tuple) else inputs).device
+        try:
+            with self.casting(device):
+                output = run_module(self.module, inputs)
+        except _Handed as stop:
+            return stop.hidden.to(self.parameter_dtype())
+        finally:
+            self.received = None
+        if targets is None or weights is None:
+            return scores(output)
+        losses = self.loss(output, targets)
+        if not isinstance(losses, Tensor) or losses.shape != weights.shape:
+            shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+            what = f"the loss gives {shape} for targets of shape {tuple(targets.shape)}."
+            fix = "Return one value for each target (reduction='none'): they are weighed and summed over all ranks."
+            raise MeshwrightError([Problem(where="model.factory", what=what, fix=fix)])
+        if not self.training:
+            self._count(output, targets, weights)
+        return (losses * weights).sum()
+
+    def _count(self, output: Any, targets: Tensor, weights: Tensor) -> None:
+        if targets.is_floating_point() or targets.ndim != 1:
+            return
+        hits = ((scores(output).argmax(-1) == targets) * weights).sum().double()
+        self.right = hits if self.right is None else self.right + hits
+
+    def take_hits(self) -> Tensor | None:
+        hits, self.right = self.right, None
+        return hits
+
+    def parameter_dtype(self) -> torch.dtype:
+        return next(p.dtype for p in self.parameters())
+
+    def boundary_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype
+
+    def empty(self) -> None:
+        """Let go of the module's own weights."""
+        hollow: dict[nn.Parameter, nn.Parameter] = {}
+        for module in self.module.modules():
+            for name, value in module._parameters.items():
+                if value is not None:
+                    meta = nn.Parameter(value.detach().to("meta"), requires_grad=value.requires_grad)
+                    module._parameters[name] = hollow.setdefault(value, meta)
+
+    def public_name(self, name: str) -> str:
+        return name.removeprefix("module.")
+
+    def _list(self) -> nn.Module:
+        return self.module.get_submodule(self.anatomy.path)
+
+    def parts(self) -> Iterable[Part]:
+        prefix = f"module.{self.anatomy.path}.".replace("..", ".")
+        before, after = (tuple(f"module.{name}" for name in names) for names in self.ends_here)
+        if before:
+            yield Part(name=ENDS[0], kind=ENDS[0], module=None, own=before)
+        if self.anatomy.num_blocks:
+            children = list(self._list().named_children())
+            for name, block in children[self.first : self.last]:
+                yield Part(name=f"{prefix}{name}", kind="", module=block, is_block=True)
+        if after:
+            yield Part(name=ENDS[1], kind=ENDS[1], module=None, own=after)
+
+    def keep(self, first: int, last: int) -> None:
+        children = list(self._list().named_children())
+        before, after = self.ends_here
+        for index, (name, block) in enumerate(children):
+            if index < first:
+                is_door = index == first - 1
+                setattr(self._list(), name, _StandIn(block, self._enter if is_door else self._pass_on))
+            elif index >= last:
+                setattr(self._list(), name, _StandIn(block, self._leave))
+        kept = {*(before if first == 0 else ()), *(after if last == len(children) else ())}
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        shared = {id(parameters[name]) for name in kept}
+        for name in {*before, *after} - kept:
+            if id(parameters[name]) not in shared:
+                _hollow(self.module, name)
+        self.first, self.last = first, last
+        self.ends_here = (before if first == 0 else (), after if last == len(children) else ())
+
+    def _structured(self, hidden: Tensor) -> Any:
+        length = self.anatomy.returns_tuple
+        return (hidden, *(None,) * (length - 1)) if length else hidden
+
+    def _pass_on(self, hidden: Tensor) -> Any:
+        return self._structured(hidden)
+
+    def _enter(self, hidden: Tensor) -> Any:
+        assert self.received is not None, "a later stage is given what the stage before it made"
+        return self._structured(self.received)
+
+    def _leave(self, hidden: Tensor) -> Any:
+        raise _Handed(hidden)
+
+    def regions(self) -> Iterable[Inside]:
+        if not self.anatomy.num_blocks:
+            return
+        for index, block in enumerate(self._list().children()):
+            for found in self.found.get(index, ()) if self.first <= index < self.last else ():
+                columns = tuple(block.get_submodule(name) for name in found.columns)
+                yield Inside(entries=columns, row=block.get_submodule(found.row))
+
+    def set_split(self, index: int, ways: int) -> None:
+        for number, block in enumerate(self._list().children()):
+            for found in self.found.get(number, ()) if self.first <= number < self.last else ():
+                set_counts(block, found.counts, ways)
+                for name in found.columns:
+                    column = block.get_submodule(name)
+                    if hasattr(column, "nf"):
+                        column.nf = column.nf // ways
+
+    def boundary(self, inputs: Inputs, block: int) -> tuple[int, ...]:
+        first = inputs[0] if isinstance(inputs, tuple) else inputs
+        sequence = first.shape[1] if self.template.has_sequence else 1
+        return hidden_shape(self.anatomy, block, first.shape[0], sequence)
+
+    def share_statistics(self, group: Any, ways: int) -> None:
+        for module in self.module.modules():
+            if isinstance(module, BatchNorm):
+                module.groups = (*module.groups, group)
+
+
+def _hollow(module: nn.Module, name: str) -> None:
+    path, _, attribute = name.rpartition(".")
+    holder = module.get_submodule(path)
+    old = holder._parameters.pop(attribute)
+    assert old is not None
+    # Not a parameter, and all its elements are one: the forward around the blocks may still read it.
+    setattr(holder, attribute, torch.zeros((), dtype=torch.get_default_dtype()).expand(old.shape))
+
+
+def adopt_batch_norms(module: nn.Module) -> bool:
+    """Put our batch norm, which can see other ranks' samples, in the place of torch's. Whether there was any."""
+    is_any = False
+    for path, each in list(module.named_modules()):
+        if isinstance(each, BatchNorm):
+            is_any = True
+        if not isinstance(each, nn.modules.batchnorm._BatchNorm):
+            continue
+        if not each.affine or not each.track_running_stats or each.momentum is None:
+            what = f"{path} is a batch norm without weights, running statistics or momentum."
+            fix = "Give it affine=True, track_running_stats=True and a momentum."
+            raise MeshwrightError([Problem(where="model.factory", what=what, fix=fix)])
+        ours = BatchNorm(each.num_features, each.eps, each.momentum)
+        ours.weight, ours.bias = each.weight, each.bias
+        ours.running_mean, ours.running_var = each.running_mean, each.running_var
+        parent, _, name = path.rpartition(".")
+        setattr(module.get_submodule(parent), name, ours)
+        is_any = True
+    return is_any
+
+
+def adapt(module: nn.Module, example: Inputs, *, name: str, loss: Loss | None = None) -> tuple[Adapted, Profile]:
+    """A module as a `Model` with its profile. Its tensors stay where they are."""
+    if hasattr(module, "config") and hasattr(module.config, "use_cache"):
+        module.config.use_cache = False
+    has_statistics = adopt_batch_norms(module)
+    template = Template.like(example)
+    anatomy = examine(module, run_module, template)
+    regions, no_inside = _regions(module, anatomy)
+    uncut = {
+        "loss": "only our decoder's vocabulary can be gone through in pieces.",
+        "sequence": "the code between its regions expects whole sequences.",
+    }
+    if anatomy.no_stages:
+        uncut["stages"] = anatomy.no_stages
+    if no_inside:
+        uncut["inside" if not any(regions.values()) else "parts of the inside"] = no_inside
+    if has_statistics:
+        uncut["samples"] = "its batch norms see the whole batch at once."
+    profile = profile_of_module(module, run_module, template, anatomy, regions, name=name, uncut=uncut)
+    return Adapted(module, anatomy, regions, template, loss or default_loss), profile
+
+
+def _regions(module: nn.Module, anatomy: Anatomy) -> tuple[dict[int, list[Found]], str]:
+    if not anatomy.shapes:
+        return {}, anatomy.no_stages
+    known: dict[Any, tuple[list[Found], str]] = {}
+    regions, reasons = {}, []
+    roles = plan_roles(module, anatomy.path)
+    for index, block in enumerate(module.get_submodule(anatomy.path).children()):
+        args, kwargs = anatomy.calls[index]
+        key = (type(block), tuple((n, tuple(p.shape)) for n, p in block.named_parameters()))
+        if key not in known:
+            known[key] = find_regions(block, args, kwargs, roles)
+        regions[index], why = known[key]
+        reasons.append(why)
+    return regions, next(filter(None, reasons), "")

@@ -1,0 +1,354 @@
+"""The dimensions of our models. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from meshwright.core.errors import MeshwrightError, Problem
+
+
+def _too_small(config: Any, may_be_0: Iterable[str] = ()) -> list[Problem]:
+    """Sizes below 1, alone or in lists."""
+    problems = []
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.type == "int" and field.name not in may_be_0 and value < 1:
+            problems.append(Problem(where=field.name, what=f"is {value}.", fix="Use at least 1."))
+        if field.type == "tuple[int, ...]" and (not value or min(value) < 1):
+            what = f"is {list(value)}."
+            problems.append(Problem(where=field.name, what=what, fix="Use one number or more, each at least 1."))
+    return problems
+
+
+_MAY_BE_0 = {
+    "head_size": "hidden_size / num_heads",
+    "sliding_window": "no window",
+    "num_experts": "a plain MLP",
+    "experts_per_token": "a plain MLP",
+    "expert_ffn_size": "a plain MLP",
+    "num_shared_experts": "none",
+    "num_dense_layers": "none",
+}
+
+
+_OF_EXPERTS = (
+    "experts_per_token",
+    "expert_ffn_size",
+    "num_shared_experts",
+    "num_dense_layers",
+    "capacity_factor",
+    "balance",
+    "router",
+    "routed_scale",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecoderConfig:
+    """GPT-2 to Qwen3 in one set of switches. The defaults are a Llama."""
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    ffn_size: int
+    vocab_size: int
+    max_sequence: int = 8192
+    head_size: int = 0
+    """0: hidden_size / num_heads."""
+    positions: Literal["rope", "learned"] = "rope"
+    rope_theta: float = 10_000.0
+    norm: Literal["rms", "layer"] = "rms"
+    norm_epsilon: float = 1e-5
+    mlp: Literal["swiglu", "gelu"] = "swiglu"
+    qkv_bias: bool = False
+    bias: bool = False
+    """Biases on the attention output and the MLP (GPT-2)."""
+    qk_norm: bool = False
+    tied: bool = False
+    init_std: float = 0.02
+    rope_scaling: Literal["none", "llama3"] = "none"
+    rope_factor: float = 8.0
+    rope_low_frequency: float = 1.0
+    rope_high_frequency: float = 4.0
+    rope_original_sequence: int = 8192
+    sliding_window: int = 0
+    """Tokens a token attends to, itself included; 0: all before it."""
+    num_experts: int = 0
+    """0: a plain MLP in every block."""
+    experts_per_token: int = 0
+    expert_ffn_size: int = 0
+    num_shared_experts: int = 0
+    """Experts every token goes to, as one MLP of their sizes together."""
+    num_dense_layers: int = 0
+    """First blocks that have a plain MLP all the same."""
+    capacity_factor: float = 0.0
+    """Room of an expert for a sequence, in even shares of it; 0: for all that come."""
+    balance: float = 0.0
+    """Weight of the balancing loss."""
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    routed_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        problems = _too_small(self, _MAY_BE_0)
+        problems += [
+            Problem(where=name, what=f"is {getattr(self, name)}.", fix=f"Use at least 1, or 0 for {meaning}.")
+            for name, meaning in _MAY_BE_0.items()
+            if getattr(self, name) < 0
+        ]
+        problems += _rope_problems(self) + _expert_problems(self)
+        if not problems:
+            if self.num_heads % self.num_kv_heads:
+                what = f"{self.num_heads} heads cannot share {self.num_kv_heads} key/value heads evenly."
+                problems.append(Problem(where="num_kv_heads", what=what))
+            if not self.head_size and self.hidden_size % self.num_heads:
+                what = f"{self.hidden_size} cannot be cut into {self.num_heads} heads."
+                problems.append(Problem(where="hidden_size", what=what, fix="Or give head_size."))
+            elif self.positions == "rope" and self.size_of_head % 2:
+                problems.append(Problem(where="head_size", what="must be even for rotary positions."))
+        if problems:
+            raise MeshwrightError(problems)
+
+    @property
+    def size_of_head(self) -> int:
+        return self.head_size or self.hidden_size // self.num_heads
+
+
+def _rope_problems(config: DecoderConfig) -> list[Problem]:
+    if config.rope_scaling == "none":
+        return []
+    problems = []
+    if config.positions != "rope":
+        what = f'is "{config.rope_scaling}", but positions are {config.positions}.'
+        problems.append(Problem(where="rope_scaling", what=what, fix='Use "none".'))
+    if not config.rope_factor >= 1.0:
+        problems.append(Problem(where="rope_factor", what=f"is {config.rope_factor}.", fix="Use at least 1."))
+    if not 0.0 < config.rope_low_frequency < config.rope_high_frequency:
+        what = f"is {config.rope_low_frequency}, and rope_high_frequency is {config.rope_high_frequency}."
+        fix = "Use a positive one below rope_high_frequency."
+        problems.append(Problem(where="rope_low_frequency", what=what, fix=fix))
+    return problems
+
+
+def _expert_problems(config: DecoderConfig) -> list[Problem]:
+    if config.num_experts <= 0:
+        plain = {f.name: f.default for f in fields(config)}
+        return [
+            Problem(where=name, what=f"is {getattr(config, name)}, but num_experts is 0.", fix="Leave it out.")
+            for name in _OF_EXPERTS
+            if getattr(config, name) != plain[name]
+        ]
+    problems = []
+    if not 1 <= config.experts_per_token <= config.num_experts:
+        what = f"is {config.experts_per_token} of {config.num_experts} experts."
+        problems.append(Problem(where="experts_per_token", what=what, fix=f"Use 1 to {config.num_experts}."))
+    if config.expert_ffn_size == 0:
+        problems.append(Problem(where="expert_ffn_size", what="is 0, but there are experts.", fix="Use at least 1."))
+    if config.num_dense_layers >= config.num_layers >= 1:
+        what = f"is {config.num_dense_layers} of {config.num_layers} layers: none is left for experts."
+        problems.append(Problem(where="num_dense_layers", what=what, fix=f"Use at most {config.num_layers - 1}."))
+    if config.mlp != "swiglu" or config.bias:
+        what = "experts have gates and no biases."
+        problems.append(Problem(where="num_experts", what=what, fix='Use mlp = "swiglu" and bias = false.'))
+    for name in ("capacity_factor", "balance"):
+        if not 0.0 <= getattr(config, name) < math.inf:
+            problems.append(Problem(where=name, what=f"is {getattr(config, name)}.", fix="Use 0 or more."))
+    if not 0.0 < config.routed_scale < math.inf:
+        problems.append(Problem(where="routed_scale", what=f"is {config.routed_scale}.", fix="Use a positive number."))
+    return problems
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ViTConfig:
+    """Vision transformer (Dosovitskiy et al. 2021): patches and a class token through an encoder."""
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    ffn_size: int
+    patch_size: int
+    image_size: int = 224
+    channels: int = 3
+    num_classes: int = 1000
+    norm_epsilon: float = 1e-6
+    init_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        problems = _too_small(self)
+        if not problems and self.hidden_size % self.num_heads:
+            what = f"{self.hidden_size} cannot be cut into {self.num_heads} heads."
+            problems.append(Problem(where="hidden_size", what=what))
+        if not problems and self.image_size % self.patch_size:
+            what = f"images of {self.image_size} pixels cannot be cut into patches of {self.patch_size}."
+            problems.append(Problem(where="patch_size", what=what, fix="Use a divisor of image_size."))
+        if problems:
+            raise MeshwrightError(problems)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of an image: its patches and the class token."""
+        return (self.image_size // self.patch_size) ** 2 + 1
+
+    @property
+    def encoder(self) -> DecoderConfig:
+        """Its blocks, as those of a decoder (that looks both ways)."""
+        return DecoderConfig(
+            num_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_heads,
+            ffn_size=self.ffn_size,
+            vocab_size=self.num_classes,
+            max_sequence=self.num_tokens,
+            positions="learned",
+            norm="layer",
+            norm_epsilon=self.norm_epsilon,
+            mlp="gelu",
+            qkv_bias=True,
+            bias=True,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conv:
+    """A 3x3 convolution of VGG as it stands in the network."""
+
+    channels: int
+    width: int
+    size: int
+    """Pixels along a side, going in and (before pooling) out."""
+    pools: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VGGConfig:
+    """VGG (Simonyan and Zisserman 2015) without batch norm. Dropout is left out: every plan trains the same model."""
+
+    stages: tuple[int, ...] = (2, 2, 3, 3, 3)
+    """Convolutions of each stage; a stage ends by halving the image."""
+    widths: tuple[int, ...] = (64, 128, 256, 512, 512)
+    fc_size: int = 4096
+    image_size: int = 224
+    channels: int = 3
+    num_classes: int = 1000
+
+    def __post_init__(self) -> None:
+        problems = _too_small(self) + _stage_problems(self.stages, self.widths)
+        if not problems and sum(self.stages) < 2:
+            problems.append(Problem(where="stages", what="is one convolution.", fix="Use two or more."))
+        if not problems and self.image_size % 2 ** len(self.stages):
+            what = f"images of {self.image_size} pixels cannot be halved {len(self.stages)} times."
+            problems.append(Problem(where="image_size", what=what, fix=f"Use a multiple of {2 ** len(self.stages)}."))
+        if problems:
+            raise MeshwrightError(problems)
+
+    @property
+    def convs(self) -> tuple[Conv, ...]:
+        found, channels, size = [], self.channels, self.image_size
+        for count, width in zip(self.stages, self.widths, strict=True):
+            for place in range(count):
+                found.append(Conv(channels=channels, width=width, size=size, pools=place == count - 1))
+                channels = width
+            size //= 2
+        return tuple(found)
+
+    @property
+    def flat_size(self) -> int:
+        """Numbers of an image after the last convolution."""
+        last = self.convs[-1]
+        return last.width * (last.size // 2) ** 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bottleneck:
+    """1x1, 3x3 (with the stride: v1.5), 1x1 to four times the width, beside a shortcut."""
+
+    channels: int
+    width: int
+    stride: int
+    size: int
+    """Pixels along a side, going in."""
+    stage: int
+    enters: bool
+    """The first of its stage: its shortcut is a convolution."""
+
+    @property
+    def out(self) -> int:
+        return 4 * self.width
+
+    @property
+    def size_out(self) -> int:
+        return -(-self.size // self.stride)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResNetConfig:
+    """ResNet of bottlenecks (He et al. 2016), v1.5."""
+
+    stages: tuple[int, ...] = (3, 4, 6, 3)
+    widths: tuple[int, ...] = (64, 128, 256, 512)
+    stem_width: int = 64
+    image_size: int = 224
+    channels: int = 3
+    num_classes: int = 1000
+
+    def __post_init__(self) -> None:
+        problems = _too_small(self) + _stage_problems(self.stages, self.widths)
+        if problems:
+            raise MeshwrightError(problems)
+
+    @property
+    def stem_size(self) -> int:
+        """Pixels along a side after the stem's convolution, before its pooling."""
+        return -(-self.image_size // 2)
+
+    @property
+    def bottlenecks(self) -> tuple[Bottleneck, ...]:
+        found, channels, size = [], self.stem_width, -(-self.stem_size // 2)
+        for stage, (count, width) in enumerate(zip(self.stages, self.widths, strict=True)):
+            for place in range(count):
+                stride = 2 if stage and not place else 1
+                found.append(
+                    Bottleneck(channels=channels, width=width, stride=stride, size=size, stage=stage, enters=not place)
+                )
+                channels, size = found[-1].out, found[-1].size_out
+        return tuple(found)
+
+
+def _stage_problems(stages: tuple[int, ...], widths: tuple[int, ...]) -> list[Problem]:
+    if len(stages) == len(widths):
+        return []
+    return [Problem(where="widths", what=f"has {len(widths)} entries for {len(stages)} stages.")]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DLRMConfig:
+    """Deep learning recommendation model (Naumov et al. 2019): dense features and one id of each table."""
+
+    tables: tuple[int, ...]
+    """Rows of each."""
+    embedding_size: int = 128
+    num_dense: int = 13
+    bottom: tuple[int, ...] = (512, 256)
+    """Inner sizes of the MLP over dense features; it ends with embedding_size."""
+    top: tuple[int, ...] = (1024, 1024, 512, 256)
+
+    def __post_init__(self) -> None:
+        problems = _too_small(self)
+        if problems:
+            raise MeshwrightError(problems)
+
+    @property
+    def num_vectors(self) -> int:
+        return len(self.tables) + 1
+
+    @property
+    def num_features(self) -> int:
+        """Of the top MLP: the dense vector and every pair's product."""
+        return self.embedding_size + self.num_vectors * (self.num_vectors - 1) // 2
+
+
+Config = DecoderConfig | ViTConfig | VGGConfig | ResNetConfig | DLRMConfig

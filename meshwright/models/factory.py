@@ -1,0 +1,143 @@
+"""Somebody else's module: from a function they name, or from transformers. What they return is checked before use."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.ops.model import Inputs
+
+
+def _refuse(where: str, what: str, fix: str = "") -> MeshwrightError:
+    return MeshwrightError([Problem(where=where, what=what, fix=fix)])
+
+
+def call_factory(name: str, arguments: Mapping[str, Any], sequence: int) -> tuple[nn.Module, Any, Inputs]:
+    """(module, loss or None, sample inputs) of `package.module:function`."""
+    where = f"model.factory {name}"
+    made = _call(_find(name, where), arguments, where)
+    parts = made if isinstance(made, tuple) else (made,)
+    if not 1 <= len(parts) <= 3 or not isinstance(parts[0], nn.Module):
+        what = f"returned {_shown(made)}."
+        raise _refuse(where, what, "Return a module, (module, loss) or (module, loss, sample inputs).")
+    module, loss, example = (*parts, None, None)[:3]
+    problems = []
+    if loss is not None and not callable(loss):
+        problems.append(Problem(where=where, what=f"its loss is {_shown(loss)}, not a function."))
+    if example is None and sequence < 1:
+        what = "returned no sample inputs, and data.sequence is not given."
+        fix = "Return (module, loss, inputs), inputs being a tensor (or tuple of tensors) of one or more samples."
+        problems.append(Problem(where=where, what=what, fix=fix))
+    if example is not None and not _are_inputs(example):
+        what = f"its sample inputs are {_shown(example)}."
+        problems.append(
+            Problem(where=where, what=what, fix="Use a tensor, or a tuple of tensors, samples along dim 0.")
+        )
+    if not any(True for _ in module.parameters()):
+        problems.append(Problem(where=where, what="its module has no parameters."))
+    if problems:
+        raise MeshwrightError(problems)
+    return module, loss, torch.zeros(1, sequence, dtype=torch.int64) if example is None else example
+
+
+def _are_inputs(value: Any) -> bool:
+    tensors = value if isinstance(value, tuple) else (value,)
+    return bool(tensors) and all(isinstance(each, Tensor) and each.ndim >= 1 and len(each) for each in tensors)
+
+
+def _shown(value: Any) -> str:
+    return f"a {type(value).__name__}" if not isinstance(value, tuple) else f"a tuple of {len(value)}"
+
+
+def _find(name: str, where: str) -> Callable[..., Any]:
+    path, _, function = name.partition(":")
+    here = os.getcwd()
+    if here not in sys.path:  # a console script does not have it
+        sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        if error.name and not path.startswith(error.name):
+            raise _refuse(where, f"importing {path} needs {error.name}, which is not installed.") from None
+        fix = f"It is looked for in {here} and among installed packages."
+        raise _refuse(where, f"there is no module {path}.", fix) from None
+    except Exception as error:
+        raise _refuse(where, f"importing {path} failed: {_last_line(error)}") from None
+    found = getattr(module, function, None)
+    if not callable(found):
+        names = [n for n, v in vars(module).items() if inspect.isfunction(v) or inspect.isclass(v)]
+        raise _refuse(where, f"{path} has no function {function}.", f"It has {', '.join(sorted(names)[:8]) or 'none'}.")
+    return found
+
+
+def _call(function: Callable[..., Any], arguments: Mapping[str, Any], where: str) -> Any:
+    try:
+        inspect.signature(function).bind(**arguments)
+    except TypeError as error:
+        raise _refuse(where, f"does not take model.arguments: {error}.") from None
+    except ValueError:  # a builtin without a signature
+        pass
+    try:
+        return function(**arguments)
+    except Exception as error:
+        raise _refuse(where, f"raised {_last_line(error)}") from None
+
+
+def _last_line(error: Exception) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {str(error).strip() or 'no message'}{place}."
+
+
+def transformers_module(folder: str, sequence: int) -> tuple[nn.Module, Inputs]:
+    """The module of a Hugging Face folder that our decoder cannot stand for; its parameters on the meta device."""
+    from meshwright.models.hf import read_folder
+
+    known = read_folder(folder)
+    where = f"model.hf {folder}"
+    try:
+        import transformers
+    except ImportError:
+        what = f"{known.architecture} is not one of our decoders ({known.reason}), and transformers is not installed."
+        raise _refuse(where, what, "pip install 'meshwright[hf]'") from None
+    kind = getattr(transformers, known.architecture, None)
+    if kind is None or not isinstance(kind, type) or not issubclass(kind, nn.Module):
+        raise _refuse(where, f"transformers has no {known.architecture}.", f"({known.reason})")
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        with parameters_on_meta():
+            module = kind(config)
+    except Exception as error:
+        raise _refuse(where, f"transformers cannot make it: {_last_line(error)}") from None
+    if getattr(config, "is_encoder_decoder", False):
+        what = f"{known.architecture} reads two texts."
+        raise _refuse(where, what, "Write a factory that returns a module of the inputs your data has.")
+    return module, torch.zeros(1, max(1, sequence), dtype=torch.int64)
+
+
+@contextlib.contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Modules made inside have their buffers, and parameters without memory."""
+    register = nn.Module.register_parameter
+
+    def on_meta(self: nn.Module, name: str, value: nn.Parameter | None) -> None:
+        if value is not None and value.device.type != "meta":
+            value = nn.Parameter(value.detach().to("meta"), requires_grad=value.requires_grad)
+        register(self, name, value)
+
+    nn.Module.register_parameter = on_meta
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register

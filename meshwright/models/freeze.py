@@ -1,0 +1,79 @@
+"""Parameters that are not trained, by patterns of their names. No torch."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from meshwright.core.errors import MeshwrightError, Problem, nearest
+from meshwright.core.profile import Layer, Param, Profile
+
+IsFrozen = Callable[[str], bool]
+
+
+def frozen_by(freeze: Sequence[str], train: Sequence[str]) -> IsFrozen:
+    """Whatever `freeze` matches is frozen; if `train` is given, so is whatever it does not match."""
+
+    def is_frozen(name: str) -> bool:
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in freeze):
+            return True
+        return bool(train) and not any(fnmatch.fnmatchcase(name, pattern) for pattern in train)
+
+    return is_frozen
+
+
+def freeze(profile: Profile, is_frozen: IsFrozen) -> Profile:
+    """The profile with parameters marked; blocks that then differ are no longer folded."""
+    layers: list[Layer] = []
+    number = 0
+    for layer in profile.layers:
+        if not layer.is_block:
+            layers.append(_marked(layer, "" if layer.unit == "ends" else f"{layer.name}.", is_frozen))
+            continue
+        runs: list[Layer] = []
+        for _ in range(layer.repeat):
+            one = replace(_marked(layer, f"{profile.block_path}.{number}.".lstrip("."), is_frozen), repeat=1)
+            if runs and replace(runs[-1], repeat=1) == one:
+                runs[-1] = replace(runs[-1], repeat=runs[-1].repeat + 1)
+            else:
+                runs.append(one)
+            number += 1
+        layers += [replace(run, name=f"{layer.name}+{i}" if i else layer.name) for i, run in enumerate(runs)]
+    return replace(profile, layers=tuple(layers))
+
+
+def _marked(layer: Layer, prefix: str, is_frozen: IsFrozen) -> Layer:
+    def mark(param: Param) -> Param:
+        name = param.tied.removeprefix("first.") or f"{prefix}{param.name}"
+        return replace(param, frozen=param.frozen or is_frozen(name))
+
+    return replace(layer, params=tuple(map(mark, layer.params)))
+
+
+def names_of(profile: Profile) -> list[str]:
+    """Every parameter's name, tied ones once."""
+    names, number = [], 0
+    for layer in profile.layers:
+        for _ in range(layer.repeat):
+            prefix = "" if layer.unit == "ends" else f"{layer.name}."
+            if layer.is_block:
+                prefix, number = f"{profile.block_path}.{number}.".lstrip("."), number + 1
+            names += [f"{prefix}{param.name}" for param in layer.params if not param.tied]
+    return names
+
+
+def check_patterns(profile: Profile, freeze: Sequence[str], train: Sequence[str]) -> None:
+    """Every pattern must match something, and something must be left to train."""
+    names = names_of(profile)
+    problems = []
+    for where, patterns in (("model.freeze", freeze), ("model.train", train)):
+        for pattern in patterns:
+            if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+                what = f'"{pattern}" matches no parameter of {profile.name}.'
+                problems.append(Problem(where=where, what=what, fix=nearest(pattern, names)))
+    is_frozen = frozen_by(freeze, train)
+    if not problems and all(map(is_frozen, names)):
+        problems.append(Problem(where="model.freeze", what="nothing is left to train."))
+    if problems:
+        raise MeshwrightError(problems)

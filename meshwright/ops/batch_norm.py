@@ -1,0 +1,110 @@
+"""Batch norm whose statistics are those of the whole batch, however many ranks share it.
+
+Each rank has as many samples as the others, so the mean of means is the mean. One message of two numbers a channel
+forward (mean, mean of squares), one backward (the same of the gradient); without groups there is none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Groups = tuple[dist.ProcessGroup, ...]
+
+
+def _mean_over(numbers: Tensor, groups: Groups) -> Tensor:
+    for group in groups:
+        dist.all_reduce(numbers, group=group)
+        numbers = numbers / group.size()
+    return numbers
+
+
+def batch_statistics(x: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
+    """Mean and variance of each channel (dim 1) over all else and over the groups."""
+    variance, mean = torch.var_mean(x, dim=_all_but_channels(x), correction=0)
+    if not groups:
+        return mean, variance
+    mean, square = _mean_over(torch.stack((mean, variance + mean.square())), groups).unbind()
+    return mean, square - mean.square()
+
+
+def _all_but_channels(x: Tensor) -> list[int]:
+    return [dim for dim in range(x.dim()) if dim != 1]
+
+
+def _precise(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+class Normalize(torch.autograd.Function):
+    """(x - mean) / deviation x weight + bias, with what mean and deviation owe to x."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        mean: Tensor,
+        variance: Tensor,
+        epsilon: float,
+        groups: Groups,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, mean, (variance + epsilon).rsqrt())
+        ctx.groups, ctx.bias_dtype = groups, bias.dtype
+        wide = x.to(mean.dtype)
+        out = F.batch_norm(wide, mean, variance, weight.to(wide.dtype), bias.to(wide.dtype), False, 0.0, epsilon)
+        return out.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, inverse = ctx.saved_tensors
+        shape = (1, -1) + (1,) * (x.dim() - 2)
+        grad = grad.to(mean.dtype)
+        normal = (x.to(mean.dtype) - mean.view(shape)) * inverse.view(shape)
+        over = _all_but_channels(x)
+        into_bias, into_weight = grad.sum(over), (grad * normal).sum(over)
+        count = x.numel() // x.shape[1]
+        means = _mean_over(torch.stack((into_bias, into_weight)) / count, ctx.groups)
+        normal.mul_(means[1].view(shape)).add_(means[0].view(shape))
+        into_x = (grad - normal).mul_((inverse * weight.to(mean.dtype)).view(shape))
+        return into_x.to(x.dtype), into_weight.to(weight.dtype), into_bias.to(ctx.bias_dtype), None, None, None, None
+
+
+class BatchNorm(nn.Module):
+    def __init__(self, size: int, epsilon: float = 1e-5, momentum: float = 0.1):
+        super().__init__()
+        self.epsilon, self.momentum = epsilon, momentum
+        self.groups: Groups = ()
+        """Ranks that hold other samples of the batch, as many each."""
+        self.weight = nn.Parameter(torch.empty(size))
+        self.bias = nn.Parameter(torch.empty(size))
+        self.register_buffer("running_mean", torch.zeros(size))
+        self.register_buffer("running_var", torch.ones(size))
+        self.running_mean: Tensor
+        self.running_var: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            dtype = _precise(x)
+            mean, variance = self.running_mean.to(dtype), self.running_var.to(dtype)
+            weight, bias = self.weight.to(dtype), self.bias.to(dtype)
+            return F.batch_norm(x.to(dtype), mean, variance, weight, bias, False, 0.0, self.epsilon).to(x.dtype)
+        with torch.no_grad():
+            mean, variance = batch_statistics(x.to(_precise(x)), self.groups)
+            self.remember(mean, variance, x.numel() // x.shape[1])
+        return Normalize.apply(x, self.weight, self.bias, mean, variance, self.epsilon, self.groups)
+
+    def remember(self, mean: Tensor, variance: Tensor, count: int) -> None:
+        """For evaluation. Not while backward runs: that is a forward computed again, already remembered."""
+        if torch._C._current_graph_task_id() != -1:
+            return
+        for group in self.groups:
+            count *= group.size()
+        unbiased = variance * (count / max(count - 1, 1))
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), self.momentum)
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), self.momentum)

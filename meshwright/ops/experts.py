@@ -1,0 +1,175 @@
+"""Tokens to their experts and back, and the losses that arise on the way.
+
+Rows are sorted by expert, each expert multiplies its own slice, and the results are added where they came from: no
+token is padded, none is dropped unless a capacity says so.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class PreciseLinear(torch.autograd.Function):
+    """x W^T in float32 at least, keeping x as it came: a router must not confuse two experts by rounding."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        dtype = precise(x)
+        return F.linear(x.to(dtype), weight.to(dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        into_x = (grad @ weight.to(grad.dtype)).to(x.dtype)
+        into_weight = grad.flatten(0, -2).t() @ x.to(grad.dtype).flatten(0, -2)
+        return into_x, into_weight.to(weight.dtype)
+
+
+class GroupedLinear(torch.autograd.Function):
+    """Rows a..b of expert e times its matrix: x (rows, k), weight (experts, n, k), counts of rows of each expert.
+
+    One node for all experts: as slices, autograd would fill and add a gradient of the whole stack for each of them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, counts)
+        return _rows_times(x, weight.transpose(1, 2), counts)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, counts = ctx.saved_tensors
+        grad = grad.contiguous()
+        return _rows_times(grad, weight, counts), _outer(grad, x, counts), None
+
+
+def _grouped_kernel(*operands: Tensor) -> Any:
+    """torch's one kernel for all groups, where it takes these: bf16 on CUDA, rows of whole 16 bytes."""
+    kernel = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+    fits = all(each.is_cuda and each.dtype == torch.bfloat16 and each.shape[-1] % 8 == 0 for each in operands)
+    return kernel if fits and all(each.shape[-2] % 8 == 0 for each in operands if each.dim() == 3) else None
+
+
+def _rows_times(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """(rows, k) x (experts, k, n) -> (rows, n)."""
+    kernel = _grouped_kernel(x, weight)
+    if kernel is not None:
+        return kernel(x, weight, offs=counts.cumsum(0).to(torch.int32))
+    out = x.new_empty(x.shape[0], weight.shape[2])
+    start = 0
+    for expert, count in enumerate(counts.tolist()):
+        if count:
+            torch.mm(x[start : start + count], weight[expert], out=out[start : start + count])
+        start += count
+    return out
+
+
+def _outer(grad: Tensor, x: Tensor, counts: Tensor) -> Tensor:
+    """(rows, n) and (rows, k) -> (experts, n, k)."""
+    kernel = _grouped_kernel(grad, x)
+    if kernel is not None:
+        return kernel(grad.t(), x, offs=counts.cumsum(0).to(torch.int32))
+    out = x.new_empty(counts.shape[0], grad.shape[1], x.shape[1])
+    start = 0
+    for expert, count in enumerate(counts.tolist()):
+        torch.mm(grad[start : start + count].t(), x[start : start + count], out=out[expert])
+        start += count
+    return out
+
+
+class Gated(torch.autograd.Function):
+    """silu(gate) x up, keeping the two and not silu(gate)."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        into_gate = torch.ops.aten.silu_backward(grad * up, gate)
+        return into_gate, F.silu(gate).mul_(grad)
+
+
+class Combine(torch.autograd.Function):
+    """Rows times their shares, added up by token. (torch's index_add would keep what it adds: one tensor more.)"""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, share: Tensor, token: Tensor, num_tokens: int) -> Tensor:
+        ctx.save_for_backward(rows, share, token)
+        return rows.new_zeros(num_tokens, rows.shape[1]).index_add_(0, token, rows * share.unsqueeze(1))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        rows, share, token = ctx.saved_tensors
+        each = grad.index_select(0, token)
+        into_share = (each * rows).sum(1)
+        return each.mul_(share.unsqueeze(1)), into_share, None, None
+
+
+class AttachLoss(torch.autograd.Function):
+    """x as it is; going backward, `loss` gets the gradient it would get as a part of the loss at the end."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: Any) -> Tensor:
+        ctx.scale, ctx.dtype = scale, loss.dtype
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        each = ctx.scale.value / ctx.scale.ways
+        return grad, torch.full((), each, dtype=ctx.dtype, device=grad.device), None
+
+
+@torch.compiler.disable  # the scale changes from step to step, and must not be compiled in
+def attach_loss(x: Tensor, loss: Tensor, scale: Any) -> Tensor:
+    return AttachLoss.apply(x, loss, scale)
+
+
+def within_capacity(chosen: Tensor, num_experts: int, factor: float) -> Tensor:
+    """Which of the choices (batch, sequence, k) find room, first come first served along each sequence."""
+    _, sequence, k = chosen.shape
+    capacity = math.ceil(sequence * k / num_experts * factor)
+    asked = F.one_hot(chosen, num_experts).sum(2)  # a token asks an expert once at most
+    before = asked.cumsum(1) - asked
+    return before.gather(2, chosen) < capacity
+
+
+def balancing_loss(chosen: Tensor, chances: Tensor) -> Tensor:
+    """Over sequences, length x E x sum over experts of (share of the choices) x (mean chance); 1 x length if even."""
+    _, sequence, k = chosen.shape
+    experts = chances.shape[-1]
+    counts = F.one_hot(chosen, experts).sum((1, 2)).to(chances.dtype)
+    return (counts / (sequence * k) * chances.mean(1)).sum() * (experts * sequence)
+
+
+@torch.compiler.disable
+def through_experts(
+    x: Tensor, chosen: Tensor, share: Tensor, kept: Tensor | None, gate: Tensor, up: Tensor, down: Tensor
+) -> Tensor:
+    """Sum over a token's experts of share x expert(token). x (tokens, d); chosen and share (tokens, k)."""
+    k = chosen.shape[1]
+    experts, order = chosen.flatten().sort(stable=True)
+    if kept is not None:
+        found = kept.flatten()[order]
+        experts, order = experts[found], order[found]
+    counts = torch.bincount(experts, minlength=gate.shape[0])
+    token = order // k
+    rows = x.index_select(0, token)
+    dtype = x.dtype
+    inner = Gated.apply(
+        GroupedLinear.apply(rows, gate.to(dtype), counts), GroupedLinear.apply(rows, up.to(dtype), counts)
+    )
+    out = GroupedLinear.apply(inner, down.to(dtype), counts)
+    return Combine.apply(out, share.flatten().index_select(0, order).to(dtype), token, x.shape[0])
+
+
+def precise(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32

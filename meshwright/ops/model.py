@@ -1,0 +1,137 @@
+"""What a plan needs to know of a model to run it: its layers, where it can be cut, how it starts.
+
+Ours (`models/`) and everybody else's (`models/adapt.py`) are both such a `Model`, so that no technique asks what it is
+handed. A profile (`core/profile.py`) says the same without torch; tests hold the two equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+Inputs: TypeAlias = Tensor | tuple[Tensor, ...]
+"""A microbatch: one tensor or several, samples along dim 0 of each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A layer as it stands in this stage's module."""
+
+    name: str
+    """`blocks.3`: the beginning of its parameters' names."""
+    kind: str
+    """The profile's layer it is an instance of."""
+    module: nn.Module | None
+    """None: parameters that do not hang together."""
+    is_block: bool = False
+    own: tuple[str, ...] = ()
+    """Those parameters' names in the model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inside:
+    """A region that may be split: what enters `entries` is whole, pieces of it add up after the linear `row`."""
+
+    entries: tuple[nn.Module, ...]
+    """Modules whose first argument enters; once, where several are given the same tensor."""
+    row: Any
+
+
+class Model(nn.Module):
+    """A list of layers, any of which may be absent, so that a stage is the same class with the same names."""
+
+    kind: str = "decoder"
+    compute_dtype: torch.dtype | None = None
+    """Of activations; None: the weights' own."""
+    statistics_groups: tuple[dist.ProcessGroup, ...] = ()
+    loss_scale: float = 1.0
+    """What the loss is about to be multiplied by; losses that arise inside of layers need it. Set before each step."""
+
+    def parts(self) -> Iterable[Part]:
+        """The layers here, in order."""
+        raise NotImplementedError
+
+    def keep(self, first: int, last: int) -> None:
+        """Become the stage of blocks first..last-1, with what comes before the first block and after the last at the
+        ends."""
+        raise NotImplementedError
+
+    def regions(self) -> Iterable[Inside]:
+        """Where the insides of layers may be split."""
+        return ()
+
+    def set_split(self, index: int, ways: int) -> None:
+        """The insides are split, this is piece `index`."""
+
+    def ends(self) -> tuple[Any, Any]:
+        """The embedding and the head of a model over a vocabulary, where they are on this stage."""
+        return None, None
+
+    def public_name(self, name: str) -> str:
+        """What a parameter is called in checkpoints and by users."""
+        return name
+
+    def boundary(self, inputs: Inputs, block: int) -> tuple[int, ...]:
+        """Shape of what enters block number `block` (of the whole model) for a microbatch of inputs."""
+        raise NotImplementedError
+
+    def init_value(self, name: str) -> float | tuple[float, float]:
+        """How a parameter or buffer starts: a constant, or (mean, standard deviation) of a normal."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        inputs: Inputs,
+        targets: Tensor | None = None,
+        weights: Tensor | None = None,
+        received: Tensor | None = None,
+    ) -> Tensor:
+        """What goes to the next stage, or at the end the sum of weight x loss (the output, without targets).
+
+        A later stage gets the samples too, and `received` from the stage before it.
+        """
+        raise NotImplementedError
+
+    def block_modules(self) -> list[nn.Module]:
+        return [part.module for part in self.parts() if part.is_block and part.module is not None]
+
+    def set_compute_dtype(self, dtype: torch.dtype) -> None:
+        self.compute_dtype = dtype
+
+    def boundary_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Of what stages send each other, given the parameters' dtype."""
+        return self.compute_dtype or dtype
+
+    def casting(self, device: torch.device) -> Any:
+        """For models that leave lower precision to autocast."""
+        if self.compute_dtype is None:
+            return nullcontext()
+        return torch.autocast(device.type, dtype=self.compute_dtype)
+
+    def share_statistics(self, group: dist.ProcessGroup, ways: int) -> None:
+        """Batch statistics are to be summed over `group` too, `ways` ranks with equally many samples each."""
+
+    def take_hits(self) -> Tensor | None:
+        """Weighted samples whose first choice was right since last asked; None where nothing is classified."""
+        return None
+
+
+def map_inputs(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
+    return tuple(map(change, inputs)) if isinstance(inputs, tuple) else change(inputs)
+
+
+def split_inputs(inputs: Inputs, size: int) -> list[Inputs]:
+    """Microbatches of `size` samples."""
+    if isinstance(inputs, tuple):
+        return list(zip(*(each.split(size) for each in inputs), strict=True))
+    return list(inputs.split(size))
+
+
+def num_samples(inputs: Inputs) -> int:
+    return (inputs[0] if isinstance(inputs, tuple) else inputs).shape[0]

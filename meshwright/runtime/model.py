@@ -1,0 +1,208 @@
+"""The model of a run, from wherever it comes: described for planning, then opened with its weights.
+
+One of ours, by name or by a Hugging Face folder that maps onto it, is described without torch. Anything else is built
+and looked at (models/adapt.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from meshwright.core.codec import decode, encode
+from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.profile import Profile
+from meshwright.models.config import Config, config_kind
+from meshwright.models.dimensions import DecoderConfig
+from meshwright.models.freeze import check_patterns, freeze, frozen_by
+from meshwright.models.names import profile_of
+from meshwright.models.section import ModelSection
+
+if TYPE_CHECKING:
+    from meshwright.ops.init import Source
+    from meshwright.ops.model import Model
+
+TAKES = {"decoder": "tokens", "vit": "images", "conv": "images", "dlrm": "table"}
+"""What kind of data a model of ours learns from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Described:
+    kind: str
+    config: Config | None
+    profile: Profile
+    vocab_size: int
+    """0: not known, or no tokens."""
+
+    @property
+    def takes(self) -> str:
+        return TAKES.get(self.kind, "")
+
+
+@dataclass(kw_only=True)
+class Opened:
+    """A model that lies on the meta device, and where its weights come from."""
+
+    model: Model
+    profile: Profile
+    source: Source
+
+
+def describe(section: ModelSection, sequence: int) -> Described:
+    return _describe(json.dumps(encode(section)), sequence)
+
+
+@lru_cache(maxsize=4)
+def _describe(text: str, sequence: int) -> Described:
+    section = decode(ModelSection, json.loads(text), "model")
+    config = section.config()
+    if config is not None:
+        profile = profile_of(config, section.title)
+        vocab = int(getattr(config, "vocab_size", 0))
+    else:
+        made, profile = _adapted(section, sequence)
+        vocab = int(getattr(getattr(made.module, "config", None), "vocab_size", 0) or 0)
+    if section.freeze or section.train:
+        check_patterns(profile, section.freeze, section.train)
+    profile = freeze(profile, _is_frozen(section, config, made if config is None else None))
+    kind = "module" if config is None else config_kind(config)
+    return Described(kind=kind, config=config, profile=profile, vocab_size=vocab)
+
+
+def _is_frozen(section: ModelSection, config: Config | None, made: Any) -> Callable[[str], bool]:
+    """By the run file, or by the module itself."""
+    by_name = frozen_by(section.freeze, section.train)
+    if made is None:
+        return by_name
+    own = {name for name, value in made.module.named_parameters() if not value.requires_grad}
+    return lambda name: name in own or by_name(name)
+
+
+def open_model(section: ModelSection, sequence: int, seed: int) -> Opened:
+    import torch
+
+    from meshwright.models.make import module_of
+    from meshwright.ops.init import from_tensors, seeded
+
+    config = section.config()
+    described = describe(section, sequence)
+    if config is not None:
+        with torch.device("meta"):
+            model = module_of(config)
+        source = seeded(model.init_value, seed)
+        if section.hf:
+            from meshwright.checkpoint.hf_read import source_of_folder
+
+            assert isinstance(config, DecoderConfig)
+            source = source_of_folder(section.hf, config)
+    else:
+        torch.manual_seed(seed)  # the module draws its own first weights, the same on every rank
+        model, _ = _adapted(section, sequence)
+        if section.hf:
+            from meshwright.checkpoint.hf_read import source_of_named
+
+            source = source_of_named(section.hf, {n: tuple(p.shape) for n, p in model.module.named_parameters()})
+        else:
+            source = from_tensors({n: p.detach() for n, p in model.module.named_parameters()})
+            model.empty()
+    is_frozen = _is_frozen(section, config, model if config is None else None)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad and not is_frozen(model.public_name(name)))
+    return Opened(model=model, profile=described.profile, source=source)
+
+
+def _adapted(section: ModelSection, sequence: int) -> Any:
+    from meshwright.models.adapt import adapt
+    from meshwright.models.factory import call_factory, transformers_module
+
+    if section.factory:
+        module, loss, example = call_factory(section.factory, section.arguments, sequence)
+        return adapt(module, example, name=section.title, loss=loss)
+    module, example = transformers_module(section.hf, sequence)
+    return adapt(module, example, name=section.title)
+
+
+def check_sequence(described: Described, sequence: int) -> list[Problem]:
+    """Whether samples of this length fit the model."""
+    profile = described.profile
+    if profile.counts == "samples":
+        return []
+    if sequence < 1:
+        what = f"is {sequence}." if sequence else "missing: how many tokens a sample has."
+        return [Problem(where="data.sequence", what=what, fix="Use at least 1.")]
+    if sequence > profile.max_sequence:
+        what = f"is {sequence}; {profile.name} has positions for {profile.max_sequence}."
+        return [Problem(where="data.sequence", what=what)]
+    return []
+
+
+def fitting(described: Described, data: Any) -> None:
+    """Whether the data is of the kind and size that the model takes; raises all that is wrong."""
+    problems: list[Problem] = []
+    name = described.profile.name
+    if described.takes and data.kind != described.takes:
+        what = f"the files hold {data.kind}; {name} learns from {described.takes}."
+        raise MeshwrightError([Problem(where="data", what=what)])
+    config: Any = described.config
+    if data.kind == "tokens" and described.vocab_size:
+        problems += data.check_vocabulary(described.vocab_size)
+    if data.kind == "images" and config is not None:
+        wanted = (config.channels, config.image_size, config.image_size)
+        if tuple(data.sample_shape) != wanted:
+            what = f"images are {_by(data.sample_shape)}; {name} takes {_by(wanted)} (channels, height, width)."
+            changes = f"{{ channels = {data.sample_shape[0]}, image_size = {data.sample_shape[1]} }}"
+            problems.append(Problem(where="data", what=what, fix=f"Resize them, or set model.change = {changes}."))
+        if data.num_classes > config.num_classes:
+            what = f"the data has {data.num_classes} classes, {name} {config.num_classes}."
+            fix = f"Set model.change.num_classes = {data.num_classes}."
+            problems.append(Problem(where="data", what=what, fix=fix))
+    if data.kind == "table" and config is not None:
+        problems += _table_problems(config, data.sample_shape, name)
+    if problems:
+        raise MeshwrightError(problems)
+
+
+def _table_problems(config: Any, shape: tuple[int, ...], name: str) -> list[Problem]:
+    dense, columns, *sizes = shape
+    if dense != config.num_dense or columns != len(config.tables):
+        what = f"has {dense} dense and {columns} id columns; {name} takes {config.num_dense} and {len(config.tables)}."
+        fix = f"Set model.change = {{ num_dense = {dense}, tables = {list(sizes)} }}."
+        return [Problem(where="data", what=what, fix=fix)]
+    return [
+        Problem(where="data", what=f"id column {i} has ids up to {size - 1}; its table has {rows} rows.")
+        for i, (size, rows) in enumerate(zip(sizes, config.tables, strict=True))
+        if size > rows
+    ]
+
+
+def _by(shape: Any) -> str:
+    return " x ".join(map(str, shape))
+
+
+def about(section: ModelSection) -> dict[str, Any]:
+    """What a checkpoint tells of its model, so that it can be exported by itself."""
+    config = section.config()
+    told: dict[str, Any] = {"model_kind": "module" if config is None else config_kind(config)}
+    if config is not None:
+        told["model_config"] = encode(config)
+    if section.hf:
+        from meshwright.models.hf import read_folder
+
+        told["hf_config"] = read_folder(section.hf).raw
+        told["hf_folder"] = section.hf
+    return told
+
+
+def open_config(config: Config, name: str, seed: int) -> Opened:
+    """A model of ours from its dimensions, filled from a seed."""
+    import torch
+
+    from meshwright.models.make import module_of
+    from meshwright.ops.init import seeded
+
+    with torch.device("meta"):
+        model = module_of(config)
+    return Opened(model=model, profile=profile_of(config, name), source=seeded(model.init_value, seed))
