@@ -121,7 +121,7 @@ def prepared(folder: Path, quick: bool) -> list[Claim]:
         rates = [prepare_rate(path, folder / f"{name}{turn}") for turn in range(3)]
         what = f"mw data prepare, {name}, 2 workers: {max(rates) / 1e6:.0f} MB/s at best, goal 50"
         ratios = tuple(rate / BYTES_PER_SECOND for rate in rates)
-        claims.append(Claim(name=f"prepare {name[:5]}"[:11], what=what, unit="ratio", goal=1.0, measured=ratios))
+        claims.append(Claim(name=f"from {name}", what=what, unit="ratio", goal=1.0, measured=ratios))
     return claims
 
 

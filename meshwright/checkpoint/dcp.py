@@ -31,7 +31,7 @@ from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.models.plain import open_plain, read_plain
 
 METADATA = ".metadata"
-MAX_METADATA_BYTES = 64 << 20
+MAX_METADATA_BYTES = 256 << 20
 _MAX_RECORD_BYTES = 1 << 20
 _DCP = "torch.distributed.checkpoint"
 _DTYPES = {f"torch.{name}": name for name in DTYPES}
@@ -207,6 +207,9 @@ def _tensor(name: Any, state: Mapping[str, Any], places: Mapping[Any, Any], path
         found = _chunk(Box(shape, offset, size), places.get((name, offset)))
         if isinstance(found, str):
             return found
+        num_bytes = math.prod(size) * DTYPES[_DTYPES[kind.name]][1]
+        if found.length < num_bytes:
+            return f"has a chunk of {num_bytes} bytes that is stored in {found.length}."
         chunks.append(found)
     what = cover_problem(shape, [chunk.box for chunk in chunks])
     return f"of shape {shape}: {what}" if what else Tensorful(_DTYPES[kind.name], shape, tuple(chunks), path)

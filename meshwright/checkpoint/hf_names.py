@@ -100,16 +100,17 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, Shape]:
 def parts_of_decoder(config: DecoderConfig, stored: Container[str] | None = None) -> dict[str, tuple[Part, ...]]:
     """Parameter of ours -> its parts, named as in `stored`, or as transformers writes them."""
     made = parts_gpt2 if family_of(config) == "GPT2LMHeadModel" else parts_llama
-    found = {name: made(name, shape, config) for name, shape in parameter_shapes(config).items()}
+    found = {name: made(name, shape) for name, shape in parameter_shapes(config).items()}
     if stored is None:
         return found
     if config.num_experts and _are_experts_stacked(stored):
         found |= {name: _stacked(name, parts) for name, parts in found.items() if ".mlp." in name}
-    prefix = found["embed.tokens.weight"][0].name.partition(".")[0] + "."
-    if found["embed.tokens.weight"][0].name in stored:
+    embedding = found["embed.tokens.weight"][0].name
+    prefix, _, bare = embedding.partition(".")
+    if embedding in stored or bare not in stored:
         return found
     return {
-        name: tuple(replace(part, name=part.name.removeprefix(prefix)) for part in parts)
+        name: tuple(replace(part, name=part.name.removeprefix(f"{prefix}.")) for part in parts)
         for name, parts in found.items()
     }
 
@@ -127,7 +128,7 @@ def _split(name: str) -> tuple[str, str, str]:
     return match[1], match[2], match[3] or ""
 
 
-def parts_llama(name: str, shape: Shape, config: DecoderConfig) -> tuple[Part, ...]:
+def parts_llama(name: str, shape: Shape) -> tuple[Part, ...]:
     """Also Mistral, Qwen and Mixtral: they differ in which of the names exist."""
     if ".mlp.experts." not in name:
         return (Part.whole(_hf_name(name, _LLAMA, "model.layers"), shape),)
@@ -164,7 +165,7 @@ def _stacked(name: str, parts: tuple[Part, ...]) -> tuple[Part, ...]:
     return (Part(name=f"{stem}.experts.gate_up_proj", shape=stacked, at=Box.whole(shape), start=(0, row, 0)),)
 
 
-def parts_gpt2(name: str, shape: Shape, config: DecoderConfig) -> tuple[Part, ...]:
+def parts_gpt2(name: str, shape: Shape) -> tuple[Part, ...]:
     """Its linears are stored transposed; query, key and value are one tensor."""
     stored = _hf_name(name, _GPT2, "transformer.h")
     is_linear = name.startswith("blocks.") and "_norm." not in name

@@ -14,7 +14,7 @@ from typing import Any
 
 from meshwright.core.errors import MeshwrightError, Problem
 
-MOST_INSTRUCTIONS = 20_000_000
+MOST_INSTRUCTIONS = 40_000_000
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,8 +74,16 @@ def _fill_through_buffer(file: int, start: int, stored: torch.dtype, rows: Box, 
     held = _buffer(height * width, stored).view(height, *rows.shape[1:])
     for first in range(0, rows.size[0], count):
         last = min(first + count, rows.size[0])
+        if last < rows.size[0]:
+            _read_ahead(file, start + last * width * item, count * width * item)
         _fill(file, start + first * width * item, held[: last - first], where)
         out[first:last].copy_(held[(slice(0, last - first), *rows.slices[1:])])
+
+
+def _read_ahead(file: int, start: int, num_bytes: int) -> None:
+    """The disk reads the next rows while these are converted; where there is no such wish, it does not."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file, start, num_bytes, os.POSIX_FADV_WILLNEED)
 
 
 def _buffer(num_elements: int, dtype: torch.dtype) -> Tensor:

@@ -3,7 +3,7 @@
     X.parts/<chunk>.bin .npy   the tokens of one chunk of the input, and the lengths of its documents
     X.parts/<chunk>.json       written after both, with their digest: this chunk is done
     X.bin X.idx                all chunks in order
-    X.facts.json               which tokenizer, and from what; written last (and a copy of the tokenizer, if it is a file)
+    X.facts.json               which tokenizer, and from what; written last. A tokenizer's file is copied too
 
 A chunk's name is made of everything that decides its tokens, so what was done is found again, also after some of the
 files changed. Chunks depend on the files alone: whoever makes which, the result is the same to the byte.

@@ -116,7 +116,8 @@ def _size_problems(source: Source, section: DataSection) -> list[Problem]:
         return []
     what = f"there are {source.num_samples} samples; training{' and holding out' if needed > 1 else ''} needs {needed}."
     where = source.files[0].path if source.files else "data"
-    return [Problem(where=where, what=what, fix="Add samples, or use a shorter sequence.")]
+    fix = "Add tokens, or use a shorter sequence." if source.kind == "tokens" else "Add samples."
+    return [Problem(where=where, what=what, fix=fix)]
 
 
 @dataclass(frozen=True, kw_only=True)

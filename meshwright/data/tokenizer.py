@@ -83,7 +83,7 @@ class FileTokenizer:
     """A `tokenizers` JSON file. Nothing is added to a text but the separator after each document."""
 
     def __init__(self, content: bytes, separators: Iterable[str | int]):
-        """`separators` are words or tokens, best first. Raises ValueError where the content is no tokenizer or has none."""
+        """`separators` are words or tokens, best first. Raises ValueError where the content is no tokenizer."""
         from tokenizers import Tokenizer as Engine
 
         try:
@@ -95,8 +95,9 @@ class FileTokenizer:
         self._engine.no_truncation()
         self._engine.no_padding()
         vocabulary: dict[str, int] = self._engine.get_vocab(with_added_tokens=True)
-        known = {**vocabulary, **{token: token for token in vocabulary.values()}}
-        found = next((known[word] for word in separators if word in known), None)
+        tokens = set(vocabulary.values())
+        candidates = (vocabulary.get(word) if isinstance(word, str) else word for word in separators)
+        found = next((token for token in candidates if token in tokens), None)
         if found is None:
             raise ValueError("has no token that ends a text")
         self.name = f"tokenizers:{xxhash.xxh3_64_hexdigest(content)}:{found}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +42,20 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """Rotary positions, halves convention (as in Hugging Face checkpoints). x: (batch, heads, sequence, head)."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
+
+
+class Rotate(torch.autograd.Function):
+    """Turned back going backward, in as many steps; autograd would fill and add halves of zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        ctx.save_for_backward(cosine, sine)
+        return rotate(x, cosine, sine)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cosine, sine = ctx.saved_tensors
+        return rotate(grad, cosine, -sine), None, None
 
 
 def rope_frequencies(config: DecoderConfig, device: torch.device, precise: torch.dtype) -> Tensor:
@@ -110,7 +125,7 @@ class Attention(nn.Module):
         key = self.heads(x, self.key, self.key_norm)
         value = self.heads(x, self.value, None)
         if cosine is not None and sine is not None:
-            query, key = rotate(query, cosine, sine), rotate(key, cosine, sine)
+            query, key = Rotate.apply(query, cosine, sine), Rotate.apply(key, cosine, sine)
         grouped = query.shape[1] != key.shape[1]
         if grouped and query.is_cuda and (query.dtype == torch.float32 or mask is not None):
             # The one fused kernel left knows no groups; without it scores are sequence x sequence in memory.

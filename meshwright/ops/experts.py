@@ -135,18 +135,19 @@ def attach_loss(x: Tensor, loss: Tensor, scale: Any) -> Tensor:
 
 def within_capacity(chosen: Tensor, num_experts: int, factor: float) -> Tensor:
     """Which of the choices (batch, sequence, k) find room, first come first served along each sequence."""
-    _, sequence, k = chosen.shape
+    samples, sequence, k = chosen.shape
     capacity = math.ceil(sequence * k / num_experts * factor)
-    asked = F.one_hot(chosen, num_experts).sum(2)  # a token asks an expert once at most
-    before = asked.cumsum(1) - asked
-    return before.gather(2, chosen) < capacity
+    asked = torch.zeros(samples, sequence, num_experts, dtype=torch.int32, device=chosen.device)
+    asked.scatter_(2, chosen, 1)  # a token asks an expert once at most
+    return asked.cumsum(1, dtype=torch.int32).gather(2, chosen) <= capacity
 
 
 def balancing_loss(chosen: Tensor, chances: Tensor) -> Tensor:
     """Over sequences, length x E x sum over experts of (share of the choices) x (mean chance); 1 x length if even."""
-    _, sequence, k = chosen.shape
+    samples, sequence, k = chosen.shape
     experts = chances.shape[-1]
-    counts = F.one_hot(chosen, experts).sum((1, 2)).to(chances.dtype)
+    flat = chosen.flatten(1)
+    counts = chances.new_zeros(samples, experts).scatter_add_(1, flat, torch.ones_like(flat, dtype=chances.dtype))
     return (counts / (sequence * k) * chances.mean(1)).sum() * (experts * sequence)
 
 

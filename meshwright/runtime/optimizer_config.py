@@ -162,6 +162,8 @@ class OptimizerConfig:
         Muon's matrices of one sort are dealt to the ranks of an axis, padded to equally many each and equal pieces:
         there as they were cut, first along the rows of the shards and then along the tensor's cut, and back.
         """
+        if self.kind != "whole_matrix":
+            return ()
         from meshwright.core.work import Collective
 
         fsdp, tp = work.size("fsdp"), work.size("tp")

@@ -170,6 +170,7 @@ CASES: dict[str, tuple[Callable[[Any], None], str]] = {
     "missing file": (storage(relative_path="other.distcp"), "is missing"),
     "negative place": (storage(offset=-1), "impossible place"),
     "beyond the file": (storage(offset=10**9), "cut short"),
+    "too few bytes": (storage(length=7), "a chunk of 48 bytes that is stored in 7"),
     "not an archive": (storage(length=99), "is not a tensor as torch saves it"),
     "compressed": (storage(transform_descriptors=["zstd"]), "transformed"),
     "stored nowhere": (lambda metadata: metadata.storage_data.clear(), "stored nowhere"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from model_families import MODELS, filled, microbatch
 from torch.utils.flop_counter import FlopCounterMode
 
+from meshwright.core.codec import decode, encode
 from meshwright.core.profile import Profile
 from meshwright.models.config import ALIASES, PRESETS, Config, preset
 from meshwright.models.make import module_of
@@ -87,6 +89,12 @@ def test_presets_have_as_many_parameters_as_their_module_and_as_published(name: 
 def test_every_published_count_and_every_other_name_is_of_a_preset() -> None:
     assert set(PUBLISHED) <= set(PRESETS)
     assert all(preset(alias) is PRESETS[name] for alias, name in ALIASES.items())
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_dimensions_survive_json(name: str) -> None:
+    config = PRESETS[name]
+    assert decode(type(config), json.loads(json.dumps(encode(config))), "model") == config
 
 
 class Kept:

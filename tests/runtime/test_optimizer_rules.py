@@ -6,6 +6,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -24,6 +25,7 @@ from meshwright.runtime.optimizer_config import METHODS, Group, OptimizerConfig
 from meshwright.runtime.optimizers.adafactor import Adafactor
 from meshwright.runtime.optimizers.muon import orthogonal
 from meshwright.runtime.optimizers.piece import Piece
+from meshwright.simulate.price import price_sizes
 
 CONFIG = DecoderConfig(**tiny.GPT | {"num_layers": 2})
 LR, DECAY = 0.05, 0.3
@@ -201,6 +203,28 @@ def test_orthogonal_matrices_have_singular_values_near_one_and_the_same_directio
     assert (values - torch.diag_embed(diagonal)).abs().max() < 1e-9
     if len(shape) == 3:  # a stack is its matrices, one by one
         torch.testing.assert_close(found[0], orthogonal(matrix[0]))
+
+
+@pytest.mark.parametrize("name", ["adafactor", "muon"])
+def test_many_plans_are_priced_as_one_by_one(name: Any) -> None:
+    profile, optimizer = open_config(CONFIG, "tiny", 0).profile, OptimizerConfig(name=name)
+    techniques = (tiny.TENSOR, tiny.SHARD3)
+    common = {"batch": 8, "sequence": 16, "microbatch": 1, "num_microbatches": 8, "stage": 0, "num_stages": 1}
+    common |= {"first_block": 0, "blocks": profile.num_blocks}
+    axes = {"fsdp": np.array([1, 2, 3, 1, 5]), "tp": np.array([1, 1, 2, 4, 4])}
+
+    def told(sizes: dict[str, Any]) -> list[Any]:
+        work = price_sizes(profile, techniques, common | sizes, optimizer=optimizer)
+        sent = [(task.repeat, task.bytes) for task in work.collectives if task.origin == "optimizer"]
+        return [*sent, [item.bytes for item in work.residents if item.category == "optimizer"]]
+
+    many = told(axes)
+    for index in range(5):
+        alone = told({axis: int(sizes[index]) for axis, sizes in axes.items()})
+        for one, all_of_them in zip(alone, many, strict=True):
+            assert list(one) == [np.broadcast_to(each, 5)[index] for each in all_of_them]
+    dealt = [bool(np.any(np.asarray(repeat) > 0)) for repeat, _ in many[:-1]]
+    assert dealt == ([True, True] if name == "muon" else [])
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -22,10 +22,13 @@ from meshwright.supervise.pool import RankPool
 
 Run = Callable[..., list[dict[str, Any]]]
 OTHERS = sorted(set(METHODS) - {"adamw", "sgd"})
+PRICED = ("adafactor", "muon")
+"""The others remember a fixed number of values for each element, as AdamW and SGD do, and send nothing."""
 RATES = {"lion": 1e-3, "lars": 10.0}
 PLANS = ((SHARD3,), (TENSOR,), (PIPELINE,), (SHARD3, TENSOR))
 MODEL = QWEN | {"num_layers": 3, "vocab_size": 37}
 """Tied across stages, and nothing divides: 3 matrices of a sort and 37 words over 2 ranks."""
+EXPERTS = tiny.LLAMA | {"num_layers": 1, "num_experts": 3, "experts_per_token": 2, "expert_ffn_size": 8}
 CUBE = (SHARD3, TENSOR, PIPELINE)
 
 
@@ -33,20 +36,15 @@ def settings(name: str, **more: Any) -> dict[str, Any]:
     return {"name": name, "lr": RATES.get(name, 1e-2), "clip": 0.5, **more}
 
 
-def is_priced(name: str) -> bool:
-    """The others remember a fixed number of values for each element, as AdamW and SGD do, and send nothing."""
-    return name in ("adafactor", "muon")
-
-
 @pytest.mark.parametrize("techniques", PLANS, ids=tiny.joined)
 @pytest.mark.parametrize("name", OTHERS)
 def test_as_on_one_device(name: str, techniques: tuple[Any, ...], ran: Run) -> None:
-    answers = ran(plan_of(*techniques, microbatch=4), MODEL, optimizer=settings(name), prices=is_priced(name))
+    answers = ran(plan_of(*techniques, microbatch=4), MODEL, optimizer=settings(name), prices=name in PRICED)
     assert tiny.departures(answers, tiny.bounds(EXACT)) == []
 
 
 @pytest.mark.parametrize("techniques", PLANS, ids=tiny.joined)
-@pytest.mark.parametrize("name", filter(is_priced, OTHERS))
+@pytest.mark.parametrize("name", PRICED)
 def test_as_priced(name: str, techniques: tuple[Any, ...], ran: Run) -> None:
     answers = ran(plan_of(*techniques, microbatch=4), MODEL, optimizer=settings(name))
     largest = answers[:1] if SHARD3 in techniques else answers  # the last rows of 37 are fewer
@@ -62,13 +60,20 @@ def test_a_stage_with_fewer_matrices_than_ranks(ran: Run) -> None:
     assert tiny.price_differences(answers) == []
 
 
+@pytest.mark.parametrize("name", PRICED)
+def test_stacks_of_experts_are_cut_between_and_inside_their_matrices(name: str, ran: Run) -> None:
+    answers = ran(plan_of(SHARD3, TENSOR, microbatch=4), EXPERTS, optimizer=settings(name))
+    assert tiny.departures(answers, tiny.bounds(EXACT)) == []
+    assert tiny.price_differences(answers[:1]) == []
+
+
 def test_groups_reach_every_stage(ran: Run) -> None:
     groups = [{"match": "embed.*", "lr_scale": 0.1}, {"match": ["*norm.weight"], "weight_decay": 0.5}]
     plan, optimizer = plan_of(PIPELINE, microbatch=4), settings("adamw", groups=groups)
     assert tiny.departures(ran(plan, MODEL, optimizer=optimizer, prices=False), tiny.bounds(EXACT)) == []
 
 
-@pytest.mark.parametrize("name", ["adafactor", "muon"])
+@pytest.mark.parametrize("name", PRICED)
 def test_state_cut_for_four_ranks_goes_on_under_a_pipeline(name: str, pool: RankPool, tmp_path: Path) -> None:
     run_steps(pool, (), name, (0, STEPS), tmp_path / "one")
     run_steps(pool, (SHARD3, TENSOR), name, (0, 2), tmp_path / "cut")

@@ -1,0 +1,118 @@
+"""Every model, ours and anybody's: a plan trains it as one device does and moves what was priced, or says why not."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+
+from meshwright.core.codec import decode
+from meshwright.core.plan import Plan
+from meshwright.models.section import ModelSection
+from meshwright.runtime.model import describe
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+Run = Callable[..., list[dict[str, Any]]]
+
+
+def ours(name: str, **more: Any) -> dict[str, Any]:
+    return {"section": {"name": name, **more.pop("change", {})}, **more}
+
+
+def foreign(function: str, **more: Any) -> dict[str, Any]:
+    section = {"factory": f"foreign:{function}", **more.pop("section", {})}
+    return {"section": section, **({} if "inputs" in more else {"vocab": 36}), **more}
+
+
+IMAGES = {"targets": 10}
+MODELS: dict[str, dict[str, Any]] = {
+    "moe": {**ours("moe-tiny"), "vocab": 256},
+    "vit": {**ours("vit-digits"), "inputs": [[[1, 8, 8], 0]], **IMAGES},
+    "vgg": {**ours("vgg-tiny"), "inputs": [[[1, 8, 8], 0]], **IMAGES},
+    "resnet": {**ours("resnet-tiny"), "inputs": [[[1, 16, 16], 0]], **IMAGES},
+    "dlrm": {**ours("dlrm-tiny"), "inputs": [[[5], 0], [[4], 3]], "targets": -1},
+    "gpt2": foreign("gpt2"),
+    "llama": foreign("llama"),
+    "qwen3": foreign("qwen3"),
+    "mixtral": foreign("mixtral"),
+    "bert": foreign("bert"),
+    "t5": foreign("t5"),
+    "by_hand": foreign("by_hand"),
+    "convolutions": foreign("convolutions", inputs=[[[1, 8, 8], 0]], **IMAGES),
+}
+PLANS = {
+    "replicate": (tiny.REPLICATE,),
+    "shard": (tiny.SHARD3,),
+    "tensor": (tiny.TENSOR,),
+    "pipeline": (tiny.PIPELINE,),
+    "together": (tiny.TENSOR, tiny.PIPELINE, tiny.RECOMPUTE_ONE),
+}
+REFUSED = {
+    ("vgg", "tensor"): "cannot be cut",
+    ("resnet", "tensor"): "cannot be cut",
+    ("dlrm", "tensor"): "cannot be cut",
+    ("dlrm", "pipeline"): "cannot be cut into stages",
+    ("t5", "tensor"): "cannot be cut",
+    ("t5", "pipeline"): "block 1 also depends on",
+    ("convolutions", "tensor"): "cannot be cut",
+}
+"""What is refused, with a part of the reason; everything else must pass."""
+
+
+def plan_for(model: str, plan: str) -> Plan:
+    techniques = PLANS[plan]
+    whole = tiny.plan_of(*techniques)
+    share = tiny.BATCH // whole.num_replicas
+    return tiny.plan_of(*techniques, microbatch=share if model in ("resnet", "convolutions") else share // 2)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("model", MODELS)
+def test_a_model_trains_as_on_one_device_or_is_refused(model: str, plan: str, ran: Run) -> None:
+    config, chosen = MODELS[model], plan_for(model, plan)
+    profile = describe(decode(ModelSection, config["section"], "model"), tiny.SEQUENCE).profile
+    problems = chosen.check(profile)
+    expected = [why for (name, each), why in REFUSED.items() if name == model and each in (plan, *_names(plan))]
+    if expected:
+        told = "\n".join(map(str, problems))
+        assert all(why in told for why in expected), told
+        return
+    assert not problems
+    answers = ran(chosen, config)
+    assert tiny.departures(answers, tiny.bounds(tiny.EXACT)) == []
+    assert tiny.price_differences(answers) == []
+
+
+def _names(plan: str) -> list[str]:
+    return [technique.name for technique in PLANS[plan]]
+
+
+def test_batch_statistics_over_time_are_refused() -> None:
+    profile = describe(ModelSection(name="resnet-tiny"), 0).profile
+    (problem,) = tiny.plan_of(tiny.REPLICATE, microbatch=1).check(profile)
+    assert "whole batch" in str(problem)
+    assert f"microbatch = {tiny.BATCH // 2}" in str(problem)
+
+
+TUNED: dict[str, dict[str, Any]] = {
+    "ours, embedding and first block": {
+        "section": {"name": "byte-tiny", "freeze": ["embed.*", "blocks.0.*"]},
+        "vocab": 256,
+    },
+    "ours, head only": {"section": {"name": "byte-tiny", "train": ["head.*"]}, "vocab": 256},
+    "ours, norms only": {"section": {"name": "byte-tiny", "train": ["*norm.weight"]}, "vocab": 256},
+    "anybody's": foreign("by_hand", section={"freeze": ["words.*", "mixers.1.*", "out.bias"]}),
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("model", TUNED)
+def test_frozen_parameters_stay_and_cost_nothing(model: str, plan: str, ran: Run) -> None:
+    answers = ran(plan_for(model, plan), TUNED[model])
+    assert tiny.departures(answers, tiny.bounds(tiny.EXACT)) == []
+    assert tiny.price_differences(answers) == []
