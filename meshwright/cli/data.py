@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -11,15 +11,6 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.units import pretty_bytes, pretty_count, pretty_seconds
 from meshwright.data.prepare import Prepared, prepare
-
-
-def add_flags(made: ArgumentParser) -> None:
-    made.add_argument("action", choices=("prepare",))
-    made.add_argument("inputs", nargs="+", metavar="INPUT", help="text, JSONL or Parquet: files, folders, patterns")
-    made.add_argument("-o", "--output", required=True, metavar="FOLDER_OR_PREFIX", help="where the .bin and .idx go")
-    made.add_argument("--tokenizer", default="byte", metavar="FILE", help="byte (default) or a tokenizers JSON file")
-    made.add_argument("--workers", type=int, default=0, metavar="N", help="processes (default: one per core)")
-    made.add_argument("--text-key", default="text", metavar="KEY", help="the field or column of the text")
 
 
 def run(arguments: Namespace) -> int:

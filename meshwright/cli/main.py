@@ -109,7 +109,7 @@ def _probe(made: Parser) -> None:
 
 
 def _profile(made: Parser) -> None:
-    made.add_argument("model", nargs="?", metavar="M", help="a named model; without it, their list")
+    made.add_argument("model", nargs="?", metavar="M", help="a named model or a Hugging Face folder; without it, a list")
     made.add_argument("-o", "--output", metavar="M.profile.json")
 
 
@@ -118,12 +118,25 @@ def _techniques(made: Parser) -> None:
 
 
 def _ckpt(made: Parser) -> None:
-    made.add_argument("action", choices=("list", "verify"))
-    made.add_argument("folder", metavar="RUN_FOLDER")
+    made.add_argument("action", choices=("list", "verify", "export", "import"))
+    made.add_argument("folder", metavar="FOLDER", help="a run folder; for import a Hugging Face or DCP folder")
+    made.add_argument("target", nargs="?", metavar="TARGET", help="export: the folder to write; import: the run folder")
+    made.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights written")
+    made.add_argument("--step", type=int, metavar="N", help="export this step (default: the newest whole one)")
+    made.add_argument("--model", metavar="M", help="a named model, or the Hugging Face folder it came from")
+
+
+def _data(made: Parser) -> None:
+    made.add_argument("action", choices=("prepare",))
+    made.add_argument("inputs", nargs="+", metavar="INPUT", help="text, JSONL or Parquet: files, folders, patterns")
+    made.add_argument("-o", "--output", required=True, metavar="FOLDER_OR_PREFIX", help="where the .bin and .idx go")
+    made.add_argument("--tokenizer", default="byte", metavar="FILE", help="byte (default) or a tokenizers JSON file")
+    made.add_argument("--workers", type=int, default=0, metavar="N", help="processes (default: one per core)")
+    made.add_argument("--text-key", default="text", metavar="KEY", help="the field or column of the text")
 
 
 def _model_flags(made: Parser) -> None:
-    made.add_argument("--model", metavar="M", help="a named model; `mw profile` lists them")
+    made.add_argument("--model", metavar="M", help="a named model (`mw profile` lists them), or a Hugging Face folder")
     made.add_argument("--cluster", metavar="C", help="8xh100, 64x8xh100, or a .cluster.json")
     made.add_argument("--seq", type=int, metavar="N", help="sequence length (default: at most 4096)")
 
@@ -141,7 +154,12 @@ COMMANDS: dict[str, tuple[str, str, Callable[[Parser], None]]] = {
     "probe": ("measure this machine", "mw probe -o this.cluster.json", _probe),
     "profile": ("what each layer of a model costs", "mw profile llama3-8b", _profile),
     "techniques": ("the techniques a plan can use", "mw techniques tensor", _techniques),
-    "ckpt": ("look at checkpoints", "mw ckpt verify runs/laptop", _ckpt),
+    "ckpt": (
+        "look at checkpoints; export to and import from Hugging Face folders",
+        "mw ckpt export runs/laptop exported",
+        _ckpt,
+    ),
+    "data": ("make token files of text", "mw data prepare corpus/*.jsonl -o corpus/tokens", _data),
 }
 
 

@@ -23,16 +23,9 @@ def _norm_params(config: DecoderConfig, name: str) -> tuple[Param, ...]:
 
 
 def _norm_op(config: DecoderConfig, name: str) -> Op:
+    """Keeps its input; statistics are s-sized and left out, the output is kept by whoever reads it."""
     d = config.hidden_size
-    return memory(name, 2.0 * d, _kept_by_norm(config.norm, d), "sequence")
-
-
-def _kept_by_norm(kind: str, size: float) -> float:
-    """The input; its statistics are s-sized and left out, the output is kept by whoever reads it.
-
-    rms_norm is one kernel on CUDA only. Elsewhere it keeps the normalised input too, which is what is counted.
-    """
-    return 2.0 * size if kind == "rms" else size
+    return memory(name, 2.0 * d, d, "sequence")
 
 
 def _attention(config: DecoderConfig, is_causal: bool) -> tuple[tuple[Param, ...], tuple[Op, ...]]:
@@ -63,7 +56,7 @@ def _attention(config: DecoderConfig, is_causal: bool) -> tuple[tuple[Param, ...
         matmul("attention.value", kv, d),
     ]
     if config.qk_norm:
-        ops.append(memory("attention.qk_norm", 2.0 * (q + kv), _kept_by_norm("rms", q + kv), "tensor"))
+        ops.append(memory("attention.qk_norm", 2.0 * (q + kv), q + kv, "tensor"))
     if config.positions == "rope":
         ops.append(memory("attention.rope", 4.0 * (q + kv), 0.0, "tensor", working=2.0 * (q + kv)))
     # The output takes the layout of the query: rotation leaves heads outside of the sequence, so the next matmul

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.models.config import DecoderConfig
-from meshwright.ops.experts import Gated
+from meshwright.ops.experts import Gated, precise
 from meshwright.ops.model import Inside
 
 
@@ -24,6 +24,29 @@ class Linear(nn.Linear):
         return linear(x, self.weight, self.bias)
 
 
+class RMSNorm(torch.autograd.Function):
+    """x / its root mean square x weight, keeping x. (Off CUDA, torch's is many steps that keep x twice.)"""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        wide = x.to(precise(x))
+        square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
+        inverse = square.div_(x.shape[-1]).add_(epsilon).rsqrt_()
+        ctx.save_for_backward(x, weight, inverse)
+        return (wide * inverse).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, inverse = ctx.saved_tensors
+        normal = x.to(inverse.dtype) * inverse
+        grad, wide = grad.to(inverse.dtype), weight.to(inverse.dtype)
+        along = grad * normal
+        into_weight = along.flatten(0, -2).sum(0)
+        mean = (along @ wide).div_(-x.shape[-1]).unsqueeze(-1)
+        into_x = (grad * wide).addcmul_(normal, mean).mul_(inverse)
+        return into_x.to(x.dtype), into_weight.to(weight.dtype), None
+
+
 class Norm(nn.Module):
     def __init__(self, size: int, kind: str, epsilon: float):
         super().__init__()
@@ -34,7 +57,9 @@ class Norm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         shape, weight = self.weight.shape, self.weight.to(x.dtype)
         if self.bias is None:
-            return F.rms_norm(x, shape, weight, self.epsilon)
+            if x.is_cuda:
+                return F.rms_norm(x, shape, weight, self.epsilon)
+            return RMSNorm.apply(x, weight, self.epsilon)
         return F.layer_norm(x, shape, weight, self.bias.to(x.dtype), self.epsilon)
 
 
@@ -58,8 +83,8 @@ class Rotate(torch.autograd.Function):
         return rotate(grad, cosine, -sine), None, None
 
 
-def rope_frequencies(config: DecoderConfig, device: torch.device, precise: torch.dtype) -> Tensor:
-    pairs = torch.arange(0, config.size_of_head, 2, device=device, dtype=precise)
+def rope_frequencies(config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> Tensor:
+    pairs = torch.arange(0, config.size_of_head, 2, device=device, dtype=dtype)
     plain = config.rope_theta ** (-pairs / config.size_of_head)
     if config.rope_scaling == "none":
         return plain
@@ -73,8 +98,8 @@ def rope_frequencies(config: DecoderConfig, device: torch.device, precise: torch
 def rope_table(config: DecoderConfig, places: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
     """Cosine and sine for tokens at `places` ((sequence,), or (batch, sequence)), to be multiplied with heads."""
     # Angles in float32 at least: bf16 cannot tell position 1000 from 1001.
-    precise = torch.float64 if like.dtype == torch.float64 else torch.float32
-    angle = places.to(precise).unsqueeze(-1) * rope_frequencies(config, places.device, precise)
+    dtype = precise(like)
+    angle = places.to(dtype).unsqueeze(-1) * rope_frequencies(config, places.device, dtype)
     if places.dim() == 2:
         angle = angle.unsqueeze(1)  # the heads
     return angle.cos().to(like.dtype), angle.sin().to(like.dtype)

@@ -208,7 +208,7 @@ def _sizes(module: nn.Module) -> tuple[int, int]:
 def _prove(block: nn.Module, columns: tuple[str, ...], row: str, values: Any) -> Found | None:
     widths = [_sizes(block.get_submodule(name))[1] for name in columns]
     most = math.gcd(*widths)
-    base = _common(*columns, row)
+    base = _holder(*columns, row)
     parent = block.get_submodule(base)
     numbers = {
         (f"{base}.{path}".strip("."), attribute): value
@@ -236,7 +236,7 @@ def _head_sizes(module: nn.Module) -> list[int]:
     return [value for name in names if type(value := getattr(module, name, None)) is int and value > 0]
 
 
-def _common(*names: str) -> str:
+def _holder(*names: str) -> str:
     """The path of the innermost module that holds all of them."""
     parts = [name.split(".")[:-1] for name in names]
     shared = []

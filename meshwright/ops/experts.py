@@ -43,10 +43,11 @@ class GroupedLinear(torch.autograd.Function):
         return _rows_times(x, weight.transpose(1, 2), counts)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, counts = ctx.saved_tensors
         grad = grad.contiguous()
-        return _rows_times(grad, weight, counts), _outer(grad, x, counts), None
+        into_weight = _outer(grad, x, counts) if ctx.needs_input_grad[1] else None  # experts may be frozen
+        return _rows_times(grad, weight, counts), into_weight, None
 
 
 def _grouped_kernel(*operands: Tensor) -> Any:

@@ -8,14 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-from argparse import ArgumentParser
 from pathlib import Path
 
 import numpy as np
 import pytest
 from made_data import write_tokenizer
 
-from meshwright.cli.data import add_flags, run
+from meshwright.cli.main import main
 from meshwright.core.errors import MeshwrightError
 from meshwright.data import read
 from meshwright.data.config import DataSection
@@ -24,13 +23,7 @@ from meshwright.data.source import open_data
 
 NUM_FILES = 200
 ROOT = Path(__file__).parents[2]
-COMMAND = """
-from argparse import ArgumentParser
-from meshwright.cli.data import add_flags, run
-parser = ArgumentParser()
-add_flags(parser)
-raise SystemExit(run(parser.parse_args()))
-"""
+COMMAND = "from meshwright.cli.main import main; raise SystemExit(main())"
 
 
 @pytest.fixture
@@ -81,7 +74,7 @@ def test_a_tokenizers_file_travels_with_the_result(corpus: Path, tmp_path: Path)
 
 
 def test_a_killed_run_goes_on_where_it_was(corpus: Path, tmp_path: Path) -> None:
-    words = ["prepare", str(corpus), "-o", str(tmp_path / "killed"), "--workers", "1"]
+    words = ["data", "prepare", str(corpus), "-o", str(tmp_path / "killed"), "--workers", "1"]
     process = subprocess.Popen([sys.executable, "-c", COMMAND, *words], cwd=ROOT, stderr=subprocess.DEVNULL)
     parts = tmp_path / "killed.parts"
     deadline = time.monotonic() + 60
@@ -125,15 +118,13 @@ def test_everything_wrong_is_told_and_good_parts_are_kept(corpus: Path, tmp_path
 
 
 def test_the_command_says_how_to_use_the_result(corpus: Path, tmp_path: Path, capsys) -> None:
-    parser = ArgumentParser()
-    add_flags(parser)
-    words = ["prepare", str(corpus / "00*.jsonl"), "-o", str(tmp_path / "out"), "--workers", "1"]
-    assert run(parser.parse_args(words)) == 0
+    words = ["data", "prepare", str(corpus / "00*.jsonl"), "-o", str(tmp_path / "out"), "--workers", "1"]
+    assert main(words) == 0
     told = capsys.readouterr()
     assert told.out == f"{tmp_path}/out.bin\n"
     assert "packing" in told.err
-    with pytest.raises(MeshwrightError, match="--workers: is -1"):
-        run(parser.parse_args([*words[:-1], "-1"]))
+    assert main([*words[:-1], "-1"]) == 2
+    assert "--workers: is -1" in capsys.readouterr().err
     (tmp_path / "theirs.bin").write_bytes(b"precious")
     with pytest.raises(MeshwrightError, match=r"theirs\.bin: is there already"):
         prepare([str(corpus)], str(tmp_path / "theirs"), num_workers=1)

@@ -13,6 +13,7 @@ from meshwright.models.config import config_kind
 from meshwright.models.make import module_of
 from meshwright.models.names import profile_of
 from meshwright.ops.model import Inside
+from meshwright.ops.surgery import recomputed
 
 STAGED = [name for name in MODELS if "stages" not in profile_of(MODELS[name], name).uncut]
 
@@ -57,6 +58,18 @@ def test_stages_in_a_row_are_the_whole(name: str) -> None:
         assert together.keys() == expected.keys()
         for where, gradient in together.items():
             torch.testing.assert_close(gradient, expected[where], rtol=1e-9, atol=1e-12, msg=where)
+
+
+@pytest.mark.parametrize("name", STAGED)
+def test_blocks_computed_again_are_the_same(name: str) -> None:
+    config, batch = MODELS[name], microbatch(MODELS[name], 3)
+    plain, again = filled(config), filled(config)
+    for block in again.block_modules():
+        block.forward = recomputed(block.forward)
+    _, expected = step(plain, batch)
+    _, found = step(again, batch)
+    assert all(torch.equal(found[where], gradient) for where, gradient in expected.items())
+    assert all(torch.equal(a, b) for a, b in zip(plain.buffers(), again.buffers(), strict=True))
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -53,7 +53,6 @@ PLANS = {
     "together": (tiny.TENSOR, tiny.PIPELINE, tiny.RECOMPUTE_ONE),
 }
 REFUSED = {
-    ("vgg", "tensor"): "cannot be cut",
     ("resnet", "tensor"): "cannot be cut",
     ("dlrm", "tensor"): "cannot be cut",
     ("dlrm", "pipeline"): "cannot be cut into stages",
