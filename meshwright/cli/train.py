@@ -7,7 +7,9 @@ import json
 import os
 import sys
 from argparse import Namespace
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.table import Table
@@ -15,6 +17,7 @@ from rich.table import Table
 from meshwright.cli.show import print_forecast, progress
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.units import pretty_bytes, pretty_count, pretty_seconds
+from meshwright.models.dimensions import DecoderConfig
 from meshwright.runtime.config import RunConfig, read_run
 from meshwright.runtime.prepare import (
     Prepared,
@@ -25,13 +28,16 @@ from meshwright.runtime.prepare import (
     write_prepared,
 )
 from meshwright.runtime.progress import held_out_text
+from meshwright.runtime.track import require_trackers
 from meshwright.supervise.environment import outside_launcher
 from meshwright.supervise.launch import launch
+from meshwright.supervise.rank import write_atomically
 
 
 def run(arguments: Namespace) -> int:
     place = outside_launcher(os.environ)
     config = read_run(arguments.run, arguments.changes)
+    require_trackers(config.run.track)
     folder = Path(config.run.folder)
     console = Console(stderr=True, highlight=False)
     if place is not None:
@@ -39,12 +45,14 @@ def run(arguments: Namespace) -> int:
 
         before = functools.partial(describe, console, config)
         after = functools.partial(close, console, arguments.run, config)
-        return run_outside(config, arguments.plan, place, before, after)
+        code = run_outside(config, arguments.plan, place, before, after)
+        return _leave(code) if config.run.track else code
     with open_folder(folder):
         if _is_finished(config, folder):
             console.print(f"{folder} has its {config.train.steps} steps; raise train.steps to go on.")
             return 0
-        open_data(config)  # what is wrong with the data is told before anything is measured or started
+        # What is wrong with the data is told before anything is measured or started.
+        config.train.require_tokenizer(open_data(config))
         prepared = prepare(config, arguments.plan, progress)
         write_prepared(config, prepared)
         describe(console, config, prepared)
@@ -59,6 +67,13 @@ def run(arguments: Namespace) -> int:
             raise MeshwrightError(outcome.message(), outcome.exit_code)
         close(console, arguments.run, config, prepared)
     return outcome.exit_code
+
+
+def _leave(code: int) -> NoReturn:
+    """At once: what a tracker has left running in this process must not hold up the end of the run."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _is_finished(config: RunConfig, folder: Path) -> bool:
@@ -82,36 +97,108 @@ def describe(console: Console, config: RunConfig, prepared: Prepared) -> None:
 
 
 def close(console: Console, run_file: str, config: RunConfig, prepared: Prepared) -> None:
-    """Predicted against measured, worst first, and what to try next."""
+    """What came of it: predicted against measured, worst first; how far it went; where things are; what to try next."""
     folder = Path(config.run.folder)
     path = folder / "result.json"
     if not path.exists():
         return
-    result = json.loads(path.read_text(encoding="utf-8"))
-    forecast = prepared.forecast
-    rows = []
-    if result["step_seconds"]:
-        tokens = config.train.batch * config.sequence / result["step_seconds"]
-        rows.append(("step", forecast.step_seconds, result["step_seconds"], pretty_seconds))
-        counted = "tokens" if prepared.profile.counts == "tokens" else "samples"
-        rows.append((f"{counted}/s", forecast.tokens_per_second, tokens, pretty_count))
-    rows.append(("peak memory of a rank", forecast.peak_bytes, result["peak_bytes"], pretty_bytes))
-    rows.sort(key=lambda row: -abs(row[1] / row[2] - 1))
+    summary = summarise(config, prepared, json.loads(path.read_text(encoding="utf-8")))
+    try:
+        write_atomically(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
+    except OSError as error:
+        console.print(f"summary.json is not written: {error.strerror or error}")
+    console.print()
+    console.print(_compared(summary))
+    for line in _told(summary, folder):
+        console.print(line, markup=False, soft_wrap=True)
+    ways = {
+        f"mw check {run_file}": "is this plan exact?",
+        f"mw ckpt verify {folder}": "are the checkpoints whole?",
+        f"open {folder}/measured.trace.json and predicted.trace.json in ui.perfetto.dev": "",
+    }
+    if summary["checkpoints"] and _can_export(config):
+        ways[f"mw ckpt export {folder} OUT"] = "the weights as a Hugging Face folder"
+    for number, (way, why) in enumerate(ways.items()):
+        line = f"{'next:' if not number else '     '} {way}" + (f"   ({why})" if why else "")
+        console.print(line, markup=False, soft_wrap=True)
+    sys.stderr.flush()
+
+
+def summarise(config: RunConfig, prepared: Prepared, result: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything that is told at the end, as data."""
+    from meshwright.checkpoint.format import list_steps
+
+    folder, forecast, step_seconds = Path(config.run.folder), prepared.forecast, result["step_seconds"]
+    rate = f"{result['counts']}_per_second"
+    measured = {"peak_bytes": result["peak_bytes"]}
+    if step_seconds:
+        measured |= {"step_seconds": step_seconds, rate: config.train.batch * config.sequence / step_seconds}
+    predicted = {
+        "step_seconds": forecast.step_seconds,
+        rate: forecast.tokens_per_second,
+        "peak_bytes": forecast.peak_bytes,
+    }
+    names = [*_FILES, *(() if not config.run.track else ("track/",))]
+    told = ("step", "steps_now", "stopped", "seconds", "counts", "seen_now", "samples_in_all", "loss", "held_out")
+    return {
+        "model": config.model.title,
+        "plan": str(prepared.plan),
+        **{name: result[name] for name in told},
+        "steps": config.train.steps,
+        "predicted": predicted,
+        "measured": measured,
+        "checkpoints": list_steps(folder / "checkpoints"),
+        "files": [name for name in names if (folder / name).exists()],
+    }
+
+
+_FILES = ("metrics.jsonl", "samples.jsonl", "tensorboard/", "checkpoints/", "measured.trace.json")
+_PRETTY: dict[str, tuple[str, Callable[[float], str]]] = {
+    "step_seconds": ("step", pretty_seconds),
+    "tokens_per_second": ("tokens/s", pretty_count),
+    "samples_per_second": ("samples/s", pretty_count),
+    "peak_bytes": ("peak memory of a rank", pretty_bytes),
+}
+
+
+def _compared(summary: Mapping[str, Any]) -> Table:
+    measured = summary["measured"]
+    errors = {name: summary["predicted"][name] / measured[name] - 1 for name in measured}
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for name in ("", "predicted", "measured", "error"):
         table.add_column(name, justify="left" if not name else "right")
-    for name, predicted, measured, pretty in rows:
-        table.add_row(name, pretty(predicted), pretty(measured), f"{predicted / measured - 1:+.0%}")
-    console.print()
-    console.print(table)
-    if result["held_out"]:
-        console.print(f"held-out: {held_out_text(result['held_out'])}")
-    if result["stopped"]:
-        console.print(f"stopped at step {result['step']} and saved; the same command goes on from there")
-    console.print(f"written to {folder}: metrics.jsonl, tensorboard/, checkpoints/, measured.trace.json")
-    console.print(
-        f"next: mw check {run_file}   (is this plan exact?)\n"
-        f"      mw ckpt verify {folder}   (are the checkpoints whole?)\n"
-        f"      open {folder}/measured.trace.json and predicted.trace.json in ui.perfetto.dev"
-    )
-    sys.stderr.flush()
+    for name, error in sorted(errors.items(), key=lambda pair: -abs(pair[1])):
+        title, pretty = _PRETTY[name]
+        table.add_row(title, pretty(summary["predicted"][name]), pretty(measured[name]), f"{error:+.0%}")
+    return table
+
+
+def _told(summary: Mapping[str, Any], folder: Path) -> list[str]:
+    seen = f"{pretty_count(summary['seen_now'])} {summary['counts']}"
+    loss = "" if summary["loss"] is None else f"; loss {summary['loss']:.4f}"
+    lines = [
+        f"{summary['steps_now']} steps, {seen} in {pretty_seconds(summary['seconds'])}"
+        f" (now at step {summary['step']} of {summary['steps']}){loss}"
+    ]
+    if summary["held_out"]:
+        lines.append(f"held-out: {held_out_text(summary['held_out'])}")
+    if summary["stopped"]:
+        lines.append(f"stopped at step {summary['step']} and saved; the same command goes on from there")
+    kept = ", ".join(map(str, summary["checkpoints"])) or "none"
+    lines.append(f"checkpoints kept: {kept}")
+    lines.append(f"written to {folder}: {', '.join(['summary.json', *summary['files']])}")
+    return lines
+
+
+def _can_export(config: RunConfig) -> bool:
+    """Whether transformers has a family for it; other models are written by their own names."""
+    from meshwright.models.hf import config_for
+
+    decoder = config.model.config()
+    if not isinstance(decoder, DecoderConfig):
+        return True
+    try:
+        config_for(decoder)
+    except MeshwrightError:
+        return False
+    return True

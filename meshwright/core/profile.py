@@ -86,6 +86,8 @@ class Site:
     kind: Literal["enter", "exit", "loss", "statistics"]
     elements: Poly
     tail: bool = False
+    after: int = -1
+    """How many of the layer's parameters are used before it (-1: all): what is not trained sends no gradient back."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

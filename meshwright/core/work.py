@@ -159,13 +159,16 @@ class Work:
     def repeat_of(self, layer: str) -> Num:
         return next(slot.repeat for slot in self.slots if slot.layer == layer)
 
-    def has_backward(self, layer: str) -> Num:
-        """Whether gradients pass through a layer: on the first stage, if it or one before it is trained."""
+    def has_backward(self, layer: str, after: int = -1) -> Num:
+        """Whether gradients pass back through a layer, to before its first `after` parameters (-1: to its end).
+
+        On the first stage: if anything up to there is trained.
+        """
         names = [each.name for each in self.profile.layers]
-        before = self.profile.layers[: names.index(layer) + 1]
-        if any(not param.frozen for each in before for param in each.params):
-            return 1
-        return (self.size("stage") > 0) * 1
+        *before, own = self.profile.layers[: names.index(layer) + 1]
+        params = [param for each in before for param in each.params]
+        params += own.params if after < 0 else own.params[:after]
+        return 1 if any(not param.frozen for param in params) else (self.size("stage") > 0) * 1
 
     def units(self, size: Callable[[Slot], Num], *, trained: bool = False) -> list[tuple[str, Num, Num]]:
         """(layer, instances, bytes of one) for whatever is gathered and reduced together, storage counted once.

@@ -86,6 +86,8 @@ class Adapted(Model):
         self.first, self.last = 0, anatomy.num_blocks
         self.ends_here = tuple(tuple(names) for names in end_names(module, anatomy))
         self.right: Tensor | None = None
+        self.hollow: list[tuple[nn.Module, str, torch.Size]] = []
+        """Parameters of other stages, which the forward around the blocks may still read."""
 
     def forward(
         self,
@@ -170,9 +172,8 @@ class Adapted(Model):
         kept = {*(before if first == 0 else ()), *(after if last == len(children) else ())}
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         shared = {id(parameters[name]) for name in kept}
-        for name in {*before, *after} - kept:
-            if id(parameters[name]) not in shared:
-                _hollow(self.module, name)
+        gone = {id(parameters[name]) for name in (*before, *after)} - shared
+        self.hollow += [_hollow(self.module, name) for name, value in parameters.items() if id(value) in gone]
         self.first, self.last = first, last
         self.ends_here = (before if first == 0 else (), after if last == len(children) else ())
 
@@ -207,6 +208,11 @@ class Adapted(Model):
                     if hasattr(column, "nf"):
                         column.nf = column.nf // ways
 
+    def set_place(self, device: torch.device, dtype: torch.dtype) -> None:
+        for holder, attribute, shape in self.hollow:
+            # Not a parameter, and all its elements are one.
+            setattr(holder, attribute, torch.zeros((), device=device, dtype=dtype).expand(shape))
+
     def boundary(self, inputs: Inputs, block: int) -> tuple[int, ...]:
         first = inputs[0] if isinstance(inputs, tuple) else inputs
         sequence = first.shape[1] if self.template.has_sequence else 1
@@ -218,13 +224,12 @@ class Adapted(Model):
                 module.groups = (*module.groups, group)
 
 
-def _hollow(module: nn.Module, name: str) -> None:
+def _hollow(module: nn.Module, name: str) -> tuple[nn.Module, str, torch.Size]:
     path, _, attribute = name.rpartition(".")
     holder = module.get_submodule(path)
     old = holder._parameters.pop(attribute)
     assert old is not None
-    # Not a parameter, and all its elements are one: the forward around the blocks may still read it.
-    setattr(holder, attribute, torch.zeros((), dtype=torch.get_default_dtype()).expand(old.shape))
+    return holder, attribute, old.shape
 
 
 def adopt_batch_norms(module: nn.Module) -> bool:

@@ -156,15 +156,12 @@ def block_layer(config: DecoderConfig, name: str, repeat: int, mlp: Mlp, is_caus
     attention_params, attention_ops = _attention(config, is_causal)
     mlp_params, mlp_ops = mlp
     add = memory("residual", 3.0 * d, 0.0, "sequence")
+    first, second = _norm_params(config, "attention_norm"), _norm_params(config, "mlp_norm")
+    middle = len(first) + len(attention_params)
     return Layer(
         name=name,
         repeat=repeat,
-        params=(
-            *_norm_params(config, "attention_norm"),
-            *attention_params,
-            *_norm_params(config, "mlp_norm"),
-            *mlp_params,
-        ),
+        params=(*first, *attention_params, *second, *mlp_params),
         ops=(
             _norm_op(config, "attention_norm"),
             *attention_ops,
@@ -174,9 +171,9 @@ def block_layer(config: DecoderConfig, name: str, repeat: int, mlp: Mlp, is_caus
             add,
         ),
         sites=(
-            Site(kind="enter", elements=Poly(bs=d)),
-            Site(kind="exit", elements=Poly(bs=d)),
-            Site(kind="enter", elements=Poly(bs=d)),
+            Site(kind="enter", elements=Poly(bs=d), after=len(first)),
+            Site(kind="exit", elements=Poly(bs=d), after=middle),
+            Site(kind="enter", elements=Poly(bs=d), after=middle + len(second)),
             Site(kind="exit", elements=Poly(bs=d), tail=True),
         ),
         boundary=Poly(bs=d),
@@ -219,16 +216,17 @@ def _head(config: DecoderConfig) -> Layer:
         dtype="float32",
         cut="tensor",
     )
+    norm = _norm_params(config, "norm")
     return Layer(
         name="head",
-        params=(*_norm_params(config, "norm"), weight),
+        params=(*norm, weight),
         ops=(
             _norm_op(config, "norm"),
             Op(name="output.input", kind="memory", saved=Poly(bs=d), cut="none"),
             matmul("output", v, d),
             loss,
         ),
-        sites=(Site(kind="enter", elements=Poly(bs=d)), Site(kind="loss", elements=Poly(bs=1.0))),
+        sites=(Site(kind="enter", elements=Poly(bs=d), after=len(norm)), Site(kind="loss", elements=Poly(bs=1.0))),
     )
 
 

@@ -81,7 +81,7 @@ def _vgg_dense(config: VGGConfig) -> Layer:
             matmul("pair.down", f, f),
             memory("relu", 2.0 * f, f, "none"),
         ),
-        sites=(Site(kind="enter", elements=Poly(bs=flat)), Site(kind="exit", elements=Poly(bs=f))),
+        sites=(Site(kind="enter", elements=Poly(bs=flat), after=0), Site(kind="exit", elements=Poly(bs=f))),
         boundary=Poly(bs=f),
         is_block=True,
     )

@@ -19,6 +19,7 @@ from torch.utils.flop_counter import flop_registry
 from meshwright.core.profile import Layer, Op, Param, Poly, Profile, Site
 from meshwright.models.examine import Anatomy, Template, run_apart, tracing
 from meshwright.models.regions import Found, linear_dims
+from meshwright.ops.batch_norm import BatchNorm
 from meshwright.ops.model import Inputs
 
 ENDS = ("first", "last")
@@ -177,7 +178,9 @@ def _end(module: nn.Module, anatomy: Anatomy, which: int, poly: Callable[[int, s
         boundary = _boundary(anatomy, 0)
     place = (-1, anatomy.num_blocks)[which]
     ops = _ops(place, poly)
-    return Layer(name=ENDS[which], params=tuple(params), ops=ops, boundary=boundary, unit="ends")
+    owners = dict.fromkeys(name.rpartition(".")[0] for name in names[which])
+    sites = _statistics([module.get_submodule(owner) for owner in owners])
+    return Layer(name=ENDS[which], params=tuple(params), ops=ops, sites=sites, boundary=boundary, unit="ends")
 
 
 def _ops(layer: int, poly: Callable[[int, str], Poly]) -> tuple[Op, ...]:
@@ -225,7 +228,7 @@ def _blocks(
         found = regions.get(index, [])
         params = _block_params(block, found)
         boundary = _boundary(anatomy, index + 1) if anatomy.shapes else Poly()
-        sites = _sites(anatomy, index, found)
+        sites = _sites(anatomy, index, found, [param.name for param in params]) + _statistics(list(block.modules()))
         key = (type(block), params, boundary, sites)
         if key == last_key:
             layers[-1] = Layer(**{**_fields(layers[-1]), "repeat": layers[-1].repeat + 1})
@@ -261,16 +264,22 @@ def _block_params(block: nn.Module, found: list[Found]) -> tuple[Param, ...]:
     return tuple(params)
 
 
-def _sites(anatomy: Anatomy, index: int, found: list[Found]) -> tuple[Site, ...]:
+def _sites(anatomy: Anatomy, index: int, found: list[Found], names: list[str]) -> tuple[Site, ...]:
+    """Parameters are taken to be used in the order they are listed in, as is usual; it matters for frozen ones only."""
     elements = _boundary(anatomy, index) if anatomy.shapes else Poly()
     return tuple(
         site
         for region in found
         for site in (
-            Site(kind="enter", elements=elements),
+            Site(kind="enter", elements=elements, after=names.index(f"{region.columns[0]}.weight")),
             Site(kind="exit", elements=elements, tail=region.is_tail),
         )
     )
+
+
+def _statistics(modules: list[nn.Module]) -> tuple[Site, ...]:
+    norms = [module for module in modules if isinstance(module, BatchNorm)]
+    return tuple(Site(kind="statistics", elements=Poly(one=2 * norm.weight.numel())) for norm in norms)
 
 
 def hidden_shape(anatomy: Anatomy, block: int, samples: int, sequence: int) -> tuple[int, ...]:

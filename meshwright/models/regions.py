@@ -290,7 +290,8 @@ def _holds(
 
 
 def _is_close(found: Tensor, wanted: Tensor) -> bool:
-    return float((found - wanted).abs().max()) <= _TOLERANCE * float(wanted.abs().max())
+    with torch.no_grad():
+        return float((found - wanted).abs().max()) <= _TOLERANCE * float(wanted.abs().max())
 
 
 def _gradients(aim: Tensor, parameters: list[nn.Parameter]) -> tuple[Tensor | None, ...]:

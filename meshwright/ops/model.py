@@ -108,6 +108,9 @@ class Model(nn.Module):
         """Of what stages send each other, given the parameters' dtype."""
         return self.compute_dtype or dtype
 
+    def set_place(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Where and in what dtype the parameters are about to be filled."""
+
     def casting(self, device: torch.device) -> Any:
         """For models that leave lower precision to autocast."""
         if self.compute_dtype is None:

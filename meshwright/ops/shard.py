@@ -19,18 +19,22 @@ def shard_units(build: Any, axis: str, replicas: list[str], *, reshard: bool) ->
         options["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=build.compute_dtype, reduce_dtype=build.dtype, cast_forward_inputs=False
         )
-    wrapped = []
+    wrapped, goes_back = [], []
+    has_backward = build.first_block > 0
     for unit in build.units():
+        has_backward = has_backward or any(parameter.requires_grad for parameter in unit.parameters)
         build.materialise(unit.parameters)
         if unit.module is not None:
             # The ends stay gathered from forward to backward: the head's come one after the other, and the embedding's
             # backward needs no weight, but FSDP would gather it all the same.
             wrapped.append(fully_shard(unit.module, reshard_after_forward=reshard and unit.is_block, **options))
+            goes_back.append(has_backward)
     # The root takes what no unit took: the layers that share a weight.
     wrapped.append(fully_shard(build.model, reshard_after_forward=False, **options))
     # Said outright, because FSDP's own guess fetches one layer too many when microbatches interleave.
-    for before, module in zip([wrapped[0], *wrapped], wrapped, strict=False):
-        module.set_modules_to_backward_prefetch([before])
+    # What is frozen, with nothing trained before it, has no backward to fetch for; and to say nothing is to let it guess.
+    for before, needed, module in zip([wrapped[0], *wrapped], [False, *goes_back], wrapped, strict=False):
+        module.set_modules_to_backward_prefetch([before if needed else module])
     for name in build.boxes:
         build.boxes[name] = build.boxes[name].chunk(0, mesh.index(axis), mesh.size(axis))
         build.cut_axes[name] |= {axis}

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 def recomputed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """`forward`, keeping only its inputs until backward needs the rest."""
 
-    def wrapped(*args: Any) -> Tensor:
-        return checkpoint(forward, *args, use_reentrant=False)
+    def wrapped(*args: Any, **kwargs: Any) -> Tensor:
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
     return wrapped
 

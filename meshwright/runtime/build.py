@@ -5,6 +5,7 @@ The model stays on the meta device until the phases have cut it; only then does 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -72,7 +73,8 @@ class Build:
     """Gradients still to be summed over a group when the backward passes are over."""
     copies: set[str] = field(default_factory=set)
     """Parameters that another stage holds too and answers for."""
-    tied_across_stages: tuple[str, ...] = ()
+    tied: tuple[str, ...] = ()
+    """Parameters that two layers share."""
     _phases: dict[str, list[Callable[[Build], None]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -81,7 +83,8 @@ class Build:
             self.canonical[name] = first.setdefault(id(parameter), self.model.public_name(name))
             self.boxes[self.canonical[name]] = Box.whole(tuple(parameter.shape))
             self.cut_axes[self.canonical[name]] = frozenset()
-        self.tied_across_stages = tuple(sorted({to for name, to in self.canonical.items() if name != to}))
+        holders = Counter(name for part in self.model.parts() for name in {self.canonical[n] for n in self._names(part)})
+        self.tied = tuple(name for name, count in holders.items() if count > 1)
 
     def at(self, phase: str, change: Callable[[Build], None]) -> None:
         assert phase in PHASES, phase
@@ -92,6 +95,7 @@ class Build:
             technique.apply(self)
         for phase in PHASES:
             if phase == "wrap":
+                self.model.set_place(self.mesh.device, self.dtype)
                 self._fill_buffers()
             if phase == "optimizer":
                 self.materialise(self.model.parameters())  # whatever no wrapper has filled yet
@@ -107,7 +111,8 @@ class Build:
                 canonical = self.canonical[name]
                 if canonical not in seen:
                     seen.add(canonical)
-                    yield canonical, entries[name if part.module is None else name.removeprefix(f"{part.name}.")]
+                    own = self.model.public_name(name) if part.module is None else name.removeprefix(f"{part.name}.")
+                    yield canonical, entries[own]
 
     def _layers(self) -> list[tuple[Part, Layer]]:
         """The layers here, each with its profile."""
@@ -130,10 +135,9 @@ class Build:
 
     def units(self) -> list[Unit]:
         """Layers gathered and reduced together: one each, but those that share a weight or a unit as one."""
-        tied = {name for name, to in self.canonical.items() if name != to} | set(self.tied_across_stages)
         grouped: dict[str, list[Part]] = {}
         for part, layer in self._layers():
-            is_shared = not tied.isdisjoint(self._names(part))
+            is_shared = any(self.canonical[name] in self.tied for name in self._names(part))
             grouped.setdefault("shared" if is_shared else layer.unit or part.name, []).append(part)
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         units = []
@@ -209,9 +213,11 @@ class Build:
 
     def boundaries(self, inputs: Inputs) -> dict[str, tuple[int, ...]]:
         """Shapes of what comes from the stage before and from the one after, for a microbatch of inputs."""
-        blocks = len(self.model.block_modules())
+        last = self.first_block + len(self.model.block_modules())
+        ends = {"forward": self.first_block} if self.first_block else {}
+        ends |= {} if self.has_loss else {"backward": last}
         shapes = {}
-        for way, block in (("forward", self.first_block), ("backward", self.first_block + blocks)):
+        for way, block in ends.items():
             samples, *rest = self.model.boundary(inputs, block)
             rest = [rest[0] // self.sequence_ways, *rest[1:]] if rest else rest
             shapes[way] = (samples, *rest)

@@ -33,6 +33,28 @@ class TrainSection:
     """Steps between checkpoints; 0: only at the end."""
     keep: int = 2
     """Checkpoints kept."""
+    sample_every: int = 0
+    """Steps between texts that the model writes, to be read by people; 0: none."""
+    sample_tokens: int = 64
+    """The most tokens such a text goes on for; each costs a forward pass of a microbatch."""
+    sample_prompt: str = ""
+    """How the texts begin; empty: as a new document."""
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.sample_every < 0:
+            problems.append(Problem(where="sample_every", what=f"is {self.sample_every}.", fix="Use zero or more."))
+        if self.sample_tokens < 1:
+            problems.append(Problem(where="sample_tokens", what=f"is {self.sample_tokens}.", fix="Use at least 1."))
+        if problems:
+            raise MeshwrightError(problems)
+
+    def require_tokenizer(self, data: Any) -> None:
+        """Raises where texts are to be written and the data cannot say how."""
+        if self.sample_every and data.tokenizer is None:
+            what = f"the data holds {data.kind} without a tokenizer, so no text can be written."
+            fix = "Set it to 0, or train on text or on token files of `mw data prepare`."
+            raise MeshwrightError([Problem(where="train.sample_every", what=what, fix=fix)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +77,8 @@ class RunSection:
     """Processes to start; 0: one for each device found."""
     timeline_steps: int = 2
     """Steps recorded for the measured timeline."""
+    track: tuple[Literal["wandb", "mlflow", "trackio"], ...] = ()
+    """Tools that follow the run, beside metrics.jsonl and TensorBoard."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -59,7 +59,8 @@ class Optimizer:
     def update(self, lr: float, norm: float) -> None:
         if self.config.clip and norm > self.config.clip:
             gradients = [piece.value.grad for piece in self.pieces if piece.value.grad is not None]
-            torch._foreach_mul_(gradients, self.config.clip / norm)
+            if gradients:  # a stage may have nothing to train
+                torch._foreach_mul_(gradients, self.config.clip / norm)
         self.num_steps += 1
         self.rule.step(lr, self.num_steps)
 

@@ -13,6 +13,8 @@ class Progress:
     def __init__(self, first_step: int, num_steps: int, forecast_tokens_per_second: float):
         self.first_step, self.num_steps = first_step, num_steps
         self.forecast = forecast_tokens_per_second
+        self.counts = "tokens"
+        """Or samples, where they have no sequence."""
         self.start = self.shown = time.monotonic()
         self.is_terminal = sys.stderr.isatty()
 
@@ -26,7 +28,7 @@ class Progress:
         left = (now - self.start) / done * (self.num_steps - step - 1)
         share = tokens_per_second / self.forecast if self.forecast else 0.0
         text = (
-            f"step {step + 1}/{self.num_steps}  loss {loss:.4f}  {pretty_count(tokens_per_second)} tokens/s "
+            f"step {step + 1}/{self.num_steps}  loss {loss:.4f}  {pretty_count(tokens_per_second)} {self.counts}/s "
             f"({share:.0%} of forecast)  memory {pretty_bytes(memory_bytes)}  left {pretty_seconds(left)}"
         )
         self._show(text, ends=is_last)
@@ -50,3 +52,8 @@ def held_out_text(found: Mapping[str, float]) -> str:
         return f"{found['held_out_bits_per_byte']:.3f} bits per byte"
     text = f"loss {found['held_out_loss']:.4f}"
     return f"{text}, {found['held_out_top1']:.1%} right" if "held_out_top1" in found else text
+
+
+def one_line(text: str) -> str:
+    """A text as a terminal may show it: what is not printable is spelt out."""
+    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)

@@ -23,7 +23,7 @@ from meshwright.probe.cpu_bf16 import limit_isa_for_bf16
 from meshwright.runtime.config import RunConfig
 from meshwright.runtime.model import about, open_model
 from meshwright.runtime.prepare import open_data
-from meshwright.runtime.progress import Progress, held_out_text
+from meshwright.runtime.progress import Progress, held_out_text, one_line
 from meshwright.runtime.record import Metrics, Watch, peak_bytes, write_timeline
 from meshwright.runtime.train import Step, Trainer, is_due
 from meshwright.supervise.rank import PREEMPTED_EXIT_CODE, Job, StopFlag, run_rank
@@ -65,7 +65,7 @@ def train(arguments: Mapping[str, Any], plan: Plan, device: torch.device, stop: 
     progress = Progress(0, config.train.steps, float(arguments["tokens_per_second"]))
     trainer = _open(config, plan, mesh, folder, progress)
     run = _Run(config, trainer, folder, progress)
-    progress.first_step = trainer.step
+    progress.first_step, progress.counts = trainer.step, trainer.build.profile.counts
     code = run.go(stop)
     if mesh.control is not None:
         dist.barrier(mesh.control)
@@ -74,6 +74,7 @@ def train(arguments: Mapping[str, Any], plan: Plan, device: torch.device, stop: 
 
 def _open(config: RunConfig, plan: Plan, mesh: Mesh, folder: Path, progress: Progress) -> Trainer:
     data = _open_data(config, mesh)
+    config.train.require_tokenizer(data)
     say = progress.say if mesh.rank == 0 else lambda text: None
     # Rank 0 verifies once; a damaged checkpoint is passed over, with a message.
     found = on_first(mesh.control, lambda: _text(newest_good(folder / "checkpoints", report=say)))
@@ -118,7 +119,7 @@ class _Run:
     def __init__(self, config: RunConfig, trainer: Trainer, folder: Path, progress: Progress):
         self.config, self.trainer, self.folder, self.progress = config, trainer, folder, progress
         self.is_first = trainer.mesh.rank == 0
-        self.metrics = Metrics(folder, trainer.step) if self.is_first else None
+        self.metrics = self._open_metrics() if self.is_first else None
         self.watch = Watch(trainer.step + _SKIP_STEPS, config.run.timeline_steps, trainer.mesh)
         trainer.build.on_action.append(self.watch.look)
         self.seconds: list[float] = []
@@ -126,6 +127,13 @@ class _Run:
         self.evaluated_step = -1
         self.save_error = ""
         self.held_out: dict[str, float] = {}
+        self.loss: float | None = None
+        self.num_tokens = 0.0
+        self.start = time.monotonic()
+
+    def _open_metrics(self) -> Metrics:
+        about = {**encode(self.config), "techniques": str(self.trainer.plan)}
+        return Metrics(self.folder, self.trainer.step, self.progress.say, self.config.run.track, about)
 
     def go(self, stop: StopFlag) -> int:
         trainer, settings = self.trainer, self.config.train
@@ -138,6 +146,8 @@ class _Run:
             stopped = step.must_stop
             if not stopped and is_due(trainer.step, settings.evaluate_every):
                 self._evaluate()
+            if not stopped and is_due(trainer.step, settings.sample_every):
+                self._sample()
             if stopped or is_due(trainer.step, settings.save_every):
                 self._save()
             self.watch.before(trainer.step)
@@ -153,6 +163,8 @@ class _Run:
         in_watch = step.step in self.watch.range
         if measured and not in_watch:  # the profiler slows the steps it watches
             self.seconds.append(step.seconds)
+        self.loss = step.loss
+        self.num_tokens += step.num_tokens
         if self.metrics is None:
             return
         memory = peak_bytes(self.trainer.mesh.device)
@@ -162,7 +174,7 @@ class _Run:
             "gradient_norm": step.gradient_norm,
             "lr": step.lr,
             "seconds": step.seconds,
-            "tokens_per_second": step.tokens_per_second,
+            f"{self.progress.counts}_per_second": step.tokens_per_second,
             "memory_bytes": memory,
         }
         self.metrics.write(step.step, values)
@@ -175,6 +187,16 @@ class _Run:
         if self.metrics is not None and self.held_out:
             self.metrics.write(self.trainer.step - 1, self.held_out)
             self.progress.say(f"step {self.trainer.step}: held-out {held_out_text(self.held_out)}")
+
+    def _sample(self) -> None:
+        text = self.trainer.sample()
+        if self.metrics is None:
+            return
+        if text is None:
+            self.progress.say(f"step {self.trainer.step}: no sample, the model has no scores for every token")
+            return
+        self.metrics.sample(self.trainer.step - 1, self.config.train.sample_prompt, text)
+        self.progress.say(f"step {self.trainer.step} sample: {one_line(text)}")
 
     def _save(self) -> None:
         if self.saved_step == self.trainer.step:
@@ -198,22 +220,32 @@ class _Run:
         )
         if self.metrics is None:
             return
-        self.metrics.close()
-        write_timeline(self.folder, gathered, self.trainer.plan.fingerprint)
-        typical = sorted(self.seconds)[len(self.seconds) // 2] if self.seconds else None
-        result = {
+        result = self._result(stopped, num_steps, max(rank["peak_bytes"] for rank in gathered))
+        try:
+            write_timeline(self.folder, gathered, self.trainer.plan.fingerprint)
+            temporary = self.folder / "result.json.tmp"
+            temporary.write_text(json.dumps(result, indent=1), encoding="utf-8")
+            os.replace(temporary, self.folder / "result.json")
+        except OSError as error:
+            self.progress.say(f"result.json and the measured timeline are not written: {error.strerror or error}")
+        self.metrics.close(result)
+
+    def _result(self, stopped: bool, num_steps: int, most_bytes: int) -> dict[str, Any]:
+        return {
             "step": self.trainer.step,
             "steps_now": num_steps,
             "stopped": stopped,
-            "step_seconds": typical,
-            "peak_bytes": max(rank["peak_bytes"] for rank in gathered),
+            "seconds": time.monotonic() - self.start,
+            "counts": self.progress.counts,
+            "seen_now": self.num_tokens,
+            "samples_in_all": self.trainer.cursor,
+            "step_seconds": sorted(self.seconds)[len(self.seconds) // 2] if self.seconds else None,
+            "peak_bytes": most_bytes,
+            "loss": self.loss,
             "held_out": self.held_out,
             "saved_step": self.saved_step,
             "finished_unix_seconds": time.time(),
         }
-        temporary = self.folder / "result.json.tmp"
-        temporary.write_text(json.dumps(result, indent=1), encoding="utf-8")
-        os.replace(temporary, self.folder / "result.json")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
-"""What a run leaves behind: metrics as JSON lines and TensorBoard events, and the measured timeline."""
+"""What a run leaves behind: metrics and samples as JSON lines, what trackers make of them, the measured timeline."""
 
 from __future__ import annotations
 
 import bisect
 import contextlib
+import errno
 import json
 import os
 import resource
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,28 +20,76 @@ from torch.profiler import ProfilerActivity, profile
 
 from meshwright.core.timeline import MemoryPoint, Span, Timeline
 from meshwright.ops.mesh import Mesh
+from meshwright.runtime.track import TRACKERS, About, Board, Feed, Say, Tracker, finish_all, run_key
+
+
+class Lines:
+    """A file of JSON lines, each written at once. What cannot be written is told once, and never raises."""
+
+    def __init__(self, path: Path, first_step: int, say: Say):
+        self.name, self.say, self.has_told = path.name, say, False
+        self.before = b""
+        """Ends a line that was cut short."""
+        self.file: Any = None
+        try:
+            _drop_after(path, first_step)
+            self.file = open(path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
+        except OSError as error:
+            self._tell(error)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        if self.file is None:
+            return
+        data = self.before + json.dumps(record).encode() + b"\n"
+        try:
+            written = self.file.write(data)
+            self.before = b"\n" if written < len(data) else b""
+            if written < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            self._tell(error)
+
+    def _tell(self, error: OSError) -> None:
+        if not self.has_told:
+            self.has_told = True
+            self.say(f"{self.name} has gaps, training goes on: {error.strerror or error}")
+
+    def close(self) -> None:
+        if self.file is not None:
+            with contextlib.suppress(OSError):
+                self.file.close()
 
 
 class Metrics:
-    """One line per step, flushed at once; TensorBoard beside it. Rank 0 only."""
+    """What rank 0 tells of a run: JSON lines at once; TensorBoard and the user's tools each in their own time."""
 
-    def __init__(self, folder: Path, first_step: int):
-        from tensorboardX import SummaryWriter
-
-        path = folder / "metrics.jsonl"
-        _drop_after(path, first_step)
-        self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
-        self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
+    def __init__(self, folder: Path, first_step: int, say: Say, track: Iterable[str] = (), config: Any = None):
+        self.folder, self.first_step, self.say = folder, first_step, say
+        self.lines = Lines(folder / "metrics.jsonl", first_step, say)
+        self.samples: Lines | None = None
+        about = About(folder=folder, key="", config=config or {}, first_step=first_step)
+        if track := tuple(dict.fromkeys(track)):
+            about = replace(about, key=run_key(folder, first_step))
+        made: dict[str, Tracker] = {"TensorBoard": Board(), **{name: TRACKERS[name]() for name in track}}
+        self.feeds = [Feed(name, tracker, about, say) for name, tracker in made.items()]
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        self.file.write(json.dumps({"step": step, **values}) + "\n")
-        self.file.flush()
-        for name, value in values.items():
-            self.board.add_scalar(name, value, step)
+        self.lines.write({"step": step, **values})
+        for feed in self.feeds:
+            feed.put("values", step, values)
 
-    def close(self) -> None:
-        self.file.close()
-        self.board.close()
+    def sample(self, step: int, prompt: str, text: str) -> None:
+        if self.samples is None:
+            self.samples = Lines(self.folder / "samples.jsonl", self.first_step, self.say)
+        self.samples.write({"step": step, "prompt": prompt, "text": text})
+        for feed in self.feeds:
+            feed.put("text", step, text)
+
+    def close(self, summary: Mapping[str, Any]) -> None:
+        self.lines.close()
+        if self.samples is not None:
+            self.samples.close()
+        finish_all(self.feeds, summary)
 
 
 def _drop_after(path: Path, first_step: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,11 @@ from meshwright.runtime.config import TrainSection
 from meshwright.runtime.loop import Loop, Samples
 from meshwright.runtime.model import Opened
 from meshwright.runtime.optimizer import Optimizer
+from meshwright.runtime.sample import Sampler
 from meshwright.runtime.save import restore_buffers, restore_optimizer, save, source_of
+
+_MOST_FILES = 10_000
+"""Named in a checkpoint, so that it can be said which of them changed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +39,8 @@ class Step:
     lr: float
     seconds: float
     tokens_per_second: float
+    num_tokens: float
+    """That were learnt from; samples, where they have no sequence."""
     must_stop: bool
 
 
@@ -67,6 +73,7 @@ class Trainer:
             restore_buffers(reader, self.build)
             restore_optimizer(reader, self.build, self.optimizer)
         self.loop = Loop(self.build, self.optimizer)
+        self.sampler: Sampler | None = None
         self.step = reader.step if reader is not None and goes_on else 0
         self.cursor = int(reader.state["cursor"]) if reader is not None and goes_on else 0
         self.part, self.num_parts = mesh.part(plan.sample_axes)
@@ -74,10 +81,14 @@ class Trainer:
     def _check_state(self, state: Any) -> None:
         """A run goes on with what it began with; the plan, the batch and the number of steps may change."""
         fix = "Restore it, or start a new run folder."
+        known = state.get("files")
+        is_known = isinstance(known, Mapping) and known and all(isinstance(each, list) for each in known.values())
+        changed = self.data.changed_files(known) if is_known else ()
+        data = f"{_listed(changed)} changed" if changed else "files, sequence, seed or packing changed"
         problems = [
             Problem(where=name, what=f"is not what this run was trained with so far: {what}.", fix=fix)
             for name, what, now in (
-                ("data", "files, sequence or seed changed", self.data.fingerprint),
+                ("data", data, self.data.fingerprint),
                 ("seed", "train.seed changed", self.settings.seed),
                 ("model", "its dimensions changed", self.model_fingerprint),
                 ("optimizer", "another optimizer has other state", self.settings.optimizer.name),
@@ -108,6 +119,7 @@ class Trainer:
                 lr=lr,
                 seconds=seconds,
                 tokens_per_second=batch.num_tokens / seconds,
+                num_tokens=batch.num_tokens,
                 must_stop=result.must_stop,
             )
             if result.must_stop:
@@ -129,11 +141,19 @@ class Trainer:
             found["held_out_top1"] = hits / max(tokens, 1.0)
         return found
 
+    def sample(self) -> str | None:
+        """A text the model writes now, the same on every rank; None where it has no scores for every token."""
+        if self.sampler is None:
+            self.sampler = Sampler(self.build, self.data, self.settings)
+        return self.sampler.text(self.step)
+
     def save(self, root: Path) -> str:
+        files = self.data.file_states
         state = {
             "cursor": self.cursor,
             "seed": self.settings.seed,
             "data": self.data.fingerprint,
+            "files": files if len(files) <= _MOST_FILES else {},
             "model": self.model_fingerprint,
             "optimizer": self.settings.optimizer.name,
             "plan": encode(self.plan),
@@ -158,6 +178,11 @@ class Trainer:
 def _seed(seed: int, step: int, part: int) -> int:
     digest = hashlib.blake2b(f"{seed}/{step}/{part}".encode(), digest_size=7).digest()
     return int.from_bytes(digest, "little")
+
+
+def _listed(names: Sequence[str], most: int = 5) -> str:
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def is_due(step: int, every: int) -> bool:

@@ -133,10 +133,10 @@ class Pipeline(Technique):
         build.wire = Wire(mesh, self.axis)
         build.has_loss = stage == self.size - 1
         build.cut_everything(self.axis)
-        if build.tied_across_stages and self.size > 1:
+        if build.tied and self.size > 1:
             ends = [[ranks[0], ranks[-1]] for ranks in mesh.along(self.axis)]
             group = mesh.new_group(self.axis, ends)
-            for name in build.tied_across_stages:
+            for name in build.tied:
                 if name in build.boxes:
                     build.owe(name, group, is_copy=stage > 0)
 

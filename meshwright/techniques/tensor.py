@@ -113,14 +113,16 @@ class Tensor(Technique):
                 for times in (1, 2)
             ]
         common["bytes"] = site.elements(b, s) * work.facts.get("stream_bytes", work.slots[0].element_bytes)
-        if not self.sequence:
-            phase = "forward" if site.kind == "exit" else "backward"
-            return [Collective(**common, kind="all_reduce", phase=phase, tail=site.tail)]  # type: ignore[arg-type]
         kinds = ("all_gather", "reduce_scatter") if site.kind == "enter" else ("reduce_scatter", "all_gather")
-        return [
-            Collective(**common, kind=kinds[0], phase="forward", tail=site.tail),  # type: ignore[arg-type]
-            Collective(**common, kind=kinds[1], phase="backward"),  # type: ignore[arg-type]
-        ]
+        if not self.sequence:
+            kinds = ("", "all_reduce") if site.kind == "enter" else ("all_reduce", "")
+        back = {**common, "repeat": common["repeat"] * work.has_backward(layer, site.after)}
+        told = []
+        if kinds[0]:
+            told.append(Collective(**common, kind=kinds[0], phase="forward", tail=site.tail))  # type: ignore[arg-type]
+        if kinds[1]:
+            told.append(Collective(**back, kind=kinds[1], phase="backward"))  # type: ignore[arg-type]
+        return told
 
     def apply(self, build: Any) -> None:
         build.at("split", self._split)
@@ -159,6 +161,9 @@ class Tensor(Technique):
                 return whole(head, region.enter(x), targets, weights)
 
             head.score = score
+            # Scores without targets: each rank has those of its own words, from `first_word` on.
+            head.first_word = first
+            head.output.register_forward_pre_hook(lambda _, args: (region.enter(args[0]),))
         if self.sequence:
             build.sequence_ways = self.size
 
