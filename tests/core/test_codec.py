@@ -16,7 +16,7 @@ from meshwright.core.profile import Profile
 from meshwright.core.technique import axis_sizes
 from meshwright.core.units import pretty_bytes, pretty_count, pretty_seconds
 from meshwright.models.config import PRESETS
-from meshwright.models.cost import decoder_profile
+from meshwright.models.names import profile_of
 from meshwright.probe.names import cluster
 
 
@@ -32,7 +32,7 @@ def changed(value: Any, path: tuple[Any, ...], new: Any) -> str:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_profile_survives_json(name: str) -> None:
-    profile = decoder_profile(PRESETS[name], name)
+    profile = profile_of(PRESETS[name], name)
     again = Profile.from_json(profile.to_json())
     assert again == profile
     assert again.fingerprint == profile.fingerprint
@@ -105,7 +105,7 @@ def test_an_axis_has_a_size_that_divides_the_devices(name: str, sizes: tuple[int
 
 
 def test_a_deep_key_of_a_profile_is_refused_with_its_place() -> None:
-    profile = decoder_profile(PRESETS["byte-tiny"], "tiny")
+    profile = profile_of(PRESETS["byte-tiny"], "tiny")
     with pytest.raises(MeshwrightError) as caught:
         Profile.from_json(changed(profile, ("layers", 1, "ops", 2, "flops", "bsss"), 1.0), "p")
     (problem,) = caught.value.problems

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.core.box import Box
-from meshwright.runtime import init
+from meshwright.ops import init
 
 laws = settings(max_examples=60, deadline=None)
 shapes = st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple)
