@@ -41,8 +41,9 @@ def run(arguments: Namespace) -> int:
         return 0 if found.best is not None else 1
     console = stdout()
     size = pretty_count(profile.num_params)
+    length = f"sequence {sequence}, " if profile.counts == "tokens" else ""
     console.print(
-        f"{profile.name} ({size} parameters) on {cluster.name}, sequence {sequence}, batch {batch}: "
+        f"{profile.name} ({size} parameters) on {cluster.name}, {length}batch {batch}: "
         f"{found.evaluated:,} plans in {found.search_seconds:.2f} s\n"
     )
     if found.best is not None:

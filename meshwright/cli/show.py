@@ -43,7 +43,7 @@ def print_forecast(console: Console, plan: Plan, forecast: Forecast, title: str)
         f"{pretty_seconds(forecast.step_seconds)} "
         f"({pretty_seconds(forecast.step_seconds_low)} to {pretty_seconds(forecast.step_seconds_high)})",
     )
-    table.add_row("tokens/s", f"{pretty_count(forecast.tokens_per_second)}, MFU {forecast.mfu:.1%}")
+    table.add_row(f"{forecast.counts}/s", f"{pretty_count(forecast.tokens_per_second)}, MFU {forecast.mfu:.1%}")
     parts = ", ".join(f"{name} {pretty_bytes(size)}" for name, size in forecast.peak_bytes_by_category.items() if size)
     table.add_row("memory", f"{pretty_bytes(forecast.peak_bytes)} of {pretty_bytes(forecast.memory_bytes)}")
     table.add_row("", f"[dim]{parts}[/dim]")
@@ -53,7 +53,7 @@ def print_forecast(console: Console, plan: Plan, forecast: Forecast, title: str)
 
 def print_ranked(console: Console, ranked: tuple[tuple[Plan, Forecast], ...]) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 1))
-    for name in ("", "step", "tokens/s", "MFU", "memory"):
+    for name in ("", "step", f"{ranked[0][1].counts}/s", "MFU", "memory"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("plan", overflow="fold")
     for rank, (plan, forecast) in enumerate(ranked, start=1):

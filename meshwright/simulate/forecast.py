@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import MeshwrightError, Problem
@@ -37,6 +38,8 @@ class Forecast:
     """How the slowest stage's step is spent, by technique; adds up to step_seconds."""
     worst_stage: int
     """The stage with the fullest rank."""
+    counts: Literal["tokens", "samples"] = "tokens"
+    """What `tokens_per_second` counts: samples where they have no sequence."""
 
 
 def forecast(profile: Profile, plan: Plan, cluster: Cluster, *, sequence: int, optimizer: Updating = ADAM) -> Forecast:
@@ -69,6 +72,7 @@ def forecast(profile: Profile, plan: Plan, cluster: Cluster, *, sequence: int, o
         memory_bytes=cluster.device.memory_bytes,
         seconds_by_origin=spent,
         worst_stage=fullest.run.start,
+        counts=profile.counts,
     )
 
 

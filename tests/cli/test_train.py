@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -12,8 +13,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
-from command import clean_environment, losses, mw, write_plan, write_run
+from command import RUN, clean_environment, losses, mw, write_plan, write_run
 from safetensors import safe_open
 
 REPLICATE = {"name": "replicate", "size": 2}
@@ -23,10 +25,10 @@ REPLICATE = {"name": "replicate", "size": 2}
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of eight steps that nothing interrupted, with checkpoints at 4 and 8."""
     folder = tmp_path_factory.mktemp("finished")
-    done = mw("train", write_run(folder), "--plan", write_plan(folder, REPLICATE))
+    changes = ("--set", "train.sample_every=4", "--set", "train.sample_tokens=8", "--set", "train.sample_prompt=the")
+    done = mw("train", write_run(folder), "--plan", write_plan(folder, REPLICATE), *changes)
     assert done.returncode == 0, done.stderr
-    assert "predicted" in done.stderr
-    assert "next:" in done.stderr
+    (folder / "told.txt").write_text(done.stderr, encoding="utf-8")
     return folder
 
 
@@ -63,6 +65,63 @@ def test_a_run_leaves_metrics_events_checkpoints_and_both_timelines(finished: Pa
     assert listed.returncode == 0
     assert "complete" in listed.stdout
     assert mw("ckpt", "verify", str(run)).returncode == 0
+
+
+def test_the_end_of_a_run_is_told_and_kept_as_data(finished: Path) -> None:
+    run, told = finished / "run", (finished / "told.txt").read_text(encoding="utf-8")
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["step"], summary["steps_now"], summary["steps"], summary["stopped"]) == (8, 8, 8, False)
+    assert (summary["counts"], summary["seen_now"], summary["samples_in_all"]) == ("tokens", 8 * 4 * 32, 32)
+    assert summary["loss"] == losses(run)[7]
+    assert summary["held_out"]["held_out_bits_per_byte"] > 0
+    assert summary["checkpoints"] == [4, 8]
+    assert {"step_seconds", "tokens_per_second", "peak_bytes"} == set(summary["measured"]) == set(summary["predicted"])
+    for words in ("predicted", "8 steps, 1.02 k tokens in ", f"loss {summary['loss']:.4f}", "checkpoints kept: 4, 8"):
+        assert words in told
+    assert f"next: mw check {finished / 'run.toml'}" in told
+    assert f"mw ckpt export {run} OUT" in told
+
+
+def test_samples_are_shown_and_kept(finished: Path) -> None:
+    rows = [json.loads(line) for line in (finished / "run" / "samples.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["prompt"]) for row in rows] == [(3, "the"), (7, "the")]
+    assert all(row["text"].startswith("the") and len(row["text"]) <= 11 for row in rows)
+    told = [line for line in (finished / "told.txt").read_text().splitlines() if " sample: " in line]
+    assert [line.split(" sample: ")[0] for line in told] == ["step 4", "step 8"]
+
+
+def test_images_are_counted_in_samples_and_cannot_be_sampled(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 255, (40, 1, 8, 8), dtype=np.uint8)
+    np.savez(tmp_path / "images.npz", images=images, labels=rng.integers(0, 3, 40))
+    text = RUN.replace("byte-tiny", "vit-b").replace("corpus.txt", "images.npz").replace("sequence = 32\n", "")
+    change = (
+        "num_layers=1, hidden_size=16, num_heads=2, ffn_size=16, image_size=8, patch_size=4, channels=1, num_classes=3"
+    )
+    path = write_run(tmp_path, text.replace('"vit-b"', f'"vit-b"\nchange = {{{{ {change} }}}}'))
+    plan = write_plan(tmp_path, REPLICATE)
+    refused = mw("train", path, "--plan", plan, "--set", "train.sample_every=2")
+    assert refused.returncode == 2, refused.stderr
+    assert "train.sample_every: the data holds images without a tokenizer" in refused.stderr
+    done = mw("train", path, "--plan", plan, "--set", "train.steps=4")
+    assert done.returncode == 0, done.stderr
+    assert "samples/s" in done.stderr
+    assert "4 steps, 16 samples in " in done.stderr
+    assert "% right" in done.stderr
+    first = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["samples_per_second"] > 0
+
+
+def test_a_tracker_that_is_missing_is_told_before_anything_else(tmp_path: Path) -> None:
+    missing = [name for name in ("wandb", "mlflow", "trackio") if importlib.util.find_spec(name) is None]
+    if not missing:
+        pytest.skip("all trackers are installed")
+    done = mw("train", write_run(tmp_path), "--set", f"run.track={json.dumps(missing)}")
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        f"mw train: run.track: {name} is not installed. Run: pip install 'meshwright[track]'" for name in missing
+    ]
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_resumed_run_is_bit_identical_to_an_uninterrupted_one(finished: Path, tmp_path: Path) -> None:
@@ -154,7 +213,7 @@ def test_changed_data_is_refused_on_resume(finished: Path, tmp_path: Path) -> No
     (tmp_path / "corpus.txt").write_text("something else entirely. " * 400)
     done = mw("train", path, "--plan", write_plan(tmp_path, REPLICATE))
     assert done.returncode == 2
-    assert "data" in done.stderr
+    assert "data: is not what this run was trained with so far: corpus.txt changed." in done.stderr
     assert "Traceback" not in done.stderr
 
 

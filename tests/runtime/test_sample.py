@@ -98,7 +98,7 @@ CUT = (
     ("qwen", (tiny.PIPELINE,)),
     ("llama", (tiny.SHARD2,)),
     ("qwen", (tiny.SEQUENCED, tiny.UNEVEN, tiny.RECOMPUTE, tiny.CHUNKED)),
-    ("by hand", (tiny.TENSOR, tiny.PIPELINE)),
+    ("by hand", (tiny.PIPELINE,)),
 )
 
 
