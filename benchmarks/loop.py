@@ -22,10 +22,9 @@ from benchmarks.claims import Claim, alone, difference, interleave, ratios
 from meshwright.core.plan import Plan
 from meshwright.data.source import TextData, open_text
 from meshwright.models.config import DecoderConfig
-from meshwright.models.cost import decoder_profile
-from meshwright.models.decoder import Decoder
 from meshwright.ops.mesh import Mesh
 from meshwright.runtime.config import OptimizerConfig, TrainSection
+from meshwright.runtime.model import open_config
 from meshwright.runtime.train import Trainer
 
 # 9.8M parameters.
@@ -40,12 +39,10 @@ GOAL, LOSS_TOLERANCE = 0.97, 1e-3
 
 
 def our_steps(data: TextData) -> Iterator[float]:
-    with torch.device("meta"):
-        model = Decoder(MODEL)
     plan = Plan(batch=BATCH, microbatch=MICROBATCH)
     settings = TrainSection(batch=BATCH, steps=STEPS, optimizer=RATES, seed=SEED)
     mesh = Mesh.make(plan.mesh, torch.device("cpu"))
-    trainer = Trainer(plan, model, decoder_profile(MODEL, "bench"), data, settings, mesh)
+    trainer = Trainer(plan, open_config(MODEL, "bench", SEED), data, settings, mesh)
     return (step.loss for step in trainer.steps())
 
 

@@ -24,6 +24,7 @@ from meshwright.models.config import DecoderConfig
 from meshwright.runtime import parity
 from meshwright.runtime.config import OptimizerConfig
 from meshwright.runtime.loop import Samples
+from meshwright.runtime.model import open_config
 
 CPU = torch.device("cpu")
 RATES = OptimizerConfig(lr=3e-4, clip=1.0)
@@ -75,7 +76,7 @@ def samples_of(case: Case, parts: int) -> Callable[[int], Samples]:
 def ours(name: str, case: Case) -> Step:
     technique = technique_named(name)(**case.technique)
     plan = Plan(techniques=(technique,), batch=case.batch, microbatch=case.microbatch)
-    session = parity.open_session(plan, case.config, RATES, seed=SEED, dtype="float32", device=CPU)
+    session = parity.open_session(plan, open_config(case.config, "bench", SEED), RATES, dtype="float32", device=CPU)
     samples = samples_of(case, session.mesh.part(plan.sample_axes)[1])
 
     def step(number: int) -> Tensor:

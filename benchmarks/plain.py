@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from meshwright.core.box import Box
 from meshwright.models.config import DecoderConfig
 from meshwright.models.decoder import Decoder
-from meshwright.runtime.config import OptimizerConfig
 from meshwright.ops.init import seeded
+from meshwright.runtime.config import OptimizerConfig
 
 Parts = list[tuple[Tensor, Tensor, Tensor]]
 """Inputs, targets and weights of every microbatch."""

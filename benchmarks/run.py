@@ -17,7 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks import loop, peers, startup
+from benchmarks import data_pipeline, decoder, hf_import, loop, peers, startup
 from benchmarks.claims import Claim, table, worst_first
 
 RESULTS = Path(__file__).with_name("results.json")
@@ -26,6 +26,9 @@ BENCHMARKS: dict[str, Callable[[bool], list[Claim]]] = {
     "startup": startup.measure,
     "loop": loop.measure,
     "peers": peers.measure,
+    "decoder": decoder.measure,
+    "data_pipeline": data_pipeline.measure,
+    "hf_import": hf_import.measure,
 }
 
 
