@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.profile import Profile
-from meshwright.models.examine import Anatomy, Template, examine
+from meshwright.models.examine import Anatomy, Template, examine, why_not_run
+from meshwright.models.factory import last_line
 from meshwright.models.measure import ENDS, end_names, hidden_shape, profile_of_module
 from meshwright.models.regions import Found, find_regions, plan_roles, set_counts
 from meshwright.ops.batch_norm import BatchNorm
@@ -259,6 +260,10 @@ def adapt(module: nn.Module, example: Inputs, *, name: str, loss: Loss | None = 
         module.config.use_cache = False
     has_statistics = adopt_batch_norms(module)
     template = Template.like(example)
+    if failure := why_not_run(module, run_module, example):
+        what = f"its forward fails on its sample inputs: {last_line(failure)}"
+        fix = "A module is called with what its data gives; return sample inputs like that from the factory."
+        raise MeshwrightError([Problem(where=f"model {name}", what=what, fix=fix)])
     anatomy = examine(module, run_module, template)
     regions, no_inside = _regions(module, anatomy)
     uncut = {

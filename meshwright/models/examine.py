@@ -19,12 +19,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
 from torch.func import functional_call
 
 from meshwright.ops.model import Inputs, map_inputs
 
 Dim = tuple[int, int, int]
 """A size as constant + per sample + per token of the sequence."""
+_VALUES_WANTED = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,10 +84,7 @@ class Anatomy:
 @contextlib.contextmanager
 def tracing(module: nn.Module, call: Callable[[nn.Module, Inputs], Any], template: Template) -> Iterator[None]:
     """Fake tensors inside, if the module runs on them; a forward that looks at values is run with values."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    level = log.level
-    log.setLevel(logging.CRITICAL)  # what fails on fake tensors is told by us, in a line
-    try:
+    with _quiet():
         try:
             with FakeTensorMode(allow_non_fake_inputs=True):
                 run_apart(module, call, template.shaped(1, min(2, template.sequence)))
@@ -92,6 +95,16 @@ def tracing(module: nn.Module, call: Callable[[nn.Module, Inputs], Any], templat
             mode = contextlib.nullcontext()
         with mode:
             yield
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """What fails on fake tensors is told by us, in a line."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
     finally:
         log.setLevel(level)
 
@@ -102,11 +115,14 @@ def run_apart(
     """Run a module on other tensors than its own (fake ones, where that is on): (its output, those tensors)."""
     tensors: dict[str, Tensor] = {}
     same: dict[int, Tensor] = {}  # tied ones stay one
-    for name, value in module.named_parameters(remove_duplicate=False):
-        if id(value) not in same:
-            same[id(value)] = _stand_in(value).requires_grad_(value.is_floating_point())
-        tensors[name] = same[id(value)]
-    tensors |= {name: _stand_in(value) for name, value in module.named_buffers(remove_duplicate=False)}
+    for path, each in module.named_modules():  # one that stands in two places comes once: else it is not put back
+        for name, value in (*each._parameters.items(), *each._buffers.items()):
+            if value is None:
+                continue
+            if id(value) not in same:
+                may_train = isinstance(value, nn.Parameter) and value.is_floating_point()
+                same[id(value)] = _stand_in(value).requires_grad_(may_train)
+            tensors[f"{path}.{name}".lstrip(".")] = same[id(value)]
 
     class Caller(nn.Module):
         def __init__(self) -> None:
@@ -116,7 +132,24 @@ def run_apart(
         def forward(self) -> Any:
             return call(self.inner, inputs)
 
-    return functional_call(Caller(), {f"inner.{name}": value for name, value in tensors.items()}, ()), tensors
+    inner = {f"inner.{name}": value for name, value in tensors.items()}
+    return functional_call(Caller(), inner, (), tie_weights=False), tensors
+
+
+def why_not_run(module: nn.Module, call: Callable[[nn.Module, Inputs], Any], example: Inputs) -> Exception | None:
+    """What a forward on the sample inputs raises, with values where it does not run without."""
+    try:
+        with _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
+            run_apart(module, call, map_inputs(example, lambda each: torch.zeros(each.shape, dtype=each.dtype)))
+        return None
+    except Exception as error:
+        if any(value.device.type == "meta" for value in module.parameters()):
+            return None if isinstance(error, _VALUES_WANTED) else error
+    try:
+        run_apart(module, call, example)
+        return None
+    except Exception as error:
+        return error
 
 
 def _stand_in(value: Tensor) -> Tensor:
@@ -158,7 +191,7 @@ def examine(module: nn.Module, call: Callable[[nn.Module, Inputs], Any], templat
     if blocks is None:
         return Anatomy(path="", num_blocks=0, no_stages="it has no list of blocks that holds most of its parameters.")
     anatomy = Anatomy(path=path, num_blocks=len(list(blocks)))
-    sequence = min(8, template.sequence)
+    sequence = max(1, min(8, template.sequence // 3))  # three times as long is still no longer than a sample
     try:
         with tracing(module, call, template):
             traces = [

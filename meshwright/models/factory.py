@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedTensorMixin
 
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.ops.model import Inputs
@@ -44,11 +45,29 @@ def call_factory(name: str, arguments: Mapping[str, Any], sequence: int) -> tupl
         problems.append(
             Problem(where=where, what=what, fix="Use a tensor, or a tuple of tensors, samples along dim 0.")
         )
-    if not any(True for _ in module.parameters()):
-        problems.append(Problem(where=where, what="its module has no parameters."))
+    problems += _weight_problems(module, where)
     if problems:
         raise MeshwrightError(problems)
     return module, loss, torch.zeros(1, sequence, dtype=torch.int64) if example is None else example
+
+
+def _weight_problems(module: nn.Module, where: str) -> Iterator[Problem]:
+    """A rank copies the weights the module was made with: they must be there, whole, and be numbers to train."""
+    parameters = dict(module.named_parameters())
+    if not parameters:
+        yield Problem(where=where, what="its module has no parameters.")
+    for name, value in {**parameters, **dict(module.named_buffers())}.items():
+        if isinstance(value, UninitializedTensorMixin):
+            fix = "Run the module once on a sample before you return it."
+            yield Problem(where=where, what=f"{name} has no shape yet: its layer is lazy.", fix=fix)
+            return
+        elif value.device.type == "meta":
+            fix = "Make the module on the CPU; each rank keeps its own piece only."
+            yield Problem(where=where, what=f"{name} is on the meta device and has no values.", fix=fix)
+            return  # so are others
+    if parameters and not any(value.requires_grad for value in parameters.values()):
+        fix = "Leave requires_grad on where it is to train."
+        yield Problem(where=where, what="all its parameters are frozen: nothing is left to train.", fix=fix)
 
 
 def _are_inputs(value: Any) -> bool:
@@ -72,8 +91,8 @@ def _find(name: str, where: str) -> Callable[..., Any]:
             raise _refuse(where, f"importing {path} needs {error.name}, which is not installed.") from None
         fix = f"It is looked for in {here} and among installed packages."
         raise _refuse(where, f"there is no module {path}.", fix) from None
-    except Exception as error:
-        raise _refuse(where, f"importing {path} failed: {_last_line(error)}") from None
+    except (Exception, SystemExit) as error:
+        raise _refuse(where, f"importing {path} failed: {last_line(error)}") from None
     found = getattr(module, function, None)
     if not callable(found):
         names = [n for n, v in vars(module).items() if inspect.isfunction(v) or inspect.isclass(v)]
@@ -90,14 +109,19 @@ def _call(function: Callable[..., Any], arguments: Mapping[str, Any], where: str
         pass
     try:
         return function(**arguments)
-    except Exception as error:
-        raise _refuse(where, f"raised {_last_line(error)}") from None
+    except (Exception, SystemExit) as error:
+        raise _refuse(where, f"raised {last_line(error)}") from None
 
 
-def _last_line(error: Exception) -> str:
+def last_line(error: BaseException) -> str:
+    """What was raised, and where in the user's own code."""
     frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {str(error).strip() or 'no message'}{place}."
+    others = ("site-packages", f"{os.sep}meshwright{os.sep}", "<")
+    own = [frame for frame in frames if not any(other in frame.filename for other in others)]
+    place = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
+    if isinstance(error, SyntaxError):  # says itself where it is
+        place = ""
+    return f"{type(error).__name__}: {str(error).strip().rstrip('.') or 'no message'}{place}."
 
 
 def transformers_module(folder: str, sequence: int) -> tuple[nn.Module, Inputs]:
@@ -119,7 +143,7 @@ def transformers_module(folder: str, sequence: int) -> tuple[nn.Module, Inputs]:
         with parameters_on_meta():
             module = kind(config)
     except Exception as error:
-        raise _refuse(where, f"transformers cannot make it: {_last_line(error)}") from None
+        raise _refuse(where, f"transformers cannot make it: {last_line(error)}") from None
     if getattr(config, "is_encoder_decoder", False):
         what = f"{known.architecture} reads two texts."
         raise _refuse(where, what, "Write a factory that returns a module of the inputs your data has.")

@@ -54,7 +54,7 @@ class Recompute(Technique):
             count = np.minimum(wanted, repeat)
             wanted = wanted - count
             again = [
-                replace(task, phase="recompute", repeat=count)
+                replace(task, phase="recompute", repeat=count * work.has_backward(layer.name))
                 for task in work.tasks
                 if task.layer == layer.name
                 and task.phase == "forward"

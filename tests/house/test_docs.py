@@ -1,61 +1,141 @@
-"""Documents are run: every block of the tutorial in order, and the commands that other pages promise."""
+"""Documents are run: every block of the tutorials in order, every data format, the commands other pages promise."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tomllib
+from itertools import groupby
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SHOWN = re.compile(r"^```(?:toml|py)\n# (examples/\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+TOML = re.compile(r"^```toml\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+TUTORIALS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs" / "tutorials").glob("*.md"))
+COMMANDS = {"bash": ["bash", "-euo", "pipefail"], "python": [sys.executable]}
 
 
-def blocks(path: str) -> list[tuple[str, str]]:
-    return BLOCK.findall((ROOT / path).read_text(encoding="utf-8"))
+def text_of(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def blocks(page: str) -> list[tuple[str, str]]:
+    return BLOCK.findall(text_of(page))
 
 
 def run_blocks(found: list[tuple[str, str]], folder: Path) -> None:
-    """All bash blocks as one script, then all python blocks as another: later blocks use what earlier ones made."""
+    """In the page's order; blocks of one language in a row are one script."""
     beside = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    for language, command in (("bash", ["bash", "-euo", "pipefail"]), ("python", [sys.executable])):
-        text = "\n".join(code for kind, code in found if kind == language)
-        if text:
-            script = folder / f"blocks.{language}"
-            script.write_text(text, encoding="utf-8")
-            done = subprocess.run(
-                [*command, str(script)],
-                cwd=folder,
-                capture_output=True,
-                text=True,
-                timeout=300,
-                env=os.environ | beside,
-                check=False,
-            )
-            assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    for number, (language, group) in enumerate(groupby(found, key=lambda block: block[0])):
+        script = folder / f"blocks{number}.{language}"
+        script.write_text("\n".join(code for _, code in group), encoding="utf-8")
+        done = subprocess.run(
+            [*COMMANDS[language], str(script)],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env=os.environ | beside,
+            check=False,
+        )
+        assert done.returncode == 0, f"{script.read_text()}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
 
 
-@pytest.mark.parametrize("page", ["docs/tutorial.md", "docs/add_a_technique.md"])
-def test_the_pages_blocks_run(page: str, tmp_path: Path) -> None:
+def in_place_of_a_folder(folder: Path) -> list[str]:
+    """A change of a run file: a config.json of our own instead of the Hugging Face folder it names."""
+    from dataclasses import replace
+
+    from meshwright.models.config import preset
+    from meshwright.models.hf import config_for
+
+    made = config_for(replace(preset("byte-3m"), max_sequence=1 << 16))
+    (folder / "config.json").write_text(json.dumps(made))
+    return [f"model.hf={folder}"]
+
+
+def run_page(page: str, folder: Path) -> None:
+    shutil.copytree(ROOT / "examples", folder / "examples")
     found = blocks(page)
     assert len(found) >= 2
-    run_blocks(found, tmp_path)
+    run_blocks(found, folder)
 
 
-def test_the_readmes_commands_run_and_its_run_file_is_valid(tmp_path: Path) -> None:
+@pytest.mark.parametrize("page", TUTORIALS)
+def test_the_tutorials_blocks_run(page: str, tmp_path: Path) -> None:
+    run_page(page, tmp_path)
+
+
+def test_every_promised_tutorial_is_there() -> None:
+    names = {Path(page).stem for page in TUTORIALS}
+    assert {"first_run", "fine_tune", "vit_digits", "own_module", "add_a_technique"} <= names
+
+
+def test_files_shown_in_the_tutorials_are_those_of_the_examples() -> None:
+    """Line by line, comments aside."""
+    shown = [(name, text) for page in TUTORIALS for name, text in SHOWN.findall(text_of(page))]
+    assert len(shown) >= 4
+    for name, text in shown:
+        wanted = [re.sub(r"\s*#.*", "", line) for line in text_of(name).splitlines()]
+        missing = [line for line in text.splitlines() if line and line not in wanted]
+        assert missing == [], name
+
+
+def test_every_data_format_of_the_page_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from meshwright.core.codec import decode
+    from meshwright.data.config import DataSection
+    from meshwright.data.source import open_data
+
+    run_page("docs/data.md", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    sections = [decode(DataSection, tomllib.loads(text), "data") for text in TOML.findall(text_of("docs/data.md"))]
+    kinds = [open_data(section, cache=tmp_path / "data").kind for section in sections]
+    assert len(kinds) >= 14
+    assert set(kinds) == {"tokens", "images", "table"}
+    unsaid = [key for key in DataSection.__dataclass_fields__ if f"`{key}" not in text_of("docs/data.md")]
+    unsaid = [key for key in unsaid if not any(key in text for text in TOML.findall(text_of("docs/data.md")))]
+    assert unsaid == []
+
+
+def test_the_models_page_has_every_preset_and_family() -> None:
+    from meshwright.models.config import PRESETS
+    from meshwright.models.hf_families import FAMILIES
+
+    text = text_of("docs/models.md")
+    assert [name for name in (*PRESETS, *FAMILIES) if f"`{name}`" not in text] == []
+
+
+def test_the_optimizers_page_says_what_they_are(tmp_path: Path) -> None:
+    from meshwright.core.codec import decode
+    from meshwright.runtime.optimizer_config import _FALLS, METHODS, OptimizerConfig
+
+    text = text_of("docs/optimizers.md")
+    told = dict(re.findall(r"^\| `(\w+)` \| (elementwise|norm|whole_matrix) \|", text, re.MULTILINE))
+    assert told == {name: method.kind for name, method in METHODS.items()}
+    assert [name for name in _FALLS if f"| `{name}` |" not in text] == []
+    tables = [tomllib.loads(block)["train"]["optimizer"] for block in TOML.findall(text)]
+    configs = [decode(OptimizerConfig, table, "optimizer") for table in tables]
+    assert {config.name for config in configs} == {"adamw", "muon"}
+
+
+def test_the_readmes_commands_run_and_its_run_files_are_valid(tmp_path: Path) -> None:
     found = [(kind, code) for kind, code in blocks("README.md") if not code.startswith("make ")]
     assert found
     run_blocks(found, tmp_path)
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    run_file = re.search(r"^```toml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    assert run_file is not None
-    (tmp_path / "run.toml").write_text(run_file.group(1))
+    text = text_of("README.md")
     from meshwright.runtime.config import read_run
 
-    assert read_run(tmp_path / "run.toml").train.batch == 128
+    batches, changes = [], in_place_of_a_folder(tmp_path)
+    for number, table in enumerate(TOML.findall(text)):
+        (tmp_path / f"{number}.toml").write_text(table)
+        batches.append(read_run(tmp_path / f"{number}.toml", changes if "hf =" in table else ()).train.batch)
+    assert batches == [128, 64]
     assert len(text.splitlines()) <= 150
 
 
@@ -63,19 +143,21 @@ def test_every_make_target_the_documents_name_exists() -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = set()
     for page in ("README.md", "CONTRIBUTING.md"):
-        named |= set(re.findall(r"make ([a-z]+)", (ROOT / page).read_text(encoding="utf-8")))
+        named |= set(re.findall(r"make ([a-z]+)", text_of(page)))
     named -= {"sure"}
     assert named
     assert named <= targets | {"and"}
 
 
-def test_the_example_run_files_are_valid() -> None:
+def test_the_example_run_files_are_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from meshwright.runtime.config import read_run
 
+    monkeypatch.chdir(ROOT)
     files = sorted((ROOT / "examples").glob("*.toml"))
-    assert files
+    assert len(files) >= 4
+    changes = in_place_of_a_folder(tmp_path)
     for file in files:
-        read_run(file)
+        read_run(file, changes if file.name == "fine_tune.toml" else ())
 
 
 def test_links_between_documents_lead_somewhere() -> None:
