@@ -20,7 +20,7 @@ import torch
 from benchmarks import plain
 from benchmarks.claims import Claim, alone, difference, interleave, ratios
 from meshwright.core.plan import Plan
-from meshwright.data.source import TextData, open_text
+from meshwright.data.source import Data, open_text
 from meshwright.models.config import DecoderConfig
 from meshwright.ops.mesh import Mesh
 from meshwright.runtime.config import OptimizerConfig, TrainSection
@@ -38,7 +38,7 @@ ROUNDS, BLOCK, WARM_UP = 30, 1, 2
 GOAL, LOSS_TOLERANCE = 0.97, 1e-3
 
 
-def our_steps(data: TextData) -> Iterator[float]:
+def our_steps(data: Data) -> Iterator[float]:
     plan = Plan(batch=BATCH, microbatch=MICROBATCH)
     settings = TrainSection(batch=BATCH, steps=STEPS, optimizer=RATES, seed=SEED)
     mesh = Mesh.make(plan.mesh, torch.device("cpu"))
@@ -46,7 +46,7 @@ def our_steps(data: TextData) -> Iterator[float]:
     return (step.loss for step in trainer.steps())
 
 
-def plain_steps(data: TextData) -> Iterator[float]:
+def plain_steps(data: Data) -> Iterator[float]:
     model = plain.decoder(MODEL, SEED)
     optimizer = plain.adamw(model.parameters(), RATES)
     model.train()

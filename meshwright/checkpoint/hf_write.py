@@ -35,6 +35,7 @@ from meshwright.models.plain import json_object, read_plain
 
 SHARD_BYTES = 5_000_000_000
 PARAMETER = "parameter."
+BUFFER = "buffer."
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _ALONG = (
     "tokenizer.json",
@@ -137,6 +138,11 @@ def outgoing(reader: Reader, config: DecoderConfig | None) -> Outgoing:
         raise MeshwrightError([Problem(where=str(reader.folder), what="has no parameters.")])
     if reader.state.get("model_kind", "decoder") != "decoder" and config is None:
         known = reader.state.get("hf_config")
+        held |= {
+            name.removeprefix(BUFFER): entry.shape
+            for name, entry in reader.manifest.tensors.items()
+            if name.startswith(BUFFER)
+        }
         parts = {name: (Part.whole(name, shape),) for name, shape in held.items()}
         return Outgoing(parts=parts, config=dict(known) if isinstance(known, Mapping) else None)
     if config is None:
@@ -175,7 +181,7 @@ def _settings(reader: Reader, going: Outgoing, dtype: str, original: Path | None
         }
     if config is not None:
         first = next(iter(going.parts))
-        config = config | {"torch_dtype": dtype or reader.manifest.tensors[PARAMETER + first].dtype}
+        config = config | {"torch_dtype": _dtype_of(reader, first, dtype)}
         config.pop("dtype", None)
         if isinstance(before, Mapping):
             config |= {key: before[key] for key in _TOKENS if key in before}
@@ -203,8 +209,14 @@ def _write_weights(reader: Reader, going: Outgoing, folder: Path, dtype: str, ma
     return total
 
 
+def _key(reader: Reader, name: str) -> str:
+    """A parameter's name in the checkpoint, or a buffer's."""
+    return PARAMETER + name if PARAMETER + name in reader.manifest.tensors else BUFFER + name
+
+
 def _dtype_of(reader: Reader, name: str, dtype: str) -> str:
-    return dtype or reader.manifest.tensors[PARAMETER + name].dtype
+    own = reader.manifest.tensors[_key(reader, name)].dtype
+    return dtype if dtype and "float" in own else own
 
 
 def _num_bytes(reader: Reader, uses: list[tuple[str, Part]], dtype: str) -> int:
@@ -243,9 +255,10 @@ def _gathered(reader: Reader, uses: list[tuple[str, Part]], dtype: str) -> Tenso
 
 
 def _value(reader: Reader, name: str, box: Box, wanted: torch.dtype) -> Tensor:
-    held = getattr(torch, reader.manifest.tensors[PARAMETER + name].dtype)
+    key = _key(reader, name)
+    held = getattr(torch, reader.manifest.tensors[key].dtype)
     piece = torch.empty(box.size, dtype=held)
-    reader.read_into(PARAMETER + name, box, piece)
+    reader.read_into(key, box, piece)
     cast = piece.to(wanted)
     if wanted == torch.float16 and held != wanted and (cast.isinf() & piece.isfinite()).any():
         what = f"has values up to {piece.abs().max():.3g}, too large for float16."

@@ -12,6 +12,8 @@ from meshwright.core.units import pretty_seconds
 from meshwright.runtime.check import Checked, check
 from meshwright.runtime.config import read_run
 from meshwright.runtime.prepare import load_plan, prepare
+from meshwright.supervise.failure import cause
+from meshwright.supervise.pool import RankError
 
 
 def run(arguments: Namespace) -> int:
@@ -20,7 +22,11 @@ def run(arguments: Namespace) -> int:
     config = read_run(arguments.run, arguments.changes)
     # A plan that is given may need more devices than this machine has: its ranks are only processes here.
     plan = load_plan(config, arguments.plan) or prepare(config, "", progress).plan
-    checked = check(config, plan, steps=arguments.steps, report=progress)
+    try:
+        checked = check(config, plan, steps=arguments.steps, report=progress)
+    except RankError as error:  # whose text has a traceback, for tests
+        first = cause(error.failures)
+        raise MeshwrightError(first.sentence(plan.num_ranks), error.exit_code) from None
     if arguments.json:
         print(json.dumps(encode(checked) | {"passed": checked.passed}))
     else:

@@ -109,7 +109,9 @@ def _probe(made: Parser) -> None:
 
 
 def _profile(made: Parser) -> None:
-    made.add_argument("model", nargs="?", metavar="M", help="a named model or a Hugging Face folder; without it, a list")
+    made.add_argument(
+        "model", nargs="?", metavar="M", help="a named model or a Hugging Face folder; without it, a list"
+    )
     made.add_argument("-o", "--output", metavar="M.profile.json")
 
 

@@ -29,9 +29,8 @@ from meshwright.data.tables import open_table
 from meshwright.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 from meshwright.data.tokens import TokenSource, length_problems
 
-__all__ = ["Batch", "Data", "TextData", "open_data", "open_text"]
+__all__ = ["Batch", "Data", "open_data", "open_text"]
 
-TextData = Data
 _Open = Callable[[Any, Path | None, DataSection], Source]
 
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.profile import Profile
-from meshwright.models.examine import Anatomy, Template, examine, why_not_run
-from meshwright.models.factory import last_line
+from meshwright.models.examine import Anatomy, Template, examine
+from meshwright.models.factory import last_line, look
 from meshwright.models.measure import ENDS, end_names, hidden_shape, profile_of_module
 from meshwright.models.regions import Found, find_regions, plan_roles, set_counts
 from meshwright.ops.batch_norm import BatchNorm
@@ -45,6 +45,10 @@ def default_loss(output: Any, targets: Tensor) -> Tensor:
     found = scores(output)
     if targets.is_floating_point():
         return F.mse_loss(found.reshape(targets.shape).to(targets.dtype), targets, reduction="none")
+    if found.shape[:-1] != targets.shape:
+        what = f"the module's scores are {tuple(found.shape)} for targets of shape {tuple(targets.shape)}."
+        fix = "Return scores of shape (*targets, classes), or a loss from the factory."
+        raise MeshwrightError([Problem(where="model.factory", what=what, fix=fix)])
     return token_loss(found, targets)
 
 
@@ -89,6 +93,9 @@ class Adapted(Model):
         self.right: Tensor | None = None
         self.hollow: list[tuple[nn.Module, str, torch.Size]] = []
         """Parameters of other stages, which the forward around the blocks may still read."""
+        self.vocab_size = self.num_scores = 0  # not known
+        self.idle: tuple[str, ...] = ()
+        """Parameters that the scores do not depend on, as far as that is known."""
 
     def forward(
         self,
@@ -260,8 +267,9 @@ def adapt(module: nn.Module, example: Inputs, *, name: str, loss: Loss | None = 
         module.config.use_cache = False
     has_statistics = adopt_batch_norms(module)
     template = Template.like(example)
-    if failure := why_not_run(module, run_module, example):
-        what = f"its forward fails on its sample inputs: {last_line(failure)}"
+    seen = look(module, run_module, example)
+    if seen.failure is not None:
+        what = f"its forward fails on its sample inputs: {last_line(seen.failure)}"
         fix = "A module is called with what its data gives; return sample inputs like that from the factory."
         raise MeshwrightError([Problem(where=f"model {name}", what=what, fix=fix)])
     anatomy = examine(module, run_module, template)
@@ -277,7 +285,11 @@ def adapt(module: nn.Module, example: Inputs, *, name: str, loss: Loss | None = 
     if has_statistics:
         uncut["samples"] = "its batch norms see the whole batch at once."
     profile = profile_of_module(module, run_module, template, anatomy, regions, name=name, uncut=uncut)
-    return Adapted(module, anatomy, regions, template, loss or default_loss), profile
+    made = Adapted(module, anatomy, regions, template, loss or default_loss)
+    made.vocab_size = seen.vocab_size
+    if loss is None and seen.output is not None:
+        made.num_scores, made.idle = scores(seen.output).shape[-1], seen.idle
+    return made, profile
 
 
 def _regions(module: nn.Module, anatomy: Anatomy) -> tuple[dict[int, list[Found]], str]:

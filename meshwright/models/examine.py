@@ -19,18 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedOperatorException,
-)
 from torch.func import functional_call
 
 from meshwright.ops.model import Inputs, map_inputs
 
 Dim = tuple[int, int, int]
 """A size as constant + per sample + per token of the sequence."""
-_VALUES_WANTED = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +78,7 @@ class Anatomy:
 @contextlib.contextmanager
 def tracing(module: nn.Module, call: Callable[[nn.Module, Inputs], Any], template: Template) -> Iterator[None]:
     """Fake tensors inside, if the module runs on them; a forward that looks at values is run with values."""
-    with _quiet():
+    with quiet():
         try:
             with FakeTensorMode(allow_non_fake_inputs=True):
                 run_apart(module, call, template.shaped(1, min(2, template.sequence)))
@@ -98,7 +92,7 @@ def tracing(module: nn.Module, call: Callable[[nn.Module, Inputs], Any], templat
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """What fails on fake tensors is told by us, in a line."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
@@ -134,22 +128,6 @@ def run_apart(
 
     inner = {f"inner.{name}": value for name, value in tensors.items()}
     return functional_call(Caller(), inner, (), tie_weights=False), tensors
-
-
-def why_not_run(module: nn.Module, call: Callable[[nn.Module, Inputs], Any], example: Inputs) -> Exception | None:
-    """What a forward on the sample inputs raises, with values where it does not run without."""
-    try:
-        with _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
-            run_apart(module, call, map_inputs(example, lambda each: torch.zeros(each.shape, dtype=each.dtype)))
-        return None
-    except Exception as error:
-        if any(value.device.type == "meta" for value in module.parameters()):
-            return None if isinstance(error, _VALUES_WANTED) else error
-    try:
-        run_apart(module, call, example)
-        return None
-    except Exception as error:
-        return error
 
 
 def _stand_in(value: Tensor) -> Tensor:
@@ -190,6 +168,8 @@ def examine(module: nn.Module, call: Callable[[nn.Module, Inputs], Any], templat
     path, blocks = block_list(module, blocks_hint(module))
     if blocks is None:
         return Anatomy(path="", num_blocks=0, no_stages="it has no list of blocks that holds most of its parameters.")
+    if shared := _shared(module, list(blocks)):
+        return Anatomy(path="", num_blocks=0, no_stages=f"{shared}, so that its blocks do not stand by themselves.")
     anatomy = Anatomy(path=path, num_blocks=len(list(blocks)))
     sequence = max(1, min(8, template.sequence // 3))  # three times as long is still no longer than a sample
     try:
@@ -198,6 +178,8 @@ def examine(module: nn.Module, call: Callable[[nn.Module, Inputs], Any], templat
                 _trace(module, list(blocks), call, template.shaped(b, s), anatomy)
                 for b, s in ((2, 2 * sequence), (3, 2 * sequence), (2, 3 * sequence))
             ]
+    except _RunAgain as why:  # a block's weights are gathered when it runs: it is no unit if that is not once
+        return Anatomy(path="", num_blocks=0, no_stages=str(why))
     except _NoStages as why:
         anatomy.no_stages = str(why)
         return anatomy
@@ -215,7 +197,24 @@ def examine(module: nn.Module, call: Callable[[nn.Module, Inputs], Any], templat
     return anatomy
 
 
+def _shared(module: nn.Module, blocks: list[nn.Module]) -> str:
+    """A parameter that is in two blocks, or in one and outside of them; empty if there is none."""
+    inside = {id(each) for block in blocks for each in block.modules()}
+    places = [(value, i) for i, block in enumerate(blocks) for value in block.parameters()]
+    places += [(value, -1) for each in module.modules() if id(each) not in inside for value in each.parameters(False)]
+    first: dict[int, int] = {}
+    for value, place in places:
+        if first.setdefault(id(value), place) != place:
+            name = next(name for name, each in module.named_parameters() if each is value)
+            return f"{name} is in more than one place"
+    return ""
+
+
 class _NoStages(Exception):
+    pass
+
+
+class _RunAgain(_NoStages):
     pass
 
 
@@ -236,8 +235,10 @@ def _trace(
     handed: list[Tensor] = []
 
     def before(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if index != len(entered):
-            raise _NoStages(f"block {index} does not run right after block {index - 1}, once.")
+        if index < len(entered):
+            raise _RunAgain(f"block {index} runs more than once.")
+        if index > len(entered):
+            raise _NoStages(f"block {index} does not run right after block {index - 1}.")
         hidden = args[0] if args else next(iter(kwargs.values()), None)
         if not isinstance(hidden, Tensor):
             raise _NoStages(f"block {index} is not handed a tensor first.")
@@ -260,7 +261,7 @@ def _trace(
         output, tensors = run_apart(module, call, inputs)
     if len(entered) != len(blocks):
         raise _NoStages(f"only {len(entered)} of its {len(blocks)} blocks run.")
-    anatomy.no_stages = _dependence(module, anatomy, tensors, left, handed, _floats(output))
+    anatomy.no_stages = _dependence(module, anatomy, tensors, left, handed, floats(output))
     return [tuple(tensor.shape) for tensor in (*entered, left[-1])]
 
 
@@ -279,12 +280,12 @@ def _hooked(blocks: list[nn.Module], before: Any, after: Any) -> Iterator[None]:
             handle.remove()
 
 
-def _floats(output: Any) -> list[Tensor]:
+def floats(output: Any) -> list[Tensor]:
     """The tensors of an output that may carry a gradient."""
     if isinstance(output, Tensor):
         return [output] if output.requires_grad else []
     values = output.values() if isinstance(output, dict) else output if isinstance(output, list | tuple) else ()
-    return [tensor for value in values for tensor in _floats(value)]
+    return [tensor for value in values for tensor in floats(value)]
 
 
 def _dependence(

@@ -9,15 +9,25 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from meshwright.core.errors import MeshwrightError, Problem
-from meshwright.ops.model import Inputs
+from meshwright.models.examine import floats, quiet, run_apart
+from meshwright.ops.model import Inputs, map_inputs
+
+_VALUES_WANTED = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 
 def _refuse(where: str, what: str, fix: str = "") -> MeshwrightError:
@@ -57,7 +67,7 @@ def _weight_problems(module: nn.Module, where: str) -> Iterator[Problem]:
     if not parameters:
         yield Problem(where=where, what="its module has no parameters.")
     for name, value in {**parameters, **dict(module.named_buffers())}.items():
-        if isinstance(value, UninitializedTensorMixin):
+        if isinstance(value, UninitializedParameter | UninitializedBuffer):
             fix = "Run the module once on a sample before you return it."
             yield Problem(where=where, what=f"{name} has no shape yet: its layer is lazy.", fix=fix)
             return
@@ -65,6 +75,10 @@ def _weight_problems(module: nn.Module, where: str) -> Iterator[Problem]:
             fix = "Make the module on the CPU; each rank keeps its own piece only."
             yield Problem(where=where, what=f"{name} is on the meta device and has no values.", fix=fix)
             return  # so are others
+    whole = [name for name, value in parameters.items() if not value.is_floating_point()]
+    if whole:
+        what = f"its parameter {whole[0]} holds {str(parameters[whole[0]].dtype).removeprefix('torch.')}."
+        yield Problem(where=where, what=what, fix="Make it a buffer: only floating-point numbers train.")
     if parameters and not any(value.requires_grad for value in parameters.values()):
         fix = "Leave requires_grad on where it is to train."
         yield Problem(where=where, what="all its parameters are frozen: nothing is left to train.", fix=fix)
@@ -122,6 +136,63 @@ def last_line(error: BaseException) -> str:
     if isinstance(error, SyntaxError):  # says itself where it is
         place = ""
     return f"{type(error).__name__}: {str(error).strip().rstrip('.') or 'no message'}{place}."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """What one forward on the sample inputs shows."""
+
+    failure: Exception | None = None
+    output: Any = None
+    vocab_size: int = 0
+    """Rows of the embedding that the inputs enter; 0: not known."""
+    idle: tuple[str, ...] = ()
+    """Parameters that nothing in the output depends on."""
+
+
+def look(module: nn.Module, call: Callable[[nn.Module, Inputs], Any], example: Inputs) -> Look:
+    """Without values where that is possible: it costs nothing, whatever the size."""
+    try:
+        with quiet(), FakeTensorMode(allow_non_fake_inputs=True):
+            inputs = map_inputs(example, lambda each: torch.zeros(each.shape, dtype=each.dtype))
+            sizes: list[int] = []
+            with _embeddings(module, inputs, sizes):
+                output, tensors = run_apart(module, call, inputs)
+            return Look(output=output, vocab_size=min(sizes, default=0), idle=_idle(module, tensors, floats(output)))
+    except Exception as error:
+        if any(value.device.type == "meta" for value in module.parameters()):
+            return Look(failure=None if isinstance(error, _VALUES_WANTED) else error)
+    try:
+        return Look(output=run_apart(module, call, example)[0])
+    except Exception as error:
+        return Look(failure=error)
+
+
+@contextlib.contextmanager
+def _embeddings(module: nn.Module, inputs: Inputs, sizes: list[int]) -> Iterator[None]:
+    """Notes the size of every embedding that is given an input as it is."""
+    given = inputs if isinstance(inputs, tuple) else (inputs,)
+
+    def note(each: nn.Module, args: tuple[Any, ...]) -> None:
+        if args and any(args[0] is tensor for tensor in given):
+            sizes.append(int(each.num_embeddings))
+
+    tables = [each for each in module.modules() if isinstance(each, nn.Embedding)]
+    handles = [each.register_forward_pre_hook(note) for each in tables]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _idle(module: nn.Module, tensors: Mapping[str, Tensor], outputs: list[Tensor]) -> tuple[str, ...]:
+    names = [name for name, _ in module.named_parameters()]
+    if not outputs:
+        return ()
+    wanted, ones = [tensors[name] for name in names], [torch.ones_like(each) for each in outputs]
+    found = torch.autograd.grad(outputs, wanted, ones, allow_unused=True)
+    return tuple(name for name, gradient in zip(names, found, strict=True) if gradient is None)
 
 
 def transformers_module(folder: str, sequence: int) -> tuple[nn.Module, Inputs]:

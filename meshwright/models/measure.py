@@ -5,7 +5,6 @@ Counts are taken at a few sizes and fitted by polynomials in samples and sequenc
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -285,7 +284,3 @@ def _statistics(modules: list[nn.Module]) -> tuple[Site, ...]:
 def hidden_shape(anatomy: Anatomy, block: int, samples: int, sequence: int) -> tuple[int, ...]:
     dims = anatomy.shapes[block]
     return tuple(one + sample * samples + token * sequence for one, sample, token in dims)
-
-
-def total_elements(shape: tuple[int, ...]) -> int:
-    return math.prod(shape)

@@ -83,7 +83,9 @@ class Build:
             self.canonical[name] = first.setdefault(id(parameter), self.model.public_name(name))
             self.boxes[self.canonical[name]] = Box.whole(tuple(parameter.shape))
             self.cut_axes[self.canonical[name]] = frozenset()
-        holders = Counter(name for part in self.model.parts() for name in {self.canonical[n] for n in self._names(part)})
+        holders = Counter(
+            name for part in self.model.parts() for name in {self.canonical[n] for n in self._names(part)}
+        )
         self.tied = tuple(name for name, count in holders.items() if count > 1)
 
     def at(self, phase: str, change: Callable[[Build], None]) -> None:

@@ -6,7 +6,9 @@ and looked at (models/adapt.py).
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -36,6 +38,8 @@ class Described:
     profile: Profile
     vocab_size: int
     """0: not known, or no tokens."""
+    num_scores: int = 0
+    """Classes that somebody else's module tells apart; 0: not known."""
 
     @property
     def takes(self) -> str:
@@ -64,12 +68,23 @@ def _describe(text: str, sequence: int) -> Described:
         vocab = int(getattr(config, "vocab_size", 0))
     else:
         made, profile = _adapted(section, sequence)
-        vocab = int(getattr(getattr(made.module, "config", None), "vocab_size", 0) or 0)
+        vocab = made.vocab_size or int(getattr(getattr(made.module, "config", None), "vocab_size", 0) or 0)
     if section.freeze or section.train:
         check_patterns(profile, section.freeze, section.train)
-    profile = freeze(profile, _is_frozen(section, config, made if config is None else None))
-    kind = "module" if config is None else config_kind(config)
-    return Described(kind=kind, config=config, profile=profile, vocab_size=vocab)
+    is_frozen = _is_frozen(section, config, made if config is None else None)
+    profile = freeze(profile, is_frozen)
+    if config is not None:
+        return Described(kind=config_kind(config), config=config, profile=profile, vocab_size=vocab)
+    _require_used([name for name in made.idle if not is_frozen(name)], section.title)
+    return Described(kind="module", config=None, profile=profile, vocab_size=vocab, num_scores=made.num_scores)
+
+
+def _require_used(idle: list[str], title: str) -> None:
+    """A parameter without a gradient would be decayed by one plan and waited for by another."""
+    if idle:
+        what = f"its scores do not depend on {', '.join(idle[:4])}{' and others' if idle[4:] else ''}."
+        fix = f"Remove them, or set model.freeze = {json.dumps(idle[:4])}."
+        raise MeshwrightError([Problem(where=f"model {title}", what=what, fix=fix)])
 
 
 def _is_frozen(section: ModelSection, config: Config | None, made: Any) -> Callable[[str], bool]:
@@ -115,6 +130,11 @@ def open_model(section: ModelSection, sequence: int, seed: int) -> Opened:
 
 
 def _adapted(section: ModelSection, sequence: int) -> Any:
+    with contextlib.redirect_stdout(sys.stderr):  # ours is for results, whatever their code prints
+        return _made(section, sequence)
+
+
+def _made(section: ModelSection, sequence: int) -> Any:
     from meshwright.models.adapt import adapt
     from meshwright.models.factory import call_factory, transformers_module
 
@@ -149,6 +169,10 @@ def fitting(described: Described, data: Any) -> None:
     config: Any = described.config
     if data.kind == "tokens" and described.vocab_size:
         problems += data.check_vocabulary(described.vocab_size)
+    num_targets = data.vocab_size if data.kind == "tokens" and described.num_scores else data.num_classes
+    if described.num_scores > 1 and num_targets > described.num_scores:
+        what = f"targets go up to {num_targets - 1}; {name} has scores for {described.num_scores}."
+        problems.append(Problem(where="data", what=what, fix="Give the module's last layer more outputs."))
     if data.kind == "images" and config is not None:
         wanted = (config.channels, config.image_size, config.image_size)
         if tuple(data.sample_shape) != wanted:

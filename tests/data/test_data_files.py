@@ -12,12 +12,12 @@ import pytest
 
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.data import cache, read, source
-from meshwright.data.source import TextData, open_text
+from meshwright.data.source import Data, open_text
 
 TEXT = "to be, or not to be\n" * 4
 
 
-def opened(*patterns: object, **settings: object) -> TextData:
+def opened(*patterns: object, **settings: object) -> Data:
     chosen = {"sequence": 8, "held_out_fraction": 0.2, "seed": 0, **settings}
     return open_text(tuple(map(str, patterns)), **chosen)  # type: ignore[arg-type]
 
@@ -29,7 +29,7 @@ def problems_of(*patterns: object, **settings: object) -> tuple[Problem, ...]:
     return error.value.problems
 
 
-def names(data: TextData) -> list[str]:
+def names(data: Data) -> list[str]:
     return [os.path.basename(file.path) for file in data.files]
 
 

@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.core.errors import MeshwrightError
-from meshwright.data.source import Batch, TextData, open_text
+from meshwright.data.source import Batch, Data, open_text
 from meshwright.data.tokenizer import ByteTokenizer
 
 laws = settings(max_examples=40, deadline=None)
 
 
 @pytest.fixture(scope="module")
-def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, TextData]:
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Data]:
     """One corpus without prompts and one with, both of a few hundred samples."""
     folder = tmp_path_factory.mktemp("corpora")
     (folder / "plain.txt").write_text("".join(f"line {i} says {i * i}\n" for i in range(200)))

@@ -36,9 +36,7 @@ def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 1}
-    return _larger(
-        GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=3, n_head=4, n_positions=32, **off))
-    )
+    return _larger(GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=3, n_head=4, n_positions=32, **off)))
 
 
 def llama() -> nn.Module:
@@ -105,7 +103,8 @@ class Mixer(nn.Module):
         batch, length, _ = x.shape
         normal = self.before(x)
         q, k, v = (
-            linear(normal).view(batch, length, self.num_heads, -1).transpose(1, 2) for linear in (self.q, self.k, self.v)
+            linear(normal).view(batch, length, self.num_heads, -1).transpose(1, 2)
+            for linear in (self.q, self.k, self.v)
         )
         scores = (q * self.scale) @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
         future = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
