@@ -32,7 +32,7 @@ def shard_units(build: Any, axis: str, replicas: list[str], *, reshard: bool) ->
     # The root takes what no unit took: the layers that share a weight.
     wrapped.append(fully_shard(build.model, reshard_after_forward=False, **options))
     # Said outright, because FSDP's own guess fetches one layer too many when microbatches interleave.
-    # What is frozen, with nothing trained before it, has no backward to fetch for; saying nothing lets FSDP guess again.
+    # What is frozen, with nothing trained before it, has no backward to fetch for; silence lets FSDP guess again.
     for before, needed, module in zip([wrapped[0], *wrapped], [False, *goes_back], wrapped, strict=False):
         module.set_modules_to_backward_prefetch([before if needed else module])
     for name in build.boxes:

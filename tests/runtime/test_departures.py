@@ -11,6 +11,7 @@ import torch
 from meshwright.core.plan import Plan
 from meshwright.models.config import PRESETS
 from meshwright.runtime.config import OptimizerConfig
+from meshwright.runtime.model import open_config
 from meshwright.runtime.parity import (
     Session,
     compare,
@@ -21,19 +22,19 @@ from meshwright.runtime.parity import (
 )
 
 CONFIG, OPTIMIZER, BATCH = PRESETS["byte-tiny"], OptimizerConfig(lr=1e-2), 4
-SAMPLES = random_samples(CONFIG, BATCH, 16)
+SAMPLES = random_samples(256, BATCH, 16)
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("reference")
-    write_reference(folder, CONFIG, OPTIMIZER, SAMPLES, 2, seed=0, batch=BATCH)
+    write_reference(folder, open_config(CONFIG, "tiny", 0), OPTIMIZER, SAMPLES, 2, batch=BATCH)
     return folder
 
 
 def session() -> Session:
     plan = Plan(batch=BATCH, microbatch=2)
-    return open_session(plan, CONFIG, OPTIMIZER, seed=0, dtype="float64", device=torch.device("cpu"))
+    return open_session(plan, open_config(CONFIG, "tiny", 0), OPTIMIZER, dtype="float64", device=torch.device("cpu"))
 
 
 def scale_gradient(made: Session, name: str, factor: float) -> None:
