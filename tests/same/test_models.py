@@ -30,8 +30,18 @@ def foreign(function: str, **more: Any) -> dict[str, Any]:
 
 
 IMAGES = {"targets": 10}
+DEEPSEEK = {
+    "num_layers": 3,
+    "num_dense_layers": 1,
+    "num_shared_experts": 1,
+    "router": "sigmoid",
+    "routed_scale": 2.5,
+    "capacity_factor": 1.0,
+    "balance": 0.1,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "moe": {**ours("moe-tiny"), "vocab": 256},
+    "deepseek": {"section": {"name": "moe-tiny", "change": DEEPSEEK}, "vocab": 256},
     "vit": {**ours("vit-digits"), "inputs": [[[1, 8, 8], 0]], **IMAGES},
     "vgg": {**ours("vgg-tiny"), "inputs": [[[1, 8, 8], 0]], **IMAGES},
     "resnet": {**ours("resnet-tiny"), "inputs": [[[1, 16, 16], 0]], **IMAGES},
@@ -83,6 +93,14 @@ def test_a_model_trains_as_on_one_device_or_is_refused(model: str, plan: str, ra
         return
     assert not problems
     answers = ran(chosen, config)
+    assert tiny.departures(answers, tiny.bounds(tiny.EXACT)) == []
+    assert tiny.price_differences(answers) == []
+
+
+@pytest.mark.parametrize("model", ["moe", "deepseek"])
+def test_experts_stay_whole_where_the_sequence_is_split(model: str, ran: Run) -> None:
+    """Balance and capacity are a sequence's own: they must see all of it."""
+    answers = ran(tiny.plan_of(tiny.SEQUENCED, tiny.SHARD3, microbatch=2), MODELS[model])
     assert tiny.departures(answers, tiny.bounds(tiny.EXACT)) == []
     assert tiny.price_differences(answers) == []
 
