@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -97,7 +98,8 @@ def problems_by_name(held: Tensors, shapes: Mapping[str, Shape]) -> Problems:
     for name, shape in shapes.items():
         parts = parts_by_name(name, shape, held.tensors)
         if not parts:
-            problems.append(_missing(held, name))
+            fix = "If transformers loads it under other names, load it in a factory: from_pretrained(FOLDER)."
+            problems.append(replace(_missing(held, name), fix=fix))
         problems += _part_problems(held, parts)
     return tuple(problems)
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.func import functional_call
 
 from meshwright.ops.model import Inputs, map_inputs
@@ -182,6 +183,9 @@ def examine(module: nn.Module, call: Callable[[nn.Module, Inputs], Any], templat
         return Anatomy(path="", num_blocks=0, no_stages=str(why))
     except _NoStages as why:
         anatomy.no_stages = str(why)
+        return anatomy
+    except DataDependentOutputException:
+        anatomy.no_stages = "its forward asks for values, and it is examined without any."
         return anatomy
     except Exception as error:
         anatomy.no_stages = f"it does not run on a sample ({type(error).__name__}: {_first_line(error)})."

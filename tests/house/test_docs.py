@@ -55,7 +55,7 @@ def in_place_of_a_folder(folder: Path) -> list[str]:
     from meshwright.models.config import preset
     from meshwright.models.hf import config_for
 
-    made = config_for(replace(preset("byte-3m"), max_sequence=1 << 16))
+    made = config_for(replace(preset("byte-3m"), num_layers=28, max_sequence=1 << 16))
     (folder / "config.json").write_text(json.dumps(made))
     return [f"model.hf={folder}"]
 
