@@ -6,6 +6,7 @@ are whole; others are dense. An .npz brings the arrays as they are: dense (N, D)
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
@@ -125,12 +126,20 @@ def _read_columns(path: str, label: str) -> _Columns:
     if label not in table.column_names:
         fix = f"{nearest(label, table.column_names)} Set data.label to the column to predict.".lstrip()
         raise MeshwrightError([Problem(where=path, what=f'has no column "{label}".', fix=fix)])
-    problems: list[Problem] = []
+    problems = _shape_problems(path, table)
+    raise_all(problems)
     columns = {name: _column(path, name, table.column(name), problems) for name in table.column_names}
     raise_all(problems)
     labels = columns.pop(label)
     ids = {name: column for name, column in columns.items() if _is_ids(name, column)}
     return _Columns(dense={name: each for name, each in columns.items() if name not in ids}, ids=ids, labels=labels)
+
+
+def _shape_problems(path: str, table: Any) -> list[Problem]:
+    if not table.num_rows:
+        return [Problem(where=path, what="has column names and no rows.", fix="Remove it or fill it.")]
+    twice = [name for name, count in Counter(table.column_names).items() if count > 1]
+    return [Problem(where=path, what=f'has several columns called "{name}".', fix="Rename them.") for name in twice]
 
 
 def _is_ids(name: str, column: Column) -> bool:
@@ -143,6 +152,8 @@ def _is_ids(name: str, column: Column) -> bool:
 def _arrow_table(path: str) -> Any:
     if path.lower().endswith(".parquet"):
         groups = [parquet_row_group(path, group) for group in range(parquet_file(path).num_row_groups)]
+        if not groups:
+            raise MeshwrightError([Problem(where=path, what="has no rows.", fix="Remove it or fill it.")])
         return import_module("pyarrow").concat_tables(groups)
     try:
         csv = import_module("pyarrow.csv")

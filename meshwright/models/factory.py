@@ -218,7 +218,8 @@ def transformers_module(folder: str, sequence: int) -> tuple[nn.Module, Inputs]:
     if getattr(config, "is_encoder_decoder", False):
         what = f"{known.architecture} reads two texts."
         raise _refuse(where, what, "Write a factory that returns a module of the inputs your data has.")
-    return module, torch.zeros(1, max(1, sequence), dtype=torch.int64)
+    longest = int(getattr(config, "max_position_embeddings", 0) or sequence)
+    return module, torch.zeros(1, max(1, min(sequence, longest)), dtype=torch.int64)
 
 
 @contextlib.contextmanager

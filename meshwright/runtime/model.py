@@ -40,9 +40,13 @@ class Described:
     """0: not known, or no tokens."""
     num_scores: int = 0
     """Classes that somebody else's module tells apart; 0: not known."""
+    sample_shape: tuple[int, ...] = ()
+    """Of an image, by that module's sample inputs; empty where they are none."""
 
     @property
     def takes(self) -> str:
+        if self.kind == "module":
+            return "tokens" if self.profile.counts == "tokens" else "images" if self.sample_shape else ""
         return TAKES.get(self.kind, "")
 
 
@@ -76,7 +80,16 @@ def _describe(text: str, sequence: int) -> Described:
     if config is not None:
         return Described(kind=config_kind(config), config=config, profile=profile, vocab_size=vocab)
     _require_used([name for name in made.idle if not is_frozen(name)], section.title)
-    return Described(kind="module", config=None, profile=profile, vocab_size=vocab, num_scores=made.num_scores)
+    example = made.template.example
+    is_image = not isinstance(example, tuple) and example.is_floating_point() and example.ndim == 4
+    return Described(
+        kind="module",
+        config=None,
+        profile=profile,
+        vocab_size=vocab,
+        num_scores=made.num_scores,
+        sample_shape=tuple(example.shape[1:]) if is_image else (),
+    )
 
 
 def _require_used(idle: list[str], title: str) -> None:
@@ -162,41 +175,45 @@ def check_sequence(described: Described, sequence: int) -> list[Problem]:
 def fitting(described: Described, data: Any) -> None:
     """Whether the data is of the kind and size that the model takes; raises all that is wrong."""
     problems: list[Problem] = []
-    name = described.profile.name
+    name, where = described.profile.name, data.files[0].path if data.files else "data"
     if described.takes and data.kind != described.takes:
         what = f"the files hold {data.kind}; {name} learns from {described.takes}."
-        raise MeshwrightError([Problem(where="data", what=what)])
+        raise MeshwrightError([Problem(where=where, what=what)])
     config: Any = described.config
     if data.kind == "tokens" and described.vocab_size:
         problems += data.check_vocabulary(described.vocab_size)
     num_targets = data.vocab_size if data.kind == "tokens" and described.num_scores else data.num_classes
     if described.num_scores > 1 and num_targets > described.num_scores:
         what = f"targets go up to {num_targets - 1}; {name} has scores for {described.num_scores}."
-        problems.append(Problem(where="data", what=what, fix="Give the module's last layer more outputs."))
+        problems.append(Problem(where=where, what=what, fix="Give the module's last layer more outputs."))
+    if data.kind == "images" and described.sample_shape not in ((), tuple(data.sample_shape)):
+        what = f"images are {_by(data.sample_shape)}; the sample inputs of {name} {_by(described.sample_shape)}."
+        fix = "Resize them, or return sample inputs like them from the factory."
+        problems.append(Problem(where=where, what=what, fix=fix))
     if data.kind == "images" and config is not None:
         wanted = (config.channels, config.image_size, config.image_size)
         if tuple(data.sample_shape) != wanted:
             what = f"images are {_by(data.sample_shape)}; {name} takes {_by(wanted)} (channels, height, width)."
             changes = f"{{ channels = {data.sample_shape[0]}, image_size = {data.sample_shape[1]} }}"
-            problems.append(Problem(where="data", what=what, fix=f"Resize them, or set model.change = {changes}."))
+            problems.append(Problem(where=where, what=what, fix=f"Resize them, or set model.change = {changes}."))
         if data.num_classes > config.num_classes:
             what = f"the data has {data.num_classes} classes, {name} {config.num_classes}."
             fix = f"Set model.change.num_classes = {data.num_classes}."
-            problems.append(Problem(where="data", what=what, fix=fix))
+            problems.append(Problem(where=where, what=what, fix=fix))
     if data.kind == "table" and config is not None:
-        problems += _table_problems(config, data.sample_shape, name)
+        problems += _table_problems(config, data.sample_shape, name, where)
     if problems:
         raise MeshwrightError(problems)
 
 
-def _table_problems(config: Any, shape: tuple[int, ...], name: str) -> list[Problem]:
+def _table_problems(config: Any, shape: tuple[int, ...], name: str, where: str) -> list[Problem]:
     dense, columns, *sizes = shape
     if dense != config.num_dense or columns != len(config.tables):
         what = f"has {dense} dense and {columns} id columns; {name} takes {config.num_dense} and {len(config.tables)}."
         fix = f"Set model.change = {{ num_dense = {dense}, tables = {list(sizes)} }}."
-        return [Problem(where="data", what=what, fix=fix)]
+        return [Problem(where=where, what=what, fix=fix)]
     return [
-        Problem(where="data", what=f"id column {i} has ids up to {size - 1}; its table has {rows} rows.")
+        Problem(where=where, what=f"id column {i} has ids up to {size - 1}; its table has {rows} rows.")
         for i, (size, rows) in enumerate(zip(sizes, config.tables, strict=True))
         if size > rows
     ]

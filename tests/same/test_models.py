@@ -116,6 +116,12 @@ def test_batch_statistics_over_time_are_refused() -> None:
     assert f"microbatch = {tiny.BATCH // 2}" in str(problem)
 
 
+def test_an_optimizer_knows_anybodys_blocks(ran: Run) -> None:
+    answers = ran(plan_for("by_hand", "shard"), MODELS["by_hand"], optimizer={"name": "muon", "lr": 1e-2, "clip": 0.5})
+    assert tiny.departures(answers, tiny.bounds(tiny.EXACT)) == []
+    assert tiny.price_differences(answers) == []
+
+
 TUNED: dict[str, dict[str, Any]] = {
     "ours, embedding and first block": {
         "section": {"name": "byte-tiny", "freeze": ["embed.*", "blocks.0.*"]},

@@ -30,7 +30,7 @@ class Muon(Rule):
     def __init__(
         self, config: OptimizerConfig, pieces: list[Piece], build: Build, shapes: Mapping[str, tuple[int, ...]]
     ):
-        blocks = tuple(f"{part.name}." for part in build.model.parts() if part.is_block)
+        blocks = tuple(build.model.public_name(f"{part.name}.") for part in build.model.parts() if part.is_block)
         mine = [piece for piece in pieces if config.is_muons(piece.box.shape, piece.name.startswith(blocks))]
         super().__init__(config, mine, build, shapes)
         self.remember("momentum_buffer")
