@@ -110,7 +110,10 @@ def _probe(made: Parser) -> None:
 
 def _profile(made: Parser) -> None:
     made.add_argument(
-        "model", nargs="?", metavar="M", help="a named model or a Hugging Face folder; without it, a list"
+        "model",
+        nargs="?",
+        metavar="M",
+        help="a named model, a Hugging Face folder or package.module:function; none: a list",
     )
     made.add_argument("-o", "--output", metavar="M.profile.json")
 
@@ -138,7 +141,7 @@ def _data(made: Parser) -> None:
 
 
 def _model_flags(made: Parser) -> None:
-    made.add_argument("--model", metavar="M", help="a named model (`mw profile` lists them), or a Hugging Face folder")
+    made.add_argument("--model", metavar="M", help="a named model, a Hugging Face folder or package.module:function")
     made.add_argument("--cluster", metavar="C", help="8xh100, 64x8xh100, or a .cluster.json")
     made.add_argument("--seq", type=int, metavar="N", help="sequence length (default: at most 4096)")
 

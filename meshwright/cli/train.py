@@ -117,7 +117,9 @@ def close(console: Console, run_file: str, config: RunConfig, prepared: Prepared
         f"open {folder}/measured.trace.json and predicted.trace.json in ui.perfetto.dev": "",
     }
     if summary["checkpoints"] and _can_export(config):
-        ways[f"mw ckpt export {folder} OUT"] = "the weights as a Hugging Face folder"
+        is_theirs = isinstance(config.model.config(), DecoderConfig) or bool(config.model.hf)
+        what = "the weights as a Hugging Face folder" if is_theirs else "the weights as safetensors"
+        ways[f"mw ckpt export {folder} OUT"] = what
     for number, (way, why) in enumerate(ways.items()):
         line = f"{'next:' if not number else '     '} {way}" + (f"   ({why})" if why else "")
         console.print(line, markup=False, soft_wrap=True)

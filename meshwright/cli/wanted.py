@@ -66,8 +66,10 @@ def _tried(problems: list[Problem], read: Callable[[], T]) -> T | None:
 
 
 def section_named(text: str) -> ModelSection:
-    """A named model, or a Hugging Face folder by its path."""
-    return ModelSection(hf=text) if os.path.isdir(text) else ModelSection(name=text)
+    """A named model, a Hugging Face folder by its path, or a factory."""
+    if os.path.isdir(text):
+        return ModelSection(hf=text)
+    return ModelSection(factory=text) if ":" in text else ModelSection(name=text)
 
 
 def _model(arguments: Namespace, run: RunConfig | None) -> Profile:

@@ -95,9 +95,7 @@ class BatchNorm(nn.Module):
             weight, bias = self.weight.to(dtype), self.bias.to(dtype)
             return F.batch_norm(x.to(dtype), mean, variance, weight, bias, False, 0.0, self.epsilon).to(x.dtype)
         if not self.groups:  # torch's own kernels, which know no other ranks
-            out, mean, inverse = torch.native_batch_norm(
-                x, self.weight, self.bias, None, None, True, 0.0, self.epsilon
-            )
+            out, mean, inverse = torch.native_batch_norm(x, self.weight, self.bias, None, None, True, 0.0, self.epsilon)
             self.remember(mean.detach(), inverse.detach().pow(-2) - self.epsilon, x.numel() // x.shape[1])
             return out
         with torch.no_grad():

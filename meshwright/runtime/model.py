@@ -42,6 +42,8 @@ class Described:
     """Classes that somebody else's module tells apart; 0: not known."""
     sample_shape: tuple[int, ...] = ()
     """Of an image, by that module's sample inputs; empty where they are none."""
+    num_inputs: int = 0
+    """Tensors that module is called with; 0: whatever its data gives."""
 
     @property
     def takes(self) -> str:
@@ -89,6 +91,7 @@ def _describe(text: str, sequence: int) -> Described:
         vocab_size=vocab,
         num_scores=made.num_scores,
         sample_shape=tuple(example.shape[1:]) if is_image else (),
+        num_inputs=len(example) if isinstance(example, tuple) else 1,
     )
 
 
@@ -182,6 +185,8 @@ def fitting(described: Described, data: Any) -> None:
     config: Any = described.config
     if data.kind == "tokens" and described.vocab_size:
         problems += data.check_vocabulary(described.vocab_size)
+    if described.num_inputs:
+        problems += _input_problems(described, data.batch(0, 1, 0, 1).inputs, where)
     num_targets = data.vocab_size if data.kind == "tokens" and described.num_scores else data.num_classes
     if described.num_scores > 1 and num_targets > described.num_scores:
         what = f"targets go up to {num_targets - 1}; {name} has scores for {described.num_scores}."
@@ -204,6 +209,16 @@ def fitting(described: Described, data: Any) -> None:
         problems += _table_problems(config, data.sample_shape, name, where)
     if problems:
         raise MeshwrightError(problems)
+
+
+def _input_problems(described: Described, inputs: Any, where: str) -> list[Problem]:
+    num_given, num_taken = len(inputs) if isinstance(inputs, tuple) else 1, described.num_inputs
+    if num_given == num_taken:
+        return []
+    what = f"a sample is {num_given} tensors; {described.profile.name} is called with {num_taken}."
+    packed = 'Documents come with their numbers: set data.packing = "stream", or write'
+    fix = f"{packed if described.takes == 'tokens' else 'Write'} a module that takes {num_given}."
+    return [Problem(where=where, what=what, fix=fix)]
 
 
 def _table_problems(config: Any, shape: tuple[int, ...], name: str, where: str) -> list[Problem]:
