@@ -76,6 +76,25 @@ class Plan:
         return tuple(axis for axis in self.axis_order if self._owner(axis).splits_samples)
 
     @property
+    def loss_axes(self) -> tuple[str, ...]:
+        """Axes whose ranks each have a part of the loss."""
+        owners = {axis: self._owner(axis) for axis in self.axis_order}
+        return tuple(axis for axis, owner in owners.items() if owner.splits_samples or owner.splits_sequence)
+
+    @property
+    def sequence_parts(self) -> int:
+        """Ranks that share every sample out along its sequence."""
+        total = 1
+        for axis in self.axis_order:
+            total *= self.mesh[axis] if self._owner(axis).splits_sequence else 1
+        return total
+
+    @property
+    def replica_axes(self) -> tuple[str, ...]:
+        """Axes over which every parameter's gradient is summed by whoever owns the reduction."""
+        return tuple(axis for axis in self.sample_axes if not self._owner(axis).sums_late)
+
+    @property
     def num_replicas(self) -> int:
         total = 1
         for axis in self.sample_axes:
@@ -134,7 +153,12 @@ class Plan:
 
     def check_sequence(self, sequence: int) -> Problems:
         """What is wrong for samples of this length, for a plan that `check` has nothing against."""
-        return tuple(problem for technique in self.in_phase_order() for problem in technique.check_sequence(sequence))
+        problems: list[Problem] = []
+        for technique in self.in_phase_order():
+            # Whoever splits the sequence is told of all of it, the others of the part they get.
+            asked = sequence if technique.splits_sequence else sequence // self.sequence_parts
+            problems.extend(technique.check_sequence(asked))
+        return tuple(problems)
 
     @property
     def fingerprint(self) -> str:

@@ -33,8 +33,9 @@ class Poly:
         for name in ("one", "b", "bs", "bss"):  # 64 and 64.0 are one number, and must have one fingerprint
             object.__setattr__(self, name, float(getattr(self, name)))
 
-    def __call__(self, b: Any, s: Any) -> Any:
-        return self.one + b * (self.b + s * (self.bs + s * self.bss))
+    def __call__(self, b: Any, s: Any, parts: Any = 1) -> Any:
+        """For one of `parts` equal parts of each sequence, `s` tokens long, whose tokens see all of it."""
+        return self.one + b * (self.b + s * (self.bs + s * parts * self.bss))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +52,8 @@ class Param:
     """`layer.name` of the parameter it shares its storage with."""
     frozen: bool = False
     """Not trained: no gradient, no optimizer state."""
+    shared_out: Literal["", "experts", "rows"] = ""
+    """What dim 0 counts, where ranks with different samples may share it out and send each other what they ask for."""
     used: float = 1.0
     """Share of it that one token multiplies by: of stacked experts, those it is sent to."""
 

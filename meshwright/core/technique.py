@@ -72,6 +72,10 @@ class Technique:
     """Axes with more traffic want closer ranks: the highest is innermost."""
     splits_samples: ClassVar[bool] = False
     """Ranks along its axis see different samples, so gradients are summed over it."""
+    splits_sequence: ClassVar[bool] = False
+    """Ranks along its axis see different parts of every sample, so losses and gradients are summed over it."""
+    sums_late: ClassVar[bool] = False
+    """It sums gradients over its axis itself, once the backward passes are over, of what it does not cut."""
 
     @classmethod
     def options(cls, profile: Profile, cluster: Cluster) -> tuple[Option, ...]:

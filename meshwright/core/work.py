@@ -97,6 +97,8 @@ class Slot:
     copy_of: str = ""
     """The tied parameter whose storage it is, where both live on this rank."""
     frozen: bool = False
+    shared_out: str = ""
+    """As in `Param`."""
 
     @property
     def elements(self) -> Num:
@@ -119,7 +121,8 @@ class Updating(Protocol):
 class Work:
     profile: Profile
     sizes: Mapping[str, Num]
-    """batch, sequence, microbatch, num_microbatches, stage, num_stages, first_block, blocks, every axis, settings."""
+    """batch, sequence (of the one of `sequence_parts` parts of a sample that a rank has), microbatch, num_microbatches,
+    stage, num_stages, first_block, blocks, every axis, settings."""
     optimizer: Updating
     slots: tuple[Slot, ...] = ()
     tasks: tuple[Compute | Collective, ...] = ()
@@ -155,6 +158,14 @@ class Work:
 
     def map_slots(self, change: Callable[[Slot], Slot]) -> Work:
         return replace(self, slots=tuple(change(slot) for slot in self.slots))
+
+    def owing(self, axis: str, origin: str, shared_out: str = "none") -> Work:
+        """All gradients but those of what `axis` shares out are still to be summed over it: `Build.owe_rest`."""
+
+        def slot(item: Slot) -> Slot:
+            return item if item.shared_out == shared_out else replace(item, late=(*item.late, (axis, origin)))
+
+        return self.map_slots(slot)
 
     def repeat_of(self, layer: str) -> Num:
         return next(slot.repeat for slot in self.slots if slot.layer == layer)
@@ -209,7 +220,7 @@ ADAM = EachElement()
 
 def base_work(profile: Profile, sizes: Mapping[str, Num], *, element_bytes: int, optimizer: Updating) -> Work:
     """One device that does it all: the work every plan starts from."""
-    b, s = sizes["microbatch"], sizes["sequence"]
+    counts = sizes["microbatch"], sizes["sequence"], sizes.get("sequence_parts", 1)
     tied = {p.tied.split(".")[0] for layer in profile.layers for p in layer.params if p.tied}
     slots: list[Slot] = []
     tasks: list[Compute | Collective] = []
@@ -230,11 +241,12 @@ def base_work(profile: Profile, sizes: Mapping[str, Num], *, element_bytes: int,
                     inside=param.inside,
                     copy_of=param.tied,
                     frozen=param.frozen,
+                    shared_out=param.shared_out,
                 )
             )
         for op in layer.ops:
-            tasks += _op_tasks(layer, op, b, s, element_bytes)
-            residents += _op_residents(layer, op, b, s, element_bytes)
+            tasks += _op_tasks(layer, op, counts, element_bytes)
+            residents += _op_residents(layer, op, counts, element_bytes)
     return Work(
         profile=profile,
         sizes=sizes,
@@ -246,7 +258,7 @@ def base_work(profile: Profile, sizes: Mapping[str, Num], *, element_bytes: int,
     )
 
 
-def _op_tasks(layer: Layer, op: Op, b: Num, s: Num, element_bytes: int) -> list[Compute]:
+def _op_tasks(layer: Layer, op: Op, counts: tuple[Num, Num, Num], element_bytes: int) -> list[Compute]:
     halves: tuple[tuple[Phase, Poly, Poly], ...] = (
         ("forward", op.flops, op.moved),
         ("backward", op.backward_flops, op.backward_moved),
@@ -258,8 +270,8 @@ def _op_tasks(layer: Layer, op: Op, b: Num, s: Num, element_bytes: int) -> list[
             kind=op.kind,
             phase=phase,
             repeat=layer.repeat,
-            flops=flops(b, s),
-            moved_bytes=moved(b, s) * element_bytes,
+            flops=flops(*counts),
+            moved_bytes=moved(*counts) * element_bytes,
             dtype=op.dtype,
             cut=op.cut,
         )
@@ -268,7 +280,7 @@ def _op_tasks(layer: Layer, op: Op, b: Num, s: Num, element_bytes: int) -> list[
     ]
 
 
-def _op_residents(layer: Layer, op: Op, b: Num, s: Num, element_bytes: int) -> list[Resident]:
+def _op_residents(layer: Layer, op: Op, counts: tuple[Num, Num, Num], element_bytes: int) -> list[Resident]:
     kinds: tuple[tuple[Poly, Category, Life], ...] = (
         (op.saved, "activations", "microbatch"),
         (op.working, "working", "moment"),
@@ -278,7 +290,7 @@ def _op_residents(layer: Layer, op: Op, b: Num, s: Num, element_bytes: int) -> l
             layer=layer.name,
             category=category,
             repeat=layer.repeat,
-            bytes=elements(b, s) * element_bytes,
+            bytes=elements(*counts) * element_bytes,
             life=life,
             cut=op.cut,
             dtype=op.dtype,

@@ -177,6 +177,12 @@ class Build:
         if is_copy:
             self.copies.add(name)
 
+    def owe_rest(self, axis: str) -> None:
+        """Ranks along `axis` see different data: what it does not cut is still to be summed over it."""
+        for name, _ in self.named_parameters():
+            if axis not in self.cut_axes[name]:
+                self.owe(name, self.mesh.group(axis))
+
     def materialise(self, parameters: Iterable[nn.Parameter]) -> None:
         """Allocate and fill the parameters that are still on the meta device."""
         names = {id(parameter): name for name, parameter in self.named_parameters()}

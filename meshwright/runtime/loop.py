@@ -153,7 +153,7 @@ class Loop:
     def _share(self, value: Tensor, every_stage: bool = True) -> Tensor:
         """Ranks with the same samples count once; along the stages, only the last one has a loss at all."""
         mesh, wire = self.build.mesh, self.build.wire
-        other = {*self.build.plan.sample_axes, wire.axis if wire is not None and every_stage else ""}
+        other = {*self.build.plan.loss_axes, wire.axis if wire is not None and every_stage else ""}
         mine = all(mesh.index(axis) == 0 for axis in mesh.sizes if axis not in other)
         return value if mine else torch.zeros_like(value)
 

@@ -210,7 +210,10 @@ def _grid(
     rows = np.array([table[point.stages] for point in points])
     starts, counts, firsts, blocks = (rows[:, :, i] for i in range(4))
     sizes: dict[str, Num] = {name: np.repeat(column, width) for name, column in columns.items()}
-    sizes |= {"batch": batch, "sequence": sequence}
+    parts: Num = 1
+    for dial in present:
+        parts = parts * sizes[dial.kind.axis] if dial.kind.splits_sequence else parts
+    sizes |= {"batch": batch, "sequence": sequence // parts, "sequence_parts": parts}
     if any(len(point.stages) > 1 for point in points):
         sizes |= {"stage": starts.ravel(), "first_block": firsts.ravel(), "blocks": blocks.ravel()}
     else:  # plain numbers: a model that is not cut then costs nothing extra

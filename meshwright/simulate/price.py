@@ -20,7 +20,8 @@ def sizes_of(plan: Plan, profile: Profile, *, sequence: int, stage: int) -> dict
     return {
         **plan.mesh,
         "batch": plan.batch,
-        "sequence": sequence,
+        "sequence": sequence // plan.sequence_parts,
+        "sequence_parts": plan.sequence_parts,
         "microbatch": plan.microbatch,
         "num_microbatches": plan.num_microbatches,
         "stage": stage,

@@ -85,7 +85,7 @@ class Shard(Technique):
     def _wrap(self, build: Any) -> None:
         from meshwright.ops.shard import shard_units
 
-        axes = [axis for axis in build.plan.sample_axes if axis != self.axis]
+        axes = [axis for axis in build.plan.replica_axes if axis != self.axis]
         flags = shard_units(build, self.axis, axes, reshard=self.stage == 3)
         build.reduction_owner = self.name
         stage = self.stage

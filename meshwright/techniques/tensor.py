@@ -165,7 +165,7 @@ class Tensor(Technique):
             head.first_word = first
             head.output.register_forward_pre_hook(lambda _, args: (region.enter(args[0]),))
         if self.sequence:
-            build.sequence_ways = self.size
+            build.sequence_ways *= self.size
 
 
 def _part_of_positions(positions: Any, index: int, x: Any, places: Any) -> Any:
