@@ -127,7 +127,7 @@ def averaging(case: Case, model: nn.Module, backward: Callable[[plain.Parts, flo
 def pipelining(case: Case) -> Step:
     rank, half = dist.get_rank(), case.config.num_layers // NUM_RANKS
     model = plain.decoder(case.config, SEED)
-    model.keep(rank * half, (rank + 1) * half)
+    model.keep(((rank * half, (rank + 1) * half),))
     optimizer = plain.adamw(model.parameters(), RATES)
     num_tokens = float(case.batch * case.sequence)
 

@@ -113,6 +113,23 @@ class Plan:
                 return blocks
         return (profile.num_blocks,)
 
+    def spans_of_stages(self, profile: Profile) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """The runs of blocks, (first, last + 1) each, of every stage."""
+        for technique in self.techniques:
+            if technique.blocks_of_stages(profile.num_blocks) is not None:
+                size = int(technique.size)  # type: ignore[attr-defined]
+                found = [technique.spans_of_stage(profile.num_blocks, stage) for stage in range(size)]
+                return tuple(spans for spans in found if spans is not None)
+        return (((0, profile.num_blocks),),)
+
+    @property
+    def splits_backward(self) -> bool:
+        return any(technique.splits_backward for technique in self.techniques)
+
+    @property
+    def overlaps_steps(self) -> bool:
+        return any(technique.overlaps_steps for technique in self.techniques)
+
     def _owner(self, axis: str) -> Technique:
         return next(t for t in self.techniques if t.axis == axis)
 

@@ -83,14 +83,18 @@ class Site:
 
     `enter`: whole input of a split region; `exit`: its partial output; `loss`: statistics of a split vocabulary.
     `statistics`: of a batch norm, where ranks that see different samples talk, once forward and once backward.
+    `experts`: rows sent to the experts of their choice, where ranks that see different samples share those out.
+    `choices`: of experts by every token of a sequence, where a capacity or a balance asks for all of them.
     A `tail` site comes after everything that backward needs, so recomputation never replays it.
     """
 
-    kind: Literal["enter", "exit", "loss", "statistics"]
+    kind: Literal["enter", "exit", "loss", "statistics", "experts", "choices"]
     elements: Poly
     tail: bool = False
     after: int = -1
     """How many of the layer's parameters are used before it (-1: all): what is not trained sends no gradient back."""
+    at_most: bool = False
+    """Fewer elements where the data decides so."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -27,6 +27,7 @@ PHASES = ("swap", "cut", "split", "block", "compile", "wrap", "optimizer", "step
 """The order in which techniques change a model. Order is correctness: splitting after wrapping would lose the
 reduction over replicas without a sound."""
 
+Exactness = Literal["exact", "rounded", "approximate"]
 EXACTNESS = ("exact", "rounded", "approximate")
 """exact: one device's numbers up to the order of sums; rounded: the same algorithm in fewer bits; approximate:
 another algorithm."""
@@ -65,7 +66,8 @@ class Technique:
 
     name: ClassVar[str]
     phase: ClassVar[str]
-    exactness: ClassVar[Literal["exact", "rounded", "approximate"]] = "exact"
+    exactness: ClassVar[Exactness] = "exact"
+    """With settings as search chooses them; `exactness_with` says it of others, and an instance of its own."""
     axis: ClassVar[str] = ""
     """The mesh axis it owns (its size is the field `size`), if any."""
     closeness: ClassVar[int] = 0
@@ -77,10 +79,29 @@ class Technique:
     sums_late: ClassVar[bool] = False
     """It sums gradients over its axis itself, once the backward passes are over, of what it does not cut."""
 
+    @property
+    def splits_backward(self) -> bool:
+        """Weights' gradients are made apart from their inputs', out of autograd's sight."""
+        return False
+
+    @property
+    def overlaps_steps(self) -> bool:
+        """A step begins before the one before it has been taken everywhere."""
+        return False
+
     @classmethod
     def options(cls, profile: Profile, cluster: Cluster) -> tuple[Option, ...]:
         """What search may try; empty if the technique makes no sense here."""
         return ()
+
+    @classmethod
+    def exactness_with(cls, settings: Mapping[str, Any]) -> Exactness:
+        """How near one device's numbers these settings stay."""
+        return cls.exactness
+
+    def as_exact(self) -> Technique | None:
+        """The same with exact numbers; None where nothing is left of it then."""
+        return self if self.exactness == "exact" else None
 
     def check(self, plan: Plan, profile: Profile, cluster: Cluster | None) -> Problems:
         return ()
@@ -98,6 +119,10 @@ class Technique:
 
     def blocks_of_stages(self, blocks: int) -> tuple[int, ...] | None:
         """How this technique cuts a list of blocks into stages; None if it does not."""
+        return None
+
+    def spans_of_stage(self, blocks: int, stage: int) -> tuple[tuple[int, int], ...] | None:
+        """The runs of blocks, (first, last + 1) each, that the stage has; None if it does not cut."""
         return None
 
     def number(self, work: Work, field: str) -> Num:

@@ -19,8 +19,10 @@ from meshwright.core.profile import Cut, Layer, Op, Poly, Profile
 Num = Any
 """An int or float, or a NumPy array of them with one entry per candidate."""
 
-Phase = Literal["forward", "recompute", "backward", "step"]
-Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
+Phase = Literal["forward", "recompute", "backward", "weight", "step"]
+"""`weight`: the half of backward that makes weights' gradients, where a schedule takes it apart."""
+Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "ring"]
+"""send: to the next stage; ring: from each rank of an axis to the next, all at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +58,8 @@ class Collective:
     """Runs beside compute: only what compute cannot cover costs time."""
     tail: bool = False
     cut: Cut = "none"
+    at_most: bool = False
+    """Fewer bytes go where the data decides so."""
 
 
 Category = Literal["parameters", "gradients", "optimizer", "gathered", "activations", "working", "buffers", "reserved"]
@@ -74,6 +78,8 @@ class Resident:
     cut: Cut = "none"
     dtype: str = "fp32"
     origin: str = ""
+    shared_out: str = ""
+    """As in `Param`: whose copy it is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,6 +155,10 @@ class Work:
 
     def with_facts(self, **facts: Any) -> Work:
         return replace(self, facts={**self.facts, **facts})
+
+    def forbid(self, which: Num) -> Work:
+        """`check` will object to these candidates: search need not look at them."""
+        return self.with_facts(forbidden=self.facts.get("forbidden", False) | which)
 
     def map_tasks(self, change: Callable[[Any], Any]) -> Work:
         return replace(self, tasks=tuple(change(task) for task in self.tasks))
@@ -352,6 +362,10 @@ def settle(work: Work) -> Work:
             ("optimizer", state_bytes),
         ):
             residents.append(Resident(category=category, bytes=size, **common))  # type: ignore[arg-type]
+        older_bytes: Num = 0
+        if "older_versions" in work.facts:
+            older_bytes = work.facts["older_versions"] * stored * slot.element_bytes
+            residents.append(Resident(category="buffers", bytes=older_bytes, **common))
         tasks.append(
             Compute(
                 layer=slot.layer,
@@ -359,8 +373,9 @@ def settle(work: Work) -> Work:
                 kind="memory",
                 phase="step",
                 repeat=slot.repeat,
-                # read gradient for the norm; read gradient, read and write parameter and state for the update
-                moved_bytes=stored * 4 * slot.element_bytes + 2 * state_bytes,
+                # read gradient for the norm; read gradient, read and write parameter and state for the update; an older
+                # version is read and written
+                moved_bytes=stored * 4 * slot.element_bytes + 2 * state_bytes + 2 * older_bytes,
             )
         )
     return work.with_tasks(*tasks).with_residents(*residents)

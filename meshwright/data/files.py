@@ -107,7 +107,7 @@ def _files_below(folder: str, problems: list[Problem]) -> list[str]:
     if not files:
         what = f"the folder holds no {', '.join((*SUFFIXES, *_OTHER_SUFFIXES))} file."
         fix = 'Name the files with a pattern, such as "folder/**/*.log".'
-        if not os.access(folder, os.R_OK | os.X_OK):
+        if not os.access(folder, os.R_OK | os.X_OK, effective_ids=True):
             what, fix = "the folder cannot be read: permission denied.", ""
         problems.append(Problem(where=folder, what=what, fix=fix))
     return sorted(files)

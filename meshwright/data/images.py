@@ -91,11 +91,12 @@ def _source(kept: Kept, file: SourceFile) -> ImageSource:
 
 
 def is_image_folder(path: str) -> bool:
-    """Whether some sub-folder holds an image."""
-    if not os.path.isdir(path):
+    """Whether some sub-folder holds an image. What may not be read is not one, and is told by whoever reads it."""
+    if not os.path.isdir(path) or not os.access(path, os.R_OK | os.X_OK, effective_ids=True):
         return False
-    folders = (entry.path for entry in os.scandir(path) if entry.is_dir())
-    return any(entry.name.lower().endswith(SUFFIXES) for folder in folders for entry in os.scandir(folder))
+    folders = [entry.path for entry in os.scandir(path) if entry.is_dir()]
+    readable = [folder for folder in folders if os.access(folder, os.R_OK | os.X_OK, effective_ids=True)]
+    return any(entry.name.lower().endswith(SUFFIXES) for folder in readable for entry in os.scandir(folder))
 
 
 def _list(folder: str) -> list[tuple[str, str, int, int]]:

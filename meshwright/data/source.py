@@ -21,7 +21,7 @@ from meshwright.data.images import is_image_folder, open_image_folder, open_npz_
 from meshwright.data.joined import join_sources
 from meshwright.data.megatron import open_megatron
 from meshwright.data.opened import Data, Source
-from meshwright.data.read import Tokens, raise_all, read_files
+from meshwright.data.read import Tokens, raise_all, read_files, unreadable
 from meshwright.data.records import TextKeys
 from meshwright.data.split import split_samples
 from meshwright.data.stream import MixedStream, SplitStream, Stream, part_seed
@@ -163,6 +163,8 @@ class _Opener:
                 sources.append(opener(file, self.cache, self.section))
             except MeshwrightError as error:
                 self.problems.extend(error.problems)
+            except OSError as error:
+                self.problems.append(unreadable(str(error.filename or getattr(file, "path", file)), error))
         return join_sources(sources, self.problems) if sources else None
 
     def _text(self, files: tuple[SourceFile, ...]) -> Source | None:

@@ -7,7 +7,9 @@ Parameters that only other stages need are hollow: zeros of the right shape with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from meshwright.models.measure import ENDS, end_names, hidden_shape, profile_of_
 from meshwright.models.regions import Found, find_regions, plan_roles, set_counts
 from meshwright.ops.batch_norm import BatchNorm
 from meshwright.ops.loss import token_loss
-from meshwright.ops.model import Inputs, Inside, Model, Part
+from meshwright.ops.model import Inputs, Inside, Model, Part, Spans, is_within
 
 Loss = Callable[[Any, Tensor], Tensor]
 """(the module's output, targets) -> one value for each target."""
@@ -88,7 +90,9 @@ class Adapted(Model):
         self.module = module
         self.anatomy, self.found, self.template, self.loss = anatomy, regions, template, loss
         self.received: Tensor | None = None
-        self.first, self.last = 0, anatomy.num_blocks
+        self.spans: Spans = ((0, anatomy.num_blocks),)
+        self.aside: dict[int, _StandIn] = {}
+        """For blocks that are here, while others have their turn."""
         self.ends_here = tuple(tuple(names) for names in end_names(module, anatomy))
         self.right: Tensor | None = None
         self.hollow: list[tuple[nn.Module, str, torch.Size]] = []
@@ -107,7 +111,7 @@ class Adapted(Model):
         self.received = received
         device = (inputs[0] if isinstance(inputs, tuple) else inputs).device
         try:
-            with self.casting(device):
+            with self.casting(device), self._turn():
                 output = run_module(self.module, inputs)
         except _Handed as stop:
             return stop.hidden.to(self.parameter_dtype())
@@ -163,53 +167,69 @@ class Adapted(Model):
             yield Part(name=ENDS[0], kind=ENDS[0], module=None, own=before)
         if self.anatomy.num_blocks:
             children = list(self._list().named_children())
-            for name, block in children[self.first : self.last]:
+            for name, block in (children[at] for span in self.spans for at in range(*span)):
                 yield Part(name=f"{prefix}{name}", kind="", module=block, is_block=True)
         if after:
             yield Part(name=ENDS[1], kind=ENDS[1], module=None, own=after)
 
-    def keep(self, first: int, last: int) -> None:
+    def keep(self, spans: Spans) -> None:
         children = list(self._list().named_children())
         before, after = self.ends_here
         for index, (name, block) in enumerate(children):
-            if index < first:
-                is_door = index == first - 1
-                setattr(self._list(), name, _StandIn(block, self._enter if is_door else self._pass_on))
-            elif index >= last:
-                setattr(self._list(), name, _StandIn(block, self._leave))
-        kept = {*(before if first == 0 else ()), *(after if last == len(children) else ())}
+            stand_in = _StandIn(block, functools.partial(self._stand_in, index))
+            if not is_within(spans, index):
+                setattr(self._list(), name, stand_in)
+            elif len(spans) > 1:
+                self.aside[index] = stand_in
+        self.spans = spans
+        self.ends_here = (
+            before if is_within(spans, 0) else (),
+            after if is_within(spans, len(children) - 1) else (),
+        )
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
-        shared = {id(parameters[name]) for name in kept}
+        shared = {id(parameters[name]) for names in self.ends_here for name in names}
         gone = {id(parameters[name]) for name in (*before, *after)} - shared
         self.hollow += [_hollow(self.module, name) for name, value in parameters.items() if id(value) in gone]
-        self.first, self.last = first, last
-        self.ends_here = (before if first == 0 else (), after if last == len(children) else ())
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Blocks whose turn it is not stand aside, so that nobody who watches them thinks they ran."""
+        if not self.aside:
+            yield
+            return
+        modules = self._list()._modules
+        names = list(modules)
+        resting = {names[at]: modules[names[at]] for at in self.aside if not self.runs(at)}
+        modules.update({names[at]: stand_in for at, stand_in in self.aside.items() if not self.runs(at)})
+        try:
+            yield
+        finally:
+            modules.update(resting)
+
+    def _stand_in(self, index: int, hidden: Tensor) -> Any:
+        first, last = self.span or self.spans[0]
+        if index >= last:
+            raise _Handed(hidden)
+        if index < first - 1:  # whatever this is, the last one before the span hands in what was received
+            return self._structured(hidden)
+        assert self.received is not None, "a later stage is given what the stage before it made"
+        return self._structured(self.received)
 
     def _structured(self, hidden: Tensor) -> Any:
         length = self.anatomy.returns_tuple
         return (hidden, *(None,) * (length - 1)) if length else hidden
 
-    def _pass_on(self, hidden: Tensor) -> Any:
-        return self._structured(hidden)
-
-    def _enter(self, hidden: Tensor) -> Any:
-        assert self.received is not None, "a later stage is given what the stage before it made"
-        return self._structured(self.received)
-
-    def _leave(self, hidden: Tensor) -> Any:
-        raise _Handed(hidden)
-
     def regions(self) -> Iterable[Inside]:
         if not self.anatomy.num_blocks:
             return
         for index, block in enumerate(self._list().children()):
-            for found in self.found.get(index, ()) if self.first <= index < self.last else ():
+            for found in self.found.get(index, ()) if is_within(self.spans, index) else ():
                 columns = tuple(block.get_submodule(name) for name in found.columns)
                 yield Inside(entries=columns, row=block.get_submodule(found.row))
 
     def set_split(self, index: int, ways: int) -> None:
         for number, block in enumerate(self._list().children()):
-            for found in self.found.get(number, ()) if self.first <= number < self.last else ():
+            for found in self.found.get(number, ()) if is_within(self.spans, number) else ():
                 set_counts(block, found.counts, ways)
                 for name in found.columns:
                     column = block.get_submodule(name)

@@ -103,17 +103,29 @@ def plain_mlp(config: DecoderConfig) -> Mlp:
     return tuple(params), tuple(ops)
 
 
+def _sent_by_a_token(config: DecoderConfig) -> float:
+    """Choices beyond the capacity of their expert go nowhere; how many find room depends on the router."""
+    return config.experts_per_token * min(1.0, config.capacity_factor or 1.0)
+
+
+def _sent_to_experts(config: DecoderConfig, after: int) -> Site:
+    """Every choice, or as many as find room; an expert's room in a sequence is a whole number, rounded up."""
+    d, factor = config.hidden_size, config.capacity_factor
+    rounded = config.num_experts if 0 < factor < 1 else 0
+    elements = Poly(bs=_sent_by_a_token(config) * d, b=rounded * d)
+    return Site(kind="experts", elements=elements, after=after, at_most=factor > 0)
+
+
 def _experts(config: DecoderConfig) -> Mlp:
     d, f, count, k = config.hidden_size, config.expert_ffn_size, config.num_experts, config.experts_per_token
     used = k / count
     params = [
         Param(name="mlp.router.weight", shape=(count, d), inside=True),
-        Param(name="mlp.experts.gate", shape=(count, f, d), cut=1, units=f, used=used),
-        Param(name="mlp.experts.up", shape=(count, f, d), cut=1, units=f, used=used),
-        Param(name="mlp.experts.down", shape=(count, d, f), cut=2, units=f, used=used),
+        Param(name="mlp.experts.gate", shape=(count, f, d), cut=1, units=f, shared_out="experts", used=used),
+        Param(name="mlp.experts.up", shape=(count, f, d), cut=1, units=f, shared_out="experts", used=used),
+        Param(name="mlp.experts.down", shape=(count, d, f), cut=2, units=f, shared_out="experts", used=used),
     ]
-    # Choices beyond the capacity of their expert go nowhere; how many find room depends on the router.
-    sent = k * min(1.0, config.capacity_factor or 1.0)
+    sent = _sent_by_a_token(config)
     scores = count if config.balance or config.router == "sigmoid" else 0
     ops = [
         Op(name="mlp.input", kind="memory", saved=Poly(bs=d), cut="none"),
@@ -158,6 +170,17 @@ def block_layer(config: DecoderConfig, name: str, repeat: int, mlp: Mlp, is_caus
     add = memory("residual", 3.0 * d, 0.0, "sequence")
     first, second = _norm_params(config, "attention_norm"), _norm_params(config, "mlp_norm")
     middle = len(first) + len(attention_params)
+    before_mlp = middle + len(second)
+    sites = [
+        Site(kind="enter", elements=Poly(bs=d), after=len(first)),
+        Site(kind="exit", elements=Poly(bs=d), after=middle),
+        Site(kind="enter", elements=Poly(bs=d), after=before_mlp),
+        Site(kind="exit", elements=Poly(bs=d), tail=True),
+    ]
+    if any(param.shared_out == "experts" for param in mlp_params):
+        sites.append(_sent_to_experts(config, before_mlp))
+        if config.capacity_factor or config.balance:
+            sites.append(Site(kind="choices", elements=Poly(bs=config.experts_per_token), after=before_mlp))
     return Layer(
         name=name,
         repeat=repeat,
@@ -170,12 +193,7 @@ def block_layer(config: DecoderConfig, name: str, repeat: int, mlp: Mlp, is_caus
             *mlp_ops,
             add,
         ),
-        sites=(
-            Site(kind="enter", elements=Poly(bs=d), after=len(first)),
-            Site(kind="exit", elements=Poly(bs=d), after=middle),
-            Site(kind="enter", elements=Poly(bs=d), after=middle + len(second)),
-            Site(kind="exit", elements=Poly(bs=d), tail=True),
-        ),
+        sites=tuple(sites),
         boundary=Poly(bs=d),
         is_block=True,
     )

@@ -41,7 +41,9 @@ def _tables(config: DLRMConfig) -> Layer:
         backward_moved=Poly(one=3.0 * sum(config.tables) * d, bs=3.0 * vectors),
         saved=Poly(bs=2.0 * count),  # ids are int64
     )
-    params = tuple(Param(name=f"tables.{i}.weight", shape=(rows, d)) for i, rows in enumerate(config.tables))
+    params = tuple(
+        Param(name=f"tables.{i}.weight", shape=(rows, d), shared_out="rows") for i, rows in enumerate(config.tables)
+    )
     return Layer(name="tables", params=params, ops=(lookup,), boundary=Poly(bs=vectors))
 
 
@@ -79,7 +81,7 @@ def dlrm_profile(config: DLRMConfig, name: str) -> Profile:
         counts="samples",
         stream="parameters",
         uncut={
-            "inside": "its linears are small, and its tables are not cut yet.",
+            "inside": "its linears are small; its tables can be shared out by rows.",
             "sequence": NO_SEQUENCE,
             "stages": "its features and tables meet in one product: there are no blocks in a row.",
             "loss": NO_PIECES,

@@ -3,7 +3,8 @@
 It knows nothing of parallelism. Three facts let techniques cut it: it is a list of layers (`embed`, `blocks`, `head`)
 any of which may be absent, so a stage is the same class with fewer layers and the same parameter names; a block has two
 regions (`attention`, `mlp`) whose weights may be split; and the head turns hidden states into a loss through two
-replaceable steps (`score`, `token_loss`).
+replaceable steps (`score`, `token_loss`). All but attention looks at one token at a time, so a rank may have only some
+tokens of each sequence (`own_tokens`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from meshwright.models.layers import (
 )
 from meshwright.models.moe import LossScale, MoE
 from meshwright.ops.loss import token_loss
-from meshwright.ops.model import Inputs, Inside, Model, Part
+from meshwright.ops.model import Inputs, Inside, Model, Part, Spans, is_within
 
 
 class Embed(nn.Module):
@@ -79,6 +80,7 @@ class Decoder(Model):
         super().__init__()
         self.config = config
         self.scale = LossScale()
+        self.mask: Callable[[int, int, Tensor | None, torch.device], Tensor | None] = attention_mask
         self.embed: Embed | None = Embed(config)
         self.blocks = nn.ModuleDict({str(i): Block(config, self._mlp(i)) for i in range(config.num_layers)})
         self.head: Head | None = Head(config)
@@ -106,21 +108,29 @@ class Decoder(Model):
             places = torch.arange(tokens.shape[1], device=tokens.device)
         else:
             places = places_in_documents(documents)
-        x = received if self.embed is None else self.embed(tokens, places)
-        assert x is not None, "a later stage is given what the stage before it made"
+        mask = self.mask(tokens.shape[1], self.config.sliding_window, documents, tokens.device)
+        places = self.own_tokens(places, -1)
+        x = received
+        if x is None:
+            assert self.embed is not None, "a later stage is given what the stage before it made"
+            x = self.embed(self.own_tokens(tokens, 1), places)
         cosine, sine = rope_table(self.config, places, x) if self.config.positions == "rope" else (None, None)
-        mask = attention_mask(tokens.shape[1], self.config.sliding_window, documents, x.device)
-        for block in self.blocks.values():
-            x = block(x, cosine, sine, mask)
-        return x if self.head is None else self.head(x, targets, weights)
+        for name, block in self.blocks.items():
+            if self.runs(int(name)):
+                x = block(x, cosine, sine, mask)
+        if self.head is None or not self.runs(self.config.num_layers - 1):
+            return x
+        if targets is None or weights is None:
+            return self.head(x)
+        return self.head(x, self.own_tokens(targets, 1), self.own_tokens(weights, 1))
 
-    def keep(self, first: int, last: int) -> None:
+    def keep(self, spans: Spans) -> None:
         for name in list(self.blocks):
-            if not first <= int(name) < last:
+            if not is_within(spans, int(name)):
                 del self.blocks[name]
-        if first > 0:
+        if not is_within(spans, 0):
             self.embed = None
-        if last < self.config.num_layers:
+        if not is_within(spans, self.config.num_layers - 1):
             self.head = None
 
     def parts(self) -> Iterable[Part]:

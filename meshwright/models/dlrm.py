@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.models.config import DLRMConfig
-from meshwright.ops.model import Inputs, Model, Part
+from meshwright.ops.model import Inputs, Model, Part, Spans
 
 
 class MLP(nn.Module):
@@ -36,8 +36,11 @@ class Tables(nn.Module):
 
     def forward(self, ids: Tensor, dense: Tensor) -> Tensor:
         """(samples, tables) and the dense vector -> (samples, tables + 1, embedding)."""
-        found = [table(ids[:, place]) for place, table in enumerate(self.tables)]
-        return torch.stack([dense, *(each.to(dense.dtype) for each in found)], dim=1)
+        return torch.stack([dense, *self.look_up(ids, dense.dtype)], dim=1)
+
+    def look_up(self, ids: Tensor, dtype: torch.dtype) -> Sequence[Tensor]:
+        """Of every table the vectors of all samples; whoever shares the tables out puts another in its place."""
+        return [table(ids[:, place]).to(dtype) for place, table in enumerate(self.tables)]
 
 
 class DLRM(Model):
@@ -72,7 +75,7 @@ class DLRM(Model):
         each = F.binary_cross_entropy_with_logits(logits, targets.to(logits.dtype), reduction="none")
         return (each * weights).sum()
 
-    def keep(self, first: int, last: int) -> None:
+    def keep(self, spans: Spans) -> None:
         """There is one stage only."""
 
     def parts(self) -> Iterable[Part]:

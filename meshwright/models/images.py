@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from meshwright.ops.batch_norm import BatchNorm
 from meshwright.ops.loss import token_loss
-from meshwright.ops.model import Inputs, Model, Part
+from meshwright.ops.model import Inputs, Model, Part, Spans, is_within
 
 
 class ImageModel(Model):
@@ -44,12 +44,15 @@ class ImageModel(Model):
     ) -> Tensor:
         assert isinstance(inputs, Tensor)
         with self.casting(inputs.device):
-            x = received if self.stem is None else self.stem(_laid_out(inputs))
-            assert x is not None, "a later stage is given what the stage before it made"
+            x = received
+            if x is None:
+                assert self.stem is not None, "a later stage is given what the stage before it made"
+                x = self.stem(_laid_out(inputs))
             x = _laid_out(x)
-            for block in self.blocks.values():
-                x = block(x)
-            if self.head is None:
+            for name, block in self.blocks.items():
+                if self.runs(int(name)):
+                    x = block(x)
+            if self.head is None or not self.runs(self.num_blocks - 1):
                 return x.to(inputs.dtype)
             logits = self.head(x)
         if targets is None or weights is None:
@@ -68,13 +71,13 @@ class ImageModel(Model):
         device = next(self.parameters()).device
         return torch.zeros((), dtype=torch.float64, device=device) if hits is None else hits
 
-    def keep(self, first: int, last: int) -> None:
+    def keep(self, spans: Spans) -> None:
         for name in list(self.blocks):
-            if not first <= int(name) < last:
+            if not is_within(spans, int(name)):
                 del self.blocks[name]
-        if first > 0:
+        if not is_within(spans, 0):
             self.stem = None
-        if last < self.num_blocks:
+        if not is_within(spans, self.num_blocks - 1):
             self.head = None
 
     def parts(self) -> Iterable[Part]:

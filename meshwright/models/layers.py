@@ -151,16 +151,19 @@ class Attention(nn.Module):
         value = self.heads(x, self.value, None)
         if cosine is not None and sine is not None:
             query, key = Rotate.apply(query, cosine, sine), Rotate.apply(key, cosine, sine)
+        return self.output(self.attend(query, key, value, mask).transpose(1, 2).flatten(2))
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """What each token makes of the values it may see; all (batch, heads, sequence, head)."""
         grouped = query.shape[1] != key.shape[1]
         if grouped and query.is_cuda and (query.dtype == torch.float32 or mask is not None):
             # The one fused kernel left knows no groups; without it scores are sequence x sequence in memory.
             times = query.shape[1] // key.shape[1]
             key, value, grouped = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1), False
         is_causal = self.is_causal and mask is None
-        mixed = F.scaled_dot_product_attention(
+        return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=is_causal, enable_gqa=grouped
         )
-        return self.output(mixed.transpose(1, 2).flatten(2))
 
 
 class SwiGLU(nn.Module):

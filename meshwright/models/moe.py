@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,15 @@ from torch import Tensor, nn
 
 from meshwright.models.config import DecoderConfig
 from meshwright.models.layers import SwiGLU
-from meshwright.ops.experts import PreciseLinear, attach_loss, balancing_loss, through_experts, within_capacity
+from meshwright.ops.experts import (
+    PreciseLinear,
+    Sends,
+    attach_loss,
+    balancing_loss,
+    through_experts,
+    within_capacity,
+)
+from meshwright.ops.model import every_token
 
 
 @dataclass
@@ -40,9 +49,10 @@ class Router(nn.Module):
         return scores.softmax(-1) if self.kind == "softmax" else scores / scores.sum(-1, keepdim=True)
 
 
-class Experts(nn.Module):
+class Experts(Sends):
     def __init__(self, config: DecoderConfig):
         super().__init__()
+        self.num_experts = config.num_experts
         experts, d, f = config.num_experts, config.hidden_size, config.expert_ffn_size
         self.gate = nn.Parameter(torch.empty(experts, f, d))
         self.up = nn.Parameter(torch.empty(experts, f, d))
@@ -51,7 +61,13 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, chosen: Tensor, share: Tensor, kept: Tensor | None) -> Tensor:
         flat = None if kept is None else kept.flatten(0, 1)
         out = through_experts(
-            x.flatten(0, 1), chosen.flatten(0, 1), share.flatten(0, 1), flat, self.gate, self.up, self.down
+            x.flatten(0, 1),
+            chosen.flatten(0, 1),
+            share.flatten(0, 1),
+            flat,
+            (self.gate, self.up, self.down),
+            self.num_experts,
+            self.send,
         )
         return out.view_as(x)
 
@@ -65,6 +81,9 @@ class MoE(nn.Module):
         size = config.num_shared_experts * config.expert_ffn_size
         self.shared = SwiGLU(config.hidden_size, size) if size else None
         self.exit = nn.Identity()
+        self.own_tokens: Callable[[Tensor, int], Tensor] = every_token
+        self.all_choices: Callable[[Tensor], Tensor] = lambda chosen: chosen
+        """Of the whole sequences: capacity and balance are a sequence's, of which this rank may have a part only."""
 
     @property
     def row(self) -> nn.Module:
@@ -73,13 +92,15 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         chosen, share, scores = self.router(x)
+        adds_loss = bool(self.balance) and torch.is_grad_enabled()
+        all_chosen = self.all_choices(chosen) if self.capacity_factor or adds_loss else chosen
         kept = None
         if self.capacity_factor:
-            kept = within_capacity(chosen, scores.shape[-1], self.capacity_factor)
+            kept = self.own_tokens(within_capacity(all_chosen, scores.shape[-1], self.capacity_factor), 1)
         out = self.experts(x, chosen, share, kept)
         if self.shared is not None:
             out = out + self.shared(x)
-        if self.balance and torch.is_grad_enabled():
-            loss = self.balance * balancing_loss(chosen, self.router.chances(scores))
+        if adds_loss:
+            loss = self.balance * balancing_loss(all_chosen, self.router.chances(scores))
             out = attach_loss(out, loss, self.scale)
         return self.exit(out)

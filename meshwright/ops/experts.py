@@ -7,11 +7,28 @@ token is padded, none is dropped unless a capacity says so.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+
+Back = Callable[[Tensor], Tensor]
+Send = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Back]]
+"""(rows sorted by expert, how many each expert is sent) -> the rows of the experts here, sorted by expert, how many
+each of those has, and the way back for what becomes of the rows."""
+
+
+def stay(rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Back]:
+    """All experts are here."""
+    return rows, counts, lambda out: out
+
+
+class Sends(nn.Module):
+    """Holds experts. Where others hold some of them, `send` is what reaches those."""
+
+    send: Send = staticmethod(stay)
 
 
 class PreciseLinear(torch.autograd.Function):
@@ -144,32 +161,42 @@ def within_capacity(chosen: Tensor, num_experts: int, factor: float) -> Tensor:
 
 
 def balancing_loss(chosen: Tensor, chances: Tensor) -> Tensor:
-    """Over sequences, length x E x sum over experts of (share of the choices) x (mean chance); 1 x length if even."""
+    """Over sequences, length x E x sum over experts of (share of the choices) x (mean chance); 1 x length if even.
+
+    `chances` of some of the tokens only: their part of it.
+    """
     samples, sequence, k = chosen.shape
     experts = chances.shape[-1]
     flat = chosen.flatten(1)
     counts = chances.new_zeros(samples, experts).scatter_add_(1, flat, torch.ones_like(flat, dtype=chances.dtype))
-    return (counts / (sequence * k) * chances.mean(1)).sum() * (experts * sequence)
+    return (counts / (sequence * k) * chances.sum(1)).sum() * experts
 
 
 @torch.compiler.disable
 def through_experts(
-    x: Tensor, chosen: Tensor, share: Tensor, kept: Tensor | None, gate: Tensor, up: Tensor, down: Tensor
+    x: Tensor,
+    chosen: Tensor,
+    share: Tensor,
+    kept: Tensor | None,
+    weights: tuple[Tensor, Tensor, Tensor],
+    num_experts: int,
+    send: Send = stay,
 ) -> Tensor:
-    """Sum over a token's experts of share x expert(token). x (tokens, d); chosen and share (tokens, k)."""
+    """Sum over a token's experts of share x expert(token). x (tokens, d); chosen and share (tokens, k).
+
+    `weights`: gate, up and down of the experts that `send` leaves here.
+    """
     k = chosen.shape[1]
     experts, order = chosen.flatten().sort(stable=True)
     if kept is not None:
         found = kept.flatten()[order]
         experts, order = experts[found], order[found]
-    counts = torch.bincount(experts, minlength=gate.shape[0])
     token = order // k
-    rows = x.index_select(0, token)
+    rows, counts, back = send(x.index_select(0, token), torch.bincount(experts, minlength=num_experts))
     dtype = x.dtype
-    inner = Gated.apply(
-        GroupedLinear.apply(rows, gate.to(dtype), counts), GroupedLinear.apply(rows, up.to(dtype), counts)
-    )
-    out = GroupedLinear.apply(inner, down.to(dtype), counts)
+    gate, up, down = (weight.to(dtype) for weight in weights)
+    inner = Gated.apply(GroupedLinear.apply(rows, gate, counts), GroupedLinear.apply(rows, up, counts))
+    out = back(GroupedLinear.apply(inner, down, counts))
     return Combine.apply(out, share.flatten().index_select(0, order).to(dtype), token, x.shape[0])
 
 

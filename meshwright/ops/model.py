@@ -18,6 +18,9 @@ from torch import Tensor, nn
 Inputs: TypeAlias = Tensor | tuple[Tensor, ...]
 """A microbatch: one tensor or several, samples along dim 0 of each."""
 
+Spans: TypeAlias = tuple[tuple[int, int], ...]
+"""Runs of blocks by number: (first, last + 1) each, in the order of the model."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
@@ -43,6 +46,11 @@ class Inside:
     row: Any
 
 
+def every_token(x: Tensor, dim: int) -> Tensor:
+    """This rank has them all."""
+    return x
+
+
 class Model(nn.Module):
     """A list of layers, any of which may be absent, so that a stage is the same class with the same names."""
 
@@ -50,6 +58,10 @@ class Model(nn.Module):
     compute_dtype: torch.dtype | None = None
     """Of activations; None: the weights' own."""
     statistics_groups: tuple[dist.ProcessGroup, ...] = ()
+    span: tuple[int, int] | None = None
+    """Of the blocks here those, first to last - 1, that the next forward runs; None: all."""
+    own_tokens: Callable[[Tensor, int], Tensor] = staticmethod(every_token)
+    """Those of whole sequences (along a dim) that this rank has."""
     loss_scale: float = 1.0
     """What the loss is about to be multiplied by; losses that arise inside of layers need it. Set before each step."""
 
@@ -57,10 +69,13 @@ class Model(nn.Module):
         """The layers here, in order."""
         raise NotImplementedError
 
-    def keep(self, first: int, last: int) -> None:
-        """Become the stage of blocks first..last-1, with what comes before the first block and after the last at the
-        ends."""
+    def keep(self, spans: Spans) -> None:
+        """Become the stage of these blocks, with what comes before the first block and after the last at the ends."""
         raise NotImplementedError
+
+    def runs(self, block: int) -> bool:
+        """Whether the block of that number has its turn now."""
+        return self.span is None or self.span[0] <= block < self.span[1]
 
     def regions(self) -> Iterable[Inside]:
         """Where the insides of layers may be split."""
@@ -123,6 +138,10 @@ class Model(nn.Module):
     def take_hits(self) -> Tensor | None:
         """Weighted samples whose first choice was right since last asked; None where nothing is classified."""
         return None
+
+
+def is_within(spans: Spans, block: int) -> bool:
+    return any(first <= block < last for first, last in spans)
 
 
 def map_inputs(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 
 class Bucket:
-    def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup):
-        self.group = group
+    def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup, chunk: int):
+        self.group, self.chunk = group, chunk
         self.parameters = parameters
         total = sum(p.numel() for p in parameters)
         self.flat = torch.zeros(total, dtype=parameters[0].dtype, device=parameters[0].device)
@@ -36,8 +36,9 @@ class Bucket:
         for parameter, view in zip(self.parameters, self.views, strict=True):
             parameter.grad = view
 
-    def start_backward(self, is_last: bool) -> None:
-        self.is_last, self.missing = is_last, len(self.parameters)
+    def start_backward(self, is_last: bool, chunk: int) -> None:
+        """Gradients are whole after the last backward of the chunk where the bucket's layers begin."""
+        self.is_last, self.missing = is_last and chunk == self.chunk, len(self.parameters)
 
     def _arrived(self, _: Tensor) -> None:
         self.missing -= 1
@@ -53,5 +54,8 @@ class Bucket:
 
 def buckets_of(units: Iterable[Any], group: dist.ProcessGroup) -> list[Bucket]:
     """A bucket for the trained parameters of every unit that has any."""
-    trained = ([p for p in unit.parameters if p.requires_grad] for unit in units)
-    return [Bucket(parameters, group) for parameters in trained if parameters]
+    found = []
+    for unit in units:
+        trained = [parameter for parameter in unit.parameters if parameter.requires_grad]
+        found += [Bucket(trained, group, unit.chunk)] if trained else []
+    return found

@@ -2,24 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from meshwright.ops.gloo import all_gather, reduce_scatter
 
-def shard_units(build: Any, axis: str, replicas: list[str], *, reshard: bool) -> Callable[[int, bool], None]:
+
+class _GlooGather:
+    """What FSDP asks of a way to gather."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> None:
+        all_gather(output_tensor, input_tensor, group)
+
+
+class _GlooReduce(_GlooGather):
+    def __call__(  # type: ignore[override]
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        reduce_scatter(output_tensor, input_tensor, group)
+        if op == dist.ReduceOp.AVG:
+            output_tensor.div_(group.size())
+        else:
+            assert op == dist.ReduceOp.SUM, f"FSDP asks gloo for {op}"
+
+
+def shard_units(
+    build: Any, axis: str, replicas: list[str], *, reshard: bool, prefetch: int, reduce_dtype: torch.dtype
+) -> Callable[[int, bool, int], None]:
     """Shard every unit of `build` and return what to call before each backward: flags(stage, is_last)."""
     mesh = build.mesh
     assert len(replicas) <= 1, "hybrid sharding sums over one axis of replicas"
     grid = mesh.grid[(*replicas, axis)] if replicas else mesh.grid[axis]
     options: dict[str, Any] = {"mesh": grid}
-    if build.compute_dtype != build.dtype:
+    if not build.compute_dtype == build.dtype == reduce_dtype:
         options["mp_policy"] = MixedPrecisionPolicy(
-            param_dtype=build.compute_dtype, reduce_dtype=build.dtype, cast_forward_inputs=False
+            param_dtype=build.compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
         )
-    wrapped, goes_back = [], []
+    wrapped, goes_back, chunks = [], [], []
     has_backward = build.first_block > 0
     for unit in build.units():
         has_backward = has_backward or any(parameter.requires_grad for parameter in unit.parameters)
@@ -29,12 +66,12 @@ def shard_units(build: Any, axis: str, replicas: list[str], *, reshard: bool) ->
             # backward needs no weight, but FSDP would gather it all the same.
             wrapped.append(fully_shard(unit.module, reshard_after_forward=reshard and unit.is_block, **options))
             goes_back.append(has_backward)
+            chunks.append(getattr(unit, "chunk", 0))
     # The root takes what no unit took: the layers that share a weight.
     wrapped.append(fully_shard(build.model, reshard_after_forward=False, **options))
-    # Said outright, because FSDP's own guess fetches one layer too many when microbatches interleave.
-    # What is frozen, with nothing trained before it, has no backward to fetch for; silence lets FSDP guess again.
-    for before, needed, module in zip([wrapped[0], *wrapped], [False, *goes_back], wrapped, strict=False):
-        module.set_modules_to_backward_prefetch([before if needed else module])
+    set_prefetch(wrapped, goes_back, chunks, prefetch)
+    if mesh.device.type == "cpu":
+        _take_over_gloo(wrapped)
     for name in build.boxes:
         build.boxes[name] = build.boxes[name].chunk(0, mesh.index(axis), mesh.size(axis))
         build.cut_axes[name] |= {axis}
@@ -43,19 +80,47 @@ def shard_units(build: Any, axis: str, replicas: list[str], *, reshard: bool) ->
 
     # A forward without a backward leaves layers gathered, and their parameters whole: nothing to save or to update.
     build.on_evaluated.append(lambda: [module.reshard() for module in wrapped])
-    told: list[bool] = []
+    told: dict[int, bool] = {}
+    members = {
+        chunk: [m for m, its in zip(wrapped, [*chunks, 0], strict=True) if its == chunk] for chunk in {*chunks, 0}
+    }
 
-    def flags(stage: int, is_last: bool) -> None:
-        if told == [is_last]:  # telling walks the whole model
-            return
-        told[:] = [is_last]
-        build.model.set_requires_gradient_sync(stage > 1 or is_last)
-        build.model.set_reshard_after_backward(stage == 3 or is_last)
-        build.model.set_is_last_backward(is_last)
-        if replicas:
-            build.model.set_requires_all_reduce(is_last)
+    def flags(stage: int, is_last: bool, chunk: int) -> None:
+        """By chunk: what is not at its end keeps its gradients and weights when another is."""
+        if told.get(chunk) != is_last:  # telling takes time
+            for module in members[chunk]:
+                module.set_requires_gradient_sync(stage > 1 or is_last, recurse=False)
+                module.set_reshard_after_backward(stage == 3 or is_last, recurse=False)
+                if replicas:
+                    module.set_requires_all_reduce(is_last, recurse=False)
+        told[chunk] = is_last
+        build.model.set_is_last_backward(len(told) == len(members) and all(told.values()))
 
     return flags
+
+
+def set_prefetch(wrapped: list[Any], goes_back: list[bool], chunks: list[int], prefetch: int) -> None:
+    """Each unit asks for those after it in forward and before it in backward, of its own chunk; the root comes last.
+
+    Said outright, because FSDP's own guess fetches one layer too many when microbatches interleave. What is frozen,
+    with nothing trained before it, has no backward to fetch for; a module that asks for itself keeps FSDP from
+    guessing.
+    """
+    # The root is at the end of every chunk: with several, it cannot know whose backward begins.
+    place_of_root = chunks[-1] if len(set(chunks)) == 1 else None
+    units = list(zip(wrapped[:-1], chunks, goes_back, strict=True))
+    for place, (module, chunk) in enumerate(zip(wrapped, [*chunks, place_of_root], strict=True)):
+        after = [unit for unit, its, _ in units[place + 1 :] if its == chunk]
+        before = [unit for unit, its, is_needed in reversed(units[:place]) if its == chunk and is_needed]
+        module.set_modules_to_forward_prefetch(after[:prefetch])
+        module.set_modules_to_backward_prefetch(before[:prefetch] or [module])
+
+
+def _take_over_gloo(wrapped: list[Any]) -> None:
+    for module in wrapped:
+        if hasattr(module, "set_custom_all_gather") and hasattr(module, "set_custom_reduce_scatter"):
+            module.set_custom_all_gather(_GlooGather())
+            module.set_custom_reduce_scatter(_GlooReduce())
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

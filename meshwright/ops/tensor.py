@@ -7,6 +7,9 @@
       enter                         all_gather    reduce_scatter
       exit                          reduce_scatter all_gather
 
+With `overlap` an exit leaves in pieces, each on its way while the linear before it works on the next; going backward,
+pieces arrive while the linear's gradient is worked out from those before.
+
 Plain tensors and our own autograd functions rather than DTensor: no dispatch cost per op, every message known.
 """
 
@@ -19,6 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.ops.gloo import all_gather, reduce_scatter
 from meshwright.ops.model import Inside
 
 
@@ -33,7 +37,7 @@ def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     count = group.size()
     x = x.contiguous()
     out = torch.empty((count * x.shape[0], *x.shape[1:]), dtype=x.dtype, device=x.device)
-    dist.all_gather_into_tensor(out, x, group=group)
+    all_gather(out, x, group)
     return out.unflatten(0, (count, x.shape[0])).transpose(0, 1).flatten(1, 2)
 
 
@@ -42,7 +46,7 @@ def _scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     count = group.size()
     stacked = x.unflatten(1, (count, -1)).transpose(0, 1).contiguous().flatten(0, 1)
     out = torch.empty((stacked.shape[0] // count, *stacked.shape[1:]), dtype=x.dtype, device=x.device)
-    dist.reduce_scatter_tensor(out, stacked, group=group)
+    reduce_scatter(out, stacked, group)
     return out
 
 
@@ -68,12 +72,69 @@ class _Exit(torch.autograd.Function):
         return _gather(grad, ctx.group) if ctx.sequence else grad, None, None
 
 
+class _PiecewiseExit(torch.autograd.Function):
+    """x (batch, sequence, features) through a linear whose columns are split, summed: this rank's (batch, part, out).
+
+    Piece j holds the j-th share of every rank's part, so what is sent lies in the order of the ranks:
+
+        sequence   | rank 0: p0 p1 | rank 1: p0 p1 |      piece 0 = (rank 0: p0, rank 1: p0)
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, group: dist.ProcessGroup, num_pieces: int) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.group, ctx.num_pieces = group, num_pieces
+        leaving = []
+        for piece in _pieces(x, group.size(), num_pieces):
+            partial = F.linear(piece.contiguous(), weight)
+            out = torch.empty_like(partial[0])
+            leaving.append((out, partial, dist.reduce_scatter_tensor(out, partial.flatten(0, 1), group=group, **_on())))
+        return torch.cat([_arrived(out, work) for out, _, work in leaving], dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        x, weight = ctx.saved_tensors
+        ways = ctx.group.size()
+        coming = []
+        for part in grad.chunk(ctx.num_pieces, dim=1):
+            part = part.contiguous()
+            out = torch.empty((ways * part.shape[0], *part.shape[1:]), dtype=part.dtype, device=part.device)
+            coming.append((out, part, dist.all_gather_into_tensor(out, part, group=ctx.group, **_on())))
+        into_x = torch.empty_like(x, memory_format=torch.contiguous_format) if ctx.needs_input_grad[0] else None
+        whole = torch.empty((*x.shape[:-1], grad.shape[-1]), dtype=grad.dtype, device=grad.device)
+        for j, (out, part, work) in enumerate(coming):
+            piece = _arrived(out, work).unflatten(0, (ways, part.shape[0]))
+            if into_x is not None:
+                _pieces(into_x, ways, ctx.num_pieces)[j].copy_(piece @ weight)
+            _pieces(whole, ways, ctx.num_pieces)[j].copy_(piece)
+        # In one go, so that the sum over tokens is rounded as without pieces.
+        into_weight = whole.flatten(0, -2).t() @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
+        return into_x, into_weight, None, None
+
+
+def _pieces(x: Tensor, ways: int, num_pieces: int) -> tuple[Tensor, ...]:
+    """Views (ways, batch, tokens, ...) of the j-th share of each rank's part of the sequence."""
+    return x.unflatten(1, (ways, num_pieces, -1)).transpose(0, 1).unbind(2)
+
+
+def _on() -> dict[str, bool]:
+    """A compiler takes no handles: it places the collectives and the waits itself."""
+    return {} if torch.compiler.is_compiling() else {"async_op": True}
+
+
+def _arrived(out: Tensor, work: dist.Work | None) -> Tensor:
+    if work is not None:
+        work.wait()
+    return out
+
+
 class Region:
     """The two borders of a split region, as functions of a tensor."""
 
-    def __init__(self, group: dist.ProcessGroup, sequence: bool, dtype: torch.dtype | None = None):
+    def __init__(self, group: dist.ProcessGroup, sequence: bool, dtype: torch.dtype | None = None, num_pieces: int = 1):
         """`dtype`: what is summed at exits, where it is not what was computed."""
-        self.group, self.sequence, self.dtype = group, sequence, dtype
+        assert num_pieces == 1 or (sequence and dtype is None), "only along a sequence, of what was computed"
+        self.group, self.sequence, self.dtype, self.num_pieces = group, sequence, dtype, num_pieces
 
     def enter(self, x: Tensor) -> Tensor:
         return _Enter.apply(x, self.group, self.sequence)
@@ -100,12 +161,15 @@ class Region:
             if entered:  # compiled checkpoints refuse even an idle change of it
                 entered.clear()
             bias = getattr(row, "bias", None)
-            if bias is None:
+            if self.num_pieces > 1 and isinstance(row, nn.Linear):
+                out = _PiecewiseExit.apply(x, row.weight.to(x.dtype), self.group, self.num_pieces)
+            elif bias is None:
                 return self.exit(before(x))
-            weight = row.weight.to(x.dtype)
-            # A linear whose weight lies the other way round (transformers' Conv1D) is no nn.Linear.
-            out = self.exit(F.linear(x, weight) if isinstance(row, nn.Linear) else x @ weight)
-            return out + bias.to(out.dtype)
+            else:
+                weight = row.weight.to(x.dtype)
+                # A linear whose weight lies the other way round (transformers' Conv1D) is no nn.Linear.
+                out = self.exit(F.linear(x, weight) if isinstance(row, nn.Linear) else x @ weight)
+            return out if bias is None else out + bias.to(out.dtype)
 
         row.forward = forward
 

@@ -29,6 +29,7 @@ from meshwright.runtime.loop import Loop, Samples, StepResult
 from meshwright.runtime.model import Opened, open_config
 from meshwright.runtime.optimizer import Optimizer
 from meshwright.runtime.rank import device_of
+from meshwright.runtime.stream import loop_of
 from meshwright.runtime.train import Step, Trainer
 
 
@@ -55,6 +56,17 @@ class Built:
         """One step on this rank's rows; `weights` of 0 leave targets out; without a rate, the optimizer's own."""
         samples = self._samples(inputs, targets, weights)
         return self._loop.step(samples, self._loop.optimizer.config.lr if lr is None else lr)
+
+    def feed(
+        self, inputs: Inputs, targets: Tensor, weights: Tensor | None = None, *, lr: float | None = None
+    ) -> list[StepResult]:
+        """As `step`, but where the plan's steps overlap this one ends later: the results known since the last call."""
+        samples = self._samples(inputs, targets, weights)
+        return self._loop.feed(samples, self._loop.optimizer.config.lr if lr is None else lr)
+
+    def flush(self) -> list[StepResult]:
+        """Take every step to its end, as evaluating and saving need it; the results that `feed` has not returned."""
+        return self._loop.flush()
 
     def evaluate(self, inputs: Inputs, targets: Tensor, weights: Tensor | None = None) -> float:
         """Mean loss over the targets of all ranks."""
@@ -98,7 +110,7 @@ def build(
     mesh = _mesh(plan, device)
     opened = _open(model, seed, inputs, loss)
     made = build_plan(plan, opened.model, opened.profile, mesh, opened.source)
-    return Built(Loop(made, Optimizer(optimizer or OptimizerConfig(), made)))
+    return Built(loop_of(made, Optimizer(optimizer or OptimizerConfig(), made)))
 
 
 def train(

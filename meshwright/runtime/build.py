@@ -20,12 +20,13 @@ from meshwright.core.plan import Plan
 from meshwright.core.profile import Layer, Param, Profile
 from meshwright.core.technique import PHASES
 from meshwright.ops.init import Source
+from meshwright.ops.later import Later
 from meshwright.ops.mesh import Mesh
-from meshwright.ops.model import Inputs, Model, Part
+from meshwright.ops.model import Inputs, Model, Part, Spans
 from meshwright.ops.pipeline import Wire
 from meshwright.ops.shard import local
 from meshwright.ops.surgery import replace_parameter
-from meshwright.schedules import SCHEDULES, Actions
+from meshwright.schedules import Actions, Places, Timetable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,8 @@ class Unit:
     module: nn.Module | None
     parameters: tuple[nn.Parameter, ...]
     is_block: bool
+    chunk: int
+    """The first of the stage's chunks of layers that has a part of it."""
 
 
 @dataclass(kw_only=True)
@@ -48,18 +51,21 @@ class Build:
     source: Source
     dtype: torch.dtype = torch.float32
     compute_dtype: torch.dtype = torch.float32
-    schedule: Callable[[int], Actions] = lambda count: SCHEDULES["1f1b"].actions(0, 1, count)
-    forward_schedule: Callable[[int], Actions] = lambda count: SCHEDULES["forward"].actions(0, 1, count)
+    timetable: Timetable = field(default_factory=Timetable)
+    stage: int = 0
+    num_stages: int = 1
+    spans: Spans = ()
+    """Blocks of this stage's chunks."""
     wire: Wire | None = None
-    has_loss: bool = True
-    first_block: int = 0
-    """Blocks of the whole model before this stage's."""
+    later: Later | None = None
+    """Where the halves of backward are apart: the second ones still to do."""
     sequence_ways: int = 1
     loss_scale: float = 1.0
     reduction_owner: str = ""
     """The one technique that sums gradients over the replicas."""
     on_step: list[Callable[[], Any]] = field(default_factory=list)
-    on_backward: list[Callable[[bool], Any]] = field(default_factory=list)
+    on_backward: list[Callable[[bool, int], Any]] = field(default_factory=list)
+    """Called before each backward: whether it is the chunk's last one of the step, and which chunk."""
     on_finish: list[Callable[[], Any]] = field(default_factory=list)
     on_action: list[Callable[[], Any]] = field(default_factory=list)
     """Called before every action: for whoever watches."""
@@ -78,6 +84,7 @@ class Build:
     _phases: dict[str, list[Callable[[Build], None]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.spans = self.spans or ((0, self.profile.num_blocks),)
         first: dict[int, str] = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             self.canonical[name] = first.setdefault(id(parameter), self.model.public_name(name))
@@ -120,11 +127,8 @@ class Build:
         """The layers here, each with its profile."""
         ends = {layer.name: layer for layer in self.profile.layers if not layer.is_block}
         blocks = [layer for layer in self.profile.block_layers for _ in range(layer.repeat)]
-        paired, at = [], self.first_block
-        for part in self.model.parts():
-            paired.append((part, blocks[at] if part.is_block else ends[part.kind]))
-            at += part.is_block
-        return paired
+        numbers = iter([number for span in self.spans for number in range(*span)])
+        return [(part, blocks[next(numbers)] if part.is_block else ends[part.kind]) for part in self.model.parts()]
 
     def _names(self, part: Part) -> tuple[str, ...]:
         if part.module is None:
@@ -142,17 +146,51 @@ class Build:
             is_shared = any(self.canonical[name] in self.tied for name in self._names(part))
             grouped.setdefault("shared" if is_shared else layer.unit or part.name, []).append(part)
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        units = []
+        units, chunks = [], dict[str, int]()
+        at = -1
+        for part in self.model.parts():
+            at += part.is_block
+            chunks[part.name] = self._chunk_of(at) if part.is_block or at < 0 else len(self.spans) - 1
         for parts in grouped.values():
             own = {id(parameters[name]): parameters[name] for part in parts for name in self._names(part)}
             module = parts[0].module if len(parts) == 1 else None
-            units.append(Unit(module=module, parameters=tuple(own.values()), is_block=parts[0].is_block))
+            chunk = min(chunks[part.name] for part in parts)
+            is_block = parts[0].is_block
+            units.append(Unit(module=module, parameters=tuple(own.values()), is_block=is_block, chunk=chunk))
         return sorted(units, key=lambda unit: unit.module is not None)
 
-    def keep_blocks(self, first: int, last: int) -> None:
-        """Become the stage of blocks first..last-1."""
-        self.model.keep(first, last)
-        self.first_block = first
+    def _chunk_of(self, at: int) -> int:
+        """The chunk of the at-th block here."""
+        for chunk, (first, last) in enumerate(self.spans):
+            if at < last - first:
+                return chunk
+            at -= last - first
+        return 0
+
+    @property
+    def places(self) -> Places:
+        return self.timetable.places(self.num_stages)
+
+    @property
+    def first_block(self) -> int:
+        """Blocks of the whole model before this stage's first."""
+        return self.spans[0][0]
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the last layers are here."""
+        return self.spans[-1][1] == self.profile.num_blocks
+
+    def actions(self, num_microbatches: int) -> Actions:
+        return self.timetable.actions(self.stage, self.num_stages, num_microbatches)
+
+    def forward_actions(self, num_microbatches: int) -> Actions:
+        return self.timetable.forward_actions(self.stage, self.num_stages, num_microbatches)
+
+    def keep_spans(self, spans: Spans) -> None:
+        """Become the stage of these blocks."""
+        self.model.keep(spans)
+        self.spans = spans
         here = {self.canonical[name] for name, _ in self.model.named_parameters(remove_duplicate=False)}
         self.boxes = {name: box for name, box in self.boxes.items() if name in here}
 
@@ -219,16 +257,14 @@ class Build:
             return False
         return all(self.mesh.index(axis) == 0 for axis in self.mesh.sizes if axis not in self.cut_axes[name])
 
-    def boundaries(self, inputs: Inputs) -> dict[str, tuple[int, ...]]:
-        """Shapes of what comes from the stage before and from the one after, for a microbatch of inputs."""
-        last = self.first_block + len(self.model.block_modules())
-        ends = {"forward": self.first_block} if self.first_block else {}
-        ends |= {} if self.has_loss else {"backward": last}
+    def boundaries(self, inputs: Inputs) -> dict[tuple[str, int], tuple[int, ...]]:
+        """Shapes of what comes from the stages before and after into each chunk, for a microbatch of inputs."""
         shapes = {}
-        for way, block in ends.items():
-            samples, *rest = self.model.boundary(inputs, block)
-            rest = [rest[0] // self.sequence_ways, *rest[1:]] if rest else rest
-            shapes[way] = (samples, *rest)
+        for chunk, (first, last) in enumerate(self.spans):
+            for way, block in (("forward", first), ("backward", last)):
+                samples, *rest = self.model.boundary(inputs, block)
+                rest = [rest[0] // self.sequence_ways, *rest[1:]] if rest else rest
+                shapes[way, chunk] = (samples, *rest)
         return shapes
 
     def local_parameters(self) -> Iterable[tuple[str, Tensor]]:

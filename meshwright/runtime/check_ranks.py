@@ -82,8 +82,8 @@ def parity_job(
     else:
         worst, departures = compare_rounded(session, Path(folder), samples, optimizer, tolerance)
     traffic, sizes = observe(session, samples, optimizer)
-    priced, priced_sizes = promised(session, run, made, dtype)
-    lines = differences(traffic, priced)
+    priced, at_most, priced_sizes = promised(session, run, made, dtype)
+    lines = differences(rounded_up(traffic, priced, at_most), priced)
     if _is_largest(session):
         lines += [
             f"{name}: {sizes[name]:,} bytes held, {priced_sizes[name]:,} priced"
@@ -108,8 +108,11 @@ def _is_largest(session: Any) -> bool:
     return all(session.mesh.index(axis) == 0 for axis in cutting)
 
 
-def promised(session: Any, run: RunConfig, plan: Plan, dtype: str) -> tuple[Traffic, dict[str, int]]:
-    """Messages and resident bytes that `price` promises this rank."""
+Message = tuple[str, str, int]
+
+
+def promised(session: Any, run: RunConfig, plan: Plan, dtype: str) -> tuple[Traffic, set[Message], dict[str, int]]:
+    """Messages that `price` promises this rank, which of them may be shorter, and resident bytes."""
     wire = session.build.wire
     work = price(
         session.build.profile,
@@ -120,15 +123,28 @@ def promised(session: Any, run: RunConfig, plan: Plan, dtype: str) -> tuple[Traf
         element_bytes=DTYPES[dtype].itemsize,
     )
     traffic: Traffic = Counter()
+    at_most: set[Message] = set()
     for task in work.collectives:
         count = int(task.repeat) * (1 if task.per_step else plan.num_microbatches)
         if count:
-            traffic[task.kind, task.axis, int(task.bytes)] += count
+            message = (task.kind, task.axis, int(task.bytes))
+            traffic[message] += count
+            at_most |= {message} if task.at_most else set()
     sizes: dict[str, int] = {"parameters": 0, "gradients": 0, "optimizer": 0}
     for item in work.residents:
         if item.category in sizes:
             sizes[item.category] += int(item.repeat * item.bytes)
-    return traffic, sizes
+    return traffic, at_most, sizes
+
+
+def rounded_up(seen: Traffic, priced: Traffic, at_most: set[Message]) -> Traffic:
+    """What was seen, a message shorter than a promise of "at most" as that promise."""
+    settled: Traffic = Counter()
+    for message, count in seen.items():
+        kind, axis, size = message
+        bounds = [bound for bound in at_most if bound[:2] == (kind, axis) and bound[2] >= size]
+        settled[message if message in priced or not bounds else min(bounds)] += count
+    return settled
 
 
 def differences(seen: Traffic, priced: Traffic) -> list[str]:

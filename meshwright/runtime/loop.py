@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +15,11 @@ from torch.profiler import record_function
 
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.ops.model import Inputs, split_inputs
+from meshwright.ops.pipeline import Wire
 from meshwright.runtime.build import Build
 from meshwright.runtime.optimizer import Optimizer
-from meshwright.schedules import Actions
+from meshwright.schedules import Action, Actions
+from meshwright.schedules.events import BACKWARDS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,54 +49,124 @@ class StepResult:
     """Some rank was told to stop."""
 
 
-def interpret(build: Build, actions: Actions, samples: Samples) -> Tensor:
-    """Do what the schedule says. Returns this rank's sum of losses (zero but on the last stage)."""
-    microbatches = samples.split(build.plan.microbatch)
-    scale = build.loss_scale / samples.num_tokens
-    last_backward = max((i for i, a in enumerate(actions) if a.kind == "backward"), default=-1)
-    trains = last_backward >= 0
-    total = torch.zeros((), dtype=torch.float64, device=build.mesh.device)
-    received: dict[int, Tensor] = {}
-    outputs: dict[int, Tensor] = {}
-    gradients: dict[int, Tensor | None] = {}
-    wire: Any = build.wire
-    build.model.loss_scale = scale
-    if wire is not None:
-        shapes = build.boundaries(microbatches[0][0])
-        wire.start((action.kind for action in actions), shapes, build.model.boundary_dtype(build.dtype))
-    for position, action in enumerate(actions):
-        i = action.microbatch
+Key = tuple[int, int]
+"""(microbatch, chunk)."""
+
+
+class Interpreter:
+    """Does what a schedule says, action by action."""
+
+    def __init__(self, build: Build, microbatches: list[Any], *, scale: float = 1.0, trains: bool = False):
+        self.build, self.microbatches, self.scale, self.trains = build, microbatches, scale, trains
+        self.places, self.wire = build.places, build.wire
+        self.received: dict[Key, Tensor] = {}
+        self.outputs: dict[Key, Tensor] = {}
+        self.gradients: dict[Key, Tensor | None] = {}
+        self.total = torch.zeros((), dtype=torch.float64, device=build.mesh.device)
+        """Sum of losses; zero but where the last layers are."""
+        self.scores: Tensor | None = None
+        """What the last layers made of the last microbatch, where no targets were given."""
+
+    def run(self, actions: Actions) -> None:
+        self.expect(actions)
+        lasts = {a.chunk: at for at, a in enumerate(actions) if a.kind in BACKWARDS}
+        for position, action in enumerate(actions):
+            self.do(action, is_last=lasts.get(action.chunk) == position)
+        if self.wire is not None:
+            self.wire.finish()
+
+    def expect(self, actions: Actions) -> None:
+        """Be ready for the messages that come during these actions."""
+        if self.wire is not None:
+            shapes = self.build.boundaries(self.microbatches[0][0])
+            self.wire.start(actions, shapes, self.build.model.boundary_dtype(self.build.dtype))
+
+    def do(self, action: Action, *, is_last: bool) -> None:
+        """`is_last`: of the chunk's backwards in this step."""
+        build, key = self.build, (action.microbatch, action.chunk)
         for look in build.on_action:
             look()
-        with record_function(f"mw:{action.kind} {i}"):
-            if action.kind == "receive_forward":
-                received[i] = wire.receive("forward").requires_grad_(trains)
-            elif action.kind == "forward":
-                inputs, targets, weights = microbatches[i]
-                given = received.get(i) if trains else received.pop(i, None)
-                asked = (targets, weights) if build.has_loss else (None, None)
-                outputs[i] = build.model(inputs, *asked, given)
-                if build.has_loss:
-                    total += outputs[i].detach()
-            elif action.kind == "send_forward":
-                wire.send("forward", outputs[i].detach() if trains else outputs.pop(i))
-            elif action.kind == "receive_backward":
-                gradients[i] = wire.receive("backward")
-            elif action.kind == "backward":
-                for prepare in build.on_backward:
-                    prepare(position == last_backward)
-                output = outputs.pop(i)
-                if build.has_loss:
-                    (output * scale).backward()
-                elif output.requires_grad:
-                    output.backward(gradients.pop(i))
-                else:  # nothing up to here is trained
-                    gradients.pop(i)
-            elif action.kind == "send_backward":
-                wire.send("backward", received.pop(i).grad)
-    if wire is not None:
-        wire.finish()
-    return total
+        with record_function(f"mw:{action}"):
+            if action.kind == "forward":
+                self.forward(key)
+            elif action.kind in BACKWARDS:
+                self.backward(key, is_last, is_whole=action.kind == "backward")
+            elif action.kind == "backward_weight":
+                assert build.later is not None
+                build.later.pay(key)
+            elif self.wire is not None:
+                self._transfer(self.wire, action, key)
+
+    def shift(self, count: int) -> None:
+        """Another step begins: what is left of the last one is numbered from its end, below 0."""
+        self.received, self.outputs, self.gradients = (
+            {(i - count, chunk): value for (i, chunk), value in held.items()}
+            for held in (self.received, self.outputs, self.gradients)
+        )
+
+    def _transfer(self, wire: Wire, action: Action, key: Key) -> None:
+        chunk = action.chunk
+        if action.kind == "receive_forward":
+            self.received[key] = wire.receive("forward", chunk).requires_grad_(self.trains)
+        elif action.kind == "send_forward":
+            wire.send("forward", chunk, self.outputs[key].detach() if self.trains else self.outputs.pop(key))
+        elif action.kind == "receive_backward":
+            self.gradients[key] = wire.receive("backward", chunk)
+        else:
+            gradient = self.received.pop(key).grad
+            assert gradient is not None
+            wire.send("backward", chunk, gradient)
+
+    def forward(self, key: Key) -> None:
+        build, (i, chunk) = self.build, key
+        inputs, targets, weights = self.microbatches[i]
+        given = self.received.get(key) if self.trains else self.received.pop(key, None)
+        build.model.span = build.spans[chunk]
+        span = self.places.span(build.stage, chunk)
+        is_end = span == self.places.num_spans - 1
+        output = build.model(inputs, *((targets, weights) if is_end else (None, None)), given)
+        if is_end and targets is None:
+            self.scores = output
+        elif is_end:
+            self.total += output.detach()
+        elif self.places.stage(span + 1) == build.stage:  # the next chunk is here too
+            self.received[i, self.places.chunk(span + 1)] = output.detach().requires_grad_(self.trains)
+        if self.trains or not (is_end or self.places.stage(span + 1) == build.stage):
+            self.outputs[key] = output
+
+    def backward(self, key: Key, is_last: bool, *, is_whole: bool) -> None:
+        build, (i, chunk) = self.build, key
+        for prepare in build.on_backward:
+            prepare(is_last, chunk)
+        span = self.places.span(build.stage, chunk)
+        output = self.outputs.pop(key)
+        if span == self.places.num_spans - 1:
+            target, gradient = output * self.scale, None
+        else:
+            target, gradient = output, self.gradients.pop(key)
+        with nullcontext() if is_whole or build.later is None else build.later.collect(key):
+            if target.requires_grad:  # else nothing up to here is trained
+                target.backward(gradient)
+        if span > 0 and self.places.stage(span - 1) == build.stage:
+            self.gradients[i, self.places.chunk(span - 1)] = self.received.pop(key).grad
+
+
+def interpret(build: Build, actions: Actions, samples: Samples, *, trains: bool) -> Tensor:
+    """This rank's sum of losses."""
+    build.model.loss_scale = scale = build.loss_scale / samples.num_tokens
+    interpreter = Interpreter(build, samples.split(build.plan.microbatch), scale=scale, trains=trains)
+    interpreter.run(actions)
+    return interpreter.total
+
+
+def settled(agreed: Sequence[float], num_tokens: float, consequence: str) -> StepResult:
+    """What all ranks agreed on: the sum of losses, the squared norm, and how many were told to stop."""
+    loss, norm = agreed[0] / num_tokens, agreed[1] ** 0.5
+    if not (math.isfinite(loss) and math.isfinite(norm)):  # all ranks see the same numbers and stop together
+        what = f"the loss is {loss} and the gradient norm {norm}: {consequence}."
+        fix = "Resume from the last checkpoint with a lower rate, a longer warm-up or clipping."
+        raise MeshwrightError([Problem(where="train", what=what, fix=fix)], exit_code=1)
+    return StepResult(loss=loss, gradient_norm=norm, must_stop=agreed[2] > 0)
 
 
 class Loop:
@@ -110,7 +183,7 @@ class Loop:
         if not build.model.training:
             build.model.train()
         count = samples.num_microbatches(build.plan.microbatch)
-        loss = interpret(build, build.schedule(count), samples)
+        loss = interpret(build, build.actions(count), samples, trains=True)
         with record_function("mw:exchange"):
             for finish in build.on_finish:
                 finish()
@@ -119,14 +192,18 @@ class Loop:
             self.optimizer.take_gradients()
             # One small message for all that ranks must agree on.
             agreed = self._agree(self._share(loss), self.optimizer.squared_norm(), float(stop))
-        loss_mean, norm = agreed[0] / samples.num_tokens, agreed[1] ** 0.5
-        if not (math.isfinite(loss_mean) and math.isfinite(norm)):  # all ranks see the same numbers and stop together
-            what = f"the loss is {loss_mean} and the gradient norm {norm}: this step was not taken."
-            fix = "Resume from the last checkpoint with a lower rate, a longer warm-up or clipping."
-            raise MeshwrightError([Problem(where="train", what=what, fix=fix)], exit_code=1)
+        result = settled(agreed, samples.num_tokens, "this step was not taken")
         with record_function("mw:update"):
-            self.optimizer.update(lr, norm)
-        return StepResult(loss=loss_mean, gradient_norm=norm, must_stop=agreed[2] > 0)
+            self.optimizer.update(lr, result.gradient_norm)
+        return result
+
+    def feed(self, samples: Samples, lr: float, *, stop: bool = False) -> list[StepResult]:
+        """Begin a step; the results known since the last call, in order. Here each step ends before the next begins."""
+        return [self.step(samples, lr, stop=stop)]
+
+    def flush(self) -> list[StepResult]:
+        """Take every step to its end; the results that `feed` has not returned."""
+        return []
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Samples]) -> tuple[float, float, float | None]:
@@ -136,7 +213,7 @@ class Loop:
         total, tokens = torch.zeros((), dtype=torch.float64, device=build.mesh.device), 0.0
         for samples in batches:
             count = samples.num_microbatches(build.plan.microbatch)
-            total += interpret(build, build.forward_schedule(count), samples)
+            total += interpret(build, build.forward_actions(count), samples, trains=False)
             tokens += samples.num_tokens
         for finish in build.on_evaluated:
             finish()

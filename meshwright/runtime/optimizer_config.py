@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from meshwright.core.errors import MeshwrightError, Problem, nearest
 
 if TYPE_CHECKING:
+    from meshwright.core.plan import Plan
     from meshwright.core.profile import Param
     from meshwright.core.work import Collective, Num, Slot, Work
 
@@ -129,6 +130,18 @@ class OptimizerConfig:
         if self.name in ("sgd", "lars") and not self.momentum:
             return 0
         return 4 * METHODS[self.name].states
+
+    def problems_with(self, plan: Plan) -> list[Problem]:
+        """Why it cannot update what a plan trains."""
+        problems = []
+        if plan.overlaps_steps and self.clip:
+            what = f"is {self.clip}: the plan's steps overlap, so a stage updates before the whole gradient is known."
+            problems.append(Problem(where="optimizer.clip", what=what, fix="Use clip = 0, or another schedule."))
+        if plan.overlaps_steps and self.kind != "elementwise":
+            what = f"{self.name} looks at whole parameters of all stages at once; the plan's steps overlap."
+            fix = f"Use {', '.join(n for n, m in METHODS.items() if m.kind == 'elementwise')}, or another schedule."
+            problems.append(Problem(where="optimizer.name", what=what, fix=fix))
+        return problems
 
     def lr_at(self, step: int, num_steps: int) -> float:
         """Linear warm-up to `lr`, then what the schedule leaves of it, down to `lr * final_fraction`."""

@@ -1,6 +1,6 @@
 """`mw train` inside torchrun or Slurm: rank 0 plans, everyone gets the plan, every process is a rank.
 
-Under Slurm start with `srun --kill-on-bad-exit=1`, so that the death of one task ends the others at once.
+Nobody stands above the ranks here who sees one die, perhaps on another machine: they watch each other.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import sys
 import traceback
 from collections.abc import Callable
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from meshwright.core.codec import decode
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.plan import Plan
+from meshwright.ops.agree import gather_json
 from meshwright.ops.mesh import join
 from meshwright.probe.cpu_bf16 import limit_isa_for_bf16
 from meshwright.probe.names import preset_of_device
@@ -28,24 +30,42 @@ from meshwright.runtime.config import RunConfig
 from meshwright.runtime.prepare import Prepared, job_arguments, open_folder, prepare, write_prepared
 from meshwright.runtime.rank import device_of, on_first, train
 from meshwright.supervise.environment import Place
+from meshwright.supervise.failure import speaks_of_lost_peer
+from meshwright.supervise.network import address_towards, interface_of
+from meshwright.supervise.peers import Connection, Host, PeerWatch, connections, silent_seconds
 from meshwright.supervise.rank import StopFlag
 
 Tell = Callable[[Prepared], None]
+_NOTICE_SECONDS = 2.0
+"""For the watch to see what a collective has just complained of."""
+_SOMEWHERE_ELSE = "198.51.100.1"  # an address for documents (RFC 5737): the way there is the default route
 
 
 def run_outside(config: RunConfig, plan_file: str, place: Place, before: Tell, after: Tell) -> int:
     """Train as one rank; `before` and `after` tell the user, on rank 0. A failure ends the process where it stands."""
+    watch = PeerWatch(place.rank, give_up=lambda: _leave_without(watch))
     try:
-        return _run(config, plan_file, place, before, after)
+        return _run(config, plan_file, place, watch, before, after)
     except MeshwrightError as error:
         if place.rank == 0 or not error.is_everywhere:
             for problem in error.problems:
                 print(f"mw train: {problem}", file=sys.stderr)
         _leave(error.exit_code)
-    except Exception:
+    except Exception as error:
+        if speaks_of_lost_peer(str(error)) and watch.lost(wait_seconds=_NOTICE_SECONDS):
+            _leave_without(watch)
         print(f"mw train: rank {place.rank} of {place.num_ranks} failed:", file=sys.stderr)
         traceback.print_exc()
         _leave(1)
+
+
+def _leave_without(watch: PeerWatch) -> NoReturn:
+    """Some are gone, so this run is over. One rank of each machine says so."""
+    lost = watch.lost()
+    if watch.is_teller(lost):
+        fix = "The same command, or another plan on what is left, resumes from the last checkpoint."
+        print(f"mw train: {watch.sentence(lost)} {fix}", file=sys.stderr)
+    _leave(1)
 
 
 def _leave(code: int) -> NoReturn:
@@ -56,13 +76,16 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _run(config: RunConfig, plan_file: str, place: Place, before: Tell, after: Tell) -> int:
+def _run(config: RunConfig, plan_file: str, place: Place, watch: PeerWatch, before: Tell, after: Tell) -> int:
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cpu":
         limit_isa_for_bf16()  # it forks, so before any tensor
     device = device_of(kind, place.local_rank)
-    _meet(place, device)
+    own_address = _meet(place, device)
+    earlier = connections()
     control = dist.new_group(backend="gloo")
+    # The control group's own: nobody closes these before the end, and each rank has one to every other.
+    _watch_peers(watch, control, own_address, [each for each in connections() if each not in earlier])
     mine: list[Any] = []
 
     def plan() -> dict[str, Any]:
@@ -78,6 +101,7 @@ def _run(config: RunConfig, plan_file: str, place: Place, before: Tell, after: T
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop.on_signal)
     code = train(arguments, decode(Plan, arguments["plan"], "plan"), device, stop)
+    watch.stop()
     dist.destroy_process_group()
     if mine:
         after(mine[1])
@@ -106,16 +130,38 @@ def _prepare(config: RunConfig, plan_file: str, place: Place, kind: str) -> Prep
     return prepared
 
 
-def _meet(place: Place, device: torch.device) -> None:
-    """Join the others. Slurm does not set torchrun's variables, and torch reads nothing else."""
+def _meet(place: Place, device: torch.device) -> str:
+    """Join the others, and say our address. Slurm does not set torchrun's variables, and torch reads nothing else."""
     os.environ.setdefault("MASTER_ADDR", place.master_address)
     os.environ.setdefault("MASTER_PORT", str(place.master_port))
     os.environ.setdefault("RANK", str(place.rank))
     os.environ.setdefault("WORLD_SIZE", str(place.num_ranks))
+    address = _own_address(place)
+    interface = interface_of(address)
+    if interface:  # NCCL is left alone: it finds its ways by itself, and may use several at once
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     try:
         join(place.rank, place.num_ranks, device)
     except RuntimeError as error:  # torch's own distributed errors are such
-        where = f"{place.master_address}:{place.master_port}"
-        what = f"cannot meet the others: {str(error).splitlines()[0]}."
+        where, reason = f"{place.master_address}:{place.master_port}", str(error).splitlines()[0]
         fix = "Choose a free port (MASTER_PORT, or torchrun --master-port)."
-        raise MeshwrightError([Problem(where=where, what=what, fix=fix)]) from None
+        if "address already in use" not in reason.lower():
+            used = os.environ.get("GLOO_SOCKET_IFNAME", "unset")
+            fix = f"Start all {place.num_ranks} ranks; is GLOO_SOCKET_IFNAME ({used}) the interface the others reach?"
+        raise MeshwrightError([Problem(where=where, what=f"cannot meet the others: {reason}.", fix=fix)]) from None
+    return address
+
+
+def _own_address(place: Place) -> str:
+    """Where the other ranks find us. Many machines call their own name 127.0.1.1, which no other can reach."""
+    address = address_towards(place.master_address, place.master_port)
+    if place.num_local < place.num_ranks and interface_of(address) == "lo":
+        return address_towards(_SOMEWHERE_ELSE, place.master_port) or address
+    return address
+
+
+def _watch_peers(watch: PeerWatch, control: dist.ProcessGroup, own_address: str, mine: list[Connection]) -> None:
+    about = {"host": socket.gethostname(), "address": own_address, "ends": [each.ours for each in mine]}
+    ranks = gather_json(control, about)
+    hosts = [Host(name=rank["host"], address=rank["address"]) for rank in ranks]
+    watch.start(mine, hosts, [rank["ends"] for rank in ranks], silent_seconds(os.environ))

@@ -26,6 +26,7 @@ from meshwright.runtime.build import Build, build
 from meshwright.runtime.loop import Loop, Samples
 from meshwright.runtime.model import Opened
 from meshwright.runtime.optimizer import Optimizer, OptimizerConfig
+from meshwright.runtime.stream import loop_of
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 
@@ -59,7 +60,7 @@ def open_session(
 ) -> Session:
     mesh = Mesh.make(plan.mesh, device)
     made = build(plan, opened.model, opened.profile, mesh, opened.source, DTYPES[dtype])
-    return Session(build=made, loop=Loop(made, Optimizer(optimizer, made)), mesh=mesh)
+    return Session(build=made, loop=loop_of(made, Optimizer(optimizer, made)), mesh=mesh)
 
 
 SamplesOf = Callable[[int, int, int], Samples]
@@ -187,15 +188,16 @@ def compare_rounded(
 def observe(session: Session, samples: SamplesOf, optimizer: OptimizerConfig) -> tuple[Traffic, dict[str, int]]:
     """One steady step's traffic, and the bytes of parameters, gradients and optimizer afterwards."""
     part, num_parts = session.mesh.part(session.build.plan.sample_axes)
-    session.loop.step(samples(0, part, num_parts), optimizer.lr)  # what is lazy happens here
+    session.loop.feed(samples(0, part, num_parts), optimizer.lr)  # what is lazy happens here
     with Recorder(session.mesh.axis_of_group()) as recorder:
-        session.loop.step(samples(1, part, num_parts), optimizer.lr)
+        session.loop.feed(samples(1, part, num_parts), optimizer.lr)
+    session.loop.flush()
     sizes = {
         "parameters": sum(_bytes(value) for _, value in session.build.local_parameters()),
         "gradients": sum(_bytes(value) for _, value in session.build.local_gradients()),
         "optimizer": sum(_bytes(value) for _, _, value, _ in session.loop.optimizer.state()),
     }
-    return recorder.traffic, sizes
+    return recorder.evened(session.mesh), sizes
 
 
 def _bytes(tensor: Tensor) -> int:

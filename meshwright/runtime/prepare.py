@@ -49,6 +49,9 @@ def prepare(config: RunConfig, plan_file: str, report: Report, geometry: tuple[i
         found = _search(config, profile, cluster)
         assert found.best is not None
         plan = found.best[0]
+    problems = config.train.optimizer.problems_with(plan)
+    if problems:
+        raise MeshwrightError([replace(problem, where=f"train.{problem.where}") for problem in problems])
     predicted = forecast(profile, plan, cluster, sequence=config.sequence, optimizer=config.train.optimizer)
     return Prepared(profile=profile, cluster=cluster, plan=plan, forecast=predicted, found=found)
 

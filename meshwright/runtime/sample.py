@@ -23,6 +23,7 @@ from meshwright.ops.agree import gather_json
 from meshwright.ops.model import Inputs
 from meshwright.runtime.build import Build
 from meshwright.runtime.config import TrainSection
+from meshwright.runtime.loop import Interpreter
 
 TEMPERATURE = 0.8
 
@@ -92,20 +93,7 @@ def gumbel(key: str, first: int, count: int) -> npt.NDArray[np.float64]:
 
 
 def run_forward(build: Build, inputs: Inputs) -> Tensor | None:
-    """A microbatch through all stages: scores on the last one, None on the others."""
-    wire: Any = build.wire
-    actions = build.forward_schedule(1)
-    if wire is not None:
-        kinds = (action.kind for action in actions)
-        wire.start(kinds, build.boundaries(inputs), build.model.boundary_dtype(build.dtype))
-    received = output = None
-    for action in actions:
-        if action.kind == "receive_forward":
-            received = wire.receive("forward")
-        elif action.kind == "forward":
-            output = build.model(inputs, None, None, received)
-        else:
-            wire.send("forward", output)
-    if wire is not None:
-        wire.finish()
-    return output if build.has_loss else None
+    """A microbatch through all stages: scores where the last layers are, None elsewhere."""
+    interpreter = Interpreter(build, [(inputs, None, None)])
+    interpreter.run(build.forward_actions(1))
+    return interpreter.scores

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +22,12 @@ from meshwright.data.source import Data
 from meshwright.ops.mesh import Mesh
 from meshwright.runtime.build import build
 from meshwright.runtime.config import TrainSection
-from meshwright.runtime.loop import Loop, Samples
+from meshwright.runtime.loop import Samples, StepResult
 from meshwright.runtime.model import Opened
 from meshwright.runtime.optimizer import Optimizer
 from meshwright.runtime.sample import Sampler
 from meshwright.runtime.save import restore_buffers, restore_optimizer, save, source_of
+from meshwright.runtime.stream import loop_of
 
 _MOST_FILES = 10_000
 """Named in a checkpoint, so that it can be said which of them changed."""
@@ -42,6 +44,15 @@ class Step:
     num_tokens: float
     """That were learnt from; samples, where they have no sequence."""
     must_stop: bool
+
+
+@dataclass(kw_only=True)
+class _Fed:
+    """A step whose result is not known yet."""
+
+    lr: float
+    num_tokens: float
+    seconds: float = 0.0
 
 
 class Trainer:
@@ -72,7 +83,7 @@ class Trainer:
         if reader is not None and goes_on:
             restore_buffers(reader, self.build)
             restore_optimizer(reader, self.build, self.optimizer)
-        self.loop = Loop(self.build, self.optimizer)
+        self.loop = loop_of(self.build, self.optimizer)
         self.sampler: Sampler | None = None
         self.step = reader.step if reader is not None and goes_on else 0
         self.cursor = int(reader.state["cursor"]) if reader is not None and goes_on else 0
@@ -99,31 +110,51 @@ class Trainer:
             raise MeshwrightError(problems)
 
     def steps(self, stop: Any = None) -> Iterator[Step]:
-        """Train until `settings.steps`, or until some rank's stop flag is set."""
-        settings = self.settings
-        while self.step < settings.steps:
+        """Train until `settings.steps`, or until some rank's stop flag is set.
+
+        Where the plan's steps overlap, a step is told of late; but when something is due after it, all are at rest.
+        """
+        fed: deque[_Fed] = deque()
+        must_stop = False
+        while not must_stop and self.step + len(fed) < self.settings.steps:
             start = time.perf_counter()
-            # Randomness depends on the step and the samples alone: nothing to save, nothing to resume.
-            torch.manual_seed(_seed(settings.seed, self.step, self.part))
-            batch = self.data.batch(self.cursor, self.plan.batch, self.part, self.num_parts)
-            lr = settings.optimizer.lr_at(self.step, settings.steps)
-            told = stop is not None and stop.is_set
-            result = self.loop.step(self._samples(batch), lr, stop=told)
-            self.cursor += self.plan.batch
-            self.step += 1
-            seconds = time.perf_counter() - start
-            yield Step(
-                step=self.step - 1,
-                loss=result.loss,
-                gradient_norm=result.gradient_norm,
-                lr=lr,
-                seconds=seconds,
-                tokens_per_second=batch.num_tokens / seconds,
-                num_tokens=batch.num_tokens,
-                must_stop=result.must_stop,
-            )
-            if result.must_stop:
-                return
+            results = self._feed(fed, stop is not None and stop.is_set)
+            must_stop = any(result.must_stop for result in results)
+            if must_stop or self._is_pause(self.step + len(fed)):
+                results += self.loop.flush()
+                must_stop = any(result.must_stop for result in results)
+            fed[-1].seconds = time.perf_counter() - start
+            for result in results:
+                known = fed.popleft()
+                self.cursor += self.plan.batch
+                self.step += 1
+                yield Step(
+                    step=self.step - 1,
+                    loss=result.loss,
+                    gradient_norm=result.gradient_norm,
+                    lr=known.lr,
+                    seconds=known.seconds,
+                    tokens_per_second=known.num_tokens / known.seconds,
+                    num_tokens=known.num_tokens,
+                    must_stop=must_stop and not fed,
+                )
+
+    def _feed(self, fed: deque[_Fed], is_told: bool) -> list[StepResult]:
+        """Begin the next step; the results that have become known."""
+        settings, at = self.settings, self.step + len(fed)
+        # Randomness depends on the step and the samples alone: nothing to save, nothing to resume.
+        torch.manual_seed(_seed(settings.seed, at, self.part))
+        cursor = self.cursor + len(fed) * self.plan.batch
+        batch = self.data.batch(cursor, self.plan.batch, self.part, self.num_parts)
+        lr = settings.optimizer.lr_at(at, settings.steps)
+        fed.append(_Fed(lr=lr, num_tokens=batch.num_tokens))
+        return self.loop.feed(self._samples(batch), lr, stop=is_told)
+
+    def _is_pause(self, step: int) -> bool:
+        """Whether somebody looks at the weights after that many steps."""
+        settings = self.settings
+        every = (settings.save_every, settings.evaluate_every, settings.sample_every)
+        return step == settings.steps or any(is_due(step, each) for each in every)
 
     def evaluate(self) -> dict[str, float]:
         """Held-out loss by the names people know it by: bits per byte of text, top-1 of images."""

@@ -5,36 +5,33 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["forward", "backward", "send_forward", "receive_forward", "send_backward", "receive_backward"]
+Kind = Literal[
+    "forward",
+    "backward",
+    "backward_input",
+    "backward_weight",
+    "send_forward",
+    "receive_forward",
+    "send_backward",
+    "receive_backward",
+    "update",
+]
+"""`backward` does both halves: `backward_input` hands gradients back to the stage before, `backward_weight` makes those
+of the weights, which nobody waits for. `update`: the optimizer's step, where it comes between microbatches."""
+
+COMPUTES = ("forward", "backward", "backward_input", "backward_weight")
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
     kind: Kind
     microbatch: int
+    """Below 0: one of the step before, counted from its end."""
+    chunk: int = 0
+    """Which of the stage's chunks of layers."""
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.microbatch}"
+        return f"{self.kind} {self.microbatch}" + (f".{self.chunk}" if self.chunk else "")
 
 
 Actions = tuple[Action, ...]
-
-
-def with_transfers(kinds: Actions, stage: int, num_stages: int) -> Actions:
-    """Compute actions of one stage, with the receives before and the sends after that they imply."""
-    first, last = stage == 0, stage == num_stages - 1
-    actions: list[Action] = []
-    for action in kinds:
-        if action.kind == "forward":
-            if not first:
-                actions.append(Action("receive_forward", action.microbatch))
-            actions.append(action)
-            if not last:
-                actions.append(Action("send_forward", action.microbatch))
-        else:
-            if not last:
-                actions.append(Action("receive_backward", action.microbatch))
-            actions.append(action)
-            if not first:
-                actions.append(Action("send_backward", action.microbatch))
-    return tuple(actions)

@@ -1,4 +1,4 @@
-"""GPipe: all microbatches forward, then all backward.
+"""GPipe: all microbatches forward, then all backward. With several chunks: looped, breadth first.
 
 stage 0   F0 F1 F2 F3             B0 B1 B2 B3
 stage 1      F0 F1 F2 F3       B0 B1 B2 B3
@@ -9,20 +9,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshwright.schedules.actions import Action, Actions, with_transfers
+from meshwright.schedules.actions import Action, Actions
+from meshwright.schedules.places import Places
 
 
-def gpipe(stage: int, num_stages: int, num_microbatches: int) -> Actions:
-    forward = [Action("forward", i) for i in range(num_microbatches)]
-    backward = [Action("backward", i) for i in range(num_microbatches)]
-    return with_transfers((*forward, *backward), stage, num_stages)
+def gpipe(places: Places, num_microbatches: int) -> tuple[Actions, ...]:
+    backward = [
+        Action("backward", i, chunk) for chunk in reversed(range(places.chunks)) for i in range(num_microbatches)
+    ]
+    return tuple((*forward, *backward) for forward in forward_only(places, num_microbatches))
 
 
-def forward_only(stage: int, num_stages: int, num_microbatches: int) -> Actions:
+def forward_only(places: Places, num_microbatches: int) -> tuple[Actions, ...]:
     """Evaluation: the forward half."""
-    forward = tuple(Action("forward", i) for i in range(num_microbatches))
-    return with_transfers(forward, stage, num_stages)
+    forward = tuple(Action("forward", i, chunk) for chunk in range(places.chunks) for i in range(num_microbatches))
+    return (forward,) * places.num_stages
 
 
-def in_flight(stage: Any, num_stages: Any, num_microbatches: Any) -> Any:
+def held(stage: Any, num_stages: Any, num_microbatches: Any, chunks: int) -> Any:
     return num_microbatches

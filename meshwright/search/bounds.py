@@ -17,11 +17,12 @@ from meshwright.core.errors import Problem
 from meshwright.core.profile import Profile
 from meshwright.core.technique import PHASES, Technique
 from meshwright.core.work import Num, Updating, Work, base_work, settle
+from meshwright.schedules import Timetable
 from meshwright.search.dials import Dial
 from meshwright.search.space import Grid
 from meshwright.simulate.cost import StageCost, Tally, stage_cost, tally
 from meshwright.simulate.links import routes
-from meshwright.simulate.memory import stage_memory
+from meshwright.simulate.memory import stage_memory, timetable_of
 from meshwright.simulate.price import ELEMENT_BYTES
 
 
@@ -79,14 +80,15 @@ def bound_all(
 
     def walk(depth: int, work: Work, chosen: tuple[Technique, ...], done: Tally) -> Iterator[Bounded]:
         if depth == len(ordered):
+            forbidden = _table(grid, work.facts.get("forbidden", False)).max(axis=1) > 0
             cost = stage_cost(settled := settle(work), cluster, roads, done)
             peak_bytes = _table(grid, stage_memory(settled, cluster.device).peak_bytes()).max(axis=1)
             yield Bounded(
                 grid=grid,
                 techniques=chosen,
-                least_seconds=_least_seconds(grid, cost),
+                least_seconds=_least_seconds(grid, cost, timetable_of(settled)),
                 peak_bytes=peak_bytes,
-                is_new=is_new(chosen),
+                is_new=is_new(chosen) & ~forbidden,
             )
             return
         dial = ordered[depth]
@@ -99,7 +101,8 @@ def bound_all(
         if dial.kind.name in may_skip:
             yield from walk(depth + 1, work, chosen, done)
         for technique, after in priced:
-            yield from walk(depth + 1, after, (*chosen, technique), done)
+            if not np.all(after.facts.get("forbidden", False)):
+                yield from walk(depth + 1, after, (*chosen, technique), done)
 
     start = base_work(profile, grid.sizes, element_bytes=ELEMENT_BYTES, optimizer=optimizer)
     yield from walk(0, start, (), Tally())
@@ -111,18 +114,29 @@ def _table(grid: Grid, value: Num) -> np.ndarray:
     return np.broadcast_to(np.asarray(value, dtype=float), (shape[0] * shape[1],)).reshape(shape)
 
 
-def _least_seconds(grid: Grid, cost: StageCost) -> np.ndarray:
-    each = _table(grid, cost.seconds("forward")) + _table(grid, cost.seconds("backward"))
+def _least_seconds(grid: Grid, cost: StageCost, timetable: Timetable) -> np.ndarray:
+    """As `simulate.makespan.lower_bound`, with a column for each run of stages."""
+    weight = _table(grid, cost.seconds("weight"))
+    each = _table(grid, cost.seconds("forward")) + _table(grid, cost.seconds("backward")) + weight
     tail = _table(grid, cost.seconds("step")).max(axis=1)
     microbatches = grid.columns["num_microbatches"]
     if each.shape[1] == 1:
         return microbatches * each[:, 0] + tail
     send = _table(grid, cost.send_seconds).max(axis=1)
-    through = grid.counts * each
-    # The last stage of each run has the longest way in and out.
-    last = np.maximum(grid.starts + grid.counts - 1, 0)
-    before = np.cumsum(through, axis=1) - each * (grid.counts > 0)
-    bound = before + 2 * last * send[:, None] + microbatches[:, None] * each
-    bound = np.where(grid.counts > 0, bound, 0.0).max(axis=1)
-    bound = np.maximum(bound, through.sum(axis=1) + 2 * (grid.columns["num_stages"] - 1) * send)
+    forward, counts = _table(grid, cost.seconds("forward")), grid.counts
+    apart = weight if timetable.splits_backward else 0.0 * weight
+    back = each - forward - apart
+    bound = microbatches[:, None] * each
+    has_ways = timetable.chunks == 1 and not timetable.overlaps_steps
+    if has_ways:
+        # The last stage of each run has the longest way in and out.
+        hops = np.maximum(grid.starts + counts - 1, 0) * send[:, None]
+        way_in = np.cumsum(counts * forward, axis=1) - forward * (counts > 0) + hops
+        way_out = np.cumsum(counts * back, axis=1) - back * (counts > 0) + hops
+        bound = way_in + np.maximum(bound, bound - microbatches[:, None] * apart + way_out)
+    bound = np.where(counts > 0, bound, 0.0).max(axis=1)
+    # With several chunks the stage that stands for a run need not be the lightest: only what all have is certain.
+    if has_ways:
+        through = (counts * (forward + back)).sum(axis=1)
+        bound = np.maximum(bound, through + 2 * (grid.columns["num_stages"] - 1) * send)
     return bound + tail

@@ -21,7 +21,7 @@ from meshwright.core.technique import Technique
 from meshwright.core.work import Num
 from meshwright.search.dials import Dial
 from meshwright.search.split import balanced_stages
-from meshwright.simulate.stages import Run, runs_of
+from meshwright.simulate.stages import Run, runs_of, straight
 
 ALL_DIVISORS_UP_TO = 64
 """Microbatches up to here may be any divisor of a replica's samples; above, powers of two."""
@@ -83,7 +83,7 @@ class Grid:
 def _with_stages(technique: Technique, stages: tuple[int, ...]) -> Technique:
     """Stages are written down only where they differ from what the technique would do by itself."""
     own = technique.blocks_of_stages(sum(stages))
-    if own is None or own == stages or not any(f.name == "stages" for f in fields(technique)):
+    if own is None or own == stages or len(technique.spans_of_stage(sum(stages), 0) or ()) > 1 or not any(f.name == "stages" for f in fields(technique)):
         return technique
     return replace(technique, stages=stages)  # type: ignore[call-arg]
 
@@ -198,7 +198,7 @@ def _grid(
     columns["num_stages"] = np.array([len(point.stages) for point in points])
     for i, dial in enumerate(counted):
         columns[f"{dial.kind.name}.{dial.count_field}"] = np.array([point.counts[i] for point in points])
-    known: dict[tuple[int, ...], tuple[Run, ...]] = {p.stages: runs_of(profile, p.stages) for p in points}
+    known: dict[tuple[int, ...], tuple[Run, ...]] = {p.stages: runs_of(profile, straight(p.stages)) for p in points}
     width = max(len(runs) for runs in known.values())
     table = {
         stages: [

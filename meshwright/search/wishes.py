@@ -85,11 +85,11 @@ def _too_inexact(pinned: dict[str, dict[str, Any]], allow: str) -> list[Problem]
     return [
         Problem(
             where=f"pin {name}",
-            what=f"it is {technique_named(name).exactness}, and only {allow} techniques are allowed.",
-            fix=f'Use allow = "{technique_named(name).exactness}", or take the pin away.',
+            what=f"it is {exactness}, and only {allow} techniques are allowed.",
+            fix=f'Use allow = "{exactness}", or take the pin away.',
         )
-        for name in pinned
-        if not is_allowed(technique_named(name), allow)
+        for name, settings in pinned.items()
+        if EXACTNESS.index(exactness := technique_named(name).exactness_with(settings)) > EXACTNESS.index(allow)
     ]
 
 

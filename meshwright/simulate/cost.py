@@ -22,14 +22,21 @@ from meshwright.core.cluster import Cluster, Device
 from meshwright.core.work import Collective, Compute, Num, Work
 from meshwright.simulate.links import Route
 
-Part = Literal["forward", "backward", "step"]
-"""forward and backward come once a microbatch (recomputation belongs to backward), step once."""
+Part = Literal["forward", "backward", "weight", "step"]
+"""forward and backward (recomputation belongs to it) come once a microbatch, and the weight half of backward where it
+is apart; step once."""
 
 BESIDE_FRACTION = 0.15
 """Of a covered collective's time that compute loses all the same, to the cores and the bandwidth it takes
 (Calculon charges 15 % of the cores; Mist measured compute 4 to 29 % slower beside NCCL on A100s)."""
 
-_PART: dict[str, Part] = {"forward": "forward", "recompute": "backward", "backward": "backward", "step": "step"}
+_PART: dict[str, Part] = {
+    "forward": "forward",
+    "recompute": "backward",
+    "backward": "backward",
+    "weight": "weight",
+    "step": "step",
+}
 
 
 class Charge(NamedTuple):

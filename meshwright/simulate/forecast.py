@@ -45,12 +45,9 @@ class Forecast:
 def forecast(profile: Profile, plan: Plan, cluster: Cluster, *, sequence: int, optimizer: Updating = ADAM) -> Forecast:
     staged = stage_plan(profile, plan, cluster, sequence=sequence, optimizer=optimizer)
     count = plan.num_microbatches
-    every = staged.unfolded
-    forward = [stage.forward_seconds for stage in every]
-    backward = [stage.backward_seconds for stage in every]
     # A step ends for all ranks at once: the gradient's norm, which clips the update, is global.
     tail_seconds = max(stage.tail_seconds for stage in staged.stages)
-    step = float(makespan(staged.schedule, forward, backward, staged.send_seconds, count)) + tail_seconds
+    step = float(makespan(staged.timetable, *staged.columns, staged.send_seconds, count)) + tail_seconds
     if not math.isfinite(step):
         what = f"a step of {plan} never ends: the device has no {staged.compute_dtype} rate, or one near zero."
         raise MeshwrightError([Problem(where=cluster.name, what=what)])
@@ -81,7 +78,7 @@ def _spent(staged: Staged, plan: Plan, step_seconds: float) -> tuple[dict[str, f
     count = plan.num_microbatches
 
     def busy_seconds(stage: Stage) -> float:
-        return count * (stage.forward_seconds + stage.backward_seconds) + stage.tail_seconds
+        return count * (stage.all_seconds.forward + stage.all_seconds.backward) + stage.tail_seconds
 
     slowest = max(staged.stages, key=busy_seconds)
     spent: dict[str, float] = {}

@@ -36,7 +36,7 @@ class Route:
 
     def seconds(self, kind: str, num_bytes: Num) -> Num:
         """Alpha-beta: latency once, then the bytes each rank must pass on (nccl-tests, PERFORMANCE.md)."""
-        if kind == "send":
+        if kind in ("send", "ring"):  # the slowest of a ring's pairs is two devices in two nodes
             return self.latency_seconds + num_bytes / self.direct_bytes_per_second
         talks = self.size > 1
         passed = num_bytes * ((self.size - 1) / self.size)

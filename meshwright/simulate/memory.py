@@ -13,14 +13,12 @@ import numpy as np
 
 from meshwright.core.cluster import Device
 from meshwright.core.work import Num, Work
-from meshwright.schedules import SCHEDULES
-
-DEFAULT_SCHEDULE = "1f1b"
-"""Without stages every schedule that frees a microbatch before the next is the same."""
+from meshwright.schedules import Timetable
 
 
-def schedule_of(work: Work) -> str:
-    return str(work.facts.get("schedule", DEFAULT_SCHEDULE))
+def timetable_of(work: Work) -> Timetable:
+    """Without stages every schedule that frees a microbatch before the next is the same."""
+    return work.facts.get("schedule", Timetable())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +70,7 @@ def stage_memory(work: Work, device: Device) -> StageMemory:
         else:
             place, amount = (always if item.life == "always" else microbatch), item.repeat * item.bytes
         place[item.category] = place.get(item.category, 0) + amount
-    in_flight = SCHEDULES[schedule_of(work)].in_flight(
-        work.size("stage"), work.size("num_stages"), work.size("num_microbatches")
-    )
+    in_flight = timetable_of(work).held(work.size("stage"), work.size("num_stages"), work.size("num_microbatches"))
     return StageMemory(always=always, microbatch=microbatch, moments=moments, in_flight=in_flight)
 
 

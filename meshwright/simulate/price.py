@@ -14,10 +14,15 @@ ELEMENT_BYTES = 4
 """Parameters and gradients are kept in float32."""
 
 
-def sizes_of(plan: Plan, profile: Profile, *, sequence: int, stage: int) -> dict[str, Any]:
+def sizes_of(plan: Plan, profile: Profile, *, sequence: int, stage: int, chunk: int | None = None) -> dict[str, Any]:
     """The numbers a plan gives to `price`."""
-    blocks = plan.blocks_of_stages(profile)
-    return {
+    stages = plan.spans_of_stages(profile)
+    spans = stages[stage]
+    part: dict[str, Any] = {}
+    if chunk is not None and len(spans) > 1:
+        part = {"chunk": chunk, "blocks_before": sum(last - first for first, last in spans[:chunk])}
+        spans = (spans[chunk],)
+    return part | {
         **plan.mesh,
         "batch": plan.batch,
         "sequence": sequence // plan.sequence_parts,
@@ -25,9 +30,9 @@ def sizes_of(plan: Plan, profile: Profile, *, sequence: int, stage: int) -> dict
         "microbatch": plan.microbatch,
         "num_microbatches": plan.num_microbatches,
         "stage": stage,
-        "num_stages": len(blocks),
-        "first_block": sum(blocks[:stage]),
-        "blocks": blocks[stage],
+        "num_stages": len(stages),
+        "first_block": spans[0][0],
+        "blocks": sum(last - first for first, last in spans),
     }
 
 
@@ -37,11 +42,12 @@ def price(
     *,
     sequence: int,
     stage: int = 0,
+    chunk: int | None = None,
     optimizer: Updating = ADAM,
     element_bytes: int = ELEMENT_BYTES,
 ) -> Work:
-    """What a step asks of a rank of one stage."""
-    sizes = sizes_of(plan, profile, sequence=sequence, stage=stage)
+    """What a step asks of a rank of one stage, or of one chunk of its layers."""
+    sizes = sizes_of(plan, profile, sequence=sequence, stage=stage, chunk=chunk)
     techniques = plan.in_phase_order()
     return price_sizes(profile, techniques, sizes, optimizer=optimizer, element_bytes=element_bytes)
 

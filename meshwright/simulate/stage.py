@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from meshwright.core.cluster import Cluster
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.technique import Technique
 from meshwright.core.work import Updating
+from meshwright.schedules import Timetable
+from meshwright.schedules.events import peak_held
 from meshwright.simulate.cost import StageCost, stage_cost
 from meshwright.simulate.links import routes
-from meshwright.simulate.memory import StageMemory, schedule_of, stage_memory
+from meshwright.simulate.memory import StageMemory, stage_memory, timetable_of
 from meshwright.simulate.price import price
 from meshwright.simulate.stages import Run, runs_of
+
+_MANY = 6
+"""Microbatches a stage after which a schedule holds no more, unless it holds all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seconds:
+    """Of one microbatch in one span of layers."""
+
+    forward: float
+    backward: float
+    """Recomputation and both halves included."""
+    weight: float = 0.0
+    """Of backward, the half that is apart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,10 +38,8 @@ class Stage:
     run: Run
     cost: StageCost
     memory: StageMemory
-    forward_seconds: float
-    """Of one microbatch."""
-    backward_seconds: float
-    """Of one microbatch, recomputation included."""
+    all_seconds: Seconds
+    """Of one microbatch in all of the stage's layers."""
     tail_seconds: float
     """After the last backward: what is left of the exchange, and the optimizer."""
 
@@ -33,7 +48,9 @@ class Stage:
 class Staged:
     stages: tuple[Stage, ...]
     """One for each run of equal stages."""
-    schedule: str
+    spans: tuple[Seconds, ...]
+    """Of all spans of layers, in the order of the model."""
+    timetable: Timetable
     compute_dtype: str
     send_seconds: float
 
@@ -41,6 +58,13 @@ class Staged:
     def unfolded(self) -> tuple[Stage, ...]:
         """One for each stage."""
         return tuple(stage for stage in self.stages for _ in range(stage.run.count))
+
+    @property
+    def columns(self) -> tuple[list[float], list[float], list[float]]:
+        """Forward, backward and weight seconds by span."""
+        by_span = zip(*((each.forward, each.backward, each.weight) for each in self.spans), strict=True)
+        forward, backward, weight = map(list, by_span)
+        return forward, backward, weight
 
 
 def cutter_of(plan: Plan) -> Technique | None:
@@ -51,7 +75,8 @@ def cutter_of(plan: Plan) -> Technique | None:
 def stage_plan(profile: Profile, plan: Plan, cluster: Cluster, *, sequence: int, optimizer: Updating) -> Staged:
     stages = []
     roads = routes(cluster, plan.mesh)
-    for run in runs_of(profile, plan.blocks_of_stages(profile)):
+    cut = plan.spans_of_stages(profile)
+    for run in runs_of(profile, cut):
         work = price(profile, plan, sequence=sequence, stage=run.start, optimizer=optimizer)
         cost = stage_cost(work, cluster, roads)
         stages.append(
@@ -59,14 +84,55 @@ def stage_plan(profile: Profile, plan: Plan, cluster: Cluster, *, sequence: int,
                 run=run,
                 cost=cost,
                 memory=stage_memory(work, cluster.device),
-                forward_seconds=float(cost.seconds("forward")),
-                backward_seconds=float(cost.seconds("backward")),
+                all_seconds=_seconds(cost),
                 tail_seconds=float(cost.seconds("step")),
             )
         )
-    return Staged(
+    staged = Staged(
         stages=tuple(stages),
-        schedule=schedule_of(work),
+        spans=tuple(stage.all_seconds for stage in stages for _ in range(stage.run.count)),
+        timetable=timetable_of(work),
         compute_dtype=str(work.facts["compute_dtype"]),
         send_seconds=max(float(stage.cost.send_seconds) for stage in stages),
     )
+    return staged if len(cut[0]) == 1 else _in_chunks(staged, profile, plan, cluster, sequence, optimizer)
+
+
+def _seconds(cost: StageCost) -> Seconds:
+    weight = float(cost.seconds("weight"))
+    return Seconds(
+        forward=float(cost.seconds("forward")), backward=float(cost.seconds("backward")) + weight, weight=weight
+    )
+
+
+def _in_chunks(
+    staged: Staged, profile: Profile, plan: Plan, cluster: Cluster, sequence: int, optimizer: Updating
+) -> Staged:
+    """Where a stage has several chunks of layers: the seconds of each, and what is held while they take turns."""
+    cut, roads = plan.spans_of_stages(profile), routes(cluster, plan.mesh)
+    places = staged.timetable.places(len(cut))
+    known: dict[Any, tuple[Seconds, float]] = {}
+    by_span: list[tuple[Seconds, float]] = []
+    for span in range(places.num_spans):
+        stage, chunk = places.stage(span), places.chunk(span)
+        first, last = cut[stage][chunk]
+        is_end = span in (0, places.num_spans - 1)
+        # Blocks of earlier chunks count where a technique takes a stage's first ones.
+        key = (span if is_end else -1, chunk, profile.blocks_within(first, last - first))
+        if key not in known:
+            work = price(profile, plan, sequence=sequence, stage=stage, chunk=chunk, optimizer=optimizer)
+            memory = stage_memory(work, cluster.device)
+            known[key] = _seconds(stage_cost(work, cluster, roads)), float(memory.microbatch_bytes())
+        by_span.append(known[key])
+
+    def held(stage: Stage) -> Stage:
+        """Microbatches in flight, of all the stage's layers: as many bytes as are held at most."""
+        count = min(plan.num_microbatches, _MANY * len(cut))
+        each = [by_span[places.span(stage.run.start, chunk)][1] for chunk in range(places.chunks)]
+        most = peak_held(staged.timetable.orders(len(cut), count)[stage.run.start], each) / max(sum(each), 1e-30)
+        longer = staged.timetable.held(stage.run.start, len(cut), plan.num_microbatches)
+        in_flight = longer if longer > count else most
+        return replace(stage, memory=replace(stage.memory, in_flight=in_flight))
+
+    spans = tuple(seconds for seconds, _ in by_span)
+    return replace(staged, spans=spans, stages=tuple(map(held, staged.stages)))

@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 
 from meshwright.core.profile import Profile
 
+Spans = tuple[tuple[int, int], ...]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
@@ -24,16 +26,22 @@ class Run:
     blocks: int
 
 
-def runs_of(profile: Profile, blocks: Sequence[int]) -> tuple[Run, ...]:
+def straight(blocks: Sequence[int]) -> tuple[Spans, ...]:
+    """Stages of so many blocks each, one after the other."""
+    ends = [sum(blocks[: stage + 1]) for stage in range(len(blocks))]
+    return tuple(((end - count, end),) for end, count in zip(ends, blocks, strict=True))
+
+
+def runs_of(profile: Profile, stages: Sequence[Spans]) -> tuple[Run, ...]:
     runs: list[Run] = []
-    first = 0
-    alike: tuple[int, ...] = ()
-    for stage, count in enumerate(blocks):
-        is_end = stage in (0, 1, len(blocks) - 1)
-        kinds = profile.blocks_within(first, count)
+    alike: tuple[tuple[int, ...], ...] = ()
+    for stage, spans in enumerate(stages):
+        is_end = stage in (0, 1, len(stages) - 1)
+        kinds = tuple(profile.blocks_within(first, last - first) for first, last in spans)
         if not is_end and kinds == alike:
             runs[-1] = replace(runs[-1], count=runs[-1].count + 1)
         else:
-            runs.append(Run(start=stage, count=1, first_block=first, blocks=count))
-        first, alike = first + count, kinds
+            blocks = sum(last - first for first, last in spans)
+            runs.append(Run(start=stage, count=1, first_block=spans[0][0], blocks=blocks))
+        alike = kinds
     return tuple(runs)

@@ -5,16 +5,24 @@ Ranks that differ only along other axes do the same at the same time, so each st
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from meshwright.core.cluster import Cluster
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.timeline import MemoryPoint, Span, Timeline
 from meshwright.core.work import ADAM, Updating
+from meshwright.schedules.events import Event, halves, sweep
 from meshwright.simulate.cost import Part
-from meshwright.simulate.makespan import Event, events_of, sweep
 from meshwright.simulate.stage import Stage, cutter_of, stage_plan
+
+_PARTS: dict[str, tuple[Part, ...]] = {
+    "forward": ("forward",),
+    "backward": ("backward", "weight"),
+    "backward_input": ("backward",),
+    "backward_weight": ("weight",),
+}
 
 MOST_DRAWN = 2048
 """Stages x microbatches in a timeline (at least one microbatch a stage): beyond, nobody sees them one by one."""
@@ -25,23 +33,22 @@ def simulate(profile: Profile, plan: Plan, cluster: Cluster, *, sequence: int, o
     staged = stage_plan(profile, plan, cluster, sequence=sequence, optimizer=optimizer)
     stages = staged.unfolded
     count = min(plan.num_microbatches, max(MOST_DRAWN // len(stages), len(stages)))
-    events = events_of(staged.schedule, len(stages), count)
-    forward = [stage.forward_seconds for stage in stages]
-    backward = [stage.backward_seconds for stage in stages]
-    ends, finished = sweep(events, forward, backward, staged.send_seconds)
+    events = staged.timetable.events(len(stages), count)
+    seconds = halves(*staged.columns)
+    ends, finished = sweep(events, seconds, staged.send_seconds)
     devices = _first_ranks(plan, len(stages))
     cutter = cutter_of(plan)
     sender_origin = cutter.name if cutter is not None else ""
     spans: list[Span] = []
     for event, end in zip(events, ends, strict=True):
         stage, device = stages[event.stage], devices[event.stage]
-        part: Part = "backward" if event.is_backward else "forward"
-        start = end - (stage.backward_seconds if event.is_backward else stage.forward_seconds)
-        spans.extend(_spans(stage, part, f"{part} {event.microbatch}", device, start))
+        took = seconds[event.kind][event.span]
+        spans.extend(_shared(stage, event, device, end - took, took))
         # What an event waits for was sent by the stage it waits for.
         for source in event.waits_for:
             sender = devices[events[source].stage]
-            name = f"send {part} {event.microbatch}"
+            way = "forward" if event.kind == "forward" else "backward"
+            name = f"send {way} {event.microbatch}"
             spans.append(_span(sender, "collective", name, ends[source], staged.send_seconds, sender_origin))
     for stage, device in zip(stages, devices, strict=True):
         spans.extend(_spans(stage, "step", "step", device, max(finished)))
@@ -49,7 +56,7 @@ def simulate(profile: Profile, plan: Plan, cluster: Cluster, *, sequence: int, o
         source="predicted",
         plan_fingerprint=plan.fingerprint,
         spans=tuple(sorted(spans, key=lambda span: (span.start_seconds, span.device))),
-        memory=tuple(_memory(stages, devices, events, ends)),
+        memory=tuple(_memory(stages, devices, events, ends, seconds)),
         environment={
             "cluster": cluster.name,
             "profile": profile.name,
@@ -89,20 +96,37 @@ def _spans(stage: Stage, part: Part, name: str, device: int, start: float) -> It
             start += float(seconds)
 
 
+def _shared(stage: Stage, event: Event, device: int, start: float, took: float) -> Iterator[Span]:
+    """An event's time, shared out between techniques as the stage's is."""
+    parts = _PARTS[event.kind]
+    name = f"{event.kind} {event.microbatch}"
+    mine = [span for part in parts for span in _spans(stage, part, name, device, 0.0)]
+    total = sum(span.seconds for span in mine)
+    for span in mine:
+        share = span.seconds / total * took
+        yield replace(span, start_seconds=start, seconds=share)
+        start += share
+
+
 def _memory(
-    stages: tuple[Stage, ...], devices: list[int], events: tuple[Event, ...], ends: list[float]
+    stages: tuple[Stage, ...],
+    devices: list[int],
+    events: tuple[Event, ...],
+    ends: list[float],
+    seconds: Mapping[str, Sequence[float]],
 ) -> Iterator[MemoryPoint]:
     """Bytes of each stage when a microbatch's work starts (at its fullest) and when it is over."""
-    held = [0] * len(stages)
+    chunks = len(seconds["forward"]) // len(stages)
+    held = [0.0] * len(stages)
     points = []
     for event, end in zip(events, ends, strict=True):
-        stage, memory = stages[event.stage], stages[event.stage].memory
-        seconds = stage.backward_seconds if event.is_backward else stage.forward_seconds
-        held[event.stage] += not event.is_backward
+        memory = stages[event.stage].memory
+        is_freed = event.kind in ("backward", "backward_weight")
+        held[event.stage] += (event.kind == "forward") / chunks
         busy = memory.base_bytes() + held[event.stage] * memory.microbatch_bytes() + memory.moment_bytes()
-        held[event.stage] -= event.is_backward
+        held[event.stage] -= is_freed / chunks
         idle = memory.base_bytes() + held[event.stage] * memory.microbatch_bytes()
-        points.append((end - seconds, devices[event.stage], busy))
+        points.append((end - seconds[event.kind][event.span], devices[event.stage], busy))
         points.append((end, devices[event.stage], idle))
     for when, device, size in sorted(points, key=lambda point: point[:2]):
         yield MemoryPoint(device=device, seconds=float(when), bytes=round(float(size)))

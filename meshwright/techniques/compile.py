@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from meshwright.core.cluster import Cluster
+from meshwright.core.errors import Problems
+from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.technique import Choice, Option, Technique
 from meshwright.core.work import Compute, Work
@@ -32,7 +34,15 @@ class Compile(Technique):
     def options(cls, profile: Profile, cluster: Cluster) -> tuple[Option, ...]:
         return (Choice("backend", ("inductor",)),) if cluster.device.kind == "cuda" else ()
 
+    def check(self, plan: Plan, profile: Profile, cluster: Cluster | None) -> Problems:
+        if plan.splits_backward:
+            what = "a compiled backward is one piece, and this schedule takes its halves apart."
+            return (self.problem(what, "Use another schedule, or leave it out."),)
+        return ()
+
     def price(self, work: Work) -> Work:
+        if work.facts.get("splits_backward"):
+            work = work.forbid(True)
         if self.backend != "inductor":
             return work
         blocks = {layer.name for layer in work.profile.layers if layer.is_block}

@@ -1,29 +1,38 @@
 """Cut the model into stages; microbatches flow through them.
 
-What: ranks along `pp` hold consecutive layers; activations go forward and gradients back between neighbours, in the
-order of a schedule. gpipe runs all forwards, then all backwards; 1f1b starts a backward as soon as it can, so a stage
-holds at most p - s microbatches.
+What: ranks along `pp` hold layers that follow each other; activations go forward and gradients back between stages, in
+the order of a schedule. gpipe runs all forwards, then all backwards; 1f1b starts a backward as soon as it can, so a
+stage holds at most p - s microbatches. interleaved and looped_bfs give a stage several chunks of layers and go round:
+a bubble shorter by as many times, as many times more messages. zero_bubble_h1 and _h2, zbv and dualpipe_v make weight
+gradients, which nobody waits for, where a stage would idle; the last two lay two chunks a stage out as a V. greedy is
+made for given times and a given memory, and is never slower than the others of one chunk that fit in it. async never
+flushes: a step's microbatches all see the weights of one update earlier, kept beside the newest ones.
 When it helps: the model is too deep for one device and links are slow: a boundary carries b·s·d per microbatch, far
 less than any other split.
 When it does not: few microbatches (the bubble), or stages of unequal work (the slowest sets the pace).
-Cost: idle (p-1)/m of the step for equal stages (Huang et al. 2019; Narayanan et al. 2021). A weight tied across stages
-is held twice and its gradient summed.
-Exactness: exact. Axis: pp.
+Cost: idle (p-1)/m of the step for equal stages, / chunks when interleaved (Huang et al. 2019; Narayanan et al. 2021);
+zero_bubble_h1: (p-1)(F+I-W) (Qi et al. 2023). A weight tied across stages is held twice and its gradient summed.
+async: no idle time, one more copy of the trained parameters (Narayanan et al. 2021, PipeDream-2BW).
+Exactness: exact; approximate with async, which search does not choose by itself. Axis: pp.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from meshwright.core.cluster import Cluster
-from meshwright.core.errors import Problems
+from meshwright.core.errors import Problem, Problems
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
-from meshwright.core.technique import Axis, Choice, Option, Technique
-from meshwright.core.work import Collective, Num, Resident, Slot, Work
+from meshwright.core.technique import Axis, Choice, Exactness, Option, Technique
+from meshwright.core.work import Collective, Compute, Num, Resident, Slot, Work
+from meshwright.schedules import GREEDY, SCHEDULES, Places, Timetable
+
+ASYNC = "async"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,58 +44,180 @@ class Pipeline(Technique):
 
     size: int
     """Stages."""
-    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    schedule: Literal[
+        "1f1b",
+        "gpipe",
+        "interleaved",
+        "looped_bfs",
+        "zero_bubble_h1",
+        "zero_bubble_h2",
+        "zbv",
+        "dualpipe_v",
+        "greedy",
+        "async",
+    ] = "1f1b"
     stages: tuple[int, ...] = ()
-    """Blocks of each stage; empty: as even as they go, the first stages taking one more."""
+    """Blocks of each stage; empty: as even as they go, the first stages taking one more. With chunks: of each chunk, in
+    the order of the model."""
+    chunks: int = 0
+    """Chunks of layers a stage has, for interleaved and looped_bfs; 0: two there, else what the schedule needs."""
+    times: tuple[float, ...] = ()
+    """For greedy: time (in any unit) of forward, input half and weight half, for all stages or one after the other."""
+    most_held: int = 0
+    """For greedy: microbatches a stage may hold; 0: any."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "exactness", self.exactness_with({"schedule": self.schedule}))
+
+    @classmethod
+    def exactness_with(cls, settings: Mapping[str, Any]) -> Exactness:
+        return "approximate" if settings.get("schedule") == ASYNC else cls.exactness
+
+    def as_exact(self) -> Pipeline:
+        return replace(self, schedule="1f1b") if self.schedule == ASYNC else self
+
+    @property
+    def timetable(self) -> Timetable:
+        own = 1 if self.schedule == GREEDY else SCHEDULES[self.schedule].chunks
+        return Timetable(self.schedule, self.chunks or own, self.times, self.most_held)
+
+    @property
+    def splits_backward(self) -> bool:
+        return self.size > 1 and self.timetable.splits_backward
+
+    @property
+    def overlaps_steps(self) -> bool:
+        return self.size > 1 and self.timetable.overlaps_steps
 
     @classmethod
     def options(cls, profile: Profile, cluster: Cluster) -> tuple[Option, ...]:
         most = 1 if "stages" in profile.uncut else min(profile.num_blocks, cluster.num_devices)
         sizes = tuple(range(2, most + 1))
-        return (Axis("size", sizes), Choice("schedule", ("1f1b", "gpipe"))) if sizes else ()
+        tried = ("1f1b", "gpipe", "interleaved", "zero_bubble_h1", "zbv")
+        return (Axis("size", sizes), Choice("schedule", tried)) if sizes else ()
 
     def check(self, plan: Plan, profile: Profile, cluster: Cluster | None) -> Problems:
         blocks = profile.num_blocks
         if "stages" in profile.uncut and self.size > 1:
             return (self.problem(f"this model cannot be cut into stages: {profile.uncut['stages']}"),)
-        if self.size > blocks:
-            return (self.problem(f"{self.size} stages for {blocks} blocks.", f"Use at most {blocks}."),)
-        problems = []
-        if self.stages and len(self.stages) != self.size:
-            problems.append(self.problem(f"stages lists {len(self.stages)} stages, size is {self.size}."))
+        problems = [*self._setting_problems()]
+        if problems:
+            return tuple(problems)
+        chunks = self.timetable.chunks
+        count = self.size * chunks
+        if count > blocks:
+            each = f" of {chunks} chunks" if chunks > 1 else ""
+            return (self.problem(f"{self.size} stages{each} for {blocks} blocks.", f"Use at most {blocks // chunks}."),)
+        if self.stages and len(self.stages) != count:
+            each = f" x {chunks} chunks" if chunks > 1 else ""
+            problems.append(self.problem(f"stages lists {len(self.stages)} stages, size is {self.size}{each}."))
         if self.stages and (sum(self.stages) != blocks or min(self.stages) < 1):
             what = f"stages {self.stages} must be at least 1 each and add up to {blocks} blocks."
-            problems.append(self.problem(what, f"For example {self._even(blocks)}."))
-        return tuple(problems)
+            problems.append(self.problem(what, f"For example {_even(blocks, count)}."))
+        return (*problems, *(self._overlap_problems(plan, profile) if self.overlaps_steps else ()))
 
-    def _even(self, blocks: int) -> tuple[int, ...]:
-        return tuple(blocks // self.size + (stage < blocks % self.size) for stage in range(self.size))
+    def _overlap_problems(self, plan: Plan, profile: Profile) -> list[Problem]:
+        """What keeps steps from overlapping."""
+        problems = []
+        if plan.num_microbatches < self.size:
+            what = f"async needs a microbatch for each of {self.size} stages, a step has {plan.num_microbatches}."
+            problems.append(self.problem(what, "Use smaller microbatches, a larger batch or fewer stages."))
+        tied = [f"{layer.name}.{param.name}" for layer in profile.layers for param in layer.params if param.tied]
+        if tied:
+            what = f"async: {tied[0]} is tied across stages, which update it at different times."
+            problems.append(self.problem(what, "Use another schedule, or a model without tied weights."))
+        if plan.technique("shard") is not None:
+            what = "async needs two versions of the weights; those that shard gathers have one."
+            problems.append(self.problem(what, "Use replicate, or another schedule."))
+        return problems
+
+    def _setting_problems(self) -> list[Problem]:
+        problems = []
+        may_choose = self.schedule in ("interleaved", "looped_bfs")
+        own = 1 if self.schedule == GREEDY else SCHEDULES[self.schedule].chunks
+        if self.chunks < 0 or (self.chunks and not may_choose and self.chunks != own):
+            problems.append(self.problem(f"{self.chunks} chunks: {self.schedule} has {own}.", "Leave chunks out."))
+        if self.chunks == 1 and may_choose:
+            problems.append(self.problem(f"{self.schedule} needs 2 chunks or more.", "Use 1f1b or gpipe for one."))
+        if self.schedule != GREEDY and (self.times or self.most_held):
+            problems.append(self.problem(f"times and most_held are greedy's, not {self.schedule}'s."))
+        if self.times and (len(self.times) not in (3, 3 * self.size) or min(self.times) <= 0):
+            what = f"times has {len(self.times)} numbers, the least of them {min(self.times)}."
+            problems.append(self.problem(what, f"Give 3, or {3 * self.size}, all above 0."))
+        if self.most_held < 0:
+            problems.append(self.problem(f"most_held is {self.most_held}.", "Use 1 or more, or 0 for any."))
+        return problems
 
     def blocks_of_stages(self, blocks: int) -> tuple[int, ...]:
-        return self.stages or self._even(blocks)
+        spans = [self.spans_of_stage(blocks, stage) for stage in range(self.size)]
+        return tuple(sum(last - first for first, last in mine) for mine in spans)
+
+    def spans_of_stage(self, blocks: int, stage: int) -> tuple[tuple[int, int], ...]:
+        timetable = self.timetable
+        num_spans = self.size * timetable.chunks
+        counts = self.stages if len(self.stages) == num_spans else _even(blocks, num_spans)
+        places = timetable.places(self.size)
+        spans = []
+        for chunk in range(timetable.chunks):
+            start = sum(counts[: places.span(stage, chunk)])
+            spans.append((start, start + counts[places.span(stage, chunk)]))
+        return tuple(spans)
 
     def price(self, work: Work) -> Work:
-        stage, stages = work.size("stage"), work.size("num_stages")
+        stages = work.size("num_stages")
         if np.all(stages == 1):
             return work
+        places = self.timetable.places(stages)
+        spans = self._spans(work, places)
         layers = work.profile.layers
-        first, last = (stage == 0) * 1, (stage == stages - 1) * 1
-        start, end = work.size("first_block"), work.size("first_block") + work.size("blocks")
-        repeats = _blocks_between(work.profile, start, end)
-        repeats |= {layers[0].name: first, layers[-1].name: last}
-        tied = {slot.copy_of for slot in work.slots if slot.copy_of}
+        first, last = sum(span.is_first for span in spans), sum(span.is_last for span in spans)
+        repeats: dict[str, Num] = {layers[0].name: first, layers[-1].name: last}
+        for layer, within in ((layer, _blocks_between(work.profile, layer.name, spans)) for layer in layers[1:-1]):
+            repeats[layer.name] = within
+        tied = {slot.copy_of for slot in work.slots if slot.copy_of} if places.shape == "loop" else set()
 
         def place(item: Any) -> Any:
             return replace(item, repeat=repeats[item.layer])
 
         def slot(item: Slot) -> Slot:
-            shared = item.copy_of or f"{item.layer}.{item.name}" in tied
-            late = (*item.late, (self.axis, self.name)) if shared else item.late
-            return replace(item, repeat=repeats[item.layer], copy_of="", late=late)
+            is_shared = tied and (item.copy_of or f"{item.layer}.{item.name}" in tied)
+            late = (*item.late, (self.axis, self.name)) if is_shared else item.late
+            copy_of = "" if is_shared else item.copy_of
+            return replace(item, repeat=repeats[item.layer], copy_of=copy_of, late=late)
 
-        width = work.facts.get("stream_bytes", work.slots[0].element_bytes)
-        before, after = _handed_on(work, start) * width, _handed_on(work, end) * width
-        sends = [
+        work = work.map_tasks(place).map_residents(place).map_slots(slot)
+        if self.timetable.splits_backward:
+            work = _halved(work)
+        work = work.with_tasks(*self._sends(work, spans)).with_residents(self._buffers(work, spans))
+        if self.timetable.overlaps_steps:
+            work = work.with_facts(older_versions=(stages > 1) * 1)
+        work = work.forbid(places.num_spans > work.profile.num_blocks)
+        if self.stages:
+            work = work.forbid(places.num_spans != len(self.stages))
+        return work.with_facts(schedule=self.timetable, splits_backward=self.timetable.splits_backward)
+
+    def _spans(self, work: Work, places: Places) -> list[_Span]:
+        """What is priced: this stage's chunks, or the one that `chunk` says."""
+        stage, blocks = work.size("stage"), work.profile.num_blocks
+        if places.chunks == 1:
+            first, count = work.size("first_block"), work.size("blocks")
+            return [_Span(first, first + count, stage, places)]
+        found = []
+        chosen = work.sizes.get("chunk")
+        for chunk in range(places.chunks) if chosen is None else (chosen,):
+            at = places.span(stage, chunk)
+            if np.all(len(self.stages) == places.num_spans):
+                bounds = np.cumsum((0, *self.stages))
+                found.append(_Span(bounds[at], bounds[at + 1], at, places))
+            else:
+                each, more = blocks // places.num_spans, blocks % places.num_spans
+                start = at * each + np.minimum(at, more)
+                found.append(_Span(start, start + each + (at < more), at, places))
+        return found
+
+    def _sends(self, work: Work, spans: list[_Span]) -> list[Collective]:
+        layers = work.profile.layers
+        return [
             Collective(
                 layer=layer.name,
                 kind="send",
@@ -97,66 +228,103 @@ class Pipeline(Technique):
                 origin=self.name,
                 cut="sequence",
             )
+            for span in spans
             for layer, phase, count, size in (
-                (layers[0], "backward", 1 - first, before),
-                (layers[-1], "forward", 1 - last, after),
+                (layers[0], "backward", span.hands_back, _handed_on(work, span.first)),
+                (layers[-1], "forward", span.hands_on, _handed_on(work, span.last)),
             )
         ]
-        # The boundary received is kept until its backward; gradients of it come back in a buffer.
-        buffers = Resident(
-            layer=layers[0].name,
-            category="buffers",
-            repeat=1,
-            bytes=before * (1 - first) + after * (1 - last),
-            life="moment",
-            cut="sequence",
-            origin=self.name,
-        )
-        work = work.map_tasks(place).map_residents(place).map_slots(slot)
-        work = work.with_tasks(*sends).with_residents(buffers)
-        return work.with_facts(schedule=self.schedule)
+
+    def _buffers(self, work: Work, spans: list[_Span]) -> Resident:
+        """The boundary received is kept until its backward; gradients of it come back in a buffer."""
+        size: Num = 0
+        for span in spans:
+            size = size + _handed_on(work, span.first) * span.hands_back + _handed_on(work, span.last) * span.hands_on
+        layer = work.profile.layers[0].name
+        common: dict[str, Any] = {"category": "buffers", "life": "moment", "cut": "sequence", "origin": self.name}
+        return Resident(layer=layer, repeat=1, bytes=size, **common)
 
     def apply(self, build: Any) -> None:
-        build.at("cut", self._cut)
+        if self.size > 1:
+            build.at("cut", self._cut)
 
     def _cut(self, build: Any) -> None:
+        from meshwright.ops.later import split_backward
         from meshwright.ops.pipeline import Wire
-        from meshwright.schedules import SCHEDULES
 
         mesh = build.mesh
-        stage = mesh.index(self.axis)
-        blocks = self.blocks_of_stages(build.profile.num_blocks)
-        start = sum(blocks[:stage])
-        build.keep_blocks(start, start + blocks[stage])
-        build.schedule = lambda count: SCHEDULES[self.schedule].actions(stage, self.size, count)
-        build.forward_schedule = lambda count: SCHEDULES["forward"].actions(stage, self.size, count)
-        build.wire = Wire(mesh, self.axis)
-        build.has_loss = stage == self.size - 1
+        build.timetable, build.stage, build.num_stages = self.timetable, mesh.index(self.axis), self.size
+        build.keep_spans(self.spans_of_stage(build.profile.num_blocks, build.stage))
+        build.wire = Wire(mesh, self.axis, build.places)
+        if self.splits_backward:
+            build.later = split_backward(build.model.block_modules())
         build.cut_everything(self.axis)
-        if build.tied and self.size > 1:
-            ends = [[ranks[0], ranks[-1]] for ranks in mesh.along(self.axis)]
-            group = mesh.new_group(self.axis, ends)
+        ends = [0, build.places.stage(build.places.num_spans - 1)]
+        if build.tied and ends[0] != ends[1]:
+            group = mesh.new_group(self.axis, [[ranks[end] for end in ends] for ranks in mesh.along(self.axis)])
             for name in build.tied:
                 if name in build.boxes:
-                    build.owe(name, group, is_copy=stage > 0)
+                    build.owe(name, group, is_copy=build.stage > 0)
 
 
-def _blocks_between(profile: Profile, start: Num, end: Num) -> dict[str, Num]:
-    """How many blocks of each kind lie there."""
-    found: dict[str, Num] = {}
-    at = 0
+class _Span:
+    """A run of blocks and its neighbours; numbers or arrays."""
+
+    def __init__(self, first: Num, last: Num, at: Num, places: Places):
+        self.first, self.last = first, last
+        self.is_first, self.is_last = (at == 0) * 1, (at == places.num_spans - 1) * 1
+        turns = (at == places.num_stages - 1) * (places.shape == "vee")
+        turned = (at == places.num_stages) * (places.shape == "vee")
+        self.hands_on = (1 - self.is_last) * (1 - turns)
+        self.hands_back = (1 - self.is_first) * (1 - turned)
+
+
+def _halved(work: Work) -> Work:
+    """Of a linear layer's backward, half is its weight's gradient."""
+    linear = {
+        (layer.name, param.name.removesuffix(".weight"))
+        for layer in work.profile.block_layers
+        for param in layer.params
+        if len(param.shape) == 2
+    }
+    tasks: list[Any] = []
+    for task in work.tasks:
+        if isinstance(task, Compute) and task.phase == "backward" and _is_linear(task, linear):
+            half = replace(task, flops=task.flops / 2, moved_bytes=task.moved_bytes / 2)
+            tasks += [half, replace(half, phase="weight")]
+        else:
+            tasks.append(task)
+    return replace(work, tasks=tuple(tasks))
+
+
+def _is_linear(task: Compute, linear: set[tuple[str, str]]) -> bool:
+    if task.kind != "matmul" or task.dtype == "float32":
+        return False
+    # What was counted in a module of others has no names: nearly all of it is linear layers.
+    return (task.layer, task.name) in linear or task.name.startswith("work.")
+
+
+def _even(blocks: int, count: int) -> tuple[int, ...]:
+    return tuple(blocks // count + (stage < blocks % count) for stage in range(count))
+
+
+def _blocks_between(profile: Profile, name: str, spans: list[_Span]) -> Num:
+    """How many blocks of one kind lie in the spans."""
+    at, total = 0, 0
     for layer in profile.block_layers:
-        within = np.minimum(end, at + layer.repeat) - np.maximum(start, at)
-        found[layer.name] = np.maximum(within, 0)
+        if layer.name == name:
+            for span in spans:
+                within = np.minimum(span.last, at + layer.repeat) - np.maximum(span.first, at)
+                total = total + np.maximum(within, 0)
         at += layer.repeat
-    return found
+    return total
 
 
 def _handed_on(work: Work, block: Num) -> Num:
-    """Elements that enter block number `block`."""
+    """Bytes that enter block number `block`."""
     b, s = work.size("microbatch"), work.size("sequence")
     at, total = 0, (block == 0) * work.profile.layers[0].boundary(b, s)
     for layer in work.profile.block_layers:
         total = total + ((block > at) & (block <= at + layer.repeat)) * layer.boundary(b, s)
         at += layer.repeat
-    return total
+    return total * work.facts.get("stream_bytes", work.slots[0].element_bytes)

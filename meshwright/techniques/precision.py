@@ -62,6 +62,7 @@ class Precision(Technique):
                 life="microbatch",
                 cut="none" if slot.cut is None else "tensor",
                 origin=self.name,
+                shared_out=slot.shared_out,
             )
             for slot in work.slots
         ]

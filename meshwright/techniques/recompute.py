@@ -46,15 +46,16 @@ class Recompute(Technique):
 
     def price(self, work: Work) -> Work:
         wanted = self.number(work, "layers")
-        wanted = _ALL if wanted is None else wanted
+        wanted = _ALL if wanted is None else np.maximum(wanted - work.sizes.get("blocks_before", 0), 0)
         b, s = work.size("microbatch"), work.size("sequence")
         width = work.facts.get("stream_bytes", work.slots[0].element_bytes)
         for layer in work.profile.block_layers:
             repeat = work.repeat_of(layer.name)
             count = np.minimum(wanted, repeat)
             wanted = wanted - count
+            each = np.maximum(repeat, 1)  # some tasks come several times a block
             again = [
-                replace(task, phase="recompute", repeat=count * work.has_backward(layer.name))
+                replace(task, phase="recompute", repeat=task.repeat * count // each * work.has_backward(layer.name))
                 for task in work.tasks
                 if task.layer == layer.name
                 and task.phase == "forward"

@@ -37,6 +37,11 @@ class Replicate(Technique):
         return (Axis("size", axis_sizes(cluster)),)
 
     def price(self, work: Work) -> Work:
+        def gradient_bytes(slot: Slot) -> Num:
+            # Where gradients are shared out first, in whatever dtype those sums are made.
+            width = work.facts.get("reduce_bytes", slot.element_bytes)
+            return slot.stored(slot.gradient_shards) * width
+
         reductions = [
             Collective(
                 layer=layer,
@@ -49,7 +54,7 @@ class Replicate(Technique):
                 per_step=True,
                 hidden=True,
             )
-            for layer, repeat, size in work.units(_gradient_bytes, trained=True)
+            for layer, repeat, size in work.units(gradient_bytes, trained=True)
         ]
         return work.with_tasks(*reductions, *statistics(work, self.axis, self.name))
 
@@ -68,7 +73,3 @@ class Replicate(Technique):
             build.on_step.append(bucket.start_step)
             build.on_backward.append(bucket.start_backward)
             build.on_finish.append(bucket.finish)
-
-
-def _gradient_bytes(slot: Slot) -> Num:
-    return slot.stored(slot.gradient_shards) * slot.element_bytes

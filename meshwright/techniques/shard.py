@@ -3,24 +3,30 @@
 What: ranks along `fsdp` see different samples and each keep 1/n of every parameter and its optimizer state (FSDP2).
 Stage 3 gathers a block for its forward and again for its backward (embedding and head stay between the two); stage 2
 gathers once a step and keeps all until the last backward ends; stage 1 also keeps whole gradients until the last
-microbatch. With `replicate` it is hybrid sharding: shards inside a group, sums between groups.
+microbatch. With `replicate` it is hybrid sharding: shards inside a group, sums between groups. `prefetch` blocks are
+asked for ahead of the one at work, forward and backward, never across the chunks of a pipeline. `reduce` is the dtype
+in which gradients are summed (and, in stage 1 or between groups, kept over microbatches).
 When it helps: optimizer and parameters are the peak, and a layer's compute covers its gather.
 When it does not: small batches per rank over slow links (the gathers do not hide), or a model that fits anyway.
 Cost: stage 3: per microbatch 2 all_gathers and 1 reduce_scatter of the parameters; stage 2: 1 all_gather per step and a
-reduce_scatter per microbatch; stage 1: one of each per step (Rajbhandari et al. 2020; Zhao et al. 2023).
-Exactness: exact. Axis: fsdp.
+reduce_scatter per microbatch; stage 1: one of each per step (Rajbhandari et al. 2020; Zhao et al. 2023). 1 + `prefetch`
+blocks are whole at once; with 0, a gather hides behind nothing. bf16 halves the bytes of sums.
+Exactness: exact; rounded with reduce = "bf16", which search does not choose by itself. Axis: fsdp.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from meshwright.core.cluster import Cluster
+from meshwright.core.errors import Problems
+from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
-from meshwright.core.technique import Axis, Choice, Option, Technique, axis_sizes
+from meshwright.core.technique import Axis, Choice, Exactness, Option, Technique, axis_sizes
 from meshwright.core.work import Collective, Num, Resident, Slot, Work, statistics
 
 
@@ -35,23 +41,50 @@ class Shard(Technique):
     size: int
     """Ranks a parameter is shared between."""
     stage: Literal[1, 2, 3] = 3
+    prefetch: int = 1
+    """Blocks gathered ahead of the one at work."""
+    reduce: Literal["fp32", "bf16"] = "fp32"
+    """Dtype in which gradients are summed over ranks."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "exactness", self.exactness_with({"reduce": self.reduce}))
 
     @classmethod
     def options(cls, profile: Profile, cluster: Cluster) -> tuple[Option, ...]:
         return (Axis("size", axis_sizes(cluster)), Choice("stage", (3, 2, 1)))
 
+    @classmethod
+    def exactness_with(cls, settings: Mapping[str, Any]) -> Exactness:
+        return "rounded" if settings.get("reduce") == "bf16" else cls.exactness
+
+    def as_exact(self) -> Shard:
+        return replace(self, reduce="fp32")
+
+    def check(self, plan: Plan, profile: Profile, cluster: Cluster | None) -> Problems:
+        if self.prefetch < 0:
+            return (self.problem(f"prefetch is {self.prefetch}.", "Use 0 or more blocks ahead."),)
+        if plan.splits_backward and self.size > 1:
+            what = "weights are let go of before this schedule makes their gradients."
+            return (self.problem(what, "Use a schedule with whole backwards, or replicate."),)
+        return ()
+
     def price(self, work: Work) -> Work:
         ways = work.size(self.axis)
+        if work.facts.get("splits_backward"):
+            work = work.forbid(ways > 1)
         gather_bytes = work.facts.get("compute_bytes", work.slots[0].element_bytes)
         blocks = {layer.name for layer in work.profile.layers if layer.is_block}
-        common: dict[str, Any] = {"axis": self.axis, "origin": self.name, "hidden": True}
-        tasks, residents, largest = statistics(work, self.axis, self.name), [], 0
+        reduce_bytes = 2 if self.reduce == "bf16" else work.slots[0].element_bytes
+        common: dict[str, Any] = {"axis": self.axis, "origin": self.name}
+        tasks, residents = statistics(work, self.axis, self.name), []
+        largest, num_blocks = 0, 0
 
         def padded(slot: Slot) -> Num:
             return slot.stored(ways) * ways
 
         for layer, repeat, elements in work.units(padded):
-            whole = {"layer": layer, "bytes": elements * gather_bytes, "kind": "all_gather"}
+            whole: dict[str, Any] = {"layer": layer, "bytes": elements * gather_bytes, "kind": "all_gather"}
+            whole["hidden"] = self.prefetch > 0
             once = self.stage < 3
             tasks.append(Collective(**common, **whole, repeat=repeat, phase="forward", per_step=once))
             if not once and layer in blocks:
@@ -59,21 +92,28 @@ class Shard(Technique):
                 tasks.append(Collective(**common, **whole, repeat=goes_back, phase="backward"))
             if layer in blocks:
                 largest = np.maximum(largest, elements * gather_bytes * (repeat > 0))
+                num_blocks = num_blocks + repeat
             if once or layer not in blocks:
                 residents.append(self._gathered(layer, repeat, elements * gather_bytes, "always"))
             if self.stage == 1:
-                residents.append(self._gathered(layer, repeat, elements * work.slots[0].element_bytes, "always"))
+                residents.append(self._gathered(layer, repeat, elements * reduce_bytes, "always"))
         for layer, repeat, elements in work.units(padded, trained=True):
-            summed = {"bytes": elements * work.slots[0].element_bytes, "kind": "reduce_scatter", "layer": layer}
+            summed: dict[str, Any] = {
+                "bytes": elements * reduce_bytes,
+                "kind": "reduce_scatter",
+                "layer": layer,
+                "hidden": True,
+            }
             tasks.append(Collective(**common, **summed, repeat=repeat, phase="backward", per_step=self.stage == 1))
-        if self.stage == 3:  # the block in use and the one fetched ahead
-            residents.append(self._gathered("", 2, largest, "always"))
+        if self.stage == 3:  # the block in use and those fetched ahead
+            residents.append(self._gathered("", np.minimum(1 + self.prefetch, num_blocks), largest, "always"))
 
         def slot(item: Slot) -> Slot:
             return replace(item, shards=ways, gradient_shards=ways)
 
         kept = tuple(item for item in work.residents if item.category != "gathered")
-        return replace(work, residents=(*kept, *residents)).with_tasks(*tasks).map_slots(slot)
+        work = replace(work, residents=(*kept, *residents)).with_tasks(*tasks).map_slots(slot)
+        return work.with_facts(reduce_bytes=reduce_bytes)
 
     def _gathered(self, layer: str, repeat: Any, size: Any, life: Any) -> Resident:
         return Resident(layer=layer, category="gathered", repeat=repeat, bytes=size, life=life, origin=self.name)
@@ -83,10 +123,15 @@ class Shard(Technique):
         build.at("wrap", self._wrap)
 
     def _wrap(self, build: Any) -> None:
+        import torch
+
         from meshwright.ops.shard import shard_units
 
         axes = [axis for axis in build.plan.replica_axes if axis != self.axis]
-        flags = shard_units(build, self.axis, axes, reshard=self.stage == 3)
+        reduce_dtype = torch.bfloat16 if self.reduce == "bf16" else build.dtype
+        flags = shard_units(
+            build, self.axis, axes, reshard=self.stage == 3, prefetch=self.prefetch, reduce_dtype=reduce_dtype
+        )
         build.reduction_owner = self.name
         stage = self.stage
-        build.on_backward.append(lambda is_last: flags(stage, is_last))
+        build.on_backward.append(lambda is_last, chunk: flags(stage, is_last, chunk))

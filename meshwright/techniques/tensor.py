@@ -2,7 +2,10 @@
 
 What: ranks along `tp` hold a share of each matrix (Megatron's column-then-row split), so a region needs one sum at its
 exit and, going backward, one at its entry. With `sequence` the parts between regions (norms, residuals) are split along
-the sequence: the sums become reduce_scatter + all_gather, the same bytes, and those activations are divided too.
+the sequence: the sums become reduce_scatter + all_gather, the same bytes, and those activations are divided too. With
+`overlap` k an exit's message leaves in k pieces, all but one behind the matmuls of the linear before it (and comes back
+so in the backward pass); entries, the embedding and the exit of experts stay whole. Recomputation then replays a
+block's last exit too.
 When it helps: a layer is too big for a device, or latency of the batch matters; inside a fast link domain.
 When it does not: over slow links (two exposed collectives of the whole activation per region), or for small layers
 whose pieces no longer fill the device.
@@ -19,7 +22,7 @@ from typing import Any, ClassVar
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import Problems
 from meshwright.core.plan import Plan
-from meshwright.core.profile import Profile, Site
+from meshwright.core.profile import Layer, Profile, Site
 from meshwright.core.technique import Axis, Choice, Option, Technique
 from meshwright.core.work import Collective, Compute, Num, Resident, Slot, Work
 
@@ -35,6 +38,8 @@ class Tensor(Technique):
     """Ranks that share a layer."""
     sequence: bool = False
     """Split what lies between the regions along the sequence."""
+    overlap: int = 1
+    """Pieces in which a region's exit leaves, so that one is on its way while the next is computed."""
 
     @classmethod
     def options(cls, profile: Profile, cluster: Cluster) -> tuple[Option, ...]:
@@ -51,6 +56,11 @@ class Tensor(Technique):
         if self.sequence and "sequence" in profile.uncut:
             what = f"this model's sequence cannot be cut: {profile.uncut['sequence']}"
             problems.append(self.problem(what, "Use sequence = false."))
+        if self.overlap < 1:
+            problems.append(self.problem(f"overlap is {self.overlap}.", "Use at least 1: the message as a whole."))
+        elif self.overlap > 1 and not self.sequence:
+            what = f"overlap is {self.overlap}, but without `sequence` a sum is whole on every rank before any goes on."
+            problems.append(self.problem(what, "Use sequence = true, or overlap = 1."))
         for layer in profile.layers:
             for param in layer.params:
                 if param.cut is not None and param.units and param.units % self.size:
@@ -59,9 +69,11 @@ class Tensor(Technique):
         return tuple(problems)
 
     def check_sequence(self, sequence: int) -> Problems:
-        if self.sequence and sequence % self.size:
-            what = f"a sequence of {sequence} cannot be cut {self.size} ways (axis tp)."
-            return (self.problem(what, f"Use a multiple of {self.size}, or sequence = false."),)
+        ways = self.size * self.overlap
+        if self.sequence and sequence % ways:
+            pieces = f" in {self.overlap} pieces each" if self.overlap > 1 else ""
+            what = f"a sequence of {sequence} cannot be cut {self.size} ways (axis tp){pieces}."
+            return (self.problem(what, f"Use a multiple of {ways}, or sequence = false."),)
         return ()
 
     def price(self, work: Work) -> Work:
@@ -91,16 +103,16 @@ class Tensor(Technique):
             collective
             for layer in work.profile.layers
             for site in layer.sites
-            if site.kind != "statistics"
-            for collective in self._site(work, layer.name, site)
+            if site.kind in ("enter", "exit", "loss")
+            for collective in self._site(work, layer, site)
         ]
         work = work.map_slots(slot).map_tasks(task).map_residents(resident).with_tasks(*talk)
         return work.with_facts(sequence_ways=ways if self.sequence else 1)
 
-    def _site(self, work: Work, layer: str, site: Site) -> list[Collective]:
+    def _site(self, work: Work, layer: Layer, site: Site) -> list[Collective]:
         b, s = work.size("microbatch"), work.size("sequence")
-        common: dict[str, Any] = {"layer": layer, "axis": self.axis, "origin": self.name}
-        common["repeat"] = work.repeat_of(layer)
+        common: dict[str, Any] = {"layer": layer.name, "axis": self.axis, "origin": self.name}
+        common["repeat"] = work.repeat_of(layer.name)
         if site.kind == "loss":
             # Largest logit, then sum of exponents with the target's logit; again if the loss is recomputed.
             calls = work.facts.get("loss_calls", 0)
@@ -116,12 +128,23 @@ class Tensor(Technique):
         kinds = ("all_gather", "reduce_scatter") if site.kind == "enter" else ("reduce_scatter", "all_gather")
         if not self.sequence:
             kinds = ("", "all_reduce") if site.kind == "enter" else ("all_reduce", "")
-        back = {**common, "repeat": common["repeat"] * work.has_backward(layer, site.after)}
+        back = {**common, "repeat": common["repeat"] * work.has_backward(layer.name, site.after)}
+        if self.overlap > 1 and _leaves_a_linear(layer, site):
+            # Piece by piece, not by `repeat`: whoever replays a layer counts its tasks anew. The last has nothing to
+            # hide behind, nor has the first to come back. What the linear keeps is known only after the last has
+            # left, so a replay runs to the end.
+            size = common["bytes"] // self.overlap
+            pieces: list[dict[str, Any]] = [
+                {"bytes": size, "hidden": j > 0, "tail": False} for j in range(self.overlap)
+            ]
+        else:
+            pieces = [{"tail": site.tail}]
         told = []
-        if kinds[0]:
-            told.append(Collective(**common, kind=kinds[0], phase="forward", tail=site.tail))  # type: ignore[arg-type]
-        if kinds[1]:
-            told.append(Collective(**back, kind=kinds[1], phase="backward"))  # type: ignore[arg-type]
+        for piece in pieces:
+            if kinds[0]:
+                told.append(Collective(**{**common, **piece, "kind": kinds[0]}, phase="forward"))
+            if kinds[1]:
+                told.append(Collective(**{**back, **piece, "kind": kinds[1]}, phase="backward"))
         return told
 
     def apply(self, build: Any) -> None:
@@ -137,7 +160,8 @@ class Tensor(Technique):
 
         group, index = build.mesh.group(self.axis), build.mesh.index(self.axis)
         model = build.model
-        region = Region(group, self.sequence, build.dtype if build.profile.stream == "parameters" else None)
+        summed_in = build.dtype if build.profile.stream == "parameters" else None
+        region = Region(group, self.sequence, summed_in, self.overlap)
         for name, param in build.named_params():
             if param.cut is not None:
                 build.cut(name, param.cut, index, self.size, self.axis)
@@ -166,6 +190,12 @@ class Tensor(Technique):
             head.output.register_forward_pre_hook(lambda _, args: (region.enter(args[0]),))
         if self.sequence:
             build.sequence_ways *= self.size
+
+
+def _leaves_a_linear(layer: Layer, site: Site) -> bool:
+    """Not the embedding's lookups, nor a sum over experts, at the end of their layer."""
+    has_experts = any(param.shared_out == "experts" for param in layer.params)
+    return layer.is_block and site.kind == "exit" and not (has_experts and site.tail)
 
 
 def _part_of_positions(positions: Any, index: int, x: Any, places: Any) -> Any:

@@ -26,7 +26,8 @@ def test_a_token_changes_its_own_and_later_logits_only(family: str) -> None:
     changed[:, 7] = (changed[:, 7] + 1) % FAMILIES[family].vocab_size
     before, after = model(tokens), model(changed)
     assert before.shape == (2, 12, FAMILIES[family].vocab_size)
-    assert torch.equal(before[:, :7], after[:, :7])
+    # Close, not equal: experts get other rows beside the same ones, and kernels sum by the number of rows.
+    torch.testing.assert_close(before[:, :7], after[:, :7], rtol=1e-12, atol=1e-12)
     assert all((before[:, place] - after[:, place]).abs().max() > 1e-4 for place in range(7, 12))
 
 

@@ -39,8 +39,8 @@ def test_stages_in_a_row_are_the_whole(name: str) -> None:
     handed_on = [layer.boundary(3, 12) for layer in profile.layers for _ in range(layer.repeat)]
     for cut in range(1, profile.num_blocks):
         first, last = filled(config), filled(config)
-        first.keep(0, cut)
-        last.keep(cut, profile.num_blocks)
+        first.keep(((0, cut),))
+        last.keep(((cut, profile.num_blocks),))
         sent = first(batch[0])
         assert tuple(sent.shape) == last.boundary(batch[0], cut)
         assert sent.numel() == handed_on[cut]  # by the block before, the first layer being no block
@@ -153,8 +153,8 @@ def _check_lower_precision(name: str) -> None:
     first, last = filled(config, torch.float32), filled(config, torch.float32)
     for model in (first, last):
         model.set_compute_dtype(torch.bfloat16)
-    first.keep(0, 1)
-    last.keep(1, profile_of(config, name).num_blocks)
+    first.keep(((0, 1),))
+    last.keep(((1, profile_of(config, name).num_blocks),))
     batch = microbatch(config, 3, dtype=torch.float32)
     sent = first(batch[0])
     promised = torch.bfloat16 if config_kind(config) == "decoder" else torch.float32

@@ -62,8 +62,10 @@ def open_tiny(config: dict[str, Any], batch: int, sequence: int, dtype: str) -> 
     return opened, samples
 
 
-def _drawn(shape: tuple[int, ...], kind: int, generator: torch.Generator, dtype: str) -> torch.Tensor:
-    """Numbers below `kind`, or floats for 0 and coin tosses as floats for -1."""
+def _drawn(shape: tuple[int, ...], kind: int | list[int], generator: torch.Generator, dtype: str) -> torch.Tensor:
+    """Numbers below `kind` (a list: of each column), or floats for 0 and coin tosses as floats for -1."""
+    if isinstance(kind, list):
+        return torch.stack([_drawn(shape[:-1], each, generator, dtype) for each in kind], dim=-1)
     if kind > 0:
         return torch.randint(kind, shape, generator=generator)
     wide = parity.DTYPES[dtype]

@@ -22,7 +22,7 @@ from meshwright.probe.names import cluster
 from meshwright.simulate.cost import compute_seconds
 from meshwright.simulate.forecast import Forecast, forecast
 from meshwright.simulate.links import SHEET_FRACTION, routes
-from meshwright.simulate.stages import runs_of
+from meshwright.simulate.stages import runs_of, straight
 from meshwright.simulate.timeline import simulate
 
 PROFILE = decoder_profile(preset("byte-3m"), "byte-3m")
@@ -114,7 +114,8 @@ def test_an_op_takes_the_slower_of_arithmetic_and_memory() -> None:
 
 def test_equal_inner_stages_fold_and_the_ends_do_not() -> None:
     def runs(*blocks: int) -> list[tuple[int, int]]:
-        return [(run.start, run.count) for run in runs_of(decoder_profile(preset("llama3-8b"), "llama3-8b"), blocks)]
+        profile = decoder_profile(preset("llama3-8b"), "llama3-8b")
+        return [(run.start, run.count) for run in runs_of(profile, straight(blocks))]
 
     assert runs(4, 4, 4, 4, 3) == [(0, 1), (1, 3), (4, 1)]
     assert runs(2, 2) == [(0, 1), (1, 1)]

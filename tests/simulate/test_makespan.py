@@ -2,23 +2,49 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.simulate.makespan import events_of, lower_bound, makespan, sweep
+from meshwright.schedules import SCHEDULES as NAMED
+from meshwright.schedules import Timetable
+from meshwright.schedules.events import halves, sweep
+from meshwright.simulate import makespan as subject
+from meshwright.simulate.makespan import lower_bound
 
 SCHEDULES = ("gpipe", "1f1b")
 durations = st.floats(0.01, 10.0)
 
 
+def table_of(schedule: str) -> Timetable:
+    return Timetable(schedule, NAMED[schedule].chunks)
+
+
+def makespan(schedule: str, forward: Any, backward: Any, send: Any, count: int) -> Any:
+    """With a third of backward apart where the schedule takes it apart."""
+    weight = [each / 3 for each in backward]
+    return subject.makespan(table_of(schedule), forward, backward, weight, send, count)
+
+
+def events_of(schedule: str, num_spans: int, count: int) -> Any:
+    return table_of(schedule).events(num_spans // NAMED[schedule].chunks, count)
+
+
+def swept(schedule: str, forward: list[float], backward: list[float], send: float, count: int) -> float:
+    seconds = halves(forward, backward, [each / 3 for each in backward])
+    return float(max(sweep(events_of(schedule, len(forward), count), seconds, send)[1]))
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[str, list[float], list[float], float, int]:
-    num_stages = draw(st.integers(1, 6))
-    forward = draw(st.lists(durations, min_size=num_stages, max_size=num_stages))
-    backward = draw(st.lists(durations, min_size=num_stages, max_size=num_stages))
-    return draw(st.sampled_from(SCHEDULES)), forward, backward, draw(st.floats(0.0, 2.0)), draw(st.integers(1, 12))
+    schedule = draw(st.sampled_from(sorted(NAMED)))
+    num_spans = draw(st.integers(1, 6)) * NAMED[schedule].chunks
+    forward = draw(st.lists(durations, min_size=num_spans, max_size=num_spans))
+    backward = draw(st.lists(durations, min_size=num_spans, max_size=num_spans))
+    return schedule, forward, backward, draw(st.floats(0.0, 2.0)), draw(st.integers(1, 12))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -27,6 +53,34 @@ def cases(draw: st.DrawFn) -> tuple[str, list[float], list[float], float, int]:
 def test_equal_stages_have_the_textbook_time(schedule: str, num_stages: int, num_microbatches: int) -> None:
     seconds = makespan(schedule, [1.0] * num_stages, [2.0] * num_stages, 0.0, num_microbatches)
     assert seconds == pytest.approx((num_microbatches + num_stages - 1) * 3.0)
+
+
+@pytest.mark.parametrize(("forward", "gradient", "weight"), [(1.0, 1.0, 1.0), (2.0, 2.5, 1.5), (1.0, 1.2, 0.8)])
+@pytest.mark.parametrize("num_stages", [2, 4, 8])
+def test_idle_time_is_the_closed_form(forward: float, gradient: float, weight: float, num_stages: int) -> None:
+    """Of a stage, between its first action and its last (planner notes 5.3): with enough microbatches, equal stages."""
+    p, m = num_stages, 3 * num_stages
+    both = forward + gradient + weight
+    closed = {
+        "gpipe": (p - 1) * both,
+        "1f1b": (p - 1) * both,
+        "interleaved": (p - 1) * both,  # of a chunk, half as long as the stage
+        "zero_bubble_h1": (p - 1) * (forward + gradient - weight),
+        "zero_bubble_h2": (p - 1) * (forward + gradient - 2 * weight),
+    }
+    for schedule, idle in closed.items():
+        chunks = NAMED[schedule].chunks
+        spans = p * chunks
+        seconds = halves([forward] * spans, [gradient + weight] * spans, [weight] * spans)
+        events = events_of(schedule, spans, m)
+        ends, finished = sweep(events, seconds, 0.0)
+        starts: dict[int, float] = {}
+        for event, end in zip(events, ends, strict=True):
+            starts.setdefault(event.stage, end - seconds[event.kind][event.span])
+        longest = max(end - starts[stage] for stage, end in enumerate(finished))
+        if schedule == "zero_bubble_h2" and idle < 1e-9:
+            idle = 0.0
+        assert longest - m * chunks * both == pytest.approx(idle, abs=1e-9), schedule
 
 
 def test_latency_costs_every_microbatch_of_1f1b() -> None:
@@ -41,15 +95,15 @@ def test_extending_the_steady_state_is_exact_for_equal_stages(
     schedule: str, send: float, num_microbatches: int
 ) -> None:
     forward, backward = [1.0] * 4, [2.0] * 4
-    _, finished = sweep(events_of(schedule, 4, num_microbatches), forward, backward, send)
-    assert makespan(schedule, forward, backward, send, num_microbatches) == pytest.approx(max(finished))
+    whole = swept(schedule, forward, backward, send, num_microbatches)
+    assert makespan(schedule, forward, backward, send, num_microbatches) == pytest.approx(whole)
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(durations, min_size=3, max_size=3), st.lists(durations, min_size=3, max_size=3), st.floats(0, 1))
 def test_extending_is_close_for_any_stages(forward: list[float], backward: list[float], send: float) -> None:
-    _, finished = sweep(events_of("1f1b", 3, 1000), forward, backward, send)
-    assert makespan("1f1b", forward, backward, send, 1000) == pytest.approx(max(finished), rel=2e-3)
+    whole = swept("1f1b", forward, backward, send, 1000)
+    assert makespan("1f1b", forward, backward, send, 1000) == pytest.approx(whole, rel=2e-3)
 
 
 @settings(max_examples=150, deadline=None)
@@ -57,9 +111,11 @@ def test_extending_is_close_for_any_stages(forward: list[float], backward: list[
 def test_every_event_runs_once_and_the_bounds_hold(case: tuple[str, list[float], list[float], float, int]) -> None:
     schedule, forward, backward, send, count = case
     events = events_of(schedule, len(forward), count)
-    assert len({event[:3] for event in events}) == len(events) == 2 * len(forward) * count
+    assert len({event[:4] for event in events}) == len(events)
+    assert sum(event.kind == "forward" for event in events) == len(forward) * count
     seconds = makespan(schedule, forward, backward, send, count)
-    assert seconds >= lower_bound(forward, backward, send, count) * (1 - 1e-12)
+    weight = [each / 3 for each in backward]
+    assert seconds >= lower_bound(table_of(schedule), forward, backward, weight, send, count) * (1 - 1e-12)
     everything = sum(forward) + sum(backward) + 2 * (len(forward) - 1) * send
     assert seconds <= everything * count * (1 + 1e-12)
 

@@ -22,7 +22,7 @@ from meshwright.simulate.links import routes
 from meshwright.simulate.memory import stage_memory
 from meshwright.simulate.price import price, price_sizes, sizes_of
 
-CONFIG = replace(PRESETS["byte-tiny"], num_layers=4, num_kv_heads=4)
+CONFIG = replace(PRESETS["byte-tiny"], num_layers=4, num_kv_heads=4, max_sequence=1 << 16)
 PROFILES = (decoder_profile(CONFIG, "tiny"), decoder_profile(replace(CONFIG, tied=True, qk_norm=True), "tied"))
 CLUSTER = cluster("8xh100")
 SEQUENCE = 16
@@ -38,7 +38,9 @@ def _settings(kind: type[Technique], profile: Any, size: int, count: int) -> lis
 
 def _axis_techniques(size: int) -> list[Technique]:
     kinds = [technique_named(name) for name in technique_names()]
-    return [kind(**s) for kind in kinds if kind.axis for s in _settings(kind, PROFILES[0], size, 1)]
+    offered = [kind for kind in kinds if kind.axis and kind.options(PROFILES[0], CLUSTER)]
+    assert len(offered) >= 5
+    return [kind(**s) for kind in offered for s in _settings(kind, PROFILES[0], size, 1)]
 
 
 def _flops(work: Work, phases: tuple[str, ...]) -> float:
@@ -51,10 +53,10 @@ def test_an_axis_of_one_rank_is_the_identity(technique: Technique, profile: Any)
     alone, split = (
         price(profile, Plan(techniques=t, batch=4, microbatch=2), sequence=SEQUENCE) for t in ((), (technique,))
     )
-    every = ("forward", "backward", "recompute", "step")
+    every = ("forward", "backward", "weight", "recompute", "step")
     assert _flops(split, every) == _flops(alone, every)
     costs = [stage_cost(w, CLUSTER, routes(CLUSTER, {technique.axis: 1})) for w in (alone, split)]
-    for part in ("forward", "backward", "step"):
+    for part in ("forward", "backward", "weight", "step"):
         assert costs[1].seconds(part) == pytest.approx(costs[0].seconds(part), rel=1e-12)  # type: ignore[arg-type]
     assert sum(float(s) for charge, s in costs[1].charges.items() if charge.axis) == 0.0
     before, after = (stage_memory(w, CLUSTER.device).by_category() for w in (alone, split))
@@ -64,7 +66,7 @@ def test_an_axis_of_one_rank_is_the_identity(technique: Technique, profile: Any)
 
 @pytest.mark.parametrize("technique", _axis_techniques(2), ids=str)
 def test_splitting_conserves_flops(technique: Technique) -> None:
-    profile, every = PROFILES[0], ("forward", "backward")
+    profile, every = PROFILES[0], ("forward", "backward", "weight")
     alone = price(profile, Plan(batch=8, microbatch=2), sequence=SEQUENCE)
     plan = Plan(techniques=(technique,), batch=8, microbatch=2)
     stages = len(plan.blocks_of_stages(profile))

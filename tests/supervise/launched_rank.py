@@ -51,13 +51,35 @@ def raise_at_a_collective(job: Job, stop: StopFlag) -> int:
     import torch
     import torch.distributed as dist
 
-    store = dist.FileStore(job.rendezvous, job.num_ranks)
-    dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.num_ranks)
-    dist.barrier()
-    if job.rank == job.num_ranks - 1:
+    if meet(job):
         raise ValueError("no more")
     dist.all_reduce(torch.ones(1))
     return 0
+
+
+def die_at_a_collective(job: Job, stop: StopFlag) -> int:
+    import torch
+    import torch.distributed as dist
+
+    return kill_itself(job, stop) if meet(job) else bool(dist.all_reduce(torch.ones(1 << 20)))
+
+
+def die_before_a_send(job: Job, stop: StopFlag) -> int:
+    """As in a pipeline: each waits for the rank above it, and only the highest is gone."""
+    import torch
+    import torch.distributed as dist
+
+    return kill_itself(job, stop) if meet(job) else dist.recv(torch.ones(1 << 20), src=job.rank + 1)
+
+
+def meet(job: Job) -> bool:
+    """Join the others; whether this is the highest rank, the one that fails."""
+    import torch.distributed as dist
+
+    store = dist.FileStore(job.rendezvous, job.num_ranks)
+    dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.num_ranks)
+    dist.barrier()
+    return job.rank == job.num_ranks - 1
 
 
 def exit_three(job: Job, stop: StopFlag) -> int:

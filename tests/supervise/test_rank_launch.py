@@ -103,6 +103,14 @@ def test_a_peer_that_loses_its_connection_is_not_the_cause(tmp_path: Path) -> No
     ]
 
 
+@pytest.mark.parametrize("behaviour", ["die_at_a_collective", "die_before_a_send"])
+def test_a_rank_killed_while_others_wait_for_it_is_the_one_told(tmp_path: Path, behaviour: str) -> None:
+    outcome = run(tmp_path, *[behaviour] * 3)
+    assert outcome.exit_code == 1
+    assert outcome.message().startswith("rank 2 of 3 was killed by SIGKILL (often")
+    assert [failure.is_secondary for failure in outcome.failures] == [True, True, False]
+
+
 def test_a_mendable_error_exits_two_in_its_own_words(tmp_path: Path) -> None:
     outcome = run(tmp_path, "raise_meshwright_error", "raise_meshwright_error")
     assert outcome.exit_code == 2
@@ -214,7 +222,7 @@ def test_the_cause_is_the_lowest_primary_failure() -> None:
 
 
 def test_supervise_never_imports_torch_or_numpy() -> None:
-    names = ("launch", "pool", "rank", "worker", "environment", "child", "failure")
+    names = ("launch", "pool", "rank", "worker", "environment", "child", "failure", "network", "peers")
     imports = "; ".join(f"import meshwright.supervise.{name}" for name in names)
     code = f"import sys; {imports}; print([name for name in ('torch', 'numpy') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=HERE.parents[1])

@@ -1,0 +1,88 @@
+"""all_gather and reduce_scatter over gloo, made of messages between pairs of ranks.
+
+Gloo's own pass everything round a ring through one thread; messages to all others at once are 2 to 4 times as fast at
+32 MiB and no slower below (`benchmarks/gloo_collectives.py`), but for small gathers, which stay gloo's. Each is an
+operator of ours, so that whoever watches the traffic sees the collective that is meant and none of its messages.
+Anything but a CPU keeps its own collectives.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+_SMALL_GATHER_BYTES = 1 << 16
+"""Up to here gloo's own gather is as quick."""
+_MOST_AT_ONCE_BYTES = 1 << 18
+"""Up to here one all_to_all is quicker than a wait for each message, above all where cores are few."""
+
+_LIBRARY = torch.library.Library("meshwright", "FRAGMENT")
+_LIBRARY.define("all_gather(Tensor(a!) whole, Tensor part, str group) -> ()")
+_LIBRARY.define("reduce_scatter(Tensor(a!) part, Tensor whole, str group) -> ()")
+
+
+def all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
+    """The parts of all ranks, one after the other. `part` may lie at its place in `whole`; both are contiguous."""
+    if _is_ours(whole) and whole.nbytes > _SMALL_GATHER_BYTES:
+        torch.ops.meshwright.all_gather(whole, part, group.group_name)
+    else:
+        dist.all_gather_into_tensor(whole, part, group=group)
+
+
+def reduce_scatter(part: Tensor, whole: Tensor, group: dist.ProcessGroup) -> None:
+    """This rank's part of the sum of all ranks' `whole`; both are contiguous."""
+    if _is_ours(whole):
+        torch.ops.meshwright.reduce_scatter(part, whole, group.group_name)
+    else:
+        dist.reduce_scatter_tensor(part, whole, group=group)
+
+
+def _is_ours(tensor: Tensor) -> bool:
+    # A compiler knows torch's collectives and can move them about.
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+@torch.library.impl(_LIBRARY, "all_gather", "CPU")
+def _gather_from_all(whole: Tensor, part: Tensor, group_name: str) -> None:
+    group = _resolve_process_group(group_name)
+    rank, ways = group.rank(), group.size()
+    places = whole.view(ways, -1)
+    works = []
+    for away in range(1, ways):
+        works.append(group.send([part], (rank + away) % ways, 0))
+        works.append(group.recv([places[rank - away]], (rank - away) % ways, 0))
+    if places[rank].data_ptr() != part.data_ptr():
+        places[rank].copy_(part.view(-1))
+    for work in works:
+        work.wait()
+
+
+@torch.library.impl(_LIBRARY, "reduce_scatter", "CPU")
+def _sum_of_all(part: Tensor, whole: Tensor, group_name: str) -> None:
+    group = _resolve_process_group(group_name)
+    if whole.nbytes <= _MOST_AT_ONCE_BYTES:
+        arrived = torch.empty_like(whole)
+        dist.all_to_all_single(arrived, whole, group=group)
+        torch.sum(arrived.view(group.size(), -1), 0, out=part.view(-1))
+    else:
+        _sum_as_they_arrive(part.view(-1), whole, group)
+
+
+def _sum_as_they_arrive(part: Tensor, whole: Tensor, group: dist.ProcessGroup) -> None:
+    rank, ways = group.rank(), group.size()
+    given = whole.view(ways, -1)
+    arrived = torch.empty_like(given[1:])
+    sent, expected = [], []
+    for away in range(1, ways):
+        sent.append(group.send([given[(rank + away) % ways]], (rank + away) % ways, 0))
+        expected.append(group.recv([arrived[away - 1]], (rank - away) % ways, 0))
+    total = given[rank]
+    for work, piece in zip(expected, arrived, strict=True):
+        work.wait()
+        total = torch.add(total, piece, out=part)
+    if ways == 1:
+        part.copy_(total)
+    for work in sent:
+        work.wait()

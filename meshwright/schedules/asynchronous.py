@@ -1,0 +1,49 @@
+"""No flush (PipeDream-2BW; Narayanan et al. 2021): the next step's microbatches follow the last one's without a gap.
+
+Two stages, three microbatches a step; U: the optimizer's step, ': of the step after, |: between two calls:
+
+stage 0   F0 F1 B0 F2 B1 | F0' B2  U   F1' B0' F2' B1' | F0" B2' U' ...
+stage 1   F0 B0 F1 B1 F2 B2 U | F0' B0' F1' B1' F2' B2' U' | ...
+
+A stage is `num_stages - 1 - stage` backwards behind its forwards, so that many cross from one call into the next, where
+their numbers are below 0. A flush does those that are left, and is all there is between the calls before and after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from meshwright.schedules.actions import Action, Actions
+
+Call = Literal["first", "next", "flush"]
+"""The first step after a flush (or of all), a step that follows another, what a flush does."""
+
+
+def stream(stage: int, num_stages: int, num_microbatches: int, call: Call) -> Actions:
+    """What a stage computes. Needs as many microbatches as stages: a step is updated within the next call."""
+    assert num_microbatches >= num_stages
+    return tuple(_actions(num_stages - 1 - stage, num_microbatches, call))
+
+
+def _actions(lag: int, num_microbatches: int, call: Call) -> Iterator[Action]:
+    if call == "flush":
+        for i in range(-lag, 0):
+            yield from _backward(i, num_microbatches)
+        return
+    for i in range(num_microbatches):
+        yield Action("forward", i)
+        if i >= lag or call == "next":
+            yield from _backward(i - lag, num_microbatches)
+
+
+def _backward(i: int, num_microbatches: int) -> Iterator[Action]:
+    """With the update, by the number of the step's last microbatch."""
+    yield Action("backward", i)
+    if is_last(i, num_microbatches):
+        yield Action("update", i)
+
+
+def is_last(microbatch: int, num_microbatches: int) -> bool:
+    """Whether it is its step's last one."""
+    return microbatch in (-1, num_microbatches - 1)

@@ -1,0 +1,135 @@
+"""When everything happens: the longest path through the actions of all stages.
+
+Sends are asynchronous: what another stage made arrives a `send` after it was made. The order of events depends only on
+the actions and is found once; one sweep then serves any durations, single numbers or arrays over candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from meshwright.schedules.actions import COMPUTES, Action, Actions
+from meshwright.schedules.places import Places
+
+BACKWARDS = ("backward", "backward_input")
+"""What hands a gradient to the span before."""
+
+
+class Event(NamedTuple):
+    stage: int
+    kind: str
+    span: int
+    microbatch: int
+    waits_for: tuple[int, ...]
+    """Events of other stages whose results must have arrived."""
+
+
+def in_order(orders: Sequence[Actions], places: Places) -> tuple[list[Event], list[int]]:
+    """Events in an order in which each can run, and how far each stage gets."""
+    done: dict[tuple[str, int, int], int] = {}
+    position = [0] * len(orders)
+    events: list[Event] = []
+    progress = True
+    while progress:
+        progress = False
+        for stage, mine in enumerate(orders):
+            while position[stage] < len(mine):
+                action = mine[position[stage]]
+                if action.kind in COMPUTES:
+                    sources = _sources(action, places.span(stage, action.chunk), places, done)
+                    if sources is None:
+                        break
+                    span = places.span(stage, action.chunk)
+                    waits = tuple(each for each in sources if events[each].stage != stage)
+                    half = "backward" if action.kind in BACKWARDS else action.kind
+                    done[half, span, action.microbatch] = len(events)
+                    events.append(Event(stage, action.kind, span, action.microbatch, waits))
+                position[stage] += 1
+                progress = True
+    return events, position
+
+
+def _sources(
+    action: Action, span: int, places: Places, done: Mapping[tuple[str, int, int], int]
+) -> tuple[int, ...] | None:
+    """Events this one needs; None: one of them has not happened."""
+    i = action.microbatch
+    if action.kind == "forward":
+        needed = [("forward", span - 1, i)] if span else []
+    elif action.kind == "backward_weight":
+        needed = [("backward", span, i)]
+    else:
+        needed = [("forward", span, i)]
+        needed += [("backward", span + 1, i)] if span < places.num_spans - 1 else []
+    found = [done.get(each, -1) for each in needed]
+    return None if -1 in found else tuple(found)
+
+
+def is_endless(orders: Sequence[Actions], places: Places) -> bool:
+    """Whether some stage waits for ever."""
+    _, reached = in_order(orders, places)
+    return any(at < len(mine) for at, mine in zip(reached, orders, strict=True))
+
+
+def sweep(events: Sequence[Event], seconds: Mapping[str, Sequence[Any]], send: Any) -> tuple[list[Any], list[Any]]:
+    """End of each event, and of each stage, in seconds from the start. `seconds`: kind of action -> by span."""
+    is_array = any(isinstance(x, np.ndarray) for each in seconds.values() for x in (*each, send))
+    latest: Callable[[Any, Any], Any] = np.maximum if is_array else max
+    clock: list[Any] = [0.0] * (1 + max(event.stage for event in events))
+    ends: list[Any] = []
+    for stage, kind, span, _, waits_for in events:
+        start = clock[stage]
+        for source in waits_for:
+            start = latest(start, ends[source] + send)
+        end = start + seconds[kind][span]
+        clock[stage] = end
+        ends.append(end)
+    return ends, clock
+
+
+def halves(forward: Sequence[Any], backward: Sequence[Any], weight: Sequence[Any]) -> dict[str, Sequence[Any]]:
+    """Seconds of every kind of action, given those of a whole backward and of its second half."""
+    return {
+        "forward": forward,
+        "backward": backward,
+        "backward_input": [whole - half for whole, half in zip(backward, weight, strict=True)],
+        "backward_weight": weight,
+    }
+
+
+def peak_held(actions: Actions, sizes: Sequence[Any]) -> Any:
+    """The most that a stage keeps for backward at once; `sizes`: what a microbatch keeps in each chunk."""
+    splits = any(action.kind == "backward_weight" for action in actions)
+    last = "backward_weight" if splits else "backward"
+    total = most = 0.0
+    for action in actions:
+        if action.kind == "forward":
+            total = total + sizes[action.chunk]
+            most = max(most, total)
+        elif action.kind in (last, "backward"):
+            total = total - sizes[action.chunk]
+    return most
+
+
+def with_transfers(actions: Actions, stage: int, places: Places) -> Actions:
+    """Compute actions of one stage, with the receives before and the sends after that they imply."""
+    full: list[Action] = []
+    for action in actions:
+        span = places.span(stage, action.chunk)
+        before = span > 0 and places.stage(span - 1) != stage
+        after = span < places.num_spans - 1 and places.stage(span + 1) != stage
+        i, chunk = action.microbatch, action.chunk
+        if action.kind == "forward":
+            full += [Action("receive_forward", i, chunk)] * before
+            full.append(action)
+            full += [Action("send_forward", i, chunk)] * after
+        elif action.kind in BACKWARDS:
+            full += [Action("receive_backward", i, chunk)] * after
+            full.append(action)
+            full += [Action("send_backward", i, chunk)] * before
+        else:
+            full.append(action)
+    return tuple(full)

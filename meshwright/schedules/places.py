@@ -1,0 +1,36 @@
+"""Which stage holds which span of consecutive layers.
+
+    loop   spans 0 1 2 3 4 5 on 3 stages:   stage 0: 0 3   stage 1: 1 4   stage 2: 2 5
+    vee    (two chunks)                     stage 0: 0 5   stage 1: 1 4   stage 2: 2 3
+
+With one chunk a stage's span has its own number. Numbers may be arrays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    num_stages: Any
+    chunks: int = 1
+    shape: Literal["loop", "vee"] = "loop"
+
+    @property
+    def num_spans(self) -> Any:
+        return self.num_stages * self.chunks
+
+    def span(self, stage: Any, chunk: int) -> Any:
+        if self.shape == "vee" and chunk == 1:
+            return 2 * self.num_stages - 1 - stage
+        return chunk * self.num_stages + stage
+
+    def stage(self, span: Any) -> Any:
+        if self.shape == "loop":
+            return span % self.num_stages
+        return span if span < self.num_stages else 2 * self.num_stages - 1 - span
+
+    def chunk(self, span: Any) -> Any:
+        return span // self.num_stages

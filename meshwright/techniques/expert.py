@@ -1,0 +1,162 @@
+"""Share out the experts of a mixture: ranks hold different ones and send each other the tokens that chose them.
+
+What: ranks along `ep` see different samples and each hold 1/n of every layer's experts; attention, routers, shared
+experts and everything else is replicated, its gradients summed over the axis once a step. Per layer a token's rows go
+to the ranks of its experts and come back (all_to_all); nothing is padded, and nothing is dropped but what the model's
+own capacity drops on one device too.
+When it helps: experts are most of the parameters, and there are many tokens for each: state and gradients of the
+experts / n, without the gathers of `shard` or the narrow matmuls of `tensor`.
+When it does not: few experts, over slow links (a token travels k times there and back, in both passes, and nothing
+hides it), or a router that prefers the experts of one rank: all wait for that one. Balanced routing is what is priced.
+Cost: per layer and microbatch 2 all_to_alls of b·s·k·d forward and 2 backward (Lepikhin et al. 2020, GShard; Fedus et
+al. 2021, Switch), one of the counts, and once a step an all_reduce of the other gradients. Bytes are the mean over the
+ranks, what stays at home included: exact whatever the router does; with a capacity, the most that it lets through.
+Exactness: exact; the order of the sums over samples changes. Axis: ep.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from meshwright.core.cluster import Cluster
+from meshwright.core.errors import Problems
+from meshwright.core.plan import Plan
+from meshwright.core.profile import Layer, Param, Profile, Site
+from meshwright.core.technique import Axis, Option, Technique, axis_sizes
+from meshwright.core.work import Collective, Compute, Num, Resident, Slot, Work
+
+_COUNT_BYTES = 8
+"""How many rows an expert gets is an int64."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expert(Technique):
+    name: ClassVar[str] = "expert"
+    phase: ClassVar[str] = "split"
+    axis: ClassVar[str] = "ep"
+    closeness: ClassVar[int] = 2
+    splits_samples: ClassVar[bool] = True
+    sums_late: ClassVar[bool] = True
+
+    size: int
+    """Ranks that share the experts out."""
+
+    @classmethod
+    def options(cls, profile: Profile, cluster: Cluster) -> tuple[Option, ...]:
+        counts = _numbers_of_experts(profile)
+        sizes = tuple(size for size in axis_sizes(cluster) if counts and not any(count % size for count in counts))
+        return (Axis("size", sizes),) if sizes else ()
+
+    def check(self, plan: Plan, profile: Profile, cluster: Cluster | None) -> Problems:
+        counts = _numbers_of_experts(profile)
+        if not counts:
+            what = "this model has no experts that ranks could share out (axis ep)."
+            return (self.problem(what, "Use replicate or shard to split samples."),)
+        allowed = [size for size in range(1, min(counts) + 1) if not any(count % size for count in counts)]
+        return tuple(
+            self.problem(
+                f"{count} experts cannot be shared out {self.size} ways (axis ep).", f"Use {_listed(allowed)}."
+            )
+            for count in counts
+            if count % self.size
+        )
+
+    def price(self, work: Work) -> Work:
+        ways = work.size(self.axis)
+        layers = [layer for layer in work.profile.layers if _experts_of(layer)]
+        shared = {(layer.name, param.name): param for layer in layers for param in _experts_of(layer)}
+        width = work.facts.get("compute_bytes", work.slots[0].element_bytes)
+
+        def slot(item: Slot) -> Slot:
+            if item.shared_out != "experts":
+                return item
+            return replace(item, shape=(-(-item.shape[0] // ways), *item.shape[1:]))
+
+        def resident(item: Resident) -> Resident:
+            return replace(item, bytes=item.bytes / ways) if item.shared_out == "experts" else item
+
+        def task(item: Any) -> Any:
+            """As many rows as on one device, but through fewer experts, whose weights are read."""
+            param = shared.get((item.layer, item.name)) if isinstance(item, Compute) else None
+            if param is None:
+                return item
+            op = next(op for each in layers if each.name == item.layer for op in each.ops if op.name == param.name)
+            weights = (op.backward_moved if item.phase == "backward" else op.moved).one * width
+            return replace(item, moved_bytes=item.moved_bytes - weights + weights / ways)
+
+        talk = [each for layer in layers for site in _sites_of(layer) for each in self._trips(work, layer, site, width)]
+        work = work.map_slots(slot).map_residents(resident).map_tasks(task).with_tasks(*talk)
+        work = work.with_residents(*(self._on_the_way(work, layer, width) for layer in layers))
+        return work.owing(self.axis, self.name, shared_out="experts")
+
+    def _trips(self, work: Work, layer: Layer, site: Site, width: int) -> list[Collective]:
+        experts = _experts_of(layer)
+        repeat, passed_back = work.repeat_of(layer.name), _passed_back(work, layer, site)
+        sent = site.elements(work.size("microbatch"), work.size("sequence")) * width
+        # The results' gradients travel if any expert learns, the tokens' only if something before them does.
+        returned = repeat if any(not param.frozen for param in experts) else passed_back
+        common: dict[str, Any] = {"layer": layer.name, "kind": "all_to_all", "axis": self.axis, "origin": self.name}
+        rows: dict[str, Any] = {**common, "bytes": sent, "at_most": site.at_most}
+        return [
+            Collective(**common, phase="forward", repeat=repeat, bytes=experts[0].shape[0] * _COUNT_BYTES),
+            Collective(**rows, phase="forward", repeat=repeat),
+            Collective(**rows, phase="forward", repeat=repeat),
+            Collective(**rows, phase="backward", repeat=returned),
+            Collective(**rows, phase="backward", repeat=passed_back),
+        ]
+
+    def _on_the_way(self, work: Work, layer: Layer, width: int) -> Resident:
+        """Rows as they are given in, as they arrive, and in the order of the experts; the last are kept (already
+        counted, instead of those that were here)."""
+        b, s = work.size("microbatch"), work.size("sequence")
+        sent = sum(site.elements(b, s) for site in _sites_of(layer)) * width
+        return Resident(
+            layer=layer.name,
+            category="working",
+            repeat=work.repeat_of(layer.name),
+            bytes=2 * sent * (work.size(self.axis) > 1),
+            life="moment",
+            origin=self.name,
+        )
+
+    def apply(self, build: Any) -> None:
+        build.at("split", self._share_out)
+
+    def _share_out(self, build: Any) -> None:
+        from meshwright.ops.expert import sending_over
+        from meshwright.ops.experts import Sends
+
+        group, index = build.mesh.group(self.axis), build.mesh.index(self.axis)
+        for name, param in build.named_params():
+            if param.shared_out == "experts":
+                build.cut(name, 0, index, self.size, self.axis)
+        build.owe_rest(self.axis)
+        send = sending_over(group)
+        for module in build.model.modules():
+            if isinstance(module, Sends):
+                module.send = send
+
+
+def _experts_of(layer: Layer) -> tuple[Param, ...]:
+    return tuple(param for param in layer.params if param.shared_out == "experts")
+
+
+def _sites_of(layer: Layer) -> tuple[Site, ...]:
+    return tuple(site for site in layer.sites if site.kind == "experts")
+
+
+def _passed_back(work: Work, layer: Layer, site: Site) -> Num:
+    """Instances of a layer whose tokens' gradients are asked for: of equal ones that learn, all after the first."""
+    repeat, by_first = work.repeat_of(layer.name), work.has_backward(layer.name, site.after)
+    if all(param.frozen for param in layer.params):
+        return repeat * by_first
+    return repeat - (repeat > 0) * (1 - by_first)
+
+
+def _numbers_of_experts(profile: Profile) -> tuple[int, ...]:
+    return tuple(sorted({param.shape[0] for layer in profile.layers for param in _experts_of(layer)}))
+
+
+def _listed(sizes: list[int]) -> str:
+    return " or ".join([", ".join(map(str, sizes[:-1])), str(sizes[-1])]) if len(sizes) > 1 else str(sizes[0])
