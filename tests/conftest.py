@@ -32,7 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[RankPool]:
-    with RankPool(8, threads_per_rank=1) as pool:
+    with RankPool(16, threads_per_rank=1) as pool:
         yield pool
 
 

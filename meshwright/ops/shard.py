@@ -45,9 +45,9 @@ class _GlooReduce(_GlooGather):
 
 
 def shard_units(
-    build: Any, axis: str, replicas: list[str], *, reshard: bool, prefetch: int, reduce_dtype: torch.dtype
-) -> Callable[[int, bool, int], None]:
-    """Shard every unit of `build` and return what to call before each backward: flags(stage, is_last)."""
+    build: Any, axis: str, replicas: list[str], *, stage: int, prefetch: int, reduce_dtype: torch.dtype
+) -> Callable[[bool, int], None]:
+    """Shard every unit of `build` and return what to call before each backward: flags(is_last, chunk)."""
     mesh = build.mesh
     assert len(replicas) <= 1, "hybrid sharding sums over one axis of replicas"
     grid = mesh.grid[(*replicas, axis)] if replicas else mesh.grid[axis]
@@ -56,7 +56,7 @@ def shard_units(
         options["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=build.compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
         )
-    wrapped, goes_back, chunks = [], [], []
+    wrapped, goes_back, chunks, are_blocks, root_chunk = [], [], [], [], 0
     has_backward = build.first_block > 0
     for unit in build.units():
         has_backward = has_backward or any(parameter.requires_grad for parameter in unit.parameters)
@@ -64,9 +64,12 @@ def shard_units(
         if unit.module is not None:
             # The ends stay gathered from forward to backward: the head's come one after the other, and the embedding's
             # backward needs no weight, but FSDP would gather it all the same.
-            wrapped.append(fully_shard(unit.module, reshard_after_forward=reshard and unit.is_block, **options))
+            wrapped.append(fully_shard(unit.module, reshard_after_forward=stage == 3 and unit.is_block, **options))
             goes_back.append(has_backward)
-            chunks.append(getattr(unit, "chunk", 0))
+            chunks.append(unit.chunk)
+            are_blocks.append(unit.is_block)
+        else:
+            root_chunk = unit.chunk
     # The root takes what no unit took: the layers that share a weight.
     wrapped.append(fully_shard(build.model, reshard_after_forward=False, **options))
     set_prefetch(wrapped, goes_back, chunks, prefetch)
@@ -80,22 +83,37 @@ def shard_units(
 
     # A forward without a backward leaves layers gathered, and their parameters whole: nothing to save or to update.
     build.on_evaluated.append(lambda: [module.reshard() for module in wrapped])
-    told: dict[int, bool] = {}
-    members = {
-        chunk: [m for m, its in zip(wrapped, [*chunks, 0], strict=True) if its == chunk] for chunk in {*chunks, 0}
-    }
+    ends = [module for module, is_block in zip(wrapped, [*are_blocks, False], strict=True) if not is_block]
+    members: dict[int, list[Any]] = {chunk: [] for chunk in {*chunks, root_chunk}}
+    for module, chunk in zip(wrapped, [*chunks, root_chunk], strict=True):
+        members[chunk].append(module)
+    return _flags(build, members, ends, stage, bool(replicas))
 
-    def flags(stage: int, is_last: bool, chunk: int) -> None:
+
+def _flags(
+    build: Any, members: dict[int, list[Any]], ends: list[Any], stage: int, has_replicas: bool
+) -> Callable[[bool, int], None]:
+    told: dict[int, bool] = {}
+
+    def flags(is_last: bool, chunk: int) -> None:
         """By chunk: what is not at its end keeps its gradients and weights when another is."""
         if told.get(chunk) != is_last:  # telling takes time
             for module in members[chunk]:
+                # What stays gathered for backward would be let go of by the end of another chunk's.
+                keeps = module in ends and len(members) > 1
                 module.set_requires_gradient_sync(stage > 1 or is_last, recurse=False)
-                module.set_reshard_after_backward(stage == 3 or is_last, recurse=False)
-                if replicas:
+                module.set_reshard_after_backward(is_last or (stage == 3 and not keeps), recurse=False)
+                if has_replicas:
                     module.set_requires_all_reduce(is_last, recurse=False)
         told[chunk] = is_last
         build.model.set_is_last_backward(len(told) == len(members) and all(told.values()))
 
+    def start() -> None:
+        """Before the first backward of a chunk another one's may do what was last said here."""
+        for chunk in members if len(members) > 1 else ():
+            flags(False, chunk)
+
+    build.on_step.append(start)
     return flags
 
 

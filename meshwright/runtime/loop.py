@@ -69,7 +69,9 @@ class Interpreter:
 
     def run(self, actions: Actions) -> None:
         self.expect(actions)
-        lasts = {a.chunk: at for at, a in enumerate(actions) if a.kind in BACKWARDS}
+        # Where halves are apart, the last gradients come later than the last backward.
+        is_whole = not self.build.timetable.splits_backward
+        lasts = {a.chunk: at for at, a in enumerate(actions) if a.kind in BACKWARDS and is_whole}
         for position, action in enumerate(actions):
             self.do(action, is_last=lasts.get(action.chunk) == position)
         if self.wire is not None:
@@ -204,6 +206,9 @@ class Loop:
     def flush(self) -> list[StepResult]:
         """Take every step to its end; the results that `feed` has not returned."""
         return []
+
+    def require_rest(self) -> None:
+        """Before anybody reads the weights: raise while steps are under way."""
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Samples]) -> tuple[float, float, float | None]:

@@ -60,13 +60,9 @@ class StreamLoop(Loop):
         self.num_fed = 0
         self.must_stop = False
 
-    @property
-    def is_under_way(self) -> bool:
-        return self.before is not None
-
     def step(self, samples: Samples, lr: float, *, stop: bool = False) -> StepResult:
         """A step with a flush after it: what one device does."""
-        self._require_rest()
+        self.require_rest()
         return [*self.feed(samples, lr, stop=stop), *self.flush()][-1]
 
     def feed(self, samples: Samples, lr: float, *, stop: bool = False) -> list[StepResult]:
@@ -100,11 +96,11 @@ class StreamLoop(Loop):
         return [self._result(ended)]
 
     def evaluate(self, batches: Iterable[Samples]) -> tuple[float, float, float | None]:
-        self._require_rest()
+        self.require_rest()
         return super().evaluate(batches)
 
-    def _require_rest(self) -> None:
-        if self.is_under_way:
+    def require_rest(self) -> None:
+        if self.before is not None:
             what = "a step is still under way: its weights are of two versions."
             raise MeshwrightError([Problem(where="train", what=what, fix="Call flush first.")])
 

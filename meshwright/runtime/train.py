@@ -174,11 +174,13 @@ class Trainer:
 
     def sample(self) -> str | None:
         """A text the model writes now, the same on every rank; None where it has no scores for every token."""
+        self.loop.require_rest()
         if self.sampler is None:
             self.sampler = Sampler(self.build, self.data, self.settings)
         return self.sampler.text(self.step)
 
     def save(self, root: Path) -> str:
+        self.loop.require_rest()
         files = self.data.file_states
         state = {
             "cursor": self.cursor,

@@ -12,9 +12,9 @@ from meshwright.schedules.actions import Action, Actions
 from meshwright.schedules.asynchronous import Call
 from meshwright.schedules.events import Event, in_order, with_transfers
 from meshwright.schedules.greedy import Times, best_of
-from meshwright.schedules.places import Places
+from meshwright.schedules.places import Places, Span
 
-__all__ = ["GREEDY", "SCHEDULES", "Action", "Actions", "Places", "Schedule", "Timetable"]
+__all__ = ["GREEDY", "SCHEDULES", "Action", "Actions", "Places", "Schedule", "Span", "Timetable"]
 
 
 class Schedule(NamedTuple):

@@ -34,3 +34,15 @@ class Places:
 
     def chunk(self, span: Any) -> Any:
         return span // self.num_stages
+
+
+class Span:
+    """A run of blocks, first to last - 1, as the `at`-th span, and whether other stages are its neighbours."""
+
+    def __init__(self, first: Any, last: Any, at: Any, places: Places):
+        self.first, self.last = first, last
+        self.is_first, self.is_last = (at == 0) * 1, (at == places.num_spans - 1) * 1
+        turns = (at == places.num_stages - 1) * (places.shape == "vee")
+        turned = (at == places.num_stages) * (places.shape == "vee")
+        self.hands_on = (1 - self.is_last) * (1 - turns)
+        self.hands_back = (1 - self.is_first) * (1 - turned)

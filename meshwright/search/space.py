@@ -83,7 +83,12 @@ class Grid:
 def _with_stages(technique: Technique, stages: tuple[int, ...]) -> Technique:
     """Stages are written down only where they differ from what the technique would do by itself."""
     own = technique.blocks_of_stages(sum(stages))
-    if own is None or own == stages or len(technique.spans_of_stage(sum(stages), 0) or ()) > 1 or not any(f.name == "stages" for f in fields(technique)):
+    if (
+        own is None
+        or own == stages
+        or len(technique.spans_of_stage(sum(stages), 0) or ()) > 1
+        or not any(f.name == "stages" for f in fields(technique))
+    ):
         return technique
     return replace(technique, stages=stages)  # type: ignore[call-arg]
 

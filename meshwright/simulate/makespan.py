@@ -67,6 +67,8 @@ def makespan(
     num_stages = len(forward) // timetable.chunks
     if num_stages == 1:
         return num_microbatches * (sum(forward) + sum(backward))
+    if timetable.overlaps_steps:
+        return num_microbatches * pace_of_stream(forward, backward, send)
     seconds = halves(forward, backward, weight)
 
     def simulate(count: int) -> Num:
@@ -74,7 +76,7 @@ def makespan(
         return np.maximum.reduce(np.broadcast_arrays(*finished))
 
     full = max(FULL_EVENTS // num_stages, 4 * num_stages)
-    if num_microbatches <= full + num_stages and not timetable.overlaps_steps:
+    if num_microbatches <= full + num_stages:
         return simulate(num_microbatches)
     # n neighbouring stages that wait for each other repeat themselves every n microbatches, so the pace is taken over
     # a number that all n divide, where there is one; else over many turns of all stages.
@@ -83,6 +85,20 @@ def makespan(
     span = base // 2 // repeats * repeats or base // 2 // num_stages * num_stages
     simulated = simulate(base)
     pace = (simulated - simulate(base - span)) / span
-    # Steps that overlap are one long step: what counts is its pace.
-    extended = pace * num_microbatches if timetable.overlaps_steps else simulated + pace * (num_microbatches - base)
+    extended = simulated + pace * (num_microbatches - base)
     return np.maximum(extended, lower_bound(timetable, forward, backward, weight, send, num_microbatches))
+
+
+def pace_of_stream(forward: Sequence[Num], backward: Sequence[Num], send: Num) -> Num:
+    """Seconds a microbatch where steps overlap: of the slowest circle of stages that wait for each other.
+
+    A circle goes forward through n neighbouring stages and back again, with 2 (n - 1) messages, and ends n microbatches
+    after it began: one is held for each stage of it. Every circle without a smaller one in it is of this kind.
+    """
+    slowest: Num = 0.0
+    for first in range(len(forward)):
+        circle: Num = 0.0
+        for hops, stage in enumerate(range(first, len(forward))):
+            circle = circle + (forward[stage] + backward[stage])
+            slowest = np.maximum(slowest, (circle + 2 * hops * send) / (hops + 1))
+    return slowest

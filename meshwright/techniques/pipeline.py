@@ -12,7 +12,7 @@ less than any other split.
 When it does not: few microbatches (the bubble), or stages of unequal work (the slowest sets the pace).
 Cost: idle (p-1)/m of the step for equal stages, / chunks when interleaved (Huang et al. 2019; Narayanan et al. 2021);
 zero_bubble_h1: (p-1)(F+I-W) (Qi et al. 2023). A weight tied across stages is held twice and its gradient summed.
-async: no idle time, one more copy of the trained parameters (Narayanan et al. 2021, PipeDream-2BW).
+async: no bubble, one more copy of the trained parameters (Narayanan et al. 2021, PipeDream-2BW).
 Exactness: exact; approximate with async, which search does not choose by itself. Axis: pp.
 """
 
@@ -30,7 +30,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.technique import Axis, Choice, Exactness, Option, Technique
 from meshwright.core.work import Collective, Compute, Num, Resident, Slot, Work
-from meshwright.schedules import GREEDY, SCHEDULES, Places, Timetable
+from meshwright.schedules import GREEDY, SCHEDULES, Places, Span, Timetable
 
 ASYNC = "async"
 
@@ -93,7 +93,7 @@ class Pipeline(Technique):
     def options(cls, profile: Profile, cluster: Cluster) -> tuple[Option, ...]:
         most = 1 if "stages" in profile.uncut else min(profile.num_blocks, cluster.num_devices)
         sizes = tuple(range(2, most + 1))
-        tried = ("1f1b", "gpipe", "interleaved", "zero_bubble_h1", "zbv")
+        tried = ("1f1b", "interleaved", "zero_bubble_h1", "zbv")
         return (Axis("size", sizes), Choice("schedule", tried)) if sizes else ()
 
     def check(self, plan: Plan, profile: Profile, cluster: Cluster | None) -> Problems:
@@ -190,32 +190,32 @@ class Pipeline(Technique):
             work = _halved(work)
         work = work.with_tasks(*self._sends(work, spans)).with_residents(self._buffers(work, spans))
         if self.timetable.overlaps_steps:
-            work = work.with_facts(older_versions=(stages > 1) * 1)
+            work = work.with_facts(older_versions=(stages > 1) * 1).forbid(work.size("num_microbatches") < stages)
         work = work.forbid(places.num_spans > work.profile.num_blocks)
         if self.stages:
             work = work.forbid(places.num_spans != len(self.stages))
         return work.with_facts(schedule=self.timetable, splits_backward=self.timetable.splits_backward)
 
-    def _spans(self, work: Work, places: Places) -> list[_Span]:
+    def _spans(self, work: Work, places: Places) -> list[Span]:
         """What is priced: this stage's chunks, or the one that `chunk` says."""
         stage, blocks = work.size("stage"), work.profile.num_blocks
         if places.chunks == 1:
             first, count = work.size("first_block"), work.size("blocks")
-            return [_Span(first, first + count, stage, places)]
+            return [Span(first, first + count, stage, places)]
         found = []
         chosen = work.sizes.get("chunk")
         for chunk in range(places.chunks) if chosen is None else (chosen,):
             at = places.span(stage, chunk)
             if np.all(len(self.stages) == places.num_spans):
                 bounds = np.cumsum((0, *self.stages))
-                found.append(_Span(bounds[at], bounds[at + 1], at, places))
+                found.append(Span(bounds[at], bounds[at + 1], at, places))
             else:
                 each, more = blocks // places.num_spans, blocks % places.num_spans
                 start = at * each + np.minimum(at, more)
-                found.append(_Span(start, start + each + (at < more), at, places))
+                found.append(Span(start, start + each + (at < more), at, places))
         return found
 
-    def _sends(self, work: Work, spans: list[_Span]) -> list[Collective]:
+    def _sends(self, work: Work, spans: list[Span]) -> list[Collective]:
         layers = work.profile.layers
         return [
             Collective(
@@ -235,7 +235,7 @@ class Pipeline(Technique):
             )
         ]
 
-    def _buffers(self, work: Work, spans: list[_Span]) -> Resident:
+    def _buffers(self, work: Work, spans: list[Span]) -> Resident:
         """The boundary received is kept until its backward; gradients of it come back in a buffer."""
         size: Num = 0
         for span in spans:
@@ -267,18 +267,6 @@ class Pipeline(Technique):
                     build.owe(name, group, is_copy=build.stage > 0)
 
 
-class _Span:
-    """A run of blocks and its neighbours; numbers or arrays."""
-
-    def __init__(self, first: Num, last: Num, at: Num, places: Places):
-        self.first, self.last = first, last
-        self.is_first, self.is_last = (at == 0) * 1, (at == places.num_spans - 1) * 1
-        turns = (at == places.num_stages - 1) * (places.shape == "vee")
-        turned = (at == places.num_stages) * (places.shape == "vee")
-        self.hands_on = (1 - self.is_last) * (1 - turns)
-        self.hands_back = (1 - self.is_first) * (1 - turned)
-
-
 def _halved(work: Work) -> Work:
     """Of a linear layer's backward, half is its weight's gradient."""
     linear = {
@@ -308,7 +296,7 @@ def _even(blocks: int, count: int) -> tuple[int, ...]:
     return tuple(blocks // count + (stage < blocks % count) for stage in range(count))
 
 
-def _blocks_between(profile: Profile, name: str, spans: list[_Span]) -> Num:
+def _blocks_between(profile: Profile, name: str, spans: list[Span]) -> Num:
     """How many blocks of one kind lie in the spans."""
     at, total = 0, 0
     for layer in profile.block_layers:

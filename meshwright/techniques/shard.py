@@ -82,10 +82,12 @@ class Shard(Technique):
         def padded(slot: Slot) -> Num:
             return slot.stored(ways) * ways
 
+        # Embedding and head stay gathered while chunks of a stage take turns.
+        is_chunked = getattr(work.facts.get("schedule"), "chunks", 1) > 1
         for layer, repeat, elements in work.units(padded):
             whole: dict[str, Any] = {"layer": layer, "bytes": elements * gather_bytes, "kind": "all_gather"}
             whole["hidden"] = self.prefetch > 0
-            once = self.stage < 3
+            once = self.stage < 3 or (is_chunked and layer not in blocks)
             tasks.append(Collective(**common, **whole, repeat=repeat, phase="forward", per_step=once))
             if not once and layer in blocks:
                 goes_back = repeat * work.has_backward(layer)
@@ -129,9 +131,6 @@ class Shard(Technique):
 
         axes = [axis for axis in build.plan.replica_axes if axis != self.axis]
         reduce_dtype = torch.bfloat16 if self.reduce == "bf16" else build.dtype
-        flags = shard_units(
-            build, self.axis, axes, reshard=self.stage == 3, prefetch=self.prefetch, reduce_dtype=reduce_dtype
-        )
+        flags = shard_units(build, self.axis, axes, stage=self.stage, prefetch=self.prefetch, reduce_dtype=reduce_dtype)
         build.reduction_owner = self.name
-        stage = self.stage
-        build.on_backward.append(lambda is_last, chunk: flags(stage, is_last, chunk))
+        build.on_backward.append(flags)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
-from command import losses, mw, write_plan, write_run
+from command import clean_environment, losses, mw, write_plan, write_run
 from test_train import tensors
 
 ASYNC = {"name": "pipeline", "size": 2, "schedule": "async"}
@@ -39,6 +43,27 @@ def test_a_resumed_run_is_bit_identical_to_an_uninterrupted_one(finished: Path, 
     assert "resuming from step 4" in done.stderr
     assert losses(tmp_path / "run") == losses(finished / "run")
     assert tensors(tmp_path, 8) == tensors(finished, 8)
+
+
+def test_a_signal_ends_all_steps_saves_and_exits_75(tmp_path: Path) -> None:
+    words = ["train", write_run(tmp_path), "--plan", write_plan(tmp_path, ASYNC), *UNCLIPPED]
+    words += ["--set", "train.steps=100000", "--set", "train.save_every=0"]
+    command = [sys.executable, "-m", "meshwright.cli.main", *words]
+    started = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=clean_environment())
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    try:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and not (metrics.exists() and metrics.stat().st_size > 1000):
+            assert started.poll() is None, started.communicate()
+            time.sleep(0.1)
+        started.send_signal(signal.SIGTERM)
+        _, errors = started.communicate(timeout=60)
+    finally:
+        started.kill()
+    assert started.returncode == 75, errors
+    assert mw("ckpt", "verify", str(tmp_path / "run")).returncode == 0
+    saved = json.loads((tmp_path / "run" / "result.json").read_text())["saved_step"]
+    assert sorted(losses(tmp_path / "run")) == list(range(saved)), "every step in the checkpoint was told, and no other"
 
 
 def test_a_run_that_diverges_ends_with_one_message_and_a_good_checkpoint(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from house import ROOT, imports, in_rooms, sources
 MAY_IMPORT = {
     "": set(),
     "core": {"core"},
-    "ops": {"core", "ops"},
     "schedules": {"core", "schedules"},
+    "ops": {"core", "schedules", "ops"},
     "techniques": {"core", "ops", "schedules", "techniques"},
     "models": {"core", "ops", "models"},
     "probe": {"core", "probe"},

@@ -21,6 +21,7 @@ CARD = ("What:", "When it helps:", "When it does not:", "Cost:", "Exactness:")
 
 # Where a technique's name is also another word of ours, and says that word.
 OTHER_WORDS = {
+    ("core/profile.py", "rows"),  # what dim 0 of a table counts
     ("core/profile.py", "tensor"),  # how splitting divides an op: none, sequence, tensor
     ("core/technique.py", "compile"),  # a phase of `apply`
     ("core/work.py", "recompute"),  # a phase of a step

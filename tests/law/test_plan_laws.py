@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.plan import Plan
 from meshwright.core.technique import technique_named, technique_names
+from meshwright.schedules import SCHEDULES
 
 laws = settings(max_examples=60, deadline=None)
 
@@ -19,16 +20,20 @@ sizes = st.integers(1, 8)
 SETTINGS: dict[str, dict[str, Any]] = {
     "chunked_loss": {"chunks": st.integers(1, 64)},
     "compile": {"backend": st.sampled_from(["inductor", "aot_eager"])},
+    "context": {"size": sizes, "kind": st.sampled_from(["ring", "ulysses"])},
+    "expert": {"size": sizes},
     "pipeline": {
         "size": sizes,
-        "schedule": st.sampled_from(["1f1b", "gpipe"]),
+        "schedule": st.sampled_from([*sorted(SCHEDULES), "greedy"]),
+        "chunks": st.integers(0, 4),
         "stages": st.lists(st.integers(1, 9), max_size=4).map(tuple),
     },
     "precision": {"dtype": st.sampled_from(["bf16", "fp32"])},
     "recompute": {"layers": st.none() | st.integers(0, 40)},
     "replicate": {"size": sizes},
-    "shard": {"size": sizes, "stage": st.sampled_from([1, 2, 3])},
-    "tensor": {"size": sizes, "sequence": st.booleans()},
+    "rows": {"size": sizes, "by": st.sampled_from(["rows", "tables"])},
+    "shard": {"size": sizes, "stage": st.sampled_from([1, 2, 3]), "prefetch": st.integers(0, 3)},
+    "tensor": {"size": sizes, "sequence": st.booleans(), "overlap": st.integers(1, 3)},
 }
 
 

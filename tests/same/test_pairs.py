@@ -28,10 +28,13 @@ PAIRS = (*combinations(NAMES, 2), *((name, name) for name in NAMES))
 SETTINGS: dict[str, tuple[Technique, ...]] = {
     "chunked_loss": (tiny.CHUNKED,),
     "compile": (tiny.COMPILE,),
-    "pipeline": (tiny.PIPELINE,),
+    "context": (tiny.RING,),
+    "expert": (tiny.EXPERT,),
+    "pipeline": (tiny.PIPELINE, tiny.INTERLEAVED),
     "precision": (tiny.BF16,),
     "recompute": (tiny.RECOMPUTE_ONE,),
     "replicate": (tiny.REPLICATE,),
+    "rows": (tiny.ROWS,),
     "shard": (tiny.SHARD3, tiny.SHARD1),
     "tensor": (tiny.SEQUENCED, tiny.TENSOR),
 }
@@ -49,12 +52,15 @@ def plans_of(first: str, second: str) -> list[Plan]:
 
 def verdict(plan: Plan, ran: Run) -> str:
     """`exact`, `rounded`, or why not; an AssertionError where the pair is allowed and wrong."""
-    problems = plan.check(decoder_profile(DecoderConfig(**MODEL), "tiny"))
+    model = tiny.MOE if plan.technique("expert") else MODEL
+    if tiny.INTERLEAVED in plan.techniques:
+        model = model | {"num_layers": 4}
+    problems = plan.check(decoder_profile(DecoderConfig(**model), "tiny"))
     if problems:
         return "; ".join(map(str, problems))
     assert plan.num_microbatches == 2
     exact = all(each.exactness == "exact" for each in plan.techniques)
-    answers = ran(plan, MODEL, dtype="float64" if exact else "float32")
+    answers = ran(plan, model, dtype="float64" if exact else "float32")
     assert tiny.departures(answers, tiny.bounds(tiny.EXACT) if exact else tiny.ROUNDED) == []
     assert tiny.price_differences(answers) == []
     if plan.technique("compile"):

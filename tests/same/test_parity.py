@@ -84,6 +84,15 @@ def test_three_axes_on_eight_ranks(techniques: tuple[Any, ...], same: Same) -> N
         assert all(answer["num_graphs"] > 0 for answer in answers), "nothing was compiled"
 
 
+@pytest.mark.parametrize("techniques", [*tiny.LONG_CUBES, *tiny.EXPERT_CUBES], ids=tiny.joined)
+def test_three_and_four_axes_with_a_split_sequence(techniques: tuple[Any, ...], same: Same) -> None:
+    plan = plan_of(*techniques, microbatch=2)
+    assert plan.num_ranks == 2 ** len(plan.axis_order)
+    assert len(plan.axis_order) >= 3
+    answers = same(plan, tiny.MOE if plan.technique("expert") else QWEN)
+    assert tiny.price_differences(answers) == []
+
+
 @pytest.mark.parametrize("config", [LLAMA, GPT], ids=["llama", "gpt"])
 def test_other_families_on_eight_ranks(config: dict[str, Any], same: Same) -> None:
     same(plan_of(*tiny.CUBES[1], microbatch=2), config)

@@ -34,6 +34,7 @@ GPT = LLAMA | {
     "tied": True,
     "num_kv_heads": 4,
 }
+MOE = QWEN | {"num_layers": 2, "num_experts": 4, "experts_per_token": 2, "expert_ffn_size": 12, "balance": 0.1}
 FAMILIES = {"llama": LLAMA, "qwen": QWEN, "gpt": GPT}
 
 ADAMW = {"name": "adamw", "lr": 1e-2, "clip": 0.5}
@@ -50,6 +51,11 @@ TENSOR, SEQUENCED = (t("tensor", size=2, sequence=sequence) for sequence in (Fal
 PIPELINE = t("pipeline", size=2)
 UNEVEN = t("pipeline", size=2, stages=(1, 3))
 GPIPE = t("pipeline", size=2, schedule="gpipe")
+INTERLEAVED = t("pipeline", size=2, schedule="interleaved")
+ZBV = t("pipeline", size=2, schedule="zbv")
+RING, ULYSSES = (t("context", size=2, kind=kind) for kind in ("ring", "ulysses"))
+EXPERT = t("expert", size=2)
+ROWS = t("rows", size=2)
 RECOMPUTE, RECOMPUTE_ONE = t("recompute"), t("recompute", layers=1)
 CHUNKED = t("chunked_loss", chunks=4)
 COMPILE = t("compile", backend="aot_eager")
@@ -77,6 +83,20 @@ CUBES = (
     (SHARD2, SEQUENCED, PIPELINE, RECOMPUTE_ONE, CHUNKED, COMPILE),
 )
 """2 x 2 x 2 ranks."""
+
+LONG_CUBES = (
+    (REPLICATE, INTERLEAVED, RING),
+    (SHARD3, INTERLEAVED, RING, RECOMPUTE_ONE),
+    (REPLICATE, ZBV, RING),
+    (REPLICATE, TENSOR, PIPELINE, RING),
+)
+"""With the sequence split; the last one has four axes, 16 ranks."""
+EXPERT_CUBES = (
+    (EXPERT, SHARD2, RING, RECOMPUTE),
+    (EXPERT, SEQUENCED, RING),
+    (EXPERT, TENSOR, PIPELINE, RING),
+)
+"""With experts shared out, on a model that has some; the last one on 16 ranks."""
 
 LONG = (
     t("replicate", size=4),
