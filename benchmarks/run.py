@@ -17,7 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks import data_pipeline, decoder, experts, hf_import, loop, peers, startup
+from benchmarks import data_pipeline, decoder, experts, gloo_collectives, hf_import, loop, peers, schedules, startup
 from benchmarks.claims import Claim, table, worst_first
 
 RESULTS = Path(__file__).with_name("results.json")
@@ -28,6 +28,8 @@ BENCHMARKS: dict[str, Callable[[bool], list[Claim]]] = {
     "peers": peers.measure,
     "decoder": decoder.measure,
     "experts": experts.measure,
+    "schedules": schedules.measure,
+    "gloo_collectives": gloo_collectives.measure,
     "data_pipeline": data_pipeline.measure,
     "hf_import": hf_import.measure,
 }

@@ -47,9 +47,13 @@ def _problems(
     return tried[0] if all(tried) else ()
 
 
+_ENOUGH = 1 << 20
+"""Samples, so that a schedule which needs many microbatches is not refused for want of them."""
+
+
 def _alone(technique: Technique, profile: Profile, cluster: Cluster, sequence: int) -> Problems:
     try:
-        plan = Plan(techniques=(technique,))
+        plan = Plan(techniques=(technique,), batch=_ENOUGH)
     except MeshwrightError as error:
         return error.problems
     return technique.check(plan, profile, cluster) or technique.check_sequence(sequence)

@@ -10,7 +10,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -89,7 +89,9 @@ def search(
     if problems := problems or pin_problems(wishes, profile, cluster, sequence):
         raise MeshwrightError(problems)
     rejected: Counter[str] = Counter()
-    turned = folded(profile, cluster, dials(profile, cluster, wishes), sequence)
+    # What may be tried depends on the samples there are, not on the longest the model takes.
+    asked = replace(profile, max_sequence=sequence)
+    turned = folded(profile, cluster, dials(asked, cluster, wishes), sequence)
     space = grids(
         profile,
         cluster,

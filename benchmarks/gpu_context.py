@@ -1,0 +1,157 @@
+"""A ring's ranks one after the other in one process: the ring's own code, others' keys and values taken from beside it."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_timing import BOUNDS, Row, Run, Sizes, Timing, drawn, error_of, timed
+from meshwright.models.layers import Attention
+from meshwright.ops.context import Ring, Tokens, piece_of
+from meshwright.ops.record import RING_TAG
+
+
+class Ranks:
+    """In place of a process group: so many ranks, all in this process."""
+
+    def __init__(self, count: int):
+        self.count = count
+
+    def size(self) -> int:
+        return self.count
+
+
+class Arrived(NamedTuple):
+    tensor: Tensor
+
+    def arrived(self) -> Tensor:
+        return self.tensor
+
+
+class VirtualRing(Ring):
+    """One rank of a ring, with everybody's keys and values beside it in `held`. Its gradients of others' are added to
+    `left`; without it they come back as if sent round, which costs the same and means nothing: to be timed."""
+
+    def __init__(self, index: int, held: list[Tensor], left: list[Tensor] | None):
+        super().__init__(tokens_of(index, len(held)), window=0)
+        self.held, self.left = held, left
+        self.num_passed: Counter[int] = Counter()
+
+    def _pass_on(self, tensor: Tensor, tag: int) -> Any:
+        turn = self.num_passed[tag] % (self.count - 1) + 1  # that keys come for, or that gradients were made at
+        self.num_passed[tag] += 1
+        other = (self.index - turn) % self.count
+        if tag == RING_TAG:
+            return Arrived(self.held[other])
+        if self.left is None:
+            return Arrived(tensor)
+        self.left[other] += tensor
+        return Arrived(torch.zeros_like(tensor))
+
+
+def tokens_of(index: int, count: int) -> Tokens:
+    return Tokens(group=cast(Any, Ranks(count)), index=index, is_folded=True)
+
+
+def num_blocks(count: int) -> set[tuple[float, ...]]:
+    """Of chunk x chunk scores, by turn; the set of what ranks have: one thing if none ever waits."""
+    work = set()
+    for rank in range(count):
+        pieces = [piece_of(rank, (rank - turn) % count, 1) for turn in range(count)]
+        work.add(
+            tuple(
+                (each.queries.stop - each.queries.start) * (each.keys.stop - each.keys.start) / (1 + each.is_causal)
+                for each in pieces
+            )
+        )
+    return work
+
+
+Drawn = tuple[Tensor, Tensor, Tensor]
+"""Query, key and value in one tensor, and the gradient of the output."""
+
+
+def attention_inputs(sizes: Sizes, dtype: torch.dtype) -> Drawn:
+    config = sizes.config
+    query, kv = (1, config.num_heads, sizes.sequence, config.size_of_head), (1, config.num_kv_heads)
+    both = (2, *kv, sizes.sequence, config.size_of_head)
+    return tuple(drawn(*shape, sizes=sizes, dtype=dtype) for shape in (query, both, query))  # type: ignore[return-value]
+
+
+def shares(inputs: Drawn, count: int) -> list[Drawn]:
+    """Each rank's."""
+    every = [tokens_of(rank, count) for rank in range(count)]
+    query, both, grad = inputs
+    return [(each.own(query, 2), each.own(both, 3), each.own(grad, 2)) for each in every]
+
+
+def by_virtual_ranks(inputs: Drawn, count: int) -> list[Tensor]:
+    """Output and gradients of query, key and value, put together from all ranks'."""
+    parts = shares(inputs, count)
+    held = [both for _, both, _ in parts]
+    left = [torch.zeros_like(both, dtype=torch.promote_types(both.dtype, torch.float32)) for both in held]
+    outs, into_queries = [], []
+    for rank, (query, both, grad) in enumerate(parts):
+        ring = VirtualRing(rank, held, left)
+        out, lse = ring.forward(query, both, None)
+        into_query, into_both = ring.backward(grad, query, both, out, lse, None)
+        left[rank] += into_both
+        outs.append(out)
+        into_queries.append(into_query)
+    places = torch.arange(inputs[0].shape[2], device=inputs[0].device)
+    back = torch.cat([tokens_of(rank, count).own(places, 0) for rank in range(count)]).argsort()
+    into_both = torch.cat(left, 3)[:, :, :, back]
+    return [torch.cat(outs, 2)[:, :, back], torch.cat(into_queries, 2)[:, :, back], into_both[0], into_both[1]]
+
+
+def share_timing(inputs: Drawn, count: int) -> tuple[Timing, Timing]:
+    """Forward and backward of the slower of the first rank and the last: one sees only later keys, one only earlier."""
+    parts = shares(inputs, count)
+    held = [both for _, both, _ in parts]
+    found = []
+    for rank in sorted({0, count - 1}):
+        query, both, grad = parts[rank]
+        ring = VirtualRing(rank, held, None)
+        out, lse = ring.forward(query, both, None)
+        forward = timed(functools.partial(ring.forward, query, both, None))
+        found.append((forward, timed(functools.partial(ring.backward, grad, query, both, out, lse, None))))
+    return max(forward for forward, _ in found), max(backward for _, backward in found)
+
+
+def context(sizes: Sizes) -> Iterator[Row]:
+    with torch.device("meta"):
+        attend = Attention(sizes.config).attend
+    for dtype in sizes.dtypes:
+        inputs = attention_inputs(sizes, dtype)
+        wanted_of = [inputs[0].requires_grad_(), *(each.detach().requires_grad_() for each in inputs[1])]
+        out = attend(wanted_of[0], wanted_of[1], wanted_of[2], None)
+        backward: Run = functools.partial(torch.autograd.grad, out, wanted_of, inputs[2], retain_graph=True)
+        wanted = [out.detach(), *backward()]
+        whole_ms = timed(lambda: attend(*wanted_of, None)).ms + timed(backward).ms  # noqa: B023
+        inputs[0].requires_grad_(False)
+        one_rank_ms = 0.0
+        for count in (1, 2, 4, 8):
+            work = num_blocks(count)
+            error = error_of(by_virtual_ranks(inputs, count), wanted)
+            forward, back = share_timing(inputs, count)
+            ms = forward.ms + back.ms
+            one_rank_ms = one_rank_ms or ms
+            yield {
+                "n": count,
+                "dtype": str(dtype).removeprefix("torch."),
+                "error": error,
+                "equal": error < BOUNDS[dtype] and len(work) == 1,
+                "blocks of each rank": sum(next(iter(work))),
+                "forward ms": forward.ms,
+                "backward ms": back.ms,
+                "launch ms": forward.host_ms + back.host_ms,
+                "efficiency to n = 1": one_rank_ms / count / ms,
+                "efficiency to whole": whole_ms / count / ms,
+            }
+        gc.collect()

@@ -1,0 +1,148 @@
+"""Claim: a stage idles as the simulator says, within a tenth of the step, under every schedule.
+
+Measured: two ranks of one thread each, a decoder of eight equal blocks, 2, 4 and 8 microbatches. Every action of every
+rank is timed; a stage idles when it is in none of forward, backward or their halves. The simulator gets the medians of
+those times and the schedule, nothing else: no send time, no idle time. Both shares are of the time from the first
+action to the last of either rank, and the claim is one less their difference.
+
+Run: python -m benchmarks.schedules [--quick]
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections import defaultdict
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.claims import Claim, alone
+from meshwright.core.plan import Plan
+from meshwright.core.technique import technique_named
+from meshwright.models.config import DecoderConfig
+from meshwright.runtime import parity
+from meshwright.runtime.config import OptimizerConfig
+from meshwright.runtime.loop import Interpreter
+from meshwright.runtime.model import open_config
+from meshwright.schedules import GREEDY, SCHEDULES, Action, Timetable
+from meshwright.schedules.actions import COMPUTES
+from meshwright.schedules.events import sweep
+from meshwright.supervise.pool import RankPool
+
+MODEL = DecoderConfig(
+    num_layers=8, hidden_size=256, num_heads=4, num_kv_heads=4, ffn_size=768, vocab_size=256, max_sequence=256
+)
+SEQUENCE, COUNTS = 128, (2, 4, 8)
+RATES = OptimizerConfig(lr=3e-4, clip=0.0)
+NUM_RANKS, WARM_UP, STEPS, SEED = 2, 2, 7, 0
+GOAL, TIMEOUT_SECONDS = 0.9, 1800
+NAMES = (*SCHEDULES, GREEDY)
+
+Timed = tuple[str, int, float, float]
+"""(kind, chunk, start, end) of one action."""
+
+
+class Watch:
+    """Times every action that computes."""
+
+    def __init__(self) -> None:
+        self.actions: list[Timed] = []
+        self.plain = Interpreter.do
+
+    def __enter__(self) -> Watch:
+        watch, plain = self, self.plain
+
+        def do(interpreter: Interpreter, action: Action, *, is_last: bool) -> None:
+            start = time.monotonic()
+            plain(interpreter, action, is_last=is_last)
+            if action.kind in COMPUTES:
+                watch.actions.append((action.kind, action.chunk, start, time.monotonic()))
+
+        Interpreter.do = do  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        Interpreter.do = self.plain  # type: ignore[method-assign]
+
+
+def watched(*, steps: int, rank: int, num_ranks: int, rendezvous: str) -> dict[str, list[list[Timed]]]:
+    """The timed actions of this rank's steps, by schedule and microbatches."""
+    parity.enter(rank, num_ranks, rendezvous)
+    found: dict[str, list[list[Timed]]] = {}
+    pipeline: Any = technique_named("pipeline")
+    for name in NAMES:
+        for count in COUNTS:
+            plan = Plan(techniques=(pipeline(size=NUM_RANKS, schedule=name),), batch=count, microbatch=1)
+            opened = open_config(MODEL, "bench", SEED)
+            session = parity.open_session(plan, opened, RATES, dtype="float32", device=torch.device("cpu"))
+            make = parity.random_samples(MODEL.vocab_size, count, SEQUENCE, masked=False)
+            made = make(0, 0, 1)
+            samples = replace(made, weights=made.weights.float())
+            taken, overlaps = [], session.build.timetable.overlaps_steps
+            for step in range(WARM_UP + steps):
+                if not overlaps:
+                    dist.barrier()
+                with Watch() as watch:
+                    session.loop.step(samples, RATES.lr)
+                taken += [watch.actions] if step >= WARM_UP else []
+            # Without a flush between them, steps are one long step.
+            found[f"{name} {count}"] = [[action for each in taken for action in each]] if overlaps else taken
+    parity.leave()
+    return found
+
+
+def idle_fraction(ranks: list[list[Timed]]) -> float:
+    """Of one step, over both ranks."""
+    start = min(action[2] for actions in ranks for action in actions)
+    end = max(action[3] for actions in ranks for action in actions)
+    busy = sum(action[3] - action[2] for actions in ranks for action in actions)
+    return 1.0 - busy / len(ranks) / (end - start)
+
+
+def simulated_fraction(name: str, count: int, ranks: list[list[list[Timed]]]) -> float:
+    """The same of the schedule, given how long each kind of action took in each span."""
+    chunks = 1 if name == GREEDY else SCHEDULES[name].chunks
+    table = Timetable(name, chunks)
+    places = table.places(NUM_RANKS)
+    taken: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for rank, steps in enumerate(ranks):
+        for actions in steps:
+            for kind, chunk, start, end in actions:
+                taken[kind, places.span(rank, chunk)].append(end - start)
+    seconds = {
+        kind: [statistics.median(taken.get((kind, span), [0.0])) for span in range(places.num_spans)]
+        for kind in COMPUTES
+    }
+    if table.overlaps_steps:  # no way in or out: the slower stage sets the pace
+        busy_by_span = [seconds["forward"][span] + seconds["backward"][span] for span in range(NUM_RANKS)]
+        return 1.0 - statistics.mean(busy_by_span) / max(busy_by_span)
+    events = table.events(NUM_RANKS, count)
+    _, finished = sweep(events, seconds, 0.0)
+    busy = sum(seconds[event.kind][event.span] for event in events)
+    return 1.0 - busy / NUM_RANKS / float(max(finished))
+
+
+def measure(quick: bool = False) -> list[Claim]:
+    with RankPool(NUM_RANKS, threads_per_rank=1) as pool:
+        arguments = {"steps": 2 if quick else STEPS}
+        answers = pool.run("benchmarks.schedules:watched", arguments, NUM_RANKS, timeout_seconds=TIMEOUT_SECONDS)
+    claims = []
+    for name in NAMES:
+        close, shown = [], []
+        for count in COUNTS:
+            ranks = [answer[f"{name} {count}"] for answer in answers]
+            measured = statistics.median(idle_fraction(list(step)) for step in zip(*ranks, strict=True))
+            simulated = simulated_fraction(name, count, ranks)
+            close.append(1.0 - abs(measured - simulated))
+            shown.append(f"{measured:.2f} ({simulated:.2f})")
+        what = f"{name}: idle share measured (simulated) at m = 2, 4, 8: {', '.join(shown)}; one less the difference"
+        claims.append(Claim(name=f"idle {name}", what=what, unit="ratio", goal=GOAL, measured=tuple(close)))
+    return claims
+
+
+if __name__ == "__main__":
+    sys.exit(alone(measure("--quick" in sys.argv)))
