@@ -1,4 +1,4 @@
-"""A ring's ranks one after the other in one process: the ring's own code, others' keys and values taken from beside it."""
+"""A ring's ranks one after the other in one process: the ring's own code, with others' keys taken from beside it."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def attention_inputs(sizes: Sizes, dtype: torch.dtype) -> Drawn:
     config = sizes.config
     query, kv = (1, config.num_heads, sizes.sequence, config.size_of_head), (1, config.num_kv_heads)
     both = (2, *kv, sizes.sequence, config.size_of_head)
-    return tuple(drawn(*shape, sizes=sizes, dtype=dtype) for shape in (query, both, query))  # type: ignore[return-value]
+    return tuple(drawn(*shape, sizes=sizes, dtype=dtype) for shape in (query, both, query))
 
 
 def shares(inputs: Drawn, count: int) -> list[Drawn]:
@@ -124,34 +124,37 @@ def share_timing(inputs: Drawn, count: int) -> tuple[Timing, Timing]:
     return max(forward for forward, _ in found), max(backward for _, backward in found)
 
 
-def context(sizes: Sizes) -> Iterator[Row]:
+def context_in(dtype: torch.dtype, sizes: Sizes) -> Iterator[Row]:
     with torch.device("meta"):
         attend = Attention(sizes.config).attend
+    inputs = attention_inputs(sizes, dtype)
+    query, key, value = leaves = [each.detach().requires_grad_() for each in (inputs[0], *inputs[1])]
+    out = attend(query, key, value, None)
+    backward: Run = functools.partial(torch.autograd.grad, out, leaves, inputs[2], retain_graph=True)
+    wanted = [out.detach(), *backward()]
+    whole = timed(lambda: attend(query, key, value, None)).ms, timed(backward).ms
+    kernel = type(out.grad_fn).__name__.removesuffix("Backward0").removeprefix("ScaledDotProduct")
+    row = {"dtype": str(dtype).removeprefix("torch."), "forward ms": whole[0], "backward ms": whole[1]}
+    yield {"n": f"whole, {kernel}", **row, "efficiency to whole": 1.0}
+    one_rank_ms = 0.0
+    for count in (1, 2, 4, 8):
+        work = num_blocks(count)
+        error = error_of(by_virtual_ranks(inputs, count), wanted)
+        first, second = share_timing(inputs, count)
+        ms = first.ms + second.ms
+        one_rank_ms = one_rank_ms or ms
+        row |= {"forward ms": first.ms, "backward ms": second.ms, "launch ms": first.host_ms + second.host_ms}
+        row |= {"blocks of each rank": sum(next(iter(work)))}
+        row |= {"error": error, "equal": error < BOUNDS[dtype] and len(work) == 1}
+        yield {
+            "n": count,
+            **row,
+            "efficiency to n = 1": one_rank_ms / count / ms,
+            "efficiency to whole": sum(whole) / count / ms,
+        }
+
+
+def context(sizes: Sizes) -> Iterator[Row]:
     for dtype in sizes.dtypes:
-        inputs = attention_inputs(sizes, dtype)
-        wanted_of = [inputs[0].requires_grad_(), *(each.detach().requires_grad_() for each in inputs[1])]
-        out = attend(wanted_of[0], wanted_of[1], wanted_of[2], None)
-        backward: Run = functools.partial(torch.autograd.grad, out, wanted_of, inputs[2], retain_graph=True)
-        wanted = [out.detach(), *backward()]
-        whole_ms = timed(lambda: attend(*wanted_of, None)).ms + timed(backward).ms  # noqa: B023
-        inputs[0].requires_grad_(False)
-        one_rank_ms = 0.0
-        for count in (1, 2, 4, 8):
-            work = num_blocks(count)
-            error = error_of(by_virtual_ranks(inputs, count), wanted)
-            forward, back = share_timing(inputs, count)
-            ms = forward.ms + back.ms
-            one_rank_ms = one_rank_ms or ms
-            yield {
-                "n": count,
-                "dtype": str(dtype).removeprefix("torch."),
-                "error": error,
-                "equal": error < BOUNDS[dtype] and len(work) == 1,
-                "blocks of each rank": sum(next(iter(work))),
-                "forward ms": forward.ms,
-                "backward ms": back.ms,
-                "launch ms": forward.host_ms + back.host_ms,
-                "efficiency to n = 1": one_rank_ms / count / ms,
-                "efficiency to whole": whole_ms / count / ms,
-            }
+        yield from context_in(dtype, sizes)
         gc.collect()

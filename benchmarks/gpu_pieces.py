@@ -15,6 +15,7 @@ here they lose before any link is slow. Docs: docs/gpu.md.
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import importlib.util
 import json
@@ -36,6 +37,7 @@ from meshwright.ops.experts import Gated, GroupedLinear, through_experts
 from meshwright.ops.later import _weight_gradient, split_backward
 
 ROOT = Path(__file__).parents[1]
+PARTS = ("forward", "into input", "into weight")
 
 
 def shapes_of(config: DecoderConfig, ways: int) -> dict[str, list[tuple[int, int]]]:
@@ -56,33 +58,28 @@ def matmul_ms(shapes: list[tuple[int, int]], sizes: Sizes) -> dict[str, float]:
     x = drawn(sizes.num_tokens, shapes[0][1], sizes=sizes)
     weights = [drawn(*shape, sizes=sizes) for shape in shapes]
     grads = [drawn(sizes.num_tokens, shape[0], sizes=sizes) for shape in shapes]
-    parts: dict[str, Run] = {
-        "forward": lambda: [linear(x, weight) for weight in weights],
-        "into input": lambda: [grad @ weight for grad, weight in zip(grads, weights, strict=True)],
-        "into weight": lambda: [_weight_gradient(w, x, grad) for w, grad in zip(weights, grads, strict=True)],
-    }
-    return {name: timed(run, samples=40).ms for name, run in parts.items()}
+    runs: tuple[Run, ...] = (
+        lambda: [linear(x, weight) for weight in weights],
+        lambda: [grad @ weight for grad, weight in zip(grads, weights, strict=True)],
+        lambda: [_weight_gradient(weight, x, grad) for weight, grad in zip(weights, grads, strict=True)],
+    )
+    return {part: timed(run, samples=40).ms for part, run in zip(PARTS, runs, strict=True)}
 
 
 def matmul(sizes: Sizes) -> Iterator[Row]:
     whole: dict[tuple[str, str], float] = {}
-    totals: Counter[str] = Counter()
     for ways in (1, 2, 4, 8):
-        totals.clear()
-        for name, shapes in shapes_of(sizes.config, ways).items():
+        cases = shapes_of(sizes.config, ways)
+        ms_of = {name: matmul_ms(shapes, sizes) for name, shapes in cases.items()}
+        ms_of["all of a block"] = {part: sum(each[part] for each in ms_of.values()) for part in PARTS}
+        cases["all of a block"] = [shape for shapes in cases.values() for shape in shapes]
+        for name, shapes in cases.items():
             flops = 2 * sizes.num_tokens * sum(outputs * inputs for outputs, inputs in shapes)
             row: Row = {"t": ways, "matrices": name}
-            for part, ms in matmul_ms(shapes, sizes).items():
+            for part, ms in ms_of[name].items():
                 row[f"{part} TFLOP/s"] = flops / ms / 1e9
                 row[f"{part} efficiency"] = whole.setdefault((name, part), ms) / ways / ms
-                totals[part] += ms  # type: ignore[assignment]
             yield row
-        row = {"t": ways, "matrices": "all of a block"}
-        flops = 2 * sizes.num_tokens * sum(n * k for each in shapes_of(sizes.config, ways).values() for n, k in each)
-        for part, ms in totals.items():
-            row[f"{part} TFLOP/s"] = flops / ms / 1e9
-            row[f"{part} efficiency"] = whole.setdefault(("all", part), ms) / ways / ms
-        yield row
 
 
 def looped(x: Tensor, chosen: Tensor, share: Tensor, weights: list[Tensor]) -> Tensor:
@@ -117,44 +114,44 @@ def grouped(rows: Tensor, weights: list[Tensor], counts: Tensor) -> Tensor:
     return GroupedLinear.apply(inner, weights[2], counts)
 
 
+def experts_of(sizes: Sizes, count: int, k: int = 2) -> Row:
+    """So many experts, with the rows of all tokens."""
+    d, ffn, num_tokens = sizes.config.hidden_size, sizes.expert_ffn, sizes.num_tokens
+    x, grad = drawn(num_tokens, d, sizes=sizes).requires_grad_(), drawn(num_tokens, d, sizes=sizes)
+    share = torch.rand(num_tokens, k, device=sizes.device).softmax(1).to(x.dtype)
+    shapes = [(count, ffn, d), (count, ffn, d), (count, d, ffn)]
+    weights = [(drawn(*shape, sizes=sizes) * shape[2] ** -0.5).requires_grad_() for shape in shapes]
+    # As many rows as ever: a token that picks the only expert twice stands for tokens of two ranks.
+    chosen = torch.rand(num_tokens, max(count, k), device=sizes.device).topk(k).indices % count
+    counts = torch.bincount(chosen.flatten(), minlength=count)
+    rows, into_rows = x.detach().repeat(k, 1).requires_grad_(), grad.repeat(k, 1)
+    gate, up, down = weights
+    forward, backward = pair_ms(lambda: grouped(rows, weights, counts), [rows, *weights], into_rows)
+    layer = pair_ms(lambda: through_experts(x, chosen, share, None, (gate, up, down), count), [x, gate, up, down], grad)
+    flops = 6 * k * num_tokens * d * ffn
+    error = experts_error(x, chosen, share, weights, grad)
+    return {
+        "experts here": count,
+        "error": error,
+        "equal": error < BOUNDS[x.dtype],
+        "forward TFLOP/s": flops / forward / 1e9,
+        "backward TFLOP/s": 2 * flops / backward / 1e9,
+        "matmuls ms": forward + backward,
+        "layer ms": sum(layer),
+        "tokens/s": round(num_tokens / sum(layer) * 1e3),
+    }
+
+
 def experts(sizes: Sizes) -> Iterator[Row]:
-    d, ffn, num_all, k = sizes.config.hidden_size, sizes.expert_ffn, 8, 2
-    x = drawn(sizes.num_tokens, d, sizes=sizes).requires_grad_()
-    grad = drawn(sizes.num_tokens, d, sizes=sizes)
-    share = torch.rand(sizes.num_tokens, k, device=sizes.device).softmax(1).to(x.dtype)
     whole_ms = 0.0
     for ways in (1, 2, 4, 8):
-        count = num_all // ways
-        shapes = [(count, ffn, d), (count, ffn, d), (count, d, ffn)]
-        weights = [(drawn(*shape, sizes=sizes) * shape[2] ** -0.5).requires_grad_() for shape in shapes]
-        # As many rows as ever; a token that picks the only expert twice is two tokens of two ranks.
-        scores = torch.rand(sizes.num_tokens, max(count, k), device=sizes.device)
-        chosen = scores.topk(k).indices % count
-        counts = torch.bincount(chosen.flatten(), minlength=count)
-        rows = x.detach().repeat(k, 1).requires_grad_()
-        forward, backward = pair_ms(lambda: grouped(rows, weights, counts), [rows, *weights], grad.repeat(k, 1))  # noqa: B023
-        layer = sum(
-            pair_ms(lambda: through_experts(x, chosen, share, None, tuple(weights), count), [x, *weights], grad)  # type: ignore[arg-type] # noqa: B023
-        )
-        flops = 6 * k * sizes.num_tokens * d * ffn
-        whole_ms = whole_ms or forward + backward
-        error = experts_error(x, chosen, share, weights, grad) if count > 1 else 0.0
-        yield {
-            "e": ways,
-            "experts here": count,
-            "error": error,
-            "equal": error < BOUNDS[torch.bfloat16],
-            "forward TFLOP/s": flops / forward / 1e9,
-            "backward TFLOP/s": 2 * flops / backward / 1e9,
-            "tokens/s": round(sizes.num_tokens / layer * 1e3),
-            "matmuls' share of the layer": (forward + backward) / layer,
-            "efficiency to e = 1": whole_ms / (forward + backward),
-        }
+        row = experts_of(sizes, 8 // ways)
+        whole_ms = whole_ms or row["matmuls ms"]
+        yield {"e": ways, **row, "efficiency to e = 1": whole_ms / row["matmuls ms"]}
 
 
-def block_of(sizes: Sizes, num_tokens: int, dtype: torch.dtype) -> tuple[Block, Run]:
-    """A block, and its forward on what is always the same."""
-    torch.manual_seed(0)
+def block_of(sizes: Sizes, num_tokens: int, dtype: torch.dtype) -> tuple[Block, Tensor, Callable[[], Tensor]]:
+    """A block, what it is given, and its forward."""
     config = sizes.config
     with torch.device(sizes.device):
         block = Block(config, SwiGLU(config.hidden_size, config.ffn_size)).to(dtype)
@@ -163,57 +160,62 @@ def block_of(sizes: Sizes, num_tokens: int, dtype: torch.dtype) -> tuple[Block, 
             each.fill_(1.0) if each.dim() == 1 else each.normal_(std=each.shape[1] ** -0.5)
     x = drawn(1, num_tokens, config.hidden_size, sizes=sizes, dtype=dtype).requires_grad_()
     table = rope_table(config, torch.arange(num_tokens, device=sizes.device), x)
-    return block, lambda: (x, block(x, *table))
+    return block, x, lambda: block(x, *table)
 
 
-def gradients(block: Block, x: Tensor) -> list[Tensor]:
-    found = [each.grad for each in (x, *block.parameters())]
+def taken(block: Block, x: Tensor) -> list[Tensor]:
+    """The gradients; there are none after."""
+    found = [cast(Tensor, each.grad) for each in (x, *block.parameters())]
     x.grad = None
     block.zero_grad()
-    return cast(list[Tensor], found)
+    return found
+
+
+def halves_of(sizes: Sizes, num_tokens: int, dtype: torch.dtype) -> Row:
+    block, x, forward = block_of(sizes, num_tokens, dtype)
+    grad = drawn(1, num_tokens, sizes.config.hidden_size, sizes=sizes, dtype=dtype)
+    clear = functools.partial(taken, block, x)
+    forward_ms = timed(forward).ms
+    whole = functools.partial(forward().backward, grad, retain_graph=True)
+    whole()
+    wanted = taken(block, x)
+    whole_ms = timed(whole, before=clear).ms
+    later = split_backward([block])
+    out = forward()
+
+    def into_input() -> None:
+        clear()
+        with later.collect("half"):
+            out.backward(grad, retain_graph=True)
+
+    into_input()
+    later.pay("half")
+    error = error_of(taken(block, x), wanted)
+    input_ms = timed(into_input).ms
+    weight_ms = timed(lambda: later.pay("half"), before=into_input).ms
+    return {
+        "dtype": str(dtype).removeprefix("torch."),
+        "tokens": num_tokens,
+        "error": error,
+        "equal": error < BOUNDS[dtype],
+        "forward ms": forward_ms,
+        "backward ms": whole_ms,
+        "input half ms": input_ms,
+        "weight half ms": weight_ms,
+        "halves to whole": (input_ms + weight_ms) / whole_ms,
+    }
 
 
 def halves(sizes: Sizes) -> Iterator[Row]:
-    for dtype, num_tokens in ((torch.float64, sizes.num_exact_tokens), (torch.bfloat16, sizes.num_tokens)):
-        block, forward = block_of(sizes, num_tokens, dtype)
-        grad = drawn(1, num_tokens, sizes.config.hidden_size, sizes=sizes, dtype=dtype)
-
-        def clear(block: Block = block) -> None:
-            block.zero_grad()
-
-        x, out = forward()
-        out.backward(grad, retain_graph=True)
-        wanted = gradients(block, x)
-        whole = timed(lambda: out.backward(grad, retain_graph=True), before=clear).ms  # noqa: B023
-        later = split_backward([block])
-        x, out = forward()
-
-        def into_input(later: Any = later, out: Tensor = out, grad: Tensor = grad) -> None:
-            with later.collect("timed"):
-                out.backward(grad, retain_graph=True)
-
-        into_input()
-        later.pay("timed")
-        error = error_of(gradients(block, x), wanted)
-        row = {"dtype": str(dtype).removeprefix("torch."), "error": error, "equal": error < BOUNDS[dtype]}
-        if dtype == torch.bfloat16:
-            first = timed(into_input, before=clear).ms
-
-            def collected(block: Block = block, into_input: Run = into_input) -> None:
-                block.zero_grad()
-                into_input()
-
-            second = timed(lambda: later.pay("timed"), before=collected).ms  # noqa: B023
-            row |= {"whole ms": whole, "input half ms": first, "weight half ms": second}
-            row |= {"forward ms": timed(forward).ms, "halves to whole": (first + second) / whole}
-        yield row
+    yield halves_of(sizes, sizes.num_exact_tokens, torch.float64)
+    yield halves_of(sizes, sizes.num_tokens, torch.bfloat16)
 
 
 def tests(sizes: Sizes) -> Iterator[Row]:
     if importlib.util.find_spec("pytest") is None:
-        yield {"equal": True, "summary": "not run: no pytest here"}
+        yield {"summary": "not run: there is no pytest here"}
         return
-    where = ["tests/ops/test_attention.py", "-k", sizes.device, "-q", "-p", "no:cacheprovider"]
+    where = ["tests/ops/test_attention.py", "-k", sizes.device, "-p", "no:cacheprovider"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *where], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )
@@ -282,14 +284,15 @@ def main() -> int:
         warm_up()
     device = torch.cuda.get_device_name() if sizes.device == "cuda" else "cpu"
     result: Row = {"device": device, "torch": torch.__version__}
-    for section in SECTIONS:
+    sections = SECTIONS if sizes.device == "cuda" else SECTIONS[:-1]  # other tests' cases are run by them
+    for section in sections:
         result[section.__name__] = run_section(section, sizes)
         if sizes.device == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
-    if arguments.output:
-        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
-    return 0 if all(is_well(result[section.__name__]) for section in SECTIONS) else 1
+        if arguments.output:
+            arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+    return 0 if all(is_well(result[section.__name__]) for section in sections) else 1
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ class Sizes:
     """In which attention is compared and timed."""
 
 
-LLAMA_8B = preset("llama3-8b")
+LLAMA_8B = cast(DecoderConfig, preset("llama3-8b"))
 FULL = Sizes(
     config=LLAMA_8B,
     num_tokens=8192,
@@ -66,29 +66,31 @@ class Timing(NamedTuple):
 
 def timed(run: Run, samples: int = 12, before: Run = lambda: None) -> Timing:
     """Median of `run`; `before` each, untimed."""
-    is_cuda = torch.cuda.is_available()
     for _ in range(3):
         before()
         run()
-    events, host = [], []
-    if is_cuda:
-        torch.cuda.synchronize()
-        torch.cuda._sleep(QUEUE_CYCLES)
-    for _ in range(samples if is_cuda else 1):
+    if not torch.cuda.is_available():
         before()
-        pair = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) if is_cuda else ()
-        start = time.perf_counter()
-        for event in pair[:1]:
-            event.record()
-        run()
-        for event in pair[1:]:
-            event.record()
-        host.append((time.perf_counter() - start) * 1e3)
-        events.append(pair)
-    if not is_cuda:
-        return Timing(median(host), min(host))
+        ms = _host_ms(run)
+        return Timing(ms, ms)
     torch.cuda.synchronize()
-    return Timing(median(first.elapsed_time(second) for first, second in events), min(host))
+    torch.cuda._sleep(QUEUE_CYCLES)
+    starts = [torch.cuda.Event(enable_timing=True) for _ in range(samples)]
+    ends = [torch.cuda.Event(enable_timing=True) for _ in range(samples)]
+    host = []
+    for start, end in zip(starts, ends, strict=True):
+        before()
+        start.record()
+        host.append(_host_ms(run))
+        end.record()
+    torch.cuda.synchronize()
+    return Timing(median(start.elapsed_time(end) for start, end in zip(starts, ends, strict=True)), min(host))
+
+
+def _host_ms(run: Run) -> float:
+    start = time.perf_counter()
+    run()
+    return (time.perf_counter() - start) * 1e3
 
 
 def error_of(got: Iterable[Tensor], wanted: Iterable[Tensor]) -> float:

@@ -34,7 +34,15 @@ GPT = LLAMA | {
     "tied": True,
     "num_kv_heads": 4,
 }
-MOE = QWEN | {"num_layers": 2, "num_experts": 4, "experts_per_token": 2, "expert_ffn_size": 12, "balance": 0.1}
+# Smaller weights: a router rounded to bf16 must not send tokens elsewhere.
+MOE = QWEN | {
+    "init_std": 0.15,
+    "num_layers": 2,
+    "num_experts": 4,
+    "experts_per_token": 2,
+    "expert_ffn_size": 12,
+    "balance": 0.1,
+}
 FAMILIES = {"llama": LLAMA, "qwen": QWEN, "gpt": GPT}
 
 ADAMW = {"name": "adamw", "lr": 1e-2, "clip": 0.5}
