@@ -28,6 +28,7 @@ from meshwright.runtime import parity
 from meshwright.runtime.config import OptimizerConfig
 from meshwright.runtime.loop import Interpreter
 from meshwright.runtime.model import open_config
+from meshwright.runtime.stream import StreamLoop
 from meshwright.schedules import GREEDY, SCHEDULES, Action, Timetable
 from meshwright.schedules.actions import COMPUTES
 from meshwright.schedules.events import sweep
@@ -44,6 +45,8 @@ NAMES = (*SCHEDULES, GREEDY)
 
 Timed = tuple[str, int, float, float]
 """(kind, chunk, start, end) of one action."""
+UPDATE = "update"
+"""Where steps overlap, the optimizer's work lies between microbatches, and is not idle time."""
 
 
 class Watch:
@@ -51,7 +54,7 @@ class Watch:
 
     def __init__(self) -> None:
         self.actions: list[Timed] = []
-        self.plain = Interpreter.do
+        self.plain, self.plain_update = Interpreter.do, StreamLoop._update
 
     def __enter__(self) -> Watch:
         watch, plain = self, self.plain
@@ -62,11 +65,16 @@ class Watch:
             if action.kind in COMPUTES:
                 watch.actions.append((action.kind, action.chunk, start, time.monotonic()))
 
-        Interpreter.do = do  # type: ignore[method-assign]
+        def update(loop: StreamLoop, batch: Any) -> None:
+            start = time.monotonic()
+            watch.plain_update(loop, batch)
+            watch.actions.append((UPDATE, 0, start, time.monotonic()))
+
+        Interpreter.do, StreamLoop._update = do, update  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: object) -> None:
-        Interpreter.do = self.plain  # type: ignore[method-assign]
+        Interpreter.do, StreamLoop._update = self.plain, self.plain_update  # type: ignore[method-assign]
 
 
 def watched(*, steps: int, rank: int, num_ranks: int, rendezvous: str) -> dict[str, list[list[Timed]]]:
@@ -118,8 +126,10 @@ def simulated_fraction(name: str, count: int, ranks: list[list[list[Timed]]]) ->
         for kind in COMPUTES
     }
     if table.overlaps_steps:  # no way in or out: the slower stage sets the pace
-        busy_by_span = [seconds["forward"][span] + seconds["backward"][span] for span in range(NUM_RANKS)]
-        return 1.0 - statistics.mean(busy_by_span) / max(busy_by_span)
+        stages = range(NUM_RANKS)
+        updates = [statistics.median(taken[UPDATE, stage]) for stage in stages]
+        each = [count * (seconds["forward"][stage] + seconds["backward"][stage]) + updates[stage] for stage in stages]
+        return 1.0 - statistics.mean(each) / max(each)
     events = table.events(NUM_RANKS, count)
     _, finished = sweep(events, seconds, 0.0)
     busy = sum(seconds[event.kind][event.span] for event in events)

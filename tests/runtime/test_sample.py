@@ -99,6 +99,9 @@ CUT = (
     ("llama", (tiny.SHARD2,)),
     ("qwen", (tiny.SEQUENCED, tiny.UNEVEN, tiny.RECOMPUTE, tiny.CHUNKED)),
     ("by hand", (tiny.PIPELINE,)),
+    ("qwen", (tiny.INTERLEAVED,)),
+    ("llama", (tiny.RING,)),
+    ("gpt", (tiny.ULYSSES, tiny.PIPELINE)),
 )
 
 

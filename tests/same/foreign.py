@@ -140,3 +140,9 @@ def convolutions() -> tuple[nn.Module, Any, Tensor]:
         nn.Sequential(nn.Flatten(), nn.Linear(8 * 16, 10)),
     )
     return _larger(module), None, torch.zeros(1, 1, 8, 8)
+
+
+def deep_llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return _larger(LlamaForCausalLM(LlamaConfig(**_GROUPED | {"num_hidden_layers": 5})))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,9 @@ import tiny
 from tiny import BATCH, FAMILIES, GPT, LLAMA, QWEN, plan_of, t
 
 from meshwright.core.technique import Technique
+from meshwright.models.config import DecoderConfig
+from meshwright.models.cost import decoder_profile
+from meshwright.supervise.pool import RankPool
 
 Run = Callable[..., list[dict[str, Any]]]
 
@@ -61,3 +65,53 @@ def test_three_chunks_of_uneven_size(ran: Run) -> None:
     deep = LLAMA | {"num_layers": 8}
     technique = t("pipeline", size=2, schedule="interleaved", chunks=3, stages=(1, 2, 1, 2, 1, 1))
     right(ran(plan_of(technique, batch=BATCH, microbatch=2), deep))
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zbv", "zero_bubble_h1"])
+def test_chunks_of_a_module_that_knows_nothing_of_us(schedule: str, ran: Run) -> None:
+    """Its blocks stand aside while another chunk of them runs; its linear layers have halves too."""
+    config = {"section": {"factory": "foreign:deep_llama"}, "vocab": 36}
+    right(ran(plan_of(t("pipeline", size=2, schedule=schedule), microbatch=2), config))
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
+def test_evaluation_and_the_step_after_it(schedule: str, pool: RankPool) -> None:
+    plan = plan_of(t("pipeline", size=2, schedule=schedule), microbatch=2)
+    asked = {"config": QWEN, "optimizer": tiny.ADAMW, "sequence": tiny.SEQUENCE}
+    answers = pool.run("rank_jobs:evaluate_job", {"plan": json.loads(plan.to_json()), **asked}, plan.num_ranks)
+    (alone,) = pool.run("rank_jobs:evaluate_job", {"plan": json.loads(plan_of().to_json()), **asked}, 1)
+    for answer in answers:
+        assert answer["untouched"]
+        assert answer["tokens"] == alone["tokens"]
+        for quantity in ("total", "loss"):
+            assert answer[quantity] == pytest.approx(alone[quantity], rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"size": 5}, ("5 stages for 4 blocks", "at most 4")),
+        ({"size": 3, "schedule": "interleaved"}, ("3 stages of 2 chunks for 4 blocks", "at most 2")),
+        ({"size": 2, "schedule": "interleaved", "chunks": 1}, ("needs 2 chunks or more",)),
+        ({"size": 2, "schedule": "zbv", "chunks": 3}, ("3 chunks: zbv has 2",)),
+        ({"size": 2, "chunks": 2}, ("2 chunks: 1f1b has 1",)),
+        ({"size": 2, "stages": (1, 2)}, ("add up to 4 blocks", "(2, 2)")),
+        ({"size": 2, "schedule": "interleaved", "stages": (2, 2)}, ("size is 2 x 2 chunks",)),
+        ({"size": 2, "times": (1.0, 1.0, 1.0)}, ("greedy's, not 1f1b's",)),
+        ({"size": 2, "schedule": "greedy", "times": (1.0, -1.0)}, ("times has 2 numbers", "3, or 6")),
+        ({"size": 2, "schedule": "greedy", "most_held": -1}, ("most_held is -1",)),
+    ],
+)
+def test_what_no_schedule_can_do_is_told(settings: dict[str, Any], words: tuple[str, ...]) -> None:
+    plan = plan_of(t("pipeline", **settings), microbatch=1)
+    told = "\n".join(map(str, plan.check(decoder_profile(DecoderConfig(**QWEN), "tiny"))))
+    assert all(word in told for word in words), told
+
+
+@pytest.mark.parametrize("other", [tiny.SHARD1, tiny.COMPILE], ids=str)
+@pytest.mark.parametrize("schedule", SPLIT)
+def test_halves_of_backward_are_refused_where_they_cannot_be(schedule: str, other: Technique) -> None:
+    plan = plan_of(t("pipeline", size=2, schedule=schedule), other, microbatch=1)
+    (problem,) = plan.check(decoder_profile(DecoderConfig(**QWEN), "tiny"))
+    assert problem.where == other.name
+    assert "this schedule" in problem.what
