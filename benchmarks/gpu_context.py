@@ -6,13 +6,14 @@ import functools
 import gc
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from benchmarks.gpu_timing import BOUNDS, Row, Run, Sizes, Timing, drawn, error_of, timed
-from meshwright.models.layers import Attention
+from meshwright.models.layers import Attention, attention_mask
 from meshwright.ops.context import Ring, Tokens, piece_of
 from meshwright.ops.record import RING_TAG
 
@@ -79,8 +80,8 @@ Drawn = tuple[Tensor, Tensor, Tensor]
 
 def attention_inputs(sizes: Sizes, dtype: torch.dtype) -> Drawn:
     config = sizes.config
-    query, kv = (1, config.num_heads, sizes.sequence, config.size_of_head), (1, config.num_kv_heads)
-    both = (2, *kv, sizes.sequence, config.size_of_head)
+    query = (1, config.num_heads, sizes.sequence, config.size_of_head)
+    both = (2, 1, config.num_kv_heads, sizes.sequence, config.size_of_head)
     return tuple(drawn(*shape, sizes=sizes, dtype=dtype) for shape in (query, both, query))
 
 
@@ -91,7 +92,7 @@ def shares(inputs: Drawn, count: int) -> list[Drawn]:
     return [(each.own(query, 2), each.own(both, 3), each.own(grad, 2)) for each in every]
 
 
-def by_virtual_ranks(inputs: Drawn, count: int) -> list[Tensor]:
+def by_virtual_ranks(inputs: Drawn, count: int, documents: Tensor | None = None) -> list[Tensor]:
     """Output and gradients of query, key and value, put together from all ranks'."""
     parts = shares(inputs, count)
     held = [both for _, both, _ in parts]
@@ -99,8 +100,8 @@ def by_virtual_ranks(inputs: Drawn, count: int) -> list[Tensor]:
     outs, into_queries = [], []
     for rank, (query, both, grad) in enumerate(parts):
         ring = VirtualRing(rank, held, left)
-        out, lse = ring.forward(query, both, None)
-        into_query, into_both = ring.backward(grad, query, both, out, lse, None)
+        out, lse = ring.forward(query, both, documents)
+        into_query, into_both = ring.backward(grad, query, both, out, lse, documents)
         left[rank] += into_both
         outs.append(out)
         into_queries.append(into_query)
@@ -154,7 +155,24 @@ def context_in(dtype: torch.dtype, sizes: Sizes) -> Iterator[Row]:
         }
 
 
+def documents_in(dtype: torch.dtype, sizes: Sizes) -> Iterator[Row]:
+    """Equality alone, where a token sees its own document only: pieces with a mask are another kernel's."""
+    with torch.device("meta"):
+        attend = Attention(sizes.config).attend
+    inputs = attention_inputs(sizes, dtype)
+    documents = (torch.arange(sizes.sequence, device=sizes.device) * 3 // sizes.sequence).unsqueeze(0)
+    mask = attention_mask(sizes.sequence, 0, documents, documents.device)
+    leaves = [each.detach().requires_grad_() for each in (inputs[0], *inputs[1])]
+    out = attend(leaves[0], leaves[1], leaves[2], mask)
+    wanted = [out.detach(), *torch.autograd.grad(out, leaves, inputs[2])]
+    for count in (2, 4):
+        error = error_of(by_virtual_ranks(inputs, count, documents), wanted)
+        name = f"{count}, documents"
+        yield {"n": name, "dtype": str(dtype).removeprefix("torch."), "error": error, "equal": error < BOUNDS[dtype]}
+
+
 def context(sizes: Sizes) -> Iterator[Row]:
     for dtype in sizes.dtypes:
         yield from context_in(dtype, sizes)
+        yield from documents_in(dtype, replace(sizes, sequence=sizes.sequence // 4))
         gc.collect()

@@ -220,7 +220,8 @@ def tests(sizes: Sizes) -> Iterator[Row]:
         [sys.executable, "-m", "pytest", *where], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )
     lines = done.stdout.strip().splitlines() or done.stderr.strip().splitlines()
-    yield {"equal": done.returncode == 0, "summary": lines[-1] if done.returncode == 0 else "\n".join(lines[-15:])}
+    failed = [line for line in lines if line.startswith("FAILED")]
+    yield {"equal": done.returncode == 0, "summary": "; ".join([*failed, *lines[-1:]])}
 
 
 SECTIONS: tuple[Callable[[Sizes], Iterator[Row]], ...] = (matmul, context, experts, halves, tests)

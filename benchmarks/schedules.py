@@ -95,8 +95,9 @@ def watched(*, steps: int, rank: int, num_ranks: int, rendezvous: str) -> dict[s
                 if not overlaps:
                     dist.barrier()
                 with Watch() as watch:
-                    session.loop.step(samples, RATES.lr)
+                    (session.loop.feed if overlaps else session.loop.step)(samples, RATES.lr)
                 taken += [watch.actions] if step >= WARM_UP else []
+            session.loop.flush()
             # Without a flush between them, steps are one long step.
             found[f"{name} {count}"] = [[action for each in taken for action in each]] if overlaps else taken
     parity.leave()

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
 from meshwright.schedules import asynchronous, gpipe, one_f_one_b, vee, zero_bubble
 from meshwright.schedules.actions import Action, Actions
 from meshwright.schedules.asynchronous import Call
@@ -94,7 +96,7 @@ class Timetable:
     def held(self, stage: Any, num_stages: Any, num_microbatches: Any) -> Any:
         """The most microbatches a stage holds at once; numbers or arrays."""
         if self.name == GREEDY:
-            return num_microbatches if not self.most_held else min(self.most_held, num_microbatches)
+            return num_microbatches if not self.most_held else np.minimum(self.most_held, num_microbatches)
         return SCHEDULES[self.name].held(stage, num_stages, num_microbatches, self.chunks)
 
     def by_span(self, num_stages: int) -> Times:

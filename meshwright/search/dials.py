@@ -6,12 +6,13 @@ Axis sizes and per-layer counts are numbers and become arrays; everything else i
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwright.core.cluster import Cluster
 from meshwright.core.profile import Profile
 from meshwright.core.technique import Axis, Choice, PerLayer, Technique, technique_named, technique_names
+from meshwright.search.pins import alone
 from meshwright.search.wishes import Wishes, is_allowed
 
 QUARTERS = (0, 1, 2, 3, 4)
@@ -91,4 +92,15 @@ def _dial(kind: type[Technique], profile: Profile, cluster: Cluster, wishes: Wis
         if isinstance(option, Choice)
     } | {field: [value] for field, value in pinned.items()}
     ways = tuple(dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values()))
-    return Dial(kind=kind, settings=ways, required=required, **numbers)
+    dial = Dial(kind=kind, settings=ways, required=required, **numbers)
+    return _keeping(dial, profile, cluster) if pinned else dial
+
+
+def _keeping(dial: Dial, profile: Profile, cluster: Cluster) -> Dial:
+    """Without the settings that what is pinned rules out: pinned chunks leave the schedules that have them."""
+
+    def will_do(settings: dict[str, Any]) -> bool:
+        tried = (dial.example(settings, size) for size in dial.sizes or (1,))
+        return not all(alone(technique, profile, cluster, profile.max_sequence) for technique in tried)
+
+    return replace(dial, settings=tuple(settings for settings in dial.settings if will_do(settings)))

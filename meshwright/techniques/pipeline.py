@@ -110,7 +110,8 @@ class Pipeline(Technique):
             return (self.problem(f"{self.size} stages{each} for {blocks} blocks.", f"Use at most {blocks // chunks}."),)
         if self.stages and len(self.stages) != count:
             each = f" x {chunks} chunks" if chunks > 1 else ""
-            problems.append(self.problem(f"stages lists {len(self.stages)} stages, size is {self.size}{each}."))
+            what = f"stages lists {len(self.stages)} stages, size is {self.size}{each}."
+            problems.append(self.problem(what, f"List {count}."))
         if self.stages and (sum(self.stages) != blocks or min(self.stages) < 1):
             what = f"stages {self.stages} must be at least 1 each and add up to {blocks} blocks."
             problems.append(self.problem(what, f"For example {_even(blocks, count)}."))
@@ -136,11 +137,13 @@ class Pipeline(Technique):
         may_choose = self.schedule in ("interleaved", "looped_bfs")
         own = 1 if self.schedule == GREEDY else SCHEDULES[self.schedule].chunks
         if self.chunks < 0 or (self.chunks and not may_choose and self.chunks != own):
-            problems.append(self.problem(f"{self.chunks} chunks: {self.schedule} has {own}.", "Leave chunks out."))
+            fix = "Leave chunks out, or use interleaved or looped_bfs."
+            problems.append(self.problem(f"{self.chunks} chunks: {self.schedule} has {own}.", fix))
         if self.chunks == 1 and may_choose:
             problems.append(self.problem(f"{self.schedule} needs 2 chunks or more.", "Use 1f1b or gpipe for one."))
         if self.schedule != GREEDY and (self.times or self.most_held):
-            problems.append(self.problem(f"times and most_held are greedy's, not {self.schedule}'s."))
+            what = f"times and most_held are greedy's, not {self.schedule}'s."
+            problems.append(self.problem(what, 'Use schedule = "greedy", or leave them out.'))
         if self.times and (len(self.times) not in (3, 3 * self.size) or min(self.times) <= 0):
             what = f"times has {len(self.times)} numbers, the least of them {min(self.times)}."
             problems.append(self.problem(what, f"Give 3, or {3 * self.size}, all above 0."))

@@ -13,7 +13,6 @@ from meshwright.ops.attention import HIDDEN, attend_piece, piece_backward
 from meshwright.ops.context import piece_of
 
 SEQUENCE = 64
-HALVES = (slice(0, 32), slice(32, 64))
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 
@@ -36,10 +35,10 @@ def test_ranks_of_a_ring_are_equally_busy_and_see_every_pair_once(num_ranks: int
     assert torch.equal(times_seen, torch.ones_like(times_seen).tril())
 
 
-def _drawn(dtype: torch.dtype, device: str, head: int) -> list[torch.Tensor]:
+def _drawn(dtype: torch.dtype, device: str, head: int, length: int = SEQUENCE) -> list[torch.Tensor]:
     """Query, key, value and the gradient of the output; two queries' heads to a key's."""
     generator = torch.Generator().manual_seed(0)
-    shapes = [(2, heads, SEQUENCE, head) for heads in (4, 2, 2, 4)]
+    shapes = [(2, heads, length, head) for heads in (4, 2, 2, 4)]
     return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
 
 
@@ -52,10 +51,12 @@ def _whole(drawn: list[torch.Tensor], seen: torch.Tensor) -> list[torch.Tensor]:
 
 def _in_pieces(drawn: list[torch.Tensor], mask: torch.Tensor, is_plain: bool) -> list[torch.Tensor]:
     """The same from four pieces; those on the diagonal are causal without a mask where that is all there is."""
+    half = drawn[0].shape[2] // 2
+    halves = (slice(0, half), slice(half, 2 * half))
     found = [torch.zeros_like(each, dtype=torch.float64) for each in (drawn[3], *drawn[:3])]
-    for rows in HALVES:
+    for rows in halves:
         query, grad = drawn[0][:, :, rows], drawn[3][:, :, rows]
-        seen = [(keys, None if keys == rows and is_plain else mask[None, None, rows, keys]) for keys in HALVES]
+        seen = [(keys, None if keys == rows and is_plain else mask[None, None, rows, keys]) for keys in halves]
         pieces = [attend_piece(query, *_of(drawn, keys), hidden is None, hidden) for keys, hidden in seen]
         lse = torch.stack([lse for _, lse in pieces]).logsumexp(0)
         out = sum(out * (each - lse).exp().unsqueeze(-1) for out, each in pieces)
@@ -90,3 +91,15 @@ def test_pieces_add_up(
     mask = torch.zeros(seen.shape, dtype=drawn[0].dtype, device=device).masked_fill_(~seen, HIDDEN)
     for got, wanted in zip(_in_pieces(drawn, mask, not has_documents), _whole(drawn, seen), strict=True):
         assert float((got - wanted).norm() / wanted.norm()) < bound
+
+
+@GPU
+@pytest.mark.parametrize("head", [64, 128])
+def test_large_pieces_on_a_gpu(head: int) -> None:
+    drawn = _drawn(torch.bfloat16, "cuda", head, length=1024)
+    places = torch.arange(1024, device="cuda")
+    seen = places.unsqueeze(1) >= places
+    mask = torch.zeros(seen.shape, dtype=torch.bfloat16, device="cuda").masked_fill_(~seen, HIDDEN)
+    whole, found = _whole(drawn, seen), _in_pieces(drawn, mask, is_plain=True)
+    for mine, theirs in zip(found, whole, strict=True):
+        assert float((mine - theirs).norm() / theirs.norm()) < 2e-2

@@ -1,0 +1,172 @@
+"""How far forecasts are from what was measured: a source's rows -> scores. An error is |forecast / measured - 1|."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from benchmarks.published_plans import Case, Forecaster, Guess, case_of
+from benchmarks.published_rows import Measured, Row, Unscored, measured
+
+LEAST_SWEEP = 3
+"""Plans a sweep must have: with fewer there is hardly anything to rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scored:
+    """A row with its forecast, or the reason why it has none."""
+
+    row: Row
+    reason: str = ""
+    case: Case | None = None
+    real: Measured | None = None
+    guess: Guess | None = None
+
+    @property
+    def source(self) -> str:
+        return self.row.text("file") or "(no file)"
+
+    @property
+    def real_seconds(self) -> float | None:
+        return self.real.step_seconds if self.real else None
+
+    @property
+    def time_error(self) -> float | None:
+        if self.guess is None or not self.real_seconds:
+            return None
+        return abs(self.guess.step_seconds / self.real_seconds - 1)
+
+    @property
+    def real_bytes(self) -> float | None:
+        """None where the plan was chosen by what fits: then memory proves nothing."""
+        return self.real.memory_bytes if self.real and self.case and self.case.is_told else None
+
+    @property
+    def memory_error(self) -> float | None:
+        if self.guess is None or not self.real_bytes:
+            return None
+        return abs(self.guess.allocated_bytes / self.real_bytes - 1)
+
+    @property
+    def is_covered(self) -> bool | None:
+        if self.guess is None or not self.real_seconds:
+            return None
+        return self.guess.low_seconds <= self.real_seconds <= self.guess.high_seconds
+
+    @property
+    def verdict(self) -> str:
+        """right, false_fit (we say it fits, it was out of memory), false_oom, or nothing where there is no label."""
+        if self.guess is None or not self.real or not self.real.label or not self.case or not self.case.is_told:
+            return ""
+        if self.guess.fits == (self.real.label == "fits"):
+            return "right"
+        return "false_fit" if self.guess.fits else "false_oom"
+
+    @property
+    def sweep(self) -> tuple[Any, ...]:
+        """Rows that differ in nothing but the plan."""
+        row = self.row
+        columns = ("model", "hardware", "gpus", "seq_len")
+        return (*(row.text(column) for column in columns), row.batch)
+
+
+def score_row(row: Row, forecaster: Forecaster) -> Scored:
+    try:
+        row.check_numbers()
+        real = measured(row)
+        if not real.is_something:
+            raise Unscored(f"nothing measured (status {row.text('status') or 'empty'})")
+        case = case_of(row, real.memory_rank)
+        scored = Scored(row=row, case=case, real=real, guess=forecaster(case))
+    except Unscored as unscored:
+        return Scored(row=row, reason=str(unscored))
+    if scored.time_error is None and scored.memory_error is None and not scored.verdict:
+        return Scored(row=row, reason="nothing that can be compared (time left out, memory or recomputation not told)")
+    return scored
+
+
+def score(rows: Iterable[Row], forecaster: Forecaster) -> list[Scored]:
+    return [score_row(row, forecaster) for row in rows]
+
+
+def by_source(all_scored: Iterable[Scored]) -> dict[str, list[Scored]]:
+    found: dict[str, list[Scored]] = defaultdict(list)
+    for each in all_scored:
+        found[each.source].append(each)
+    return dict(found)
+
+
+def summary(rows: Sequence[Scored]) -> dict[str, Any]:
+    """Of one source."""
+    times = [each.time_error for each in rows if each.time_error is not None]
+    memory = [each.memory_error for each in rows if each.memory_error is not None]
+    verdicts = Counter(each.verdict for each in rows if each.verdict)
+    covered = [each.is_covered for each in rows if each.is_covered is not None]
+    regrets = [regret(sweep) for sweep in sweeps(rows)]
+    labelled = sum(verdicts.values())
+    reasons = Counter(each.reason for each in rows if each.reason)
+    return {
+        "rows": len(rows),
+        "scored": sum(not each.reason for each in rows),
+        "unscored": dict(reasons.most_common()),
+        "time_median_error": _rounded(np.median(times)) if times else None,
+        "time_p90_error": _rounded(np.quantile(times, 0.9)) if times else None,
+        "kendall_tau": mean_tau(rows),
+        "regret_mean": _rounded(np.mean(regrets)) if regrets else None,
+        "regret_max": _rounded(max(regrets)) if regrets else None,
+        "memory_median_error": _rounded(np.median(memory)) if memory else None,
+        # Of all rows that ran or ran out of memory, so that the three add up to 1.
+        "oom_accuracy": _rounded(verdicts["right"] / labelled) if labelled else None,
+        "false_fit_fraction": _rounded(verdicts["false_fit"] / labelled) if labelled else None,
+        "false_oom_fraction": _rounded(verdicts["false_oom"] / labelled) if labelled else None,
+        "coverage": _rounded(np.mean(covered)) if covered else None,
+    }
+
+
+def _rounded(value: Any) -> float:
+    return round(float(value), 4)
+
+
+def sweeps(rows: Iterable[Scored]) -> list[list[Scored]]:
+    """Rows with a time, of which only the plan differs, three or more together."""
+    found: dict[tuple[Any, ...], list[Scored]] = defaultdict(list)
+    for each in rows:
+        if each.time_error is not None:
+            found[each.sweep].append(each)
+    return [members for members in found.values() if len(members) >= LEAST_SWEEP]
+
+
+def _columns(sweep: Sequence[Scored]) -> tuple[list[float], list[float]]:
+    """Forecast and measured seconds."""
+    pairs = [(each.guess.step_seconds, each.real_seconds) for each in sweep if each.guess and each.real_seconds]
+    return [guess for guess, _ in pairs], [real for _, real in pairs]
+
+
+def regret(sweep: Sequence[Scored]) -> float:
+    """What it costs to run the plan that we would pick: the fastest forecast of those that we say fit.
+
+    Of equal forecasts the one that measured worst, for nothing tells us which to take.
+    """
+    fitting = [each for each in sweep if each.guess and each.guess.fits] or list(sweep)
+    guesses, reals = _columns(fitting)
+    picked = max(real for guess, real in zip(guesses, reals, strict=True) if guess == min(guesses))
+    return picked / min(_columns(sweep)[1]) - 1
+
+
+def kendall_tau(first: Sequence[float], second: Sequence[float]) -> float | None:
+    """Tau-b: pairs in the same order less pairs in the other, over pairs that are not tied. None where all are."""
+    a, b = (np.sign(np.subtract.outer(values, values)) for values in (np.asarray(first), np.asarray(second)))
+    untied = float(np.sum(a != 0)) * float(np.sum(b != 0))
+    return float(np.sum(a * b) / np.sqrt(untied)) if untied else None
+
+
+def mean_tau(rows: Sequence[Scored]) -> float | None:
+    """Over sweeps, each counting as many times as it has plans."""
+    taus = [(kendall_tau(*_columns(sweep)), len(sweep)) for sweep in sweeps(rows)]
+    known = [(tau, count) for tau, count in taus if tau is not None]
+    total = sum(count for _, count in known)
+    return _rounded(sum(tau * count for tau, count in known) / total) if known else None
