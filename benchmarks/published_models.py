@@ -23,6 +23,8 @@ from meshwright.probe.names import preset
 GPT2_VOCAB, VOCAB_MULTIPLE = 50257, 128
 """Megatron pads a vocabulary to a multiple of 128 for each rank that shares it."""
 EXPERT_MULTIPLE = 64
+ROUND_FRACTION = 0.01
+"""Parameters are told in round numbers: 175B."""
 _HEAD_SIZES = ((r"gpt.?oss", 64), (r"qwen.?3", 128))
 """Families whose heads are not hidden / heads wide, which no column tells."""
 NODE = 8
@@ -170,13 +172,14 @@ def _style(is_gated: bool, named: str) -> dict[str, Any]:
 
 
 def _tied(config: DecoderConfig, row: Row, named: str) -> DecoderConfig:
-    """Tied or not, whichever has about the number of parameters that is told."""
-    tied = replace(config, tied=True)
+    """As the family does, unless the number of parameters that is told says otherwise."""
+    is_tied = "untie" not in named and ("tied emb" in named or config.positions == "learned")
+    usual, other = replace(config, tied=is_tied), replace(config, tied=not is_tied)
     told = row.number("params")
-    if "tied emb" in named or "untie" in named or not told:
-        is_tied = "untie" not in named and ("tied emb" in named or config.positions == "learned")
-        return tied if is_tied else config
-    return min((config, tied), key=lambda each: abs(profile(each).num_params - told))
+    if "tie" in row.text("family") or "untie" in named or not told:
+        return usual
+    usual_gap, other_gap = (abs(profile(each).num_params / told - 1) for each in (usual, other))
+    return usual if usual_gap <= max(ROUND_FRACTION, other_gap) else other
 
 
 def with_experts(config: DecoderConfig, count: int, row: Row) -> DecoderConfig:

@@ -262,6 +262,8 @@ class Build:
         shapes = {}
         for chunk, (first, last) in enumerate(self.spans):
             for way, block in (("forward", first), ("backward", last)):
+                if block in (0, self.profile.num_blocks):  # nothing comes from beyond the ends
+                    continue
                 samples, *rest = self.model.boundary(inputs, block)
                 rest = [rest[0] // self.sequence_ways, *rest[1:]] if rest else rest
                 shapes[way, chunk] = (samples, *rest)

@@ -355,10 +355,7 @@ def test_equal_rows_are_forecast_once() -> None:
 
 def test_the_simulator_answers_for_the_rank_that_was_asked() -> None:
     stages: dict[str, Any] = {"pp": "4", "dp": "2", "peak_mem_gb": "1", "mem_unit": "GB", "micro_batch": "1"}
-    guesses = {
-        rank: simulated(case_of(row(**stages), rank))  # type: ignore[arg-type]
-        for rank in ("fullest", "first", "last")
-    }
+    guesses = {rank: simulated(case_of(row(**stages), rank)) for rank in ("fullest", "first", "last")}
     assert guesses["first"].step_seconds == guesses["last"].step_seconds > 0
     assert guesses["fullest"].allocated_bytes == max(guesses[rank].allocated_bytes for rank in ("first", "last"))
     assert measured(row(mem_kind="torch max_memory_allocated of logging (last) rank")).memory_rank == "last"
