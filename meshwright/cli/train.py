@@ -22,6 +22,7 @@ from meshwright.runtime.config import RunConfig, read_run
 from meshwright.runtime.prepare import (
     Prepared,
     job_arguments,
+    load_plan,
     open_data,
     open_folder,
     prepare,
@@ -47,6 +48,7 @@ def run(arguments: Namespace) -> int:
         after = functools.partial(close, console, arguments.run, config)
         code = run_outside(config, arguments.plan, place, before, after)
         return _leave(code) if config.run.track else code
+    load_plan(config, arguments.plan)  # a plan that cannot run is told before data is made ready
     with open_folder(folder):
         if _is_finished(config, folder):
             console.print(f"{folder} has its {config.train.steps} steps; raise train.steps to go on.")
@@ -92,6 +94,9 @@ def describe(console: Console, config: RunConfig, prepared: Prepared) -> None:
             f"({prepared.cluster.num_devices} devices) in {prepared.found.search_seconds:.2f} s"
         )
     print_forecast(console, prepared.plan, prepared.forecast, "the plan")
+    for technique in prepared.plan.techniques:
+        if technique.exactness == "approximate":
+            console.print(f"{technique} is approximate: one device computes other numbers", markup=False)
     if not prepared.forecast.fits:
         console.print("[bold red]this plan is not expected to fit[/bold red]")
 
@@ -112,10 +117,12 @@ def close(console: Console, run_file: str, config: RunConfig, prepared: Prepared
     for line in _told(summary, folder):
         console.print(line, markup=False, soft_wrap=True)
     ways = {
-        f"mw check {run_file}": "is this plan exact?",
+        f"mw check {run_file} --plan {folder}/plan.json": "is this plan exact?",
         f"mw ckpt verify {folder}": "are the checkpoints whole?",
-        f"open {folder}/measured.trace.json and predicted.trace.json in ui.perfetto.dev": "",
     }
+    traces = [name for name in ("measured.trace.json", "predicted.trace.json") if (folder / name).exists()]
+    if traces:  # too few steps are not measured
+        ways[f"open {folder}/{' and '.join(traces)} in ui.perfetto.dev"] = ""
     if summary["checkpoints"] and _can_export(config):
         is_theirs = isinstance(config.model.config(), DecoderConfig) or bool(config.model.hf)
         what = "the weights as a Hugging Face folder" if is_theirs else "the weights as safetensors"

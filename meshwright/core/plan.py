@@ -162,6 +162,7 @@ class Plan:
                 Problem(
                     where="mesh",
                     what=f"{mesh} needs {self.num_ranks} ranks; {cluster.name} has {cluster.num_devices}.",
+                    fix="Use smaller axes, or more devices.",
                 )
             )
         for technique in self.in_phase_order():

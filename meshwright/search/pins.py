@@ -51,7 +51,7 @@ def _problems(
 def _at_best(
     kind: type[Technique], settings: Mapping[str, Any], profile: Profile, cluster: Cluster, sequence: int
 ) -> Problems:
-    """None where some value of the settings that are left to the search will do: chunks are pinned, not the schedule."""
+    """None where settings that are left to the search can be such that it runs: chunks are pinned, not the schedule."""
     problems = alone(kind(**settings), profile, cluster, sequence)
     if not problems:
         return ()

@@ -76,7 +76,10 @@ def test_data_that_cannot_be_used(tmp_path: Path, content: bytes, word: str) -> 
         ([{"name": "pipeline", "size": 2, "stages": [1, 2]}], ("add up to 2 blocks",)),
         ([{"name": "pipeline", "size": 3}], ("3 stages for 2 blocks", "at most 2")),
         ([{"name": "replicate", "size": 3}], ("4 samples cannot be shared", "multiple of 3")),
-        ([{"name": "replicate", "size": 4}], ("needs 4 ranks", "has 2")),
+        ([{"name": "replicate", "size": 4}], ("needs 4 ranks", "has 2", "smaller axes")),
+        ([{"name": "pipeline", "size": 2, "schedule": "interleavd"}], ('Did you mean "interleaved"',)),
+        ([{"name": "pipeline", "size": 2, "most_held": 2}], ("greedy's, not 1f1b's", 'Use schedule = "greedy"')),
+        ([{"name": "pipeline", "size": 2, "stages": [1, 0, 1]}], ("lists 3 stages, size is 2", "List 2")),
         ([{"name": "replicat", "size": 2}], ('Did you mean "replicate"',)),
         ([{"name": "replicate", "sise": 2}], ('Did you mean "size"', "missing")),
         ([{"name": "replicate", "size": 0}], ("size is 0",)),
@@ -90,6 +93,12 @@ def test_a_plan_that_cannot_run_is_refused_before_any_process_starts(
     path, plan = write_run(tmp_path), write_plan(tmp_path, *techniques)
     refused(mw("train", path, "--plan", plan), *words)
     assert not (tmp_path / "run" / "logs").exists()
+
+
+def test_a_plan_that_cannot_run_this_model_leaves_no_run_folder(tmp_path: Path) -> None:
+    path, plan = write_run(tmp_path), write_plan(tmp_path, {"name": "expert", "size": 2})
+    refused(mw("train", path, "--plan", plan), "no experts")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_plan_file_from_a_newer_version_or_damaged(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from meshwright.core.errors import MeshwrightError
@@ -26,6 +28,8 @@ def _search(**wishes: object) -> Found:
         ("tensor.sequence=true", "tensor", "sequence", True),
         ("pipeline.size=4", "pipeline", "size", 4),
         ("pipeline.stages=[1, 3]", "pipeline", "stages", (1, 3)),
+        ("pipeline.chunks=2", "pipeline", "chunks", 2),
+        ("tensor.overlap=2", "tensor", "overlap", 2),
         ("shard.stage=2", "shard", "stage", 2),
         ("recompute=1", "recompute", "layers", 1),
         ("chunked_loss.chunks=4", "chunked_loss", "chunks", 4),
@@ -39,6 +43,16 @@ def test_a_pinned_setting_is_in_every_plan(pin: str, name: str, field: str, valu
         technique = plan.technique(name)
         assert technique is not None
         assert getattr(technique, field) == value
+
+
+def test_a_pin_leaves_only_the_settings_that_go_with_it() -> None:
+    found = _search(pin=["pipeline.schedule=greedy", "pipeline.most_held=2"])
+    assert {getattr(plan.technique("pipeline"), "most_held", 0) for plan, _ in found.ranked} == {2}
+    model = decoder_profile(replace(preset("byte-3m"), num_layers=12), "deep")
+    pinned = search(model, MACHINE, batch=16, sequence=128, pin=["pipeline.chunks=3"])
+    assert {getattr(plan.technique("pipeline"), "schedule", "") for plan, _ in pinned.ranked} == {"interleaved"}
+    with pytest.raises(MeshwrightError, match="use interleaved or looped_bfs"):
+        _search(pin=["pipeline.chunks=9"])
 
 
 def test_a_pinned_technique_is_there_and_a_banned_one_is_not() -> None:
