@@ -6,6 +6,7 @@ last gradient of the last microbatch has arrived.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -28,8 +29,10 @@ class Bucket:
         self.is_last = False
         self.missing = 0
         self.work: dist.Work | None = None
+        # Weakly: autograd's hooks are out of the garbage collector's sight, and a bucket would keep its group for ever.
+        arrived = weakref.WeakMethod(self._arrived)
         for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(self._arrived)
+            parameter.register_post_accumulate_grad_hook(lambda grad: (arrived() or _gone)(grad))
 
     def start_step(self) -> None:
         self.flat.zero_()
@@ -50,6 +53,10 @@ class Bucket:
             self.work = dist.all_reduce(self.flat, group=self.group, async_op=True)
         self.work.wait()
         self.work = None
+
+
+def _gone(_: Tensor) -> None:
+    raise AssertionError("a gradient arrived after its bucket was given up")
 
 
 def buckets_of(units: Iterable[Any], group: dist.ProcessGroup) -> list[Bucket]:

@@ -157,6 +157,9 @@ class RankPool:
             worker.ask(request | {"rank": worker.child.rank})
         answers = self._collect(workers, num_ranks, timeout_seconds, function)
         rendezvous.unlink(missing_ok=True)
+        for rank in range(num_ranks):
+            if answers[rank].get("is_worn"):
+                self._workers.pop(rank).child.end()
         return [answers[rank]["value"] for rank in range(num_ranks)]
 
     def close(self) -> None:

@@ -18,6 +18,10 @@ from meshwright.supervise.child import rank_names
 from meshwright.supervise.failure import error_as_json
 from meshwright.supervise.rank import die_with_process, show_stacks_on_crash
 
+MOST_THREADS = 100
+"""Beyond, a worker asks to be replaced. What torch keeps of a run (sharded or compiled modules) keeps its process
+groups, and the threads of each wake up a hundred times a second."""
+
 
 def main() -> None:
     parent_pid, threads = (int(word) for word in sys.argv[1:])
@@ -35,7 +39,7 @@ def main() -> None:
     torch.set_num_threads(threads)
     tell(answers, {"is_ready": True})
     for line in requests:
-        tell(answers, answer(json.loads(line)))
+        tell(answers, answer(json.loads(line)) | {"is_worn": num_threads() > MOST_THREADS})
     os._exit(0)
 
 
@@ -67,6 +71,10 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     except BaseException as error:
         return {"error": error_as_json(error)}
     return {"value": value}
+
+
+def num_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
 
 
 def leave_process_group() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from typing import Any
 
@@ -50,3 +51,10 @@ def answer_a_set(rank: int, num_ranks: int, rendezvous: str) -> set[int]:
 
 def long_answer(rank: int, num_ranks: int, rendezvous: str, text: str) -> str:
     return text * 2
+
+
+def start_threads(*, count: int, rank: int, num_ranks: int, rendezvous: str) -> int:
+    """Threads that stay, and this process."""
+    for _ in range(count):
+        threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+    return os.getpid()

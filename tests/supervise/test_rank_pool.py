@@ -87,3 +87,14 @@ def test_wrong_answers_and_names_are_errors_and_close_ends_all(tmp_path: Path) -
         pid = sums(pool, num_ranks=1)[0]["pid"]
         assert "must not garble" in (tmp_path / "worker-0.log").read_text()
     assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_worker_that_keeps_too_many_threads_is_replaced() -> None:
+    with RankPool(1) as pool:
+
+        def ask(count: int) -> int:
+            return int(pool.run("pool_functions:start_threads", {"count": count}, 1)[0])
+
+        first = ask(1)
+        assert ask(150) == first, "it may finish what it was asked"
+        assert ask(1) != first
