@@ -132,12 +132,17 @@ def _rounded(value: Any) -> float:
 
 
 def sweeps(rows: Iterable[Scored]) -> list[list[Scored]]:
-    """Rows with a time, of which only the plan differs, three or more together."""
+    """Rows with a time, of which only the plan differs, three or more together, and not all of one plan."""
     found: dict[tuple[Any, ...], list[Scored]] = defaultdict(list)
     for each in rows:
         if each.time_error is not None:
             found[each.sweep].append(each)
-    return [members for members in found.values() if len(members) >= LEAST_SWEEP]
+    # Repeats of one plan, or rows that differ in what no column tells, leave nothing to choose.
+    return [
+        members
+        for members in found.values()
+        if len(members) >= LEAST_SWEEP and len({each.case.plans for each in members if each.case}) > 1
+    ]
 
 
 def _columns(sweep: Sequence[Scored]) -> tuple[list[float], list[float]]:

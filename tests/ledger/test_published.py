@@ -338,6 +338,8 @@ def test_tau_and_regret_by_hand() -> None:
     assert found["kendall_tau"] == pytest.approx((3 * 1 + 5 * -7 / (7 * 10) ** 0.5) / 8, abs=1e-4)
     other_batch = [row(global_batch="64"), *good[:2]]
     assert summary([score_row(each, by_microbatch) for each in other_batch])["regret_mean"] is None
+    repeats = [row(step_time_s=seconds) for seconds in ("1", "2", "9")]
+    assert summary([score_row(each, by_microbatch) for each in repeats])["regret_max"] is None
 
 
 def test_equal_rows_are_forecast_once() -> None:
