@@ -84,17 +84,16 @@ def plan_job(
     parity.enter(rank, num_ranks, rendezvous)
     chosen, rates = Plan.from_json(json.dumps(plan)), decode(OptimizerConfig, optimizer, "optimizer")
     answer: dict[str, Any] = {}
+    opened, samples = open_tiny(config, chosen.batch, sequence, dtype)
+    session = parity.open_session(chosen, opened, rates, dtype=dtype, device=CPU)
     if reference:
-        opened, samples = open_tiny(config, chosen.batch, sequence, dtype)
-        session = parity.open_session(chosen, opened, rates, dtype=dtype, device=CPU)
         answer["errors"] = _errors(session, Path(reference), samples, steps, rates)
     if prices:
-        opened, samples = open_tiny(config, chosen.batch, sequence, "float32")
-        session = parity.open_session(chosen, opened, rates, dtype="float32", device=CPU)
         answer["observed"], answer["state"] = _observed(session, samples, rates)
         stage = session.mesh.index("pp")
         asked = sequence if opened.profile.counts == "tokens" else 1
-        promised = price(opened.profile, chosen, sequence=asked, stage=stage, optimizer=rates)
+        width = parity.DTYPES[dtype].itemsize
+        promised = price(opened.profile, chosen, sequence=asked, stage=stage, optimizer=rates, element_bytes=width)
         answer["priced"], answer["priced_state"] = _priced(promised, chosen.num_microbatches)
         places = [session.mesh.index(axis) for axis in session.mesh.sizes if axis != "pp"]
         answer["holds_largest"] = not any(places)
