@@ -120,7 +120,10 @@ class _Run:
         self.config, self.trainer, self.folder, self.progress = config, trainer, folder, progress
         self.is_first = trainer.mesh.rank == 0
         self.metrics = self._open_metrics() if self.is_first else None
-        self.watch = Watch(trainer.step + _SKIP_STEPS, config.run.timeline_steps, trainer.mesh)
+        # Where steps overlap, none begins and ends in one call: the profiler would be started and stopped between two
+        # that are told at once, which has crashed it.
+        num_watched = 0 if trainer.plan.overlaps_steps else config.run.timeline_steps
+        self.watch = Watch(trainer.step + _SKIP_STEPS, num_watched, trainer.mesh)
         trainer.build.on_action.append(self.watch.look)
         self.seconds: list[float] = []
         self.saved_step = trainer.step if trainer.step else -1

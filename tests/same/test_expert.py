@@ -161,7 +161,7 @@ def test_a_capacity_drops_what_it_drops_on_one_device(
     plan, config = of(*techniques), TIGHT[model]
     answers = ran(plan, config)
     assert tiny.departures(answers, tiny.bounds(EXACT)) == []
-    work = price(profile_of(config), plan, sequence=SEQUENCE)
+    work = price(profile_of(config), plan, sequence=SEQUENCE, element_bytes=8)
     at_most: set[Message] = {(task.kind, task.axis, int(task.bytes)) for task in work.collectives if task.at_most}
     assert len(at_most) == 1
     for answer in answers:
