@@ -61,7 +61,7 @@ def test_as_on_one_device_and_as_priced(size: int, by: str, ran: Run) -> None:
     num_microbatches = tiny.BATCH // size
     assert sum(messages) == num_microbatches * (4 if by == "rows" else 3)
     # Nothing of a table is summed: what is travels once a step, and is the dense part.
-    dense = sum(p.numel() for p in _dense_part().parameters()) * 4
+    dense = sum(p.numel() for p in _dense_part().parameters()) * 8  # bytes of a float64
     assert [[kind, size] for kind, _, size, _ in answers[0]["observed"] if kind != "all_to_all"] == [
         ["all_reduce", dense]
     ]
