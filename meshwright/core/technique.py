@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import math
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -158,6 +158,11 @@ def axis_problems(technique: Technique) -> Problems:
     if size < 1:
         return (technique.problem(f"size is {size}.", "An axis has at least one rank."),)
     return ()
+
+
+def listed(sizes: Sequence[int]) -> str:
+    """`1, 2 or 4`."""
+    return " or ".join([", ".join(map(str, sizes[:-1])), str(sizes[-1])]) if len(sizes) > 1 else str(sizes[0])
 
 
 def axis_sizes(cluster: Cluster) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.ops.experts import Back, Send
+from meshwright.ops.swap import swap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,22 +33,16 @@ class Trip:
     """Rows of each rank for each of the experts here."""
 
     def there(self, rows: Tensor) -> Tensor:
-        arrived = _swap(rows, self.sent, self._from_each, self.group)
+        arrived = swap(rows, self.sent, self._from_each, self.group)
         return _transposed(arrived, self.received)
 
     def back(self, rows: Tensor) -> Tensor:
         by_expert = [list(column) for column in zip(*self.received, strict=True)]
-        return _swap(_transposed(rows, by_expert), self._from_each, self.sent, self.group)
+        return swap(_transposed(rows, by_expert), self._from_each, self.sent, self.group)
 
     @property
     def _from_each(self) -> list[int]:
         return [sum(row) for row in self.received]
-
-
-def _swap(rows: Tensor, given: list[int], taken: list[int], group: dist.ProcessGroup) -> Tensor:
-    out = rows.new_empty(sum(taken), *rows.shape[1:])
-    dist.all_to_all_single(out, rows.contiguous(), taken, given, group=group)
-    return out
 
 
 def _transposed(rows: Tensor, lengths: list[list[int]]) -> Tensor:

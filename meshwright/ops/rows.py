@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshwright.ops.swap import swap
+
 Counts = list[list[int]]
 """By peer and table."""
 
@@ -124,10 +126,3 @@ class Fetch(torch.autograd.Function):
         place, order = ctx.saved_tensors
         received = swap(grad.index_select(0, order), ctx.taken, ctx.given, ctx.group)
         return received.index_select(0, place), None, None, None, None, None
-
-
-def swap(message: Tensor, given: list[int], taken: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Rows of a message, `given` to each peer in turn, for the rows `taken` from each."""
-    received = message.new_empty(sum(taken), *message.shape[1:])
-    dist.all_to_all_single(received, message, taken, given, group=group)
-    return received

@@ -23,7 +23,7 @@ from meshwright.core.cluster import Cluster
 from meshwright.core.errors import Problems
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Layer, Param, Profile, Site
-from meshwright.core.technique import Axis, Option, Technique, axis_sizes
+from meshwright.core.technique import Axis, Option, Technique, axis_sizes, listed
 from meshwright.core.work import Collective, Compute, Num, Resident, Slot, Work
 
 _COUNT_BYTES = 8
@@ -55,9 +55,7 @@ class Expert(Technique):
             return (self.problem(what, "Use replicate or shard to split samples."),)
         allowed = [size for size in range(1, min(counts) + 1) if not any(count % size for count in counts)]
         return tuple(
-            self.problem(
-                f"{count} experts cannot be shared out {self.size} ways (axis ep).", f"Use {_listed(allowed)}."
-            )
+            self.problem(f"{count} experts cannot be shared out {self.size} ways (axis ep).", f"Use {listed(allowed)}.")
             for count in counts
             if count % self.size
         )
@@ -156,7 +154,3 @@ def _passed_back(work: Work, layer: Layer, site: Site) -> Num:
 
 def _numbers_of_experts(profile: Profile) -> tuple[int, ...]:
     return tuple(sorted({param.shape[0] for layer in profile.layers for param in _experts_of(layer)}))
-
-
-def _listed(sizes: list[int]) -> str:
-    return " or ".join([", ".join(map(str, sizes[:-1])), str(sizes[-1])]) if len(sizes) > 1 else str(sizes[0])

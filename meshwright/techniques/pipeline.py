@@ -127,9 +127,6 @@ class Pipeline(Technique):
         if tied:
             what = f"async: {tied[0]} is tied across stages, which update it at different times."
             problems.append(self.problem(what, "Use another schedule, or a model without tied weights."))
-        if plan.technique("shard") is not None:
-            what = "async needs two versions of the weights; those that shard gathers have one."
-            problems.append(self.problem(what, "Use replicate, or another schedule."))
         return problems
 
     def _setting_problems(self) -> list[Problem]:

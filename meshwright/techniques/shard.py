@@ -63,6 +63,9 @@ class Shard(Technique):
     def check(self, plan: Plan, profile: Profile, cluster: Cluster | None) -> Problems:
         if self.prefetch < 0:
             return (self.problem(f"prefetch is {self.prefetch}.", "Use 0 or more blocks ahead."),)
+        if plan.overlaps_steps:
+            what = "steps that overlap need two versions of the weights; those that shard gathers have one."
+            return (self.problem(what, "Use replicate, or another schedule."),)
         if plan.splits_backward and self.size > 1:
             what = "weights are let go of before this schedule makes their gradients."
             return (self.problem(what, "Use a schedule with whole backwards, or replicate."),)

@@ -23,7 +23,7 @@ from meshwright.core.cluster import Cluster
 from meshwright.core.errors import Problems
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Layer, Profile, Site
-from meshwright.core.technique import Axis, Choice, Option, Technique
+from meshwright.core.technique import Axis, Choice, Option, Technique, listed
 from meshwright.core.work import Collective, Compute, Num, Resident, Slot, Work
 
 
@@ -65,7 +65,7 @@ class Tensor(Technique):
             for param in layer.params:
                 if param.cut is not None and param.units and param.units % self.size:
                     what = f"{param.units} units of {layer.name}.{param.name} cannot be cut {self.size} ways (axis tp)."
-                    problems.append(self.problem(what, f"Use {_listed(allowed)}."))
+                    problems.append(self.problem(what, f"Use {listed(allowed)}."))
         return tuple(problems)
 
     def check_sequence(self, sequence: int) -> Problems:
@@ -206,7 +206,3 @@ def _part_of_positions(positions: Any, index: int, x: Any, places: Any) -> Any:
 def _divisors(profile: Profile) -> tuple[int, ...]:
     units = [p.units for layer in profile.layers for p in layer.params if p.cut is not None and p.units]
     return tuple(n for n in range(1, min(units) + 1) if all(u % n == 0 for u in units)) if units else ()
-
-
-def _listed(sizes: tuple[int, ...]) -> str:
-    return " or ".join([", ".join(map(str, sizes[:-1])), str(sizes[-1])]) if len(sizes) > 1 else str(sizes[0])
