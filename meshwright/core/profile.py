@@ -19,6 +19,8 @@ from meshwright.core.codec import encode, read_artefact, to_json
 Cut = Literal["none", "sequence", "tensor"]
 """How splitting a layer's inside divides an op: never, only when the sequence is split too, or always."""
 
+CutDim = Literal["n", "k", "matrices"]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Poly:
@@ -74,7 +76,15 @@ class Op:
     dtype: Literal["compute", "float32"] = "compute"
     cut: Cut = "none"
     shape: tuple[int, ...] = ()
-    """(n, k) of a matmul, (heads, head size) of attention: what tables of measured efficiency will be looked up by."""
+    """(n, k) of a matmul's m x k by k x n, (heads, head size, tokens seen) of attention; 0 stands
+    for the sequence."""
+    matrices: Poly = Poly(one=1.0)
+    """How many such products it is: experts, or a batch of matrices."""
+    cut_dim: CutDim = "n"
+    """What of a matmul's shape a cut divides."""
+    kernels: float = 1.0
+    """Launched going forward, one after the other; of a matmul, how many products."""
+    backward_kernels: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

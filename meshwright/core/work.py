@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from meshwright.core.profile import Cut, Layer, Op, Poly, Profile
+from meshwright.core.profile import Cut, CutDim, Layer, Op, Poly, Profile
 
 Num = Any
 """An int or float, or a NumPy array of them with one entry per candidate."""
@@ -37,10 +37,29 @@ class Compute:
     dtype: str = "fp32"
     cut: Cut = "none"
     origin: str = ""
+    shape: tuple[Num, ...] = ()
+    """As in `Op`, of this rank's part, the sequence filled in."""
+    matrices: Num = 1
+    cut_dim: CutDim = "n"
+    kernels: Num = 1.0
+    """Launched, one after the other; of a matmul, how many products."""
 
     @property
     def per_step(self) -> bool:
         return self.phase == "step"
+
+    def divided(self, ways: Num) -> Compute:
+        """One of `ways` equal parts, cut where it is cut."""
+        shape, matrices = self.shape, self.matrices
+        if self.kind == "matmul" and shape:
+            n, k = shape
+            shape = (n / ways, k) if self.cut_dim == "n" else (n, k / ways) if self.cut_dim == "k" else shape
+            matrices = matrices / ways if self.cut_dim == "matrices" else matrices
+        elif self.kind == "attention" and shape:
+            shape = (shape[0] / ways, shape[1])
+        return replace(
+            self, flops=self.flops / ways, moved_bytes=self.moved_bytes / ways, shape=shape, matrices=matrices
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -269,10 +288,12 @@ def base_work(profile: Profile, sizes: Mapping[str, Num], *, element_bytes: int,
 
 
 def _op_tasks(layer: Layer, op: Op, counts: tuple[Num, Num, Num], element_bytes: int) -> list[Compute]:
-    halves: tuple[tuple[Phase, Poly, Poly], ...] = (
-        ("forward", op.flops, op.moved),
-        ("backward", op.backward_flops, op.backward_moved),
+    halves: tuple[tuple[Phase, Poly, Poly, float], ...] = (
+        ("forward", op.flops, op.moved, op.kernels),
+        ("backward", op.backward_flops, op.backward_moved, op.backward_kernels),
     )
+    _, sequence, parts = counts
+    shape = tuple(size or sequence * parts for size in op.shape)
     return [
         Compute(
             layer=layer.name,
@@ -284,8 +305,12 @@ def _op_tasks(layer: Layer, op: Op, counts: tuple[Num, Num, Num], element_bytes:
             moved_bytes=moved(*counts) * element_bytes,
             dtype=op.dtype,
             cut=op.cut,
+            shape=shape,
+            matrices=op.matrices(*counts),
+            cut_dim=op.cut_dim,
+            kernels=kernels,
         )
-        for phase, flops, moved in halves
+        for phase, flops, moved, kernels in halves
         if flops != Poly() or moved != Poly()  # some ops only keep something
     ]
 
@@ -376,6 +401,7 @@ def settle(work: Work) -> Work:
                 # read gradient for the norm; read gradient, read and write parameter and state for the update; an older
                 # version is read and written
                 moved_bytes=stored * 4 * slot.element_bytes + 2 * state_bytes + 2 * older_bytes,
+                kernels=0.0,  # one for very many parameters
             )
         )
     return work.with_tasks(*tasks).with_residents(*residents)

@@ -73,10 +73,10 @@ def _attention(config: DecoderConfig, is_causal: bool) -> tuple[tuple[Param, ...
             backward_moved=Poly(bs=4.0 * (q + kv)),
             saved=Poly(bs=2.0 * q + 2.0 * kv + copied),  # query, key, value, output
             cut="tensor",
-            shape=(config.num_heads, h),
+            shape=(config.num_heads, h, 0),
         )
     )
-    ops.append(matmul("attention.output", d, q))
+    ops.append(matmul("attention.output", d, q, cut_dim="k"))
     return tuple(params), tuple(ops)
 
 
@@ -99,7 +99,7 @@ def plain_mlp(config: DecoderConfig) -> Mlp:
     params.append(Param(name="mlp.down.weight", shape=(d, f), cut=1, units=f))
     if config.bias:
         params.append(Param(name="mlp.down.bias", shape=(d,)))
-    ops.append(matmul("mlp.down", d, f))
+    ops.append(matmul("mlp.down", d, f, cut_dim="k"))
     return tuple(params), tuple(ops)
 
 
@@ -136,7 +136,7 @@ def _experts(config: DecoderConfig) -> Mlp:
         matmul("mlp.experts.gate", f, d, rows=sent, matrices=count),
         matmul("mlp.experts.up", f, d, rows=sent, matrices=count),
         memory("mlp.experts.swiglu", 5.0 * sent * f, 3.0 * sent * f, "tensor", working=sent * f),
-        matmul("mlp.experts.down", d, f, rows=sent, matrices=count),
+        matmul("mlp.experts.down", d, f, rows=sent, matrices=count, cut_dim="k"),
         replace(memory("mlp.return", 4.0 * sent * d, sent * d, "none", working=sent * d), kind="gather"),
     ]
     if config.num_shared_experts:
@@ -150,7 +150,7 @@ def _experts(config: DecoderConfig) -> Mlp:
             matmul("mlp.shared.gate", size, d),
             matmul("mlp.shared.up", size, d),
             memory("mlp.shared.swiglu", 5.0 * size, 3.0 * size, "tensor", working=size),
-            matmul("mlp.shared.down", d, size),
+            matmul("mlp.shared.down", d, size, cut_dim="k"),
         ]
     return tuple(params), tuple(ops)
 

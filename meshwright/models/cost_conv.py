@@ -78,7 +78,7 @@ def _vgg_dense(config: VGGConfig) -> Layer:
         ops=(
             matmul("pair.up", f, flat),
             memory("pair.relu", 2.0 * f, f, "tensor"),
-            matmul("pair.down", f, f),
+            matmul("pair.down", f, f, cut_dim="k"),
             memory("relu", 2.0 * f, f, "none"),
         ),
         sites=(Site(kind="enter", elements=Poly(bs=flat), after=0), Site(kind="exit", elements=Poly(bs=f))),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from meshwright.core.profile import Cut, Layer, Op, Poly
+from meshwright.core.profile import Cut, CutDim, Layer, Op, Poly
 
 
-def matmul(name: str, n: int, k: int, *, rows: float = 1.0, matrices: int = 1) -> Op:
+def matmul(name: str, n: int, k: int, *, rows: float = 1.0, matrices: int = 1, cut_dim: CutDim = "n") -> Op:
     """y = x W: the backward is two more of the same size. Who produces x keeps it.
 
     `rows` of x for each token, each times one of `matrices`.
@@ -22,10 +22,22 @@ def matmul(name: str, n: int, k: int, *, rows: float = 1.0, matrices: int = 1) -
         backward_moved=Poly(one=2 * weights, bs=2 * rows * (n + k)),
         cut="tensor",
         shape=(n, k),
+        matrices=Poly(one=matrices),
+        cut_dim=cut_dim,
+        backward_kernels=2.0,
     )
 
 
-def memory(name: str, moved: float, saved: float, cut: Cut, working: float = 0.0) -> Op:
+def memory(
+    name: str,
+    moved: float,
+    saved: float,
+    cut: Cut,
+    working: float = 0.0,
+    *,
+    kernels: float = 1.0,
+    backward_kernels: float = 1.0,
+) -> Op:
     return Op(
         name=name,
         kind="memory",
@@ -34,6 +46,8 @@ def memory(name: str, moved: float, saved: float, cut: Cut, working: float = 0.0
         saved=Poly(bs=saved),
         working=Poly(bs=working),
         cut=cut,
+        kernels=kernels,
+        backward_kernels=backward_kernels,
     )
 
 
@@ -52,6 +66,7 @@ def per_sample(layer: Layer, tokens: int = 1) -> Layer:
             backward_moved=fixed(op.backward_moved),
             saved=fixed(op.saved),
             working=fixed(op.working),
+            matrices=fixed(op.matrices),
         )
         for op in layer.ops
     )
@@ -62,7 +77,7 @@ def per_sample(layer: Layer, tokens: int = 1) -> Layer:
 def ends_here(op: Op) -> Op:
     """A matmul of something that has no gradient: only its weight's is computed."""
     half = {name: getattr(op.backward_flops, name) / 2 for name in ("one", "b", "bs", "bss")}
-    return replace(op, backward_flops=Poly(**half))
+    return replace(op, backward_flops=Poly(**half), backward_kernels=op.backward_kernels / 2)
 
 
 def conv(name: str, channels: int, width: int, kernel: int, size_in: int, size_out: int) -> Op:

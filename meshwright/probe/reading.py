@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from meshwright.core.cluster import Cluster, Device, Link
+from meshwright.core.cluster import Cluster, Errors, Link
+from meshwright.core.device import Device
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.units import GIB
 from meshwright.probe.link_fit import fit_link
 from meshwright.probe.names import preset, preset_of_device
 
-MEASURED_ERROR_FRACTION = 0.15
+MEASURED = Errors(compute=0.1, launch=0.25, inner=0.2, outer=0.4, idle=0.15)
 # A card may boost a little past its data sheet; a quarter past it is a broken clock or a wrong preset.
 _LARGEST_SHARE_OF_PEAK = 1.25
 # NCCL's buffers and the allocator's slack, which a process without ranks does not see (nccl#964).
@@ -73,7 +74,7 @@ def assemble(readings: Sequence[Reading], *, host_bytes: int) -> Cluster:
         outer=outer,
         devices_per_node=num_devices,
         sources=_sources(first, device, sheet) | {"inner": inner_source, "outer": outer_source},
-        error_fraction=MEASURED_ERROR_FRACTION,
+        errors=MEASURED,
     )
 
 
@@ -111,11 +112,9 @@ def _against_sheet(measured: Device, attention_flops_per_second: float, sheet: D
     ]
     if problems:
         raise MeshwrightError(problems)
-    return Device(
-        kind=measured.kind,
+    return replace(
+        sheet,
         memory_bytes=measured.memory_bytes,
-        memory_bytes_per_second=sheet.memory_bytes_per_second,
-        flops_per_second=sheet.flops_per_second,
         matmul_fraction=min(1.0, matmul),
         attention_fraction=min(1.0, attention_flops_per_second / peak),
         bandwidth_fraction=min(1.0, bandwidth),
@@ -131,7 +130,8 @@ def _inner(readings: Sequence[Reading], sheet: Cluster | None) -> tuple[Link, st
         seconds = [statistics.median([r.all_reduce[i][1] for r in readings]) for i in range(len(sizes))]
         link = fit_link(list(zip(sizes, seconds, strict=True)), num_devices, shared=kind == "cpu")
         backend = "gloo" if kind == "cpu" else "NCCL"
-        return link, f"measured: {backend} all_reduce over {num_devices} devices, {len(sizes)} sizes"
+        named = replace(link, name=sheet.inner.name if sheet is not None else backend)
+        return named, f"measured: {backend} all_reduce over {num_devices} devices, {len(sizes)} sizes"
     if sheet is not None:
         return sheet.inner, f'one device: not measured, from the preset "{sheet.name}"'
     return preset("l40s").inner, "one device of unknown kind: not measured, PCIe 4.0 x16 assumed"

@@ -18,17 +18,20 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from meshwright.core.cluster import Cluster, Device
+from meshwright.core.cluster import Beside, Cluster
+from meshwright.core.device import Device
 from meshwright.core.work import Collective, Compute, Num, Work
 from meshwright.simulate.links import Route
+from meshwright.simulate.rates import compute_seconds, host_seconds
 
 Part = Literal["forward", "backward", "weight", "step"]
 """forward and backward (recomputation belongs to it) come once a microbatch, and the weight half of backward where it
 is apart; step once."""
 
-BESIDE_FRACTION = 0.15
-"""Of a covered collective's time that compute loses all the same, to the cores and the bandwidth it takes
-(Calculon charges 15 % of the cores; Mist measured compute 4 to 29 % slower beside NCCL on A100s)."""
+COLLECTIVE_LAUNCHES = 3
+"""Ops that the host could launch while it starts a collective: checks, an event on each stream, the call itself."""
+LAUNCH = "launch"
+"""Origin of the time in which a device waits for its host."""
 
 _PART: dict[str, Part] = {
     "forward": "forward",
@@ -70,21 +73,6 @@ class _Hidden(NamedTuple):
     shared: Num
 
 
-def compute_seconds(task: Compute, device: Device) -> Num:
-    """One layer instance's op."""
-    memory = task.moved_bytes * (1.0 / (device.memory_bytes_per_second * device.bandwidth_fraction))
-    if isinstance(task.flops, float) and task.flops == 0.0:
-        if isinstance(task.moved_bytes, np.ndarray) or task.moved_bytes > 0:
-            return memory + device.launch_seconds
-        return 0.0
-    dtype = "fp32" if task.dtype in ("compute", "float32") else task.dtype
-    peak = device.flops_per_second.get(dtype)
-    if peak is None:  # the device cannot compute in it: never, rather than a guess
-        return task.flops * np.inf
-    fraction = device.attention_fraction if task.kind == "attention" else device.matmul_fraction
-    return np.maximum(task.flops * (1.0 / (peak * fraction)), memory) + device.launch_seconds
-
-
 @dataclass(frozen=True, kw_only=True)
 class Tally:
     """Tasks gone through so far. Plans that differ in their last techniques share a tally of the rest."""
@@ -93,6 +81,8 @@ class Tally:
     charges: Mapping[Charge, Num] = field(default_factory=dict)
     cover: Mapping[tuple[str, Part], Num] = field(default_factory=dict)
     """(layer, part) -> seconds of compute that collectives may hide behind."""
+    host: Mapping[Part, Num] = field(default_factory=dict)
+    """Seconds the host needs to launch all of it."""
     hidden: tuple[_Hidden, ...] = ()
     send_seconds: Num = 0.0
 
@@ -104,7 +94,7 @@ class Tally:
 def tally(work: Work, device: Device, roads: Mapping[str, Route], done: Tally | None = None) -> Tally:
     """Go through the tasks of `work` that `done` has not; a tally of other tasks is no help and is left."""
     done = done if done is not None and done.begins(work.tasks) else Tally()
-    charges, cover, hidden = dict(done.charges), dict(done.cover), list(done.hidden)
+    charges, cover, host, hidden = dict(done.charges), dict(done.cover), dict(done.host), list(done.hidden)
     send = done.send_seconds
     for task in work.tasks[len(done.tasks) :]:
         part = _PART[task.phase]
@@ -112,8 +102,12 @@ def tally(work: Work, device: Device, roads: Mapping[str, Route], done: Tally | 
             seconds = task.repeat * compute_seconds(task, device)
             cover[task.layer, part] = cover.get((task.layer, part), 0.0) + seconds
             _add(charges, Charge(task.origin, "", part), seconds)
+            host[part] = host.get(part, 0.0) + task.repeat * host_seconds(task, device)
             continue
         road = roads[task.axis]
+        if device.kind != "cpu":
+            calls = (not task.per_step) * (road.size > 1) * task.repeat * COLLECTIVE_LAUNCHES
+            host[part] = host.get(part, 0.0) + calls * device.launch_seconds
         each = road.seconds(task.kind, task.bytes)
         if task.kind == "send":
             send = np.maximum(send, each * (task.repeat > 0))
@@ -121,7 +115,7 @@ def tally(work: Work, device: Device, roads: Mapping[str, Route], done: Tally | 
             hidden.append(_Hidden(task, each, task.repeat * each, road.shared))
         else:
             _add(charges, Charge(task.origin, task.axis, "step" if task.per_step else part), task.repeat * each)
-    return Tally(tasks=work.tasks, charges=charges, cover=cover, hidden=tuple(hidden), send_seconds=send)
+    return Tally(tasks=work.tasks, charges=charges, cover=cover, host=host, hidden=tuple(hidden), send_seconds=send)
 
 
 def stage_cost(work: Work, cluster: Cluster, roads: Mapping[str, Route], done: Tally | None = None) -> StageCost:
@@ -131,8 +125,11 @@ def stage_cost(work: Work, cluster: Cluster, roads: Mapping[str, Route], done: T
     order = [layer.name for layer in work.profile.layers]
     for part in ("forward", "backward"):
         group = [item for item in total.hidden if _PART[item.task.phase] == part]
-        _charge_by_layer(charges, total.cover, [i for i in group if not i.task.per_step], order, part)
-        _charge_once(charges, total.cover, [i for i in group if i.task.per_step], order, part)
+        _charge_by_layer(charges, total.cover, [i for i in group if not i.task.per_step], order, part, cluster.beside)
+        _charge_once(charges, total.cover, [i for i in group if i.task.per_step], order, part, cluster.beside)
+    for when, seconds in total.host.items():
+        busy = _sum(spent for charge, spent in charges.items() if charge.part == when)
+        charges[Charge(LAUNCH, "", when)] = np.maximum(0.0, seconds - busy)
     return StageCost(charges=charges, send_seconds=total.send_seconds, roads=roads)
 
 
@@ -146,10 +143,11 @@ def _charge_by_layer(
     group: list[_Hidden],
     order: list[str],
     part: Part,
+    beside: Beside,
 ) -> None:
     """Collectives of a layer run beside its neighbours' compute; the first layer's has nothing to hide behind."""
     for layer, mine, bare in _in_turn(group, order if part == "forward" else order[::-1]):
-        _expose(charges, mine, cover.get((layer, part), 0.0), bare, part)
+        _expose(charges, mine, cover.get((layer, part), 0.0), bare, part, beside)
 
 
 def _in_turn(group: list[_Hidden], order: list[str]) -> Iterator[tuple[str, list[_Hidden], Num]]:
@@ -169,19 +167,26 @@ def _charge_once(
     group: list[_Hidden],
     order: list[str],
     part: Part,
+    beside: Beside,
 ) -> None:
     """Once a step, beside one microbatch's pass; the first layer's is needed first, or ready last."""
     if not group:
         return
     bare = _sum(seconds for _, _, seconds in _in_turn(group, order))
     window = _sum(seconds for (_, when), seconds in cover.items() if when == part)
-    _expose(charges, group, window, bare, "step")
+    _expose(charges, group, window, bare, "step", beside)
 
 
-def _expose(charges: dict[Charge, Num], group: list[_Hidden], window: Num, bare: Num, part: Part) -> None:
-    """Charge each technique its share of what stays visible of `group` beside `window` seconds of compute."""
+def _expose(
+    charges: dict[Charge, Num], group: list[_Hidden], window: Num, bare: Num, part: Part, beside: Beside
+) -> None:
+    """Charge each technique its share of what stays visible of `group` beside `window` seconds of compute.
+
+    Side by side both are slower; what ends first leaves the other alone (Mist's peeling, for two).
+    """
     total = _sum(item.total_seconds for item in group)
-    visible = np.maximum(0.0, total - window) + bare + BESIDE_FRACTION * np.minimum(total, window)
+    both = np.minimum(total * beside.collective_by_compute, window * beside.compute_by_collective)
+    visible = both - both / beside.compute_by_collective + total - both / beside.collective_by_compute + bare
     visible = np.minimum(total, visible)
     fraction = visible / np.maximum(total, 1e-30)
     for item in group:

@@ -8,16 +8,12 @@ Sizes may be NumPy arrays with one entry per candidate.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from meshwright.core.cluster import Cluster
+from meshwright.core.cluster import Cluster, Link
 from meshwright.core.work import Num
-
-SHEET_FRACTION = 0.76
-"""Share of a data sheet's link that collectives reach: NCCL all_reduce over 8 A100s moves 227 of 300 GB/s
-(vTrain's published table). A link that was measured already includes it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,22 +29,23 @@ class Route:
     shared: Num
     """Driven by the compute cores: nothing hides behind compute."""
     is_inner: Num
+    half_bytes: Num = 0.0
+    """What a rank passes on when the link reaches half its rate."""
+    fractions: Mapping[str, Num] = field(default_factory=dict)
 
     def seconds(self, kind: str, num_bytes: Num) -> Num:
-        """Alpha-beta: latency once, then the bytes each rank must pass on (nccl-tests, PERFORMANCE.md)."""
-        if kind in ("send", "ring"):  # the slowest of a ring's pairs is two devices in two nodes
-            return self.latency_seconds + num_bytes / self.direct_bytes_per_second
+        """Latency once, then the bytes each rank must pass on (nccl-tests, PERFORMANCE.md), at a rate that grows with
+        them."""
         talks = self.size > 1
-        passed = num_bytes * ((self.size - 1) / self.size)
-        if kind == "all_to_all":
-            return talks * (self.latency_seconds + passed / self.direct_bytes_per_second)
-        turns = 2 if kind == "all_reduce" else 1
-        return talks * (self.latency_seconds + turns * passed / self.ring_bytes_per_second)
-
-
-def is_measured(cluster: Cluster, link: str) -> bool:
-    """Whether the probe (or the preset's author) timed collectives over it, rather than read a data sheet."""
-    return cluster.sources.get(link, "").startswith("measured")
+        if kind in ("send", "ring"):  # the slowest of a ring's pairs is two devices in two nodes
+            talks, passed, rate = True, num_bytes, self.direct_bytes_per_second
+        else:
+            is_direct = kind == "all_to_all"
+            turns = 2 if kind == "all_reduce" else 1
+            passed = turns * num_bytes * ((self.size - 1) / self.size)
+            rate = self.direct_bytes_per_second if is_direct else self.ring_bytes_per_second
+        rate = rate * self.fractions.get("send" if kind == "ring" else kind, 1.0)
+        return talks * (self.latency_seconds + (passed + self.half_bytes) / rate)
 
 
 def routes(cluster: Cluster, mesh: Mapping[str, Num]) -> dict[str, Route]:
@@ -59,8 +56,7 @@ def routes(cluster: Cluster, mesh: Mapping[str, Num]) -> dict[str, Route]:
     Groups of the other axes run at the same time and use their own devices' cards.
     """
     inner, outer = cluster.inner, cluster.outer
-    inner_rate = inner.bytes_per_second * (1.0 if is_measured(cluster, "inner") else SHEET_FRACTION)
-    outer_rate = outer.bytes_per_second * (1.0 if is_measured(cluster, "outer") else SHEET_FRACTION)
+    inner_rate = inner.bytes_per_second
     found: dict[str, Route] = {}
     stride: Num = 1
     for axis in reversed(tuple(mesh)):
@@ -68,7 +64,9 @@ def routes(cluster: Cluster, mesh: Mapping[str, Num]) -> dict[str, Route]:
         is_inner = stride * size <= cluster.devices_per_node
         per_node = np.clip(cluster.devices_per_node // stride, 1, size)
         # Trees: latency grows with the logarithm of the nodes reached (NCCL's tuning; two nodes are the unit).
-        hops = np.maximum(1.0, np.log2(np.maximum(-(-size // per_node), 1)))
+        nodes = np.maximum(-(-size // per_node), 1)
+        hops = np.maximum(1.0, np.log2(nodes))
+        outer_rate = outer.bytes_per_second * _left(outer, nodes)
         same = inner.shared == outer.shared
         found[axis] = Route(
             size=size,
@@ -77,9 +75,22 @@ def routes(cluster: Cluster, mesh: Mapping[str, Num]) -> dict[str, Route]:
             latency_seconds=_pick(is_inner, inner.latency_seconds, outer.latency_seconds * hops),
             shared=inner.shared if same else _pick(is_inner, inner.shared, outer.shared),
             is_inner=is_inner,
+            half_bytes=_pick(is_inner, inner.half_bytes, outer.half_bytes),
+            fractions={
+                kind: _pick(is_inner, inner.fractions.get(kind, 1.0), outer.fractions.get(kind, 1.0))
+                for kind in {*inner.fractions, *outer.fractions}
+            },
         )
         stride = stride * size
     return {axis: found[axis] for axis in mesh}
+
+
+def _left(link: Link, nodes: Num) -> Num:
+    """Share of a link's rate when so many nodes talk at once."""
+    if not link.by_nodes:
+        return 1.0
+    known, shares = zip(*link.by_nodes, strict=True)
+    return np.exp(np.interp(np.log2(nodes), np.log2(known), np.log(shares)))
 
 
 def _pick(condition: Num, yes: Num, no: Num) -> Num:

@@ -81,7 +81,8 @@ class Expert(Technique):
                 return item
             op = next(op for each in layers if each.name == item.layer for op in each.ops if op.name == param.name)
             weights = (op.backward_moved if item.phase == "backward" else op.moved).one * width
-            return replace(item, moved_bytes=item.moved_bytes - weights + weights / ways)
+            moved = item.moved_bytes - weights + weights / ways
+            return replace(item, moved_bytes=moved, matrices=item.matrices / ways)
 
         talk = [each for layer in layers for site in _sites_of(layer) for each in self._trips(work, layer, site, width)]
         work = work.map_slots(slot).map_residents(resident).map_tasks(task).with_tasks(*talk)

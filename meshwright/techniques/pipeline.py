@@ -278,7 +278,7 @@ def _halved(work: Work) -> Work:
     tasks: list[Any] = []
     for task in work.tasks:
         if isinstance(task, Compute) and task.phase == "backward" and _is_linear(task, linear):
-            half = replace(task, flops=task.flops / 2, moved_bytes=task.moved_bytes / 2)
+            half = replace(task, flops=task.flops / 2, moved_bytes=task.moved_bytes / 2, kernels=task.kernels / 2)
             tasks += [half, replace(half, phase="weight")]
         else:
             tasks.append(task)

@@ -94,7 +94,7 @@ class Tensor(Technique):
         def task(item: Any) -> Any:
             if not isinstance(item, Compute):
                 return replace(item, bytes=item.bytes // share(item))
-            return replace(item, flops=item.flops / share(item), moved_bytes=item.moved_bytes / share(item))
+            return item.divided(share(item))
 
         def resident(item: Resident) -> Resident:
             return replace(item, bytes=item.bytes / share(item))

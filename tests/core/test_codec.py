@@ -63,10 +63,10 @@ def test_a_cluster_survives_json() -> None:
         (("outer", "latency_seconds"), -1.0, "c.outer.latency_seconds", "zero or more"),
         (("device", "reserved_bytes"), 1 << 50, "c.device.reserved_bytes", "less than the memory"),
         (("device", "reserved_bytes"), -1, "c.device.reserved_bytes", "zero or more"),
-        (("error_fraction",), 1.0, "c.error_fraction", "less than 1"),
+        (("errors", "compute"), 3.0, "c.errors.compute", "less than 3"),
         (("num_nodes",), 1 << 18, "c.num_nodes", "Use at most 1048576 devices"),
         (("num_nodes",), 10**400, "c.num_nodes", "at most"),
-        (("error_fraction",), 10**400, "c.error_fraction", "a finite number"),
+        (("jitter_fraction",), 10**400, "c.jitter_fraction", "a finite number"),
     ],
 )
 def test_a_wrong_value_is_refused_with_its_place(path: tuple[Any, ...], new: Any, where: str, says: str) -> None:
@@ -80,7 +80,7 @@ def test_a_wrong_value_is_refused_with_its_place(path: tuple[Any, ...], new: Any
 def test_every_wrong_number_of_a_cluster_is_said_at_once() -> None:
     plain = json.loads(cluster("8xh100").to_json())
     plain["device"] |= {"matmul_fraction": 0, "launch_seconds": -1, "kind": "tpu"}
-    plain["error_fraction"] = -0.5
+    plain["jitter_fraction"] = -0.5
     with pytest.raises(MeshwrightError) as caught:
         Cluster.from_json(json.dumps(plain))
     assert len(caught.value.problems) == 4
@@ -123,8 +123,12 @@ def test_a_missing_key_is_said() -> None:
 def test_a_newer_version_is_said_first() -> None:
     text = '{"version": 9, "what_is_this": 1}'
     for kind in (Plan, Profile, Cluster):
-        with pytest.raises(MeshwrightError, match=f"{kind.__name__} of version 9; this program reads up to 1"):
+        with pytest.raises(
+            MeshwrightError, match=f"{kind.__name__} of version 9; this program reads up to {kind.VERSION}"
+        ):
             kind.from_json(text)
+    with pytest.raises(MeshwrightError, match="Cluster of version 1; this program reads from 2 on"):
+        Cluster.from_json('{"version": 1, "error_fraction": 0.1}')
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])

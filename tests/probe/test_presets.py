@@ -69,6 +69,6 @@ def test_figures_are_physical_and_sourced(name: str) -> None:
     assert found.outer.bytes_per_second <= found.inner.bytes_per_second < device.memory_bytes_per_second
     assert 1e-6 < found.inner.latency_seconds <= found.outer.latency_seconds * 1.5 < 1e-3
     assert found.inner.shared == (device.kind == "cpu")
-    assert found.error_fraction >= 0.25
-    assert set(found.sources) == SOURCED
+    assert found.errors.compute >= 0.05
+    assert set(found.sources) >= SOURCED
     assert all(found.sources.values())

@@ -19,9 +19,9 @@ from meshwright.core.work import Compute
 from meshwright.models.config import preset
 from meshwright.models.cost import decoder_profile
 from meshwright.probe.names import cluster
-from meshwright.simulate.cost import compute_seconds
 from meshwright.simulate.forecast import Forecast, forecast
-from meshwright.simulate.links import SHEET_FRACTION, routes
+from meshwright.simulate.links import routes
+from meshwright.simulate.rates import compute_seconds, host_seconds
 from meshwright.simulate.stages import runs_of, straight
 from meshwright.simulate.timeline import simulate
 
@@ -76,16 +76,16 @@ def test_a_step_that_never_ends_is_refused() -> None:
 def test_the_link_follows_the_axis_on_the_machines() -> None:
     found = routes(NODES, {"a": 2, "b": 2, "c": 2})
     assert [bool(found[axis].is_inner) for axis in "abc"] == [False, True, True]
-    assert found["c"].ring_bytes_per_second == NODES.inner.bytes_per_second * SHEET_FRACTION
-    assert found["a"].ring_bytes_per_second == NODES.outer.bytes_per_second * SHEET_FRACTION
+    assert found["c"].ring_bytes_per_second == NODES.inner.bytes_per_second
+    assert found["a"].ring_bytes_per_second == NODES.outer.bytes_per_second
     # A ring over all eight enters each node by four cards at once.
     whole = routes(NODES, {"a": 8})["a"]
-    assert whole.ring_bytes_per_second == 4 * NODES.outer.bytes_per_second * SHEET_FRACTION
-    assert whole.direct_bytes_per_second == NODES.outer.bytes_per_second * SHEET_FRACTION
+    assert whole.ring_bytes_per_second == 4 * NODES.outer.bytes_per_second
+    assert whole.direct_bytes_per_second == NODES.outer.bytes_per_second
     arrays = routes(NODES, {"a": np.array([2, 8]), "b": np.array([4, 1])})
-    assert arrays["a"].ring_bytes_per_second.tolist() == [found["a"].ring_bytes_per_second, 2 * 2 * 38e9]
-    measured = replace(NODES, sources={"inner": "measured: NCCL"})
-    assert routes(measured, {"c": 4})["c"].ring_bytes_per_second == NODES.inner.bytes_per_second
+    assert arrays["a"].ring_bytes_per_second.tolist() == [found["a"].ring_bytes_per_second, 4 * 50e9]
+    crowded = replace(NODES, outer=replace(NODES.outer, by_nodes=((1, 1.0), (2, 0.5))))
+    assert routes(crowded, {"a": 8})["a"].ring_bytes_per_second == pytest.approx(4 * 25e9)
 
 
 def test_collectives_move_what_a_ring_moves() -> None:
@@ -104,9 +104,10 @@ def test_an_op_takes_the_slower_of_arithmetic_and_memory() -> None:
     device = NODES.device
     common = {"layer": "l", "name": "n", "phase": "forward", "repeat": 1}
     big = Compute(**common, kind="matmul", flops=1e15, moved_bytes=1.0, dtype="bf16")  # type: ignore[arg-type]
-    assert compute_seconds(big, device) == pytest.approx(1e15 / (989e12 * 0.8) + 5e-6)
+    assert compute_seconds(big, device) == pytest.approx(1e15 / (989e12 * 0.8))
     thin = Compute(**common, kind="memory", moved_bytes=3.35e12)  # type: ignore[arg-type]
-    assert compute_seconds(thin, device) == pytest.approx(1 / device.bandwidth_fraction + 5e-6)
+    assert compute_seconds(thin, device) == pytest.approx(1 / device.bandwidth_fraction)
+    assert host_seconds(thin, device) == device.launch_seconds
     assert compute_seconds(replace(big, dtype="compute"), device) > 10 * compute_seconds(big, device)
     assert compute_seconds(replace(big, dtype="int1"), device) == math.inf
     assert compute_seconds(replace(thin, moved_bytes=0.0), device) == 0.0
