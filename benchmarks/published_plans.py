@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from benchmarks.published_dialects import OURS, Dialect, dialect_of
 from benchmarks.published_models import Machine, cluster, machine, model, profile, reason_of, sequence
 from benchmarks.published_rows import Row, Unscored
 from meshwright.core.errors import MeshwrightError
@@ -14,7 +15,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.technique import Technique
 from meshwright.core.work import ADAM
 from meshwright.models.dimensions import Config
-from meshwright.simulate.forecast import forecast
+from meshwright.simulate.forecast import forecast_of
 from meshwright.simulate.stage import stage_plan
 from meshwright.techniques.compile import Compile
 from meshwright.techniques.context import Context
@@ -42,6 +43,7 @@ class Case:
     plans: tuple[Plan, ...]
     """One; or, where a row does not say whether it recomputes, without and with: the first that fits is meant."""
     sequence: int
+    dialect: Dialect = OURS
     rank: Rank = "fullest"
     """Whose memory is asked for."""
 
@@ -75,7 +77,7 @@ def case_of(row: Row, rank: Rank = "fullest") -> Case:
         problems = plan.check(profile(config), cluster(machines)) or plan.check_sequence(tokens)
         if problems:
             raise Unscored(f"plan: {reason_of(problems[0])}")
-    return Case(config=config, machine=machines, plans=plans, sequence=tokens, rank=rank)
+    return Case(config=config, machine=machines, plans=plans, sequence=tokens, dialect=dialect_of(row), rank=rank)
 
 
 def plans_of(row: Row) -> tuple[Plan, ...]:
@@ -187,10 +189,12 @@ def simulated(case: Case) -> Guess:
 
 def _guess(case: Case, plan: Plan) -> Guess:
     machines = cluster(case.machine)
-    found = forecast(profile(case.config), plan, machines, sequence=case.sequence)
+    model, dialect = profile(case.config), case.dialect
+    machines = dialect.cluster(machines)
+    staged = stage_plan(model, plan, machines, sequence=case.sequence, optimizer=ADAM, change=dialect.change)
+    found = forecast_of(staged, model, plan, machines, sequence=case.sequence)
     peak_bytes = found.peak_bytes
     if case.rank != "fullest" and "pp" in plan.mesh:
-        staged = stage_plan(profile(case.config), plan, machines, sequence=case.sequence, optimizer=ADAM)
         peak_bytes = int(staged.unfolded[-1 if case.rank == "last" else 0].memory.peak_bytes())
     return Guess(
         step_seconds=found.step_seconds,

@@ -45,6 +45,10 @@ class Forecast:
 
 def forecast(profile: Profile, plan: Plan, cluster: Cluster, *, sequence: int, optimizer: Updating = ADAM) -> Forecast:
     staged = stage_plan(profile, plan, cluster, sequence=sequence, optimizer=optimizer)
+    return forecast_of(staged, profile, plan, cluster, sequence=sequence)
+
+
+def forecast_of(staged: Staged, profile: Profile, plan: Plan, cluster: Cluster, *, sequence: int) -> Forecast:
     count = plan.num_microbatches
     # A step ends for all ranks at once: the gradient's norm, which clips the update, is global.
     tail_seconds = max(stage.tail_seconds for stage in staged.stages)

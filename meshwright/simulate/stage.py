@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,7 +10,7 @@ from meshwright.core.cluster import Cluster
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.technique import Technique
-from meshwright.core.work import Updating
+from meshwright.core.work import Updating, Work
 from meshwright.schedules import Timetable
 from meshwright.schedules.events import peak_held
 from meshwright.simulate.cost import StageCost, stage_cost
@@ -72,12 +73,28 @@ def cutter_of(plan: Plan) -> Technique | None:
     return next((t for t in plan.techniques if t.blocks_of_stages(1 << 20) is not None), None)
 
 
-def stage_plan(profile: Profile, plan: Plan, cluster: Cluster, *, sequence: int, optimizer: Updating) -> Staged:
+Change = Callable[[Work], Work]
+"""How somebody else's program does the work of a plan, where forecasts are held against what it measured."""
+
+
+def _as_ours(work: Work) -> Work:
+    return work
+
+
+def stage_plan(
+    profile: Profile,
+    plan: Plan,
+    cluster: Cluster,
+    *,
+    sequence: int,
+    optimizer: Updating,
+    change: Change = _as_ours,
+) -> Staged:
     stages = []
     roads = routes(cluster, plan.mesh)
     cut = plan.spans_of_stages(profile)
     for run in runs_of(profile, cut):
-        work = price(profile, plan, sequence=sequence, stage=run.start, optimizer=optimizer)
+        work = change(price(profile, plan, sequence=sequence, stage=run.start, optimizer=optimizer))
         cost = stage_cost(work, cluster, roads)
         stages.append(
             Stage(
@@ -95,7 +112,7 @@ def stage_plan(profile: Profile, plan: Plan, cluster: Cluster, *, sequence: int,
         compute_dtype=str(work.facts["compute_dtype"]),
         send_seconds=max(float(stage.cost.send_seconds) for stage in stages),
     )
-    return staged if len(cut[0]) == 1 else _in_chunks(staged, profile, plan, cluster, sequence, optimizer)
+    return staged if len(cut[0]) == 1 else _in_chunks(staged, profile, plan, cluster, sequence, optimizer, change)
 
 
 def _seconds(cost: StageCost) -> Seconds:
@@ -106,7 +123,13 @@ def _seconds(cost: StageCost) -> Seconds:
 
 
 def _in_chunks(
-    staged: Staged, profile: Profile, plan: Plan, cluster: Cluster, sequence: int, optimizer: Updating
+    staged: Staged,
+    profile: Profile,
+    plan: Plan,
+    cluster: Cluster,
+    sequence: int,
+    optimizer: Updating,
+    change: Change,
 ) -> Staged:
     """Where a stage has several chunks of layers: the seconds of each, and what is held while they take turns."""
     cut, roads = plan.spans_of_stages(profile), routes(cluster, plan.mesh)
@@ -120,7 +143,7 @@ def _in_chunks(
         # Blocks of earlier chunks count where a technique takes a stage's first ones.
         key = (span if is_end else -1, chunk, profile.blocks_within(first, last - first))
         if key not in known:
-            work = price(profile, plan, sequence=sequence, stage=stage, chunk=chunk, optimizer=optimizer)
+            work = change(price(profile, plan, sequence=sequence, stage=stage, chunk=chunk, optimizer=optimizer))
             memory = stage_memory(work, cluster.device)
             known[key] = _seconds(stage_cost(work, cluster, roads)), float(memory.microbatch_bytes())
         by_span.append(known[key])
