@@ -4,8 +4,9 @@ Each row of the CSV becomes a model, a cluster and a plan; what the simulator sa
 time, the memory and the out-of-memory label that the row has. Nothing is fitted here. Rows that cannot be expressed are
 counted by reason. Left out of times: steps that waited for the network (MFU below 1 %) and tiny CI models; of memory:
 anything but torch's own count. Rows that do not say whether they recompute are taken to do so only if they must to fit,
-and are then scored on time alone. Kendall's tau and regret are of sweeps: rows of equal model, hardware, devices,
-sequence and batch, three or more.
+rows that do not tell their microbatch to use the largest that fits; both are then scored on time alone. "dense" is the
+share of plain transformers of known size, measured in any way, that are scored. Kendall's tau and regret are of sweeps:
+rows of equal model, hardware, devices, sequence and batch, three or more.
 
 Run: python -m benchmarks.published FILE.csv [--json] [--rows OUT.csv]
 """
@@ -33,6 +34,7 @@ from meshwright.core.errors import MeshwrightError, Problem
 COLUMNS = (
     ("rows", "rows"),
     ("scored", "scored"),
+    ("dense", "dense_scored_fraction"),
     ("median", "time_median_error"),
     ("p90", "time_p90_error"),
     ("tau", "kendall_tau"),
@@ -145,7 +147,9 @@ def main(arguments: Sequence[str] | None = None, forecaster: Forecaster = simula
         return 0
     seconds = time.perf_counter() - start
     print(table(found))
-    print(f"\n{len(rows)} rows in {seconds:.1f} s ({len(rows) / max(seconds, 1e-9):.0f} a second).")
+    dense = [each for each in all_scored if each.is_dense]
+    print(f"\n{sum(not each.reason for each in dense)} of {len(dense)} measured dense transformers are scored.")
+    print(f"{len(rows)} rows in {seconds:.1f} s ({len(rows) / max(seconds, 1e-9):.0f} a second).")
     return 0
 
 

@@ -1,15 +1,31 @@
 """How the frameworks that others measured do what a plan asks for, where it differs from us. One record each, nothing
-per row: what a row itself tells (its attention kernel) is an argument.
+per row: what a row itself tells (its attention kernel) picks among the kernels below.
+
+Constants were fitted on calibration rows only (benchmarks/published_fit.py), inside physical limits.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from benchmarks.published_memory import OUR_KEEPING, Keeping, keeping_of
 from benchmarks.published_rows import Row
-from meshwright.core.cluster import Cluster
-from meshwright.core.work import Collective, Work
+from meshwright.core.cluster import Cluster, Link
+from meshwright.core.work import Collective, Compute, Work
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """A kernel: flash ones by their share of the device's rate, others by what they do to the scores."""
+
+    share: float = 1.0
+    passes: float = 0.0
+    """Elements read and written for each score between its two matmuls, going forward; 0: scores never leave the
+    chip."""
+    kernels: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,31 +33,132 @@ class Dialect:
     name: str
     launch_seconds: float = 0.0
     """The host's time for one op; 0: as the cluster's."""
+    step_seconds: float = 0.0
+    """Of the host in each step: checks, logging, the optimizer's Python."""
+    flash: Attention = Attention()
+    older_flash: Attention = Attention(share=0.7)
+    fused_scores: Attention = Attention(passes=4.5, kernels=2)
+    plain_scores: Attention = Attention(passes=14.0, kernels=6)
+    attention: Attention = Attention()
+    """The one of them that a row tells."""
+    matmul: float = 1.0
+    """Times as long as ours that matmuls take: other layouts, fused or separate."""
+    traffic: float = 1.0
+    """Times the memory traffic of our norms, activations and residuals."""
+    fused_norm_traffic: float = 1.0
+    """The same where a row tells of a fused norm."""
+    loss_traffic: float = 1.0
+    """Times the memory traffic of our loss."""
     hides_gradients: bool = True
     """Sums of gradients run beside backward."""
     hides_gathers: bool = True
     """Gathers of parameters run beside compute."""
+    casts_weights: bool = False
+    """Weights are kept in 32 bits and made 16-bit for each forward, as ours are."""
+    balances_stages: bool = False
+    """Stages are cut by their cost, not by counting layers."""
+    stage_wait_seconds: float = 0.0
+    """Of the host for each collective and rank in it, where there are stages."""
+    outer: Link | None = None
+    """Of the machines it was measured on, where they are known better than by a preset."""
+
+    keeping: Keeping = OUR_KEEPING
+    """What it has in memory."""
 
     def cluster(self, cluster: Cluster) -> Cluster:
-        if not self.launch_seconds:
-            return cluster
-        return replace(cluster, device=replace(cluster.device, launch_seconds=self.launch_seconds))
+        if self.launch_seconds:
+            cluster = replace(cluster, device=replace(cluster.device, launch_seconds=self.launch_seconds))
+        return cluster if self.outer is None else replace(cluster, outer=self.outer)
 
     def change(self, work: Work) -> Work:
         """What one step asks of a rank, as this framework would have it."""
+        has_stages = work.size("num_stages") > 1
+        work = self.keeping.change(work)
+        return replace(work, tasks=tuple(new for task in work.tasks for new in self._as_done(task, work, has_stages)))
 
-        def task(item: Any) -> Any:
-            if not isinstance(item, Collective) or not item.hidden:
-                return item
-            stays = self.hides_gathers if item.kind == "all_gather" else self.hides_gradients
-            return item if stays else replace(item, hidden=False)
+    def _as_done(self, task: Any, work: Work, has_stages: bool) -> Iterator[Any]:
+        if isinstance(task, Collective):
+            stays = self.hides_gathers if task.kind == "all_gather" else self.hides_gradients
+            yield replace(task, hidden=task.hidden and stays)
+            if has_stages and self.stage_wait_seconds and not task.per_step and task.kind != "send":
+                yield self._wait(task, work.size(task.axis))
+        elif task.name.startswith("cast") and not self.casts_weights:
+            return
+        elif task.kind == "attention":
+            yield from self._attention(task, work.size("microbatch") * task.shape[0])
+        elif task.kind == "matmul":
+            yield replace(task, flops=task.flops * self.matmul)
+        elif task.phase != "step" and task.kind in ("memory", "loss"):
+            times = self.traffic if task.kind == "memory" else self.loss_traffic
+            yield replace(task, moved_bytes=task.moved_bytes * times)
+        else:
+            yield task
 
-        return work.map_tasks(task)
+    def _wait(self, task: Collective, size: Any) -> Compute:
+        """Nothing but the host's time."""
+        kernels = self.stage_wait_seconds * size / self.launch_seconds
+        layer, phase = task.layer, task.phase
+        return Compute(layer=layer, name="wait", kind="memory", phase=phase, repeat=task.repeat, kernels=kernels)
+
+    def _attention(self, task: Compute, count: Any) -> Iterator[Compute]:
+        """`count` heads."""
+        kernel = self.attention
+        if not kernel.passes:
+            yield replace(task, flops=task.flops / kernel.share)
+            return
+        _, head_size, tokens = task.shape
+        forward = task.phase in ("forward", "recompute")
+        products = 2.0 if forward else 4.0
+        flops = 2 * products * count * tokens * tokens * head_size  # all scores: a flash kernel may leave half out
+        scores = count * tokens * tokens * (4 if task.dtype == "fp32" else 2)
+        yield replace(
+            task,
+            kind="matmul",
+            flops=flops,
+            moved_bytes=task.moved_bytes + 2 * scores,
+            shape=(tokens, head_size),
+            matrices=count,
+            kernels=products,
+        )
+        passes = kernel.passes * (1.0 if forward else 1.5)
+        yield replace(task, kind="memory", flops=0.0, moved_bytes=passes * scores, kernels=kernel.kernels)
 
 
-OURS = Dialect(name="ours")
-_BY_SOURCE: dict[str, Dialect] = {}
+EFA = Link(
+    bytes_per_second=50e9,
+    latency_seconds=60e-6,
+    name="EFA",
+    fractions={"all_gather": 0.65, "reduce_scatter": 0.65},
+    by_nodes=((1, 1.0), (2, 0.9), (4, 0.4), (8, 0.25), (16, 0.21), (32, 0.16), (64, 0.082)),
+)
+"""H100 nodes at AWS as Hugging Face measured them: busy bandwidth of 256 MB all_reduces by number of nodes, and what of
+it gathers reach (Ultra-Scale Playbook)."""
+
+OURS = Dialect(name="ours", casts_weights=True)
+MEGATRON_DEEPSPEED = Dialect(name="megatron-deepspeed", launch_seconds=30e-6, hides_gradients=False)
+SCALING = Dialect(name="scaling", launch_seconds=10e-6, hides_gradients=False)
+LLM_FOUNDRY = Dialect(name="llm-foundry", launch_seconds=10e-6, flash=Attention(share=0.66))
+NANOTRON = Dialect(name="nanotron", launch_seconds=20e-6, balances_stages=True, stage_wait_seconds=0.32e-3, outer=EFA)
+_BY_SOURCE = {
+    "vtrain_measured": MEGATRON_DEEPSPEED,
+    "hagemann2023_layouts": SCALING,
+    "mosaic_llmfoundry": LLM_FOUNDRY,
+    "hf_ultrascale_playbook": NANOTRON,
+}
+_KERNELS = (
+    (r"unfused|local|torch|eager", "plain_scores"),
+    (r"fused|no flash", "fused_scores"),
+    (r"flash.*v1", "older_flash"),
+)
 
 
 def dialect_of(row: Row) -> Dialect:
-    return _BY_SOURCE.get(row.text("file"), OURS)
+    return as_told(_BY_SOURCE.get(row.text("file"), OURS), row)
+
+
+def as_told(dialect: Dialect, row: Row) -> Dialect:
+    """With the kernels that a row tells of."""
+    told = row.text("attention_kernel").lower()
+    kernel = next((kernel for pattern, kernel in _KERNELS if re.search(pattern, told)), "flash")
+    found = replace(dialect, attention=getattr(dialect, kernel), keeping=keeping_of(row, kernel))
+    return replace(found, traffic=found.fused_norm_traffic) if "rms kernel" in told else found

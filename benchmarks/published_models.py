@@ -1,4 +1,4 @@
-"""A published row's model and machines, from what it says and what its family is known for.
+"""A published row's model, from what it says and what its family is known for.
 
 Where a row is silent: a GPT has 4 d wide MLPs and GPT-2's vocabulary, a Llama gates and no biases; whether embeddings
 are tied, and how wide experts are, follows from the number of parameters.
@@ -7,112 +7,66 @@ are tied, and how wide experts are, follows from the number of parameters.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from benchmarks.published_names import answers_questions, plain_name
 from benchmarks.published_rows import Row, Unscored
-from meshwright.core.cluster import Cluster
+from benchmarks.published_variants import (
+    ALL_LINEAR,
+    EVERY_MATMUL,
+    LORA_RANK,
+    NO_MATMUL,
+    PLAIN,
+    Latent,
+    Lora,
+    Variant,
+    changed,
+)
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.profile import Profile
-from meshwright.models.config import preset as named_model
-from meshwright.models.dimensions import Config, DecoderConfig
+from meshwright.models.dimensions import Config, DecoderConfig, ResNetConfig, VGGConfig, ViTConfig
 from meshwright.models.names import profile_of
-from meshwright.probe.names import preset
 
-GPT2_VOCAB, VOCAB_MULTIPLE = 50257, 128
+GPT2_VOCAB, BERT_VOCAB, VOCAB_MULTIPLE = 50257, 30522, 128
 """Megatron pads a vocabulary to a multiple of 128 for each rank that shares it."""
 EXPERT_MULTIPLE = 64
 ROUND_FRACTION = 0.01
 """Parameters are told in round numbers: 175B."""
+SPAN_OUTPUTS = 2
+"""Of a head that finds where an answer begins and ends."""
 _HEAD_SIZES = ((r"gpt.?oss", 64), (r"qwen.?3", 128))
 """Families whose heads are not hidden / heads wide, which no column tells."""
-NODE = 8
-"""GPUs of a node where a row does not say."""
 
-_GATED = re.compile(r"swiglu|llama|qwen|mistral|mixtral|gemma|internlm|gpt.?oss|\byi\b", re.IGNORECASE)
+_GATED = re.compile(
+    r"swiglu|llama|qwen|mistral|mixtral|gemma|internlm|gpt.?oss|grok|olmoe|dbrx|deepseek|moonlight|kimi|\byi\b",
+    re.IGNORECASE,
+)
+_ROTARY = re.compile(r"\bphi\b|phi-|falcon|stablelm|neox|pythia|gpt-?j|nemotron", re.IGNORECASE)
+"""GPTs in all but their positions."""
+_ENCODER = re.compile(r"\bbert|roberta|electra", re.IGNORECASE)
 _NOT_OURS = (
-    (r"\bbert|\bt5\b|\bbart\b|roberta|electra", "encoder model"),
-    (r"mamba|hybrid", "layers that are no attention (Mamba)"),
-    (r"_mla\b|deepseek|moonlight|kimi", "latent attention"),
-    (r"frozen", "frozen layers"),
-)
-_NAMED = (
-    (r"\bresnet-?50(v1\.5)?$", "resnet50"),
-    (r"\bvgg-?16$", "vgg16"),
-    (r"\bvit[-_](b|base)[-_/](patch)?16(_224)?$", "vit-b16"),
-    (r"\bvit[-_](l|large)[-_/](patch)?16(_224)?$", "vit-l16"),
-)
-"""Image models whose name says all."""
-
-# First match wins, so what has no preset stands before the name it contains. PCIe and NVL are other machines.
-_DEVICES = (
-    (r"GB200|GB300|B300|GH200|\bH20\b|H800|A800|NVL\b|MI2\d0|MI325", None),
-    (r"\bB200\b", "b200"),
-    (r"\bH200\b", "h200"),
-    (r"H100.*PCIe|PCIe.*H100", "h100-pcie"),
-    (r"H100", "h100"),
-    (r"A100.*PCIe|PCIe.*A100", None),
-    (r"A100", "a100-80"),
-    (r"V100", "v100"),
-    (r"\bL40S\b", "l40s"),
-    (r"\b4090\b", "rtx4090"),
-    (r"\bMI300X\b", "mi300x"),
+    (r"\bt5\b|\bt5|\bbart\b|whisper|marian|nmt\b|\bul2\b", "encoder-decoder model"),
+    (r"mamba|hybrid|nemotron.?(3.?)?(nano|h\b)|jamba|rwkv|zamba", "layers that are no attention (Mamba)"),
+    (r"_mla\b", "latent attention of unknown size"),
+    (r"grpo|ppo|rlhf", "reinforcement learning"),
+    (r"frozen(?!_resume)", "frozen layers"),  # Megatron's tests also resume from frozen checkpoints
+    (r"transformer-?xl|electra", "model of another kind"),
 )
 
-
-@dataclass(frozen=True, kw_only=True)
-class Machine:
-    """Hashable, unlike a cluster: forecasts are remembered by it."""
-
-    device: str
-    devices_per_node: int
-    num_nodes: int
-    outer_bytes_per_second: float | None = None
-    """As the row tells; None: as the preset has it."""
-
-
-def machine(row: Row) -> Machine:
-    gpus = row.whole("gpus")
-    per_node = min(gpus, row.whole("gpus_per_node", NODE))
-    device = _device(row)
-    outer = _outer_bytes_per_second(row.text("interconnect"), row.whole("gpus_per_node", NODE))
-    return Machine(
-        device=device, devices_per_node=per_node, num_nodes=-(-gpus // per_node), outer_bytes_per_second=outer
-    )
-
-
-def _device(row: Row) -> str:
-    hardware, memory_gb = row.text("hardware"), row.number("gpu_mem_gb")
-    name = next((name for pattern, name in _DEVICES if re.search(pattern, hardware, re.IGNORECASE)), None)
-    if name is None:
-        uncounted = re.sub(r"\b\d+ ?x ?", "", hardware)
-        raise Unscored(f"no preset for {uncounted or 'hardware that is not named'}")
-    if name == "a100-80" and (memory_gb == 40 or (memory_gb is None and re.search(r"(?<!or )\b40 ?GB", hardware))):
-        return "a100-40" if "or 80" not in hardware else name
-    if name == "v100" and (memory_gb == 16 or re.search(r"\b16 ?GB?\b", hardware)):
-        raise Unscored("no preset for V100 16GB")
-    return name
-
-
-def _outer_bytes_per_second(interconnect: str, devices_per_node: int) -> float | None:
-    """A device's share of its node's cards: `1600 Gbps/node`, `4x100Gb RoCE per node`."""
-    if whole := re.search(r"(\d+) ?Gbps/node", interconnect):
-        bits = float(whole[1]) * 1e9
-    elif cards := re.search(r"(\d+)x(\d+) ?Gb", interconnect):
-        bits = int(cards[1]) * int(cards[2]) * 1e9
-    else:
-        return None
-    return bits / 8 / devices_per_node
-
-
-@cache
-def cluster(machine: Machine) -> Cluster:
-    name = f"{machine.num_nodes}x{machine.devices_per_node}x{machine.device}"
-    found = preset(machine.device).resized(machine.devices_per_node, machine.num_nodes, name=name)
-    if machine.outer_bytes_per_second is None:
-        return found
-    return replace(found, outer=replace(found.outer, bytes_per_second=machine.outer_bytes_per_second))
+_VGG = {"11": (1, 1, 2, 2, 2), "13": (2, 2, 2, 2, 2), "16": (2, 2, 3, 3, 3), "19": (2, 2, 4, 4, 4)}
+_RESNET = {"50": (3, 4, 6, 3), "101": (3, 4, 23, 3), "152": (3, 8, 36, 3)}
+_VIT = {
+    "tiny": (12, 192, 3, 768),
+    "small": (12, 384, 6, 1536),
+    "base": (12, 768, 12, 3072),
+    "large": (24, 1024, 16, 4096),
+    "huge": (32, 1280, 16, 5120),
+    "giant": (40, 1408, 16, 6144),
+    "gigantic": (48, 1664, 16, 8192),
+}
+_LETTERS = {"t": "tiny", "s": "small", "b": "base", "l": "large", "h": "huge"}
 
 
 def sequence(row: Row, config: Config) -> int:
@@ -121,28 +75,92 @@ def sequence(row: Row, config: Config) -> int:
 
 
 def model(row: Row) -> Config:
-    for pattern, name in _NAMED:
-        if re.search(pattern, row.text("model"), re.IGNORECASE) and row.number("layers") is None:
-            return named_model(name)
-    return decoder(row)
+    try:
+        image = _image_model(row) if row.number("layers") is None else None
+        return image or decoder(row)
+    except MeshwrightError as error:
+        raise Unscored(f"model: {reason_of(error.problems[0])}") from None
 
 
-def decoder(row: Row) -> DecoderConfig:
-    named = f"{row.text('family')} {row.text('model')}"
+def _image_model(row: Row) -> Config | None:
+    """Models whose name says all, beside the size of the images."""
+    name = plain_name(row)
+    last = name.rsplit("/", maxsplit=1)[-1]
+    told = re.search(r"\bimg (\d+)", row.text("notes"))
+    size = int(told[1]) if told else 224
+    resnet = r"(?:^|/|convnets-)(?:tv-|gluon-|ssl-|swsl-)?(?:resnet-?|rn)(50|101|152)(?:-?v1\.5|-v1b)?$"
+    if found := re.search(resnet, name):
+        return ResNetConfig(stages=_RESNET[found[1]], image_size=size)
+    if found := re.fullmatch(r"(?:tv-)?vgg-?(11|13|16|19)", last):
+        return VGGConfig(stages=_VGG[found[1]], image_size=size)
+    kinds = "|".join(_VIT)
+    if found := re.fullmatch(rf"(?:vit|deit)-({kinds})-patch(\d+)-(\d+)(?:-dino|-sam)?", last):
+        return _vit(found[1], int(found[2]), int(found[3]))
+    if found := re.fullmatch(r"vit-([tsblh])[/-]?(\d+)", name):
+        return _vit(_LETTERS[found[1]], int(found[2]), size)
+    if found := re.search(r"ViT-([gG])/(\d+)$", row.text("model")):
+        return _vit("gigantic" if found[1] == "G" else "giant", int(found[2]), size)
+    return None
+
+
+def _vit(kind: str, patch: int, size: int) -> ViTConfig:
+    layers, hidden, heads, ffn = _VIT[kind]
+    return ViTConfig(
+        num_layers=layers, hidden_size=hidden, num_heads=heads, ffn_size=ffn, patch_size=patch, image_size=size
+    )
+
+
+def named(row: Row) -> str:
+    return f"{row.text('family')} {row.text('model')}"
+
+
+def check_expressible(row: Row) -> None:
     for pattern, reason in _NOT_OURS:
-        if re.search(pattern, named, re.IGNORECASE):
+        if re.search(pattern, named(row), re.IGNORECASE):
             raise Unscored(reason)
     if not (row.number("layers") and row.number("hidden") and row.number("heads")):
         raise Unscored(f"no layers, hidden or heads ({row.text('family') or 'family not named'})")
+
+
+def decoder(row: Row) -> DecoderConfig:
+    check_expressible(row)
     experts = row.whole("experts", 0, least=0)
-    is_gated = _GATED.search(named) is not None or experts > 0
+    is_gated = _GATED.search(named(row)) is not None or experts > 0
+    head = next((size for pattern, size in _HEAD_SIZES if re.search(pattern, named(row), re.IGNORECASE)), 0)
     try:
-        head = next((size for pattern, size in _HEAD_SIZES if re.search(pattern, named, re.IGNORECASE)), 0)
-        config = DecoderConfig(**_sizes(row, is_gated), **_style(is_gated, named), head_size=head)
+        config = DecoderConfig(
+            **_sizes(row, is_gated), **_style(is_gated, named(row)), head_size=row.whole("head_size", head, least=0)
+        )
         config = with_experts(config, experts, row) if experts > 1 else config
-        return _tied(config, row, named)
+        return _tied(config, row)
     except MeshwrightError as error:
         raise Unscored(f"model: {reason_of(error.problems[0])}") from None
+
+
+def variant(row: Row, config: Config) -> Variant:
+    """What the configuration has no word for, but for what a plan decides."""
+    if not isinstance(config, DecoderConfig):
+        return PLAIN
+    ranks = row.number("kv_rank")
+    if ranks is None and re.search(r"deepseek|moonlight|kimi|\bmla\b", named(row), re.IGNORECASE):
+        raise Unscored("latent attention of unknown size")
+    latent = Latent(query_rank=row.whole("q_rank", 0, least=0), rank=int(ranks)) if ranks else None
+    is_encoder = _ENCODER.search(named(row)) is not None
+    classes = SPAN_OUTPUTS if is_encoder and answers_questions(row) else 0
+    return Variant(is_causal=not is_encoder, classes=classes, latent=latent, lora=_lora(row))
+
+
+def _lora(row: Row) -> Lora | None:
+    text = f"{row.text('task')} {row.text('precision')}".lower()
+    if re.search(r"dora\b|\bia3|p-?tuning", text):
+        raise Unscored("adapters of another kind")
+    if re.search(r"adapter|prefix", text):
+        return Lora(rank=0, targets=EVERY_MATMUL if re.search(r"adapter.?v2", text) else NO_MATMUL)
+    if "lora" not in text:
+        return None
+    rank = re.search(r"\br(?:ank)? ?=? ?(\d+)", text)
+    targets = {"targets": ALL_LINEAR} if re.search(r"all[ -]linear", text) else {}
+    return Lora(rank=int(rank[1]) if rank else LORA_RANK, **targets)
 
 
 def _sizes(row: Row, is_gated: bool) -> dict[str, int]:
@@ -150,7 +168,8 @@ def _sizes(row: Row, is_gated: bool) -> dict[str, int]:
     # A Llama's MLP has as many parameters as a GPT's: two thirds of 4 d for each of three matrices.
     usual_ffn = -(-8 * hidden // 3 // 256) * 256 if is_gated else 4 * hidden
     is_gpt = not is_gated or row.text("family").lower().startswith("gpt")
-    vocab = row.whole("vocab", GPT2_VOCAB if is_gpt else None)
+    is_encoder = _ENCODER.search(named(row)) is not None
+    vocab = row.whole("vocab", BERT_VOCAB if is_encoder else GPT2_VOCAB if is_gpt else None)
     if vocab % tp:
         vocab = -(-vocab // (VOCAB_MULTIPLE * tp)) * VOCAB_MULTIPLE * tp
     return {
@@ -164,30 +183,41 @@ def _sizes(row: Row, is_gated: bool) -> dict[str, int]:
     }
 
 
-def _style(is_gated: bool, named: str) -> dict[str, Any]:
+def _style(is_gated: bool, name: str) -> dict[str, Any]:
     if is_gated:
-        return {}
-    has_bias = "no bias" not in named
-    return {"positions": "learned", "norm": "layer", "mlp": "gelu", "bias": has_bias, "qkv_bias": has_bias}
+        return {"qkv_bias": re.search(r"qwen-?2", name, re.IGNORECASE) is not None}
+    has_bias = "no bias" not in name and re.search(r"falcon|nemotron", name, re.IGNORECASE) is None
+    positions = "rope" if _ROTARY.search(name) else "learned"
+    return {"positions": positions, "norm": "layer", "mlp": "gelu", "bias": has_bias, "qkv_bias": has_bias}
 
 
-def _tied(config: DecoderConfig, row: Row, named: str) -> DecoderConfig:
+def _tied(config: DecoderConfig, row: Row) -> DecoderConfig:
     """As the family does, unless the number of parameters that is told says otherwise."""
-    is_tied = "untie" not in named and ("tied emb" in named or config.positions == "learned")
+    name = named(row)
+    if row.text("tied"):
+        return replace(config, tied=row.is_on("tied"))
+    is_tied = "untie" not in name and ("tied emb" in name or config.mlp == "gelu")
     usual, other = replace(config, tied=is_tied), replace(config, tied=not is_tied)
     told = row.number("params")
-    if "tie" in row.text("family") or "untie" in named or not told:
+    if "tie" in row.text("family") or "untie" in name or not told:
         return usual
     usual_gap, other_gap = (abs(profile(each).num_params / told - 1) for each in (usual, other))
     return usual if usual_gap <= max(ROUND_FRACTION, other_gap) else other
 
 
 def with_experts(config: DecoderConfig, count: int, row: Row) -> DecoderConfig:
-    """Experts of the width that makes up the number of parameters: the table has only the dense MLP's."""
+    """Experts as wide as they are known to be, or as makes up the number of parameters."""
     told, topk = row.number("params"), row.whole("topk")
+    experts = {
+        "num_experts": count,
+        "experts_per_token": topk,
+        "num_shared_experts": row.whole("shared_experts", 0, least=0),
+        "num_dense_layers": row.whole("dense_layers", 0, least=0),
+    }
+    if known := row.number("expert_ffn"):
+        return replace(config, **experts, expert_ffn_size=int(known))
     if not told:
         raise Unscored("width of the experts is not known")
-    experts = {"num_experts": count, "experts_per_token": topk}
     thin = replace(config, **experts, expert_ffn_size=EXPERT_MULTIPLE)
     thick = replace(config, **experts, expert_ffn_size=2 * EXPERT_MULTIPLE)
     least, step = profile(thin).num_params, profile(thick).num_params - profile(thin).num_params
@@ -198,8 +228,22 @@ def with_experts(config: DecoderConfig, count: int, row: Row) -> DecoderConfig:
 
 
 @cache
-def profile(config: Config) -> Profile:
-    return profile_of(config, "published")
+def profile(config: Config, variant: Variant = PLAIN) -> Profile:
+    return changed(profile_of(config, "published"), variant)
+
+
+def is_dense(row: Row) -> bool:
+    """A transformer of one kind of block, going one way or both, whose dimensions are known: what we claim to do."""
+    if any(re.search(pattern, named(row), re.IGNORECASE) for pattern, _ in _NOT_OURS[:4]):
+        return False
+    if re.search(r"deepseek|moonlight|kimi|vision|diffusion|cnn|transformer-?xl", named(row), re.IGNORECASE):
+        return False
+    try:
+        return bool(row.number("layers") and row.number("hidden") and row.number("heads")) and (
+            row.whole("experts", 0, least=0) <= 1
+        )
+    except Unscored:
+        return False
 
 
 def reason_of(problem: Any) -> str:

@@ -49,11 +49,31 @@ STALL_MFU = 0.01
 """Below it a step waited for the network (published/README.md): its time says nothing of the plan."""
 SMALL_TASK = "CI pretrain"
 """Tiny models whose steps are launches: their memory counts, their times do not."""
-NOTHING = {"", "n/a", "na", "none", "-"}
+NOTHING = {"", "n/a", "na", "none", "-", "--", "?", "null", "unknown", "unspecified", "not stated"}
+YES, NO = {"1", "1.0", "true", "yes", "on"}, {"", "0", "0.0", "false", "no", "off", "n/a", "none", "-"}
+_BINARY = ("seq_len", "micro_batch", "global_batch", "grad_accum")
+"""Columns whose 2k is 2048; elsewhere it is 2000."""
+_PAIRED = ("micro_batch", "global_batch", "grad_accum")
+_BETWEEN = re.compile(r"\s+and\s+|\s*[/;]\s*|\s*,\s+|\s+,|,(?!\d{3}(?!\d))")
+_UNIT = re.compile(r"\s*\(.*\)$|\s*(tokens?|samples|sequences|seqs?|gpus?|gib|gb|s)$", re.IGNORECASE)
+_AMOUNT = re.compile(r"(\d+(?:\.\d+)?(?:e[-+]?\d+)?) ?([kmbt]?)", re.IGNORECASE)
 
 
 class Unscored(Exception):
     """Why a row is not scored."""
+
+
+def parsed(text: str, column: str) -> float | None:
+    """`61.5`, `~2,048`, `2k`, `1.3B`; None where it is no number."""
+    try:
+        return float(text)
+    except ValueError:
+        bare = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text.strip(" ~≈<>=+"))
+        amount = _AMOUNT.fullmatch(_UNIT.sub("", bare))
+    if amount is None:
+        return None
+    thousand = 1024 if column in _BINARY else 1000
+    return float(amount[1]) * float(thousand ** " kmbt".index(amount[2].lower() or " "))
 
 
 @dataclass(frozen=True)
@@ -68,10 +88,22 @@ class Row:
         text = self.text(column)
         if text.lower() in NOTHING:
             return None
-        try:
-            return float(text)
-        except ValueError:
-            raise Unscored(f"{column} is no number") from None
+        value = parsed(text, column)
+        if value is None and column in _PAIRED:
+            value = self._of_two(column, text)
+        if value is None:
+            raise Unscored(f"{column} is no number")
+        return value
+
+    def _of_two(self, column: str, text: str) -> float | None:
+        """`126 and 256`: batches in full and in 16-bit precision, which has room for the larger one."""
+        values = [parsed(part, column) for part in _BETWEEN.split(text)]
+        known = [value for value in values if value is not None]
+        if len(values) != 2 or len(known) != 2:
+            return None
+        is_full = re.search(r"fp32|tf32", self.text("precision").lower()) is not None
+        # With larger microbatches a step accumulates fewer of them.
+        return min(known) if is_full != (column == "grad_accum") else max(known)
 
     def whole(self, column: str, default: int | None = None, least: int = 1) -> int:
         value = self.number(column)
@@ -79,9 +111,21 @@ class Row:
             if default is None:
                 raise Unscored(f"{column} is missing")
             return default
+        if column == "seq_len" and value >= 1:
+            value = round(value)  # an average
         if value != int(value) or value < least:
             raise Unscored(f"{column} is no whole number of at least {least}")
         return int(value)
+
+    def is_on(self, column: str) -> bool:
+        text = self.text(column).lower()
+        if text in YES or text in NO:
+            return text in YES
+        raise Unscored(f"{column} is {text}")
+
+    def filled(self, facts: Mapping[str, str]) -> Row:
+        """With `facts` where it is silent."""
+        return Row({**facts, **{column: text for column, text in self.cells.items() if (text or "").strip()}})
 
     def check_numbers(self) -> None:
         """Refuse NaN, infinite and negative numbers wherever they stand: such a row was recorded wrong."""
@@ -94,18 +138,35 @@ class Row:
                 raise Unscored(f"{column} is NaN, infinite or negative")
 
     @property
+    def gpus(self) -> int:
+        if self.number("gpus") is None and self.number("dp") is not None:
+            return self._ways * self.whole("dp")
+        return self.whole("gpus")
+
+    @property
     def batch(self) -> int:
         """Samples of a step."""
+        if "tok" in self.text("global_batch").lower():
+            return max(1, round((self.number("global_batch") or 0) / self.whole("seq_len")))
         if self.number("global_batch") is not None:
             return self.whole("global_batch")
         # Where only the microbatch is told, a step is one of them on each replica unless it says more.
-        return self.whole("micro_batch") * self.whole("dp", self.replicas) * self.whole("grad_accum", 1)
+        return self.whole("micro_batch") * self.replicas * self.whole("grad_accum", 1)
+
+    @property
+    def has_batch(self) -> bool:
+        return self.number("global_batch") is not None or self.number("micro_batch") is not None
 
     @property
     def replicas(self) -> int:
-        """What the other axes leave of the devices."""
-        ways = self.whole("tp", 1) * self.whole("pp", 1) * self.whole("cp", 1)
-        return max(1, self.whole("gpus") // ways)
+        """What the other axes leave of the devices, whatever `dp` counts (some count context ranks as well)."""
+        if self.gpus % self._ways:
+            raise Unscored("tp x pp x cp does not divide gpus")
+        return self.gpus // self._ways
+
+    @property
+    def _ways(self) -> int:
+        return self.whole("tp", 1) * self.whole("pp", 1) * self.whole("cp", 1)
 
 
 def read_rows(path: Path) -> tuple[list[Row], list[str]]:
@@ -132,21 +193,26 @@ def read_rows(path: Path) -> tuple[list[Row], list[str]]:
 @dataclass(frozen=True, kw_only=True)
 class Measured:
     step_seconds: float | None
+    sample_seconds: float | None
+    """Of one sample of a step, where it is not told how many a step has."""
     memory_bytes: float | None
     memory_rank: Literal["fullest", "first", "last"]
     label: Literal["fits", "oom", ""]
 
     @property
     def is_something(self) -> bool:
-        return bool(self.step_seconds or self.memory_bytes or self.label)
+        return bool(self.step_seconds or self.sample_seconds or self.memory_bytes or self.label)
 
 
 def measured(row: Row) -> Measured:
-    is_ok = row.text("status") == "ok"
-    is_oom = re.fullmatch(r"oom( \(.*\))?", row.text("status")) is not None
+    status = row.text("status").lower()
+    is_ok, is_oom = status == "ok", re.fullmatch(r"oom( \(.*\))?", status) is not None
     kind = row.text("mem_kind").lower()
+    is_timed = is_ok and _is_timed(row)
+    has_batch = row.has_batch or bool(row.number("step_time_s"))
     return Measured(
-        step_seconds=_step_seconds(row) if is_ok and _is_timed(row) else None,
+        step_seconds=_step_seconds(row) if is_timed and has_batch else None,
+        sample_seconds=_sample_seconds(row) if is_timed and not has_batch else None,
         memory_bytes=_memory_bytes(row) if is_ok else None,
         memory_rank="last" if "last" in kind else "first" if "rank-0" in kind else "fullest",
         label="fits" if is_ok else "oom" if is_oom else "",
@@ -156,23 +222,31 @@ def measured(row: Row) -> Measured:
 def _is_timed(row: Row) -> bool:
     mfu = row.number("mfu")
     is_stall = row.text("quality").startswith("very_low_mfu") or (mfu is not None and mfu < STALL_MFU)
-    return not is_stall and row.text("task") != SMALL_TASK
+    # A length that is the longest sample's drives the memory, not the time.
+    is_longest = re.search(r"seq_len ?= ?longest", row.text("notes")) is not None
+    return not is_stall and not is_longest and row.text("task") != SMALL_TASK
 
 
 def _step_seconds(row: Row) -> float | None:
-    """As published, or from the rate that is: tokens, samples, or model flops (6 N + 12 L d s a token)."""
+    """As published, or from the rate that is."""
     if seconds := row.number("step_time_s"):
         return seconds
+    each = _sample_seconds(row)
+    return None if each is None else each * row.batch
+
+
+def _sample_seconds(row: Row) -> float | None:
+    """From tokens, samples, or model flops (6 N + 12 L d s a token) in a second."""
     if rate := row.number("tokens_per_s_per_gpu"):
-        return row.batch * row.whole("seq_len") / (rate * row.whole("gpus"))
+        return row.whole("seq_len") / (rate * row.gpus)
     if rate := row.number("samples_per_s"):
-        return row.batch / rate
+        return 1 / rate
     mfu, peak, params = row.number("mfu"), row.number("mfu_peak_tflops"), row.number("params")
     if not (mfu and peak and params):
         return None
-    tokens = row.batch * row.whole("seq_len")
-    flops = 6 * params + 12 * row.whole("layers") * row.whole("hidden") * row.whole("seq_len")
-    return flops * tokens / (mfu * peak * 1e12 * row.whole("gpus"))
+    tokens = row.whole("seq_len")
+    flops = 6 * params + 12 * row.whole("layers") * row.whole("hidden") * tokens
+    return flops * tokens / (mfu * peak * 1e12 * row.gpus)
 
 
 def _memory_bytes(row: Row) -> float | None:

@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.published_plans import Case, Forecaster, Guess, case_of
+from benchmarks.published_models import is_dense, reason_of
+from benchmarks.published_plans import Case, Forecaster, Guess, case_of, explained
 from benchmarks.published_rows import Measured, Row, Unscored, measured
+from meshwright.core.errors import MeshwrightError
 
 LEAST_SWEEP = 3
 """Plans a sweep must have: with fewer there is hardly anything to rank."""
@@ -22,6 +24,8 @@ class Scored:
 
     row: Row
     reason: str = ""
+    is_dense: bool = False
+    """A plain transformer of known size of which something was measured."""
     case: Case | None = None
     real: Measured | None = None
     guess: Guess | None = None
@@ -32,6 +36,8 @@ class Scored:
 
     @property
     def real_seconds(self) -> float | None:
+        if self.real and self.real.sample_seconds and self.guess:  # a step of as many samples as we took
+            return self.real.sample_seconds * self.guess.batch
         return self.real.step_seconds if self.real else None
 
     @property
@@ -71,21 +77,28 @@ class Scored:
         """Rows that differ in nothing but the plan."""
         row = self.row
         columns = ("model", "hardware", "gpus", "seq_len")
-        return (*(row.text(column) for column in columns), row.batch)
+        return (*(row.text(column) for column in columns), row.batch if row.has_batch else None)
 
 
 def score_row(row: Row, forecaster: Forecaster) -> Scored:
+    dense = False
     try:
         row.check_numbers()
+        row = explained(row)
+        dense = is_dense(row)
         real = measured(row)
         if not real.is_something:
+            dense = False  # nor could anybody else score it
             raise Unscored(f"nothing measured (status {row.text('status') or 'empty'})")
         case = case_of(row, real.memory_rank)
-        scored = Scored(row=row, case=case, real=real, guess=forecaster(case))
+        scored = Scored(row=row, is_dense=dense, case=case, real=real, guess=forecaster(case))
     except Unscored as unscored:
-        return Scored(row=row, reason=str(unscored))
+        return Scored(row=row, is_dense=dense, reason=str(unscored))
+    except MeshwrightError as error:
+        return Scored(row=row, is_dense=dense, reason=reason_of(error.problems[0]))
     if scored.time_error is None and scored.memory_error is None and not scored.verdict:
-        return Scored(row=row, reason="nothing that can be compared (time left out, memory or recomputation not told)")
+        reason = "nothing that can be compared (time left out, memory or recomputation not told)"
+        return Scored(row=row, is_dense=dense, reason=reason)
     return scored
 
 
@@ -109,9 +122,11 @@ def summary(rows: Sequence[Scored]) -> dict[str, Any]:
     regrets = [regret(sweep) for sweep in sweeps(rows)]
     labelled = sum(verdicts.values())
     reasons = Counter(each.reason for each in rows if each.reason)
+    dense = [not each.reason for each in rows if each.is_dense]
     return {
         "rows": len(rows),
         "scored": sum(not each.reason for each in rows),
+        "dense_scored_fraction": _rounded(np.mean(dense)) if dense else None,
         "unscored": dict(reasons.most_common()),
         "time_median_error": _rounded(np.median(times)) if times else None,
         "time_p90_error": _rounded(np.quantile(times, 0.9)) if times else None,

@@ -17,7 +17,18 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks import data_pipeline, decoder, experts, gloo_collectives, hf_import, loop, peers, schedules, startup
+from benchmarks import (
+    cpu_forecast,
+    data_pipeline,
+    decoder,
+    experts,
+    gloo_collectives,
+    hf_import,
+    loop,
+    peers,
+    schedules,
+    startup,
+)
 from benchmarks.claims import Claim, table, worst_first
 
 RESULTS = Path(__file__).with_name("results.json")
@@ -32,6 +43,7 @@ BENCHMARKS: dict[str, Callable[[bool], list[Claim]]] = {
     "gloo_collectives": gloo_collectives.measure,
     "data_pipeline": data_pipeline.measure,
     "hf_import": hf_import.measure,
+    "cpu_forecast": cpu_forecast.measure,
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +29,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--write-matrix", action="store_true", help="write docs/techniques/matrix.md instead of comparing it"
     )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_state(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Runs that tests start are told in a ledger of the tests', not the user's."""
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
 
 
 @pytest.fixture(scope="session")

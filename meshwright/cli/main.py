@@ -86,6 +86,9 @@ def _simulate(made: Parser) -> None:
     made.add_argument(
         "-o", "--output", metavar="T.timeline.json", help="write the timeline, and T.trace.json for Perfetto"
     )
+    made.add_argument("--svg", metavar="OUT.svg", help="write a picture: lanes, and the memory curve below")
+    made.add_argument("--perfetto", metavar="OUT.json", help="write a trace that ui.perfetto.dev opens")
+    made.add_argument("--measured", metavar="M.timeline.json", help="draw what a run has measured below it")
 
 
 def _run_flags(made: Parser) -> None:
@@ -103,9 +106,12 @@ def _check(made: Parser) -> None:
 
 
 def _probe(made: Parser) -> None:
-    made.add_argument("-o", "--output", metavar="C.cluster.json")
+    made.add_argument("-o", "--output", metavar="C.cluster.json", help="write what --cluster takes")
     made.add_argument("--devices", type=int, metavar="N", help="devices to measure together (default: all)")
     made.add_argument("--quick", action="store_true", help="a few seconds, wider error bars")
+    made.add_argument(
+        "--from-runs", nargs="?", const="", metavar="LEDGER", help="learn from what `mw train` has measured here"
+    )
 
 
 def _profile(made: Parser) -> None:
@@ -151,12 +157,22 @@ COMMANDS: dict[str, tuple[str, str, Callable[[Parser], None]]] = {
     "plan": ("find the fastest plan that fits", "mw plan --model llama3-8b --cluster 8xh100", _plan),
     "simulate": (
         "forecast one plan and draw its timeline",
-        "mw simulate P.plan.json --model llama3-8b --cluster 8xh100 --seq 8192",
+        "mw simulate P.plan.json --model llama3-8b --cluster 8xh100 --seq 8192\n"
+        "  mw simulate P.plan.json --model llama3-8b --cluster 8xh100 --svg P.svg --perfetto P.trace.json\n"
+        "  mw simulate runs/a/plan.json --model byte-3m --cluster runs/a/cluster.json "
+        "--measured runs/a/measured.timeline.json",
         _simulate,
     ),
     "train": ("train; the same command resumes", "mw train examples/laptop.toml", _run_flags),
     "check": ("prove that a plan trains as one device would", "mw check RUN.toml --plan P.plan.json", _check),
-    "probe": ("measure this machine", "mw probe -o this.cluster.json", _probe),
+    "probe": (
+        "measure this machine: a minute on a CPU, three on a GPU",
+        "mw probe -o this.cluster.json\n"
+        "  mw probe --quick --devices 2\n"
+        "  mw probe --from-runs -o learned.cluster.json\n"
+        "  mw plan --model gpt2-124m --cluster this.cluster.json",
+        _probe,
+    ),
     "profile": ("what each layer of a model costs", "mw profile llama3-8b", _profile),
     "techniques": ("the techniques a plan can use", "mw techniques tensor", _techniques),
     "ckpt": (

@@ -54,6 +54,8 @@ def run(arguments: Namespace) -> int:
         console.print()
     for line in explain(found, cluster):
         console.print(line)
+    for what in profile.unpriced:
+        console.print(f"not counted, or roughly: {what}")
     if found.best is not None:
         console.print(f"\nnext: {_next(arguments, wanted)}")
     return 0 if found.best is not None else 1

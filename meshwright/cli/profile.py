@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from argparse import Namespace
 
 from rich.table import Table
 
 from meshwright.cli.show import stdout, write_output
 from meshwright.cli.wanted import section_named
-from meshwright.core.units import pretty_count
+from meshwright.core.profile import Poly, Profile
+from meshwright.core.units import pretty_bytes, pretty_count, pretty_seconds
 from meshwright.models.config import PRESETS, config_kind
 from meshwright.models.names import profile_of
 from meshwright.runtime.model import describe
@@ -27,25 +29,42 @@ def run(arguments: Namespace) -> int:
             table.add_row(name, config_kind(config), pretty_count(found.num_params), *sizes)
         console.print(table)
         return 0
+    started = time.perf_counter()
     profile = describe(section_named(arguments.model), _TRACED_SEQUENCE).profile
+    took_seconds = time.perf_counter() - started
     if arguments.output:
         write_output(arguments.output, profile.to_json())
         return 0
-    console.print(f"{profile.name}: {pretty_count(profile.num_params)} parameters")
+    console.print(f"{profile.name}: {pretty_count(profile.num_params)} parameters, in {pretty_seconds(took_seconds)}")
+    sequence = min(_TRACED_SEQUENCE, profile.max_sequence)
+    console.print(_layers(profile, sequence))
+    if profile.counts == "tokens":
+        console.print(f"of a sequence of {sequence}; computed in 16 bits")
+    for what, why in profile.uncut.items():
+        console.print(f"{what} cannot be divided: {why}")
+    for what in profile.unpriced:
+        console.print(f"not counted, or roughly: {what}")
+    return 0
+
+
+def _layers(profile: Profile, sequence: int) -> Table:
     counted = profile.counts.removesuffix("s")
-    table = Table("layer", "x", "parameters", f"flops/{counted}", f"kept/{counted}", box=None, header_style="bold")
+    heads = ("layer", "x", "parameters", f"forward/{counted}", f"backward/{counted}", f"kept/{counted}", "kernels")
+    table = Table(*heads, box=None, header_style="bold")
+    for column in table.columns[1:]:
+        column.justify = "right"
     for layer in profile.layers:
-        # Per token of a sequence of 1: attention's share grows with the sequence and is left out.
-        flops = sum(each.b + each.bs for op in layer.ops for each in (op.flops, op.backward_flops))
-        kept = sum(op.saved.b + op.saved.bs for op in layer.ops)
+        forward = sum(op.flops(1, sequence) for op in layer.ops) / sequence
+        backward = sum(op.backward_flops(1, sequence) for op in layer.ops) / sequence
+        kept_bytes = sum((4 if op.dtype == "float32" else 2) * op.saved(1, sequence) for op in layer.ops) / sequence
+        launched = [op for op in layer.ops if op.moved != Poly() or op.backward_moved != Poly()]
         table.add_row(
             layer.name,
             str(layer.repeat),
             pretty_count(layer.num_params()),
-            pretty_count(flops),
-            f"{pretty_count(kept)} elements",
+            f"{pretty_count(forward)} flops",
+            f"{pretty_count(backward)} flops",
+            pretty_bytes(int(kept_bytes)),
+            f"{sum(op.kernels for op in launched):.0f} + {sum(op.backward_kernels for op in launched):.0f}",
         )
-    console.print(table)
-    for what, why in profile.uncut.items():
-        console.print(f"{what} cannot be divided: {why}")
-    return 0
+    return table

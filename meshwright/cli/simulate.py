@@ -6,29 +6,35 @@ import json
 from argparse import Namespace
 from pathlib import Path
 
+from rich.console import Console
+from rich.text import Text
+
 from meshwright.cli.show import print_forecast, stdout, write_output
-from meshwright.cli.wanted import read_wanted
+from meshwright.cli.wanted import Wanted, read_wanted
 from meshwright.core.codec import encode, load_artefact
-from meshwright.core.errors import MeshwrightError
+from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.plan import Plan
-from meshwright.core.timeline import Span, Timeline
-from meshwright.core.units import pretty_seconds
-from meshwright.simulate.forecast import forecast
+from meshwright.core.timeline import Timeline, last_step
+from meshwright.simulate.draw import draw
+from meshwright.simulate.forecast import Forecast, forecast
+from meshwright.simulate.lanes import compared
+from meshwright.simulate.picture import picture
 from meshwright.simulate.timeline import simulate
+
+_PIPED_WIDTH = 100
 
 
 def run(arguments: Namespace) -> int:
     plan = load_artefact(Plan, arguments.plan)
+    measured = load_timeline(arguments.measured) if arguments.measured else None
     wanted = read_wanted(arguments)
     profile, cluster, sequence = wanted.profile, wanted.cluster, wanted.sequence
-    if problems := plan.check(profile, cluster) or plan.check_sequence(sequence):
+    problems = [*plan.check(profile, cluster), *_unwritable(arguments)]
+    if problems := problems or list(plan.check_sequence(sequence)):
         raise MeshwrightError(problems)
     predicted = forecast(profile, plan, cluster, sequence=sequence)
     timeline = simulate(profile, plan, cluster, sequence=sequence)
-    if arguments.output:
-        write_output(arguments.output, timeline.to_json())
-        trace = trace_beside(arguments.output)
-        write_output(trace, timeline.to_chrome())
+    traces = _write(arguments, wanted, plan, predicted, [timeline, *([measured] if measured else [])])
     if arguments.json:
         print(json.dumps(encode(predicted), allow_nan=False))
         return 0 if predicted.fits else 1
@@ -36,13 +42,54 @@ def run(arguments: Namespace) -> int:
     print_forecast(console, plan, predicted, "forecast")
     if not predicted.fits:
         console.print("[bold red]does not fit[/bold red]")
-    shown = timeline.environment["microbatches"]
-    console.print("" if shown == f"{plan.num_microbatches} of {plan.num_microbatches}" else f"\nmicrobatches: {shown}")
-    for line in drawn(timeline):
-        console.print(line, markup=False)
-    if arguments.output:
-        console.print(f"\nopen {trace} in ui.perfetto.dev")
+    console.print()
+    print_timeline(console, timeline)
+    if measured:
+        console.print("\nmeasured", style="bold")
+        if measured.plan_fingerprint != plan.fingerprint:
+            console.print("of another plan than the one predicted")
+        print_timeline(console, measured)
+        console.print(compared(timeline, measured), markup=False)
+    if traces:
+        console.print(f"\nopen {' or '.join(traces)} in ui.perfetto.dev", markup=False, soft_wrap=True)
     return 0 if predicted.fits else 1
+
+
+def load_timeline(path: str) -> Timeline:
+    """One step of a timeline that a run has left, or that was edited."""
+    timeline = last_step(load_artefact(Timeline, path))
+    if not timeline.spans:
+        raise MeshwrightError([Problem(where=path, what="has no spans.", fix="Record at least one step.")])
+    return timeline
+
+
+def _unwritable(arguments: Namespace) -> list[Problem]:
+    """Told before anything is computed or written."""
+    flags = {"-o": arguments.output, "--svg": arguments.svg, "--perfetto": arguments.perfetto}
+    problems = []
+    for flag, path in flags.items():
+        if path and not Path(path).parent.is_dir():
+            what = f"{path} cannot be written: the folder {Path(path).parent} does not exist."
+            problems.append(Problem(where=flag, what=what))
+        elif path and Path(path).is_dir():
+            problems.append(Problem(where=flag, what=f"{path} is a folder.", fix="Name a file."))
+    return problems
+
+
+def _write(
+    arguments: Namespace, wanted: Wanted, plan: Plan, predicted: Forecast, timelines: list[Timeline]
+) -> list[str]:
+    """The files asked for; those that Perfetto opens."""
+    traces = [arguments.perfetto] if arguments.perfetto else []
+    if arguments.output:
+        write_output(arguments.output, timelines[0].to_json())
+        traces.append(trace_beside(arguments.output))
+    for trace in traces:
+        write_output(trace, timelines[0].to_chrome())
+    if arguments.svg:
+        title = f"{wanted.profile.name} on {wanted.cluster.name}: {plan}"
+        write_output(arguments.svg, picture(timelines, title=title, notes=[f"bound by {predicted.bottleneck}"]))
+    return traces
 
 
 def trace_beside(output: str) -> str:
@@ -52,23 +99,8 @@ def trace_beside(output: str) -> str:
     return str(path.with_name(f"{stem}.trace.json"))
 
 
-def drawn(timeline: Timeline, width: int = 96) -> list[str]:
-    """A row per stage: F forward, B backward, = exchange and update, . idle."""
-    total = timeline.seconds or 1.0
-    computes: dict[int, list[Span]] = {span.device: [] for span in timeline.spans}
-    for span in timeline.spans:
-        if span.lane == "compute":
-            computes[span.device].append(span)
-    rows = []
-    for device, spans in sorted(computes.items()):
-        row = ["."] * width
-        for span in spans:
-            letter = {"forward": "F", "backward": "B"}.get(span.name.split()[0], "=")
-            first = int(span.start_seconds / total * width)
-            last = int((span.start_seconds + span.seconds) / total * width)
-            for place in range(first, max(first + 1, min(last, width))):
-                if place < width:
-                    row[place] = letter
-        busy = sum(span.seconds for span in spans) / total
-        rows.append(f"rank {device:<5} {''.join(row)} busy {busy:.0%}")
-    return [*rows, f"{'':10} 0{'':{width - 12}}{pretty_seconds(total):>10}"]
+def print_timeline(console: Console, timeline: Timeline) -> None:
+    width = console.width if console.is_terminal else _PIPED_WIDTH
+    plain = "utf" not in console.encoding.lower()
+    for line in draw(timeline, width=width, plain=plain):
+        console.print(Text.assemble(*line), soft_wrap=True)

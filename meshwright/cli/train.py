@@ -14,11 +14,13 @@ from typing import Any, NoReturn
 from rich.console import Console
 from rich.table import Table
 
+from meshwright.cli.overlay import PICTURE, overlay
 from meshwright.cli.show import print_forecast, progress
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.units import pretty_bytes, pretty_count, pretty_seconds
 from meshwright.models.dimensions import DecoderConfig
 from meshwright.runtime.config import RunConfig, read_run
+from meshwright.runtime.ledger import promised_bytes, record
 from meshwright.runtime.prepare import (
     Prepared,
     job_arguments,
@@ -107,15 +109,19 @@ def close(console: Console, run_file: str, config: RunConfig, prepared: Prepared
     path = folder / "result.json"
     if not path.exists():
         return
-    summary = summarise(config, prepared, json.loads(path.read_text(encoding="utf-8")))
+    result = json.loads(path.read_text(encoding="utf-8"))
+    line = overlay(folder, f"{config.model.title} on {prepared.cluster.name}: {prepared.plan}")
+    summary = summarise(config, prepared, result)
     try:
         write_atomically(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
     except OSError as error:
         console.print(f"summary.json is not written: {error.strerror or error}")
     console.print()
     console.print(_compared(summary))
-    for line in _told(summary, folder):
-        console.print(line, markup=False, soft_wrap=True)
+    for told in ([line] if line else []) + _told(summary, folder):
+        console.print(told, markup=False, soft_wrap=True)
+    if reason := record(config, prepared, result):
+        console.print(f"this run is not in the ledger that mw probe --from-runs reads: {reason}", soft_wrap=True)
     ways = {
         f"mw check {run_file} --plan {folder}/plan.json": "is this plan exact?",
         f"mw ckpt verify {folder}": "are the checkpoints whole?",
@@ -145,7 +151,7 @@ def summarise(config: RunConfig, prepared: Prepared, result: Mapping[str, Any]) 
     predicted = {
         "step_seconds": forecast.step_seconds,
         rate: forecast.tokens_per_second,
-        "peak_bytes": forecast.peak_bytes,
+        "peak_bytes": promised_bytes(prepared),
     }
     names = [*_FILES, *(() if not config.run.track else ("track/",))]
     told = ("step", "steps_now", "stopped", "seconds", "counts", "seen_now", "samples_in_all", "loss", "held_out")
@@ -155,13 +161,14 @@ def summarise(config: RunConfig, prepared: Prepared, result: Mapping[str, Any]) 
         **{name: result[name] for name in told},
         "steps": config.train.steps,
         "predicted": predicted,
+        "interval_seconds": [forecast.step_seconds_low, forecast.step_seconds_high],
         "measured": measured,
         "checkpoints": list_steps(folder / "checkpoints"),
         "files": [name for name in names if (folder / name).exists()],
     }
 
 
-_FILES = ("metrics.jsonl", "samples.jsonl", "tensorboard/", "checkpoints/", "measured.trace.json")
+_FILES = ("metrics.jsonl", "samples.jsonl", "tensorboard/", "checkpoints/", "measured.trace.json", PICTURE)
 _PRETTY: dict[str, tuple[str, Callable[[float], str]]] = {
     "step_seconds": ("step", pretty_seconds),
     "tokens_per_second": ("tokens/s", pretty_count),
@@ -186,8 +193,9 @@ def _told(summary: Mapping[str, Any], folder: Path) -> list[str]:
     seen = f"{pretty_count(summary['seen_now'])} {summary['counts']}"
     loss = "" if summary["loss"] is None else f"; loss {summary['loss']:.4f}"
     lines = [
+        *_interval(summary),
         f"{summary['steps_now']} steps, {seen} in {pretty_seconds(summary['seconds'])}"
-        f" (now at step {summary['step']} of {summary['steps']}){loss}"
+        f" (now at step {summary['step']} of {summary['steps']}){loss}",
     ]
     if summary["held_out"]:
         lines.append(f"held-out: {held_out_text(summary['held_out'])}")
@@ -197,6 +205,17 @@ def _told(summary: Mapping[str, Any], folder: Path) -> list[str]:
     lines.append(f"checkpoints kept: {kept}")
     lines.append(f"written to {folder}: {', '.join(['summary.json', *summary['files']])}")
     return lines
+
+
+def _interval(summary: Mapping[str, Any]) -> list[str]:
+    """Whether the forecast kept its word."""
+    measured = summary["measured"].get("step_seconds")
+    if measured is None:
+        return []
+    low, high = summary["interval_seconds"]
+    where = "inside" if low <= measured <= high else "below" if measured < low else "above"
+    promised = f"the forecast's interval, {pretty_seconds(low)} to {pretty_seconds(high)}"
+    return [f"measured step {pretty_seconds(measured)}: {where} {promised}"]
 
 
 def _can_export(config: RunConfig) -> bool:

@@ -8,11 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
+from meshwright.cli.show import progress
 from meshwright.core.cluster import Cluster, parse_cluster_name
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.profile import Profile
 from meshwright.models.section import ModelSection
 from meshwright.probe.names import cluster as named_cluster
+from meshwright.probe.plausible import warnings_of
 from meshwright.runtime.model import describe
 
 if TYPE_CHECKING:
@@ -54,6 +56,8 @@ def read_wanted(arguments: Namespace, run: RunConfig | None = None) -> Wanted:
         raise MeshwrightError(problems)
     assert profile is not None
     assert place is not None
+    for line in warnings_of(place[0]):
+        progress(f"warning: {place[1]}: {line}")
     return Wanted(profile=profile, cluster=place[0], cluster_name=place[1], sequence=sequence)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from meshwright.core.errors import Problem, nearest
 
 KINDS = ("cpu", "cuda")
-DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8")
+DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
 MOST_OF_PEAK = 1.5
 """Shares of a data sheet's figure: a measurement may pass it a little, never by half."""
 
@@ -36,6 +36,8 @@ class Device:
     """Inner size at which a matmul reaches half its rate."""
     residuals: tuple[tuple[float, float, float, float], ...] = ()
     """(m, n, k, measured seconds over those of the formula) where matmuls were timed; between them, interpolated."""
+    unaligned_slowdown: float = 1.0
+    """Times as long as a matmul takes whose n or k is no multiple of 8."""
     attention_fraction: float = 0.4
     """Share of the peak that causal attention with heads of 128 reaches going forward."""
     attention_backward_fraction: float = 0.0
@@ -80,6 +82,8 @@ class Device:
             "bandwidth_fraction": self.bandwidth_fraction,
         }
         yield from wrong_numbers(positive, "above zero", lambda value: value > 0)
+        slowdown = {"unaligned_slowdown": self.unaligned_slowdown}
+        yield from wrong_numbers(slowdown, "at least 1 and less than 100", lambda value: 1 <= value < 100)
         yield from wrong_numbers(not_negative, "zero or more", lambda value: value >= 0)
         yield from wrong_numbers(shares, f"above zero and at most {MOST_OF_PEAK}", lambda v: 0 < v <= MOST_OF_PEAK)
         wanted = f"zero or more and less than the memory, {self.memory_bytes}"

@@ -10,11 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from meshwright.core.codec import encode, read_artefact, to_json
+from meshwright.core.device import wrong_numbers
+from meshwright.core.errors import MeshwrightError, Problem
 
 Cut = Literal["none", "sequence", "tensor"]
 """How splitting a layer's inside divides an op: never, only when the sequence is split too, or always."""
@@ -61,6 +63,17 @@ class Param:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Fused:
+    """An op's share of what a compiler leaves of its layer: chains read what enters and write what leaves them."""
+
+    moved: Poly = Poly()
+    backward_moved: Poly = Poly()
+    saved: Poly = Poly()
+    kernels: float = 0.0
+    backward_kernels: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Op:
     name: str
     kind: Literal["matmul", "attention", "memory", "gather", "loss"]
@@ -85,6 +98,8 @@ class Op:
     kernels: float = 1.0
     """Launched going forward, one after the other; of a matmul, how many products."""
     backward_kernels: float = 1.0
+    fused: Fused | None = None
+    """Where its layer is compiled; None: nothing changes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,6 +157,8 @@ class Profile:
     uncut: Mapping[str, str] = field(default_factory=dict)
     """What of this model cannot be divided, and why: `inside` (of a layer), `sequence` (between such regions),
     `stages`, `loss` (over tokens, in pieces), `samples` (of a batch, over time)."""
+    unpriced: tuple[str, ...] = ()
+    """What could not be counted, or only roughly, and where it is."""
     version: int = 1
 
     @property
@@ -192,4 +209,22 @@ class Profile:
 
     @classmethod
     def from_json(cls, text: str, source: str = "profile") -> Profile:
-        return read_artefact(cls, text, source)
+        found = read_artefact(cls, text, source)
+        problems = [replace(problem, where=f"{source}.{problem.where}") for problem in found.problems()]
+        if problems:
+            raise MeshwrightError(problems)
+        return found
+
+    def problems(self) -> Iterator[Problem]:
+        """Numbers that no model has, as only a file can hold them."""
+        counts = {"hidden_size": self.hidden_size, "max_sequence": self.max_sequence}
+        costs: dict[str, float] = {}
+        for i, layer in enumerate(self.layers):
+            counts[f"layers[{i}].repeat"] = layer.repeat
+            counts |= {f"layers[{i}].params.{each.name}": min(each.shape, default=1) for each in layer.params}
+            for op in layer.ops:
+                for name in ("flops", "backward_flops", "moved", "backward_moved", "saved", "working"):
+                    # A fitted term may be below zero; what it adds up to may not.
+                    costs[f"layers[{i}].ops.{op.name}.{name}"] = getattr(op, name)(1, self.max_sequence)
+        yield from wrong_numbers(counts, "above zero", lambda value: value > 0)
+        yield from wrong_numbers(costs, "zero or more", lambda value: value >= 0)

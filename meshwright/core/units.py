@@ -13,6 +13,14 @@ def pretty_bytes(value: float) -> str:
     return f"{value:.0f} B"
 
 
+def pretty_rate(value: float, unit: str) -> str:
+    """`989 TFLOP/s`, `4.8 TB/s`: powers of ten, as data sheets have them."""
+    for letter, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= size:
+            return f"{value / size:.3g} {letter}{unit}"
+    return f"{value:.3g} {unit}"
+
+
 def pretty_seconds(value: float) -> str:
     if value >= 3600:
         return f"{int(value // 3600)} h {int(value % 3600 // 60):02d} min"

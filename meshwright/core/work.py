@@ -56,7 +56,7 @@ class Compute:
             shape = (n / ways, k) if self.cut_dim == "n" else (n, k / ways) if self.cut_dim == "k" else shape
             matrices = matrices / ways if self.cut_dim == "matrices" else matrices
         elif self.kind == "attention" and shape:
-            shape = (shape[0] / ways, shape[1])
+            shape = (shape[0] / ways, *shape[1:])
         return replace(
             self, flops=self.flops / ways, moved_bytes=self.moved_bytes / ways, shape=shape, matrices=matrices
         )
@@ -81,9 +81,13 @@ class Collective:
     """Fewer bytes go where the data decides so."""
 
 
-Category = Literal["parameters", "gradients", "optimizer", "gathered", "activations", "working", "buffers", "reserved"]
+Category = Literal[
+    "parameters", "gradients", "optimizer", "gathered", "activations", "logits", "working", "buffers", "non_torch"
+]
 
-Life = Literal["always", "microbatch", "moment"]
+Life = Literal["always", "step", "microbatch", "moment", "forward", "backward"]
+"""`step`: from its layer's first backward to the end of the step; `microbatch`: from a microbatch's forward to its
+backward; the others while a layer runs, one layer instance at a time: either way, or only going forward or back."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +97,8 @@ class Resident:
     repeat: Num
     bytes: Num
     life: Life
-    """`microbatch`: from a microbatch's forward to its backward; `moment`: the largest one counts, once."""
+    is_early: bool = False
+    """Of the layer's first instances alone, where they differ from the others."""
     cut: Cut = "none"
     dtype: str = "fp32"
     origin: str = ""
@@ -320,6 +325,8 @@ def _op_residents(layer: Layer, op: Op, counts: tuple[Num, Num, Num], element_by
         (op.saved, "activations", "microbatch"),
         (op.working, "working", "moment"),
     )
+    if op.kind == "loss":  # logits and what is made of them; going back the gradient takes the place of what was kept
+        kinds = ((op.saved, "logits", "microbatch"), (op.working, "logits", "forward"))
     return [
         Resident(
             layer=layer.name,
@@ -352,59 +359,6 @@ def statistics(work: Work, axis: str, origin: str) -> list[Collective]:
         if site.kind == "statistics"
         for phase in ("forward", "backward")
     ]
-
-
-def settle(work: Work) -> Work:
-    """After the last technique: residents and the optimizer's own work follow from the slots."""
-    tasks: list[Compute | Collective] = [*work.optimizer.collectives(work)]
-    residents = []
-    for axis, origin in sorted({late for slot in work.slots for late in slot.late}):
-        owed = [s for s in work.slots if (axis, origin) in s.late and not (s.copy_of or s.frozen)]
-        size = sum(s.repeat * s.stored(s.gradient_shards) * s.element_bytes for s in owed)
-        tasks.append(
-            Collective(
-                layer="",
-                kind="all_reduce",
-                axis=axis,
-                phase="step",
-                repeat=(size > 0) * 1,
-                bytes=size,
-                origin=origin,
-                per_step=True,
-            )
-        )
-    for slot in work.slots:
-        if slot.copy_of:
-            continue
-        stored = slot.stored(slot.shards)
-        common = {"layer": slot.layer, "repeat": slot.repeat, "life": "always"}
-        residents.append(Resident(category="parameters", bytes=stored * slot.element_bytes, **common))
-        if slot.frozen:
-            continue
-        state_bytes = work.optimizer.state_bytes_of(slot)
-        for category, size in (
-            ("gradients", slot.stored(slot.gradient_shards) * slot.element_bytes),
-            ("optimizer", state_bytes),
-        ):
-            residents.append(Resident(category=category, bytes=size, **common))  # type: ignore[arg-type]
-        older_bytes: Num = 0
-        if "older_versions" in work.facts:
-            older_bytes = work.facts["older_versions"] * stored * slot.element_bytes
-            residents.append(Resident(category="buffers", bytes=older_bytes, **common))
-        tasks.append(
-            Compute(
-                layer=slot.layer,
-                name=slot.name,
-                kind="memory",
-                phase="step",
-                repeat=slot.repeat,
-                # read gradient for the norm; read gradient, read and write parameter and state for the update; an older
-                # version is read and written
-                moved_bytes=stored * 4 * slot.element_bytes + 2 * state_bytes + 2 * older_bytes,
-                kernels=0.0,  # one for very many parameters
-            )
-        )
-    return work.with_tasks(*tasks).with_residents(*residents)
 
 
 def _product(shape: Iterable[Num]) -> Num:

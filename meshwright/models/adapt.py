@@ -304,8 +304,9 @@ def adapt(module: nn.Module, example: Inputs, *, name: str, loss: Loss | None = 
         uncut["inside" if not any(regions.values()) else "parts of the inside"] = no_inside
     if has_statistics:
         uncut["samples"] = "its batch norms see the whole batch at once."
-    profile = profile_of_module(module, run_module, template, anatomy, regions, name=name, uncut=uncut)
-    made = Adapted(module, anatomy, regions, template, loss or default_loss)
+    aim = loss or default_loss
+    profile = profile_of_module(module, run_module, template, anatomy, regions, name=name, uncut=uncut, loss=aim)
+    made = Adapted(module, anatomy, regions, template, aim)
     made.vocab_size = seen.vocab_size
     if loss is None and seen.output is not None:
         made.num_scores, made.idle = scores(seen.output).shape[-1], seen.idle

@@ -10,9 +10,19 @@ from dataclasses import replace
 
 from meshwright.core.profile import Layer, Op, Param, Poly, Profile, Site
 from meshwright.models.config import DecoderConfig
-from meshwright.models.cost_ops import matmul, memory
-
-Mlp = tuple[tuple[Param, ...], tuple[Op, ...]]
+from meshwright.models.cost_moe import experts_mlp, sent_to_experts
+from meshwright.models.cost_ops import (
+    Mlp,
+    bias,
+    cross_entropy,
+    gather,
+    kept,
+    matmul,
+    memory,
+    once,
+    swiglu,
+    two_readers,
+)
 
 
 def _norm_params(config: DecoderConfig, name: str) -> tuple[Param, ...]:
@@ -22,10 +32,18 @@ def _norm_params(config: DecoderConfig, name: str) -> tuple[Param, ...]:
     return (weight,)
 
 
-def _norm_op(config: DecoderConfig, name: str) -> Op:
-    """Keeps its input; statistics are s-sized and left out, the output is kept by whoever reads it."""
-    d = config.hidden_size
-    return memory(name, 2.0 * d, d, "sequence")
+def _norm_op(config: DecoderConfig, name: str, *, follows_add: bool = False, joins: bool = True) -> Op:
+    """Keeps its input; the few numbers a row beside it are left out, the output is kept by whoever reads it.
+
+    Back: gradient and input are read once for the input's gradient and once for the weight's; where it `joins` the
+    residual stream, that gradient is added to the stream's. Compiled, a norm that `follows_add` is of its kernel.
+    """
+    d = float(config.hidden_size)
+    fused = (d, 5.0 * d, 0.0, 2.0) if follows_add else (2.0 * d, 5.0 * d, 1.0, 2.0)
+    back, kernels = (8.0 * d, 2.0) if joins else (5.0 * d, 1.0)
+    weights = 2.0 * d if config.norm == "layer" else d
+    op = memory(name, 2.0 * d, d, "sequence", back=back, backward_kernels=kernels, fused=fused)
+    return once(op, weights, 2.0 * weights)
 
 
 def _attention(config: DecoderConfig, is_causal: bool) -> tuple[tuple[Param, ...], tuple[Op, ...]]:
@@ -48,20 +66,18 @@ def _attention(config: DecoderConfig, is_causal: bool) -> tuple[tuple[Param, ...
     params.append(Param(name="attention.output.weight", shape=(d, q), cut=1, units=config.num_heads))
     if config.bias:
         params.append(Param(name="attention.output.bias", shape=(d,)))
-    # One whole input serves query, key and value: kept once, and not divided by splitting.
-    ops = [Op(name="attention.input", kind="memory", saved=Poly(bs=d), cut="none")]
-    ops += [
+    # One whole input serves query, key and value: kept once, and not divided by splitting. Its gradients are added.
+    ops = [
+        memory(
+            "attention.input", 0.0, d, "none", back=6.0 * d, kernels=0.0, backward_kernels=2.0, fused=(0, 3.0 * d, 0, 0)
+        ),
         matmul("attention.query", q, d),
         matmul("attention.key", kv, d),
         matmul("attention.value", kv, d),
     ]
-    if config.qk_norm:
-        ops.append(memory("attention.qk_norm", 2.0 * (q + kv), q + kv, "tensor"))
-    if config.positions == "rope":
-        ops.append(memory("attention.rope", 4.0 * (q + kv), 0.0, "tensor", working=2.0 * (q + kv)))
-    # The output takes the layout of the query: rotation leaves heads outside of the sequence, so the next matmul
-    # reads (and keeps) a copy of it.
-    copied = q if config.positions == "rope" else 0
+    if config.qkv_bias:
+        ops.append(bias("attention.biases", q + 2.0 * kv, "tensor", count=3))
+    ops += _turned(config, float(q + kv), float(q))
     seen = 0.5 if is_causal else 1.0  # of the sequence, on average
     ops.append(
         Op(
@@ -69,89 +85,73 @@ def _attention(config: DecoderConfig, is_causal: bool) -> tuple[tuple[Param, ...
             kind="attention",
             flops=Poly(bss=seen * 4.0 * q),
             backward_flops=Poly(bss=seen * 10.0 * q),
-            moved=Poly(bs=2.0 * (q + kv)),
-            backward_moved=Poly(bs=4.0 * (q + kv)),
-            saved=Poly(bs=2.0 * q + 2.0 * kv + copied),  # query, key, value, output
+            moved=Poly(bs=2.0 * (q + kv + config.num_heads)),
+            backward_moved=Poly(bs=4.0 * (q + kv) + 2.0 * config.num_heads),
+            saved=Poly(bs=2.0 * q + 2.0 * kv),  # query, key, value, output
             cut="tensor",
             shape=(config.num_heads, h, 0),
         )
     )
+    ops.append(kept("attention.statistics", config.num_heads, "tensor", wide=True))
     ops.append(matmul("attention.output", d, q, cut_dim="k"))
+    if config.bias:
+        ops.append(bias("attention.output.bias", d, "none"))
     return tuple(params), tuple(ops)
+
+
+def _turned(config: DecoderConfig, n: float, q: float) -> list[Op]:
+    """Norms of the n elements of queries and keys, and their turning by position."""
+    ops = []
+    if config.qk_norm:
+        fused = (n, 4.0 * n, 1.0, 2.0) if config.positions == "rope" else (2.0 * n, 5.0 * n, 2.0, 4.0)
+        ops.append(kept("attention.qk_norm.statistics", n / config.size_of_head, "tensor", wide=True))
+        ops.append(
+            memory("attention.qk_norm", 2.0 * n, n, "tensor", back=5.0 * n, kernels=2, backward_kernels=2, fused=fused)
+        )
+    if config.positions != "rope":
+        return ops
+    # Four products, a sum and a difference of halves, and a copy that joins them; the same going back. Then heads lie
+    # outside of the sequence, and a product reads a copy: of gradients (a norm reads them as they lie), and of
+    # attention's output, which takes the layout of the query.
+    copied = 0.0 if config.qk_norm else 1.0
+    ops.append(
+        memory(
+            "attention.rope",
+            9.0 * n,
+            0.0,
+            "tensor",
+            back=(9.0 + 2.0 * copied) * n,
+            kernels=14.0,
+            backward_kernels=16.0 + 2.0 * copied,
+            fused=(n, n, 0.0, 1.0) if config.qk_norm else (2.0 * n, 2.0 * n, 1.0, 1.0),
+        )
+    )
+    ops.append(memory("attention.layout", 2.0 * q, q, "tensor"))
+    return ops
 
 
 def plain_mlp(config: DecoderConfig) -> Mlp:
     d, f = config.hidden_size, config.ffn_size
     params = [Param(name="mlp.up.weight", shape=(f, d), cut=0, units=f)]
-    ops = [
-        Op(name="mlp.input", kind="memory", saved=Poly(bs=d), cut="none"),
-        matmul("mlp.up", f, d),
-    ]
+    ops = [matmul("mlp.up", f, d)]
     if config.mlp == "swiglu":
         params.insert(0, Param(name="mlp.gate.weight", shape=(f, d), cut=0, units=f))
         ops.append(matmul("mlp.gate", f, d))
-        # gate, up and their product
-        ops.append(memory("mlp.swiglu", 5.0 * f, 3.0 * f, "tensor", working=f))
+        # The fullest moment is the gradient's, in here or where queries, keys and values have theirs.
+        heads = (3 * config.num_heads + 2 * config.num_kv_heads) * config.size_of_head
+        ops.append(replace(swiglu("mlp.swiglu", f), working=Poly(bs=max(3 * f, heads))))
+        ops.insert(0, two_readers(d))
     else:
         if config.bias:
             params.append(Param(name="mlp.up.bias", shape=(f,), cut=0, units=f))
-        ops.append(memory("mlp.gelu", 2.0 * f, 2.0 * f, "tensor", working=f))
+            ops.append(bias("mlp.up.bias", f, "tensor"))
+        ops.append(memory("mlp.gelu", 2.0 * f, 2.0 * f, "tensor", back=3.0 * f, backward_kernels=1.0, working=2.0 * f))
+        ops.insert(0, memory("mlp.input", 0.0, d, "none", kernels=0.0, working=d, fused=(0, float(d), 0, 0)))
     params.append(Param(name="mlp.down.weight", shape=(d, f), cut=1, units=f))
+    ops.append(matmul("mlp.down", d, f, cut_dim="k"))
     if config.bias:
         params.append(Param(name="mlp.down.bias", shape=(d,)))
-    ops.append(matmul("mlp.down", d, f, cut_dim="k"))
-    return tuple(params), tuple(ops)
-
-
-def _sent_by_a_token(config: DecoderConfig) -> float:
-    """Choices beyond the capacity of their expert go nowhere; how many find room depends on the router."""
-    return config.experts_per_token * min(1.0, config.capacity_factor or 1.0)
-
-
-def _sent_to_experts(config: DecoderConfig, after: int) -> Site:
-    """Every choice, or as many as find room; an expert's room in a sequence is a whole number, rounded up."""
-    d, factor = config.hidden_size, config.capacity_factor
-    rounded = config.num_experts if 0 < factor < 1 else 0
-    elements = Poly(bs=_sent_by_a_token(config) * d, b=rounded * d)
-    return Site(kind="experts", elements=elements, after=after, at_most=factor > 0)
-
-
-def _experts(config: DecoderConfig) -> Mlp:
-    d, f, count, k = config.hidden_size, config.expert_ffn_size, config.num_experts, config.experts_per_token
-    used = k / count
-    params = [
-        Param(name="mlp.router.weight", shape=(count, d), inside=True),
-        Param(name="mlp.experts.gate", shape=(count, f, d), cut=1, units=f, shared_out="experts", used=used),
-        Param(name="mlp.experts.up", shape=(count, f, d), cut=1, units=f, shared_out="experts", used=used),
-        Param(name="mlp.experts.down", shape=(count, d, f), cut=2, units=f, shared_out="experts", used=used),
-    ]
-    sent = _sent_by_a_token(config)
-    scores = count if config.balance or config.router == "sigmoid" else 0
-    ops = [
-        Op(name="mlp.input", kind="memory", saved=Poly(bs=d), cut="none"),
-        replace(matmul("mlp.router", count, d), dtype="float32", cut="none"),
-        # Every expert's score, and four numbers of each choice, two of them int64.
-        replace(memory("mlp.choice", 4.0 * count, scores + 8.0 * sent, "none"), dtype="float32"),
-        replace(memory("mlp.send", 2.0 * sent * d, sent * d, "none", working=sent * d), kind="gather"),
-        matmul("mlp.experts.gate", f, d, rows=sent, matrices=count),
-        matmul("mlp.experts.up", f, d, rows=sent, matrices=count),
-        memory("mlp.experts.swiglu", 5.0 * sent * f, 3.0 * sent * f, "tensor", working=sent * f),
-        matmul("mlp.experts.down", d, f, rows=sent, matrices=count, cut_dim="k"),
-        replace(memory("mlp.return", 4.0 * sent * d, sent * d, "none", working=sent * d), kind="gather"),
-    ]
-    if config.num_shared_experts:
-        size = config.num_shared_experts * f
-        params += [
-            Param(name="mlp.shared.gate.weight", shape=(size, d), cut=0, units=size),
-            Param(name="mlp.shared.up.weight", shape=(size, d), cut=0, units=size),
-            Param(name="mlp.shared.down.weight", shape=(d, size), cut=1, units=size),
-        ]
-        ops += [
-            matmul("mlp.shared.gate", size, d),
-            matmul("mlp.shared.up", size, d),
-            memory("mlp.shared.swiglu", 5.0 * size, 3.0 * size, "tensor", working=size),
-            matmul("mlp.shared.down", d, size, cut_dim="k"),
-        ]
+        ops.append(bias("mlp.down.bias", d, "none"))
     return tuple(params), tuple(ops)
 
 
@@ -159,7 +159,7 @@ def _blocks(config: DecoderConfig) -> tuple[Layer, ...]:
     if not config.num_experts:
         return (block_layer(config, "blocks", config.num_layers, plain_mlp(config)),)
     dense = config.num_dense_layers
-    routed = block_layer(config, "blocks", config.num_layers - dense, _experts(config))
+    routed = block_layer(config, "blocks", config.num_layers - dense, experts_mlp(config))
     return (block_layer(config, "dense_blocks", dense, plain_mlp(config)), routed) if dense else (routed,)
 
 
@@ -167,7 +167,7 @@ def block_layer(config: DecoderConfig, name: str, repeat: int, mlp: Mlp, is_caus
     d = config.hidden_size
     attention_params, attention_ops = _attention(config, is_causal)
     mlp_params, mlp_ops = mlp
-    add = memory("residual", 3.0 * d, 0.0, "sequence")
+    add = memory("residual", 3.0 * d, 0.0, "sequence")  # its gradient goes both ways as it is
     first, second = _norm_params(config, "attention_norm"), _norm_params(config, "mlp_norm")
     middle = len(first) + len(attention_params)
     before_mlp = middle + len(second)
@@ -178,7 +178,7 @@ def block_layer(config: DecoderConfig, name: str, repeat: int, mlp: Mlp, is_caus
         Site(kind="exit", elements=Poly(bs=d), tail=True),
     ]
     if any(param.shared_out == "experts" for param in mlp_params):
-        sites.append(_sent_to_experts(config, before_mlp))
+        sites.append(sent_to_experts(config, before_mlp))
         if config.capacity_factor or config.balance:
             sites.append(Site(kind="choices", elements=Poly(bs=config.experts_per_token), after=before_mlp))
     return Layer(
@@ -189,7 +189,7 @@ def block_layer(config: DecoderConfig, name: str, repeat: int, mlp: Mlp, is_caus
             _norm_op(config, "attention_norm"),
             *attention_ops,
             add,
-            _norm_op(config, "mlp_norm"),
+            _norm_op(config, "mlp_norm", follows_add=True),
             *mlp_ops,
             add,
         ),
@@ -204,45 +204,54 @@ def _embed(config: DecoderConfig) -> Layer:
     params = [Param(name="tokens.weight", shape=(v, d), cut=0)]
     if config.positions == "learned":
         params.append(Param(name="positions.weight", shape=(config.max_sequence, d)))
-    lookup = Op(
-        name="lookup",
-        kind="gather",
-        moved=Poly(bs=2.0 * d),
-        # a dense gradient of the whole table is written and added
-        backward_moved=Poly(one=3.0 * v * d, bs=2.0 * d),
-        saved=Poly(bs=2.0),  # token numbers are int64
-    )
+    # A dense gradient of the whole table is written.
+    lookup = gather("lookup", 2.0 * d + 4.0, 0.0, "none", 1.0, 1.0)
+    moment = Poly(bs=d)
+    lookup = replace(lookup, backward_moved=Poly(one=v * d, bs=d + 4.0), working=moment)
+    ops = [lookup, kept("tokens", 2.0, wide=True)]  # numbers of tokens are int64
+    if config.positions == "rope":
+        # The tables of cosines and sines: small, but steps all the same.
+        steps = 11.0 if config.rope_scaling == "none" else 20.0
+        turns = memory("rotary", 0.0, 0.0, "none", kernels=steps, wide=True)
+        ops.append(replace(turns, moved=Poly(one=config.size_of_head)))
+    else:
+        ops += _learned_positions(config)
+    if config.tied:  # the head's gradient is added
+        table = Poly(one=3.0 * v * d)
+        ops.append(replace(memory("tied", 0.0, 0.0, "none", kernels=0, backward_kernels=1), backward_moved=table))
     return Layer(
         name="embed",
         params=tuple(params),
-        ops=(lookup,),
+        ops=tuple(ops),
         sites=(Site(kind="exit", elements=Poly(bs=d)),),
         boundary=Poly(bs=d),
     )
 
 
+def _learned_positions(config: DecoderConfig) -> list[Op]:
+    d = float(config.hidden_size)
+    numbers = memory("places", 0.0, 0.0, "none", wide=True)
+    lookup = gather("positions", 0.0, 0.0, "none", 1.0, 1.0)
+    table = Poly(one=config.max_sequence * d)
+    return [
+        replace(numbers, moved=Poly(one=2.0)),
+        replace(lookup, moved=Poly(one=d), backward_moved=table),
+        memory("add_positions", 2.0 * d, 0.0, "none", back=d, backward_kernels=1.0),
+    ]
+
+
 def _head(config: DecoderConfig) -> Layer:
     d, v = config.hidden_size, config.vocab_size
     weight = Param(name="output.weight", shape=(v, d), cut=0, tied="embed.tokens.weight" if config.tied else "")
-    loss = Op(
-        name="cross_entropy",
-        kind="loss",
-        moved=Poly(bs=4.0 * v),
-        backward_moved=Poly(bs=3.0 * v),
-        saved=Poly(bs=float(v)),  # probabilities, made the gradient in place
-        working=Poly(bs=float(v)),  # logits, then their gradient, beside them
-        dtype="float32",
-        cut="tensor",
-    )
     norm = _norm_params(config, "norm")
     return Layer(
         name="head",
         params=(*norm, weight),
         ops=(
-            _norm_op(config, "norm"),
-            Op(name="output.input", kind="memory", saved=Poly(bs=d), cut="none"),
+            _norm_op(config, "norm", joins=False),
+            replace(kept("output.input", d), working=Poly(bs=d)),
             matmul("output", v, d),
-            loss,
+            *cross_entropy(v, "tensor"),
         ),
         sites=(Site(kind="enter", elements=Poly(bs=d), after=len(norm)), Site(kind="loss", elements=Poly(bs=1.0))),
     )

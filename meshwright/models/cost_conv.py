@@ -14,12 +14,17 @@ from meshwright.models.config import ResNetConfig, VGGConfig
 from meshwright.models.cost_ops import (
     NO_PIECES,
     NO_SEQUENCE,
-    class_loss,
+    bias,
+    cast,
     conv,
+    cross_entropy,
     ends_here,
+    kept,
     matmul,
     memory,
+    once,
     per_sample,
+    relu,
 )
 from meshwright.models.dimensions import Bottleneck, Conv
 
@@ -46,12 +51,12 @@ def _vgg_conv(size: Conv, name: str, repeat: int = 1, is_stem: bool = False) -> 
     out = size.width * size.size * size.size
     passed = out // 4 if size.pools else out
     multiply = conv("conv", size.channels, size.width, 3, size.size, size.size)
-    ops = [ends_here(multiply) if is_stem else multiply, memory("relu", 2.0 * out, out, "none", working=out)]
+    ops = [ends_here(multiply) if is_stem else multiply, relu("relu", out, "none", working=2.0 * out)]
     if is_stem:
-        ops.insert(0, Op(name="images", kind="memory", saved=Poly(bs=size.channels * size.size**2)))
+        image = size.channels * size.size**2
+        ops = [*cast("images", image, "none", back=False, saved=image), *ops]
     if size.pools:
-        # The pooled image, and where each of its pixels came from (int64).
-        ops.append(memory("pool", out + 3.0 * passed, 3.0 * passed, "none"))
+        ops += _pool(out, passed)
     return Layer(
         name=name,
         repeat=repeat,
@@ -62,6 +67,15 @@ def _vgg_conv(size: Conv, name: str, repeat: int = 1, is_stem: bool = False) -> 
         ops=tuple(ops),
         boundary=Poly(bs=passed),
         is_block=not is_stem,
+    )
+
+
+def _pool(given: float, passed: float) -> tuple[Op, Op]:
+    """Keeps the pooled image, and where each of its pixels came from (int64)."""
+    back = 2.0 * given + 5.0 * passed
+    return (
+        memory("pool", given + 5.0 * passed, passed, "none", back=back, backward_kernels=1.0),
+        kept("pool.places", 2.0 * passed, wide=True),
     )
 
 
@@ -77,9 +91,11 @@ def _vgg_dense(config: VGGConfig) -> Layer:
         ),
         ops=(
             matmul("pair.up", f, flat),
-            memory("pair.relu", 2.0 * f, f, "tensor"),
+            bias("pair.up.bias", f, "tensor"),
+            relu("pair.relu", f, "tensor"),
             matmul("pair.down", f, f, cut_dim="k"),
-            memory("relu", 2.0 * f, f, "none"),
+            bias("pair.down.bias", f, "none"),
+            relu("relu", f, "none"),
         ),
         sites=(Site(kind="enter", elements=Poly(bs=flat), after=0), Site(kind="exit", elements=Poly(bs=f))),
         boundary=Poly(bs=f),
@@ -92,7 +108,8 @@ def _classifier(num_in: int, num_classes: int, prefix: str = "") -> tuple[tuple[
         Param(name=f"{prefix}weight", shape=(num_classes, num_in)),
         Param(name=f"{prefix}bias", shape=(num_classes,)),
     )
-    return params, (replace(matmul("output", num_classes, num_in), cut="none"), class_loss(num_classes))
+    output = replace(matmul("output", num_classes, num_in), cut="none")
+    return params, (output, bias("output.bias", num_classes, "none"), *cross_entropy(num_classes))
 
 
 def vgg_profile(config: VGGConfig, name: str) -> Profile:
@@ -114,12 +131,15 @@ def vgg_profile(config: VGGConfig, name: str) -> Profile:
     )
 
 
-def _norm(name: str, width: int, size: int) -> tuple[tuple[Param, ...], Op, Site]:
+def _norm(name: str, width: int, size: int) -> tuple[tuple[Param, ...], tuple[Op, Op], Site]:
     elements = width * size * size
     params = (Param(name=f"{name}.weight", shape=(width,)), Param(name=f"{name}.bias", shape=(width,)))
-    op = memory(name, 3.0 * elements, 0.0, "none", working=2.0 * elements)
-    op = replace(op, saved=Poly(one=2.0 * width, bs=elements))  # its input, and the statistics
-    return params, op, Site(kind="statistics", elements=Poly(one=2.0 * width))
+    # Read for its statistics, then to be normed, which are remembered in a few steps of small vectors; going back it is
+    # read with its gradient for sums, then for the input's gradient.
+    op = memory(name, 3.0 * elements, 0.0, "none", back=5.0 * elements, kernels=8.0, backward_kernels=1.0)
+    op = replace(once(op, 30.0 * width, 8.0 * width), saved=Poly(bs=elements))
+    statistics = replace(kept(f"{name}.statistics", 0.0, wide=True), saved=Poly(one=2.0 * width))
+    return params, (op, statistics), Site(kind="statistics", elements=Poly(one=2.0 * width))
 
 
 def _normed(
@@ -128,7 +148,7 @@ def _normed(
     """A convolution without bias, and its batch norm."""
     params, norm, site = _norm(f"{name}_norm", width, size_out)
     weight = Param(name=f"{name}.weight", shape=(width, channels, kernel, kernel))
-    return (weight, *params), (conv(name, channels, width, kernel, size_in, size_out), norm), site
+    return (weight, *params), (conv(name, channels, width, kernel, size_in, size_out), *norm), site
 
 
 def _bottleneck(size: Bottleneck, name: str, repeat: int) -> Layer:
@@ -143,13 +163,18 @@ def _bottleneck(size: Bottleneck, name: str, repeat: int) -> Layer:
         pieces.append(_normed("shortcut", size.channels, size.out, 1, size.size, size.size_out))
         relus.append(0)
     ops: list[Op] = []
-    for (_, some, _), kept in zip(pieces, relus, strict=True):
-        ops += [*some, memory("relu", 2.0 * kept, kept, "none")] if kept else some
+    for (_, some, _), size_kept in zip(pieces, relus, strict=True):
+        ops += [*some, relu("relu", size_kept, "none")] if size_kept else some
     return Layer(
         name=name,
         repeat=repeat,
         params=tuple(param for params, _, _ in pieces for param in params),
-        ops=(*ops, memory("residual", 3.0 * size.out * outer, 0.0, "none")),
+        ops=(
+            *ops,
+            memory("residual", 3.0 * size.out * outer, 0.0, "none", working=3.0 * size.out * outer),
+            # Two read the block's input: their gradients are added.
+            memory("input", 0.0, 0.0, "none", back=3.0 * size.channels * inner, kernels=0.0, backward_kernels=1.0),
+        ),
         sites=tuple(site for _, _, site in pieces),
         boundary=Poly(bs=size.out * outer),
         is_block=True,
@@ -160,16 +185,17 @@ def _resnet_stem(config: ResNetConfig) -> Layer:
     width, size, pooled = config.stem_width, config.stem_size, config.bottlenecks[0].size
     params, norm, site = _norm("norm", width, size)
     out, passed = width * size * size, width * pooled * pooled
+    image = config.channels * config.image_size**2
     weight = Param(name="conv.weight", shape=(width, config.channels, 7, 7))
     return Layer(
         name="stem",
         params=(weight, *params),
         ops=(
-            Op(name="images", kind="memory", saved=Poly(bs=config.channels * config.image_size**2)),
+            *cast("images", image, "none", back=False, saved=image),
             ends_here(conv("conv", config.channels, width, 7, config.image_size, size)),
-            norm,
-            memory("relu", 2.0 * out, out, "none"),
-            memory("pool", out + 3.0 * passed, 3.0 * passed, "none"),
+            *norm,
+            relu("relu", out, "none", working=2.0 * out),
+            *_pool(out, passed),
         ),
         sites=(site,),
         boundary=Poly(bs=passed),
@@ -183,7 +209,9 @@ def resnet_profile(config: ResNetConfig, name: str) -> Profile:
         place += repeat
     last = sizes[-1]
     params, ops = _classifier(last.out, config.num_classes, "output.")
-    pool = memory("pool", last.out * (last.size_out**2 + 1.0), last.out, "none")
+    # Back: a gradient for every pixel, divided by their number.
+    pixels = last.out * last.size_out**2
+    pool = memory("pool", pixels + last.out, last.out, "none", back=pixels + last.out, backward_kernels=1.0)
     layers.append(Layer(name="head", params=params, ops=(pool, *ops)))
     return Profile(
         name=name,

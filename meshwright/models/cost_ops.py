@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
-from meshwright.core.profile import Cut, CutDim, Layer, Op, Poly
+from meshwright.core.profile import Cut, CutDim, Fused, Layer, Op, Param, Poly
+
+Mlp = tuple[tuple[Param, ...], tuple[Op, ...]]
 
 
 def matmul(name: str, n: int, k: int, *, rows: float = 1.0, matrices: int = 1, cut_dim: CutDim = "n") -> Op:
@@ -33,21 +36,92 @@ def memory(
     moved: float,
     saved: float,
     cut: Cut,
-    working: float = 0.0,
     *,
+    back: float = 0.0,
     kernels: float = 1.0,
-    backward_kernels: float = 1.0,
+    backward_kernels: float = 0.0,
+    working: float = 0.0,
+    wide: bool = False,
+    fused: tuple[float, float, float, float] | None = None,
 ) -> Op:
-    return Op(
+    """Elements moved going forward and `back`. `wide`: in float32 whatever is computed in.
+
+    `fused`: moved, moved going back, kernels and kernels going back where its layer is compiled; None: as it is.
+    """
+    op = Op(
         name=name,
         kind="memory",
         moved=Poly(bs=moved),
-        backward_moved=Poly(bs=1.5 * moved),
+        backward_moved=Poly(bs=back),
         saved=Poly(bs=saved),
         working=Poly(bs=working),
+        dtype="float32" if wide else "compute",
         cut=cut,
         kernels=kernels,
         backward_kernels=backward_kernels,
+    )
+    if fused is None:
+        return op
+    left = Fused(
+        moved=Poly(bs=fused[0]),
+        backward_moved=Poly(bs=fused[1]),
+        saved=Poly(bs=saved),
+        kernels=fused[2],
+        backward_kernels=fused[3],
+    )
+    return replace(op, fused=left)
+
+
+def once(op: Op, moved: float, back: float) -> Op:
+    """Elements moved however many samples there are: weights, their gradients, numbers of places."""
+    return replace(
+        op,
+        moved=replace(op.moved, one=op.moved.one + moved),
+        backward_moved=replace(op.backward_moved, one=op.backward_moved.one + back),
+    )
+
+
+def gather(name: str, moved: float, back: float, cut: Cut, kernels: float, backward_kernels: float) -> Op:
+    op = memory(name, moved, 0.0, cut, back=back, kernels=kernels, backward_kernels=backward_kernels)
+    return replace(op, kind="gather")
+
+
+def kept(name: str, elements: float, cut: Cut = "none", *, wide: bool = False) -> Op:
+    """Only keeps something: what somebody else reads or writes."""
+    return memory(name, 0.0, elements, cut, kernels=0.0, wide=wide)
+
+
+def bias(name: str, n: float, cut: Cut, count: int = 1) -> Op:
+    """Its gradient is a sum over rows, a kernel by itself; forward it is part of the product."""
+    return once(memory(name, 0.0, 0.0, cut, back=n, kernels=0.0, backward_kernels=count), 0.0, n)
+
+
+def relu(name: str, n: float, cut: Cut, working: float = 0.0) -> Op:
+    """In place: keeps its output."""
+    return memory(name, 2.0 * n, n, cut, back=3.0 * n, backward_kernels=1.0, working=working)
+
+
+def cast(name: str, n: float, cut: Cut, *, back: bool, saved: float = 0.0) -> tuple[Op, Op]:
+    """Under autocast, of a float32 tensor that a product reads: what is read, and what is written (and kept)."""
+    both = n if back else 0.0
+    read = memory(name, n, 0.0, cut, back=both, backward_kernels=float(back), wide=True)
+    return read, memory(f"{name}.narrow", n, saved, cut, back=both, kernels=0.0)
+
+
+def two_readers(d: float, more: int = 0) -> Op:
+    """A region's whole input: kept, read by two (and `more`), whose gradients are added."""
+    adds = 1.0 + more
+    fused = (0.0, 2.0 * d, 0.0, 0.0)
+    return memory(
+        "mlp.input", 0.0, d, "none", back=3.0 * adds * d, kernels=0.0, backward_kernels=adds, working=d, fused=fused
+    )
+
+
+def swiglu(name: str, f: float, cut: Cut = "tensor", *, is_compiled: bool = True) -> Op:
+    """Keeps gate, up and their product; going back, silu is computed again."""
+    fused = (3.0 * f, 5.0 * f, 1.0, 1.0) if is_compiled else None
+    return memory(
+        name, 5.0 * f, 3.0 * f, cut, back=11.0 * f, kernels=2.0, backward_kernels=4.0, working=3.0 * f, fused=fused
     )
 
 
@@ -67,6 +141,8 @@ def per_sample(layer: Layer, tokens: int = 1) -> Layer:
             saved=fixed(op.saved),
             working=fixed(op.working),
             matrices=fixed(op.matrices),
+            shape=tuple(size or tokens for size in op.shape),
+            fused=None if op.fused is None else _fixed(op.fused, fixed),
         )
         for op in layer.ops
     )
@@ -74,10 +150,19 @@ def per_sample(layer: Layer, tokens: int = 1) -> Layer:
     return replace(layer, ops=ops, sites=sites, boundary=fixed(layer.boundary))
 
 
+def _fixed(fused: Fused, fixed: Callable[[Poly], Poly]) -> Fused:
+    polys = {name: fixed(getattr(fused, name)) for name in ("moved", "backward_moved", "saved")}
+    return replace(fused, **polys)
+
+
 def ends_here(op: Op) -> Op:
     """A matmul of something that has no gradient: only its weight's is computed."""
-    half = {name: getattr(op.backward_flops, name) / 2 for name in ("one", "b", "bs", "bss")}
-    return replace(op, backward_flops=Poly(**half), backward_kernels=op.backward_kernels / 2)
+
+    def half(poly: Poly) -> Poly:
+        return Poly(**{name: getattr(poly, name) / 2 for name in ("one", "b", "bs", "bss")})
+
+    back = {"backward_flops": half(op.backward_flops), "backward_moved": half(op.backward_moved)}
+    return replace(op, **back, backward_kernels=op.backward_kernels / 2)  # type: ignore[arg-type]
 
 
 def conv(name: str, channels: int, width: int, kernel: int, size_in: int, size_out: int) -> Op:
@@ -89,16 +174,16 @@ def conv(name: str, channels: int, width: int, kernel: int, size_in: int, size_o
     )
 
 
-def class_loss(num_classes: int) -> Op:
-    return Op(
-        name="cross_entropy",
-        kind="loss",
-        moved=Poly(bs=4.0 * num_classes),
-        backward_moved=Poly(bs=3.0 * num_classes),
-        saved=Poly(bs=float(num_classes)),
-        working=Poly(bs=float(num_classes)),
-        dtype="float32",
-    )
+def cross_entropy(num_scores: int, cut: Cut = "none") -> tuple[Op, ...]:
+    """Of a float32 copy of the scores; a tensor of their size is kept, and made the gradient in place."""
+    v = float(num_scores)
+    # Targets are int64.
+    moved, back = 3.0 * v + 6.0, 5.0 * v + 8.0
+    loss = memory("cross_entropy", moved, v + 2.0, cut, back=back, kernels=4.0, backward_kernels=5.0, wide=True)
+    scores = memory("scores", v, 0.0, cut, back=v, kernels=0.0, working=v)
+    # Losses times weights, summed.
+    weighing = memory("weighing", 4.0, 1.0, "none", back=2.0, kernels=2.0, backward_kernels=1.0, wide=True)
+    return replace(loss, kind="loss"), replace(scores, kind="loss"), weighing
 
 
 NO_PIECES = "a sample has one loss, no vocabulary for every token."

@@ -7,7 +7,18 @@ from dataclasses import replace
 from meshwright.core.profile import Layer, Op, Param, Poly, Profile
 from meshwright.models.config import ViTConfig
 from meshwright.models.cost import block_layer, plain_mlp
-from meshwright.models.cost_ops import NO_PIECES, class_loss, conv, ends_here, matmul, memory, per_sample
+from meshwright.models.cost_ops import (
+    NO_PIECES,
+    bias,
+    cast,
+    conv,
+    cross_entropy,
+    ends_here,
+    matmul,
+    memory,
+    once,
+    per_sample,
+)
 
 
 def _stem(config: ViTConfig) -> Layer:
@@ -23,26 +34,43 @@ def _stem(config: ViTConfig) -> Layer:
             Param(name="patches.bias", shape=(d,)),
         ),
         ops=(
-            Op(name="images", kind="memory", saved=Poly(bs=image)),
+            *cast("images", image, "none", back=False, saved=image),
             ends_here(conv("patches", config.channels, d, patch, size, size // patch)),
-            memory("positions", 4.0 * passed, 0.0, "none", working=passed),
+            # The class token joins in, the stream becomes float32, positions are added.
+            memory("joined", 3.0 * passed, 0.0, "none", back=float(passed), backward_kernels=1.0, working=passed),
+            once(
+                memory(
+                    "positions", 3.0 * passed, 0.0, "none", back=2.0 * passed, kernels=2, backward_kernels=2, wide=True
+                ),
+                passed,
+                passed,
+            ),
         ),
         boundary=Poly(bs=passed),
     )
 
 
 def _head(config: ViTConfig) -> Layer:
-    d, classes = config.hidden_size, config.num_classes
+    d, classes, tokens = config.hidden_size, config.num_classes, config.num_tokens
     norm = (Param(name="norm.weight", shape=(d,)), Param(name="norm.bias", shape=(d,)))
     output = (Param(name="output.weight", shape=(classes, d)), Param(name="output.bias", shape=(classes,)))
     return Layer(
         name="head",
         params=(*norm, *output),
         ops=(
-            replace(memory("norm", 2.0 * d, d, "none"), dtype="float32"),
-            Op(name="output.input", kind="memory", saved=Poly(bs=d)),
+            # A copy of the class token; going back, a gradient of zeros for all others.
+            memory("class", 2.0 * d, 0.0, "none", back=(tokens + 1.0) * d, backward_kernels=1.0, wide=True),
+            once(
+                memory(
+                    "norm", 2.0 * d, d + 2.0, "none", back=5.0 * d, backward_kernels=1.0, working=tokens * d, wide=True
+                ),
+                2.0 * d,
+                4.0 * d,
+            ),
+            *cast("output.input", d, "none", back=True, saved=d),
             replace(matmul("output", classes, d), cut="none"),
-            class_loss(classes),
+            bias("output.bias", classes, "none"),
+            *cross_entropy(classes),
         ),
     )
 
@@ -50,9 +78,33 @@ def _head(config: ViTConfig) -> Layer:
 def _block(config: ViTConfig) -> Layer:
     encoder = config.encoder
     layer = block_layer(encoder, "blocks", config.num_layers, plain_mlp(encoder), is_causal=False)
-    # The stream between regions is of the parameters' dtype, under autocast too.
-    ops = tuple(replace(op, dtype="float32") if op.cut == "sequence" else op for op in layer.ops)
-    return replace(layer, ops=ops)
+    # The stream between regions is of the parameters' dtype, under autocast too; each linear casts what it reads.
+    ops: list[Op] = []
+    d = config.hidden_size
+    for op in layer.ops:
+        if op.name == "residual":
+            ops += _wide_add(d)
+        elif op.name == "attention.input":
+            read, written = cast("attention.input", 3 * d, "none", back=True, saved=3.0 * d)
+            ops += [replace(read, kernels=3.0, backward_kernels=3.0), written]
+            ops.append(replace(op, name="attention.input.sum", dtype="float32", saved=Poly()))
+        elif op.name == "mlp.input":
+            ops += cast("mlp.input", d, "none", back=True, saved=d)
+            ops.append(replace(op, name="mlp.input.moment", dtype="float32", saved=Poly()))
+        else:
+            ops.append(_wide_norm(op) if op.cut == "sequence" else op)
+    return replace(layer, ops=tuple(replace(op, fused=None) for op in ops))
+
+
+def _wide_norm(op: Op) -> Op:
+    """With its mean and deviation of every row."""
+    return replace(op, dtype="float32", saved=Poly(bs=op.saved.bs + 2.0))
+
+
+def _wide_add(d: int) -> tuple[Op, Op]:
+    """A 16-bit tensor added to the float32 stream, its gradient cast."""
+    wide = memory("residual", 2.0 * d, 0.0, "sequence", back=float(d), backward_kernels=1.0, wide=True)
+    return wide, memory("residual.narrow", float(d), 0.0, "sequence", back=float(d), kernels=0.0)
 
 
 def vit_profile(config: ViTConfig, name: str) -> Profile:

@@ -1,108 +1,23 @@
-"""What a traced module costs: parameters exactly, work and kept activations by counting operators without values.
-
-Counts are taken at a few sizes and fitted by polynomials in samples and sequence. Backward is taken as twice forward.
-"""
+"""The profile of somebody else's module: parameters exactly, its work as the tracer finds it."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from meshwright.core.profile import Layer, Op, Param, Poly, Profile, Site
-from meshwright.models.examine import Anatomy, Template, run_apart, tracing
+from meshwright.models.examine import Anatomy, Template, block_list, blocks_hint, examine, floats, quiet
 from meshwright.models.regions import Found, linear_dims
+from meshwright.models.trace import Place, Subject, Traced, Untraceable, equal_runs, standing_aside, trace
 from meshwright.ops.batch_norm import BatchNorm
 from meshwright.ops.model import Inputs
 
 ENDS = ("first", "last")
-Counts = Mapping[tuple[int, str], float]
-"""(layer, quantity) -> elements or flops; layer -1 is what comes before the blocks, the largest what comes after."""
-
-
-class _Counter(TorchDispatchMode):
-    """Flops and elements of every operator, by the layer that runs and whether a region that may be split does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.cut = -1, "none"
-        self.counts: dict[tuple[int, str], float] = defaultdict(float)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if not func.is_view:
-            packet = func._overloadpacket
-            if packet in flop_registry:
-                self.add("flops", float(flop_registry[packet](*args, **(kwargs or {}), out_val=out)))
-            self.add("moved", sum(map(_numel, (*args, out))))
-        return out
-
-    def add(self, quantity: str, amount: float) -> None:
-        self.counts[self.layer, f"{quantity}.{self.cut}"] += amount
-
-
-def _numel(value: Any) -> float:
-    if isinstance(value, Tensor):
-        return float(value.numel())
-    return sum(map(_numel, value)) if isinstance(value, list | tuple) else 0.0
-
-
-def count(
-    module: nn.Module,
-    call: Callable[[nn.Module, Inputs], Any],
-    inputs: Inputs,
-    anatomy: Anatomy,
-    regions: Mapping[int, list[Found]],
-) -> Counts:
-    counter = _Counter()
-    blocks = list(module.get_submodule(anatomy.path).children()) if anatomy.num_blocks else []
-    handles = []
-    for index, block in enumerate(blocks):
-        handles.append(block.register_forward_pre_hook(lambda *_, i=index: setattr(counter, "layer", i)))
-        for found in regions.get(index, ()):
-            first, row = block.get_submodule(found.columns[0]), block.get_submodule(found.row)
-            handles.append(first.register_forward_pre_hook(lambda *_: setattr(counter, "cut", "tensor")))
-            handles.append(row.register_forward_hook(lambda *_: setattr(counter, "cut", "none")))
-    if blocks:
-        end = len(blocks)
-        handles.append(blocks[-1].register_forward_hook(lambda *_: setattr(counter, "layer", end)))
-    kept: set[int] = set()
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        # A weight, and a view of one, is there anyway.
-        if (
-            storage._cdata not in kept
-            and not tensor.is_leaf
-            and not (tensor._base is not None and tensor._base.is_leaf)
-        ):
-            kept.add(storage._cdata)
-            counter.add("saved", float(tensor.numel()))
-        return tensor
-
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), counter:
-            run_apart(module, call, inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return counter.counts
-
-
-def fit(points: list[tuple[int, int]], values: list[float], has_sequence: bool) -> Poly:
-    """The polynomial through the values at these (samples, sequence)."""
-    terms = [[1.0, b, b * s, b * s * s] if has_sequence else [1.0, b] for b, s in points]
-    solved = np.linalg.lstsq(np.array(terms), np.array(values), rcond=None)[0]
-    scale = max(map(abs, values)) or 1.0
-    clean = [max(0.0, float(x)) if abs(x) * t > 1e-6 * scale else 0.0 for x, t in zip(solved, terms[-1], strict=True)]
-    names = ("one", "b", "bs", "bss") if has_sequence else ("one", "b")
-    return Poly(**{name: round(x, 6) for name, x in zip(names, clean, strict=True)})
+Loss = Callable[[Any, Tensor], Tensor]
 
 
 def profile_of_module(
@@ -114,21 +29,16 @@ def profile_of_module(
     *,
     name: str,
     uncut: Mapping[str, str],
+    loss: Loss | None = None,
 ) -> Profile:
-    base = max(2, min(16, template.sequence // 4)) if template.has_sequence else 1
-    points = [(1, base), (2, base), (1, 2 * base), (2, 3 * base)] if template.has_sequence else [(1, 1), (2, 1)]
-    try:
-        with tracing(module, call, template):
-            counted = [count(module, call, template.shaped(b, s), anatomy, regions) for b, s in points]
-    except Exception:  # a forward that looks at values: its parameters are all that is known
-        counted = [{} for _ in points]
-
-    def poly(layer: int, quantity: str) -> Poly:
-        return fit(points, [counts.get((layer, quantity), 0.0) for counts in counted], template.has_sequence)
-
-    layers = [_end(module, anatomy, 0, poly)]
-    layers += _blocks(module, anatomy, regions, template, poly)
-    layers.append(_end(module, anatomy, 1, poly))
+    blocks = list(module.get_submodule(anatomy.path).named_children()) if anatomy.num_blocks else []
+    same = equal_runs([block for _, block in blocks], anatomy.shapes)
+    traced = _traced(module, call, template, anatomy, regions, same, loss)
+    first, *inner, last = traced.ops
+    layers = [_end(module, anatomy, 0, first)]
+    ops_of = dict(zip(dict.fromkeys(same), inner, strict=True))
+    layers += _blocks(module, anatomy, regions, [ops_of[at] for at in same])
+    layers.append(_end(module, anatomy, 1, last))
     hidden = anatomy.shapes[0][-1][0] if anatomy.shapes else 0
     return Profile(
         name=name,
@@ -139,7 +49,95 @@ def profile_of_module(
         stream="parameters",
         block_path=anatomy.path,
         uncut=dict(uncut),
+        unpriced=traced.unpriced,
     )
+
+
+def trace_module(module: nn.Module, example: Inputs, *, name: str, loss: Loss | None = None) -> Profile:
+    """A module's profile from sample inputs of the right shapes; it needs no weights. Nothing of it is cut."""
+
+    def call(module: nn.Module, inputs: Inputs) -> Any:
+        return module(*inputs) if isinstance(inputs, tuple) else module(inputs)
+
+    template = Template.like(example)
+    anatomy = _examined(module, call, template)
+    return profile_of_module(module, call, template, anatomy, {}, name=name, uncut={}, loss=loss)
+
+
+def _examined(module: nn.Module, call: Callable[[nn.Module, Inputs], Any], template: Template) -> Anatomy:
+    """Equal blocks are looked at once, where that one hands on what it is given in the shape it came in."""
+    path, blocks = block_list(module, blocks_hint(module))
+    children = list(blocks.named_children()) if blocks is not None else []
+    same = equal_runs([block for _, block in children], [None] * (len(children) + 1))
+    names = [f"{path}.{name}".lstrip(".") for name, _ in children]
+    with standing_aside(module, {names[at]: names[first] for at, first in enumerate(same) if at != first}):
+        anatomy = examine(module, call, template)
+    shapes = anatomy.shapes
+    if shapes and all(shapes[first] == shapes[first + 1] for at, first in enumerate(same) if at != first):
+        return anatomy
+    return examine(module, call, template)
+
+
+def _traced(
+    module: nn.Module,
+    call: Callable[[nn.Module, Inputs], Any],
+    template: Template,
+    anatomy: Anatomy,
+    regions: Mapping[int, list[Found]],
+    same: list[int],
+    loss: Loss | None,
+) -> Traced:
+    names = [f"{anatomy.path}.{name}".lstrip(".") for name, _ in module.get_submodule(anatomy.path).named_children()]
+    places = [Place(path="")]
+    for at in dict.fromkeys(same):
+        found = regions.get(at, ())
+        columns = tuple(region.columns[0] for region in found)
+        places.append(Place(path=names[at], is_block=True, columns=columns, rows=tuple(region.row for region in found)))
+    places.append(Place(path=""))
+    notes: dict[str, None] = {}
+
+    def step(module: nn.Module, inputs: Inputs, is_fake: bool) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_fake):
+            output = call(module, inputs)
+        return _number(output, loss, notes)
+
+    subject = Subject(
+        module=module,
+        step=step,
+        inputs=template.shaped,
+        places=places,
+        aside={names[at]: names[first] for at, first in enumerate(same) if at != first},
+    )
+    try:
+        with quiet():
+            traced = trace(subject, template.sequence, template.has_sequence)
+    except Untraceable as why:
+        told = f"{why} It has no weights to run it with: nothing is counted. Make it without that, or with weights."
+        return Traced(ops=[()] * len(places), unpriced=(told,))
+    traced.unpriced += tuple(notes)
+    return traced
+
+
+def _number(output: Any, loss: Loss | None, notes: dict[str, None]) -> Tensor:
+    """What to go backward from: the loss, for targets of the shape that scores have, or the sum of the output."""
+    found = floats(output)
+    if loss is not None and found:
+        scores = getattr(output, "logits", None)
+        scores = scores if isinstance(scores, Tensor) else found[0]
+        for make in (_whole_targets, torch.zeros_like):
+            try:
+                return loss(output, make(scores)).sum()
+            except Exception:  # not of the kind it is for
+                continue
+        notes["the loss: it took none of the targets made up for it"] = None
+    total = torch.zeros(())
+    for each in found:
+        total = total + each.sum()
+    return total
+
+
+def _whole_targets(scores: Tensor) -> Tensor:
+    return torch.zeros(scores.shape[:-1], dtype=torch.int64)
 
 
 def end_names(module: nn.Module, anatomy: Anatomy) -> tuple[list[str], list[str]]:
@@ -161,7 +159,7 @@ def end_names(module: nn.Module, anatomy: Anatomy) -> tuple[list[str], list[str]
     return before, after
 
 
-def _end(module: nn.Module, anatomy: Anatomy, which: int, poly: Callable[[int, str], Poly]) -> Layer:
+def _end(module: nn.Module, anatomy: Anatomy, which: int, ops: tuple[Op, ...]) -> Layer:
     parameters = dict(module.named_parameters(remove_duplicate=False))
     first: dict[int, str] = {}
     for name, value in parameters.items():
@@ -175,23 +173,9 @@ def _end(module: nn.Module, anatomy: Anatomy, which: int, poly: Callable[[int, s
     boundary = Poly()
     if which == 0 and anatomy.shapes:
         boundary = _boundary(anatomy, 0)
-    place = (-1, anatomy.num_blocks)[which]
-    ops = _ops(place, poly)
     owners = dict.fromkeys(name.rpartition(".")[0] for name in names[which])
     sites = _statistics([module.get_submodule(owner) for owner in owners])
     return Layer(name=ENDS[which], params=tuple(params), ops=ops, sites=sites, boundary=boundary, unit="ends")
-
-
-def _ops(layer: int, poly: Callable[[int, str], Poly]) -> tuple[Op, ...]:
-    ops = []
-    for cut in ("none", "tensor"):
-        flops, moved = poly(layer, f"flops.{cut}"), poly(layer, f"moved.{cut}")
-        common: dict[str, Any] = {"cut": cut, "saved": poly(layer, f"saved.{cut}")}
-        if moved != Poly():
-            kind = "matmul" if flops != Poly() else "memory"
-            back = {"backward_flops": _times(flops, 2), "backward_moved": _times(moved, 2)}
-            ops.append(Op(name=f"work.{cut}", kind=kind, flops=flops, moved=moved, **back, **common))  # type: ignore[arg-type]
-    return tuple(ops)
 
 
 def _times(poly: Poly, factor: float) -> Poly:
@@ -215,8 +199,7 @@ def _blocks(
     module: nn.Module,
     anatomy: Anatomy,
     regions: Mapping[int, list[Found]],
-    template: Template,
-    poly: Callable[[int, str], Poly],
+    ops: list[tuple[Op, ...]],
 ) -> list[Layer]:
     if not anatomy.num_blocks:
         return []
@@ -228,7 +211,7 @@ def _blocks(
         params = _block_params(block, found)
         boundary = _boundary(anatomy, index + 1) if anatomy.shapes else Poly()
         sites = _sites(anatomy, index, found, [param.name for param in params]) + _statistics(list(block.modules()))
-        key = (type(block), params, boundary, sites)
+        key = (type(block), params, boundary, sites, ops[index])
         if key == last_key:
             layers[-1] = Layer(**{**_fields(layers[-1]), "repeat": layers[-1].repeat + 1})
             continue
@@ -236,9 +219,7 @@ def _blocks(
         kind = type(block).__name__
         names[kind] += 1
         name = kind if names[kind] == 1 else f"{kind}_{names[kind]}"
-        layers.append(
-            Layer(name=name, params=params, ops=_ops(index, poly), sites=sites, boundary=boundary, is_block=True)
-        )
+        layers.append(Layer(name=name, params=params, ops=ops[index], sites=sites, boundary=boundary, is_block=True))
     return layers
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from meshwright.core.cluster import Cluster
 from meshwright.core.codec import decode
 from meshwright.core.errors import MeshwrightError, Problem
-from meshwright.probe.reading import Reading, assemble
+from meshwright.probe.reading import Reading
 
 MAX_DEFAULT_CPU_DEVICES = 8
 _SECTION_SECONDS = 2.0
@@ -31,11 +31,21 @@ _GPU_DEVICE_FILES = ("nvidia[0-9]*", "kfd", "dxg")
 
 
 def probe(*, num_devices: int | None = None, report: Callable[[str], None], quick: bool = False) -> Cluster:
-    """Measure matmul, attention, memory, op launch and all_reduce, on all devices at once.
+    """Measure compute by shape, memory, launches, host, disk and links, on all devices at once.
 
     `num_devices` defaults to every GPU, or without one to every usable core (at most 8). `quick` takes a few
-    seconds, its figures scatter by a tenth or two; the whole takes half a minute on a CPU.
+    seconds, its figures scatter by a tenth or two; the whole takes a minute on a CPU, three on a GPU.
     """
+    from meshwright.probe.assemble import assemble  # needs numpy, which takes longer to import than a refusal
+
+    host_bytes = available_host_bytes()
+    return assemble(read_machine(num_devices=num_devices, report=report, quick=quick), host_bytes=host_bytes)
+
+
+def read_machine(
+    *, num_devices: int | None = None, report: Callable[[str], None], quick: bool = False
+) -> list[Reading]:
+    """What `probe` is made of: one reading a device."""
     if num_devices is not None and num_devices < 1:
         raise _problem(f"{num_devices} devices were asked for; at least 1 is needed.")
     num_gpus = _num_gpus()
@@ -47,15 +57,14 @@ def probe(*, num_devices: int | None = None, report: Callable[[str], None], quic
     num_threads = max(1, num_cores // count)
     threads = f", {num_threads} threads each" if kind == "cpu" else ""
     report(f"measuring {count} {kind} device{'s' if count > 1 else ''}{threads}")
-    host_bytes = available_host_bytes()
     with tempfile.TemporaryDirectory(prefix="meshwright-probe-") as folder:
         section_seconds = _QUICK_SECTION_SECONDS if quick else _SECTION_SECONDS
         arguments = [
             *("--kind", kind, "--num-devices", str(count)),
             *("--store", str(Path(folder) / "store"), "--section-seconds", str(section_seconds)),
+            *("--folder", str(Path.cwd())),
         ]
-        readings = _measure(Path(folder), arguments, count, num_threads, report)
-    return assemble(readings, host_bytes=host_bytes)
+        return _measure(Path(folder), arguments, count, num_threads, report)
 
 
 def available_host_bytes(

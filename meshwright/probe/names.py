@@ -13,11 +13,12 @@ from meshwright.core.codec import load_artefact
 from meshwright.core.errors import MeshwrightError, Problem, nearest
 
 PRESETS_FOLDER = Path(__file__).parent / "presets"
-ALIASES = {"a100": "a100-80"}
+ALIASES = {"a100": "a100-80", "a100-pcie": "a100-pcie-80", "v100-32": "v100", "rtx-a6000": "a6000"}
 
 # What torch.cuda.get_device_name() says, for cards whose links we know. Word boundaries matter: GH200 is no
 # H200, GB200 no B200, and the PCIe and NVL versions of A100 and H100 are other machines.
 _DEVICE_NAMES = (
+    (r"\bV100-SXM\d-16GB\b", "v100-16"),
     (r"\bV100-SXM\d-32GB\b", "v100"),
     (r"\bA100-SXM\d-40GB\b", "a100-40"),
     (r"\bA100-SXM\d-80GB\b", "a100-80"),
@@ -27,7 +28,21 @@ _DEVICE_NAMES = (
     (r"\bB200$", "b200"),
     (r"\bMI300X\b", "mi300x"),
     (r"\bL40S\b", "l40s"),
+    (r"\bL4$", "l4"),
+    (r"\bT4$", "t4"),
+    (r"\bA10G$", "a10g"),
+    (r"\bA10$", "a10"),
+    (r"\bA40$", "a40"),
+    (r"\bRTX A6000$", "a6000"),
+    (r"\bRTX 6000 Ada\b", "rtx6000-ada"),
+    (r"\bRTX 3090$", "rtx3090"),
     (r"\bRTX 4090$", "rtx4090"),
+    (r"\bRTX 5090$", "rtx5090"),
+    (r"\bA800-SXM\d-80GB\b", "a800"),
+    (r"\bH800$", "h800"),
+    (r"\bH20$", "h20"),
+    (r"\bMI250X\b", "mi250x"),
+    (r"\bMI325X\b", "mi325x"),
 )
 
 

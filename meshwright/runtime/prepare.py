@@ -17,6 +17,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.data.source import Data
 from meshwright.data.source import open_data as open_files
+from meshwright.probe.here import machine_name
 from meshwright.runtime.config import RunConfig
 from meshwright.runtime.model import describe, fitting
 from meshwright.search.search import Found, search
@@ -82,10 +83,13 @@ def open_data(config: RunConfig, cache: Path | None = None) -> Data:
 def _cluster(config: RunConfig, report: Report, geometry: tuple[int, int] | None) -> Cluster:
     from meshwright.probe.machine import probe
     from meshwright.probe.names import cluster
+    from meshwright.probe.plausible import warnings_of
 
     ranks = config.run.ranks
     if config.run.cluster:
         named = cluster(config.run.cluster)
+        for line in warnings_of(named):
+            report(f"warning: {config.run.cluster}: {line}")
         if geometry is not None:
             return named.resized(*geometry)
         return named.resized(ranks) if ranks and ranks != named.num_devices else named
@@ -98,15 +102,6 @@ def _cluster(config: RunConfig, report: Report, geometry: tuple[int, int] | None
     report("measuring this machine")
     measured = probe(num_devices=ranks or None, report=report, quick=True)
     return replace(measured, sources={**measured.sources, "machine": machine_name()})
-
-
-def machine_name() -> str:
-    """Enough to notice that a run folder has moved to another machine."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
-    models = sorted({line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")})
-    num_gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    return f"{', '.join(models)}; {os.cpu_count()} cores; {num_gpus} GPUs"
 
 
 def wishes_of(config: RunConfig) -> dict[str, Any]:
@@ -136,7 +131,7 @@ def write_prepared(config: RunConfig, prepared: Prepared) -> None:
         sequence=config.sequence,
         optimizer=config.train.optimizer,
     )
-    for name in ("result.json", "measured.timeline.json", "measured.trace.json"):
+    for name in ("result.json", "measured.timeline.json", "measured.trace.json", "timeline.svg"):
         (folder / name).unlink(missing_ok=True)  # of an earlier start
     texts = {
         "cluster.json": prepared.cluster.to_json(),

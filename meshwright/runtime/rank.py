@@ -24,7 +24,7 @@ from meshwright.runtime.config import RunConfig
 from meshwright.runtime.model import about, open_model
 from meshwright.runtime.prepare import open_data
 from meshwright.runtime.progress import Progress, held_out_text, one_line
-from meshwright.runtime.record import Metrics, Watch, peak_bytes, write_timeline
+from meshwright.runtime.record import Metrics, Watch, peak_bytes, reserved_bytes, write_timeline
 from meshwright.runtime.train import Step, Trainer, is_due
 from meshwright.supervise.rank import PREEMPTED_EXIT_CODE, Job, StopFlag, run_rank
 
@@ -217,13 +217,15 @@ class _Run:
             mesh.control,
             {
                 "peak_bytes": peak_bytes(mesh.device),
+                "reserved_bytes": reserved_bytes(mesh.device),
                 "spans": [encode(span) for span in self.watch.spans],
                 "memory": [encode(point) for point in self.watch.memory],
             },
         )
         if self.metrics is None:
             return
-        result = self._result(stopped, num_steps, max(rank["peak_bytes"] for rank in gathered))
+        most = {name: max(rank[name] for rank in gathered) for name in ("peak_bytes", "reserved_bytes")}
+        result = self._result(stopped, num_steps, most)
         try:
             write_timeline(self.folder, gathered, self.trainer.plan.fingerprint)
             temporary = self.folder / "result.json.tmp"
@@ -233,7 +235,9 @@ class _Run:
             self.progress.say(f"result.json and the measured timeline are not written: {error.strerror or error}")
         self.metrics.close(result)
 
-    def _result(self, stopped: bool, num_steps: int, most_bytes: int) -> dict[str, Any]:
+    def _result(self, stopped: bool, num_steps: int, most: Mapping[str, int]) -> dict[str, Any]:
+        times = sorted(self.seconds)
+        device = self.trainer.mesh.device
         return {
             "step": self.trainer.step,
             "steps_now": num_steps,
@@ -242,8 +246,13 @@ class _Run:
             "counts": self.progress.counts,
             "seen_now": self.num_tokens,
             "samples_in_all": self.trainer.cursor,
-            "step_seconds": sorted(self.seconds)[len(self.seconds) // 2] if self.seconds else None,
-            "peak_bytes": most_bytes,
+            "step_seconds": times[len(times) // 2] if times else None,
+            "step_seconds_p10": times[len(times) // 10] if times else None,
+            "step_seconds_p90": times[-1 - len(times) // 10] if times else None,
+            "num_measured": len(times),
+            **most,
+            "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else "",
+            "torch": torch.__version__,
             "loss": self.loss,
             "held_out": self.held_out,
             "saved_step": self.saved_step,

@@ -21,6 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from meshwright.core.timeline import MemoryPoint, Span, Timeline
 from meshwright.ops.mesh import Mesh
 from meshwright.runtime.track import TRACKERS, About, Board, Feed, Say, Tracker, finish_all, run_key
+from meshwright.simulate.lanes import united, without
 
 
 class Lines:
@@ -113,6 +114,11 @@ def peak_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def reserved_bytes(device: torch.device) -> int:
+    """The most memory that torch's allocator has taken from a GPU; on a CPU it has none of its own."""
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
+
+
 def current_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
@@ -150,42 +156,85 @@ class Watch:
             self.profiler = None
 
 
+Action = tuple[str, int, int]
+"""Name, start and end in nanoseconds."""
+
 # What a backend calls its collectives in a trace.
 _COLLECTIVE = ("gloo:", "ncclDevKernel", "ncclKernel")
+_OPERATORS = ("aten::", "Torch-Compiled Region", "CompiledFunction", "## Call CompiledFxGraph")
+"""What computes on a CPU; around these are functions that may wait."""
 _WAITS = ("receive", "send", "exchange")
+_SHORTEST_NANOSECONDS = {"cpu": 100_000, "gpu": 5_000}
+"""Of a wait for a collective: what is shorter may be the host between two operators."""
 
 
 def spans_of(events: Any, rank: int, on_gpu: bool) -> list[Span]:
     """The loop's own actions and every collective; operators inside them are left out.
 
     On a GPU an action lasts from its first kernel to its last, whichever thread launched them: the host's own times are
-    those of launching.
+    those of launching. Where a collective runs and nothing is computed meanwhile, the action is interrupted.
     """
     hosted = [event for event in events if event.device_type() == DeviceType.CPU]
     own = [event for event in hosted if event.name().startswith("mw:")]
     actions = sorted((_action(event, "mw:") for event in own), key=lambda action: action[1])
     if not on_gpu:
         others = [e for e in hosted if e.name().startswith(_COLLECTIVE)]
+        working = [e for e in hosted if e.name().startswith(_OPERATORS)]
     else:
         kernels = [event for event in events if event.device_type() != DeviceType.CPU]
         others = [e for e in kernels if e.name().startswith(_COLLECTIVE)]
+        working = [e for e in kernels if not e.name().startswith(("mw:", *_COLLECTIVE))]
         actions = _on_device(actions, hosted, kernels)
-    named = actions + [_action(event) for event in others]
+    computes = [action for action in actions if not action[0].startswith(_WAITS)]
+    talks = _talks([_action(event) for event in others], computes)
+    waits = [action for action in actions if action[0].startswith(_WAITS)]
+    alone = without(_united(talks), _united([_action(event) for event in working]))
+    shortest = _SHORTEST_NANOSECONDS["gpu" if on_gpu else "cpu"]
+    stopped = [(start, end) for start, end in alone if end - start >= shortest]
+    lanes = (("compute", _parted(computes, stopped)), ("collective", waits), ("collective", talks))
     return [
         Span(
             device=rank,
-            lane="collective" if name.startswith((*_WAITS, *_COLLECTIVE)) else "compute",
+            lane=lane,  # type: ignore[arg-type]
             name=name,
             start_seconds=start / 1e9,
-            seconds=(end - start) / 1e9,
+            seconds=max(0, end - start) / 1e9,
             origin="loop" if name.startswith(_WAITS) else "",
         )
+        for lane, named in lanes
         for name, start, end in named
     ]
 
 
-Action = tuple[str, int, int]
-"""Name, start and end in nanoseconds."""
+def _talks(found: list[Action], computes: list[Action]) -> list[Action]:
+    """Without messages that are under way while actions come and go: those of stages, which the loop tells of."""
+    starts = [start for _, start, _ in computes]
+
+    def is_inside(talk: Action) -> bool:
+        at = bisect.bisect_right(starts, talk[1]) - 1
+        return at >= 0 and talk[2] <= computes[at][2]
+
+    return [talk for talk in found if not _is_message(talk[0]) or is_inside(talk)]
+
+
+def _is_message(name: str) -> bool:
+    return name.startswith(("gloo:send", "gloo:recv")) or "SendRecv" in name
+
+
+def _parted(actions: list[Action], stopped: list[tuple[float, float]]) -> list[Action]:
+    """Actions without the times in which they only wait for a collective."""
+    starts = [start for start, _ in stopped]
+    found: list[Action] = []
+    for name, start, end in actions:
+        first = max(0, bisect.bisect_right(starts, start) - 1)
+        last = bisect.bisect_left(starts, end)
+        pieces = without([(start, end)], stopped[first:last])
+        found += [(name, int(left), int(right)) for left, right in pieces]
+    return found
+
+
+def _united(actions: list[Action]) -> list[tuple[float, float]]:
+    return united((start, end) for _, start, end in actions)
 
 
 def _action(event: Any, prefix: str = "") -> Action:

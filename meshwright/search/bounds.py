@@ -15,8 +15,9 @@ import numpy as np
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import Problem
 from meshwright.core.profile import Profile
+from meshwright.core.settle import settle
 from meshwright.core.technique import PHASES, Technique
-from meshwright.core.work import Num, Updating, Work, base_work, settle
+from meshwright.core.work import Num, Updating, Work, base_work
 from meshwright.schedules import Timetable
 from meshwright.search.dials import Dial
 from meshwright.search.space import Grid

@@ -8,7 +8,7 @@ from meshwright.core.cluster import Cluster
 from meshwright.core.units import pretty_bytes, pretty_seconds
 from meshwright.search.search import Alternative, Found, Scored
 
-_LARGEST_KEPT = ("activations", "working")
+_LARGEST_KEPT = ("activations", "logits", "working")
 """What a shorter sequence or a smaller microbatch shrinks; the rest follows the model and the devices."""
 
 
@@ -48,7 +48,7 @@ def _why_nothing_fits(miss: Scored, cluster: Cluster) -> list[str]:
     plan, forecast = miss
     over = forecast.peak_bytes - forecast.memory_bytes
     kept = forecast.peak_bytes_by_category
-    fixed = kept.get("reserved", 0)
+    fixed = kept.get("non_torch", 0)
     shrinking = sum(kept.get(category, 0) for category in _LARGEST_KEPT)
     largest = max(kept, key=lambda category: kept[category])
     lines = [

@@ -178,9 +178,16 @@ class _Pool:
             if problems:
                 self._reject(str(problems[0]))
             else:
-                told = forecast(self.profile, plan, self.cluster, sequence=self.sequence, optimizer=self.optimizer)
-                self.known[plan] = (plan, told)
+                self.known[plan] = (plan, self._forecast(plan, replays=False))
         return self.known[plan]
+
+    def _forecast(self, plan: Plan, *, replays: bool) -> Forecast:
+        settings: dict[str, Any] = {"sequence": self.sequence, "optimizer": self.optimizer, "replays": replays}
+        return forecast(self.profile, plan, self.cluster, **settings)
+
+    def _in_full(self, found: Scored) -> Scored:
+        """With the allocator replayed, which takes too long for all."""
+        return found[0], self._forecast(found[0], replays=True)
 
     def _by_bound(self, mask: np.ndarray) -> Iterator[int]:
         chosen = np.flatnonzero(mask)
@@ -200,8 +207,13 @@ class _Pool:
                 break
             seen += 1
             found = self.scored(candidate)
-            if found is not None and found[1].fits:
+            if found is None or not found[1].fits or (is_full and _rank(found) >= _rank(kept[top - 1])):
+                continue
+            found = self._in_full(found)
+            if found[1].fits:
                 kept = sorted([*kept, found], key=_rank)[: max(top, 1)]
+            else:
+                self._reject("does not fit in memory in pieces")
         self._reject("slower", int(np.sum(self.fits)) - seen)
         if not kept:
             return (), None
@@ -213,7 +225,7 @@ class _Pool:
         for candidate in candidates[order][:_TRIED]:
             found = self.scored(int(candidate))
             if found is not None:
-                return found
+                return self._in_full(found)
         return None
 
     def alternatives(self, best: Plan, names: list[str]) -> tuple[Alternative, ...]:

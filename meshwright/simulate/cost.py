@@ -50,6 +50,20 @@ class Charge(NamedTuple):
     part: Part
 
 
+class Hidden(NamedTuple):
+    """A collective that may run beside compute."""
+
+    task: Collective
+    each_seconds: Num
+    total_seconds: Num
+    shared: Num
+
+    @property
+    def part(self) -> Part:
+        """What it runs beside."""
+        return _PART[self.task.phase]
+
+
 @dataclass(frozen=True, kw_only=True)
 class StageCost:
     charges: Mapping[Charge, Num]
@@ -57,6 +71,10 @@ class StageCost:
     send_seconds: Num
     """From the end of a stage's work to the neighbour that waits for it."""
     roads: Mapping[str, Route]
+    hidden: tuple[Hidden, ...] = ()
+    """Collectives beside compute, whole: `charges` has what shows of them."""
+    bare: Mapping[Charge, Num] = field(default_factory=dict)
+    """Charges without them."""
 
     def seconds(self, part: Part) -> Num:
         total: Num = 0.0
@@ -64,13 +82,6 @@ class StageCost:
             if charge.part == part:
                 total = total + seconds
         return total
-
-
-class _Hidden(NamedTuple):
-    task: Collective
-    each_seconds: Num
-    total_seconds: Num
-    shared: Num
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +94,7 @@ class Tally:
     """(layer, part) -> seconds of compute that collectives may hide behind."""
     host: Mapping[Part, Num] = field(default_factory=dict)
     """Seconds the host needs to launch all of it."""
-    hidden: tuple[_Hidden, ...] = ()
+    hidden: tuple[Hidden, ...] = ()
     send_seconds: Num = 0.0
 
     def begins(self, tasks: tuple[Compute | Collective, ...]) -> bool:
@@ -112,7 +123,7 @@ def tally(work: Work, device: Device, roads: Mapping[str, Route], done: Tally | 
         if task.kind == "send":
             send = np.maximum(send, each * (task.repeat > 0))
         elif task.hidden:
-            hidden.append(_Hidden(task, each, task.repeat * each, road.shared))
+            hidden.append(Hidden(task, each, task.repeat * each, road.shared))
         else:
             _add(charges, Charge(task.origin, task.axis, "step" if task.per_step else part), task.repeat * each)
     return Tally(tasks=work.tasks, charges=charges, cover=cover, host=host, hidden=tuple(hidden), send_seconds=send)
@@ -124,13 +135,27 @@ def stage_cost(work: Work, cluster: Cluster, roads: Mapping[str, Route], done: T
     charges = dict(total.charges)
     order = [layer.name for layer in work.profile.layers]
     for part in ("forward", "backward"):
-        group = [item for item in total.hidden if _PART[item.task.phase] == part]
+        group = [item for item in total.hidden if item.part == part]
         _charge_by_layer(charges, total.cover, [i for i in group if not i.task.per_step], order, part, cluster.beside)
         _charge_once(charges, total.cover, [i for i in group if i.task.per_step], order, part, cluster.beside)
-    for when, seconds in total.host.items():
-        busy = _sum(spent for charge, spent in charges.items() if charge.part == when)
-        charges[Charge(LAUNCH, "", when)] = np.maximum(0.0, seconds - busy)
-    return StageCost(charges=charges, send_seconds=total.send_seconds, roads=roads)
+    _charge_waiting(charges, total.host)
+    return StageCost(
+        charges=charges, send_seconds=total.send_seconds, roads=roads, hidden=total.hidden, bare=total.charges
+    )
+
+
+def _charge_waiting(charges: dict[Charge, Num], host: Mapping[Part, Num]) -> None:
+    """Where the device waits for its host, which runs ahead while it is the faster one. Before the update it waits too:
+    whether the gradients are finite is asked there."""
+    lead: Num = 0.0
+    for part in ("forward", "backward", "weight", "step"):
+        seconds = host.get(part, 0.0)
+        busy = _sum(spent for charge, spent in charges.items() if charge.part == part)
+        lead = 0.0 if part == "step" else lead
+        waits = np.maximum(0.0, seconds - lead - busy)
+        lead = lead + busy + waits - seconds
+        if part in host:
+            charges[Charge(LAUNCH, "", part)] = waits
 
 
 def _add(charges: dict[Charge, Num], charge: Charge, seconds: Num) -> None:
@@ -140,7 +165,7 @@ def _add(charges: dict[Charge, Num], charge: Charge, seconds: Num) -> None:
 def _charge_by_layer(
     charges: dict[Charge, Num],
     cover: Mapping[tuple[str, Part], Num],
-    group: list[_Hidden],
+    group: list[Hidden],
     order: list[str],
     part: Part,
     beside: Beside,
@@ -150,7 +175,7 @@ def _charge_by_layer(
         _expose(charges, mine, cover.get((layer, part), 0.0), bare, part, beside)
 
 
-def _in_turn(group: list[_Hidden], order: list[str]) -> Iterator[tuple[str, list[_Hidden], Num]]:
+def _in_turn(group: list[Hidden], order: list[str]) -> Iterator[tuple[str, list[Hidden], Num]]:
     """Layer, its collectives, and their seconds where it is the first that this stage has (else none)."""
     unseen: Num = True
     for layer in order:
@@ -164,7 +189,7 @@ def _in_turn(group: list[_Hidden], order: list[str]) -> Iterator[tuple[str, list
 def _charge_once(
     charges: dict[Charge, Num],
     cover: Mapping[tuple[str, Part], Num],
-    group: list[_Hidden],
+    group: list[Hidden],
     order: list[str],
     part: Part,
     beside: Beside,
@@ -178,7 +203,7 @@ def _charge_once(
 
 
 def _expose(
-    charges: dict[Charge, Num], group: list[_Hidden], window: Num, bare: Num, part: Part, beside: Beside
+    charges: dict[Charge, Num], group: list[Hidden], window: Num, bare: Num, part: Part, beside: Beside
 ) -> None:
     """Charge each technique its share of what stays visible of `group` beside `window` seconds of compute.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from meshwright.core.cluster import Cluster
@@ -13,6 +13,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.work import ADAM, Updating
 from meshwright.simulate.cost import LAUNCH
+from meshwright.simulate.curve import Replayed, replay
 from meshwright.simulate.makespan import makespan
 from meshwright.simulate.stage import Stage, Staged, cutter_of, stage_plan
 
@@ -29,26 +30,41 @@ class Forecast:
     mfu: float
     """(6 N + 12 L d s) x tokens/s over the dense peak of the dtype the plan computes in, all ranks."""
     peak_bytes: int
-    """Of the fullest rank, what is reserved included."""
+    """Of the fullest rank: what torch has allocated, and what it does not know of (`non_torch`)."""
     peak_bytes_by_category: Mapping[str, int]
+    peak_reserved_bytes: int
+    """What torch's allocator has reserved on the fullest rank, most of it allocated, the rest in pieces between."""
     bottleneck: str
     fits: bool
     memory_bytes: int
     """What a device has."""
     seconds_by_origin: Mapping[str, float]
     """How the slowest stage's step is spent, by technique; adds up to step_seconds."""
+    seconds_by_cause: Mapping[str, float]
+    """The same by whose error it has, a field of `Errors`: what runs teach about a machine."""
     worst_stage: int
     """The stage with the fullest rank."""
     counts: Literal["tokens", "samples"] = "tokens"
     """What `tokens_per_second` counts: samples where they have no sequence."""
 
+    @property
+    def peak_allocated_bytes(self) -> int:
+        """As torch counts."""
+        return self.peak_bytes - self.peak_bytes_by_category.get("non_torch", 0)
 
-def forecast(profile: Profile, plan: Plan, cluster: Cluster, *, sequence: int, optimizer: Updating = ADAM) -> Forecast:
+
+def forecast(
+    profile: Profile, plan: Plan, cluster: Cluster, *, sequence: int, optimizer: Updating = ADAM, replays: bool = True
+) -> Forecast:
+    """`replays`: tensor by tensor through the allocator; without, reserved is what is allocated, in a tenth of the
+    time."""
     staged = stage_plan(profile, plan, cluster, sequence=sequence, optimizer=optimizer)
-    return forecast_of(staged, profile, plan, cluster, sequence=sequence)
+    return forecast_of(staged, profile, plan, cluster, sequence=sequence, replays=replays)
 
 
-def forecast_of(staged: Staged, profile: Profile, plan: Plan, cluster: Cluster, *, sequence: int) -> Forecast:
+def forecast_of(
+    staged: Staged, profile: Profile, plan: Plan, cluster: Cluster, *, sequence: int, replays: bool = True
+) -> Forecast:
     count = plan.num_microbatches
     # A step ends for all ranks at once: the gradient's norm, which clips the update, is global.
     tail_seconds = max(stage.tail_seconds for stage in staged.stages)
@@ -62,22 +78,38 @@ def forecast_of(staged: Staged, profile: Profile, plan: Plan, cluster: Cluster, 
     spent = _spent(staged, plan, step, cluster)
     off = _error_fraction(spent, step, cluster)
     fullest = max(staged.stages, key=lambda stage: float(stage.memory.peak_bytes()))
-    peak_bytes = int(fullest.memory.peak_bytes())
+    reserved = reserved_by(fullest, staged, cluster, replays=replays)
     return Forecast(
         step_seconds=step,
         step_seconds_low=step / (1 + off),
         step_seconds_high=step * (1 + off),
         tokens_per_second=tokens / step,
         mfu=profile.model_flops(tokens, sequence) / step / peak_flops,
-        peak_bytes=peak_bytes,
+        peak_bytes=int(fullest.memory.peak_bytes()),
         peak_bytes_by_category=fullest.memory.by_category(),
+        peak_reserved_bytes=reserved.reserved_bytes,
         bottleneck=_bottleneck(spent, step),
-        fits=peak_bytes <= cluster.device.memory_bytes,
+        fits=reserved.fits,
         memory_bytes=cluster.device.memory_bytes,
         seconds_by_origin=_by_origin(spent),
+        seconds_by_cause=_by_cause(spent),
         worst_stage=fullest.run.start,
         counts=profile.counts,
     )
+
+
+def reserved_by(stage: Stage, staged: Staged, cluster: Cluster, *, replays: bool = True) -> Replayed:
+    """What the allocator makes of a stage's tensors.
+
+    Before it fails it gives back what it caches, so a plan fits if the replay ends within the memory: that it would
+    like to reserve more is no reason to refuse it.
+    """
+    memory, device = stage.memory, cluster.device
+    allocated, fits = int(memory.allocated_bytes()), bool(memory.peak_bytes() <= device.memory_bytes)
+    if device.kind != "cuda" or not replays:  # others allocate as they are asked
+        return Replayed(allocated_bytes=allocated, reserved_bytes=allocated, fits=fits)
+    found = replay(memory, staged.timetable, stage.run.start, len(staged.unfolded), memory_bytes=device.memory_bytes)
+    return replace(found, fits=found.fits and fits)
 
 
 def slowest_of(cluster: Cluster, num_ranks: int) -> float:
@@ -121,10 +153,15 @@ def _spent(staged: Staged, plan: Plan, step_seconds: float, cluster: Cluster) ->
 
 def _error_fraction(spent: list[_Spent], step_seconds: float, cluster: Cluster) -> float:
     """Parts of one cause are off together, causes each by themselves."""
-    by_cause: dict[str, float] = {}
+    shares = {cause: seconds / step_seconds for cause, seconds in _by_cause(spent).items()}
+    return math.hypot(*(getattr(cluster.errors, cause) * share for cause, share in shares.items()))
+
+
+def _by_cause(spent: list[_Spent]) -> dict[str, float]:
+    found: dict[str, float] = {}
     for each in spent:
-        by_cause[each.cause] = by_cause.get(each.cause, 0.0) + each.seconds
-    return math.hypot(*(getattr(cluster.errors, cause) * s / step_seconds for cause, s in by_cause.items()))
+        found[each.cause] = found.get(each.cause, 0.0) + each.seconds
+    return found
 
 
 def _by_origin(spent: list[_Spent]) -> dict[str, float]:

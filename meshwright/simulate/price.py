@@ -7,8 +7,9 @@ from typing import Any
 
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
+from meshwright.core.settle import settle
 from meshwright.core.technique import Technique
-from meshwright.core.work import ADAM, Updating, Work, base_work, settle
+from meshwright.core.work import ADAM, Updating, Work, base_work
 
 ELEMENT_BYTES = 4
 """Parameters and gradients are kept in float32."""

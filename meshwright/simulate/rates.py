@@ -16,6 +16,10 @@ from meshwright.core.work import Compute, Num
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 128, 0.8), (64, 64, 0.6))
 """(rows, columns, share of the best one's rate): what libraries cut an output into, the best for a shape chosen by
 them. A smaller tile reads its inputs more often."""
+LEAST_PART, SHARED_TILE = 512, 0.85
+"""Of k that a processor takes of a shared tile, and what of the rate is left once the parts are summed."""
+ALIGNED, ALIGNED_TO = ("bf16", "fp16", "fp8"), 8
+"""Elements that fast kernels read at once."""
 SMALL_HEAD, LARGE_HEAD = 64, 128
 NEIGHBOURS = 4
 """Measured shapes that a shape between them is interpolated from."""
@@ -28,7 +32,7 @@ def compute_seconds(task: Compute, device: Device) -> Num:
     if isinstance(task.flops, float) and task.flops == 0.0:
         if isinstance(task.moved_bytes, np.ndarray) or task.moved_bytes > 0:
             return np.maximum(traffic, launched * device.kernel_seconds) + _by_host(task, device)
-        return 0.0
+        return _by_host(task, device)
     peak = device.flops_per_second.get(_dtype(task))
     if peak is None:  # the device cannot compute in it: never, rather than a guess
         return task.flops * np.inf
@@ -38,6 +42,9 @@ def compute_seconds(task: Compute, device: Device) -> Num:
         arithmetic = task.flops / (peak * device.matmul_fraction)
         if task.shape and (device.num_processors or device.k_half or device.residuals):
             arithmetic = arithmetic * _slowdown(task, device)
+        if task.shape and device.unaligned_slowdown > 1 and _dtype(task) in ALIGNED:
+            is_odd = sum(size % ALIGNED_TO != 0 for size in task.shape) > 0
+            arithmetic = arithmetic * np.where(is_odd, device.unaligned_slowdown, 1.0)
     seconds = np.maximum(np.maximum(arithmetic, traffic), launched * device.kernel_seconds)
     return seconds + _by_host(task, device)
 
@@ -93,19 +100,24 @@ def _slower(m: Num, n: Num, k: Num, matrices: Num, device: Device) -> Num:
     """Seconds of `matrices` products of m x k by k x n over those at the rate of a large one."""
     found: Num = (k + device.k_half) / k
     if device.num_processors:
-        found = found / _used(m, n, matrices, device.num_processors)
+        found = found / _used(m, n, k, matrices, device.num_processors)
     if device.residuals:
         found = found * _residual(m, n, k, device.residuals)
     return found
 
 
-def _used(m: Num, n: Num, matrices: Num, processors: int) -> Num:
-    """Share of the processors' time in full waves of tiles that goes into the result."""
+def _used(m: Num, n: Num, k: Num, matrices: Num, processors: int) -> Num:
+    """Share of the processors' time in full waves of tiles that goes into the result.
+
+    Where tiles are few and k is long, several processors share a tile, each a part of k.
+    """
     best: Num = 0.0
     for rows, columns, share in TILES:
         tiles = np.ceil(m / rows) * np.ceil(n / columns) * matrices
-        waves = np.ceil(tiles / processors)
-        best = np.maximum(best, share * m * n * matrices / (waves * (processors * rows * columns)))
+        parts = np.maximum(1.0, np.minimum(np.floor(processors / tiles), np.floor(k / LEAST_PART)))
+        waves = np.ceil(tiles * parts / processors)
+        used = share * m * n * matrices * parts / (waves * (processors * rows * columns))
+        best = np.maximum(best, used * np.where(parts > 1, SHARED_TILE, 1.0))
     return best
 
 

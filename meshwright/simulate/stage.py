@@ -16,7 +16,8 @@ from meshwright.schedules.events import peak_held
 from meshwright.simulate.cost import StageCost, stage_cost
 from meshwright.simulate.links import routes
 from meshwright.simulate.memory import StageMemory, stage_memory, timetable_of
-from meshwright.simulate.price import price
+from meshwright.simulate.pick import picked, stacked
+from meshwright.simulate.price import price, price_sizes, sizes_of
 from meshwright.simulate.stages import Run, runs_of
 
 _MANY = 6
@@ -90,17 +91,20 @@ def stage_plan(
     optimizer: Updating,
     change: Change = _as_ours,
 ) -> Staged:
-    stages = []
     roads = routes(cluster, plan.mesh)
     cut = plan.spans_of_stages(profile)
-    for run in runs_of(profile, cut):
-        work = change(price(profile, plan, sequence=sequence, stage=run.start, optimizer=optimizer))
-        cost = stage_cost(work, cluster, roads)
+    runs = runs_of(profile, cut)
+    sizes = stacked([sizes_of(plan, profile, sequence=sequence, stage=run.start) for run in runs])
+    work = change(price_sizes(profile, plan.in_phase_order(), sizes, optimizer=optimizer))
+    costs, memory = stage_cost(work, cluster, roads), stage_memory(work, cluster.device)
+    stages = []
+    for at, run in enumerate(runs):
+        cost = picked(costs, at)
         stages.append(
             Stage(
                 run=run,
                 cost=cost,
-                memory=stage_memory(work, cluster.device),
+                memory=picked(memory, at),
                 all_seconds=_seconds(cost),
                 tail_seconds=float(cost.seconds("step")),
             )

@@ -1,21 +1,30 @@
 """A plan as spans on lanes: what each stage does when, before it runs. The same type as a measured one.
 
 Ranks that differ only along other axes do the same at the same time, so each stage shows one: its first rank.
+How collectives lie inside a microbatch's work follows from what is known of them, not from each layer:
+
+    forward     compute        |  F       |            backward    compute        |  B       |
+                collective  | beside | alone|                      collective |alone| beside   |
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from meshwright.core.cluster import Cluster
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
-from meshwright.core.timeline import MemoryPoint, Span, Timeline
+from meshwright.core.timeline import Span, Timeline
 from meshwright.core.work import ADAM, Updating
 from meshwright.schedules.events import Event, halves, sweep
-from meshwright.simulate.cost import Part
-from meshwright.simulate.stage import Stage, cutter_of, stage_plan
+from meshwright.schedules.places import Places
+from meshwright.simulate.cost import Charge, Part, StageCost
+from meshwright.simulate.forecast import slowest_of
+from meshwright.simulate.residents import memory_points
+from meshwright.simulate.stage import Stage, Staged, cutter_of, stage_plan
+from meshwright.simulate.stream import NUM_STEPS, UPDATE, period_of, stream_events
 
 _PARTS: dict[str, tuple[Part, ...]] = {
     "forward": ("forward",),
@@ -29,40 +38,58 @@ MOST_DRAWN = 2048
 
 
 def simulate(profile: Profile, plan: Plan, cluster: Cluster, *, sequence: int, optimizer: Updating = ADAM) -> Timeline:
-    """One step, every microbatch simulated, none extrapolated. Of very many only the first, as `environment` says."""
+    """One step, every microbatch simulated, none extrapolated. Of very many only the first, as `environment` says.
+
+    Where steps overlap, several of them; `environment` says from when to when one is.
+    """
     staged = stage_plan(profile, plan, cluster, sequence=sequence, optimizer=optimizer)
-    stages = staged.unfolded
-    count = min(plan.num_microbatches, max(MOST_DRAWN // len(stages), len(stages)))
-    events = staged.timetable.events(len(stages), count)
-    seconds = halves(*staged.columns)
-    ends, finished = sweep(events, seconds, staged.send_seconds)
-    devices = _first_ranks(plan, len(stages))
-    cutter = cutter_of(plan)
-    sender_origin = cutter.name if cutter is not None else ""
-    spans: list[Span] = []
-    for event, end in zip(events, ends, strict=True):
-        stage, device = stages[event.stage], devices[event.stage]
-        took = seconds[event.kind][event.span]
-        spans.extend(_shared(stage, event, device, end - took, took))
-        # What an event waits for was sent by the stage it waits for.
-        for source in event.waits_for:
-            sender = devices[events[source].stage]
-            way = "forward" if event.kind == "forward" else "backward"
-            name = f"send {way} {event.microbatch}"
-            spans.append(_span(sender, "collective", name, ends[source], staged.send_seconds, sender_origin))
-    for stage, device in zip(stages, devices, strict=True):
-        spans.extend(_spans(stage, "step", "step", device, max(finished)))
+    drawing = _drawing(staged, plan, slowest_of(cluster, plan.num_ranks))
+    spans = [*drawing.works(), *drawing.messages(), *drawing.tails()]
+    ranks_each = plan.num_ranks // len(drawing.stages)
     return Timeline(
         source="predicted",
         plan_fingerprint=plan.fingerprint,
         spans=tuple(sorted(spans, key=lambda span: (span.start_seconds, span.device))),
-        memory=tuple(_memory(stages, devices, events, ends, seconds)),
+        memory=tuple(memory_points(drawing.stages, drawing.devices, drawing.events, drawing.ends, drawing.seconds)),
         environment={
             "cluster": cluster.name,
             "profile": profile.name,
+            "plan": str(plan),
             "sequence": str(sequence),
-            "microbatches": f"{count} of {plan.num_microbatches}",
+            "microbatches": f"{drawing.count} of {plan.num_microbatches}",
+            "ranks": str(plan.num_ranks),
+            "ranks_each": str(ranks_each),
+            "memory_bytes": str(cluster.device.memory_bytes),
+            **drawing.period(),
         },
+    )
+
+
+def _drawing(staged: Staged, plan: Plan, slower: float) -> _Drawing:
+    """`slower`: times all of it takes, since every rank waits for the slowest."""
+    stages, timetable = staged.unfolded, staged.timetable
+    num_steps = NUM_STEPS if timetable.overlaps_steps else 1
+    count = min(plan.num_microbatches, max(MOST_DRAWN // (num_steps * len(stages)), len(stages)))
+    seconds = {kind: [slower * each for each in by_span] for kind, by_span in halves(*staged.columns).items()}
+    events = timetable.events(len(stages), count)
+    if timetable.overlaps_steps:
+        events = stream_events(len(stages), count)
+        seconds[UPDATE] = [slower * stage.tail_seconds for stage in stages]
+    send_seconds = slower * staged.send_seconds
+    ends, finished = sweep(events, seconds, send_seconds)
+    cutter = cutter_of(plan)
+    return _Drawing(
+        stages=stages,
+        devices=_first_ranks(plan, len(stages)),
+        places=timetable.places(len(stages)),
+        count=count,
+        events=events,
+        ends=ends,
+        finished=finished,
+        seconds=seconds,
+        send_seconds=send_seconds,
+        sender=cutter.name if cutter is not None else "",
+        slower=slower,
     )
 
 
@@ -75,58 +102,189 @@ def _first_ranks(plan: Plan, num_stages: int) -> list[int]:
     return [0]
 
 
-def _span(device: int, lane: str, name: str, start: float, seconds: float, origin: str) -> Span:
+@dataclass(frozen=True, kw_only=True)
+class _Drawing:
+    """Everything that is known of when things happen."""
+
+    stages: tuple[Stage, ...]
+    devices: list[int]
+    places: Places
+    count: int
+    """Microbatches of each step."""
+    events: tuple[Event, ...]
+    ends: list[float]
+    finished: list[float]
+    """When each stage's last event is over."""
+    seconds: Mapping[str, Sequence[float]]
+    send_seconds: float
+    sender: str
+    slower: float
+
+    @property
+    def is_stream(self) -> bool:
+        return UPDATE in self.seconds
+
+    def works(self) -> Iterator[Span]:
+        """Of every event, shared out between techniques as the stage's time is."""
+        known: dict[tuple[int, str], list[_Piece]] = {}
+        for event, end in zip(self.events, self.ends, strict=True):
+            took = self.seconds[event.kind][event.span]
+            if event.kind == UPDATE:
+                yield from self._tail(event.stage, end - took, end, None)
+                continue
+            run = self.stages[event.stage].run.start
+            if (run, event.kind) not in known:
+                known[run, event.kind] = _pieces(self.stages[event.stage].cost, event.kind)
+            name, device = self._name(event), self.devices[event.stage]
+            for piece in known[run, event.kind]:
+                yield _span(device, piece, name, end - took, took)
+
+    def messages(self) -> Iterator[Span]:
+        """What an event waits for was sent by the stage it waits for."""
+        for event in self.events:
+            for source in event.waits_for:
+                sent = self.events[source]
+                piece = _Piece("collective", self.sender, 0.0, 1.0)
+                way = "send_" + self._name(sent).replace("_input", "")
+                device, to_device = self.devices[sent.stage], self.devices[event.stage]
+                yield _span(device, piece, way, self.ends[source], self.send_seconds, to_device)
+
+    def tails(self) -> Iterator[Span]:
+        """After the last backward: what is left of the exchange, and the update, which ends everywhere at once."""
+        if self.is_stream:
+            return
+        end = max(self.finished) + self.slower * max(stage.tail_seconds for stage in self.stages)
+        first: dict[int, float] = {}
+        for event, over in zip(self.events, self.ends, strict=True):
+            first.setdefault(event.stage, over - self.seconds[event.kind][event.span])
+        for stage, finished in enumerate(self.finished):
+            yield from self._tail(stage, finished, end, first[stage])
+
+    def _tail(self, stage: int, start: float, end: float, first: float | None) -> Iterator[Span]:
+        """`first`: when the step began, for what runs beside its first microbatch."""
+        cost, device, slower = self.stages[stage].cost, self.devices[stage], self.slower
+        updates = _charged(cost.charges, ("step",), is_collective=False)
+        update_start = end - slower * sum(updates.values())
+        for origin, seconds in updates.items():
+            yield _span(device, _Piece("compute", origin, 0.0, slower * seconds), "update", update_start)
+            update_start += slower * seconds
+        beside = {charge: each for charge, each in _beside(cost).items() if charge.per_step}
+        late = {key: each for key, each in beside.items() if key.part == "backward"}
+        begin = max(0.0, start - slower * sum(each.seconds - each.shown for each in late.values()))
+        for key, each in late.items():
+            yield _span(device, _Piece("collective", key.origin, 0.0, slower * each.seconds), "exchange", begin)
+            begin += slower * each.seconds
+        early = {key: each for key, each in beside.items() if key.part == "forward"}
+        for key, each in early.items():
+            if first is not None and each.seconds > each.shown:
+                hidden = slower * (each.seconds - each.shown)
+                yield _span(device, _Piece("collective", key.origin, 0.0, hidden), "exchange", first)
+                first += hidden
+            yield _span(device, _Piece("collective", key.origin, 0.0, slower * each.shown), "exchange", begin)
+            begin += slower * each.shown
+        for origin, seconds in _charged(cost.bare, ("step",), is_collective=True).items():
+            yield _span(device, _Piece("collective", origin, 0.0, slower * seconds), "exchange", begin)
+            begin += slower * seconds
+
+    def _name(self, event: Event) -> str:
+        chunk = self.places.chunk(event.span)
+        return f"{event.kind} {event.microbatch}" + (f".{chunk}" if chunk else "")
+
+    def period(self) -> dict[str, str]:
+        """Where steps overlap: from when to when one of them is."""
+        if not self.is_stream:
+            return {}
+        start, end = period_of(self.events, self.ends)
+        return {"period_start_seconds": f"{start:.9g}", "period_end_seconds": f"{end:.9g}", "steps": str(NUM_STEPS)}
+
+
+class _Piece(NamedTuple):
+    lane: str
+    origin: str
+    start: float
+    """From the beginning of what it is a piece of, in shares of that."""
+    share: float
+
+
+def _span(device: int, piece: _Piece, name: str, start: float, took: float = 1.0, to_device: int | None = None) -> Span:
     return Span(
         device=device,
-        lane=lane,  # type: ignore[arg-type]
+        lane=piece.lane,  # type: ignore[arg-type]
         name=name,
-        start_seconds=float(start),
-        seconds=float(seconds),
-        origin=origin,
+        start_seconds=max(0.0, float(start + piece.start * took)),
+        seconds=max(0.0, float(piece.share * took)),
+        origin=piece.origin,
+        to_device=to_device,
     )
 
 
-def _spans(stage: Stage, part: Part, name: str, device: int, start: float) -> Iterator[Span]:
-    """What passes during one part, one technique after the other: how they interleave inside is not modelled."""
-    charges = sorted(stage.cost.charges.items(), key=lambda item: (item[0].axis, item[0].origin))
-    for charge, seconds in charges:
-        if charge.part == part and float(seconds) > 0:
-            lane = "collective" if charge.axis else "compute"
-            yield _span(device, lane, name, start, float(seconds), charge.origin)
-            start += float(seconds)
+def _pieces(cost: StageCost, kind: str) -> list[_Piece]:
+    """Of one microbatch's work: compute, what runs beside it (with what shows of it), and what stops it."""
+    parts = _PARTS[kind]
+    computes = _charged(cost.charges, parts, is_collective=False)
+    alone = _charged(cost.bare, parts, is_collective=True)
+    hidden = {key: each for key, each in _beside(cost).items() if key.part in parts and not key.per_step}
+    shown = sum(each.shown for each in hidden.values())
+    total = sum(computes.values()) + sum(alone.values()) + shown
+    if not total:
+        return []
+    # Forward fetches before it computes, backward sends away what it has computed.
+    is_forward = kind == "forward"
+    compute_start = shown if is_forward else sum(alone.values())
+    beside_start = 0.0 if is_forward else max(0.0, total - sum(each.seconds for each in hidden.values()))
+    alone_start = total - sum(alone.values()) if is_forward else 0.0
+    found: list[_Piece] = []
+    for lane, start, amounts in (
+        ("compute", compute_start, list(computes.items())),
+        ("collective", beside_start, [(key.origin, each.seconds) for key, each in hidden.items()]),
+        ("collective", alone_start, list(alone.items())),
+    ):
+        for origin, seconds in amounts:
+            found.append(_Piece(lane, origin, start / total, seconds / total))
+            start += seconds
+    return found
 
 
-def _shared(stage: Stage, event: Event, device: int, start: float, took: float) -> Iterator[Span]:
-    """An event's time, shared out between techniques as the stage's is."""
-    parts = _PARTS[event.kind]
-    name = f"{event.kind} {event.microbatch}"
-    mine = [span for part in parts for span in _spans(stage, part, name, device, 0.0)]
-    total = sum(span.seconds for span in mine)
-    for span in mine:
-        share = span.seconds / total * took
-        yield replace(span, start_seconds=start, seconds=share)
-        start += share
+def _charged(charges: Mapping[Charge, object], parts: tuple[Part, ...], *, is_collective: bool) -> dict[str, float]:
+    """Seconds by technique, of compute or of collectives."""
+    found: dict[str, float] = {}
+    for charge, seconds in sorted(charges.items(), key=lambda item: (item[0].axis, item[0].origin)):
+        if charge.part in parts and bool(charge.axis) == is_collective and float(seconds) > 0:  # type: ignore[arg-type]
+            found[charge.origin] = found.get(charge.origin, 0.0) + float(seconds)  # type: ignore[arg-type]
+    return found
 
 
-def _memory(
-    stages: tuple[Stage, ...],
-    devices: list[int],
-    events: tuple[Event, ...],
-    ends: list[float],
-    seconds: Mapping[str, Sequence[float]],
-) -> Iterator[MemoryPoint]:
-    """Bytes of each stage when a microbatch's work starts (at its fullest) and when it is over."""
-    chunks = len(seconds["forward"]) // len(stages)
-    held = [0.0] * len(stages)
-    points = []
-    for event, end in zip(events, ends, strict=True):
-        memory = stages[event.stage].memory
-        is_freed = event.kind in ("backward", "backward_weight")
-        held[event.stage] += (event.kind == "forward") / chunks
-        busy = memory.base_bytes() + held[event.stage] * memory.microbatch_bytes() + memory.moment_bytes()
-        held[event.stage] -= is_freed / chunks
-        idle = memory.base_bytes() + held[event.stage] * memory.microbatch_bytes()
-        points.append((end - seconds[event.kind][event.span], devices[event.stage], busy))
-        points.append((end, devices[event.stage], idle))
-    for when, device, size in sorted(points, key=lambda point: point[:2]):
-        yield MemoryPoint(device=device, seconds=float(when), bytes=round(float(size)))
+class _Beside(NamedTuple):
+    """Collectives beside compute, by whose they are and when."""
+
+    origin: str
+    axis: str
+    part: Part
+    per_step: bool
+
+
+class _Took(NamedTuple):
+    seconds: float
+    shown: float
+    """Of them, those that compute waits for."""
+
+
+def _beside(cost: StageCost) -> dict[_Beside, _Took]:
+    whole: dict[_Beside, float] = {}
+    for item in cost.hidden:
+        key = _Beside(item.task.origin, item.task.axis, item.part, bool(item.task.per_step))
+        whole[key] = whole.get(key, 0.0) + float(item.total_seconds)
+    by_charge: dict[Charge, float] = {}
+    for key, seconds in whole.items():
+        by_charge[_charge(key)] = by_charge.get(_charge(key), 0.0) + seconds
+    found = {}
+    for key, seconds in whole.items():
+        charge = _charge(key)
+        shown = float(cost.charges.get(charge, 0.0)) - float(cost.bare.get(charge, 0.0))
+        if seconds > 0:
+            found[key] = _Took(seconds, min(seconds, max(0.0, shown) * seconds / by_charge[charge]))
+    return found
+
+
+def _charge(key: _Beside) -> Charge:
+    return Charge(key.origin, key.axis, "step" if key.per_step else key.part)

@@ -57,9 +57,9 @@ class ChunkedLoss(Technique):
         )
 
         def shrink(item: Resident) -> Resident:
-            if item.layer == layer and item.dtype == "float32":
-                # What was kept for backward now lives only while its piece is computed.
-                return replace(item, bytes=item.bytes / self.chunks, life="moment", category="working")
+            if item.category == "logits":
+                # What was kept for backward now lives only while its piece is computed, either way.
+                return replace(item, bytes=item.bytes / self.chunks, life="moment")
             return item
 
         facts = {"loss_calls": self.chunks}

@@ -188,7 +188,7 @@ class Pipeline(Technique):
         work = work.map_tasks(place).map_residents(place).map_slots(slot)
         if self.timetable.splits_backward:
             work = _halved(work)
-        work = work.with_tasks(*self._sends(work, spans)).with_residents(self._buffers(work, spans))
+        work = work.with_tasks(*self._sends(work, spans)).with_residents(*self._buffers(work, spans))
         if self.timetable.overlaps_steps:
             work = work.with_facts(older_versions=(stages > 1) * 1).forbid(work.size("num_microbatches") < stages)
         work = work.forbid(places.num_spans > work.profile.num_blocks)
@@ -235,14 +235,19 @@ class Pipeline(Technique):
             )
         ]
 
-    def _buffers(self, work: Work, spans: list[Span]) -> Resident:
-        """The boundary received is kept until its backward; gradients of it come back in a buffer."""
+    def _buffers(self, work: Work, spans: list[Span]) -> list[Resident]:
+        """What is on its way in and out; and what was handed on, held until its gradient comes back."""
         size: Num = 0
+        handed_on: Num = 0
         for span in spans:
-            size = size + _handed_on(work, span.first) * span.hands_back + _handed_on(work, span.last) * span.hands_on
-        layer = work.profile.layers[0].name
-        common: dict[str, Any] = {"category": "buffers", "life": "moment", "cut": "sequence", "origin": self.name}
-        return Resident(layer=layer, repeat=1, bytes=size, **common)
+            out = _handed_on(work, span.last) * span.hands_on
+            size, handed_on = size + _handed_on(work, span.first) * span.hands_back + out, handed_on + out
+        layers = work.profile.layers
+        common: dict[str, Any] = {"repeat": 1, "cut": "sequence", "origin": self.name}
+        return [
+            Resident(**common, layer=layers[0].name, category="buffers", bytes=size, life="always"),
+            Resident(**common, layer=layers[-1].name, category="activations", bytes=handed_on, life="microbatch"),
+        ]
 
     def apply(self, build: Any) -> None:
         if self.size > 1:

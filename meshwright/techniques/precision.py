@@ -15,12 +15,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
+import numpy as np
+
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import Problems
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.technique import Choice, Option, Technique
-from meshwright.core.work import Resident, Work
+from meshwright.core.work import Compute, Life, Num, Phase, Resident, Slot, Work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +53,19 @@ class Precision(Technique):
             return replace(item, dtype="bf16", moved_bytes=item.moved_bytes / 2)
 
         def resident(item: Resident) -> Resident:
-            return replace(item, dtype="bf16", bytes=item.bytes / 2) if item.dtype == "compute" else item
+            if item.dtype != "compute":
+                return item
+            life: Life = "moment" if item.category == "logits" and item.life == "forward" else item.life
+            return replace(item, dtype="bf16", bytes=item.bytes / 2, life=life)
 
+        # Beside what it keeps, the loss has a copy of the logits in float32, and the logits: going back their gradient.
+        copies = [
+            replace(item, dtype="float32", origin=self.name)
+            for item in work.residents
+            if item.category == "logits" and item.life == "forward" and item.dtype == "compute"
+        ]
+        # Tables are looked up as they are.
+        multiplying = {task.layer for task in work.computes if task.kind == "matmul"}
         casts = [
             Resident(
                 layer=slot.layer,
@@ -65,8 +78,10 @@ class Precision(Technique):
                 shared_out=slot.shared_out,
             )
             for slot in work.slots
+            if slot.layer in multiplying
         ]
-        work = work.map_tasks(task).map_residents(resident).with_residents(*casts)
+        work = work.map_tasks(task).map_residents(resident).with_residents(*casts, *copies)
+        work = work.with_tasks(*_casting(work, multiplying))
         facts = {"stream_bytes": 2} if work.profile.stream == "compute" else {}
         return work.with_facts(compute_dtype="bf16", compute_bytes=2, **facts)
 
@@ -79,3 +94,34 @@ class Precision(Technique):
         if self.dtype == "bf16":
             build.compute_dtype = torch.bfloat16
             build.model.set_compute_dtype(torch.bfloat16)
+
+
+def _casting(work: Work, layers: set[str]) -> list[Compute]:
+    """Weights are made 16-bit for each forward and their gradients 32-bit again, then added to those there are."""
+    grouped: dict[tuple[str, bool, str], list[Slot]] = {}
+    for slot in work.slots:
+        if slot.layer in layers:
+            grouped.setdefault((slot.layer, slot.cut is None, slot.shared_out), []).append(slot)
+    width = work.slots[0].element_bytes
+    added = 3 * width * (work.size("num_microbatches") > 1)
+    tasks = []
+    for (layer, is_whole, shared_out), slots in grouped.items():
+        # A loss in pieces does so for each of them, and replays its forward.
+        calls = work.facts.get("loss_calls", 0) if layer == work.profile.layers[-1].name else 0
+        trained = [slot for slot in slots if not slot.frozen]
+        back = width + 2 + np.maximum(added, 3 * width * (calls > 1))
+        phases: list[tuple[Phase, list[Slot], Num]] = [("forward", slots, width + 2), ("backward", trained, back)]
+        phases += [("recompute", slots, width + 2)] if calls else []
+        for phase, those, each in phases:
+            common: dict[str, Any] = {"layer": layer, "kind": "memory", "phase": phase, "origin": Precision.name}
+            tasks.append(
+                Compute(
+                    **common,
+                    name=f"cast {shared_out}".rstrip(),
+                    repeat=slots[0].repeat * max(calls, 1),
+                    moved_bytes=sum(slot.elements for slot in those) * each,
+                    cut="none" if is_whole else "tensor",
+                    kernels=float(len(those)),
+                )
+            )
+    return tasks

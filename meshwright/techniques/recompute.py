@@ -62,7 +62,7 @@ class Recompute(Technique):
                 and not (isinstance(task, Collective) and task.tail)
             ]
             again = [replace(t, origin=self.name) if isinstance(t, Compute) else t for t in again]
-            saved = [item for item in work.residents if _is_activation(item, layer.name)]
+            saved = [item for item in work.residents if _is_kept(item, layer.name)]
             boundary = layer.boundary(b, s) * width / work.facts.get("sequence_ways", 1)
             kept = Resident(
                 layer=layer.name,
@@ -71,20 +71,26 @@ class Recompute(Technique):
                 bytes=boundary,
                 life="microbatch",
                 origin=self.name,
+                is_early=True,
             )
-            revived = Resident(
-                layer=layer.name,
-                category="working",
-                repeat=(count > 0) * 1,
-                bytes=sum(item.bytes for item in saved),
-                life="moment",
-                origin=self.name,
-            )
+            revived = [
+                Resident(
+                    layer=layer.name,
+                    category=category,
+                    repeat=(count > 0) * 1,
+                    bytes=sum(
+                        item.bytes for item in saved if (item.category == "gathered") == (category == "gathered")
+                    ),
+                    life="backward",
+                    origin=self.name,
+                    is_early=True,
+                )
+                for category in ("working", "gathered")
+            ]
             rest = tuple(
-                replace(item, repeat=repeat - count) if _is_activation(item, layer.name) else item
-                for item in work.residents
+                replace(item, repeat=repeat - count) if _is_kept(item, layer.name) else item for item in work.residents
             )
-            work = replace(work, residents=(*rest, kept, revived)).with_tasks(*again)
+            work = replace(work, residents=(*rest, kept, *revived)).with_tasks(*again)
         return work
 
     def apply(self, build: Any) -> None:
@@ -98,5 +104,5 @@ class Recompute(Technique):
             block.forward = recomputed(block.forward)
 
 
-def _is_activation(item: Resident, layer: str) -> bool:
-    return item.layer == layer and item.life == "microbatch" and item.category == "activations"
+def _is_kept(item: Resident, layer: str) -> bool:
+    return item.layer == layer and item.life == "microbatch" and item.category in ("activations", "gathered")

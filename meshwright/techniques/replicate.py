@@ -56,6 +56,7 @@ class Replicate(Technique):
             )
             for layer, repeat, size in work.units(gradient_bytes, trained=True)
         ]
+        work = work.with_facts(keeps_gradients=(work.size(self.axis) > 1) * 1)  # in buckets
         return work.with_tasks(*reductions, *statistics(work, self.axis, self.name))
 
     def apply(self, build: Any) -> None:

@@ -27,7 +27,7 @@ from meshwright.core.errors import Problems
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.technique import Axis, Choice, Exactness, Option, Technique, axis_sizes
-from meshwright.core.work import Collective, Num, Resident, Slot, Work, statistics
+from meshwright.core.work import Collective, Compute, Num, Resident, Slot, Work, statistics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ class Shard(Technique):
             if once or layer not in blocks:
                 residents.append(self._gathered(layer, repeat, elements * gather_bytes, "always"))
             if self.stage == 1:
-                residents.append(self._gathered(layer, repeat, elements * reduce_bytes, "always"))
+                residents.append(self._gathered(layer, repeat, elements * reduce_bytes, "step"))
         for layer, repeat, elements in work.units(padded, trained=True):
             summed: dict[str, Any] = {
                 "bytes": elements * reduce_bytes,
@@ -110,14 +110,23 @@ class Shard(Technique):
                 "hidden": True,
             }
             tasks.append(Collective(**common, **summed, repeat=repeat, phase="backward", per_step=self.stage == 1))
-        if self.stage == 3:  # the block in use and those fetched ahead
-            residents.append(self._gathered("", np.minimum(1 + self.prefetch, num_blocks), largest, "always"))
+            # As they are made, and the message they leave in; that of the layer before waits meanwhile.
+            residents.append(self._gathered(layer, repeat, elements * (gather_bytes + reduce_bytes), "backward"))
+        for layer in sorted(blocks) if self.stage == 3 else ():  # the block in use and those fetched ahead
+            here = work.repeat_of(layer)
+            held = np.minimum(1 + self.prefetch, num_blocks) * largest
+            residents.append(self._gathered(layer, here, held, "moment"))
 
         def slot(item: Slot) -> Slot:
             return replace(item, shards=ways, gradient_shards=ways)
 
+        def task(item: Any) -> Any:
+            """Shards are cast before they are gathered."""
+            is_cast = isinstance(item, Compute) and item.name.startswith("cast") and item.phase != "backward"
+            return item.divided(ways) if is_cast else item
+
         kept = tuple(item for item in work.residents if item.category != "gathered")
-        work = replace(work, residents=(*kept, *residents)).with_tasks(*tasks).map_slots(slot)
+        work = replace(work, residents=(*kept, *residents)).map_tasks(task).with_tasks(*tasks).map_slots(slot)
         return work.with_facts(reduce_bytes=reduce_bytes)
 
     def _gathered(self, layer: str, repeat: Any, size: Any, life: Any) -> Resident:

@@ -19,6 +19,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import numpy as np
+
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import Problems
 from meshwright.core.plan import Plan
@@ -97,7 +99,9 @@ class Tensor(Technique):
             return item.divided(share(item))
 
         def resident(item: Resident) -> Resident:
-            return replace(item, bytes=item.bytes / share(item))
+            # Over a split vocabulary what the loss keeps is made in place of a copy of the logits in float32.
+            is_copy = item.category == "logits" and item.life == "forward" and "compute_bytes" in work.facts
+            return replace(item, bytes=item.bytes / share(item) * (np.equal(ways, 1) if is_copy else 1))
 
         talk = [
             collective

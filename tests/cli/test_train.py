@@ -61,6 +61,8 @@ def test_a_run_leaves_metrics_events_checkpoints_and_both_timelines(finished: Pa
         assert timeline["spans"]
         assert json.loads((run / f"{name}.trace.json").read_text())["traceEvents"]
     assert {span["device"] for span in timeline["spans"]} == {0, 1}
+    assert "measured: " in (run / "timeline.svg").read_text(encoding="utf-8")
+    assert "timeline: a step of " in (finished / "told.txt").read_text(encoding="utf-8")
     listed = mw("ckpt", "list", str(run))
     assert listed.returncode == 0
     assert "complete" in listed.stdout

@@ -16,7 +16,7 @@ MAY_IMPORT = {
     "ops": {"core", "schedules", "ops"},
     "techniques": {"core", "ops", "schedules", "techniques"},
     "models": {"core", "ops", "models"},
-    "probe": {"core", "probe"},
+    "probe": {"core", "ops", "models", "simulate", "probe"},
     "supervise": {"core", "supervise"},
     "simulate": {"core", "schedules", "techniques", "simulate"},
     "search": {"core", "schedules", "techniques", "simulate", "search"},

@@ -47,7 +47,7 @@ def test_a_known_name_wins_over_a_file_of_that_name(tmp_path: Path, monkeypatch:
     ("name", "said"),
     [
         ("8xh10", 'Did you mean "h100"?'),
-        ("8xfoo", "Known: a100"),
+        ("8xfoo", "Known: a10, a100"),
         ("0xh100", "at least 1"),
         ("0x8xh100", "at least 1"),
         ("8 h100!", "no cluster name"),

@@ -20,7 +20,7 @@ from meshwright.models.config import preset
 from meshwright.models.cost import decoder_profile
 from meshwright.probe.names import cluster
 from meshwright.simulate.forecast import Forecast, forecast
-from meshwright.simulate.links import routes
+from meshwright.simulate.links import LATENCY_BY_RANK, routes
 from meshwright.simulate.rates import compute_seconds, host_seconds
 from meshwright.simulate.stages import runs_of, straight
 from meshwright.simulate.timeline import simulate
@@ -94,8 +94,9 @@ def test_collectives_move_what_a_ring_moves() -> None:
     sources = {"inner": "measured", "outer": "measured"}
     one = Cluster(name="x", device=device, inner=link, outer=link, devices_per_node=4, sources=sources)
     route = routes(one, {"a": 4})["a"]
-    assert route.seconds("all_reduce", 1e9) == pytest.approx(1e-3 + 1.5)
-    assert route.seconds("all_gather", 1e9) == pytest.approx(1e-3 + 0.75)
+    four = 1e-3 * (1 + 2 * LATENCY_BY_RANK)
+    assert route.seconds("all_reduce", 1e9) == pytest.approx(four + 1.5, rel=1e-9)
+    assert route.seconds("all_gather", 1e9) == pytest.approx(four + 0.75, rel=1e-9)
     assert route.seconds("send", 1e9) == pytest.approx(1e-3 + 1.0)
     assert routes(one, {"a": 1})["a"].seconds("all_reduce", 1e9) == 0.0
 

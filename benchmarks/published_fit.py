@@ -1,0 +1,193 @@
+"""Fit a device's rates and the dialects' constants to published rows: calibration rows only, inside physical limits.
+
+Every source weighs the same, errors are of logarithms and large ones count less (networks stall). What comes out is
+printed, to be written into the preset and the dialects by hand: nothing fits by itself.
+
+Run: python -m benchmarks.published_fit CALIBRATE.csv --device a100-80 [--only SOURCE] [--every 3] [--frozen]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.published_dialects import as_told
+from benchmarks.published_machines import cluster
+from benchmarks.published_plans import Case, case_of, guess_on
+from benchmarks.published_rows import Row, Unscored, measured, read_rows
+from meshwright.core.cluster import Cluster
+
+
+@dataclass(frozen=True, kw_only=True)
+class Knob:
+    """A number that may be turned: of the device or a link (`device.k_half`), or of a dialect (`nanotron.traffic`)."""
+
+    name: str
+    low: float
+    start: float
+    high: float
+
+
+DEVICE = (
+    Knob(name="device.matmul_fraction", low=0.6, start=0.8, high=0.9),
+    Knob(name="device.k_half", low=0.0, start=60.0, high=250.0),
+    Knob(name="device.bandwidth_fraction", low=0.75, start=0.86, high=0.92),
+    Knob(name="device.memory_half_bytes", low=0.0, start=2e6, high=1e7),
+    Knob(name="device.attention_fraction", low=0.35, start=0.55, high=0.7),
+    Knob(name="device.attention_backward_fraction", low=0.3, start=0.45, high=0.65),
+    Knob(name="device.attention_half_tokens", low=0.0, start=200.0, high=1000.0),
+    Knob(name="device.small_head_fraction", low=0.6, start=0.85, high=1.0),
+    Knob(name="outer.rate", low=0.3, start=0.8, high=0.95),
+    Knob(name="beside.compute_by_collective", low=1.0, start=1.15, high=1.4),
+    Knob(name="jitter_fraction", low=0.0, start=0.005, high=0.03),
+)
+_COMMON = (
+    Knob(name="launch_seconds", low=3e-6, start=1.2e-5, high=8e-5),
+    Knob(name="step_seconds", low=0.0, start=5e-3, high=0.05),
+    Knob(name="traffic", low=0.7, start=1.2, high=3.0),
+    Knob(name="loss_traffic", low=0.7, start=1.5, high=5.0),
+)
+DIALECTS: dict[str, tuple[Knob, ...]] = {
+    "megatron-deepspeed": (*_COMMON, Knob(name="fused_scores.passes", low=3.0, start=4.5, high=7.0)),
+    "scaling": (
+        *_COMMON,
+        Knob(name="fused_norm_traffic", low=0.7, start=1.0, high=2.5),
+        Knob(name="older_flash.share", low=0.4, start=0.7, high=1.0),
+        Knob(name="fused_scores.passes", low=3.0, start=4.5, high=7.0),
+        Knob(name="plain_scores.passes", low=7.0, start=14.0, high=22.0),
+    ),
+    "llm-foundry": (*_COMMON, Knob(name="flash.share", low=0.4, start=0.7, high=1.0)),
+    "nanotron": (
+        *_COMMON,
+        Knob(name="matmul", low=1.0, start=1.1, high=1.4),
+        Knob(name="stage_wait_seconds", low=0.0, start=3e-4, high=6e-4),
+        Knob(name="outer.latency_seconds", low=2e-5, start=6e-5, high=3e-4),
+        Knob(name="outer.rate", low=0.3, start=0.8, high=1.0),
+    ),
+}
+
+
+def turned(value: Any, path: str, number: float) -> Any:
+    """`value` with one number changed; `rate` of a link scales it."""
+    first, _, rest = path.partition(".")
+    if first == "rate":
+        return replace(value, bytes_per_second=value.bytes_per_second * number)
+    return replace(value, **{first: turned(getattr(value, first), rest, number) if rest else number})
+
+
+def turn_all(value: Any, knobs: Sequence[Knob], numbers: Sequence[float]) -> Any:
+    for knob, number in zip(knobs, numbers, strict=True):
+        value = turned(value, knob.name, float(number))
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    row: Row
+    case: Case
+    seconds: float
+
+
+def examples(path: Path, device: str, only: str, every: int) -> list[Example]:
+    found = []
+    for row in read_rows(path)[0]:
+        try:
+            real = measured(row)
+            if real.step_seconds and (not only or row.text("file") == only):
+                found.append(Example(row=row, case=case_of(row, real.memory_rank), seconds=real.step_seconds))
+        except Unscored:
+            continue
+    is_known = [each for each in found if each.case.machine.device == device and each.case.dialect.name in DIALECTS]
+    return is_known[::every]
+
+
+def problem(
+    shown: Sequence[Example], groups: Sequence[tuple[str, Sequence[Knob]]]
+) -> Callable[[np.ndarray], np.ndarray]:
+    """Numbers of all knobs -> errors of logarithms. The first group is the machine's."""
+    sizes = [len(knobs) for _, knobs in groups]
+
+    def errors(numbers: np.ndarray) -> np.ndarray:
+        parts = np.split(numbers, np.cumsum(sizes)[:-1])
+        machines: dict[Any, Cluster] = {}
+        guessed: dict[Any, float] = {}
+
+        def seconds(each: Example) -> float:
+            base = each.case.machine
+            if base not in machines:
+                machines[base] = turn_all(cluster(base), groups[0][1], parts[0])
+            dialect = each.case.dialect
+            for (name, knobs), part in zip(groups[1:], parts[1:], strict=True):
+                if name == dialect.name:
+                    dialect = as_told(turn_all(dialect, knobs, part), each.row)
+            case = replace(each.case, dialect=dialect)
+            key = each.case.machine, each.case.plans, each.case.config, repr(dialect)
+            if key not in guessed:
+                guessed[key] = guess_on(case, case.plans[0], machines[base]).step_seconds
+            return guessed[key]
+
+        return np.array([np.log(seconds(each) / each.seconds) for each in shown])
+
+    return errors
+
+
+def weights(shown: Sequence[Example]) -> np.ndarray:
+    """Every source weighs the same."""
+    rows = Counter(each.row.text("file") for each in shown)
+    found = np.array([1 / np.sqrt(rows[each.row.text("file")]) for each in shown])
+    return found / found.mean()
+
+
+def main() -> int:
+    from scipy.optimize import least_squares
+
+    parser = argparse.ArgumentParser(prog="published_fit")
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--device", default="a100-80", help="a preset")
+    parser.add_argument("--only", default="", help="one source")
+    parser.add_argument("--every", type=int, default=3, help="take each n-th row")
+    parser.add_argument("--frozen", action="store_true", help="leave the device as its preset has it")
+    parser.add_argument("--rounds", type=int, default=12)
+    asked = parser.parse_args()
+    shown = examples(asked.file, asked.device, asked.only, asked.every)
+    names = sorted({each.case.dialect.name for each in shown})
+    groups = [("machine", () if asked.frozen else DEVICE), *((name, DIALECTS[name]) for name in names)]
+    knobs = [knob for _, some in groups for knob in some]
+    low, start, high = (np.array([getattr(knob, field) for knob in knobs]) for field in ("low", "start", "high"))
+    errors, weight = problem(shown, groups), weights(shown)
+    begun = time.perf_counter()
+    # In shares of each range: numbers are of very different sizes.
+    found = least_squares(
+        lambda share: weight * errors(low + share * (high - low)),
+        (start - low) / (high - low),
+        bounds=(0, 1),
+        diff_step=0.02,
+        loss="soft_l1",
+        f_scale=0.08,
+        max_nfev=asked.rounds,
+    )
+    numbers = low + found.x * (high - low)
+    print(f"{len(shown)} rows, {len(knobs)} numbers, {time.perf_counter() - begun:.0f} s")
+    place = 0
+    for name, some in groups:
+        for knob in some:
+            edge = "  (at its limit)" if min(found.x[place], 1 - found.x[place]) < 1e-3 else ""
+            print(f"{name:20s} {knob.name:36s} {numbers[place]:.4g}{edge}")
+            place += 1
+    off = np.abs(np.expm1(errors(numbers)))
+    for name in names:
+        mine = [error for error, each in zip(off, shown, strict=True) if each.case.dialect.name == name]
+        print(f"{name:20s} median error {np.median(mine):.1%}, p90 {np.quantile(mine, 0.9):.1%} of {len(mine)} rows")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,233 @@
+"""A cluster as runs on it have shown it to be: the probed one, corrected by what forecasts were off by. No torch.
+
+A forecast says how much of a step it owes to compute, to launching, to links (`seconds_by_cause`). One factor for each
+cause is sought that brings all runs closest: least squares of logarithms, far-off runs counting less (a machine that
+was busy with other things), factors held near 1 where the runs do not tell them apart. Waiting for other stages is as
+long as their compute makes it.
+
+    measured step  =  sum over causes of  factor(cause) x seconds(cause)
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from meshwright.core.cluster import Cluster, Errors, Link
+from meshwright.core.device import MOST_OF_PEAK, Device
+from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.ledger import Entry
+
+LEAST_RUNS = 3
+LEAST_SHARE = 0.02
+"""Of some run's step that a cause must have to be learned of."""
+FASTEST = 1.25
+"""Times the probed rate that a learned one may be: a probe is not off by more, so the runs must be."""
+SLOWEST = 10.0
+FAR_OFF = 1.1
+"""Times that a typical run may be off although rates were learned as far as they go."""
+_PRIOR = 0.5
+"""How far from 1 (its logarithm) a factor is expected to be before any run is seen."""
+_NOISE = 0.05
+"""By which one run's median scatters at least: what the prior is weighed against."""
+_SMALLEST_ERROR = 0.02
+_LEARNED = "learned from {count} runs: {factor:.3f} times as long as probed"
+_FACTOR = re.compile(r"(\d+\.\d+) times as long as probed")
+_MESSAGE_BYTES = 1 << 20
+"""By which two links are compared."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Learned:
+    cluster: Cluster
+    factors: Mapping[str, float]
+    """Cause -> times as long as the newest run's cluster says."""
+    num_runs: int
+    error_before: float
+    """Median distance of forecasts from measured steps, as a fraction."""
+    error_after: float
+
+
+def learn(entries: Sequence[Entry], machine: str) -> Learned:
+    """From the runs of this machine. Its newest cluster is the one that is corrected."""
+    own = sorted((entry for entry in entries if entry.machine == machine), key=lambda entry: entry.unix_seconds)
+    kinds = {entry.cluster.device.kind for entry in own[-1:]}
+    own = [entry for entry in own if entry.cluster.device.kind in kinds]
+    if len(own) < LEAST_RUNS:
+        elsewhere = len(entries) - len(own)
+        what = f"has {len(own)} runs of this machine ({machine}), {elsewhere} of others; {LEAST_RUNS} are needed."
+        fix = f"Train {LEAST_RUNS - len(own)} more, for at least ten steps each; or probe without --from-runs."
+        raise MeshwrightError([Problem(where="the ledger", what=what, fix=fix)])
+    base = own[-1].cluster
+    causes = _causes(own)
+    parts = np.array([_converted(entry, base, causes) for entry in own])
+    measured = np.array([entry.measured.step_seconds for entry in own])
+    factors = _fit(parts, measured, np.array([_limits(base, cause) for cause in causes]))
+    _refuse_unphysical(parts @ factors, measured)
+    before, after = _off(parts.sum(axis=1), measured), _off(parts @ factors, measured)
+    if np.median(after) > np.median(before):  # never worse on its own runs
+        factors, after = np.ones(len(causes)), before
+    by_cause = dict(zip(causes, map(float, factors), strict=True))
+    errors = _errors(parts * factors, measured, causes, base.errors)
+    return Learned(
+        cluster=replace(_corrected(base, own, by_cause), errors=errors),
+        factors=by_cause,
+        num_runs=len(own),
+        error_before=math.expm1(float(np.median(before))),
+        error_after=math.expm1(float(np.median(after))),
+    )
+
+
+def _causes(own: Sequence[Entry]) -> list[str]:
+    """Those that some run has a part of to speak of; compute always."""
+    shares: dict[str, float] = {"compute": 1.0}
+    for entry in own:
+        for cause, seconds in entry.predicted.seconds_by_cause.items():
+            shares[cause] = max(shares.get(cause, 0.0), seconds / entry.predicted.step_seconds)
+    return [name for name in ("compute", "launch", "inner", "outer") if shares.get(name, 0.0) >= LEAST_SHARE]
+
+
+def _converted(entry: Entry, base: Cluster, causes: Sequence[str]) -> list[float]:
+    """Seconds of each cause as `base` would have forecast them: runs were planned with probes that scatter."""
+    known = entry.predicted.seconds_by_cause
+    seconds = {cause: known.get(cause, 0.0) for cause in causes}
+    # What is left has no rate of its own, and follows compute: waiting, and causes too small to learn of.
+    others = sum(seconds[cause] for cause in causes if cause != "compute")
+    seconds["compute"] = max(entry.predicted.step_seconds - others, 1e-3 * entry.predicted.step_seconds)
+    return [seconds[cause] * _unit(base, cause) / _unit(entry.cluster, cause) for cause in causes]
+
+
+def _unit(cluster: Cluster, cause: str) -> float:
+    """Seconds of something that only this cause decides."""
+    device = cluster.device
+    if cause == "compute":
+        return 1.0 / (device.flops_per_second["fp32"] * device.matmul_fraction)
+    if cause == "launch":
+        return max(device.launch_seconds, 1e-9)
+    link = cluster.inner if cause == "inner" else cluster.outer
+    return link.latency_seconds + (_MESSAGE_BYTES + link.half_bytes) / link.bytes_per_second
+
+
+def _fit(parts: np.ndarray, measured: np.ndarray, limits: np.ndarray) -> np.ndarray:
+    """Factors by Gauss-Newton on logarithms, between limits; weights of runs by their distance (Huber's)."""
+    lowest, highest = np.log(limits).T
+    logs = np.zeros(parts.shape[1])
+    for _ in range(50):
+        terms = parts * np.exp(logs)
+        total = terms.sum(axis=1)
+        left = np.log(measured / total)
+        scale = max(_NOISE, 1.4826 * float(np.median(np.abs(left - np.median(left)))))
+        weights = 1.0 / np.maximum(1.0, np.abs(left - np.median(left)) / (1.5 * scale))
+        slopes = terms / total[:, None]
+        normal = slopes.T @ (weights[:, None] * slopes) / scale**2 + np.eye(len(logs)) / _PRIOR**2
+        step = np.linalg.solve(normal, slopes.T @ (weights * left) / scale**2 - logs / _PRIOR**2)
+        moved = np.clip(logs + np.clip(step, -0.5, 0.5), lowest, highest)
+        is_done = float(np.abs(moved - logs).max()) < 1e-9
+        logs = moved
+        if is_done:
+            break
+    return np.exp(logs)
+
+
+def _off(forecast: np.ndarray, measured: np.ndarray) -> np.ndarray:
+    return np.abs(np.log(forecast / measured))
+
+
+def _errors(terms: np.ndarray, measured: np.ndarray, causes: Sequence[str], errors: Errors) -> Errors:
+    """All widened or narrowed alike, so that nine of ten of these runs lie inside, more where they are few."""
+    total = terms.sum(axis=1)
+    widths = np.array([getattr(errors, cause) for cause in causes])
+    expected = np.sqrt(((widths * terms / total[:, None]) ** 2).sum(axis=1))
+    off = np.expm1(_off(total, measured)) / expected
+    count = len(measured)
+    spare = max(count - terms.shape[1], 1)  # runs that the factors did not use up
+    # A few runs that agree by chance prove little.
+    scale = max(float(np.quantile(off, 0.9)) * math.sqrt(count / spare), 1 / math.sqrt(count))
+    learned = {cause: _width(scale * getattr(errors, cause)) for cause in causes}
+    return replace(errors, **learned, idle=_width(scale * errors.idle))
+
+
+def _width(error: float) -> float:
+    return float(min(max(error, _SMALLEST_ERROR), 2.0))
+
+
+def _limits(base: Cluster, cause: str) -> tuple[float, float]:
+    """Of a factor: however often one learns, rates stay near the probe's and below the data sheet's."""
+    earlier = _earlier(base, cause)
+    lowest = min(1.0, 1 / FASTEST / earlier)
+    if cause == "compute" and base.device.kind != "cpu":  # whose peak is the data sheet's; a CPU's is what was probed
+        lowest = min(1.0, max(lowest, base.device.matmul_fraction, base.device.bandwidth_fraction))
+    return lowest, max(1.0, SLOWEST / earlier)
+
+
+def _refuse_unphysical(forecast: np.ndarray, measured: np.ndarray) -> None:
+    """Where no rates that a machine can have explain the runs, something else is wrong."""
+    ratio = float(np.median(measured / forecast))
+    if 1 / FAR_OFF <= ratio <= FAR_OFF:
+        return
+    limit = f"{FASTEST:g} times as fast as probed (or as its data sheet)" if ratio < 1 else f"{SLOWEST:g} times slower"
+    what = f"a typical run took {ratio:.2f} times as long as on a machine {limit}: no rates explain these runs."
+    fix = "Probe again on a quiet machine, and learn from runs that were planned with that."
+    raise MeshwrightError([Problem(where="the ledger", what=what, fix=fix)])
+
+
+def _earlier(base: Cluster, cause: str) -> float:
+    """What was learned of it before: limits are about the probe, however often one learns."""
+    found = _FACTOR.search(base.sources.get(f"learned.{cause}", ""))
+    return float(found.group(1)) if found else 1.0
+
+
+def _corrected(base: Cluster, own: Sequence[Entry], factors: Mapping[str, float]) -> Cluster:
+    device = _slower_device(base.device, factors.get("compute", 1.0), factors.get("launch", 1.0))
+    device, memory = _with_own_bytes(device, own)
+    versions = sorted({entry.versions.get("torch", "unknown") for entry in own})
+    sources = dict(base.sources)
+    for cause, factor in factors.items():
+        text = _LEARNED.format(count=len(own), factor=factor * _earlier(base, cause))
+        sources[f"learned.{cause}"] = f"{text} (torch {', '.join(versions)})"
+    if memory:
+        sources["reserved_bytes"] = memory
+    return replace(
+        base,
+        device=device,
+        inner=_slower_link(base.inner, factors.get("inner", 1.0)),
+        outer=_slower_link(base.outer, factors.get("outer", 1.0)),
+        sources=sources,
+    )
+
+
+def _slower_device(device: Device, compute: float, launch: float) -> Device:
+    def share(value: float) -> float:
+        return min(value / compute, MOST_OF_PEAK)
+
+    # On a CPU the host's part of an op is part of its compute.
+    launch = compute if device.kind == "cpu" else launch
+    return replace(
+        device,
+        matmul_fraction=share(device.matmul_fraction),
+        attention_fraction=share(device.attention_fraction),
+        attention_backward_fraction=share(device.attention_backward_fraction),
+        bandwidth_fraction=share(device.bandwidth_fraction),
+        kernel_seconds=device.kernel_seconds * compute,
+        launch_seconds=device.launch_seconds * launch,
+    )
+
+
+def _slower_link(link: Link, factor: float) -> Link:
+    return replace(link, bytes_per_second=link.bytes_per_second / factor, latency_seconds=link.latency_seconds * factor)
+
+
+def _with_own_bytes(device: Device, own: Sequence[Entry]) -> tuple[Device, str]:
+    """What a rank's process holds beside what is forecast, on a CPU, where all of it is seen."""
+    if device.kind != "cpu":
+        return device, ""
+    missed = [entry.measured.peak_bytes - entry.predicted.peak_bytes for entry in own]
+    held = [entry.cluster.device.reserved_bytes + more for entry, more in zip(own, missed, strict=True)]
+    reserved = int(np.median(held))
+    if not 0 < reserved < device.memory_bytes:
+        return device, ""
+    return replace(device, reserved_bytes=reserved), f"learned from {len(own)} runs"

@@ -1,0 +1,187 @@
+"""What terminal and picture both ask of timelines: which devices to show, what a span is, how time is spent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from meshwright.core.timeline import MESSAGES, MemoryPoint, Span, Timeline
+from meshwright.core.units import pretty_seconds
+
+MOST_LANES = 32
+"""Devices that are shown: the first, the last and some between, where there are more."""
+
+Interval = tuple[float, float]
+
+_KINDS = {
+    "forward": "forward",
+    "backward": "backward",
+    "backward_input": "backward",
+    "backward_weight": "weight",
+}
+
+
+def shown_devices(timeline: Timeline, wanted: Sequence[int] = ()) -> tuple[int, ...]:
+    """`wanted`: those of another timeline, to lie beside them."""
+    devices = timeline.devices
+    chosen = tuple(device for device in devices if device in wanted) or devices
+    if len(chosen) <= MOST_LANES:
+        return chosen
+    last = len(chosen) - 1
+    return tuple(chosen[round(at * last / (MOST_LANES - 1))] for at in range(MOST_LANES))
+
+
+def kind_of(span: Span) -> str:
+    """forward, backward, weight (its second half, apart), update, collective or message."""
+    if span.name.startswith(MESSAGES):
+        return "message"
+    if span.lane != "compute":
+        return "collective"
+    return _KINDS.get(span.name.split(" ")[0], "update")
+
+
+def fullest(timeline: Timeline) -> tuple[int, int]:
+    """(device with the most memory, its bytes)."""
+    most = max(timeline.memory, key=lambda point: point.bytes)
+    return most.device, most.bytes
+
+
+def by_column(timeline: Timeline, device: int, total: float, columns: int) -> list[MemoryPoint | None]:
+    """The fullest point of each column of a drawing; none before the first."""
+    points = sorted((point for point in timeline.memory if point.device == device), key=lambda point: point.seconds)
+    found: list[MemoryPoint | None] = [None] * columns
+    for at, point in enumerate(points):
+        until = points[at + 1].seconds if at + 1 < len(points) else max(timeline.seconds, point.seconds)
+        first, last = (min(columns - 1, int(each / total * columns)) for each in (point.seconds, until))
+        for column in range(first, last + 1):
+            most = found[column]
+            if most is None or point.bytes > most.bytes:
+                found[column] = point
+    return found
+
+
+def memory_bytes(timeline: Timeline) -> int:
+    """What a device has; 0 where nobody says."""
+    told = timeline.environment.get("memory_bytes", "")
+    return int(told) if told.isdecimal() else 0
+
+
+def is_near(limit: int, peak: int) -> bool:
+    """A limit many times the peak would leave nothing of the curve."""
+    return 0 < limit <= 6 * peak
+
+
+def said(timeline: Timeline) -> list[str]:
+    """What a drawing of it leaves out or stands for."""
+    told, words = timeline.environment, []
+    shown, devices = shown_devices(timeline), timeline.devices
+    if (each := told.get("ranks_each", "1")) != "1":
+        words.append(f"each row stands for {each} equal ranks of {told.get('ranks', '?')}")
+    if len(shown) < len(devices):
+        words.append(f"{len(shown)} of {len(devices)} distinct ranks")
+    if not is_whole(timeline):
+        words.append(f"microbatches: {told['microbatches']}")
+    if "steps" in told:
+        words.append(f"the first {told['steps']} of steps that overlap, and their way out")
+    return words
+
+
+def period(timeline: Timeline) -> Interval | None:
+    """Where steps overlap: from when to when one of them is."""
+    try:
+        told = timeline.environment
+        return float(told["period_start_seconds"]), float(told["period_end_seconds"])
+    except (KeyError, ValueError):
+        return None
+
+
+def step_seconds(timeline: Timeline) -> float:
+    marked = period(timeline)
+    return timeline.seconds if marked is None else marked[1] - marked[0]
+
+
+def is_whole(timeline: Timeline) -> bool:
+    """Whether it has every microbatch of its step."""
+    shown, _, all_of_them = timeline.environment.get("microbatches", "").partition(" of ")
+    return shown == all_of_them
+
+
+def united(intervals: Iterable[Interval]) -> list[Interval]:
+    """Without overlaps, in order."""
+    found: list[Interval] = []
+    for start, end in sorted(intervals):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        elif end > start:
+            found.append((start, end))
+    return found
+
+
+def without(intervals: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
+    """What of `intervals` lies in none of `others`; both united."""
+    found: list[Interval] = []
+    at = 0
+    for start, end in intervals:
+        while at < len(others) and others[at][1] <= start:
+            at += 1
+        turn = at
+        while turn < len(others) and others[turn][0] < end:
+            if others[turn][0] > start:
+                found.append((start, others[turn][0]))
+            start = max(start, others[turn][1])
+            turn += 1
+        if start < end:
+            found.append((start, end))
+    return found
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    return sum(end - start for start, end in intervals)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spent:
+    """How a step of one rank is spent, on average over the ranks; adds up to the step."""
+
+    compute: float
+    collective: float
+    """That compute waits for; of pipelines' messages only the waiting counts, and it is idle time."""
+    idle: float
+
+
+def spent(timeline: Timeline) -> Spent:
+    """Of one step."""
+    window = period(timeline)
+    total, devices = step_seconds(timeline), timeline.devices
+    compute = collective = 0.0
+    by_device: dict[int, list[Span]] = {device: [] for device in devices}
+    for span in timeline.spans:
+        by_device[span.device].append(span)
+    for spans in by_device.values():
+        computing = united(_within(span, window) for span in spans if span.lane == "compute")
+        talking = united(_within(span, window) for span in spans if kind_of(span) == "collective")
+        compute += length(computing) / len(devices)
+        collective += length(without(talking, computing)) / len(devices)
+    return Spent(compute=compute, collective=collective, idle=max(0.0, total - compute - collective))
+
+
+def _within(span: Span, window: Interval | None) -> Interval:
+    if window is None:
+        return span.start_seconds, span.end_seconds
+    return max(span.start_seconds, window[0]), min(span.end_seconds, window[1])
+
+
+def compared(predicted: Timeline, measured: Timeline) -> str:
+    """One line: a step of both, and which part of it differs most."""
+    told, found = step_seconds(predicted), step_seconds(measured)
+    line = f"timeline: a step of {pretty_seconds(told)} predicted, {pretty_seconds(found)} measured while profiled"
+    if not is_whole(predicted):
+        return line
+    before, after = spent(predicted), spent(measured)
+    names = ("compute", "collective", "idle")
+    by_part = {name: getattr(after, name) - getattr(before, name) for name in names}
+    worst = max(by_part, key=lambda name: abs(by_part[name]))
+    more = "more" if by_part[worst] > 0 else "less"
+    was, now = (pretty_seconds(getattr(each, worst)) for each in (before, after))
+    words = {"compute": "compute differs", "collective": "collectives differ", "idle": "idle time differs"}[worst]
+    return f"{line}; {words} most: {pretty_seconds(abs(by_part[worst]))} {more} ({was} -> {now})"
