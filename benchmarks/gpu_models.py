@@ -140,7 +140,7 @@ def main() -> int:
             }
             if predicted is not None:
                 row["time_error"] = predicted.step_seconds / seconds - 1
-                row["memory_error"] = (predicted.peak_bytes - cluster.device.reserved_bytes) / peak - 1
+                row["memory_error"] = predicted.peak_allocated_bytes / peak - 1
         except Exception as error:  # a case that fails is a result too
             row["failed"] = f"{type(error).__name__}: {str(error)[:300]}"
         rows.append(row)

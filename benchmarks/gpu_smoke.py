@@ -88,7 +88,7 @@ def main() -> int:
             row |= {"tokens_per_second": round(tokens / seconds), "step_seconds": seconds, "peak_gib": peak / 2**30}
             row["time_error"] = predicted.step_seconds / seconds - 1
             # The forecast includes what the driver and the allocator keep; the measurement is of tensors alone.
-            row["memory_error"] = (predicted.peak_bytes - cluster.device.reserved_bytes) / peak - 1
+            row["memory_error"] = predicted.peak_allocated_bytes / peak - 1
         except Exception as error:  # a plan that fails is a result too, and the next must still run
             row["failed"] = f"{type(error).__name__}: {str(error)[:200]}"
         rows.append(row)

@@ -125,8 +125,8 @@ class Dialect:
 
 
 EFA = Link(
-    bytes_per_second=50e9,
-    latency_seconds=60e-6,
+    bytes_per_second=41e9,
+    latency_seconds=295e-6,
     name="EFA",
     fractions={"all_gather": 0.65, "reduce_scatter": 0.65},
     by_nodes=((1, 1.0), (2, 0.9), (4, 0.4), (8, 0.25), (16, 0.21), (32, 0.16), (64, 0.082)),
@@ -138,7 +138,17 @@ OURS = Dialect(name="ours", casts_weights=True)
 MEGATRON_DEEPSPEED = Dialect(name="megatron-deepspeed", launch_seconds=30e-6, hides_gradients=False)
 SCALING = Dialect(name="scaling", launch_seconds=10e-6, hides_gradients=False)
 LLM_FOUNDRY = Dialect(name="llm-foundry", launch_seconds=10e-6, flash=Attention(share=0.66))
-NANOTRON = Dialect(name="nanotron", launch_seconds=20e-6, balances_stages=True, stage_wait_seconds=0.32e-3, outer=EFA)
+NANOTRON = Dialect(
+    name="nanotron",
+    launch_seconds=4.0e-5,
+    step_seconds=5e-4,
+    traffic=2.65,
+    loss_traffic=0.73,
+    matmul=1.067,
+    balances_stages=True,
+    stage_wait_seconds=0.28e-3,
+    outer=EFA,
+)
 _BY_SOURCE = {
     "vtrain_measured": MEGATRON_DEEPSPEED,
     "hagemann2023_layouts": SCALING,

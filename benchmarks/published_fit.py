@@ -12,7 +12,7 @@ import argparse
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -109,46 +109,76 @@ def examples(path: Path, device: str, only: str, every: int) -> list[Example]:
     return is_known[::every]
 
 
-def problem(
-    shown: Sequence[Example], groups: Sequence[tuple[str, Sequence[Knob]]]
-) -> Callable[[np.ndarray], np.ndarray]:
-    """Numbers of all knobs -> errors of logarithms. The first group is the machine's."""
-    sizes = [len(knobs) for _, knobs in groups]
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    shown: Sequence[Example]
+    groups: Sequence[tuple[str, Sequence[Knob]]]
+    """The first is the machine's, the others are of dialects."""
 
-    def errors(numbers: np.ndarray) -> np.ndarray:
-        parts = np.split(numbers, np.cumsum(sizes)[:-1])
+    @property
+    def knobs(self) -> list[Knob]:
+        return [knob for _, some in self.groups for knob in some]
+
+    def errors(self, numbers: np.ndarray, of: str = "machine") -> np.ndarray:
+        """Of logarithms, with the knobs turned so; 0 for rows of other dialects than `of`."""
+        sizes = [len(knobs) for _, knobs in self.groups]
+        turns = dict(zip((name for name, _ in self.groups), np.split(numbers, np.cumsum(sizes)[:-1]), strict=True))
         machines: dict[Any, Cluster] = {}
         guessed: dict[Any, float] = {}
 
         def seconds(each: Example) -> float:
-            base = each.case.machine
-            if base not in machines:
-                machines[base] = turn_all(cluster(base), groups[0][1], parts[0])
-            dialect = each.case.dialect
-            for (name, knobs), part in zip(groups[1:], parts[1:], strict=True):
-                if name == dialect.name:
-                    dialect = as_told(turn_all(dialect, knobs, part), each.row)
-            case = replace(each.case, dialect=dialect)
-            key = each.case.machine, each.case.plans, each.case.config, repr(dialect)
+            case, name = each.case, each.case.dialect.name
+            if case.machine not in machines:
+                machines[case.machine] = turn_all(cluster(case.machine), self.groups[0][1], turns["machine"])
+            dialect = as_told(turn_all(case.dialect, dict(self.groups)[name], turns[name]), each.row)
+            key = case.machine, case.plans, case.config, repr(dialect)
             if key not in guessed:
-                guessed[key] = guess_on(case, case.plans[0], machines[base]).step_seconds
+                case = replace(case, dialect=dialect)
+                guessed[key] = guess_on(case, case.plans[0], machines[case.machine], replays=False).step_seconds
             return guessed[key]
 
-        return np.array([np.log(seconds(each) / each.seconds) for each in shown])
+        names = ("machine", *(name for name, _ in self.groups[1:])) if of == "machine" else (of,)
+        return np.array(
+            [np.log(seconds(each) / each.seconds) if each.case.dialect.name in names else 0.0 for each in self.shown]
+        )
 
-    return errors
+    def slopes(self, numbers: np.ndarray, steps: np.ndarray) -> np.ndarray:
+        """How errors change with each knob; a dialect's is asked of its own rows alone."""
+        base = self.errors(numbers)
+        columns = []
+        for name, knobs in self.groups:
+            is_mine = np.array([name in ("machine", each.case.dialect.name) for each in self.shown])
+            for _ in knobs:
+                turned_one = numbers.copy()
+                turned_one[len(columns)] += steps[len(columns)]
+                columns.append(np.where(is_mine, self.errors(turned_one, name) - base, 0.0) / steps[len(columns)])
+        return np.stack(columns, axis=1)
 
+    def weights(self) -> np.ndarray:
+        """Every source weighs the same."""
+        rows = Counter(each.row.text("file") for each in self.shown)
+        found = np.array([1 / np.sqrt(rows[each.row.text("file")]) for each in self.shown])
+        return found / found.mean()
 
-def weights(shown: Sequence[Example]) -> np.ndarray:
-    """Every source weighs the same."""
-    rows = Counter(each.row.text("file") for each in shown)
-    found = np.array([1 / np.sqrt(rows[each.row.text("file")]) for each in shown])
-    return found / found.mean()
+    def solve(self, rounds: int) -> np.ndarray:
+        """In shares of each range, since numbers are of very different sizes."""
+        from scipy.optimize import least_squares
+
+        low, start, high = (np.array([getattr(k, field) for k in self.knobs]) for field in ("low", "start", "high"))
+        width, weight = high - low, self.weights()
+        found = least_squares(
+            lambda share: weight * self.errors(low + share * width),
+            np.clip((start - low) / width, 0.01, 0.99),
+            jac=lambda share: weight[:, None] * self.slopes(low + share * width, 0.02 * width) * width,
+            bounds=(0, 1),
+            loss="soft_l1",
+            f_scale=0.08,
+            max_nfev=rounds,
+        )
+        return low + found.x * width
 
 
 def main() -> int:
-    from scipy.optimize import least_squares
-
     parser = argparse.ArgumentParser(prog="published_fit")
     parser.add_argument("file", type=Path)
     parser.add_argument("--device", default="a100-80", help="a preset")
@@ -159,30 +189,17 @@ def main() -> int:
     asked = parser.parse_args()
     shown = examples(asked.file, asked.device, asked.only, asked.every)
     names = sorted({each.case.dialect.name for each in shown})
-    groups = [("machine", () if asked.frozen else DEVICE), *((name, DIALECTS[name]) for name in names)]
-    knobs = [knob for _, some in groups for knob in some]
-    low, start, high = (np.array([getattr(knob, field) for knob in knobs]) for field in ("low", "start", "high"))
-    errors, weight = problem(shown, groups), weights(shown)
-    begun = time.perf_counter()
-    # In shares of each range: numbers are of very different sizes.
-    found = least_squares(
-        lambda share: weight * errors(low + share * (high - low)),
-        (start - low) / (high - low),
-        bounds=(0, 1),
-        diff_step=0.02,
-        loss="soft_l1",
-        f_scale=0.08,
-        max_nfev=asked.rounds,
+    fit = Fit(
+        shown=shown,
+        groups=[("machine", () if asked.frozen else DEVICE), *((name, DIALECTS[name]) for name in names)],
     )
-    numbers = low + found.x * (high - low)
-    print(f"{len(shown)} rows, {len(knobs)} numbers, {time.perf_counter() - begun:.0f} s")
-    place = 0
-    for name, some in groups:
-        for knob in some:
-            edge = "  (at its limit)" if min(found.x[place], 1 - found.x[place]) < 1e-3 else ""
-            print(f"{name:20s} {knob.name:36s} {numbers[place]:.4g}{edge}")
-            place += 1
-    off = np.abs(np.expm1(errors(numbers)))
+    begun = time.perf_counter()
+    numbers = fit.solve(asked.rounds)
+    print(f"{len(shown)} rows, {len(fit.knobs)} numbers, {time.perf_counter() - begun:.0f} s")
+    for name, knob, number in zip((name for name, some in fit.groups for _ in some), fit.knobs, numbers, strict=True):
+        near = min(number - knob.low, knob.high - number) < 1e-3 * (knob.high - knob.low)
+        print(f"{name:20s} {knob.name:36s} {number:.4g}{'  (at its limit)' if near else ''}")
+    off = np.abs(np.expm1(fit.errors(numbers)))
     for name in names:
         mine = [error for error, each in zip(off, shown, strict=True) if each.case.dialect.name == name]
         print(f"{name:20s} median error {np.median(mine):.1%}, p90 {np.quantile(mine, 0.9):.1%} of {len(mine)} rows")

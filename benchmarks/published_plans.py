@@ -331,7 +331,7 @@ def simulated(case: Case) -> Guess:
     return guess
 
 
-def guess_on(case: Case, plan: Plan, machines: Cluster) -> Guess:
+def guess_on(case: Case, plan: Plan, machines: Cluster, *, replays: bool = True) -> Guess:
     model, dialect = profile(case.config, case.variant), case.dialect
     machines = dialect.cluster(machines)
 
@@ -339,7 +339,7 @@ def guess_on(case: Case, plan: Plan, machines: Cluster) -> Guess:
         return dialect.change(case.numerics.change(work))
 
     staged = stage_plan(model, plan, machines, sequence=case.sequence, optimizer=ADAM, change=change)
-    found = forecast_of(staged, model, plan, machines, sequence=case.sequence)
+    found = forecast_of(staged, model, plan, machines, sequence=case.sequence, replays=replays)
     stage = {"first": 0, "last": -1}.get(case.rank, found.worst_stage)
     return Guess(
         step_seconds=found.step_seconds + dialect.step_seconds,

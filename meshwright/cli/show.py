@@ -45,10 +45,22 @@ def print_forecast(console: Console, plan: Plan, forecast: Forecast, title: str)
     )
     table.add_row(f"{forecast.counts}/s", f"{pretty_count(forecast.tokens_per_second)}, MFU {forecast.mfu:.1%}")
     parts = ", ".join(f"{name} {pretty_bytes(size)}" for name, size in forecast.peak_bytes_by_category.items() if size)
-    table.add_row("memory", f"{pretty_bytes(forecast.peak_bytes)} of {pretty_bytes(forecast.memory_bytes)}")
+    table.add_row("memory", _memory_words(forecast))
     table.add_row("", f"[dim]{parts}[/dim]")
     table.add_row("bound by", forecast.bottleneck)
     console.print(table)
+
+
+def _memory_words(forecast: Forecast) -> str:
+    words = f"{pretty_bytes(forecast.peak_bytes)} of {pretty_bytes(forecast.memory_bytes)}"
+    if forecast.peak_reserved_bytes > forecast.peak_allocated_bytes:
+        words += f"; torch reserves {pretty_bytes(forecast.peak_reserved_bytes)}"
+    if forecast.fits:
+        return words
+    over = forecast.peak_bytes - forecast.memory_bytes
+    missing = f"{pretty_bytes(over)} too much" if over > 0 else "too much in pieces"
+    largest = max(forecast.peak_bytes_by_category, key=lambda name: forecast.peak_bytes_by_category[name])
+    return f"{words}: does not fit, {missing}; most of it {largest}"
 
 
 def print_ranked(console: Console, ranked: tuple[tuple[Plan, Forecast], ...]) -> None:

@@ -151,8 +151,9 @@ def per_sample(layer: Layer, tokens: int = 1) -> Layer:
 
 
 def _fixed(fused: Fused, fixed: Callable[[Poly], Poly]) -> Fused:
-    polys = {name: fixed(getattr(fused, name)) for name in ("moved", "backward_moved", "saved")}
-    return replace(fused, **polys)
+    return replace(
+        fused, moved=fixed(fused.moved), backward_moved=fixed(fused.backward_moved), saved=fixed(fused.saved)
+    )
 
 
 def ends_here(op: Op) -> Op:

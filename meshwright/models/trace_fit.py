@@ -67,7 +67,8 @@ def summarise(record: Record, sequence: int, peaks: Peaks | None = None) -> Summ
 def _key(event: Event, is_wide: bool, sequence: int) -> Key:
     """A product's gradient is of the product's op."""
     own = event.forward if event.kind == "matmul" and event.forward is not None else event
-    label, shape = own.label, ()
+    label = own.label
+    shape: tuple[int, ...] = ()
     if own.kind in ("matmul", "attention"):
         is_wide = own.writes[0].is_wide
         shape = tuple(0 if size == sequence else size for size in own.shape)
@@ -169,8 +170,8 @@ def _working(record: Record, peaks: Peaks | None) -> tuple[dict[tuple[int, str, 
         fullest = max(moments, key=lambda number: alive[number])
         for storage in passing:
             if storage.birth <= fullest < storage.death and storage.bytes > NEGLIGIBLE * alive[fullest]:
-                place = layer, storage.label.cut, storage.is_wide
-                found[place] = found.get(place, 0.0) + storage.elements
+                part = layer, storage.label.cut, storage.is_wide
+                found[part] = found.get(part, 0.0) + storage.elements
     return found, peaks
 
 

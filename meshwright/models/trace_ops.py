@@ -164,7 +164,13 @@ def _grouped(x: Tensor, weight: Tensor) -> Tensor:
 
 
 GROUPED = tuple(filter(None, (getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None))))
-LOSSES = (F.cross_entropy, F.nll_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.mse_loss)
+LOSSES: tuple[Any, ...] = (
+    F.cross_entropy,
+    F.nll_loss,
+    F.binary_cross_entropy,
+    F.binary_cross_entropy_with_logits,
+    F.mse_loss,
+)
 LOSSES += (F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.kl_div, F.ctc_loss)
 
 

@@ -208,7 +208,7 @@ class Recorder(TorchDispatchMode):
         if event.kind == "matmul":
             products = [each for each in known if each.kind == "matmul"]
             same = [each for each in products if sorted(_sizes(each)) == sorted(_sizes(event))]
-            event.forward = (same or products or [None])[0]
+            event.forward = next(iter(same or products), None)
         event.is_dropped |= bool(known) and known[0].is_dropped and event.name == "_to_copy"
 
     def _label_after(self, start: int) -> Label:

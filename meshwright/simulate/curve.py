@@ -8,7 +8,7 @@ tensor.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from meshwright.core.work import Resident
@@ -79,6 +79,8 @@ class _Program:
     allocator: CachingAllocator
     kept: dict[Any, list[Block]] = field(default_factory=dict)
     """By microbatch, place and instance."""
+    of_loss: dict[Any, list[Block]] = field(default_factory=dict)
+    """The same, of logits."""
     made: dict[Any, list[Block]] = field(default_factory=dict)
     """Gradients, by place and instance."""
 
@@ -88,8 +90,8 @@ class _Program:
         for step in range(NUM_STEPS):
             for action in actions:
                 self._do(action)
-            if step == 0:
-                self._hold(states)
+            if step == 0:  # two tensors of each, as Adam has
+                self._hold([half for item in states for half in (replace(item, bytes=item.bytes / 2),) * 2])
             for blocks in self.made.values():
                 self._free(blocks)
             self.made.clear()
@@ -118,17 +120,22 @@ class _Program:
                 yield (index, instance), place, times
 
     def _forward(self, key: Any, place: Place, times: int) -> None:
-        passing = self._some(place.running, ("moment", "forward"), 1)
-        self.kept[key] = self._some(place.kept, ("microbatch",), times)
-        self._free(passing)
+        """What is kept, then what is needed for it; but a loss is made from logits that are there before."""
+        logits = self._some(_logits(place.running), ("moment", "forward"), 1)
+        self.of_loss[key] = self._some(_logits(place.kept), ("microbatch",), times)
+        self.kept[key] = self._some(_others(place.kept), ("microbatch",), times)
+        self._free(self._some(_others(place.running), ("moment", "forward"), 1))
+        self._free(logits)
 
     def _backward(self, key: tuple[int, int], place: Place, times: int, action: Action) -> None:
-        passing = self._some(place.running, ("moment", "backward"), 1)
+        logits = self._some(_logits(place.running), ("moment", "backward"), 1)
+        self._free(self.of_loss.pop((action.microbatch, *key)))  # their gradient is all that is left of the loss
+        passing = self._some(_others(place.running), ("moment", "backward"), 1)
         if key not in self.made:
             self.made[key] = self._some(place.gradients, ("step",), times)
         if action.kind == "backward":
             self._free(self.kept.pop((action.microbatch, *key)))
-        self._free(passing)
+        self._free([*passing, *logits])
 
     def _some(self, items: Sequence[Resident], lives: tuple[str, ...], times: int) -> list[Block]:
         return [self._one(item, times) for item in items if item.life in lives and item.bytes * item.repeat >= 1]
@@ -145,3 +152,11 @@ class _Program:
     def _free(self, blocks: Sequence[Block]) -> None:
         for block in blocks:
             self.allocator.free(block)
+
+
+def _logits(items: Sequence[Resident]) -> list[Resident]:
+    return [item for item in items if item.category == "logits"]
+
+
+def _others(items: Sequence[Resident]) -> list[Resident]:
+    return [item for item in items if item.category != "logits"]

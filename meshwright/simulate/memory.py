@@ -115,6 +115,8 @@ class StageMemory:
 
         for index, place in enumerate(self.places):
             for item in place.kept if index <= at or not self.is_by_place else ():
+                if index == at and not is_forward and self.is_by_place and item.category == "logits":
+                    continue
                 is_one = index == at and not is_last and self.is_by_place
                 add(item, _once(item) if is_one else _bytes(item))
             for item in place.gradients if index >= at and not is_forward and self.is_by_place else ():
@@ -147,10 +149,16 @@ class StageMemory:
             (fewer, False, (self.num_microbatches > 1) * 1),
         )
 
-    def _moments(self, held: Num, is_forward: bool, gradients: Num) -> Iterator[tuple[Moment, Num]]:
-        """With the bytes beside those that are always there."""
+    @cached_property
+    def _sums(self) -> tuple[list[Num], list[Num]]:
+        """By place: what a microbatch keeps, and gradients."""
         kept = [sum((_bytes(item) for item in place.kept), start=0) for place in self.places]
         made = [sum((place.gradient_bytes(item) for item in place.gradients), start=0) for place in self.places]
+        return kept, made
+
+    def _moments(self, held: Num, is_forward: bool, gradients: Num) -> Iterator[tuple[Moment, Num]]:
+        """With the bytes beside those that are always there."""
+        kept, made = self._sums
         whole, all_made = sum(kept, start=0), sum(made, start=0)
         before: Num = 0
         for at, place in enumerate(self.places):
@@ -160,6 +168,9 @@ class StageMemory:
             is_here = (place.count > 0) * 1
             for is_last in (True,) if is_forward or not self.is_by_place else (True, False):
                 here = before + (kept[at] if is_last else sum((_once(item) for item in place.kept), start=0))
+                if not is_forward and self.is_by_place:
+                    # By the time weights' gradients are made, that of the logits is all that is left of the loss.
+                    here = here - sum((_bytes(item) for item in place.kept if item.category == "logits"), start=0)
                 if not self.is_by_place:
                     size = whole + all_made
                 elif is_forward:

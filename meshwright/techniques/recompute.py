@@ -74,18 +74,15 @@ class Recompute(Technique):
                 is_early=True,
             )
             revived = [
-                Resident(
-                    layer=layer.name,
-                    category=category,
+                replace(
+                    item,
+                    category="gathered" if item.category == "gathered" else "working",
                     repeat=(count > 0) * 1,
-                    bytes=sum(
-                        item.bytes for item in saved if (item.category == "gathered") == (category == "gathered")
-                    ),
                     life="backward",
                     origin=self.name,
                     is_early=True,
                 )
-                for category in ("working", "gathered")
+                for item in saved
             ]
             rest = tuple(
                 replace(item, repeat=repeat - count) if _is_kept(item, layer.name) else item for item in work.residents

@@ -34,7 +34,14 @@ EXCEPTIONS = {
 NO_TORCH_AT_TOP = ("core", "techniques", "schedules", "simulate", "search", "supervise", "data")
 NO_TORCH_FILES = (
     *("models/config.py", "models/dimensions.py", "models/cost.py", "models/cost_ops.py", "models/cost_vit.py"),
-    *("models/cost_conv.py", "models/cost_dlrm.py", "models/names.py", "models/section.py", "models/freeze.py"),
+    *(
+        "models/cost_conv.py",
+        "models/cost_dlrm.py",
+        "models/cost_moe.py",
+        "models/names.py",
+        "models/section.py",
+        "models/freeze.py",
+    ),
     *("models/hf.py", "models/hf_families.py", "models/plain.py"),
     *("runtime/config.py", "runtime/model.py", "runtime/optimizer_config.py", "__init__.py", "cli/main.py"),
 )
