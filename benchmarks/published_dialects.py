@@ -135,9 +135,35 @@ EFA = Link(
 it gathers reach (Ultra-Scale Playbook)."""
 
 OURS = Dialect(name="ours", casts_weights=True)
-MEGATRON_DEEPSPEED = Dialect(name="megatron-deepspeed", launch_seconds=30e-6, hides_gradients=False)
-SCALING = Dialect(name="scaling", launch_seconds=10e-6, hides_gradients=False)
-LLM_FOUNDRY = Dialect(name="llm-foundry", launch_seconds=10e-6, flash=Attention(share=0.66))
+MEGATRON_DEEPSPEED = Dialect(
+    name="megatron-deepspeed",
+    launch_seconds=4.37e-5,
+    step_seconds=0.0106,
+    traffic=1.15,
+    loss_traffic=1.92,
+    fused_scores=Attention(passes=4.37, kernels=2),
+    hides_gradients=False,
+)
+SCALING = Dialect(
+    name="scaling",
+    launch_seconds=6.1e-5,
+    step_seconds=0.047,
+    traffic=2.81,
+    fused_norm_traffic=0.9,
+    loss_traffic=5.0,
+    older_flash=Attention(share=0.52),
+    fused_scores=Attention(passes=6.8, kernels=2),
+    plain_scores=Attention(passes=15.0, kernels=6),
+    hides_gradients=False,
+)
+LLM_FOUNDRY = Dialect(
+    name="llm-foundry",
+    launch_seconds=1.6e-5,
+    step_seconds=0.011,
+    traffic=1.19,
+    loss_traffic=0.84,
+    flash=Attention(share=0.78),
+)
 NANOTRON = Dialect(
     name="nanotron",
     launch_seconds=4.0e-5,

@@ -95,7 +95,8 @@ class Keeping:
             return
         ways = work.size("tp") if not self.splits_logits else 1
         elements = kept.bytes * ways / 4
-        yield replace(kept, bytes=elements * self.logits_kept_bytes)
+        # Not as `logits`: unlike ours it is still there when weights' gradients are made.
+        yield replace(kept, category="activations", bytes=elements * self.logits_kept_bytes)
         yield replace(kept, bytes=elements * self.logits_bytes, life="forward")
         # Going back the gradient takes as much as what it was made of.
         yield replace(kept, bytes=elements * self.logits_bytes, life="backward")
@@ -194,14 +195,11 @@ NANOTRON = Keeping(
 copies between layers and inside, and once."""
 LLM_FOUNDRY = Keeping(logits_kept_bytes=2.0, logits_bytes=2.0)
 """FSDP as ours; its fused loss turns bf16 logits into their gradient in place."""
-INTERNEVO = Keeping(parameter_bytes=2.0, gradient_bytes=2.0, logits_kept_bytes=2.0, logits_bytes=2.0)
-"""Gradients in bf16, the same fused loss."""
 IN_STEPS = Keeping(norm_bytes=14.0, inner_bytes=8.0)
 """Blocks written out in plain PyTorch: norms and rotations in float32. Fitted: both."""
 _BY_SOURCE = {
     "nvidia_megatron_bridge": MEGATRON_CORE,
     "nvidia_nemo_docs": MEGATRON_CORE,
-    "internevo": INTERNEVO,
     "mosaic_llmfoundry": LLM_FOUNDRY,
     "litgpt": IN_STEPS,
     "torchtune": IN_STEPS,

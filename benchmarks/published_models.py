@@ -170,7 +170,7 @@ def _sizes(row: Row, is_gated: bool) -> dict[str, int]:
     is_gpt = not is_gated or row.text("family").lower().startswith("gpt")
     is_encoder = _ENCODER.search(named(row)) is not None
     vocab = row.whole("vocab", BERT_VOCAB if is_encoder else GPT2_VOCAB if is_gpt else None)
-    if vocab % tp:
+    if vocab % (8 * tp):  # nobody multiplies by an odd number of words
         vocab = -(-vocab // (VOCAB_MULTIPLE * tp)) * VOCAB_MULTIPLE * tp
     return {
         "num_layers": row.whole("layers"),

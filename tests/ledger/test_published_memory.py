@@ -51,10 +51,13 @@ def test_bytes_of_parameters_follow_the_stage_of_sharding() -> None:
 
 
 def test_logits_are_split_or_whole() -> None:
-    split, whole = (_work(each, _t("tensor", size=4)) for each in (MEGATRON_CORE, SCALING))
     logits = TOKENS * CONFIG.vocab_size
-    assert _held(split, "logits", "microbatch", "forward") == pytest.approx(logits * (4 + 2) / 4, rel=0.01)
-    assert _held(whole, "logits", "microbatch", "forward") == pytest.approx(logits * (6 + 8), rel=0.01)
+    for keeping, kept, beside, ways in ((MEGATRON_CORE, 4, 2, 4), (SCALING, 6, 8, 1)):
+        none = replace(keeping, logits_kept_bytes=1e-9, logits_bytes=0.0)
+        work, without = (_work(each, _t("tensor", size=4)) for each in (keeping, none))
+        assert _held(work, "logits", "forward") == pytest.approx(logits * beside / ways, rel=0.01)
+        more = _held(work, "activations", "microbatch") - _held(without, "activations", "microbatch")
+        assert more == pytest.approx(logits * kept / ways, rel=0.01)
 
 
 def test_scores_are_kept_by_kernels_that_write_them_down() -> None:
