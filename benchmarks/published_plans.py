@@ -140,6 +140,8 @@ def case_of(row: Row, rank: Rank = "fullest") -> Case:
     pieces = recomputed(row)
     form = replace(variant(row, config), again=pieces)
     plans, tokens, dialect = plans_of(row, numerics), sequence(row, config), dialect_of(row)
+    if dialect.fuses:
+        plans = tuple(_fused(plan) for plan in plans)
     if dialect.balances_stages:
         plans = tuple(_balanced(plan, profile(config, form), tokens) for plan in plans)
     fitting = []
@@ -307,6 +309,13 @@ def _stages(row: Row, pp: int) -> Pipeline:
         return Pipeline(size=pp, schedule="interleaved", chunks=chunks)
     # Interleaving one chunk is 1F1B.
     return Pipeline(size=pp, schedule="1f1b" if schedule == "interleaved" else schedule)  # type: ignore[arg-type]
+
+
+def _fused(plan: Plan) -> Plan:
+    """Fused kernels are priced as what a compiler makes."""
+    if any(isinstance(technique, Compile) for technique in plan.techniques):
+        return plan
+    return replace(plan, techniques=(*plan.techniques, Compile()))
 
 
 def _balanced(plan: Plan, model: Profile, tokens: int) -> Plan:
