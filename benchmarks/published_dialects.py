@@ -109,7 +109,7 @@ class Dialect:
             yield replace(task, flops=task.flops / kernel.share)
             return
         _, head_size, tokens = task.shape
-        forward = task.phase in ("forward", "recompute")
+        forward = task.is_forward
         products = 2.0 if forward else 4.0
         flops = 2 * products * count * tokens * tokens * head_size  # all scores: a flash kernel may leave half out
         scores = count * tokens * tokens * (4 if task.dtype == "fp32" else 2)

@@ -198,8 +198,6 @@ LLM_FOUNDRY = Keeping(logits_kept_bytes=2.0, logits_bytes=2.0)
 IN_STEPS = Keeping(norm_bytes=14.0, inner_bytes=8.0)
 """Blocks written out in plain PyTorch: norms and rotations in float32. Fitted: both."""
 _BY_SOURCE = {
-    "nvidia_megatron_bridge": MEGATRON_CORE,
-    "nvidia_nemo_docs": MEGATRON_CORE,
     "mosaic_llmfoundry": LLM_FOUNDRY,
     "litgpt": IN_STEPS,
     "torchtune": IN_STEPS,

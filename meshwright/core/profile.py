@@ -24,6 +24,12 @@ Cut = Literal["none", "sequence", "tensor"]
 CutDim = Literal["n", "k", "matrices"]
 
 
+def _as_floats(value: Any, *names: str) -> None:
+    """64 and 64.0 are one number, and must have one fingerprint."""
+    for name in names:
+        object.__setattr__(value, name, float(getattr(value, name)))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Poly:
     """one + b·samples + bs·tokens + bss·tokens·sequence."""
@@ -34,8 +40,7 @@ class Poly:
     bss: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("one", "b", "bs", "bss"):  # 64 and 64.0 are one number, and must have one fingerprint
-            object.__setattr__(self, name, float(getattr(self, name)))
+        _as_floats(self, "one", "b", "bs", "bss")
 
     def __call__(self, b: Any, s: Any, parts: Any = 1) -> Any:
         """For one of `parts` equal parts of each sequence, `s` tokens long, whose tokens see all of it."""
@@ -72,6 +77,9 @@ class Fused:
     kernels: float = 0.0
     backward_kernels: float = 0.0
 
+    def __post_init__(self) -> None:
+        _as_floats(self, "kernels", "backward_kernels")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Op:
@@ -100,6 +108,9 @@ class Op:
     backward_kernels: float = 1.0
     fused: Fused | None = None
     """Where its layer is compiled; None: nothing changes."""
+
+    def __post_init__(self) -> None:
+        _as_floats(self, "kernels", "backward_kernels")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -48,6 +48,11 @@ class Compute:
     def per_step(self) -> bool:
         return self.phase == "step"
 
+    @property
+    def is_forward(self) -> bool:
+        """For the first time or again."""
+        return self.phase in ("forward", "recompute")
+
     def divided(self, ways: Num) -> Compute:
         """One of `ways` equal parts, cut where it is cut."""
         shape, matrices = self.shape, self.matrices

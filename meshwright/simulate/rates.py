@@ -68,9 +68,8 @@ def _traffic_seconds(moved_bytes: Num, kernels: Num, device: Device) -> Num:
 
 
 def _attention_fraction(task: Compute, device: Device) -> Num:
-    forward = task.phase in ("forward", "recompute")
     fraction: Num = device.attention_fraction
-    if not forward and device.attention_backward_fraction:
+    if not task.is_forward and device.attention_backward_fraction:
         fraction = device.attention_backward_fraction
     if len(task.shape) < 3:
         return fraction
@@ -87,7 +86,7 @@ def _slowdown(task: Compute, device: Device) -> Num:
     rows = task.flops / (2.0 * n * k * matrices * products)
     m = np.maximum(rows, 1.0)
     to_input, to_weight = (m, k, n), (n, k, m)
-    if task.phase in ("forward", "recompute"):
+    if task.is_forward:
         return _slower(m, n, k, matrices, device)
     if task.phase == "weight":
         return _slower(*to_weight, matrices, device)

@@ -19,8 +19,10 @@ from meshwright.core.work import Compute
 from meshwright.models.config import preset
 from meshwright.models.cost import decoder_profile
 from meshwright.probe.names import cluster
+from meshwright.simulate.cost import Charge, stage_cost
 from meshwright.simulate.forecast import Forecast, forecast
 from meshwright.simulate.links import LATENCY_BY_RANK, routes
+from meshwright.simulate.price import price
 from meshwright.simulate.rates import compute_seconds, host_seconds
 from meshwright.simulate.stages import runs_of, straight
 from meshwright.simulate.timeline import simulate
@@ -102,16 +104,76 @@ def test_collectives_move_what_a_ring_moves() -> None:
 
 
 def test_an_op_takes_the_slower_of_arithmetic_and_memory() -> None:
-    device = NODES.device
+    rates = {"fp32": 1e13, "bf16": 1e14}
+    device = Device(kind="cuda", memory_bytes=1, memory_bytes_per_second=1e12, flops_per_second=rates)
     common = {"layer": "l", "name": "n", "phase": "forward", "repeat": 1}
-    big = Compute(**common, kind="matmul", flops=1e15, moved_bytes=1.0, dtype="bf16")  # type: ignore[arg-type]
-    assert compute_seconds(big, device) == pytest.approx(1e15 / (989e12 * 0.8))
-    thin = Compute(**common, kind="memory", moved_bytes=3.35e12)  # type: ignore[arg-type]
-    assert compute_seconds(thin, device) == pytest.approx(1 / device.bandwidth_fraction)
+    big = Compute(**common, kind="matmul", flops=1e14, moved_bytes=1.0, dtype="bf16")  # type: ignore[arg-type]
+    assert compute_seconds(big, device) == pytest.approx(1 / 0.7)
+    thin = Compute(**common, kind="memory", moved_bytes=1e12)  # type: ignore[arg-type]
+    assert compute_seconds(thin, device) == pytest.approx(1 / 0.8)
     assert host_seconds(thin, device) == device.launch_seconds
-    assert compute_seconds(replace(big, dtype="compute"), device) > 10 * compute_seconds(big, device)
+    assert compute_seconds(replace(big, dtype="compute"), device) > 9 * compute_seconds(big, device)
     assert compute_seconds(replace(big, dtype="int1"), device) == math.inf
     assert compute_seconds(replace(thin, moved_bytes=0.0), device) == 0.0
+
+
+def test_a_matmul_pays_for_its_last_wave_its_depth_and_its_odd_width() -> None:
+    rates = {"fp32": 1e13, "bf16": 1e14}
+    plain = Device(kind="cuda", memory_bytes=1, memory_bytes_per_second=1e30, flops_per_second=rates, matmul_fraction=1)
+
+    def seconds(device: Device, m: int, n: int, k: int, phase: str = "forward") -> float:
+        products = 1.0 if phase == "forward" else 2.0
+        task = Compute(
+            layer="l",
+            name="n",
+            kind="matmul",
+            phase=phase,  # type: ignore[arg-type]
+            repeat=1,
+            flops=2.0 * m * n * k * products,
+            dtype="bf16",
+            shape=(n, k),
+            kernels=products,
+        )
+        return float(compute_seconds(task, device)) / (2.0 * m * n * k * products / 1e14)
+
+    # 4 x 8 tiles of 256 x 128 on 16 processors are two full waves; one row more begins a third.
+    waves = replace(plain, num_processors=16)
+    assert seconds(waves, 1024, 1024, 64) == pytest.approx(1.0)
+    assert 1.2 < seconds(waves, 1025, 1024, 64) <= 1.5
+    # One tile on four processors, each a quarter of k: 0.85 of the rate instead of a quarter.
+    assert seconds(replace(plain, num_processors=4), 256, 128, 4096) == pytest.approx(1 / 0.85)
+    assert seconds(replace(plain, k_half=100.0), 512, 512, 300) == pytest.approx(4 / 3)
+    odd = replace(plain, unaligned_slowdown=6.0)
+    assert [seconds(odd, 512, n, 512) for n in (512, 513)] == pytest.approx([1.0, 6.0])
+    # What was measured at a shape is what is said of it; going back the products have other shapes.
+    timed = replace(
+        plain, residuals=((512.0, 256.0, 128.0, 2.0), (512.0, 128.0, 256.0, 1.0), (256.0, 128.0, 512.0, 1.0))
+    )
+    assert seconds(timed, 512, 256, 128) == pytest.approx(2.0, rel=0.02)
+    assert seconds(timed, 512, 256, 128, "backward") == pytest.approx(1.0, rel=0.02)
+
+
+def test_the_host_runs_ahead_until_the_update() -> None:
+    """A device waits for its host as long as that is slower; what it is ahead after forward helps it in backward."""
+    device = replace(
+        NODES.device, launch_seconds=1e-3, kernel_seconds=0.0, memory_half_bytes=0.0, memory_bytes_per_second=1e9
+    )
+    machine = replace(NODES, device=replace(device, bandwidth_fraction=1.0))
+
+    def waits(forward: tuple[float, float], backward: tuple[float, float]) -> list[float]:
+        work = price(PROFILE, Plan(techniques=(), batch=1, microbatch=1), sequence=128)
+        parts = {"forward": forward, "backward": backward}
+        tasks = tuple(
+            Compute(layer="l", name="n", kind="memory", phase=phase, repeat=1, moved_bytes=mb * 1e6, kernels=launches)  # type: ignore[arg-type]
+            for phase, (mb, launches) in parts.items()
+        )
+        cost = stage_cost(replace(work, tasks=tasks), machine, {})
+        return [float(cost.charges[Charge("launch", "", part)]) for part in ("forward", "backward")]
+
+    assert waits((10.0, 4.0), (10.0, 4.0)) == pytest.approx([0.0, 0.0])
+    assert waits((4.0, 10.0), (4.0, 10.0)) == pytest.approx([6e-3, 6e-3])
+    assert waits((10.0, 4.0), (4.0, 10.0)) == pytest.approx([0.0, 0.0])
+    assert waits((10.0, 4.0), (4.0, 12.0)) == pytest.approx([0.0, 2e-3])
 
 
 def test_equal_inner_stages_fold_and_the_ends_do_not() -> None:
