@@ -201,8 +201,8 @@ def _read_artefact(cls: type[T], text: str, source: str) -> T:
                 )
             ]
         )
-    oldest = getattr(cls, "OLDEST", 1)
-    if isinstance(version, int) and version < oldest:
+    oldest = getattr(cls, "OLDEST", None)
+    if oldest is not None and isinstance(version, int) and version < oldest:
         what = f"is a {cls.__name__} of version {version}; this program reads from {oldest} on."
         raise MeshwrightError([Problem(where=source, what=what, fix="Write the file again with this version.")])
     return decode(cls, value, source)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, ClassVar, Literal
 
 from meshwright.core.codec import read_artefact, to_json
@@ -117,7 +118,10 @@ def last_step(timeline: Timeline) -> Timeline:
     """The last of several recorded steps, from zero on. Each device's steps end with its updates."""
     begins: dict[int, float] = {}
     for device in timeline.devices:
-        ends = sorted(s.end_seconds for s in timeline.spans if s.device == device and s.name == "update")
+        mine = sorted((s for s in timeline.spans if s.device == device), key=lambda s: s.start_seconds)
+        # An update may be several spans, one after the other.
+        ends = [span.end_seconds for span, after in pairwise(mine) if span.name == "update" != after.name]
+        ends += [span.end_seconds for span in mine[-1:]]
         if len(ends) > 1:
             begins[device] = ends[-2]
     kept = [span for span in timeline.spans if span.start_seconds >= begins.get(span.device, 0.0)]

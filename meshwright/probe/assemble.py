@@ -21,7 +21,7 @@ from meshwright.probe.sources import sources_of
 MEASURED = Errors(compute=0.1, launch=0.25, inner=0.2, outer=0.4, idle=0.15)
 _LEAST_ERROR = 0.03
 """Nothing is known better: clocks drift by as much from minute to minute."""
-_LEAST_COMPUTE_ERROR, _MOST_COMPUTE_ERROR = 0.05, 0.3
+_LEAST_COMPUTE_ERROR, _MOST_COMPUTE_ERROR = 0.15, 0.3
 _MOST_HELD = 2.0
 """Times as slow as clean kernels that a block's traffic may be found; more is no matter of rates."""
 # A card may boost a little past its data sheet; a quarter past it is a broken clock or a wrong preset.

@@ -148,7 +148,7 @@ def stream_job(
                 optimizer=rates,
                 element_bytes=parity.DTYPES[dtype].itemsize,
             ).residents
-            if item.category == "buffers" and item.life == "always"
+            if item.category == "buffers" and item.life == "always" and not item.origin
         ),
         "must_stop": [result.must_stop for result in results],
         "lateness": lateness,
