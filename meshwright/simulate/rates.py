@@ -16,6 +16,8 @@ from meshwright.core.work import Compute, Num
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 128, 0.8), (64, 64, 0.6))
 """(rows, columns, share of the best one's rate): what libraries cut an output into, the best for a shape chosen by
 them. A smaller tile reads its inputs more often."""
+_ROWS, _COLUMNS = (np.array([float(tile[i]) for tile in TILES]) for i in (0, 1))
+_SHARES = np.array([share / (rows * columns) for rows, columns, share in TILES])
 LEAST_PART, SHARED_TILE = 512, 0.85
 """Of k that a processor takes of a shared tile, and what of the rate is left once the parts are summed."""
 ALIGNED, ALIGNED_TO = ("bf16", "fp16", "fp8"), 8
@@ -110,13 +112,12 @@ def _used(m: Num, n: Num, k: Num, matrices: Num, processors: int) -> Num:
 
     Where tiles are few and k is long, several processors share a tile, each a part of k.
     """
-    best: Num = 0.0
-    for rows, columns, share in TILES:
-        tiles = np.ceil(m / rows) * np.ceil(n / columns) * matrices
-        parts = np.maximum(1.0, np.minimum(np.floor(processors / tiles), np.floor(k / LEAST_PART)))
-        waves = np.ceil(tiles * parts / processors)
-        used = share * m * n * matrices * parts / (waves * (processors * rows * columns))
-        best = np.maximum(best, used * np.where(parts > 1, SHARED_TILE, 1.0))
+    m, n, k, matrices = (np.expand_dims(size, -1) for size in (m, n, k, matrices))  # against all tiles at once
+    tiles = np.ceil(m / _ROWS) * np.ceil(n / _COLUMNS) * matrices
+    parts = np.maximum(1.0, np.minimum(processors // tiles, k // LEAST_PART))
+    waves = np.ceil(tiles * parts / processors)
+    used = m * n * matrices * parts * _SHARES / (waves * processors) * np.where(parts > 1, SHARED_TILE, 1.0)
+    best: Num = used.max(axis=-1)
     return best
 
 
