@@ -36,6 +36,10 @@ class Route:
     shared: Num
     """Driven by the compute cores: nothing hides behind compute."""
     is_inner: Num
+    crossing: Num = 1.0
+    """Share of a rank's partners that a message to them leaves the node for."""
+    near_bytes_per_second: Num = np.inf
+    """To the partners inside."""
     half_bytes: Num = 0.0
     """What a rank passes on when the link reaches half its rate."""
     fractions: Mapping[str, Num] = field(default_factory=dict)
@@ -52,7 +56,10 @@ class Route:
             is_direct = kind == "all_to_all"
             turns = 2 if kind == "all_reduce" else 1
             passed = turns * num_bytes * ((self.size - 1) / self.size)
-            rate = self.direct_bytes_per_second if is_direct else self.ring_bytes_per_second
+            rate = self.ring_bytes_per_second
+            if is_direct:  # both ways at once: the slower ends it
+                far = self.crossing / self.direct_bytes_per_second
+                rate = 1 / np.maximum(far, (1 - self.crossing) / self.near_bytes_per_second)
         rate = rate * self.fractions.get("send" if kind == "ring" else kind, 1.0)
         return talks * (latency + (passed + self.half_bytes) / rate)
 
@@ -86,6 +93,8 @@ def routes(cluster: Cluster, mesh: Mapping[str, Num]) -> dict[str, Route]:
             latency_growth=_pick(is_inner, inside, hops),
             shared=inner.shared if same else _pick(is_inner, inner.shared, outer.shared),
             is_inner=is_inner,
+            crossing=_pick(is_inner, 1.0, (size - per_node) / np.maximum(size - 1, 1)),
+            near_bytes_per_second=inner_rate,
             half_bytes=_pick(is_inner, inner.half_bytes, outer.half_bytes),
             fractions={
                 kind: _pick(is_inner, inner.fractions.get(kind, 1.0), outer.fractions.get(kind, 1.0))

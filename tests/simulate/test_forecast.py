@@ -101,6 +101,10 @@ def test_collectives_move_what_a_ring_moves() -> None:
     assert route.seconds("all_gather", 1e9) == pytest.approx(four + 0.75, rel=1e-9)
     assert route.seconds("send", 1e9) == pytest.approx(1e-3 + 1.0)
     assert routes(one, {"a": 1})["a"].seconds("all_reduce", 1e9) == 0.0
+    # Of seven partners three are in the node: four sevenths of what goes to all take the slow way, meanwhile.
+    two = replace(one, num_nodes=2, outer=replace(link, bytes_per_second=1e8))
+    assert routes(two, {"a": 8})["a"].seconds("all_to_all", 1e9) == pytest.approx(1e-3 + 7 / 8 * 4 / 7 * 10.0)
+    assert route.seconds("all_to_all", 1e9) == pytest.approx(four + 0.75)
 
 
 def test_an_op_takes_the_slower_of_arithmetic_and_memory() -> None:
