@@ -8,8 +8,9 @@ rank holds afterwards (all_gather), gives (reduce_scatter), or both (all_reduce)
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -23,6 +24,17 @@ Phase = Literal["forward", "recompute", "backward", "weight", "step"]
 """`weight`: the half of backward that makes weights' gradients, where a schedule takes it apart."""
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "ring"]
 """send: to the next stage; ring: from each rank of an axis to the next, all at once."""
+
+
+def replace(item: Any, **changes: Any) -> Any:
+    """As dataclasses.replace, in a third of the time for what has slots: search makes half a million."""
+    slots = getattr(item, "__slots__", None)
+    if not slots or not all(name in slots for name in changes):
+        return dataclasses.replace(item, **changes)  # which knows what to say of a wrong name
+    new = object.__new__(type(item))
+    for name in slots:
+        object.__setattr__(new, name, changes[name] if name in changes else getattr(item, name))
+    return new
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

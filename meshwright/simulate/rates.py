@@ -110,15 +110,22 @@ def _slower(m: Num, n: Num, k: Num, matrices: Num, device: Device) -> Num:
 def _used(m: Num, n: Num, k: Num, matrices: Num, processors: int) -> Num:
     """Share of the processors' time in full waves of tiles that goes into the result.
 
-    Where tiles are few and k is long, several processors share a tile, each a part of k.
+    Where tiles are few and k is long, several processors share a tile, each a part of k. Remembered: plans that differ
+    elsewhere ask the same.
     """
-    m, n, k, matrices = (np.expand_dims(size, -1) for size in (m, n, k, matrices))  # against all tiles at once
+    sizes = np.array(np.broadcast_arrays(m, n, k, matrices), dtype=float)
+    found = _used_of(sizes.tobytes(), sizes.shape, processors)
+    return found if sizes.ndim > 1 else float(found)
+
+
+@lru_cache(maxsize=2048)
+def _used_of(sizes: bytes, shape: tuple[int, ...], processors: int) -> np.ndarray:
+    m, n, k, matrices = np.frombuffer(sizes).reshape(*shape, 1)  # against all tiles at once
     tiles = np.ceil(m / _ROWS) * np.ceil(n / _COLUMNS) * matrices
     parts = np.maximum(1.0, np.minimum(processors // tiles, k // LEAST_PART))
     waves = np.ceil(tiles * parts / processors)
     used = m * n * matrices * parts * _SHARES / (waves * processors) * np.where(parts > 1, SHARED_TILE, 1.0)
-    best: Num = used.max(axis=-1)
-    return best
+    return np.asarray(used.max(axis=-1))
 
 
 def _residual(m: Num, n: Num, k: Num, points: tuple[tuple[float, float, float, float], ...]) -> Num:

@@ -11,7 +11,7 @@ Exactness: exact; the order of the sum over tokens changes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from meshwright.core.cluster import Cluster
@@ -19,7 +19,7 @@ from meshwright.core.errors import Problems
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.technique import Choice, Option, Technique
-from meshwright.core.work import Resident, Work
+from meshwright.core.work import Resident, Work, replace
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ Exactness: exact up to the order of operations inside a fused kernel.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -20,7 +20,7 @@ from meshwright.core.errors import Problems
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.technique import Choice, Option, Technique
-from meshwright.core.work import Compute, Num, Resident, Work
+from meshwright.core.work import Compute, Num, Resident, Work, replace
 
 
 @dataclass(frozen=True, kw_only=True)

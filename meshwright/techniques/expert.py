@@ -16,7 +16,7 @@ Exactness: exact; the order of the sums over samples changes. Axis: ep.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from meshwright.core.cluster import Cluster
@@ -24,7 +24,7 @@ from meshwright.core.errors import Problems
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Layer, Param, Profile, Site
 from meshwright.core.technique import Axis, Option, Technique, axis_sizes, listed
-from meshwright.core.work import Collective, Compute, Num, Resident, Slot, Work
+from meshwright.core.work import Collective, Compute, Num, Resident, Slot, Work, replace
 
 _COUNT_BYTES = 8
 """How many rows an expert gets is an int64."""

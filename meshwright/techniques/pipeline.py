@@ -19,7 +19,7 @@ Exactness: exact; approximate with async, which search does not choose by itself
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -29,7 +29,7 @@ from meshwright.core.errors import Problem, Problems
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.technique import Axis, Choice, Exactness, Option, Technique
-from meshwright.core.work import Collective, Compute, Num, Resident, Slot, Work
+from meshwright.core.work import Collective, Compute, Num, Resident, Slot, Work, replace
 from meshwright.schedules import GREEDY, SCHEDULES, Places, Span, Timetable
 
 ASYNC = "async"

@@ -12,7 +12,7 @@ Exactness: rounded: 8 bits of mantissa.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -22,7 +22,7 @@ from meshwright.core.errors import Problems
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.technique import Choice, Option, Technique
-from meshwright.core.work import Compute, Life, Num, Phase, Resident, Slot, Work
+from meshwright.core.work import Compute, Life, Num, Phase, Resident, Slot, Work, replace
 
 
 @dataclass(frozen=True, kw_only=True)

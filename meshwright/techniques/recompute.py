@@ -11,7 +11,7 @@ Exactness: exact.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,7 +21,7 @@ from meshwright.core.errors import Problems
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.technique import Option, PerLayer, Technique
-from meshwright.core.work import Collective, Compute, Resident, Work
+from meshwright.core.work import Collective, Compute, Resident, Work, replace
 
 _ALL = 1 << 30
 

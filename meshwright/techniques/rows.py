@@ -17,7 +17,7 @@ Exactness: exact; the order of sums over samples changes. Axis: emb.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -27,7 +27,7 @@ from meshwright.core.errors import Problems
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Layer, Profile
 from meshwright.core.technique import Axis, Choice, Option, Technique, axis_sizes
-from meshwright.core.work import Collective, Compute, Num, Resident, Slot, Work, statistics
+from meshwright.core.work import Collective, Compute, Num, Resident, Slot, Work, replace, statistics
 
 _ID_BYTES = 8
 _COPIES = 3

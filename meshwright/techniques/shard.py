@@ -17,7 +17,7 @@ Exactness: exact; rounded with reduce = "bf16", which search does not choose by 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -27,7 +27,7 @@ from meshwright.core.errors import Problems
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.technique import Axis, Choice, Exactness, Option, Technique, axis_sizes
-from meshwright.core.work import Collective, Compute, Num, Resident, Slot, Work, statistics
+from meshwright.core.work import Collective, Compute, Num, Resident, Slot, Work, replace, statistics
 
 
 @dataclass(frozen=True, kw_only=True)

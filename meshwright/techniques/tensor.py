@@ -16,7 +16,7 @@ Exactness: exact; the order of sums over hidden columns changes. Axis: tp.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -26,7 +26,7 @@ from meshwright.core.errors import Problems
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Layer, Profile, Site
 from meshwright.core.technique import Axis, Choice, Option, Technique, listed
-from meshwright.core.work import Collective, Compute, Num, Resident, Slot, Work
+from meshwright.core.work import Collective, Compute, Num, Resident, Slot, Work, replace
 
 
 @dataclass(frozen=True, kw_only=True)
