@@ -18,7 +18,7 @@ from meshwright.probe.names import preset, preset_of_device
 from meshwright.probe.reading import Reading
 from meshwright.probe.sources import sources_of
 
-MEASURED = Errors(compute=0.1, launch=0.25, inner=0.2, outer=0.4, idle=0.15)
+MEASURED = Errors(compute=0.15, launch=0.5, inner=0.2, outer=0.4, idle=0.15)
 _LEAST_ERROR = 0.03
 """Nothing is known better: clocks drift by as much from minute to minute."""
 _LEAST_COMPUTE_ERROR, _MOST_COMPUTE_ERROR = 0.15, 0.3
