@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import ClassVar
 
 from meshwright.core.codec import read_artefact, to_json
@@ -56,8 +56,7 @@ class Host:
     disk_write_bytes_per_second: float = 0.0
 
     def problems(self) -> Iterator[Problem]:
-        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        yield from wrong_numbers(values, "zero or more", lambda value: value >= 0)
+        yield from wrong_numbers(asdict(self), "zero or more", lambda value: value >= 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,8 +72,7 @@ class Beside:
     copy_by_collective: float = 1.2
 
     def problems(self) -> Iterator[Problem]:
-        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        yield from wrong_numbers(values, "at least 1 and less than 10", lambda value: 1 <= value < 10)
+        yield from wrong_numbers(asdict(self), "at least 1 and less than 10", lambda value: 1 <= value < 10)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,8 +88,7 @@ class Errors:
     """Stages waiting, and whatever else no rate stands behind."""
 
     def problems(self) -> Iterator[Problem]:
-        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        yield from wrong_numbers(values, "zero or more and less than 3", lambda value: 0 <= value < 3)
+        yield from wrong_numbers(asdict(self), "zero or more and less than 3", lambda value: 0 <= value < 3)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -62,7 +62,12 @@ def assemble(readings: Sequence[Reading], *, host_bytes: int) -> Cluster:
     block = _held(device, typical)
     if block is not None:
         device = replace(device, bandwidth_fraction=min(1.0, device.bandwidth_fraction / block.traffic_slowdown))
-    links = {"inner": inner_source, "outer": f'one node: not measured, from the preset "{known.name}"'}
+    compute_error, compute_source = _compute_error(block)
+    told = {
+        "errors.compute": compute_source,
+        "inner": inner_source,
+        "outer": f'one node: not measured, from the preset "{known.name}"',
+    }
     return Cluster(
         name="this machine",
         device=device,
@@ -71,8 +76,8 @@ def assemble(readings: Sequence[Reading], *, host_bytes: int) -> Cluster:
         devices_per_node=num_devices,
         host=_host(readings, host_bytes),
         beside=replace(known.beside if sheet is not None else Beside(), **typical.beside),
-        sources=sources_of(typical, device, sheet, fits, block) | links,
-        errors=replace(MEASURED, compute=_compute_error(block), inner=inner_error),
+        sources=sources_of(typical, device, sheet, fits, block) | told,
+        errors=replace(MEASURED, compute=compute_error, inner=inner_error),
     )
 
 
@@ -242,12 +247,14 @@ def _held(device: Device, typical: Reading) -> Held | None:
     return Held(ratio=ratio, traffic_slowdown=min(max(slowdown, 1 / _MOST_HELD), _MOST_HELD))
 
 
-def _compute_error(block: Held | None) -> float:
-    """A step is a sum of hundreds of ops: single shapes' errors average out, and what is left is how far the sum of
+def _compute_error(block: Held | None) -> tuple[float, str]:
+    """And where it comes from. A step is a sum of hundreds of ops: single shapes' errors average out, and what is left is how far the sum of
     a block's parts was from the whole."""
     if block is None:
-        return MEASURED.compute
-    return round(min(_MOST_COMPUTE_ERROR, max(_LEAST_COMPUTE_ERROR, abs(block.ratio - 1))), 3)
+        return MEASURED.compute, "assumed: no block was measured"
+    limits = f"at least {_LEAST_COMPUTE_ERROR:.0%} and at most {_MOST_COMPUTE_ERROR:.0%}"
+    source = f"how far a block was from the sum of its parts, {limits}"
+    return round(min(_MOST_COMPUTE_ERROR, max(_LEAST_COMPUTE_ERROR, abs(block.ratio - 1))), 3), source
 
 
 def _host(readings: Sequence[Reading], host_bytes: int) -> Host:

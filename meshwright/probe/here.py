@@ -8,13 +8,17 @@ from pathlib import Path
 
 def machine_name(root: Path = Path("/")) -> str:
     """`AMD EPYC 9654; 96 cores; 8 x NVIDIA H100 80GB HBM3`; without its driver's word a GPU has no name."""
-    info = root / "proc/cpuinfo"
-    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
-    models = sorted({line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")})
     num_gpus = len(list((root / "dev").glob("nvidia[0-9]*")))
     names = sorted(set(_gpu_names(root)))
     gpus = f"{num_gpus} x {', '.join(names)}" if names else f"{num_gpus} GPUs"
-    return f"{', '.join(models)}; {os.cpu_count()} cores; {gpus}"
+    return f"{', '.join(cpu_names(root))}; {os.cpu_count()} cores; {gpus}"
+
+
+def cpu_names(root: Path = Path("/")) -> list[str]:
+    """As the kernel calls its processors."""
+    info = root / "proc/cpuinfo"
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    return sorted({line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")})
 
 
 def _gpu_names(root: Path) -> list[str]:

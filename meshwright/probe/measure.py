@@ -19,6 +19,7 @@ import torch.distributed as dist
 from meshwright.core.codec import encode
 from meshwright.probe.bench import Bench
 from meshwright.probe.cpu_bf16 import limit_isa_for_bf16
+from meshwright.probe.here import cpu_names
 from meshwright.probe.measure_compute import (
     attention_points,
     flops_by_dtype,
@@ -49,7 +50,9 @@ def read(bench: Bench, folder: Path) -> Reading:
         _warm_up(bench)
     return Reading(
         kind=bench.device.type,
-        device_name=torch.cuda.get_device_name(bench.device) if bench.on_gpu else _cpu_name(),
+        device_name=torch.cuda.get_device_name(bench.device)
+        if bench.on_gpu
+        else next(iter(cpu_names()), "unknown CPU"),
         versions=versions(bench),
         power_watts=power_watts(bench),
         num_threads=torch.get_num_threads(),
@@ -125,13 +128,6 @@ def _num_processors(bench: Bench) -> int:
 def _own_bytes() -> int:
     """Resident bytes of this process with torch imported and no tensor yet: the second field is in pages."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
-
-def _cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return "unknown CPU"
 
 
 def main() -> None:

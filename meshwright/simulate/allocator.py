@@ -12,7 +12,8 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
-KIB, MIB = 1 << 10, 1 << 20
+from meshwright.core.units import MIB
+
 LEAST_BLOCK = 512
 SMALL, SMALL_SEGMENT = 1 * MIB, 2 * MIB
 LARGE_FROM, LARGE_SEGMENT = 10 * MIB, 20 * MIB

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from full_disk import files_of_at_most
 
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import MeshwrightError
@@ -114,17 +112,6 @@ def test_runs_that_end_together_do_not_mix_their_lines(tmp_path: Path) -> None:
     wanted = {f"model {100 * number + each}" for number in range(4) for each in range(50)}
     assert {each.model for each in entries} == wanted
     assert len(entries) == 200
-
-
-@contextmanager
-def files_of_at_most(size_bytes: int) -> Iterator[None]:
-    """A real refusal to write, as of a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_what_cannot_be_written_is_a_reason_and_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

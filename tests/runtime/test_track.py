@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import resource
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from full_disk import files_of_at_most
 
 from meshwright.core.errors import MeshwrightError
 from meshwright.runtime.record import Metrics
@@ -146,17 +145,6 @@ def test_a_slow_tool_loses_its_oldest_entries_and_the_number_is_told(tmp_path: P
     assert [step for call, step, *_ in tool.told if call == "values"] == list(range(16, 25))
     assert tool.told[-1] == ("close", SUMMARY), "the summary is not what is dropped"
     assert said == ["tool was slower than the run: its 16 oldest entries were dropped"]
-
-
-@contextmanager
-def files_of_at_most(size_bytes: int) -> Iterator[None]:
-    """A real refusal to write, as of a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_full_disk_is_told_once_for_each_file_and_writing_goes_on_after_it(tmp_path: Path) -> None:
