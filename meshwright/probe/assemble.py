@@ -248,8 +248,11 @@ def _held(device: Device, typical: Reading) -> Held | None:
 
 
 def _compute_error(block: Held | None) -> tuple[float, str]:
-    """And where it comes from. A step is a sum of hundreds of ops: single shapes' errors average out, and what is left is how far the sum of
-    a block's parts was from the whole."""
+    """And where it comes from.
+
+    A step is a sum of hundreds of ops: single shapes' errors average out, and what is left is how far the sum of a
+    block's parts was from the whole.
+    """
     if block is None:
         return MEASURED.compute, "assumed: no block was measured"
     limits = f"at least {_LEAST_COMPUTE_ERROR:.0%} and at most {_MOST_COMPUTE_ERROR:.0%}"
