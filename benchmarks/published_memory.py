@@ -110,12 +110,12 @@ class Keeping:
         yield Resident(layer=layer.name, category="working", repeat=here, bytes=passing, life="moment")
         kept = [item for item in residents if item.layer == layer.name and item.category == "activations"]
         late, early = (
-            _most(i for i in kept if i.life == "microbatch" and i.is_early == is_early) for is_early in (0, 1)
+            _most(i for i in kept if i.life == "microbatch" and (i.turn < 0) == is_early) for is_early in (False, True)
         )
         common: dict[str, Any] = {"layer": layer.name, "category": "activations", "bytes": size}
         yield Resident(**common, repeat=late, life="microbatch")
         if np.any(early):
-            yield Resident(**common, repeat=(early > 0) * 1, life="backward", is_early=True)
+            yield Resident(**common, repeat=(early > 0) * 1, life="backward", turn=-1)
 
     def _extra_bytes(self, work: Work, layer: Layer) -> float:
         """Of one block."""
@@ -132,7 +132,7 @@ class Keeping:
 
 
 def _in_parts(work: Work, item: Resident) -> Resident:
-    is_whole = item.category == "activations" and item.life == "microbatch" and item.cut == "none" and not item.is_early
+    is_whole = item.category == "activations" and item.life == "microbatch" and item.cut == "none" and item.turn == 0
     return replace(item, bytes=item.bytes / work.facts.get("sequence_ways", 1)) if is_whole else item
 
 

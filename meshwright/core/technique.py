@@ -16,12 +16,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from meshwright.core.codec import decode_fields, encode
 from meshwright.core.errors import MeshwrightError, Problem, Problems, nearest
+from meshwright.core.ranges import count_between
+from meshwright.core.ranges import read as read_ranges
 from meshwright.core.work import Num, Work
 
 if TYPE_CHECKING:
     from meshwright.core.cluster import Cluster
     from meshwright.core.plan import Plan
     from meshwright.core.profile import Profile
+
+Spans = tuple[tuple[int, int], ...]
+"""Runs of blocks, (first, last + 1) each."""
 
 PHASES = ("swap", "cut", "split", "block", "compile", "wrap", "optimizer", "step")
 """The order in which techniques change a model. Order is correctness: splitting after wrapping would lose the
@@ -47,14 +52,20 @@ class Choice:
 
     field: str
     values: tuple[Any, ...]
+    rescues: tuple[Any, ...] = ()
+    """Further values, tried only where nothing fits with these."""
 
 
 @dataclass(frozen=True, slots=True)
 class PerLayer:
-    """How many blocks follow the policy, 0 to `most`: solved by counts, not enumerated by layer."""
+    """Settings that name blocks, each of which follows one of them or none: solved by counts, not enumerated by layer.
 
-    field: str
-    most: int
+    Of equal blocks of a stage the first follow the first field, those after them the second, and the last ones none. A
+    field is None for all blocks that follow no other, a number for the first so many blocks of every stage, or says
+    which (`0-3,8`). `price` finds counts, not names: `work.following`.
+    """
+
+    fields: tuple[str, ...]
 
 
 Option = Axis | Choice | PerLayer
@@ -125,9 +136,73 @@ class Technique:
         """The runs of blocks, (first, last + 1) each, that the stage has; None if it does not cut."""
         return None
 
-    def number(self, work: Work, field: str) -> Num:
-        """A numeric setting: one per candidate when many are priced at once, else this technique's own."""
-        return work.sizes.get(f"{self.name}.{field}", getattr(self, field))
+    policies: ClassVar[tuple[str, ...]] = ()
+    """Fields that name blocks (see `PerLayer`)."""
+
+    def counts_in(self, profile: Profile, spans: Spans, chunk: int | None = None) -> dict[str, int]:
+        """How many blocks of each kind follow each policy in a stage of these runs of blocks, or in one of its chunks:
+        what `work.following` finds."""
+        if not self.policies:
+            return {}
+        found = {}
+        parts = {field: self._parts(field, spans) for field in self.policies}
+        start = 0
+        for layer in profile.block_layers:
+            end = start + layer.repeat
+            for field in self.policies:
+                found[f"{self.name}.{field}.{layer.name}"] = sum(
+                    count_between(parts[field], max(first, start), min(last, end))
+                    for first, last in (spans if chunk is None else (spans[chunk],))
+                )
+            start = end
+        return found
+
+    def _parts(self, field: str, spans: Spans) -> Spans:
+        """Of the blocks in `spans`, the runs that follow a policy."""
+        value = getattr(self, field)
+        if isinstance(value, str):
+            return read_ranges(value) or ()
+        if isinstance(value, int):  # the first so many of the stage
+            found, left = [], value
+            for first, last in spans:
+                found.append((first, first + min(left, last - first)))
+                left -= min(left, last - first)
+            return tuple(found)
+        others = [part for other in self.policies if other != field for part in self._parts(other, spans)]
+        left_over = [block for first, last in spans for block in range(first, last)]
+        left_over = [block for block in left_over if not any(first <= block < last for first, last in others)]
+        return tuple((block, block + 1) for block in left_over)
+
+    def policy_of(self, block: int, spans: Spans) -> str:
+        """The policy that a block of a stage follows; empty: none."""
+        for field in self.policies:
+            if any(first <= block < last for first, last in self._parts(field, spans)):
+                return field
+        return ""
+
+    def policy_problems(self, profile: Profile) -> list[Problem]:
+        """What is wrong with the blocks that policies name."""
+        problems, blocks = [], profile.num_blocks
+        named: list[tuple[int, int]] = []
+        for field in self.policies:
+            value = getattr(self, field)
+            fix = f'Use 0 to {blocks}, or numbers such as "0-{max(blocks - 1, 0)}".'
+            if isinstance(value, int) and not 0 <= value <= blocks:
+                what = f"{field} is {value}; the model has {blocks} blocks."
+                problems.append(self.problem(what, fix))
+            if not isinstance(value, str):
+                continue
+            parts = read_ranges(value)
+            if parts is None:
+                problems.append(self.problem(f'{field} is "{value}".', 'List blocks in rising order: "0-3,8".'))
+                continue
+            if parts and parts[-1][1] > blocks:
+                what = f'{field} is "{value}"; the model has {blocks} blocks, 0 to {blocks - 1}.'
+                problems.append(self.problem(what, fix))
+            if any(count_between(named, first, last) for first, last in parts):
+                problems.append(self.problem(f'{field} "{value}" names blocks that another setting names too.'))
+            named += parts
+        return problems
 
     def problem(self, what: str, fix: str = "") -> Problem:
         return Problem(where=self.name, what=what, fix=fix)

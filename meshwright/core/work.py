@@ -114,8 +114,9 @@ class Resident:
     repeat: Num
     bytes: Num
     life: Life
-    is_early: bool = False
-    """Of the layer's first instances alone, where they differ from the others."""
+    turn: int = 0
+    """Where instances of a layer differ: of those that come so many turns before the last ones (-1, -2); 0: of the last
+    ones, or while any of them runs."""
     cut: Cut = "none"
     dtype: str = "fp32"
     origin: str = ""
@@ -217,6 +218,10 @@ class Work:
             return item if item.shared_out == shared_out else replace(item, late=(*item.late, (axis, origin)))
 
         return self.map_slots(slot)
+
+    def following(self, technique: str, policy: str, layer: str) -> Num:
+        """Blocks of a kind that follow a technique's policy here (`Technique.counts_in`)."""
+        return np.minimum(self.sizes.get(f"{technique}.{policy}.{layer}", 0), self.repeat_of(layer))
 
     def repeat_of(self, layer: str) -> Num:
         return next(slot.repeat for slot in self.slots if slot.layer == layer)

@@ -77,13 +77,13 @@ def _dial(kind: type[Technique], profile: Profile, cluster: Cluster, wishes: Wis
         bad = wishes.banned_values.get((kind.name, field), ())
         numbers |= {"axis_field": field, "sizes": tuple(s for s in sizes if s > 1 and s not in bad)}
     if counted is not None:
-        bad = wishes.banned_values.get((kind.name, counted.field), ())
-        numbers |= {"count_field": counted.field, "most": counted.most, "bad_counts": bad}
-        if counted.field in pinned:
-            count = pinned.pop(counted.field)
+        bad = wishes.banned_values.get((kind.name, counted.fields[0]), ())
+        numbers |= {"count_field": counted.fields[0], "most": profile.num_blocks, "bad_counts": bad}
+        if counted.fields[0] in pinned:
+            count = pinned.pop(counted.fields[0])
             if count == 0:
                 return None
-            numbers["count"] = counted.most if count is None else count
+            numbers["count"] = profile.num_blocks if count is None else count
     choices = {
         option.field: [
             value for value in option.values if value not in wishes.banned_values.get((kind.name, option.field), ())

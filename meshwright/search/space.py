@@ -215,6 +215,10 @@ def _grid(
     rows = np.array([table[point.stages] for point in points])
     starts, counts, firsts, blocks = (rows[:, :, i] for i in range(4))
     sizes: dict[str, Num] = {name: np.repeat(column, width) for name, column in columns.items()}
+    for dial in counted:
+        for layer in profile.block_layers:
+            key = f"{dial.kind.name}.{dial.count_field}"
+            sizes[f"{key}.{layer.name}"] = sizes[key]
     parts: Num = 1
     for dial in present:
         parts = parts * sizes[dial.kind.axis] if dial.kind.splits_sequence else parts

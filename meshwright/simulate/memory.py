@@ -211,10 +211,10 @@ def communicator_bytes(work: Work, device: Device) -> Num:
 
 
 def _places(layer: str, items: list[Resident]) -> list[Place]:
-    def place(early: bool) -> Place:
-        kept = tuple(item for item in items if item.life == "microbatch" and item.is_early == early)
+    def place(turn: int) -> Place:
+        kept = tuple(item for item in items if item.life == "microbatch" and item.turn == turn)
         running = tuple(
-            item for item in items if item.life in ("moment", "forward", "backward") and (early or not item.is_early)
+            item for item in items if item.life in ("moment", "forward", "backward") and item.turn in (turn, 0)
         )
         gradients = tuple(item for item in items if item.life == "step")
         count: Num = 0
@@ -222,7 +222,7 @@ def _places(layer: str, items: list[Resident]) -> list[Place]:
             count = np.maximum(count, item.repeat)
         return Place(layer, count, kept, running, gradients)
 
-    return [place(True), place(False)] if any(item.is_early for item in items) else [place(False)]
+    return [place(turn) for turn in sorted({0, *(item.turn for item in items)})]
 
 
 def _is_there(item: Resident, is_forward: bool) -> bool:

@@ -19,10 +19,10 @@ def sizes_of(plan: Plan, profile: Profile, *, sequence: int, stage: int, chunk: 
     """The numbers a plan gives to `price`."""
     stages = plan.spans_of_stages(profile)
     spans = stages[stage]
-    part: dict[str, Any] = {}
-    if chunk is not None and len(spans) > 1:
-        part = {"chunk": chunk, "blocks_before": sum(last - first for first, last in spans[:chunk])}
-        spans = (spans[chunk],)
+    part: dict[str, Any] = {} if chunk is None or len(spans) == 1 else {"chunk": chunk}
+    for technique in plan.techniques:
+        part |= technique.counts_in(profile, spans, part.get("chunk"))
+    spans = (spans[chunk],) if "chunk" in part and chunk is not None else spans
     return part | {
         **plan.mesh,
         "batch": plan.batch,

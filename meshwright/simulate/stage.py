@@ -93,7 +93,7 @@ def stage_plan(
 ) -> Staged:
     roads = routes(cluster, plan.mesh)
     cut = plan.spans_of_stages(profile)
-    runs = runs_of(profile, cut)
+    runs = runs_of(profile, cut, plan.techniques)
     sizes = stacked([sizes_of(plan, profile, sequence=sequence, stage=run.start) for run in runs])
     work = change(price_sizes(profile, plan.in_phase_order(), sizes, optimizer=optimizer))
     costs, memory = stage_cost(work, cluster, roads), stage_memory(work, cluster.device)
@@ -144,8 +144,8 @@ def _in_chunks(
         stage, chunk = places.stage(span), places.chunk(span)
         first, last = cut[stage][chunk]
         is_end = span in (0, places.num_spans - 1)
-        # Blocks of earlier chunks count where a technique takes a stage's first ones.
-        key = (span if is_end else -1, chunk, profile.blocks_within(first, last - first))
+        policies = [tuple(t.counts_in(profile, cut[stage], chunk).values()) for t in plan.techniques if t.policies]
+        key = (span if is_end else -1, chunk, profile.blocks_within(first, last - first), *policies)
         if key not in known:
             work = change(price(profile, plan, sequence=sequence, stage=stage, chunk=chunk, optimizer=optimizer))
             memory = stage_memory(work, cluster.device)

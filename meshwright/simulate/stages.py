@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from meshwright.core.profile import Profile
-
-Spans = tuple[tuple[int, int], ...]
+from meshwright.core.technique import Spans, Technique
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,12 +32,17 @@ def straight(blocks: Sequence[int]) -> tuple[Spans, ...]:
     return tuple(((end - count, end),) for end, count in zip(ends, blocks, strict=True))
 
 
-def runs_of(profile: Profile, stages: Sequence[Spans]) -> tuple[Run, ...]:
+def runs_of(profile: Profile, stages: Sequence[Spans], techniques: Sequence[Technique] = ()) -> tuple[Run, ...]:
+    """`techniques` may treat blocks of one kind differently."""
     runs: list[Run] = []
-    alike: tuple[tuple[int, ...], ...] = ()
+    alike: tuple[Any, ...] = ()
     for stage, spans in enumerate(stages):
         is_end = stage in (0, 1, len(stages) - 1)
-        kinds = tuple(profile.blocks_within(first, last - first) for first, last in spans)
+        kinds: tuple[Any, ...] = tuple(profile.blocks_within(first, last - first) for first, last in spans)
+        for technique in techniques:
+            if technique.policies:
+                each = [technique.counts_in(profile, spans, chunk) for chunk in range(len(spans))]
+                kinds += tuple(tuple(counts.values()) for counts in each)
         if not is_end and kinds == alike:
             runs[-1] = replace(runs[-1], count=runs[-1].count + 1)
         else:

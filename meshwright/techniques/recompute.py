@@ -23,36 +23,29 @@ from meshwright.core.profile import Profile
 from meshwright.core.technique import Option, PerLayer, Technique
 from meshwright.core.work import Collective, Compute, Resident, Work, replace
 
-_ALL = 1 << 30
-
-
 @dataclass(frozen=True, kw_only=True)
 class Recompute(Technique):
     name: ClassVar[str] = "recompute"
     phase: ClassVar[str] = "block"
 
-    layers: int | None = None
-    """Blocks of each stage that are recomputed, from its first on; None: all."""
+    policies: ClassVar[tuple[str, ...]] = ("layers",)
+
+    layers: int | str | None = None
+    """Blocks that are recomputed: None: all; a number: the first so many of every stage; "0-3,8": these."""
 
     @classmethod
     def options(cls, profile: Profile, cluster: Cluster) -> tuple[Option, ...]:
-        return (PerLayer("layers", profile.num_blocks),)
+        return (PerLayer(cls.policies),)
 
     def check(self, plan: Plan, profile: Profile, cluster: Cluster | None) -> Problems:
-        if self.layers is not None and not 0 <= self.layers <= profile.num_blocks:
-            what = f"layers is {self.layers}; the model has {profile.num_blocks} blocks."
-            return (self.problem(what, f"Use 0 to {profile.num_blocks}, or leave it out for all."),)
-        return ()
+        return tuple(self.policy_problems(profile))
 
     def price(self, work: Work) -> Work:
-        wanted = self.number(work, "layers")
-        wanted = _ALL if wanted is None else np.maximum(wanted - work.sizes.get("blocks_before", 0), 0)
         b, s = work.size("microbatch"), work.size("sequence")
         width = work.facts.get("stream_bytes", work.slots[0].element_bytes)
         for layer in work.profile.block_layers:
             repeat = work.repeat_of(layer.name)
-            count = np.minimum(wanted, repeat)
-            wanted = wanted - count
+            count = work.following(self.name, "layers", layer.name)
             each = np.maximum(repeat, 1)  # some tasks come several times a block
             again = [
                 replace(task, phase="recompute", repeat=task.repeat * count // each * work.has_backward(layer.name))
@@ -71,7 +64,7 @@ class Recompute(Technique):
                 bytes=boundary,
                 life="microbatch",
                 origin=self.name,
-                is_early=True,
+                turn=-1,
             )
             revived = [
                 replace(
@@ -80,7 +73,7 @@ class Recompute(Technique):
                     repeat=(count > 0) * 1,
                     life="backward",
                     origin=self.name,
-                    is_early=True,
+                    turn=-1,
                 )
                 for item in saved
             ]
@@ -96,9 +89,10 @@ class Recompute(Technique):
     def _wrap(self, build: Any) -> None:
         from meshwright.ops.surgery import recomputed
 
-        blocks = build.model.block_modules()
-        for block in blocks[: len(blocks) if self.layers is None else self.layers]:
-            block.forward = recomputed(block.forward)
+        numbers = [block for first, last in build.spans for block in range(first, last)]
+        for number, block in zip(numbers, build.model.block_modules(), strict=True):
+            if self.policy_of(number, build.spans):
+                block.forward = recomputed(block.forward)
 
 
 def _is_kept(item: Resident, layer: str) -> bool:

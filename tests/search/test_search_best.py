@@ -59,8 +59,9 @@ def _every_plan(machine: Cluster) -> list[Plan]:
         for option in options:
             values = getattr(option, "sizes", None) or getattr(option, "values", None)
             if isinstance(option, PerLayer):
-                values = range(1, option.most + 1)
-            assert isinstance(option, Axis | Choice | PerLayer)
+                fields.append([(option.fields[0], count) for count in range(1, TINY.num_blocks + 1)])
+                continue
+            assert isinstance(option, Axis | Choice)
             fields.append([(option.field, value) for value in values])
         ways.append([None, *(kind(**dict(chosen)) for chosen in itertools.product(*fields))])
     plans = []

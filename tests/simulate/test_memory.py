@@ -83,7 +83,7 @@ def test_later_microbatches_find_all_gradients() -> None:
 
 
 def test_what_is_recomputed_comes_first_and_is_revived_alone() -> None:
-    early = Place("b", 2, (_item("microbatch", 1, 2, is_early=True),), (_item("backward", 25, 2, is_early=True),), ())
+    early = Place("b", 2, (_item("microbatch", 1, 2, turn=-1),), (_item("backward", 25, 2, turn=-1),), ())
     late = Place("b", 3, (_item("microbatch", 10, 3),), (_item("moment", 4, 3),), ())
     memory = replace(_memory(), places=(early, late))
     assert memory.peak_bytes() == 100 + 2 + 30 + 4  # at the last kept one; reviving needs only 2 + 25

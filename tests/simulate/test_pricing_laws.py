@@ -32,7 +32,7 @@ def _settings(kind: type[Technique], profile: Any, size: int, count: int) -> lis
     options = kind.options(profile, CLUSTER)
     choices = [[(o.field, v) for v in o.values] for o in options if isinstance(o, Choice)]
     fixed = {o.field: size for o in options if isinstance(o, Axis)}
-    fixed |= {o.field: count for o in options if isinstance(o, PerLayer)}
+    fixed |= {o.fields[0]: count for o in options if isinstance(o, PerLayer)}
     return [fixed | dict(chosen) for chosen in itertools.product(*choices)]
 
 
@@ -99,8 +99,8 @@ def test_doing_work_again_costs_at_most_a_forward_and_saves_memory(profile: Any)
     assert counted
     for kind, option in counted:
         peaks = []
-        for count in range(option.most + 1):
-            technique = kind(**{option.field: count})
+        for count in range(profile.num_blocks + 1):
+            technique = kind(**{option.fields[0]: count})
             work = price(profile, Plan(techniques=(technique,), batch=4, microbatch=4), sequence=SEQUENCE)
             assert _flops(work, ("recompute",)) <= _flops(work, ("forward",))
             peaks.append(float(stage_memory(work, CLUSTER.device).peak_bytes()))
@@ -135,11 +135,6 @@ def test_pricing_many_plans_at_once_is_pricing_each(mixture: tuple[Any, list[Pla
     profile, plans = mixture
     rows = [(plan, s) for plan in plans for s in range(len(plan.blocks_of_stages(profile)))]
     single = [sizes_of(plan, profile, sequence=SEQUENCE, stage=s) for plan, s in rows]
-    for i, (plan, _) in enumerate(rows):
-        for technique in plan.techniques:
-            for option in technique.options(profile, CLUSTER):
-                if isinstance(option, PerLayer):
-                    single[i][f"{technique.name}.{option.field}"] = getattr(technique, option.field)
     together = {name: np.array([sizes[name] for sizes in single]) for name in single[0]}
     many = price_sizes(profile, plans[0].in_phase_order(), together)
     for row, (plan, stage) in enumerate(rows):
