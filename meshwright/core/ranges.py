@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import lru_cache
 
 _PART = re.compile(r"^([0-9]{1,9})(?:-([0-9]{1,9}))?$")
 
@@ -15,9 +16,12 @@ def written(blocks: Iterable[int]) -> str:
             parts[-1][1] = block
         else:
             parts.append([block, block])
+    if len(parts) == 1:  # a lone number would be how many, not which
+        return f"{parts[0][0]}-{parts[0][1]}"
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
 
 
+@lru_cache(maxsize=1024)
 def read(text: str) -> tuple[tuple[int, int], ...] | None:
     """(first, last + 1) of each part, in rising order without overlap; None if it is not written so."""
     found: list[tuple[int, int]] = []

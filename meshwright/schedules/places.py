@@ -22,9 +22,9 @@ class Places:
     def num_spans(self) -> Any:
         return self.num_stages * self.chunks
 
-    def span(self, stage: Any, chunk: int) -> Any:
-        if self.shape == "vee" and chunk == 1:
-            return 2 * self.num_stages - 1 - stage
+    def span(self, stage: Any, chunk: Any) -> Any:
+        if self.shape == "vee":  # the second chunk goes back
+            return chunk * (2 * self.num_stages - 1 - 2 * stage) + stage
         return chunk * self.num_stages + stage
 
     def stage(self, span: Any) -> Any:

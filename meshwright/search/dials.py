@@ -1,12 +1,14 @@
 """What may be turned on each technique, from its own options and the user's wishes.
 
-Axis sizes and per-layer counts are numbers and become arrays; everything else is enumerated as settings.
+Axis sizes are numbers and become arrays, blocks that follow a policy are solved for; everything else is enumerated as
+settings.
 """
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from meshwright.core.cluster import Cluster
@@ -14,9 +16,6 @@ from meshwright.core.profile import Profile
 from meshwright.core.technique import Axis, Choice, PerLayer, Technique, technique_named, technique_names
 from meshwright.search.pins import alone
 from meshwright.search.wishes import Wishes, is_allowed
-
-QUARTERS = (0, 1, 2, 3, 4)
-"""Per-layer counts tried: none, and a quarter, half, three quarters or all of a stage's blocks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,73 +25,66 @@ class Dial:
     """Each way its enumerated fields can be set."""
     axis_field: str = ""
     sizes: tuple[int, ...] = ()
-    count_field: str = ""
-    most: int = 0
-    count: int | None = None
-    """A pinned per-layer count."""
-    bad_counts: tuple[Any, ...] = ()
+    policies: tuple[str, ...] = ()
+    """Fields whose blocks are solved for."""
+    named: Mapping[str, Any] = field(default_factory=dict)
+    """Fields whose blocks the user has named."""
     required: bool = False
-
-    def counts(self, largest_stage: int) -> tuple[int, ...]:
-        """Per-layer counts to try where no stage has more than `largest_stage` blocks; 0 means absent."""
-        if self.count is not None:
-            return (self.count,)
-        tried = {min(self.most, -(-largest_stage * quarter // 4)) for quarter in QUARTERS}
-        tried -= {0} if self.required else set()
-        return tuple(sorted(count for count in tried if count not in self.bad_counts))
 
     def example(self, settings: dict[str, Any], size: int = 2) -> Technique:
         """The technique so set; numbers that are arrays stand in the sizes instead."""
-        return self.kind(**settings, **({self.axis_field: size} if self.axis_field else {}))
+        return self.kind(**settings, **self.named, **({self.axis_field: size} if self.axis_field else {}))
+
+    @property
+    def cuts(self) -> bool:
+        """Whether it cuts the model into stages."""
+        return bool(self.settings) and self.example(self.settings[0]).blocks_of_stages(1 << 20) is not None
 
 
-def dials(profile: Profile, cluster: Cluster, wishes: Wishes) -> tuple[Dial, ...]:
-    """One for each technique that may be used, by name."""
+def dials(profile: Profile, cluster: Cluster, wishes: Wishes, *, rescues: bool = False) -> tuple[Dial, ...]:
+    """One for each technique that may be used, by name. `rescues`: with what is tried where nothing else fits."""
     found = []
     for name in technique_names():
         kind = technique_named(name)
         if name in wishes.banned or not is_allowed(kind, wishes.allow):
             continue
-        dial = _dial(kind, profile, cluster, wishes)
+        dial = _dial(kind, profile, cluster, wishes, rescues)
         if dial is not None:
             found.append(dial)
     return tuple(found)
 
 
-def _dial(kind: type[Technique], profile: Profile, cluster: Cluster, wishes: Wishes) -> Dial | None:
+def _dial(kind: type[Technique], profile: Profile, cluster: Cluster, wishes: Wishes, rescues: bool) -> Dial | None:
     pinned = dict(wishes.pinned.get(kind.name, {}))
     required = kind.name in wishes.pinned
     options = kind.options(profile, cluster)
     if not options and not required:
         return None
     axis = next((o for o in options if isinstance(o, Axis)), None)
-    counted = next((o for o in options if isinstance(o, PerLayer)), None)
     numbers: dict[str, Any] = {}
     if kind.axis:
-        field = axis.field if axis is not None else "size"
-        size = pinned.pop(field, None)
+        size_field = axis.field if axis is not None else "size"
+        size = pinned.pop(size_field, None)
         if size == 1:  # an axis of one rank is no axis
             return None
         sizes = (size,) if size is not None else axis.sizes if axis is not None else ()
-        bad = wishes.banned_values.get((kind.name, field), ())
-        numbers |= {"axis_field": field, "sizes": tuple(s for s in sizes if s > 1 and s not in bad)}
-    if counted is not None:
-        bad = wishes.banned_values.get((kind.name, counted.fields[0]), ())
-        numbers |= {"count_field": counted.fields[0], "most": profile.num_blocks, "bad_counts": bad}
-        if counted.fields[0] in pinned:
-            count = pinned.pop(counted.fields[0])
-            if count == 0:
-                return None
-            numbers["count"] = profile.num_blocks if count is None else count
-    choices = {
-        option.field: [
-            value for value in option.values if value not in wishes.banned_values.get((kind.name, option.field), ())
-        ]
-        for option in options
-        if isinstance(option, Choice)
-    } | {field: [value] for field, value in pinned.items()}
+        bad = wishes.banned_values.get((kind.name, size_field), ())
+        numbers |= {"axis_field": size_field, "sizes": tuple(s for s in sizes if s > 1 and s not in bad)}
+    solved = next((o.fields for o in options if isinstance(o, PerLayer)), ())
+    named = {policy: pinned.pop(policy) for policy in kind.policies if policy in pinned}
+    if named and all(value in (0, "") for value in named.values()) and len(named) == len(kind.policies):
+        return None
+    if kind.policies and not named:
+        numbers["policies"] = tuple(solved)
+    choices: dict[str, list[Any]] = {}
+    for option in options:
+        if isinstance(option, Choice):
+            values = (*option.values, *option.rescues) if rescues else option.values
+            bad = wishes.banned_values.get((kind.name, option.field), ())
+            choices[option.field] = [value for value in values if value not in bad]
+    choices |= {field: [value] for field, value in pinned.items()}
     ways = tuple(dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values()))
-    dial = Dial(kind=kind, settings=ways, required=required, **numbers)
+    dial = Dial(kind=kind, settings=ways, required=required, named=named, **numbers)
     return _keeping(dial, profile, cluster) if pinned else dial
 
 

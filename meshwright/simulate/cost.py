@@ -102,18 +102,33 @@ class Tally:
         return len(self.tasks) <= len(tasks) and all(map(operator.is_, self.tasks, tasks))
 
 
-def tally(work: Work, device: Device, roads: Mapping[str, Route], done: Tally | None = None) -> Tally:
-    """Go through the tasks of `work` that `done` has not; a tally of other tasks is no help and is left."""
+Known = dict[int, tuple[Compute, Num, Num]]
+"""By the identity of a compute task: the task, its seconds and its host's."""
+
+
+def tally(
+    work: Work,
+    device: Device,
+    roads: Mapping[str, Route],
+    done: Tally | None = None,
+    known: Known | None = None,
+) -> Tally:
+    """Go through the tasks of `work` that `done` has not; a tally of other tasks is no help and is left. What is `known`
+    of a task, from another work it is also in, is not asked again."""
+    known = {} if known is None else known
     done = done if done is not None and done.begins(work.tasks) else Tally()
     charges, cover, host, hidden = dict(done.charges), dict(done.cover), dict(done.host), list(done.hidden)
     send = done.send_seconds
     for task in work.tasks[len(done.tasks) :]:
         part = _PART[task.phase]
         if isinstance(task, Compute):
-            seconds = task.repeat * compute_seconds(task, device)
+            if id(task) not in known:
+                seconds = task.repeat * compute_seconds(task, device)
+                known[id(task)] = task, seconds, task.repeat * host_seconds(task, device)
+            _, seconds, launching = known[id(task)]
             cover[task.layer, part] = cover.get((task.layer, part), 0.0) + seconds
             _add(charges, Charge(task.origin, "", part), seconds)
-            host[part] = host.get(part, 0.0) + task.repeat * host_seconds(task, device)
+            host[part] = host.get(part, 0.0) + launching
             continue
         road = roads[task.axis]
         if device.kind != "cpu":
@@ -129,9 +144,15 @@ def tally(work: Work, device: Device, roads: Mapping[str, Route], done: Tally | 
     return Tally(tasks=work.tasks, charges=charges, cover=cover, host=host, hidden=tuple(hidden), send_seconds=send)
 
 
-def stage_cost(work: Work, cluster: Cluster, roads: Mapping[str, Route], done: Tally | None = None) -> StageCost:
+def stage_cost(
+    work: Work,
+    cluster: Cluster,
+    roads: Mapping[str, Route],
+    done: Tally | None = None,
+    known: Known | None = None,
+) -> StageCost:
     """`roads` are the mesh's, from `links.routes`; `done` a tally that begins this work, if there is one."""
-    total = tally(work, cluster.device, roads, done)
+    total = tally(work, cluster.device, roads, done, known)
     charges = dict(total.charges)
     order = [layer.name for layer in work.profile.layers]
     for part in ("forward", "backward"):

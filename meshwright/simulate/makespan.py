@@ -19,6 +19,40 @@ FULL_EVENTS = 2048
 extended."""
 
 
+def stage_bound(
+    timetable: Timetable,
+    *,
+    stage: Num,
+    num_stages: Num,
+    num_microbatches: Num,
+    forward: Num,
+    backward: Num,
+    apart: Num,
+    before: tuple[Num, Num],
+    after: Num,
+) -> Num:
+    """No step in which a stage of one chunk takes so long is faster. `backward` is without the weights' half where that
+    is `apart`; `before`: what stages before it take, forward and back; `after`: those after it, both ways; sends
+    included.
+
+    Before its first backward a stage has run at most as many forwards as it may hold, and one microbatch has been to
+    the end and back; after its last forward as many backwards are left, and the last one has to go there and back. Both
+    times it idles for the rest. They are two times where not all microbatches are held at once.
+    """
+    if timetable.overlaps_steps:
+        return num_microbatches * (forward + backward + apart)
+    held = np.floor(timetable.held(stage, num_stages, num_microbatches))
+    waits = np.maximum(0.0, after - (held - 1) * forward)
+    drains = np.maximum(0.0, after - (held - 1) * backward)
+    way_in, way_out = before
+    # Weights' halves may fill what is idle, but for the first wait: nothing has come back yet.
+    full = way_in + waits + num_microbatches * (forward + backward + apart)
+    busy = way_in + num_microbatches * (forward + backward) + way_out
+    if timetable.splits_backward:
+        return np.maximum(full, busy + np.maximum(waits, drains))
+    return busy + np.where(num_microbatches > held, waits + drains, np.maximum(waits, drains))
+
+
 def lower_bound(
     timetable: Timetable,
     forward: Sequence[Num],
@@ -57,12 +91,12 @@ def makespan(
     forward: Sequence[Num],
     backward: Sequence[Num],
     weight: Sequence[Num],
-    send: Num,
+    send: Num | list[float],
     num_microbatches: int,
 ) -> Num:
     """Seconds until the last action ends; from one step to the next, where they overlap.
 
-    `forward`, `backward` (whole) and its `weight` half are by span.
+    `forward`, `backward` (whole) and its `weight` half are by span; `send` may be a list by boundary between spans.
     """
     num_stages = len(forward) // timetable.chunks
     if num_stages == 1:
@@ -86,10 +120,11 @@ def makespan(
     simulated = simulate(base)
     pace = (simulated - simulate(base - span)) / span
     extended = simulated + pace * (num_microbatches - base)
-    return np.maximum(extended, lower_bound(timetable, forward, backward, weight, send, num_microbatches))
+    least = min(send) if isinstance(send, list) else send
+    return np.maximum(extended, lower_bound(timetable, forward, backward, weight, least, num_microbatches))
 
 
-def pace_of_stream(forward: Sequence[Num], backward: Sequence[Num], send: Num) -> Num:
+def pace_of_stream(forward: Sequence[Num], backward: Sequence[Num], send: Num | list[float]) -> Num:
     """Seconds a microbatch where steps overlap: of the slowest circle of stages that wait for each other.
 
     A circle goes forward through n neighbouring stages and back again, with 2 (n - 1) messages, and ends n microbatches
@@ -100,5 +135,6 @@ def pace_of_stream(forward: Sequence[Num], backward: Sequence[Num], send: Num) -
         circle: Num = 0.0
         for hops, stage in enumerate(range(first, len(forward))):
             circle = circle + (forward[stage] + backward[stage])
-            slowest = np.maximum(slowest, (circle + 2 * hops * send) / (hops + 1))
+            sent = sum(send[first:stage]) if isinstance(send, list) else hops * send
+            slowest = np.maximum(slowest, (circle + 2 * sent) / (hops + 1))
     return slowest

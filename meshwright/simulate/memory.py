@@ -91,6 +91,17 @@ class StageMemory:
                 largest = np.maximum(largest, size)
         return np.ceil(self.base_bytes() + largest)
 
+    def late_bytes(self) -> Num:
+        """While the last layer instance there is runs: everything kept is there then. Never above the peak."""
+        last: Num = 0
+        for held, is_forward, gradients in self._fullest_actions():
+            here: Num = 0
+            for moment, size in self._moments(held, is_forward, gradients):
+                if moment.is_last:
+                    here = np.where(self.places[moment.place].count > 0, size, here)
+            last = np.maximum(last, here)
+        return self.base_bytes() + last
+
     def allocated_bytes(self) -> Num:
         """At the peak, as torch counts: without what it does not know of."""
         return self.peak_bytes() - self.always["non_torch"]

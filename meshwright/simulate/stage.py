@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from meshwright.core.cluster import Cluster
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
@@ -17,7 +19,7 @@ from meshwright.simulate.cost import StageCost, stage_cost
 from meshwright.simulate.links import routes
 from meshwright.simulate.memory import StageMemory, stage_memory, timetable_of
 from meshwright.simulate.pick import picked, stacked
-from meshwright.simulate.price import price, price_sizes, sizes_of
+from meshwright.simulate.price import price_sizes, sizes_of
 from meshwright.simulate.stages import Run, runs_of
 
 _MANY = 6
@@ -55,6 +57,8 @@ class Staged:
     timetable: Timetable
     compute_dtype: str
     send_seconds: float
+    sends_seconds: tuple[float, ...] = ()
+    """Over each boundary between spans, where they are not all alike."""
 
     @property
     def unfolded(self) -> tuple[Stage, ...]:
@@ -138,19 +142,28 @@ def _in_chunks(
     """Where a stage has several chunks of layers: the seconds of each, and what is held while they take turns."""
     cut, roads = plan.spans_of_stages(profile), routes(cluster, plan.mesh)
     places = staged.timetable.places(len(cut))
-    known: dict[Any, tuple[Seconds, float]] = {}
-    by_span: list[tuple[Seconds, float]] = []
+    alike: dict[Any, int] = {}
+    sizes: list[dict[str, Any]] = []
+    which: list[int] = []
     for span in range(places.num_spans):
         stage, chunk = places.stage(span), places.chunk(span)
         first, last = cut[stage][chunk]
         is_end = span in (0, places.num_spans - 1)
         policies = [tuple(t.counts_in(profile, cut[stage], chunk).values()) for t in plan.techniques if t.policies]
         key = (span if is_end else -1, chunk, profile.blocks_within(first, last - first), *policies)
-        if key not in known:
-            work = change(price(profile, plan, sequence=sequence, stage=stage, chunk=chunk, optimizer=optimizer))
-            memory = stage_memory(work, cluster.device)
-            known[key] = _seconds(stage_cost(work, cluster, roads)), float(memory.microbatch_bytes())
-        by_span.append(known[key])
+        if key not in alike:
+            alike[key] = len(sizes)
+            sizes.append(sizes_of(plan, profile, sequence=sequence, stage=stage, chunk=chunk))
+        which.append(alike[key])
+    work = change(price_sizes(profile, plan.in_phase_order(), stacked(sizes), optimizer=optimizer))
+    costs, kept = stage_cost(work, cluster, roads), stage_memory(work, cluster.device).microbatch_bytes()
+    parts = [np.broadcast_to(costs.seconds(part), len(sizes)) for part in ("forward", "backward", "weight")]
+    rows = zip(*parts, np.broadcast_to(kept, len(sizes)), strict=True)
+    each = [
+        (Seconds(forward=float(f), backward=float(b + w), weight=float(w)), float(held_bytes))
+        for f, b, w, held_bytes in rows
+    ]
+    by_span = [each[at] for at in which]
 
     def held(stage: Stage) -> Stage:
         """Microbatches in flight, of all the stage's layers: as many bytes as are held at most."""

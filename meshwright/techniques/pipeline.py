@@ -18,8 +18,10 @@ Exactness: exact; approximate with async, which search does not choose by itself
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -149,19 +151,11 @@ class Pipeline(Technique):
         return problems
 
     def blocks_of_stages(self, blocks: int) -> tuple[int, ...]:
-        spans = [self.spans_of_stage(blocks, stage) for stage in range(self.size)]
+        spans = _spans_of_stages(self.timetable, self.size, self.stages, blocks)
         return tuple(sum(last - first for first, last in mine) for mine in spans)
 
     def spans_of_stage(self, blocks: int, stage: int) -> tuple[tuple[int, int], ...]:
-        timetable = self.timetable
-        num_spans = self.size * timetable.chunks
-        counts = self.stages if len(self.stages) == num_spans else _even(blocks, num_spans)
-        places = timetable.places(self.size)
-        spans = []
-        for chunk in range(timetable.chunks):
-            start = sum(counts[: places.span(stage, chunk)])
-            spans.append((start, start + counts[places.span(stage, chunk)]))
-        return tuple(spans)
+        return _spans_of_stages(self.timetable, self.size, self.stages, blocks)[stage]
 
     def price(self, work: Work) -> Work:
         stages = work.size("num_stages")
@@ -270,6 +264,17 @@ class Pipeline(Technique):
             for name in build.tied:
                 if name in build.boxes:
                     build.owe(name, group, is_copy=build.stage > 0)
+
+
+@lru_cache(maxsize=1024)
+def _spans_of_stages(
+    timetable: Timetable, size: int, stages: tuple[int, ...], blocks: int
+) -> tuple[tuple[tuple[int, int], ...], ...]:
+    places = timetable.places(size)
+    counts = stages if len(stages) == places.num_spans else _even(blocks, places.num_spans)
+    ends = list(itertools.accumulate(counts))
+    spans = [(end - count, end) for end, count in zip(ends, counts, strict=True)]
+    return tuple(tuple(spans[places.span(stage, chunk)] for chunk in range(places.chunks)) for stage in range(size))
 
 
 def _halved(work: Work) -> Work:
