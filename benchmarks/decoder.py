@@ -50,7 +50,7 @@ class Ready:
         self.first = data.batch(0, BATCH)
         self.fingerprint, self.kind = data.fingerprint, data.kind
 
-    def batch(self, cursor: int, batch: int, part: int = 0, num_parts: int = 1) -> Batch:
+    def batch(self, cursor: int, batch: int, part: int = 0, num_parts: int = 1, shares: object = ()) -> Batch:
         return self.first
 
 

@@ -30,6 +30,7 @@ from benchmarks import (
     startup,
 )
 from benchmarks.claims import Claim, table, worst_first
+from benchmarks.search_section import section
 
 RESULTS = Path(__file__).with_name("results.json")
 PAGE = RESULTS.parents[1] / "docs" / "benchmarks.md"
@@ -91,7 +92,7 @@ def render(results: Mapping[str, Any]) -> str:
     problems = [f"- {claim.name}: {claim.problem}" for claim in worst_first(claims) if claim.problem]
     if problems:
         lines += ["", *problems]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *section()]) + "\n"
 
 
 def _row(claim: Claim) -> str:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from meshwright.cli.plain import accept_any_encoding
 from meshwright.core.errors import MeshwrightError, nearest
 
 EXAMPLES = """\
@@ -67,14 +68,33 @@ def parser() -> Parser:
 def _plan(made: Parser) -> None:
     made.add_argument("run", nargs="?", metavar="RUN.toml", help="take model, batch and sequence from a run file")
     _model_flags(made)
-    made.add_argument("--batch", type=int, metavar="N", help="samples per step (default 64)")
+    made.add_argument("--batch", metavar="N", help="samples per step (default 64); auto: the one that ends soonest")
+    made.add_argument("--devices", metavar="A..B", help="compare numbers of such devices: 16..64; or plan for one: 16")
+    made.add_argument("--max-memory", metavar="SIZE", help="of each device that may be used: 70GiB")
     made.add_argument(
         "--pin", action="append", default=[], metavar="X", help="must be so: tensor=2, recompute, microbatch=4"
     )
     made.add_argument("--ban", action="append", default=[], metavar="X", help="must not be used: pipeline")
-    allowed = ("exact", "rounded", "approximate")
-    made.add_argument("--allow", choices=allowed, help="how far numbers may differ (default rounded)")
+    made.add_argument(
+        "--allow", metavar="HOW", help="how far numbers may differ: exact, reordered, lossy (default), approximate"
+    )
     made.add_argument("--top", type=int, default=8, metavar="K", help="plans to show (default 8)")
+    made.add_argument(
+        "--why", action="append", default=[], metavar="X", help="why it has its value: tensor, tensor.size, microbatch"
+    )
+    made.add_argument(
+        "--what-if",
+        action="append",
+        default=[],
+        metavar="X",
+        help="on other machines: memory=+20GiB, inner=x2, outer=100GB/s, nodes=+1, devices=16, flops=x2, batch=256, "
+        "seq=16384; all given are taken together",
+    )
+    made.add_argument("--front", action="store_true", help="the fastest plan for each memory")
+    made.add_argument("--critical-batch", metavar="N", help="for --batch auto: samples (default: a guess, explained)")
+    made.add_argument("--target-steps", metavar="N", help="for --batch auto: steps with a batch without end")
+    made.add_argument("--target-tokens", metavar="N", help="tokens to train on with small batches: 15T")
+    made.add_argument("--from-run", metavar="RUN", help="plan again with what a run has measured: its folder or file")
     made.add_argument("--json", action="store_true", help="print JSON")
     made.add_argument("-o", "--output", metavar="P.plan.json", help="write the best plan")
 
@@ -154,7 +174,18 @@ def _model_flags(made: Parser) -> None:
 
 # command -> (what it does, an example, its flags); the file cli/<command>.py runs it
 COMMANDS: dict[str, tuple[str, str, Callable[[Parser], None]]] = {
-    "plan": ("find the fastest plan that fits", "mw plan --model llama3-8b --cluster 8xh100", _plan),
+    "plan": (
+        "find the fastest plan that fits, and why",
+        "mw plan --model llama3-8b --cluster 8xh100 --seq 8192 --batch 128 -o best.plan.json\n"
+        "  mw plan --model llama3-8b --cluster 8xh100 --pin tensor=2 --ban pipeline --max-memory 70GiB\n"
+        "  mw plan --model llama3-8b --cluster 8xh100 --why tensor --why microbatch\n"
+        "  mw plan --model llama3-8b --cluster 8xh100 --what-if memory=+20GiB --what-if inner=x2\n"
+        "  mw plan --model llama3-8b --cluster 8xh100 --front\n"
+        "  mw plan --model llama3-8b --cluster 8xh100 --devices 8..64 --target-tokens 1T\n"
+        "  mw plan --model llama3-8b --cluster 8xh100 --batch auto --critical-batch 500\n"
+        "  mw plan --model gpt2-124m --cluster this.cluster.json --from-run runs/first",
+        _plan,
+    ),
     "simulate": (
         "forecast one plan and draw its timeline",
         "mw simulate P.plan.json --model llama3-8b --cluster 8xh100 --seq 8192\n"
@@ -185,6 +216,7 @@ COMMANDS: dict[str, tuple[str, str, Callable[[Parser], None]]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    accept_any_encoding()
     top = parser()
     arguments, unknown = top.parse_known_args(argv)
     if unknown:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
+import threading
+from dataclasses import fields
 from pathlib import Path
 
 from rich.console import Console
@@ -10,6 +13,7 @@ from rich.table import Table
 
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.plan import Plan
+from meshwright.core.technique import Technique
 from meshwright.core.units import pretty_bytes, pretty_count, pretty_seconds
 from meshwright.simulate.forecast import Forecast
 
@@ -21,6 +25,29 @@ def stdout() -> Console:
 
 def progress(text: str) -> None:
     print(f"  {text}", file=sys.stderr, flush=True)
+
+
+class Waiting:
+    """Says what is being done, once it has taken two seconds."""
+
+    PATIENCE_SECONDS = 2.0
+
+    def __init__(self, text: str):
+        self.text = text
+        self.timer = threading.Timer(self.PATIENCE_SECONDS, lambda: progress(self.text))
+        self.timer.daemon = True
+
+    def __enter__(self) -> Waiting:
+        self.timer.start()
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.timer.cancel()
+
+    def tell(self, text: str) -> None:
+        self.text = text
+        if self.timer.finished.is_set():
+            progress(text)
 
 
 def mesh_of(plan: Plan) -> str:
@@ -35,7 +62,7 @@ def print_forecast(console: Console, plan: Plan, forecast: Forecast, title: str)
     table.add_row("mesh", f"{mesh_of(plan)} ({plan.num_ranks} ranks)")
     table.add_row(
         "batch",
-        f"{plan.batch} samples = {plan.num_replicas} replicas x {plan.num_microbatches} microbatches "
+        f"{plan.batch} samples = {plan.num_replicas} replicas x {plan.microbatch_words} microbatches "
         f"of {plan.microbatch}",
     )
     table.add_row(
@@ -63,19 +90,60 @@ def _memory_words(forecast: Forecast) -> str:
     return f"{words}: does not fit, {missing}; most of it {largest}"
 
 
+def short_technique(technique: Technique) -> str:
+    """`shard 8 stage 2`: its size, then what differs from the defaults."""
+    words = [technique.name]
+    for field in fields(technique):
+        value = getattr(technique, field.name)
+        if value == field.default:
+            continue
+        if field.name == "size":
+            words.append(str(value))
+        elif value is True:
+            words.append(field.name)
+        else:
+            words.append(f"{field.name} {_runs(value) if isinstance(value, tuple) else value}")
+    return " ".join(words)
+
+
+def _runs(values: tuple[object, ...]) -> str:
+    """`(5, 5, 5, 4)` as `5x3,4`."""
+    runs = [(value, len(list(group))) for value, group in itertools.groupby(values)]
+    return ",".join(f"{value}x{count}" if count > 1 else str(value) for value, count in runs)
+
+
+def short_plan(plan: Plan, leaving: frozenset[str] = frozenset()) -> str:
+    """A plan in a line; without the techniques in `leaving`, as they are written here."""
+    told = [short_technique(technique) for technique in plan.in_phase_order()]
+    shown = [words for words in told if words not in leaving]
+    nothing = "nothing more" if told else "one device"
+    groups = f", on groups {', '.join(map(str, plan.groups))}" if plan.groups else ""
+    return f"{' + '.join(shown) or nothing}, microbatch {plan.microbatch} x {plan.microbatch_words}" + groups
+
+
 def print_ranked(console: Console, ranked: tuple[tuple[Plan, Forecast], ...]) -> None:
+    """What all plans have is said once, above the table."""
+    told = [frozenset(short_technique(technique) for technique in plan.techniques) for plan, _ in ranked]
+    common = frozenset.intersection(*told) if len(told) > 1 else frozenset()
+    if common:
+        shared = [words for t in ranked[0][0].in_phase_order() if (words := short_technique(t)) in common]
+        console.print(f"All plans below have {' + '.join(shared)}.")
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 1))
-    for name in ("", "step", f"{ranked[0][1].counts}/s", "MFU", "memory"):
+    has = pretty_bytes(ranked[0][1].memory_bytes)
+    for name in ("#", "step", "90 % within", f"{ranked[0][1].counts}/s", "MFU", f"of {has}"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("plan", overflow="fold")
     for rank, (plan, forecast) in enumerate(ranked, start=1):
+        low, high = pretty_seconds(forecast.step_seconds_low), pretty_seconds(forecast.step_seconds_high)
         table.add_row(
             str(rank),
             pretty_seconds(forecast.step_seconds),
+            f"{low} - {high}",
             pretty_count(forecast.tokens_per_second),
             f"{forecast.mfu:.1%}",
             pretty_bytes(forecast.peak_bytes),
-            str(plan),
+            short_plan(plan, common),
+            style="bold" if rank == 1 else "",
         )
     console.print(table)
 

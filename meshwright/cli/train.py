@@ -17,17 +17,22 @@ from rich.table import Table
 from meshwright.cli.overlay import PICTURE, overlay
 from meshwright.cli.show import print_forecast, progress
 from meshwright.core.errors import MeshwrightError
+from meshwright.core.ledger import Entry
 from meshwright.core.units import pretty_bytes, pretty_count, pretty_seconds
 from meshwright.models.dimensions import DecoderConfig
+from meshwright.runtime.compare import as_data, compare, paragraph
 from meshwright.runtime.config import RunConfig, read_run
-from meshwright.runtime.ledger import promised_bytes, record
+from meshwright.runtime.facts import Facts
+from meshwright.runtime.ledger import COMPARISON, entry_of, keep, record
 from meshwright.runtime.prepare import (
     Prepared,
+    is_machine_known,
     job_arguments,
-    load_plan,
     open_data,
     open_folder,
+    plan_to_run,
     prepare,
+    promise_of,
     write_prepared,
 )
 from meshwright.runtime.progress import held_out_text
@@ -46,18 +51,28 @@ def run(arguments: Namespace) -> int:
     if place is not None:
         from meshwright.runtime.outside import run_outside
 
-        before = functools.partial(describe, console, config)
+        def before(prepared: Prepared) -> None:
+            warn(console, prepared)
+            describe(console, config, prepared)
+
         after = functools.partial(close, console, arguments.run, config)
         code = run_outside(config, arguments.plan, place, before, after)
         return _leave(code) if config.run.track else code
-    load_plan(config, arguments.plan)  # a plan that cannot run is told before data is made ready
+    plan = plan_to_run(config, arguments.plan)
     with open_folder(folder):
         if _is_finished(config, folder):
             console.print(f"{folder} has its {config.train.steps} steps; raise train.steps to go on.")
             return 0
-        # What is wrong with the data is told before anything is measured or started.
-        config.train.require_tokenizer(open_data(config))
-        prepared = prepare(config, arguments.plan, progress)
+        # What is wrong with a plan is told before data is made ready, which may take hours; what is wrong with the data
+        # before a machine is measured only to search.
+        if plan is not None or is_machine_known(config):
+            prepared = prepare(config, arguments.plan, progress)
+            warn(console, prepared)
+            config.train.require_tokenizer(open_data(config))
+        else:
+            config.train.require_tokenizer(open_data(config))
+            prepared = prepare(config, arguments.plan, progress)
+            warn(console, prepared)
         write_prepared(config, prepared)
         describe(console, config, prepared)
         outcome = launch(
@@ -87,6 +102,15 @@ def _is_finished(config: RunConfig, folder: Path) -> bool:
     return bool(steps) and steps[-1] >= config.train.steps
 
 
+def warn(console: Console, prepared: Prepared) -> None:
+    forecast = prepared.forecast
+    if not forecast.fits:
+        beside = forecast.peak_bytes - forecast.peak_allocated_bytes
+        needs = pretty_bytes(max(forecast.peak_bytes, forecast.peak_reserved_bytes + beside))
+        told = f"a rank needs {needs} of {pretty_bytes(forecast.memory_bytes)}"
+        console.print(f"[bold red]this plan is not expected to fit[/bold red]: {told}")
+
+
 def describe(console: Console, config: RunConfig, prepared: Prepared) -> None:
     size = pretty_count(prepared.profile.num_params)
     console.print(f"{config.model.title}: {size} parameters, {prepared.profile.num_blocks} blocks")
@@ -99,8 +123,6 @@ def describe(console: Console, config: RunConfig, prepared: Prepared) -> None:
     for technique in prepared.plan.techniques:
         if technique.exactness == "approximate":
             console.print(f"{technique} is approximate: one device computes other numbers", markup=False)
-    if not prepared.forecast.fits:
-        console.print("[bold red]this plan is not expected to fit[/bold red]")
 
 
 def close(console: Console, run_file: str, config: RunConfig, prepared: Prepared) -> None:
@@ -111,7 +133,8 @@ def close(console: Console, run_file: str, config: RunConfig, prepared: Prepared
         return
     result = json.loads(path.read_text(encoding="utf-8"))
     line = overlay(folder, f"{config.model.title} on {prepared.cluster.name}: {prepared.plan}")
-    summary = summarise(config, prepared, result)
+    entry = _entry(config, prepared, result)
+    summary = summarise(config, prepared, result) | {"comparison": {} if entry is None else entry.comparison}
     try:
         write_atomically(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
     except OSError as error:
@@ -120,7 +143,9 @@ def close(console: Console, run_file: str, config: RunConfig, prepared: Prepared
     console.print(_compared(summary))
     for told in ([line] if line else []) + _told(summary, folder):
         console.print(told, markup=False, soft_wrap=True)
-    if reason := record(config, prepared, result):
+    if entry is not None and (reason := keep(entry, folder)):
+        console.print(f"{COMPARISON} is not written: {reason}", soft_wrap=True)
+    if entry is not None and (reason := record(entry)):
         console.print(f"this run is not in the ledger that mw probe --from-runs reads: {reason}", soft_wrap=True)
     ways = {
         f"mw check {run_file} --plan {folder}/plan.json": "is this plan exact?",
@@ -139,6 +164,18 @@ def close(console: Console, run_file: str, config: RunConfig, prepared: Prepared
     sys.stderr.flush()
 
 
+def _entry(config: RunConfig, prepared: Prepared, result: Mapping[str, Any]) -> Entry | None:
+    """The whole run beside its forecast; None where no step was measured."""
+    if not result["num_measured"]:
+        return None
+    promise, facts = promise_of(config, prepared), Facts.of(result)
+    comparison = compare(promise, facts, is_whole=True)
+    text = paragraph(promise, facts, comparison, config.run.folder)
+    about = {"torch": result["torch"], "device_name": result["device_name"]}
+    told = as_data(comparison, facts, text)
+    return entry_of(promise, facts, told, unix_seconds=result["finished_unix_seconds"], **about)
+
+
 def summarise(config: RunConfig, prepared: Prepared, result: Mapping[str, Any]) -> dict[str, Any]:
     """Everything that is told at the end, as data."""
     from meshwright.checkpoint.format import list_steps
@@ -151,7 +188,7 @@ def summarise(config: RunConfig, prepared: Prepared, result: Mapping[str, Any]) 
     predicted = {
         "step_seconds": forecast.step_seconds,
         rate: forecast.tokens_per_second,
-        "peak_bytes": promised_bytes(prepared),
+        "peak_bytes": promise_of(config, prepared).predicted.peak_bytes,
     }
     names = [*_FILES, *(() if not config.run.track else ("track/",))]
     told = ("step", "steps_now", "stopped", "seconds", "counts", "seen_now", "samples_in_all", "loss", "held_out")
@@ -169,6 +206,7 @@ def summarise(config: RunConfig, prepared: Prepared, result: Mapping[str, Any]) 
 
 
 _FILES = ("metrics.jsonl", "samples.jsonl", "tensorboard/", "checkpoints/", "measured.trace.json", PICTURE)
+_NOT_COMPARED = "too few steps to compare with the forecast: none is left after those that warm up"
 _PRETTY: dict[str, tuple[str, Callable[[float], str]]] = {
     "step_seconds": ("step", pretty_seconds),
     "tokens_per_second": ("tokens/s", pretty_count),
@@ -193,7 +231,7 @@ def _told(summary: Mapping[str, Any], folder: Path) -> list[str]:
     seen = f"{pretty_count(summary['seen_now'])} {summary['counts']}"
     loss = "" if summary["loss"] is None else f"; loss {summary['loss']:.4f}"
     lines = [
-        *_interval(summary),
+        summary["comparison"].get("text", _NOT_COMPARED),
         f"{summary['steps_now']} steps, {seen} in {pretty_seconds(summary['seconds'])}"
         f" (now at step {summary['step']} of {summary['steps']}){loss}",
     ]
@@ -205,17 +243,6 @@ def _told(summary: Mapping[str, Any], folder: Path) -> list[str]:
     lines.append(f"checkpoints kept: {kept}")
     lines.append(f"written to {folder}: {', '.join(['summary.json', *summary['files']])}")
     return lines
-
-
-def _interval(summary: Mapping[str, Any]) -> list[str]:
-    """Whether the forecast kept its word."""
-    measured = summary["measured"].get("step_seconds")
-    if measured is None:
-        return []
-    low, high = summary["interval_seconds"]
-    where = "inside" if low <= measured <= high else "below" if measured < low else "above"
-    promised = f"the forecast's interval, {pretty_seconds(low)} to {pretty_seconds(high)}"
-    return [f"measured step {pretty_seconds(measured)}: {where} {promised}"]
 
 
 def _can_export(config: RunConfig) -> bool:

@@ -89,6 +89,10 @@ def _cluster(arguments: Namespace, run: RunConfig | None) -> tuple[Cluster, str]
     if arguments.cluster:
         return named_cluster(arguments.cluster), arguments.cluster
     if run is None or not run.run.cluster:
+        if getattr(arguments, "from_run", ""):
+            from meshwright.cli.from_run import cluster_of_run
+
+            return cluster_of_run(arguments.from_run)
         fix = "For example --cluster 8xh100; or mw probe first."
         raise MeshwrightError([Problem(where="--cluster", what="is missing.", fix=fix)])
     name, ranks = run.run.cluster, run.run.ranks

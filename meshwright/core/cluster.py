@@ -1,9 +1,13 @@
-"""What the machines give: one class of device, in nodes, joined by links."""
+"""What the machines give: devices in nodes, joined by links; of one kind, or in groups that differ.
+
+    8xh100+2x8xa100      group 0: 1 node x 8 h100      group 1: 2 nodes x 8 a100      `between` joins the groups
+
+Ranks are numbered group after group. Two groups of one kind are two islands with a slow link."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import ClassVar
 
@@ -92,8 +96,40 @@ class Errors:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """Devices of one kind, in equal nodes."""
+
+    device: Device
+    inner: Link
+    """Between devices of one node."""
+    outer: Link
+    """Between nodes, for each device."""
+    devices_per_node: int = 1
+    num_nodes: int = 1
+    beside: Beside = Beside()
+
+    @property
+    def num_devices(self) -> int:
+        return self.devices_per_node * self.num_nodes
+
+    def problems(self) -> Iterator[Problem]:
+        for name in ("device", "inner", "outer", "beside"):
+            yield from (replace(p, where=f"{name}.{p.where}") for p in getattr(self, name).problems())
+        counts = {"devices_per_node": self.devices_per_node, "num_nodes": self.num_nodes}
+        yield from wrong_numbers(counts, "above zero", lambda value: value > 0)
+
+    def is_like(self, other: Group) -> bool:
+        """Whether only the number of nodes differs."""
+        return replace(self, num_nodes=1) == replace(other, num_nodes=1)
+
+
+def slowest(links: Iterable[Link]) -> Link:
+    return min(links, key=lambda link: (link.bytes_per_second, -link.latency_seconds))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    VERSION: ClassVar[int] = 2
+    VERSION: ClassVar[int] = 3
     OLDEST: ClassVar[int] = 2
 
     name: str
@@ -112,27 +148,111 @@ class Cluster:
     """Narrow after a measurement, wide from a data sheet."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Where each figure comes from; versions of what measured it."""
-    version: int = 2
+    others: tuple[Group, ...] = ()
+    """Further groups; the first one is this cluster's own device, nodes and links."""
+    between: Link | None = None
+    """Between groups, for each device; None: the slower of the two outers."""
+    version: int = 3
 
     def __post_init__(self) -> None:
-        parts = {name: getattr(self, name) for name in ("device", "inner", "outer", "host", "beside", "errors")}
-        problems = [replace(p, where=f"{name}.{p.where}") for name, part in parts.items() for p in part.problems()]
-        counts = {"devices_per_node": self.devices_per_node, "num_nodes": self.num_nodes}
-        problems += wrong_numbers(counts, "above zero", lambda value: value > 0)
+        object.__setattr__(self, "version", self.VERSION)  # as it is written now, whatever it was read from
+        parts = {name: getattr(self, name) for name in ("host", "errors")}
+        parts |= {"between": self.between} if self.between is not None else {}
+        problems = [*self.groups[0].problems()]
+        parts |= {f"others[{i}]": group for i, group in enumerate(self.others)}
+        problems += [replace(p, where=f"{name}.{p.where}") for name, part in parts.items() for p in part.problems()]
         jitter = {"jitter_fraction": self.jitter_fraction}
         problems += wrong_numbers(jitter, "zero or more and less than 1", lambda value: 0 <= value < 1)
-        if self.num_devices > MOST_DEVICES:
-            what = f"{self.num_nodes} x {self.devices_per_node} devices are more than can be planned for."
-            problems.append(Problem(where="num_nodes", what=what, fix=f"Use at most {MOST_DEVICES} devices."))
+        problems += self._group_problems()
         if problems:
             raise MeshwrightError(problems)
 
+    def _group_problems(self) -> Iterator[Problem]:
+        if self.num_devices > MOST_DEVICES:
+            counts = " + ".join(f"{each.num_nodes} x {each.devices_per_node}" for each in self.groups)
+            what = f"{counts} devices are more than can be planned for."
+            yield Problem(where="num_nodes", what=what, fix=f"Use at most {MOST_DEVICES} devices.")
+        for i, group in enumerate(self.others):
+            if group.device.kind != self.device.kind:
+                what = f"is {group.device.kind}, the first group {self.device.kind}: one collective cannot join them."
+                yield Problem(where=f"others[{i}].device.kind", what=what, fix="Plan for each kind by itself.")
+        if self.between is not None and not self.others:
+            what = "there is one group, so nothing lies between groups."
+            yield Problem(where="between", what=what, fix="Leave it out, or add others.")
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        first = Group(
+            device=self.device,
+            inner=self.inner,
+            outer=self.outer,
+            devices_per_node=self.devices_per_node,
+            num_nodes=self.num_nodes,
+            beside=self.beside,
+        )
+        return (first, *self.others)
+
     @property
     def num_devices(self) -> int:
-        return self.devices_per_node * self.num_nodes
+        return self.devices_per_node * self.num_nodes + sum(group.num_devices for group in self.others)
+
+    @property
+    def group_names(self) -> tuple[str, ...]:
+        """Of `8xh100+8xa100`, `8xh100` and `8xa100`; else by number."""
+        parts = self.name.split("+")
+        if len(parts) == len(self.groups):
+            return tuple(part.strip() for part in parts)
+        return tuple(f"{self.name}, group {i}" for i in range(len(self.groups)))
+
+    def view(self, index: int) -> Cluster:
+        """A group alone."""
+        return self.arranged((index,))
+
+    def arranged(self, groups: tuple[int, ...]) -> Cluster:
+        """These groups in this order, and no others."""
+        names = self.group_names
+        first, *rest = (self.groups[index] for index in groups)
+        return replace(
+            self,
+            name="+".join(names[index] for index in groups),
+            device=first.device,
+            inner=first.inner,
+            outer=first.outer,
+            devices_per_node=first.devices_per_node,
+            num_nodes=first.num_nodes,
+            beside=first.beside,
+            others=tuple(rest),
+            between=self.between if rest else None,
+        )
+
+    def merged(self) -> Cluster:
+        """Neighbouring groups as one where nothing tells them apart: of one kind, and joined as their nodes are."""
+        found: list[Group] = []
+        for group in self.groups:
+            is_joined = self.between is None or self.between == group.outer
+            if found and is_joined and group.is_like(found[-1]):
+                found[-1] = replace(found[-1], num_nodes=found[-1].num_nodes + group.num_nodes)
+            else:
+                found.append(group)
+        if len(found) == len(self.groups):
+            return self
+        between = self.between if len(found) > 1 else None
+        return replace(self, num_nodes=found[0].num_nodes, others=tuple(found[1:]), between=between)
+
+    def link_between(self, groups: Iterable[int]) -> Link:
+        """What joins these groups: the slowest they meet."""
+        return self.between or slowest(self.groups[index].outer for index in groups)
 
     def resized(self, devices_per_node: int, num_nodes: int = 1, name: str = "") -> Cluster:
-        return replace(self, devices_per_node=devices_per_node, num_nodes=num_nodes, name=name or self.name)
+        """The same with other counts. Groups keep theirs: a mixed cluster can only be said to have what it has."""
+        if not self.others:
+            return replace(self, devices_per_node=devices_per_node, num_nodes=num_nodes, name=name or self.name)
+        if devices_per_node * num_nodes == self.num_devices:
+            return replace(self, name=name or self.name)
+        counts = " + ".join(str(group.num_devices) for group in self.groups)
+        what = f"has groups of {counts} devices; {devices_per_node * num_nodes} ranks do not say whose they are."
+        fix = f"Use {self.num_devices} ranks, or a cluster with the groups you mean."
+        raise MeshwrightError([Problem(where=self.name, what=what, fix=fix)])
 
     def to_json(self) -> str:
         return to_json(self)

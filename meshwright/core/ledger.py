@@ -10,7 +10,7 @@ import errno
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,6 +19,8 @@ from meshwright.core.codec import decode, encode
 from meshwright.core.device import wrong_numbers
 from meshwright.core.errors import MeshwrightError, Problem
 
+NOT_KNOWN = "not known"
+"""What a comparison says of memory while only one rank's has been seen, and that one is not the fullest."""
 LEAST_STEPS = 10
 """Measured steps that a run must have to be told: the median of fewer is chance."""
 
@@ -48,6 +50,10 @@ class Measured:
     """Of the fullest rank: what torch allocated on a GPU, what the process held on a CPU."""
     reserved_bytes: int = 0
     """What a GPU's allocator took; 0 on a CPU."""
+    data_seconds: float = 0.0
+    """Of a step, that rank 0 waited for its samples: no forecast has them, and no machine is slower for them."""
+    seconds_by_part: Mapping[str, float] = field(default_factory=dict)
+    """Compute and collectives (that nothing hides), as a profiled step shared out; where all ranks do the same."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +79,8 @@ class Entry:
     batch: int
     predicted: Predicted
     measured: Measured
+    comparison: Mapping[str, Any] = field(default_factory=dict)
+    """Verdicts, reasons and the numbers they rest on, as they were told."""
     version: int = 1
 
     def __post_init__(self) -> None:
@@ -82,6 +90,8 @@ class Entry:
         problems = [*wrong_numbers(positive, "above zero", lambda value: value > 0)]
         parts = {f"predicted.seconds_by_cause.{k}": v for k, v in self.predicted.seconds_by_cause.items()}
         problems += wrong_numbers(parts, "zero or more", lambda value: value >= 0)
+        waits, most = {"measured.data_seconds": self.measured.data_seconds}, self.measured.step_seconds
+        problems += wrong_numbers(waits, "zero or more and less than a step", lambda value: 0 <= value < most)
         if problems:
             raise MeshwrightError(problems)
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
 from meshwright.core.cluster import Cluster
 from meshwright.core.codec import encode, read_artefact, to_json
 from meshwright.core.errors import MeshwrightError, Problem, Problems
+from meshwright.core.layout import group_problems, placed
 from meshwright.core.profile import Profile
 from meshwright.core.technique import PHASES, Technique, axis_problems
 
@@ -28,6 +29,8 @@ class Plan:
     """Samples a rank runs at once."""
     axis_order: tuple[str, ...] = ()
     """Outermost first; by default the axes with most traffic are innermost."""
+    groups: tuple[int, ...] = ()
+    """Of a mixed cluster: the groups whose devices the ranks take, in this order; empty: all, as they come."""
     version: int = 1
 
     def __post_init__(self) -> None:
@@ -102,8 +105,26 @@ class Plan:
         return total
 
     @property
+    def shares(self) -> tuple[int, ...]:
+        """Microbatches of each replica where they may differ, else empty."""
+        return next((tuple(t.shares) for t in self.techniques if t.takes_shares), ())  # type: ignore[attr-defined]
+
+    @property
     def num_microbatches(self) -> int:
-        return self.batch // (self.num_replicas * self.microbatch)
+        """Of a replica; of the one with most, where they differ."""
+        return max(self.shares, default=0) or self.batch // (self.num_replicas * self.microbatch)
+
+    def microbatches_of(self, part: int) -> int:
+        """Of the part-th of the ranks that see different samples."""
+        if not self.shares:
+            return self.num_microbatches
+        return self.shares[part * len(self.shares) // self.num_replicas]
+
+    def with_shares(self, shares: tuple[int, ...]) -> Plan:
+        """The same with other shares, and the batch they make; without any, with the batch there is."""
+        techniques = tuple(replace(t, shares=shares) if t.takes_shares else t for t in self.techniques)  # type: ignore[call-arg]
+        within = self.num_replicas // max(len(shares), 1)
+        return replace(self, techniques=techniques, batch=sum(shares) * within * self.microbatch or self.batch)
 
     def blocks_of_stages(self, profile: Profile) -> tuple[int, ...]:
         """Blocks of each stage; one stage with all of them unless a technique cuts the model."""
@@ -142,8 +163,11 @@ class Plan:
     def check(self, profile: Profile, cluster: Cluster | None = None) -> Problems:
         """Everything that keeps this plan from running this model (on these machines)."""
         problems: list[Problem] = []
+        if cluster is not None and (self.groups or cluster.others):
+            problems += group_problems(self, cluster)
+            cluster = cluster if problems else placed(self, cluster)
         share = self.num_replicas * self.microbatch
-        if self.batch % share:
+        if self.batch % share and not self.shares:
             problems.append(
                 Problem(
                     where="batch",
@@ -165,8 +189,11 @@ class Plan:
                     fix="Use smaller axes, or more devices.",
                 )
             )
+        # Each group of a mixed cluster must do for everybody.
+        places = [cluster.view(i) for i in range(len(cluster.groups))] if cluster and cluster.others else [cluster]
         for technique in self.in_phase_order():
-            problems.extend(technique.check(self, profile, cluster))
+            told = [problem for place in places for problem in technique.check(self, profile, place)]
+            problems.extend(dict.fromkeys(told))
         return tuple(problems)
 
     def check_sequence(self, sequence: int) -> Problems:
@@ -198,14 +225,21 @@ class Plan:
                     before, after = getattr(mine[name], f.name), getattr(theirs[name], f.name)
                     if before != after:
                         lines.append(f"{name}.{f.name}: {before} -> {after}")
-        for name in ("batch", "microbatch", "axis_order"):
+        for name in ("batch", "microbatch", "axis_order", "groups"):
             if getattr(self, name) != getattr(other, name):
                 lines.append(f"{name}: {getattr(self, name)} -> {getattr(other, name)}")
         return tuple(lines)
 
     def __str__(self) -> str:
         listed = " + ".join(str(t) for t in self.in_phase_order()) or "one device"
-        return f"{listed}, microbatch {self.microbatch} x {self.num_microbatches}"
+        words = f"{listed}, microbatch {self.microbatch} x {self.microbatch_words}"
+        return words + (f", on groups {', '.join(map(str, self.groups))}" if self.groups else "")
+
+    @property
+    def microbatch_words(self) -> str:
+        """`8`, or `3 to 8` where replicas run different numbers."""
+        least, most = min(self.shares, default=self.num_microbatches), self.num_microbatches
+        return str(most) if least == most else f"{least} to {most}"
 
     def to_json(self) -> str:
         return to_json(self)

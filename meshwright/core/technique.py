@@ -18,7 +18,7 @@ from meshwright.core.codec import decode_fields, encode
 from meshwright.core.errors import MeshwrightError, Problem, Problems, nearest
 from meshwright.core.ranges import count_between
 from meshwright.core.ranges import read as read_ranges
-from meshwright.core.work import Num, Work
+from meshwright.core.work import Work
 
 if TYPE_CHECKING:
     from meshwright.core.cluster import Cluster
@@ -79,6 +79,8 @@ class Technique:
     phase: ClassVar[str]
     exactness: ClassVar[Exactness] = "exact"
     """With settings as search chooses them; `exactness_with` says it of others, and an instance of its own."""
+    reorders: ClassVar[bool] = True
+    """Sums that were made in one order on one device are made in another."""
     axis: ClassVar[str] = ""
     """The mesh axis it owns (its size is the field `size`), if any."""
     closeness: ClassVar[int] = 0
@@ -87,6 +89,8 @@ class Technique:
     """Ranks along its axis see different samples, so gradients are summed over it."""
     splits_sequence: ClassVar[bool] = False
     """Ranks along its axis see different parts of every sample, so losses and gradients are summed over it."""
+    takes_shares: ClassVar[bool] = False
+    """Ranks along its axis may run different numbers of microbatches: its field `shares`, empty where they do not."""
     sums_late: ClassVar[bool] = False
     """It sums gradients over its axis itself, once the backward passes are over, of what it does not cut."""
 

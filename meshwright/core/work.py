@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -224,7 +225,8 @@ class Work:
         return np.minimum(self.sizes.get(f"{technique}.{policy}.{layer}", 0), self.repeat_of(layer))
 
     def repeat_of(self, layer: str) -> Num:
-        return next(slot.repeat for slot in self.slots if slot.layer == layer)
+        items: Iterable[Slot | Resident] = chain(self.slots, self.residents)  # a layer without parameters has no slots
+        return next((item.repeat for item in items if item.layer == layer), 0)
 
     def has_backward(self, layer: str, after: int = -1) -> Num:
         """Whether gradients pass back through a layer, to before its first `after` parameters (-1: to its end).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -42,9 +43,16 @@ class Batch:
     num_tokens: float
 
 
-def part_rows(batch: int, part: int, num_parts: int) -> slice:
-    """The contiguous rows of part `part`: the parts in order are the batch, also when it does not divide."""
-    return slice(part * batch // num_parts, (part + 1) * batch // num_parts)
+def part_rows(batch: int, part: int, num_parts: int, shares: Sequence[int] = ()) -> slice:
+    """The contiguous rows of part `part`: the parts in order are the batch, also when it does not divide.
+
+    `shares`: what each of as many equal runs of parts gets, in any unit; empty: all parts alike.
+    """
+    shares = shares or (1,)
+    each = num_parts // len(shares)
+    run, place = divmod(part, each)
+    before, whole = sum(shares[:run]) * each + place * shares[run], sum(shares) * each
+    return slice(before * batch // whole, (before + shares[run]) * batch // whole)
 
 
 def require_place(*, cursor: int, batch: int, part: int, num_parts: int) -> None:

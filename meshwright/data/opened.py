@@ -206,18 +206,18 @@ class Data:
     def _order_blocks(self) -> dict[int, Index]:
         return {}
 
-    def batch(self, cursor: int, batch: int, part: int = 0, num_parts: int = 1) -> Batch:
-        """Part `part` of the `batch` samples that follow `cursor`."""
+    def batch(self, cursor: int, batch: int, part: int = 0, num_parts: int = 1, shares: Sequence[int] = ()) -> Batch:
+        """Part `part` of the `batch` samples that follow `cursor`; `shares` as in `part_rows`."""
         require_place(cursor=cursor, batch=batch, part=part, num_parts=num_parts)
         samples = self.order(cursor, batch)
-        return self._rows(samples, batch, part_rows(batch, part, num_parts))
+        return self._rows(samples, batch, part_rows(batch, part, num_parts, shares))
 
     def held_out_batches(
-        self, batch: int, part: int = 0, num_parts: int = 1, limit: int | None = None
+        self, batch: int, part: int = 0, num_parts: int = 1, limit: int | None = None, shares: Sequence[int] = ()
     ) -> Iterator[Batch]:
         """The held-out samples in a fixed order, at most `limit` batches; the last is padded to shape."""
         require_place(cursor=0, batch=batch, part=part, num_parts=num_parts)
-        rows = part_rows(batch, part, num_parts)
+        rows = part_rows(batch, part, num_parts, shares)
         starts = range(0, self.num_held_out, batch)[:limit]
         return (self._held_out(start, batch, rows) for start in starts)
 

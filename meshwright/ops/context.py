@@ -23,6 +23,7 @@ from torch import Tensor
 
 from meshwright.ops.attention import HIDDEN, attend_piece, piece_backward
 from meshwright.ops.experts import precise
+from meshwright.ops.recompute import once
 from meshwright.ops.record import RING_TAG
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
@@ -101,7 +102,8 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, ring: Ring) -> Tensor:
         both = torch.stack((key, value))
-        out, lse = ring.forward(query, both, documents)
+        # One attention, whatever it is made of: its pieces and messages are neither kept nor asked for again.
+        out, lse = once(Ring.forward, lambda: ring.forward(query, both, documents))
         ctx.ring = ring
         ctx.save_for_backward(query, both, out, lse, documents)
         return out

@@ -6,6 +6,10 @@ was busy with other things), factors held near 1 where the runs do not tell them
 long as their compute makes it.
 
     measured step  =  sum over causes of  factor(cause) x seconds(cause)
+
+Of one run causes are told apart by what its profiled steps were busy with, as far as that goes; the rest of what it was
+off by is shared out by how wide each cause's error bar is and how much of the step it has. The bars shrink to what the
+run leaves open (`learn_one`, a Gaussian update).
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ import numpy as np
 from meshwright.core.cluster import Cluster, Errors, Link
 from meshwright.core.device import MOST_OF_PEAK, Device
 from meshwright.core.errors import MeshwrightError, Problem
-from meshwright.core.ledger import Entry
+from meshwright.core.ledger import NOT_KNOWN, Entry
 
 LEAST_RUNS = 3
 LEAST_SHARE = 0.02
@@ -34,8 +38,12 @@ _PRIOR = 0.5
 """How far from 1 (its logarithm) a factor is expected to be before any run is seen."""
 _NOISE = 0.05
 """By which one run's median scatters at least: what the prior is weighed against."""
+_PROFILED_NOISE = 0.2
+"""By which a part of a step scatters that the profiler has looked at: it slows some things more than others."""
+_PARTS = {"compute": ("compute", "launch"), "collective": ("inner", "outer")}
+"""What of a profiled step is which cause's."""
 _SMALLEST_ERROR = 0.02
-_LEARNED = "learned from {count} runs: {factor:.3f} times as long as probed"
+_LEARNED = "learned from {runs}: {factor:.3f} times as long as probed"
 _FACTOR = re.compile(r"(\d+\.\d+) times as long as probed")
 _MESSAGE_BYTES = 1 << 20
 """By which two links are compared."""
@@ -52,8 +60,8 @@ class Learned:
     error_after: float
 
 
-def learn(entries: Sequence[Entry], machine: str) -> Learned:
-    """From the runs of this machine. Its newest cluster is the one that is corrected."""
+def learn(entries: Sequence[Entry], machine: str, base: Cluster | None = None) -> Learned:
+    """From the runs of this machine. `base` is the cluster that is corrected; without one, that of the newest run."""
     own = sorted((entry for entry in entries if entry.machine == machine), key=lambda entry: entry.unix_seconds)
     kinds = {entry.cluster.device.kind for entry in own[-1:]}
     own = [entry for entry in own if entry.cluster.device.kind in kinds]
@@ -62,10 +70,10 @@ def learn(entries: Sequence[Entry], machine: str) -> Learned:
         what = f"has {len(own)} runs of this machine ({machine}), {elsewhere} of others; {LEAST_RUNS} are needed."
         fix = f"Train {LEAST_RUNS - len(own)} more, for at least ten steps each; or probe without --from-runs."
         raise MeshwrightError([Problem(where="the ledger", what=what, fix=fix)])
-    base = own[-1].cluster
+    base = base or own[-1].cluster
     causes = _causes(own)
     parts = np.array([_converted(entry, base, causes) for entry in own])
-    measured = np.array([entry.measured.step_seconds for entry in own])
+    measured = np.array([_own_seconds(entry) for entry in own])
     factors = _fit(parts, measured, np.array([_limits(base, cause) for cause in causes]))
     _refuse_unphysical(parts @ factors, measured)
     before, after = _off(parts.sum(axis=1), measured), _off(parts @ factors, measured)
@@ -80,6 +88,73 @@ def learn(entries: Sequence[Entry], machine: str) -> Learned:
         error_before=math.expm1(float(np.median(before))),
         error_after=math.expm1(float(np.median(after))),
     )
+
+
+def learn_one(entry: Entry, base: Cluster) -> Learned:
+    """From one run on such devices, whoever's machine it was."""
+    causes = _causes([entry])
+    parts, measured = np.array([_converted(entry, base, causes)]), np.array([_own_seconds(entry)])
+    widths = np.array([max(getattr(base.errors, cause), _SMALLEST_ERROR) for cause in causes])
+    fastest = FASTEST if "measured" in base.sources else SLOWEST
+    limits = np.array([_limits(base, cause, fastest) for cause in causes])
+    factors, left_open = _update(_seen(entry, parts[0], causes), widths, limits)
+    _refuse_unphysical(parts @ factors, measured, fastest)
+    before, after = (float(_off(parts @ each, measured)[0]) for each in (np.ones(len(causes)), factors))
+    reach = float(np.hypot.reduce(left_open * (parts * factors)[0] / (parts @ factors)[0]))
+    # Never wider than before, unless the run itself would lie outside.
+    left_open = np.minimum(left_open, widths) * max(1.0, 1.01 * math.expm1(after) / reach)
+    by_cause = dict(zip(causes, map(float, factors), strict=True))
+    errors = replace(base.errors, **dict(zip(causes, map(_width, left_open), strict=True)))
+    return Learned(
+        cluster=replace(_corrected(base, [entry], by_cause), errors=errors),
+        factors=by_cause,
+        num_runs=1,
+        error_before=math.expm1(before),
+        error_after=math.expm1(after),
+    )
+
+
+def _seen(entry: Entry, parts: np.ndarray, causes: Sequence[str]) -> list[tuple[np.ndarray, float, float]]:
+    """(seconds by cause, what was measured of them, how far that may be off): the step, and its parts as profiled."""
+    steps, seconds = entry.measured, _own_seconds(entry)
+    scatter = (steps.step_seconds_p90 - steps.step_seconds_p10) / (2 * steps.step_seconds)
+    found = [(parts, seconds, max(_NOISE, scatter))]
+    for name, those in _PARTS.items():
+        mine, told = np.where(np.isin(causes, those), parts, 0.0), steps.seconds_by_part.get(name, 0.0)
+        if mine.sum() >= LEAST_SHARE * parts.sum() and told >= LEAST_SHARE * seconds:
+            found.append((mine, told, _PROFILED_NOISE))
+    return found
+
+
+def _update(
+    seen: Sequence[tuple[np.ndarray, float, float]], widths: np.ndarray, limits: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Factors by Gauss-Newton on logarithms, and the error bars that are left."""
+    parts, measured, noises = (np.array(column) for column in zip(*seen, strict=True))
+    lowest, highest = np.log(limits).T
+    shares = parts[0] / parts[0].sum()
+    # A run far outside its interval says that bars were too narrow.
+    surprise = abs(math.log(measured[0] / parts[0].sum())) / float(np.hypot.reduce(widths * shares))
+    priors = widths * max(1.0, surprise)
+    logs = np.zeros(len(widths))
+    for _ in range(100):
+        terms = parts * np.exp(logs)
+        totals = terms.sum(axis=1)
+        slopes = terms / totals[:, None]
+        weighted = slopes / (noises**2)[:, None]
+        normal = slopes.T @ weighted + np.diag(1 / priors**2)
+        wanted = weighted.T @ np.log(measured / totals) - logs / priors**2
+        # What a limit holds back, the others take.
+        free = ~(((logs <= lowest) & (wanted < 0)) | ((logs >= highest) & (wanted > 0)))
+        step = np.zeros(len(logs))
+        step[free] = np.linalg.solve(normal[np.ix_(free, free)], wanted[free])
+        logs = np.clip(logs + np.clip(step, -0.2, 0.2), lowest, highest)
+    return np.exp(logs), np.sqrt(np.diag(np.linalg.inv(normal)))
+
+
+def _own_seconds(entry: Entry) -> float:
+    """A step without waiting for data, which is not the machine's."""
+    return entry.measured.step_seconds - entry.measured.data_seconds
 
 
 def _causes(own: Sequence[Entry]) -> list[str]:
@@ -155,21 +230,21 @@ def _width(error: float) -> float:
     return float(min(max(error, _SMALLEST_ERROR), 2.0))
 
 
-def _limits(base: Cluster, cause: str) -> tuple[float, float]:
+def _limits(base: Cluster, cause: str, fastest: float = FASTEST) -> tuple[float, float]:
     """Of a factor: however often one learns, rates stay near the probe's and below the data sheet's."""
     earlier = _earlier(base, cause)
-    lowest = min(1.0, 1 / FASTEST / earlier)
+    lowest = min(1.0, 1 / fastest / earlier)
     if cause == "compute" and base.device.kind != "cpu":  # whose peak is the data sheet's; a CPU's is what was probed
         lowest = min(1.0, max(lowest, base.device.matmul_fraction, base.device.bandwidth_fraction))
     return lowest, max(1.0, SLOWEST / earlier)
 
 
-def _refuse_unphysical(forecast: np.ndarray, measured: np.ndarray) -> None:
+def _refuse_unphysical(forecast: np.ndarray, measured: np.ndarray, fastest: float = FASTEST) -> None:
     """Where no rates that a machine can have explain the runs, something else is wrong."""
     ratio = float(np.median(measured / forecast))
     if 1 / FAR_OFF <= ratio <= FAR_OFF:
         return
-    limit = f"{FASTEST:g} times as fast as probed (or as its data sheet)" if ratio < 1 else f"{SLOWEST:g} times slower"
+    limit = f"{fastest:g} times as fast as probed (or as its data sheet)" if ratio < 1 else f"{SLOWEST:g} times slower"
     what = f"a typical run took {ratio:.2f} times as long as on a machine {limit}: no rates explain these runs."
     fix = "Probe again on a quiet machine, and learn from runs that were planned with that."
     raise MeshwrightError([Problem(where="the ledger", what=what, fix=fix)])
@@ -187,7 +262,7 @@ def _corrected(base: Cluster, own: Sequence[Entry], factors: Mapping[str, float]
     versions = sorted({entry.versions.get("torch", "unknown") for entry in own})
     sources = dict(base.sources)
     for cause, factor in factors.items():
-        text = _LEARNED.format(count=len(own), factor=factor * _earlier(base, cause))
+        text = _LEARNED.format(runs=_runs(len(own)), factor=factor * _earlier(base, cause))
         sources[f"learned.{cause}"] = f"{text} (torch {', '.join(versions)})"
     if memory:
         sources["reserved_bytes"] = memory
@@ -204,6 +279,13 @@ def _slower_device(device: Device, compute: float, launch: float) -> Device:
     def share(value: float) -> float:
         return min(value / compute, MOST_OF_PEAK)
 
+    if device.kind == "cpu" and device.matmul_fraction / compute > MOST_OF_PEAK:  # whose peak is no data sheet's
+        rates = {dtype: rate / compute for dtype, rate in device.flops_per_second.items()}
+        rate = device.memory_bytes_per_second / compute
+        faster = replace(device, flops_per_second=rates, memory_bytes_per_second=rate)
+        return replace(
+            faster, kernel_seconds=device.kernel_seconds * compute, launch_seconds=device.launch_seconds * compute
+        )
     # On a CPU the host's part of an op is part of its compute.
     launch = compute if device.kind == "cpu" else launch
     return replace(
@@ -223,11 +305,16 @@ def _slower_link(link: Link, factor: float) -> Link:
 
 def _with_own_bytes(device: Device, own: Sequence[Entry]) -> tuple[Device, str]:
     """What a rank's process holds beside what is forecast, on a CPU, where all of it is seen."""
-    if device.kind != "cpu":
+    own = [entry for entry in own if entry.comparison.get("memory_verdict") != NOT_KNOWN]
+    if device.kind != "cpu" or not own:
         return device, ""
     missed = [entry.measured.peak_bytes - entry.predicted.peak_bytes for entry in own]
     held = [entry.cluster.device.reserved_bytes + more for entry, more in zip(own, missed, strict=True)]
     reserved = int(np.median(held))
     if not 0 < reserved < device.memory_bytes:
         return device, ""
-    return replace(device, reserved_bytes=reserved), f"learned from {len(own)} runs"
+    return replace(device, reserved_bytes=reserved), f"learned from {_runs(len(own))}"
+
+
+def _runs(count: int) -> str:
+    return f"{count} run{'s' if count > 1 else ''}"

@@ -6,9 +6,10 @@ Presets hold one device each, from its data sheet; the counts in the name put th
 from __future__ import annotations
 
 import re
+from dataclasses import fields, replace
 from pathlib import Path
 
-from meshwright.core.cluster import Cluster, parse_cluster_name
+from meshwright.core.cluster import Cluster, Errors, parse_cluster_name
 from meshwright.core.codec import load_artefact
 from meshwright.core.errors import MeshwrightError, Problem, nearest
 
@@ -65,23 +66,54 @@ def preset_of_device(torch_name: str) -> Cluster | None:
 
 
 def cluster(name_or_path: str) -> Cluster:
-    """`h200`, `8xh100` (one node), `64x8xh100` (64 nodes of 8), or a JSON file written by `mw probe`."""
+    """`h200`, `8xh100` (one node), `64x8xh100` (64 nodes of 8), groups joined by `+`, or a JSON file by `mw probe`."""
     text = name_or_path.strip()
     if text.lower().endswith(".json"):
         return load_artefact(Cluster, text)
-    parsed = parse_cluster_name(text.lower())
-    known = preset_names()
+    problems: list[Problem] = []
+    groups = [_named(part.strip(), name_or_path, problems) for part in text.lower().split("+")]
     # A known name wins over a file that happens to be called `h100`.
-    if (parsed is None or parsed[2] not in known) and Path(text).is_file():
+    if problems and Path(text).is_file():
         return load_artefact(Cluster, text)
+    if problems:
+        raise MeshwrightError(problems)
+    return _joined([group for group in groups if group is not None], text.lower())
+
+
+def _named(text: str, whole: str, problems: list[Problem]) -> Cluster | None:
+    """One group by name, or None and what is wrong with it."""
+    parsed, known = parse_cluster_name(text), preset_names()
     if parsed is None:
-        fix = f"Write 8xh100, 64x8xh100 or a .json file. {nearest(text.lower(), known)}"
-        raise MeshwrightError([Problem(where="cluster", what=f'"{name_or_path}" is no cluster name.', fix=fix)])
+        fix = f"Write 8xh100, 64x8xh100, 8xh100+8xa100 or a .json file. {nearest(text, known)}"
+        problems.append(Problem(where="cluster", what=f'"{text or whole}" is no cluster name.', fix=fix))
+        return None
     num_nodes, devices_per_node, device = parsed
     if device not in known:
-        fix = nearest(device, known)
-        raise MeshwrightError([Problem(where="cluster", what=f'no device is called "{device}".', fix=fix)])
+        problems.append(Problem(where="cluster", what=f'no device is called "{device}".', fix=nearest(device, known)))
+        return None
     if num_nodes < 1 or devices_per_node < 1:
-        what = f'"{name_or_path}" has {num_nodes} x {devices_per_node} devices; both counts must be at least 1.'
-        raise MeshwrightError([Problem(where="cluster", what=what)])
-    return preset(device).resized(devices_per_node, num_nodes, name=text.lower())
+        what = f'"{text}" has {num_nodes} x {devices_per_node} devices; both counts must be at least 1.'
+        problems.append(Problem(where="cluster", what=what))
+        return None
+    try:
+        return preset(device).resized(devices_per_node, num_nodes, name=text)
+    except MeshwrightError as error:
+        problems.extend(error.problems)
+        return None
+
+
+def _joined(clusters: list[Cluster], name: str) -> Cluster:
+    """One cluster of several groups. What a cluster says once (errors, jitter) is the widest of them."""
+    first, *rest = clusters
+    if not rest:
+        return first
+    bounds = {f.name: max(getattr(each.errors, f.name) for each in clusters) for f in fields(Errors)}
+    sources = {f"{each.name} {key}": text for each in clusters for key, text in each.sources.items()}
+    return replace(
+        first,
+        name=name,
+        errors=Errors(**bounds),
+        jitter_fraction=max(each.jitter_fraction for each in clusters),
+        others=tuple(each.groups[0] for each in rest),
+        sources=sources,
+    )

@@ -17,6 +17,8 @@ _SAME_CARD = 1.1
 
 def warnings_of(cluster: Cluster) -> tuple[str, ...]:
     """Against the data sheet of the same card, where it can be told which that is."""
+    if cluster.others:
+        return tuple(line for at in range(len(cluster.groups)) for line in warnings_of(cluster.view(at)))
     sheet = _sheet_of(cluster)
     if sheet is None or cluster.device.kind == "cpu":
         return ()

@@ -48,7 +48,7 @@ class Built:
     def rows(self, batch: int) -> slice:
         """The rows of a batch that this rank trains on."""
         part, num_parts = self.build.mesh.part(self.build.plan.sample_axes)
-        return part_rows(batch, part, num_parts)
+        return part_rows(batch, part, num_parts, self.build.plan.shares)
 
     def step(
         self, inputs: Inputs, targets: Tensor, weights: Tensor | None = None, *, lr: float | None = None
@@ -75,7 +75,8 @@ class Built:
 
     def _samples(self, inputs: Inputs, targets: Tensor, weights: Tensor | None) -> Samples:
         plan, device = self.build.plan, self.build.mesh.device
-        wanted = plan.batch // plan.num_replicas
+        rows = self.rows(plan.batch)
+        wanted = rows.stop - rows.start
         if num_samples(inputs) != wanted or targets.shape[0] != wanted:
             what = f"this rank's inputs and targets must have {wanted} rows each, not {num_samples(inputs)} and "
             fix = f"Cut the batch with rows({plan.batch})."

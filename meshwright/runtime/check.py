@@ -74,6 +74,8 @@ def exactness_of(plan: Plan) -> str:
 def shortened(plan: Plan, num_stages: int) -> Plan:
     """The same plan with no more microbatches than fill every stage twice."""
     count = min(plan.num_microbatches, max(2, 2 * num_stages))
+    if plan.shares:
+        return plan.with_shares(tuple(min(each, count) for each in plan.shares))
     return replace(plan, batch=plan.num_replicas * plan.microbatch * count)
 
 

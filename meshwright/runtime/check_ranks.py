@@ -122,10 +122,11 @@ def promised(session: Any, run: RunConfig, plan: Plan, dtype: str) -> tuple[Traf
         optimizer=run.train.optimizer,
         element_bytes=DTYPES[dtype].itemsize,
     )
+    num_microbatches = plan.microbatches_of(session.mesh.part(plan.sample_axes)[0])
     traffic: Traffic = Counter()
     at_most: set[Message] = set()
     for task in work.collectives:
-        count = int(task.repeat) * (1 if task.per_step else plan.num_microbatches)
+        count = int(task.repeat) * (1 if task.per_step else num_microbatches)
         if count:
             message = (task.kind, task.axis, int(task.bytes))
             traffic[message] += count

@@ -61,7 +61,7 @@ class TrainSection:
 class PlanSection:
     file: str = ""
     """A plan to use as it is."""
-    allow: Literal["exact", "rounded", "approximate"] = "rounded"
+    allow: Literal["exact", "reordered", "lossy", "approximate"] = "lossy"
     pin: tuple[str, ...] = ()
     """Settings the search must keep, such as "replicate=2"."""
     ban: tuple[str, ...] = ()

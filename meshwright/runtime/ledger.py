@@ -1,61 +1,70 @@
-"""A run that has ended, beside what was promised: its entry in the local ledger. No torch."""
+"""A run beside what was promised, as data: in its own folder, and when it has ended in the local ledger. No torch."""
 
 from __future__ import annotations
 
+import json
 import platform
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import meshwright
 from meshwright.core.codec import encode
-from meshwright.core.ledger import LEAST_STEPS, Entry, Measured, Predicted, append
-from meshwright.probe.here import machine_name
-from meshwright.runtime.config import RunConfig
-from meshwright.runtime.prepare import Prepared
+from meshwright.core.ledger import LEAST_STEPS, Entry, Measured, append
+from meshwright.runtime.compare import Promise
+from meshwright.runtime.facts import Facts
+from meshwright.supervise.rank import write_atomically
+
+COMPARISON = "comparison.json"
+"""In the run's folder: one entry, of the latest start so far."""
 
 
-def record(config: RunConfig, prepared: Prepared, result: Mapping[str, Any]) -> str:
+def record(entry: Entry) -> str:
     """Why the run is not in the ledger although it should be, or nothing. Too few measured steps tell nothing."""
-    if result["num_measured"] < LEAST_STEPS:
+    if entry.measured.num_steps < LEAST_STEPS:
         return ""
-    return append(entry_of(config, prepared, result))
+    return append(entry)
 
 
-def promised_bytes(prepared: Prepared) -> int:
-    """Of the fullest rank, as it is measured: what torch allocates on a GPU, all that a process holds on a CPU."""
-    forecast = prepared.forecast
-    return forecast.peak_bytes if prepared.cluster.device.kind == "cpu" else forecast.peak_allocated_bytes
+def keep(entry: Entry, folder: Path) -> str:
+    """Why it is not kept in the folder, or nothing: a full disk must not hurt a run."""
+    try:
+        write_atomically(folder / COMPARISON, json.dumps(encode(entry), allow_nan=False) + "\n")
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
-def entry_of(config: RunConfig, prepared: Prepared, result: Mapping[str, Any]) -> Entry:
-    forecast = prepared.forecast
+def entry_of(
+    promise: Promise, facts: Facts, comparison: Mapping[str, Any], *, unix_seconds: float, torch: str, device_name: str
+) -> Entry:
     return Entry(
-        unix_seconds=result["finished_unix_seconds"],
-        versions={"meshwright": meshwright.__version__, "torch": result["torch"], "python": platform.python_version()},
-        machine=machine_name(),
-        device_name=result["device_name"],
-        model=config.model.title,
-        model_fingerprint=prepared.profile.fingerprint,
-        plan=encode(prepared.plan),
-        plan_fingerprint=prepared.plan.fingerprint,
-        cluster=prepared.cluster,
-        sequence=config.sequence,
-        batch=config.train.batch,
-        predicted=Predicted(
-            step_seconds=forecast.step_seconds,
-            step_seconds_low=forecast.step_seconds_low,
-            step_seconds_high=forecast.step_seconds_high,
-            peak_bytes=promised_bytes(prepared),
-            reserved_bytes=0 if prepared.cluster.device.kind == "cpu" else forecast.peak_reserved_bytes,
-            seconds_by_origin=forecast.seconds_by_origin,
-            seconds_by_cause=forecast.seconds_by_cause,
-        ),
+        unix_seconds=unix_seconds,
+        versions={"meshwright": meshwright.__version__, "torch": torch, "python": platform.python_version()},
+        machine=promise.machine,
+        device_name=device_name,
+        model=promise.model,
+        model_fingerprint=promise.model_fingerprint,
+        plan=promise.plan,
+        plan_fingerprint=promise.plan_fingerprint,
+        cluster=promise.cluster,
+        sequence=promise.sequence,
+        batch=promise.batch,
+        predicted=promise.predicted,
         measured=Measured(
-            step_seconds=result["step_seconds"],
-            step_seconds_p10=result["step_seconds_p10"],
-            step_seconds_p90=result["step_seconds_p90"],
-            num_steps=result["num_measured"],
-            peak_bytes=result["peak_bytes"],
-            reserved_bytes=result["reserved_bytes"],
+            step_seconds=facts.step_seconds,
+            step_seconds_p10=facts.step_seconds_p10,
+            step_seconds_p90=facts.step_seconds_p90,
+            num_steps=facts.num_measured,
+            peak_bytes=facts.peak_bytes,
+            reserved_bytes=facts.reserved_bytes,
+            data_seconds=facts.data_seconds,
+            seconds_by_part=_by_part(facts) if promise.has_one_stage else {},
         ),
+        comparison=comparison,
     )
+
+
+def _by_part(facts: Facts) -> dict[str, float]:
+    seconds = facts.step_seconds - facts.data_seconds
+    return {name: share * seconds for name, share in facts.parts.items() if name != "idle"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from meshwright.core.errors import MeshwrightError, Problem
-from meshwright.ops.model import Inputs, split_inputs
+from meshwright.ops.model import Inputs, map_inputs, split_inputs
 from meshwright.ops.pipeline import Wire
 from meshwright.runtime.build import Build
 from meshwright.runtime.optimizer import Optimizer
@@ -38,6 +38,11 @@ class Samples:
 
     def num_microbatches(self, size: int) -> int:
         return self.targets.shape[0] // size
+
+    def rows(self, chosen: slice) -> Samples:
+        """Some of them; the count of tokens stays that of the whole batch."""
+        inputs = map_inputs(self.inputs, lambda tensor: tensor[chosen])
+        return replace(self, inputs=inputs, targets=self.targets[chosen], weights=self.weights[chosen])
 
 
 @dataclass(frozen=True, kw_only=True)

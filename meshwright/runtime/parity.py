@@ -67,6 +67,15 @@ SamplesOf = Callable[[int, int, int], Samples]
 """(step, part, num_parts) -> those rows of the step's batch."""
 
 
+def own_samples(session: Session, samples: SamplesOf, step: int) -> Samples:
+    """This rank's rows of a step's batch."""
+    plan = session.build.plan
+    part, num_parts = session.mesh.part(plan.sample_axes)
+    if not plan.shares:
+        return samples(step, part, num_parts)
+    return samples(step, 0, 1).rows(part_rows(plan.batch, part, num_parts, plan.shares))
+
+
 def random_samples(vocab_size: int, batch: int, sequence: int, *, masked: bool = True) -> SamplesOf:
     def samples(step: int, part: int, num_parts: int) -> Samples:
         generator = torch.Generator().manual_seed(1000 + step)
@@ -104,7 +113,6 @@ def _steps(
     session: Session, samples: SamplesOf, steps: int, optimizer: OptimizerConfig
 ) -> Iterator[tuple[int, Any, dict[str, Tensor]]]:
     """Steps, with the gradients as they were before clipping."""
-    part, num_parts = session.mesh.part(session.build.plan.sample_axes)
     caught: dict[str, Tensor] = {}
     inner = session.loop.optimizer.update
 
@@ -115,7 +123,7 @@ def _steps(
 
     session.loop.optimizer.update = update
     for step in range(steps):
-        result = session.loop.step(samples(step, part, num_parts), optimizer.lr_at(step, steps))
+        result = session.loop.step(own_samples(session, samples, step), optimizer.lr_at(step, steps))
         yield step, result, caught
 
 
@@ -187,10 +195,9 @@ def compare_rounded(
 
 def observe(session: Session, samples: SamplesOf, optimizer: OptimizerConfig) -> tuple[Traffic, dict[str, int]]:
     """One steady step's traffic, and the bytes of parameters, gradients and optimizer afterwards."""
-    part, num_parts = session.mesh.part(session.build.plan.sample_axes)
-    session.loop.feed(samples(0, part, num_parts), optimizer.lr)  # what is lazy happens here
+    session.loop.feed(own_samples(session, samples, 0), optimizer.lr)  # what is lazy happens here
     with Recorder(session.mesh.axis_of_group()) as recorder:
-        session.loop.feed(samples(1, part, num_parts), optimizer.lr)
+        session.loop.feed(own_samples(session, samples, 1), optimizer.lr)
     session.loop.flush()
     sizes = {
         "parameters": sum(_bytes(value) for _, value in session.build.local_parameters()),

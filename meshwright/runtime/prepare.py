@@ -13,14 +13,18 @@ from typing import IO, Any
 from meshwright.core.cluster import Cluster
 from meshwright.core.codec import encode, load_artefact
 from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.layout import placed
+from meshwright.core.ledger import Predicted
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.data.source import Data
 from meshwright.data.source import open_data as open_files
 from meshwright.probe.here import machine_name
+from meshwright.runtime.compare import Promise
 from meshwright.runtime.config import RunConfig
 from meshwright.runtime.model import describe, fitting
 from meshwright.search.search import Found, search
+from meshwright.search.wishes import allowance, is_allowed, read_wishes
 from meshwright.simulate.forecast import Forecast, forecast
 from meshwright.simulate.timeline import simulate
 
@@ -43,34 +47,70 @@ def prepare(config: RunConfig, plan_file: str, report: Report, geometry: tuple[i
     `geometry`: (devices in a node, nodes) where somebody else has already started the ranks.
     """
     profile = describe(config.model, config.data.sequence).profile
-    cluster = _cluster(config, report, geometry)
+    given = plan_to_run(config, plan_file)
+    cluster = _cluster(config, report, geometry, given)
     found = None
-    plan = load_plan(config, plan_file, cluster) or _earlier(config, profile, cluster)
+    plan = plan_to_run(config, plan_file, cluster) or _earlier(config, profile, cluster)
     if plan is None:
         found = _search(config, profile, cluster)
         assert found.best is not None
         plan = found.best[0]
-    problems = config.train.optimizer.problems_with(plan)
-    if problems:
-        raise MeshwrightError([replace(problem, where=f"train.{problem.where}") for problem in problems])
+    if problems := _against_training(config, plan):
+        raise MeshwrightError(problems)
     predicted = forecast(profile, plan, cluster, sequence=config.sequence, optimizer=config.train.optimizer)
     return Prepared(profile=profile, cluster=cluster, plan=plan, forecast=predicted, found=found)
 
 
 def load_plan(config: RunConfig, plan_file: str, cluster: Cluster | None = None) -> Plan | None:
-    """The plan a user gave, if any, checked against the run (and the machines)."""
+    """The plan a user gave, if any, checked against the model, the samples (and the machines)."""
+    plan, problems = _given(config, plan_file, cluster)
+    if problems:
+        raise MeshwrightError(problems)
+    return plan
+
+
+def plan_to_run(config: RunConfig, plan_file: str, cluster: Cluster | None = None) -> Plan | None:
+    """The same, checked against the training too: its optimizer, and how far its numbers may depart."""
+    plan, problems = _given(config, plan_file, cluster)
+    if plan is None:
+        read_wishes(config.plan.pin, config.plan.ban, allow=config.plan.allow)  # what search would refuse later
+        return None
+    problems += [
+        Problem(
+            where=f"{plan_file or config.plan.file}: {technique.name}",
+            what=f'{technique} is {allowance(technique)}, and plan.allow is "{config.plan.allow}".',
+            fix=f'Set plan.allow = "{allowance(technique)}", or plan again without it.',
+        )
+        for technique in plan.techniques
+        if not is_allowed(technique, config.plan.allow)
+    ]
+    problems += _against_training(config, plan)
+    if problems:
+        raise MeshwrightError(problems)
+    return plan
+
+
+def _given(config: RunConfig, plan_file: str, cluster: Cluster | None) -> tuple[Plan | None, list[Problem]]:
     plan_file = plan_file or config.plan.file
     if not plan_file:
-        return None
+        return None, []
     plan = load_artefact(Plan, plan_file)
     profile = describe(config.model, config.data.sequence).profile
     problems = list(plan.check(profile, cluster) or plan.check_sequence(config.sequence))
     if plan.batch != config.train.batch:
         what = f"the plan is for {plan.batch} samples, train.batch is {config.train.batch}."
         problems.append(Problem(where="batch", what=what, fix="Plan again, or change train.batch."))
-    if problems:
-        raise MeshwrightError([Problem(where=f"{plan_file}: {p.where}", what=p.what, fix=p.fix) for p in problems])
-    return plan
+    return plan, [replace(problem, where=f"{plan_file}: {problem.where}") for problem in problems]
+
+
+def _against_training(config: RunConfig, plan: Plan) -> list[Problem]:
+    problems = config.train.optimizer.problems_with(plan)
+    return [replace(problem, where=f"train.{problem.where}") for problem in problems]
+
+
+def is_machine_known(config: RunConfig) -> bool:
+    """Whether a plan can be found, or judged, without measuring first."""
+    return bool(config.run.cluster) or _measured_before(config, config.run.ranks) is not None
 
 
 def open_data(config: RunConfig, cache: Path | None = None) -> Data:
@@ -80,7 +120,7 @@ def open_data(config: RunConfig, cache: Path | None = None) -> Data:
     return data
 
 
-def _cluster(config: RunConfig, report: Report, geometry: tuple[int, int] | None) -> Cluster:
+def _cluster(config: RunConfig, report: Report, geometry: tuple[int, int] | None, given: Plan | None) -> Cluster:
     from meshwright.probe.machine import probe
     from meshwright.probe.names import cluster
     from meshwright.probe.plausible import warnings_of
@@ -93,15 +133,25 @@ def _cluster(config: RunConfig, report: Report, geometry: tuple[int, int] | None
         if geometry is not None:
             return named.resized(*geometry)
         return named.resized(ranks) if ranks and ranks != named.num_devices else named
-    known = Path(config.run.folder) / "cluster.json"
-    if known.exists():
-        earlier = load_artefact(Cluster, known)
-        is_same = earlier.sources.get("machine") == machine_name()
-        if is_same and (not ranks or earlier.num_devices == ranks):
-            return earlier
+    most = ranks or len(os.sched_getaffinity(0))
+    if given is not None and given.num_ranks <= most:
+        ranks = given.num_ranks  # ranks share the cores and the memory: it is measured with as many as will run
+    known = _measured_before(config, ranks)
+    if known is not None:
+        return known
     report("measuring this machine")
     measured = probe(num_devices=ranks or None, report=report, quick=True)
     return replace(measured, sources={**measured.sources, "machine": machine_name()})
+
+
+def _measured_before(config: RunConfig, ranks: int) -> Cluster | None:
+    """This machine, as an earlier start of this run has measured it with so many ranks."""
+    known = Path(config.run.folder) / "cluster.json"
+    if not known.exists():
+        return None
+    earlier = load_artefact(Cluster, known)
+    is_same = earlier.sources.get("machine") == machine_name()
+    return earlier if is_same and (not ranks or earlier.num_devices == ranks) else None
 
 
 def wishes_of(config: RunConfig) -> dict[str, Any]:
@@ -116,9 +166,10 @@ def _earlier(config: RunConfig, profile: Profile, cluster: Cluster) -> Plan | No
     if json.loads((folder / "wishes.json").read_text(encoding="utf-8")) != wishes_of(config):
         return None
     plan = load_artefact(Plan, folder / "plan.json")
-    is_same = plan.batch == config.train.batch and plan.num_ranks == cluster.num_devices
-    problems = plan.check(profile, cluster) or plan.check_sequence(config.sequence)
-    return plan if is_same and not problems else None
+    if plan.check(profile, cluster) or plan.check_sequence(config.sequence):
+        return None
+    is_same = plan.batch == config.train.batch and plan.num_ranks == placed(plan, cluster).num_devices
+    return plan if is_same else None
 
 
 def write_prepared(config: RunConfig, prepared: Prepared) -> None:
@@ -131,7 +182,7 @@ def write_prepared(config: RunConfig, prepared: Prepared) -> None:
         sequence=config.sequence,
         optimizer=config.train.optimizer,
     )
-    for name in ("result.json", "measured.timeline.json", "measured.trace.json", "timeline.svg"):
+    for name in ("result.json", "comparison.json", "measured.timeline.json", "measured.trace.json", "timeline.svg"):
         (folder / name).unlink(missing_ok=True)  # of an earlier start
     texts = {
         "cluster.json": prepared.cluster.to_json(),
@@ -154,7 +205,37 @@ def job_arguments(config: RunConfig, prepared: Prepared) -> dict[str, Any]:
         "plan": encode(prepared.plan),
         "device": prepared.cluster.device.kind,
         "tokens_per_second": prepared.forecast.tokens_per_second,
+        "promise": encode(promise_of(config, prepared)),
     }
+
+
+def promise_of(config: RunConfig, prepared: Prepared) -> Promise:
+    """For the comparison, while it runs and at its end."""
+    forecast, plan, profile = prepared.forecast, prepared.plan, prepared.profile
+    is_cpu = prepared.cluster.device.kind == "cpu"
+    return Promise(
+        machine=machine_name(),
+        model=config.model.title,
+        model_fingerprint=profile.fingerprint,
+        plan=encode(plan),
+        plan_fingerprint=plan.fingerprint,
+        cluster=prepared.cluster,
+        sequence=config.sequence,
+        batch=config.train.batch,
+        predicted=Predicted(
+            step_seconds=forecast.step_seconds,
+            step_seconds_low=forecast.step_seconds_low,
+            step_seconds_high=forecast.step_seconds_high,
+            # As it is measured: what torch allocates on a GPU, all that a process holds on a CPU.
+            peak_bytes=forecast.peak_bytes if is_cpu else forecast.peak_allocated_bytes,
+            reserved_bytes=0 if is_cpu else forecast.peak_reserved_bytes,
+            seconds_by_origin=forecast.seconds_by_origin,
+            seconds_by_cause=forecast.seconds_by_cause,
+        ),
+        bytes_by_category=forecast.peak_bytes_by_category,
+        has_one_stage=len(plan.blocks_of_stages(profile)) == 1,
+        is_first_fullest=forecast.worst_stage == 0,
+    )
 
 
 def _search(config: RunConfig, profile: Profile, cluster: Cluster) -> Found:

@@ -16,20 +16,21 @@ from meshwright.checkpoint.load import newest_good
 from meshwright.core.codec import decode, encode
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.plan import Plan
+from meshwright.core.timeline import Span
 from meshwright.data.source import Data
 from meshwright.ops.agree import gather_json, share_json
 from meshwright.ops.mesh import Mesh, join
 from meshwright.probe.cpu_bf16 import limit_isa_for_bf16
+from meshwright.runtime.compare import Promise, as_data, compare, paragraph
 from meshwright.runtime.config import RunConfig
+from meshwright.runtime.facts import WARM_UP_STEPS, Tally
+from meshwright.runtime.ledger import COMPARISON, entry_of, keep
 from meshwright.runtime.model import about, open_model
 from meshwright.runtime.prepare import open_data
 from meshwright.runtime.progress import Progress, held_out_text, one_line
-from meshwright.runtime.record import Metrics, Watch, peak_bytes, reserved_bytes, write_timeline
+from meshwright.runtime.record import Metrics, Watch, num_retries, peak_bytes, reserved_bytes, write_timeline
 from meshwright.runtime.train import Step, Trainer, is_due
 from meshwright.supervise.rank import PREEMPTED_EXIT_CODE, Job, StopFlag, run_rank
-
-_SKIP_STEPS = 3
-"""Steps before measurements: allocation, compilation, caches."""
 
 
 def device_of(kind: str, local_rank: int) -> torch.device:
@@ -64,7 +65,7 @@ def train(arguments: Mapping[str, Any], plan: Plan, device: torch.device, stop: 
     mesh = Mesh.make(plan.mesh, device)
     progress = Progress(0, config.train.steps, float(arguments["tokens_per_second"]))
     trainer = _open(config, plan, mesh, folder, progress)
-    run = _Run(config, trainer, folder, progress)
+    run = _Run(config, trainer, folder, progress, decode(Promise, arguments["promise"], "promise"))
     progress.first_step, progress.counts = trainer.step, trainer.build.profile.counts
     code = run.go(stop)
     if mesh.control is not None:
@@ -116,16 +117,18 @@ def on_first(control: dist.ProcessGroup | None, action: Callable[[], Any]) -> An
 
 
 class _Run:
-    def __init__(self, config: RunConfig, trainer: Trainer, folder: Path, progress: Progress):
+    def __init__(self, config: RunConfig, trainer: Trainer, folder: Path, progress: Progress, promise: Promise):
         self.config, self.trainer, self.folder, self.progress = config, trainer, folder, progress
+        self.promise, self.is_compared = promise, False
         self.is_first = trainer.mesh.rank == 0
         self.metrics = self._open_metrics() if self.is_first else None
         # Where steps overlap, none begins and ends in one call: the profiler would be started and stopped between two
         # that are told at once, which has crashed it.
         num_watched = 0 if trainer.plan.overlaps_steps else config.run.timeline_steps
-        self.watch = Watch(trainer.step + _SKIP_STEPS, num_watched, trainer.mesh)
+        self.watch = Watch(trainer.step + WARM_UP_STEPS, num_watched, trainer.mesh)
         trainer.build.on_action.append(self.watch.look)
-        self.seconds: list[float] = []
+        self.tally = Tally()
+        self.num_early_retries = 0
         self.saved_step = trainer.step if trainer.step else -1
         self.evaluated_step = -1
         self.save_error = ""
@@ -145,7 +148,7 @@ class _Run:
         self.watch.before(trainer.step)
         for step in trainer.steps(stop):
             self.watch.after(step.step)
-            self._record(step, measured=step.step >= start + _SKIP_STEPS)
+            self._record(step, measured=step.step >= start + WARM_UP_STEPS)
             stopped = step.must_stop
             if not stopped and is_due(trainer.step, settings.evaluate_every):
                 self._evaluate()
@@ -163,9 +166,11 @@ class _Run:
         return PREEMPTED_EXIT_CODE if stopped else 0
 
     def _record(self, step: Step, measured: bool) -> None:
-        in_watch = step.step in self.watch.range
-        if measured and not in_watch:  # the profiler slows the steps it watches
-            self.seconds.append(step.seconds)
+        # The profiler slows the steps it watches.
+        is_measured = measured and step.step not in self.watch.range
+        self.tally.add(step.seconds, step.data_seconds, is_measured=is_measured)
+        if not is_measured:
+            self.num_early_retries = num_retries(self.trainer.mesh.device)
         self.loss = step.loss
         self.num_tokens += step.num_tokens
         if self.metrics is None:
@@ -181,6 +186,35 @@ class _Run:
             "memory_bytes": memory,
         }
         self.metrics.write(step.step, values)
+        is_last = step.must_stop or step.step + 1 == self.config.train.steps
+        if self.tally.is_enough and not self.is_compared and not is_last:
+            self._compare()
+
+    def _compare(self) -> None:
+        """Tell what rank 0 knows so far; asking the others would cost every rank a message."""
+        facts = self.tally.facts(self.watch.spans, self._memory())
+        assert facts is not None
+        self.is_compared = True
+        comparison = compare(self.promise, facts, is_whole=False)
+        text = paragraph(self.promise, facts, comparison, str(self.folder))
+        self.progress.say(f"step {self.trainer.step}: {text}")
+        told = as_data(comparison, facts, text)
+        entry = entry_of(self.promise, facts, told, unix_seconds=time.time(), **self._versions())
+        if reason := keep(entry, self.folder):
+            self.progress.say(f"{COMPARISON} is not written: {reason}")
+
+    def _memory(self) -> dict[str, int]:
+        device = self.trainer.mesh.device
+        return {
+            "peak_bytes": peak_bytes(device),
+            "reserved_bytes": reserved_bytes(device),
+            "num_retries": num_retries(device) - self.num_early_retries,
+        }
+
+    def _versions(self) -> dict[str, str]:
+        device = self.trainer.mesh.device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+        return {"torch": torch.__version__, "device_name": name}
 
     def _evaluate(self) -> None:
         if self.evaluated_step == self.trainer.step:
@@ -216,16 +250,17 @@ class _Run:
         gathered = gather_json(
             mesh.control,
             {
-                "peak_bytes": peak_bytes(mesh.device),
-                "reserved_bytes": reserved_bytes(mesh.device),
+                **self._memory(),
                 "spans": [encode(span) for span in self.watch.spans],
                 "memory": [encode(point) for point in self.watch.memory],
             },
         )
         if self.metrics is None:
             return
-        most = {name: max(rank[name] for rank in gathered) for name in ("peak_bytes", "reserved_bytes")}
-        result = self._result(stopped, num_steps, most)
+        most = {name: max(rank[name] for rank in gathered) for name in self._memory()}
+        facts = self.tally.facts((Span(**span) for rank in gathered for span in rank["spans"]), most)
+        measured = most | {"step_seconds": None, "num_measured": 0} if facts is None else encode(facts)
+        result = self._result(stopped, num_steps, measured)
         try:
             write_timeline(self.folder, gathered, self.trainer.plan.fingerprint)
             temporary = self.folder / "result.json.tmp"
@@ -235,9 +270,7 @@ class _Run:
             self.progress.say(f"result.json and the measured timeline are not written: {error.strerror or error}")
         self.metrics.close(result)
 
-    def _result(self, stopped: bool, num_steps: int, most: Mapping[str, int]) -> dict[str, Any]:
-        times = sorted(self.seconds)
-        device = self.trainer.mesh.device
+    def _result(self, stopped: bool, num_steps: int, measured: Mapping[str, Any]) -> dict[str, Any]:
         return {
             "step": self.trainer.step,
             "steps_now": num_steps,
@@ -246,13 +279,8 @@ class _Run:
             "counts": self.progress.counts,
             "seen_now": self.num_tokens,
             "samples_in_all": self.trainer.cursor,
-            "step_seconds": times[len(times) // 2] if times else None,
-            "step_seconds_p10": times[len(times) // 10] if times else None,
-            "step_seconds_p90": times[-1 - len(times) // 10] if times else None,
-            "num_measured": len(times),
-            **most,
-            "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else "",
-            "torch": torch.__version__,
+            **measured,
+            **self._versions(),
             "loss": self.loss,
             "held_out": self.held_out,
             "saved_step": self.saved_step,

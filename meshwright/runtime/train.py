@@ -40,6 +40,8 @@ class Step:
     gradient_norm: float
     lr: float
     seconds: float
+    data_seconds: float
+    """Of these, waiting for samples."""
     tokens_per_second: float
     num_tokens: float
     """That were learnt from; samples, where they have no sequence."""
@@ -52,6 +54,7 @@ class _Fed:
 
     lr: float
     num_tokens: float
+    data_seconds: float
     seconds: float = 0.0
 
 
@@ -134,6 +137,7 @@ class Trainer:
                     gradient_norm=result.gradient_norm,
                     lr=known.lr,
                     seconds=known.seconds,
+                    data_seconds=known.data_seconds,
                     tokens_per_second=known.num_tokens / known.seconds,
                     num_tokens=known.num_tokens,
                     must_stop=must_stop and not fed,
@@ -145,9 +149,11 @@ class Trainer:
         # Randomness depends on the step and the samples alone: nothing to save, nothing to resume.
         torch.manual_seed(_seed(settings.seed, at, self.part))
         cursor = self.cursor + len(fed) * self.plan.batch
-        batch = self.data.batch(cursor, self.plan.batch, self.part, self.num_parts)
+        start = time.perf_counter()
+        batch = self.data.batch(cursor, self.plan.batch, self.part, self.num_parts, self.plan.shares)
+        waited = time.perf_counter() - start
         lr = settings.optimizer.lr_at(at, settings.steps)
-        fed.append(_Fed(lr=lr, num_tokens=batch.num_tokens))
+        fed.append(_Fed(lr=lr, num_tokens=batch.num_tokens, data_seconds=waited))
         return self.loop.feed(self._samples(batch), lr, stop=is_told)
 
     def _is_pause(self, step: int) -> bool:
@@ -160,9 +166,8 @@ class Trainer:
         """Held-out loss by the names people know it by: bits per byte of text, top-1 of images."""
         if not self.data.num_held_out:
             return {}
-        batches = self.data.held_out_batches(
-            self.plan.batch, self.part, self.num_parts, limit=self.settings.evaluate_batches
-        )
+        place = (self.plan.batch, self.part, self.num_parts)
+        batches = self.data.held_out_batches(*place, limit=self.settings.evaluate_batches, shares=self.plan.shares)
         total, tokens, hits = self.loop.evaluate(self._samples(batch) for batch in batches)
         mean = total / max(tokens, 1.0)
         found = {"held_out_loss": mean}

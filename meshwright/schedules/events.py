@@ -75,7 +75,11 @@ def is_endless(orders: Sequence[Actions], places: Places) -> bool:
 
 
 def sweep(events: Sequence[Event], seconds: Mapping[str, Sequence[Any]], send: Any) -> tuple[list[Any], list[Any]]:
-    """End of each event, and of each stage, in seconds from the start. `seconds`: kind of action -> by span."""
+    """End of each event, and of each stage, in seconds from the start.
+
+    `seconds`: kind of action -> by span; `send`: of a message, or a list with those over each boundary between spans.
+    """
+    by_boundary = send if isinstance(send, list) else None
     is_array = any(isinstance(x, np.ndarray) for each in seconds.values() for x in (*each, send))
     latest: Callable[[Any, Any], Any] = np.maximum if is_array else max
     clock: list[Any] = [0.0] * (1 + max(event.stage for event in events))
@@ -83,6 +87,8 @@ def sweep(events: Sequence[Event], seconds: Mapping[str, Sequence[Any]], send: A
     for stage, kind, span, _, waits_for in events:
         start = clock[stage]
         for source in waits_for:
+            if by_boundary is not None:
+                send = by_boundary[min(span, events[source].span)]
             start = latest(start, ends[source] + send)
         end = start + seconds[kind][span]
         clock[stage] = end
@@ -108,7 +114,7 @@ def peak_held(actions: Actions, sizes: Sequence[Any]) -> Any:
     for action in actions:
         if action.kind == "forward":
             total = total + sizes[action.chunk]
-            most = max(most, total)
+            most = np.maximum(most, total)
         elif action.kind in (last, "backward"):
             total = total - sizes[action.chunk]
     return most

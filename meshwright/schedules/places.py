@@ -23,9 +23,10 @@ class Places:
         return self.num_stages * self.chunks
 
     def span(self, stage: Any, chunk: Any) -> Any:
+        at = chunk * self.num_stages + stage
         if self.shape == "vee":  # the second chunk goes back
-            return chunk * (2 * self.num_stages - 1 - 2 * stage) + stage
-        return chunk * self.num_stages + stage
+            return at + (chunk == 1) * (self.num_stages - 1 - 2 * stage)
+        return at
 
     def stage(self, span: Any) -> Any:
         if self.shape == "loop":

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -22,9 +23,10 @@ from meshwright.core.technique import PHASES, Spans, Technique
 from meshwright.core.work import Num, Updating, Work, base_work
 from meshwright.schedules import Timetable
 from meshwright.search.dials import Dial
+from meshwright.search.pipelined import Pipeline
 from meshwright.search.space import Grid
 from meshwright.simulate.cost import LAUNCH, Charge, Known, StageCost, Tally, stage_cost, tally
-from meshwright.simulate.links import Route, routes
+from meshwright.simulate.links import Route, route, routes
 from meshwright.simulate.memory import StageMemory, stage_memory, timetable_of
 from meshwright.simulate.price import ELEMENT_BYTES
 
@@ -40,11 +42,15 @@ class Leaf:
     techniques: tuple[Technique, ...]
     policies: Mapping[str, tuple[str, ...]]
     """Technique -> fields whose blocks are solved for."""
+    required: frozenset[str]
+    """Of these techniques, those that some block of every stage must follow."""
     timetable: Timetable
     least_seconds: np.ndarray
     """No plan of the candidate is faster; infinite where the device cannot run it."""
     least_bytes: np.ndarray
     """No plan of the candidate has a fullest rank with less."""
+    base_bytes: np.ndarray
+    """Of these, what no policy can save."""
     is_new: np.ndarray
     """False where a technique is not used after all (its size is 1) and another leaf, with its other settings, has the
     same plan; or where the techniques do not go together."""
@@ -70,9 +76,34 @@ class Leaf:
                     yield used & (sizes == size), problem
 
 
+def least_memory(work: Work, cluster: Cluster) -> StageMemory:
+    """Of a stage, at least: which of its chunks are held most depends on what blocks follow."""
+    memory, timetable = stage_memory(work, cluster.device), timetable_of(work)
+    if timetable.chunks == 1:
+        return memory
+    stage, stages, m = (work.size(name) for name in ("stage", "num_stages", "num_microbatches"))
+    held: Num = 1
+    if timetable.name == "interleaved":  # of the last chunk, when the first backward begins
+        held = np.minimum(np.minimum(2 * (stages - stage - 1) + 1, stages), m)
+    return replace(memory, in_flight=np.minimum(held, memory.in_flight))
+
+
 def best_roads(cluster: Cluster, mesh: Mapping[str, Num]) -> dict[str, Route]:
-    """Each axis's route as if it were the innermost."""
-    return {axis: routes(cluster, {axis: size})[axis] for axis, size in mesh.items()}
+    """Each axis's route as if it were the innermost, and no worse than outside of all others."""
+    found = {}
+    for axis, size in mesh.items():
+        near, far = route(cluster, size, 1), route(cluster, size, cluster.devices_per_node)
+        most = {
+            name: np.maximum(getattr(near, name), getattr(far, name))
+            for name in ("ring_bytes_per_second", "direct_bytes_per_second")
+        }
+        least = {
+            name: np.minimum(getattr(near, name), getattr(far, name))
+            for name in ("latency_seconds", "latency_growth", "half_bytes", "crossing", "shared")
+        }
+        fractions = {kind: np.maximum(share, far.fractions[kind]) for kind, share in near.fractions.items()}
+        found[axis] = replace(near, **most, **least, fractions=fractions)
+    return found
 
 
 def bound_all(
@@ -94,14 +125,6 @@ def bound_all(
     policies = {dial.kind.name: dial.policies for dial in others if dial.policies}
     rows = Rows(grid, cluster, [d.example(d.settings[0]) for d in others if d.named and d.settings], policies)
     default = {dial.kind.name: dial.settings[0] for dial in ordered if dial.settings}
-
-    def is_new(chosen: tuple[Technique, ...]) -> np.ndarray:
-        new = np.ones(grid.num_candidates, dtype=bool)
-        for technique in chosen:
-            if any(getattr(technique, f) != value for f, value in default[technique.name].items()):
-                new &= grid.uses(technique)
-        return new
-
     known: Known = {}
     swaps = sum(dial.kind.phase == PHASES[0] for dial in ordered)
 
@@ -111,15 +134,17 @@ def bound_all(
         if depth == len(ordered):
             forbidden = rows.table(work.facts.get("forbidden", False)).max(axis=(1, 2)) > 0
             cost = stage_cost(settled := settle(work), cluster, rows.roads, done, known)
-            timetable, memory = timetable_of(settled), stage_memory(settled, cluster.device)
+            timetable, memory = timetable_of(settled), least_memory(settled, cluster)
             yield Leaf(
                 grid=grid,
                 techniques=chosen,
                 policies=policies,
+                required=frozenset(dial.kind.name for dial in others if dial.policies and dial.required),
                 timetable=timetable,
                 least_seconds=rows.least_seconds(cost, memory, timetable, cluster.device.memory_bytes),
                 least_bytes=rows.least_bytes(memory),
-                is_new=is_new(chosen) & ~forbidden,
+                base_bytes=rows.base_bytes(memory),
+                is_new=_is_new(grid, default, chosen) & ~forbidden,
             )
             return
         dial = ordered[depth]
@@ -138,6 +163,15 @@ def bound_all(
 
     start = base_work(profile, rows.sizes, element_bytes=ELEMENT_BYTES, optimizer=optimizer)
     yield from walk(0, start, (), Tally())
+
+
+def _is_new(grid: Grid, default: Mapping[str, dict[str, Any]], chosen: tuple[Technique, ...]) -> np.ndarray:
+    """A technique with an axis of one rank counts once, with its first settings."""
+    new = np.ones(grid.num_candidates, dtype=bool)
+    for technique in chosen:
+        if any(getattr(technique, name) != value for name, value in default[technique.name].items()):
+            new &= grid.uses(technique)
+    return new
 
 
 class Rows:
@@ -178,16 +212,26 @@ class Rows:
 
     def least_bytes(self, memory: StageMemory) -> np.ndarray:
         """Whatever blocks follow, what is kept is a mixture, and the last block runs as one of the policies lets it.
-        With another split the fullest stage may be another: only what the emptiest has is certain."""
-        if self.shape[2] == 1:
-            least = self.table(memory.peak_bytes())[:, :, 0]
-        else:
-            kept = self.table(memory.base_bytes() + memory.in_flight * memory.microbatch_bytes())
-            runs = self.table(memory.late_bytes()) - kept
-            least = kept.min(axis=2) + runs.min(axis=2)
-        if self.grid.may_choose:
-            return np.where(self.counts > 0, least, np.inf).min(axis=1)
-        return np.where(self.counts > 0, least, 0).max(axis=1)
+
+        With another split the fullest stage may be another: certain is what the emptiest has, and an even share of what
+        all stages together have whoever has it.
+        """
+        base, each = self.table(memory.base_bytes()), self.table(memory.microbatch_bytes())
+        kept = base + self.table(memory.in_flight) * each
+        runs = (self.table(memory.late_bytes()) - kept).min(axis=2)
+        least = self.table(memory.peak_bytes())[:, :, 0] if self.shape[2] == 1 else kept.min(axis=2) + runs
+        is_there = self.counts > 0
+        if not self.grid.may_choose:
+            return np.where(is_there, least, 0).max(axis=1)
+        fewest = np.where(is_there, runs, np.inf).min(axis=1)
+        even = (self.counts * (base[:, :, 0] + each.min(axis=2))).sum(axis=1) / self.counts.sum(axis=1)
+        return np.maximum(np.where(is_there, least, np.inf).min(axis=1), even + fewest)
+
+    def base_bytes(self, memory: StageMemory) -> np.ndarray:
+        """What is always there, of the fullest stage, at least."""
+        base = np.where(self.counts > 0, self.table(memory.base_bytes())[:, :, 0], 0.0)
+        even = (self.counts * base).sum(axis=1) / self.counts.sum(axis=1)
+        return even if self.grid.may_choose else base.max(axis=1)
 
     def least_seconds(
         self, cost: StageCost, memory: StageMemory, timetable: Timetable, memory_bytes: float
@@ -259,7 +303,7 @@ def least_seconds(
     if grid.cutter is None:
         return microbatches * each[:, 0] + tail
     apart = weight if timetable.splits_backward else np.zeros_like(each)
-    pipeline = _Pipeline(
+    pipeline = Pipeline(
         blocks=grid.profile.num_blocks,
         is_one_kind=len(grid.profile.block_layers) == 1,
         runs=runs,
@@ -272,99 +316,3 @@ def least_seconds(
         timetable=timetable,
     )
     return pipeline.least_seconds() + tail
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Pipeline:
-    """A bound for every way to deal blocks out, from one that is about even (docs/search.md derives it)."""
-
-    blocks: int
-    is_one_kind: bool
-    runs: tuple[np.ndarray, ...]
-    stages: np.ndarray
-    microbatches: np.ndarray
-    forward: np.ndarray
-    """(candidates, runs), as the two after it."""
-    each: np.ndarray
-    """All of a microbatch's seconds."""
-    apart: np.ndarray
-    """What backward leaves for later."""
-    send: np.ndarray
-    timetable: Timetable
-
-    def least_seconds(self) -> np.ndarray:
-        counts = self.runs[1]
-        through, forward, later = ((counts * each).sum(axis=1) for each in (self.each, self.forward, self.apart))
-        bound = any_split(
-            self.timetable, self.microbatches, self.stages, through, self._pace(through), forward, later, self.send
-        )
-        return np.maximum(bound, self._after_the_way()) if self.timetable.chunks > 1 else bound
-
-    def _pace(self, through: np.ndarray) -> np.ndarray:
-        """The slowest stage's seconds for a microbatch, at least: of an even share of it all; and of as many blocks as
-        some stage must have, where they are alike."""
-        _, counts, _, blocks = self.runs
-        if self.timetable.chunks > 1:  # dealt out evenly, as they are
-            return np.where(counts > 0, self.each, 0.0).max(axis=1)
-        least = through / self.stages
-        if not self.is_one_kind or counts.shape[1] < 3:
-            return least
-        most = -(-self.blocks // self.stages)
-        # An inner stage: without ends, and what it has beside its blocks only makes fewer cost more each.
-        is_inner = (self.stages > 2) & (blocks[:, 1] >= most)
-        inner = self.each[:, 1] * most / np.maximum(blocks[:, 1], 1)
-        return np.maximum(least, np.where(is_inner, inner, 0.0))
-
-    def _after_the_way(self) -> np.ndarray:
-        """A stage waits for the first chunks of those before it, going forward; and they for it, going back, unless it
-        has work left for then."""
-        starts, counts, _, blocks = self.runs
-        m = self.microbatches[:, None]
-        chunk = (self.blocks // (self.stages * self.timetable.chunks))[:, None] / np.maximum(blocks, 1)
-        before = np.maximum(starts + counts - 1, 0)
-        is_there = counts > 0
-        back = self.each - self.forward - self.apart
-        way_in = before * np.where(is_there, self.forward * chunk, np.inf).min(axis=1, keepdims=True)
-        way_out = before * np.where(is_there, back * chunk, np.inf).min(axis=1, keepdims=True)
-        bound = way_in + np.maximum(m * self.each, m * (self.each - self.apart) + way_out)
-        return np.where(is_there, bound, 0.0).max(axis=1)
-
-
-def any_split(
-    timetable: Timetable,
-    microbatches: np.ndarray,
-    stages: np.ndarray,
-    through: np.ndarray,
-    pace: np.ndarray,
-    forward: np.ndarray,
-    later: np.ndarray,
-    send: np.ndarray,
-) -> np.ndarray:
-    """A step of every split whose slowest stage takes `pace` or longer for a microbatch; `through`: what a microbatch
-    takes in all stages, `forward` and `later` (what backward leaves for later) of it."""
-    m = microbatches
-    bound = m * pace
-    if timetable.overlaps_steps:
-        return bound
-    bound = np.maximum(bound, through - later + 2 * (stages * timetable.chunks - 1) * send)
-    if timetable.chunks > 1:
-        return bound
-    share = forward / np.maximum(through, 1e-30)
-    if timetable.splits_backward:
-        back = 1 - share - later / np.maximum(through, 1e-30)
-        first = share * (through - stages * pace) + back * (through - pace)
-        more = m * pace + np.minimum(first, share * (through - pace))
-        return np.where(2 * m >= stages, np.maximum(bound, more), bound)
-    if timetable.name != "1f1b":
-        return bound
-    return np.maximum(bound, whole_bound(through, pace, m, stages, np.minimum(share, 1 - share)))
-
-
-def whole_bound(through: Num, pace: Num, microbatches: Num, stages: Num, smaller: Num) -> Num:
-    """Of 1F1B, for every split whose slowest stage takes `pace` or longer; `smaller`: the lesser share of forward and
-    backward in a stage's time."""
-    m = microbatches
-    wide = 2 * through + (m - stages - 1) * pace
-    crossing = through / np.maximum(stages - m + 1 + (m - 1) * (1 - smaller), 1e-30)
-    narrow = through + (m - 1) * (1 - smaller) * np.maximum(pace, crossing)
-    return np.where(m > stages, wide, narrow) * (1 - 1e-9)

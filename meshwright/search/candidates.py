@@ -26,6 +26,7 @@ class Candidates:
     index_of: np.ndarray
     least_seconds: np.ndarray
     least_bytes: np.ndarray
+    base_bytes: np.ndarray
     runs: np.ndarray
     """Can run samples of this length, on this device, and is no other candidate over again."""
     num_new: int = 0
@@ -33,7 +34,7 @@ class Candidates:
 
     @classmethod
     def none(cls) -> Candidates:
-        names = ("leaf_of", "index_of", "least_seconds", "least_bytes", "runs")
+        names = ("leaf_of", "index_of", "least_seconds", "least_bytes", "base_bytes", "runs")
         return cls(**{name: np.zeros(0, dtype=bool if name == "runs" else float) for name in names})  # type: ignore[arg-type]
 
     def and_those_of(self, leaf: Leaf, at: int, takes: np.ndarray, slower: float) -> Candidates:
@@ -43,6 +44,7 @@ class Candidates:
             index_of=np.arange(count),
             least_seconds=leaf.least_seconds * slower,
             least_bytes=leaf.least_bytes,
+            base_bytes=leaf.base_bytes,
             runs=np.isfinite(leaf.least_seconds) & takes,
             num_new=int(leaf.is_new.sum()),
         )
@@ -50,7 +52,7 @@ class Candidates:
 
     def joined(self) -> Candidates:
         every = (self, *self.parts)
-        names = ("leaf_of", "index_of", "least_seconds", "least_bytes", "runs")
+        names = ("leaf_of", "index_of", "least_seconds", "least_bytes", "base_bytes", "runs")
         columns: dict[str, Any] = {name: np.concatenate([getattr(each, name) for each in every]) for name in names}
         return Candidates(**columns, num_new=sum(each.num_new for each in every))
 

@@ -11,9 +11,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from meshwright.core.work import Num
-from meshwright.search.bounds import ALL, Leaf, any_split, forced_seconds
+from meshwright.search.bounds import ALL, Leaf, forced_seconds, least_memory
+from meshwright.search.pipelined import Shares, any_split
 from meshwright.search.rows import Cell, Pick, Problem, Rows, kinds_of, policy_fields, size_of
 from meshwright.simulate.forecast import slowest_of
+from meshwright.simulate.memory import StageMemory
+
+_HALVINGS = 16
+"""Until the pace is known to a part in ten thousand."""
 
 
 def order_bounds(problem: Problem, leaf: Leaf, picks: Sequence[Pick]) -> np.ndarray:
@@ -23,7 +28,7 @@ def order_bounds(problem: Problem, leaf: Leaf, picks: Sequence[Pick]) -> np.ndar
     for at, pick in enumerate(picks):
         cut = leaf.grid.cuts[pick.candidate]
         starts.append(len(cells))
-        kinds = [kinds_of(problem.profile, spans) for spans in cut]
+        kinds = [kinds_of(problem, spans) for spans in cut]
         cells += [Cell(at, s, kinds[s], spans[0][0], size_of(spans)) for s, spans in enumerate(cut)]
     for at, pick in enumerate(picks):  # an inner stage with a block more
         cut = leaf.grid.cuts[pick.candidate]
@@ -31,17 +36,25 @@ def order_bounds(problem: Problem, leaf: Leaf, picks: Sequence[Pick]) -> np.ndar
         blocks = min(size_of(cut[stage]) + 1, problem.profile.num_blocks)
         first = min(cut[stage][0][0], problem.profile.num_blocks - blocks)
         spare.append((starts[at] + stage, len(cells)))
-        cells.append(Cell(at, stage, kinds_of(problem.profile, cut[stage]), first, blocks))
+        cells.append(Cell(at, stage, kinds_of(problem, cut[stage]), first, blocks))
     policies = len(policy_fields(leaf))
     each = np.zeros((1 + policies, len(problem.profile.block_layers), policies), dtype=int)
     each[np.arange(policies) + 1, :, np.arange(policies)] = ALL
     rows = Rows(problem, leaf, picks, cells, [each] * len(cells))
-    found = _bounds(problem, leaf, picks, rows, np.array(starts), np.array(spare), 1 + policies)
+    memory = least_memory(rows.work, problem.cluster)
+    found = _bounds(problem, leaf, picks, rows, memory, np.array(starts), np.array(spare), 1 + policies)
     return found * slowest_of(problem.cluster, problem.cluster.num_devices)
 
 
 def _bounds(
-    problem: Problem, leaf: Leaf, picks: Sequence[Pick], rows: Rows, starts: np.ndarray, spare: np.ndarray, ways: int
+    problem: Problem,
+    leaf: Leaf,
+    picks: Sequence[Pick],
+    rows: Rows,
+    memory: StageMemory,
+    starts: np.ndarray,
+    spare: np.ndarray,
+    ways: int,
 ) -> np.ndarray:
     def table(value: Num) -> np.ndarray:
         return rows.column(value).reshape(1, -1, ways)
@@ -49,7 +62,7 @@ def _bounds(
     def column(value: Num) -> np.ndarray:
         return table(value)[0, :, 0]
 
-    cost, memory, timetable = rows.cost, rows.memory, leaf.timetable
+    cost, timetable = rows.cost, leaf.timetable
     forward, weight = column(cost.seconds("forward")), column(cost.seconds("weight"))
     fast = forward + weight + column(cost.seconds("backward"))
     forced, slope = np.zeros_like(fast), np.zeros_like(fast)
@@ -73,21 +86,39 @@ def _bounds(
         by_block = np.maximum(fast[more] - fast[at], 1e-30)[of]
         grows = held[:count] * (kept[more] - kept[at])[of] + (base[more] - base[at])[of]
         each = by_block + slope[:count] * np.maximum(grows, 0.0)
-        paces = np.add.reduceat((fast + forced)[:count] / each, starts) / np.add.reduceat(1 / each, starts)
-        slowest = np.maximum(paces, total / stages)
-    bound = any_split(
-        timetable,
-        m,
-        stages,
-        total,
-        slowest,
-        np.add.reduceat(forward[:count], starts),
-        np.add.reduceat(apart[:count], starts),
-        np.maximum.reduceat(column(cost.send_seconds)[:count], starts),
+        slowest = np.maximum(_pace(problem, leaf, picks, (fast + forced)[:count], each, starts), total / stages)
+    seconds = np.maximum(fast, 1e-30)[:count]
+    own = forward[:count] / seconds
+    shares = Shares(
+        larger=np.minimum.reduceat(np.maximum(own, 1 - own), starts),
+        least_forward=np.minimum.reduceat(own, starts),
+        most_forward=np.maximum.reduceat(own, starts),
+        least_way=np.minimum.reduceat((fast - apart)[:count] / seconds, starts),
+        later=np.add.reduceat(apart[:count], starts),
     )
+    send = np.maximum.reduceat(column(cost.send_seconds)[:count], starts)
+    bound = any_split(timetable, m, stages, total, slowest, shares, send)
     if timetable.chunks > 1:
         bound = np.maximum(bound, _after_the_way(leaf, index, forward, fast, forced, apart, starts, count))
     return bound + np.maximum.reduceat(tail[:count], starts)
+
+
+def _pace(
+    problem: Problem, leaf: Leaf, picks: Sequence[Pick], seconds: np.ndarray, each: np.ndarray, starts: np.ndarray
+) -> np.ndarray:
+    """The least a slowest stage can take, where a stage with a block more takes `each` longer: the least at which whole
+    blocks find room."""
+    cuts = [leaf.grid.cuts[pick.candidate] for pick in picks]
+    blocks = np.array([size_of(spans) for cut in cuts for spans in cut])
+    of = np.repeat(np.arange(len(picks)), [len(cut) for cut in cuts])
+    low = np.add.reduceat(seconds / each, starts) / np.add.reduceat(1 / each, starts)
+    high = np.maximum(np.maximum.reduceat(seconds, starts), low)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        room = np.floor(blocks + (middle[of] - seconds) / each + 1e-9)
+        enough = np.add.reduceat(np.maximum(room, 0), starts) >= problem.profile.num_blocks
+        low, high = np.where(enough, low, middle), np.where(enough, middle, high)
+    return low
 
 
 def _after_the_way(

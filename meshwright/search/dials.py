@@ -49,7 +49,7 @@ def dials(profile: Profile, cluster: Cluster, wishes: Wishes, *, rescues: bool =
         if name in wishes.banned or not is_allowed(kind, wishes.allow):
             continue
         dial = _dial(kind, profile, cluster, wishes, rescues)
-        if dial is not None:
+        if dial is not None and (dial.settings or dial.required):  # bans may leave no way to set it
             found.append(dial)
     return tuple(found)
 
@@ -72,10 +72,14 @@ def _dial(kind: type[Technique], profile: Profile, cluster: Cluster, wishes: Wis
         numbers |= {"axis_field": size_field, "sizes": tuple(s for s in sizes if s > 1 and s not in bad)}
     solved = next((o.fields for o in options if isinstance(o, PerLayer)), ())
     named = {policy: pinned.pop(policy) for policy in kind.policies if policy in pinned}
-    if named and all(value in (0, "") for value in named.values()) and len(named) == len(kind.policies):
+    none = {policy for policy, value in named.items() if value in (0, "")}
+    if none and none == set(kind.policies):
         return None
-    if kind.policies and not named:
-        numbers["policies"] = tuple(solved)
+    # Nothing may follow what is pinned to none or banned; the rest is solved for, unless blocks are named.
+    banned = {policy for policy in kind.policies if (kind.name, policy) in wishes.banned_values}
+    if none == set(named):
+        numbers["policies"] = tuple(policy for policy in solved if policy not in none | banned)
+        named = {}
     choices: dict[str, list[Any]] = {}
     for option in options:
         if isinstance(option, Choice):
@@ -84,15 +88,20 @@ def _dial(kind: type[Technique], profile: Profile, cluster: Cluster, wishes: Wis
             choices[option.field] = [value for value in values if value not in bad]
     choices |= {field: [value] for field, value in pinned.items()}
     ways = tuple(dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values()))
-    dial = Dial(kind=kind, settings=ways, required=required, named=named, **numbers)
-    return _keeping(dial, profile, cluster) if pinned else dial
+    return _keeping(
+        Dial(kind=kind, settings=ways, required=required, named=named, **numbers), profile, cluster, bool(pinned)
+    )
 
 
-def _keeping(dial: Dial, profile: Profile, cluster: Cluster) -> Dial:
-    """Without the settings that what is pinned rules out: pinned chunks leave the schedules that have them."""
+def _keeping(dial: Dial, profile: Profile, cluster: Cluster, is_pinned: bool) -> Dial:
+    """Without the settings that rule each other out, or that what is pinned does: chunks leave the schedules that have
+    them."""
+    if len(dial.settings) < 2 and not is_pinned:
+        return dial
 
     def will_do(settings: dict[str, Any]) -> bool:
-        tried = (dial.example(settings, size) for size in dial.sizes or (1,))
+        sizes = dial.sizes if is_pinned else dial.sizes[:1]  # the smallest will do wherever any does
+        tried = (dial.example(settings, size) for size in sizes or (1,))
         return not all(alone(technique, profile, cluster, profile.max_sequence) for technique in tried)
 
     return replace(dial, settings=tuple(settings for settings in dial.settings if will_do(settings)))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 from meshwright.core.cluster import Cluster
@@ -18,12 +19,67 @@ _MOST_SHOWN = 12
 
 
 def pin_problems(wishes: Wishes, profile: Profile, cluster: Cluster, sequence: int) -> list[Problem]:
-    """What keeps each pinned technique, alone, from running this model on these machines."""
-    return [
+    """What keeps each pinned technique, alone, from running this model on these machines; or else all together."""
+    found = [
         replace(problem, where=f"pin {name}")
         for name, settings in wishes.pinned.items()
-        for problem in _problems(technique_named(name), settings, profile, cluster, sequence)
+        for problem in (
+            *_all_banned(technique_named(name), settings, wishes, profile, cluster),
+            *_problems(technique_named(name), settings, profile, cluster, sequence),
+        )
     ]
+    return found or _too_many_ranks(wishes, cluster) or _at_odds(wishes, profile, cluster)
+
+
+def _all_banned(
+    kind: type[Technique], settings: Mapping[str, Any], wishes: Wishes, profile: Profile, cluster: Cluster
+) -> Iterator[Problem]:
+    for option in kind.options(profile, cluster):
+        values = option.sizes if isinstance(option, Axis) else option.values if isinstance(option, Choice) else ()
+        bad = wishes.banned_values.get((kind.name, getattr(option, "field", "")), ())
+        if values and all(value in bad for value in values) and option.field not in settings:  # type: ignore[union-attr]
+            yield Problem(where="", what=f"every {option.field} is banned.", fix="Take one of the bans away.")  # type: ignore[union-attr]
+
+
+def _too_many_ranks(wishes: Wishes, cluster: Cluster) -> list[Problem]:
+    sizes = {
+        name: each["size"] for name, each in wishes.pinned.items() if technique_named(name).axis and "size" in each
+    }
+    ranks = prod(sizes.values())
+    if cluster.num_devices % ranks == 0:
+        return []
+    words = " x ".join(f"{name} {size}" for name, size in sizes.items())
+    what = f"{cluster.num_devices} devices cannot be shared out to {words}, {ranks} ranks."
+    return [Problem(where=f"pin {', '.join(sizes)}", what=what, fix="Pin smaller sizes, or take a pin away.")]
+
+
+def _at_odds(wishes: Wishes, profile: Profile, cluster: Cluster) -> list[Problem]:
+    """Why pinned techniques do not go together, whatever the search would set beside what is pinned."""
+    ways = [list(_ways(technique_named(name), settings, profile, cluster)) for name, settings in wishes.pinned.items()]
+    first: list[Problem] = []
+    for techniques in itertools.product(*ways):
+        plan = Plan(techniques=techniques, batch=_ENOUGH)
+        problems = [problem for each in plan.in_phase_order() for problem in each.check(plan, profile, cluster)]
+        if not problems:
+            return []
+        first = first or [replace(problem, where=f"pin {problem.where}") for problem in problems]
+    return first
+
+
+def _ways(
+    kind: type[Technique], settings: Mapping[str, Any], profile: Profile, cluster: Cluster
+) -> Iterator[Technique]:
+    """With each of its choices that runs alone."""
+    choices = {}
+    for option in kind.options(profile, cluster):
+        if isinstance(option, Choice) and option.field not in settings:
+            choices[option.field] = option.values
+        elif isinstance(option, Axis) and option.field not in settings:
+            choices[option.field] = option.sizes[:1]
+    for values in itertools.product(*choices.values()):
+        technique = kind(**settings, **dict(zip(choices, values, strict=True)))
+        if not technique.check(Plan(techniques=(technique,), batch=_ENOUGH), profile, cluster):
+            yield technique
 
 
 def _problems(

@@ -31,8 +31,13 @@ CLOSE_LOOKS, MOST_LOOKS = 100, 1200
 BATCHES = ((8, 8), (16, 8), (64, 16), (512, 32))
 """Candidates bounded closer and solved together: few at first, when every look may make the rest needless."""
 
+FEW_ORDERS = 8
+"""Orders of a candidate's axes that are bounded at once; more, only if it may win with each axis at its best."""
+
 _TRIED = 20
 """Candidates tried before an alternative or a near miss is given up."""
+_COMPARED = 1.1
+"""Times the best up to which others are simulated, for people who want to compare."""
 _ROUNDING = 1e-9
 """Sums in another order: a bound may differ from the same plan's forecast by this share."""
 _RETRIES = 4
@@ -77,7 +82,7 @@ class Pool:
         self.solved: list[tuple[Solved, int]] = []
         self.scored: dict[tuple[Plan, bool], Scored | None] = {}
         self.waiting: list[tuple[float, int, int, Pick]] = []
-        """Candidates with an order of their axes: (bound, number, leaf, pick)."""
+        """Candidates with any order of their axes, or a given one: (bound, number, leaf, pick)."""
         self.numbers = itertools.count()
         self.best: Scored | None = None
         self.next = 0
@@ -121,6 +126,11 @@ class Pool:
         return takes
 
     @property
+    def may_be_rescued(self) -> bool:
+        """Whether what no policy can save would fit."""
+        return bool(np.any(self.candidates.runs & (self.candidates.base_bytes <= self.memory_bytes)))
+
+    @property
     def limit_seconds(self) -> float:
         """Only what is bound to be below is looked at."""
         if self.best is None:
@@ -149,33 +159,43 @@ class Pool:
 
     def _look(self, num_wide: int, num_close: int, limit: float) -> bool:
         """At the candidates with the least bounds below the limit; False if there are none."""
-        wide: list[int] = []
+        wide: list[tuple[int, Pick]] = []
+        free: list[tuple[int, Pick]] = []
         close: list[tuple[int, Pick]] = []
-        while len(wide) < num_wide and len(close) < num_close:
+        while len(wide) < num_wide and len(free) < num_wide and len(close) < num_close:
             ahead = self.candidates.least_seconds[self.order[self.next]] if self.next < len(self.order) else np.inf
             queued = self.waiting[0][0] if self.waiting else np.inf
             if min(ahead, queued) >= limit or not np.isfinite(min(ahead, queued)):
                 break
             if queued <= ahead:
                 _, _, leaf, pick = heapq.heappop(self.waiting)
-                close.append((leaf, pick))
+                (close if pick.axis_order is not None else free).append((leaf, pick))
             else:
-                wide.append(int(self.order[self.next]))
+                candidate = self.order[self.next]
+                at = int(self.candidates.leaf_of[candidate])
+                pick = Pick(int(self.candidates.index_of[candidate]), None, self.memory_bytes)
+                ordered = self._ordered(at, pick)
+                wide += [(at, each) for each in (ordered if len(ordered) <= FEW_ORDERS else [pick])]
                 self.next += 1
-        self._order_axes(wide)
+        self._bound(wide)
+        self._bound([(at, each) for at, pick in free for each in self._ordered(at, pick)])
         self._solve(close)
-        return bool(wide or close)
+        return bool(wide or free or close)
 
-    def _order_axes(self, candidates: Iterable[int]) -> None:
+    def _ordered(self, at: int, pick: Pick) -> list[Pick]:
+        """With every order of its axes."""
+        return [
+            pick._replace(axis_order=order)
+            for order in orders_of(self.leaves[at].grid, pick.candidate, self.question.cluster)
+        ]
+
+    def _bound(self, picks: Iterable[tuple[int, Pick]]) -> None:
         grouped: dict[int, list[Pick]] = defaultdict(list)
-        for candidate in candidates:
-            at, index = int(self.candidates.leaf_of[candidate]), int(self.candidates.index_of[candidate])
-            leaf = self.leaves[at]
-            orders = orders_of(leaf.grid, index, self.question.cluster)
-            picks = [Pick(index, order, self.memory_bytes) for order in orders]
-            grouped[at] += picks
-        for at, picks in grouped.items():
-            for pick, bound in zip(picks, order_bounds(self.question, self.leaves[at], picks), strict=True):
+        for at, pick in picks:
+            grouped[at].append(pick)
+        for at, mine in grouped.items():
+            bounds = order_bounds(self.question, self.leaves[at], mine)
+            for pick, bound in zip(mine, bounds, strict=True):
                 heapq.heappush(self.waiting, (float(bound) * (1 - _ROUNDING), next(self.numbers), at, pick))
 
     def _solve(self, picks: Iterable[tuple[int, Pick]]) -> None:
@@ -183,22 +203,18 @@ class Pool:
         for at, pick in picks:
             grouped[at].append(pick)
         for at, mine in grouped.items():
-            for found in solve(self.question, self.leaves[at], mine):
+            for found in solve(self.question, self.leaves[at], mine, self.limit_seconds * _COMPARED):
                 self.solved.append((found, at))
                 self._score(found, at)
 
     def _score(self, found: Solved, at: int, retries: int = _RETRIES) -> None:
         """Forecast it if it may be the best; if it then does not fit, again with less memory."""
         if found.plan is None:
-            self._reject("does not fit in memory")
+            self._reject("does not fit in memory" if np.isinf(found.least_seconds) else "slower")
         elif found.seconds < self.limit_seconds * (1 + _ROUNDING):
             scored = self._forecast(found.plan)
             if scored is None:
                 return
-            if found.is_bound:  # with several chunks a stage, only the forecast simulates it
-                ratio = scored[1].step_seconds / found.seconds
-                seconds, least = found.seconds * ratio, found.least_seconds * max(1.0, ratio)
-                self.solved[-1] = replace(found, seconds=seconds, least_seconds=least, is_bound=False), at
             if scored[1].step_seconds > self.limit_seconds:
                 return
             scored = self._forecast(found.plan, replays=scored[1].fits)
@@ -282,7 +298,7 @@ class Pool:
         """The plan of a candidate that needs least, whether it fits or not."""
         at, index = int(self.candidates.leaf_of[candidate]), int(self.candidates.index_of[candidate])
         grid = self.leaves[at].grid
-        plan = smallest_plan(self.question.profile, self.leaves[at], index, grid.axis_order)
+        plan = smallest_plan(self.question, self.leaves[at], index, grid.axis_order)
         return self._forecast(plan)
 
     def _nearest_miss(self) -> Scored | None:
@@ -306,35 +322,28 @@ class Pool:
         return None
 
     def _alternatives(self, best: Plan) -> tuple[Alternative, ...]:
-        """What the decision for or against each technique is worth, as far as plans were looked at; else one is."""
+        """What the decision for or against each technique is worth: of the plans looked at, or bound to be."""
         used = {technique.name for technique in best.techniques}
+        plans = self._plans()
         found = []
         for name in (dial.kind.name for dial in self.turned):
-            plans = [plan for plan in self._plans() if (plan.technique(name) is None) == (name in used)]
-            scored = next((s for plan in plans[:_TRIED] if (s := self._forecast(plan)) and s[1].fits), None)
-            least = None
-            if scored is None:
-                scored = self._look_for(name, name not in used)
-            if scored is None and self.left_out:
-                least = min(self.left_out.values())
+            others = [plan for plan in plans if (plan.technique(name) is None) == (name in used)]
+            scored = next((s for plan in others[:_TRIED] if (s := self._forecast(plan)) and s[1].fits), None)
+            least = None if scored else self._least_without(name) if name in used else self._least_with(name)
             found.append(Alternative(technique=name, is_used=name in used, found=scored, least_seconds=least))
         return tuple(found)
 
-    def _look_for(self, name: str, wanted: bool) -> Scored | None:
-        """The first plan that fits with the technique, or without it."""
-        has = np.concatenate([leaf.has(name) for leaf in self.leaves])
-        is_free = np.concatenate([np.full(leaf.grid.num_candidates, name in leaf.policies) for leaf in self.leaves])
-        chosen = self.order[(has[self.order] == wanted) | is_free[self.order]]
-        for candidate in chosen[:_TRIED]:
-            at = int(self.candidates.leaf_of[candidate])
-            pick = Pick(int(self.candidates.index_of[candidate]), self.leaves[at].grid.axis_order, self.memory_bytes)
-            (solved,) = solve(self.question, self.leaves[at], [pick])
-            if solved.plan is None or (solved.plan.technique(name) is not None) != wanted:
-                continue
-            scored = self._forecast(solved.plan)
-            if scored is not None and scored[1].fits:
-                return scored
-        return None
+    def _least_with(self, name: str) -> float | None:
+        return self._least_of([leaf.has(name) for leaf in self.leaves])
+
+    def _least_without(self, name: str) -> float | None:
+        bounds = [self._least_of([~leaf.has(name) for leaf in self.leaves]), *self.left_out.values()]
+        return min((bound for bound in bounds if bound is not None), default=None)
+
+    def _least_of(self, masks: list[np.ndarray]) -> float | None:
+        """No candidate so marked that may fit is faster; None: there is none."""
+        which = np.concatenate(masks) & self.candidates.fits(self.memory_bytes)
+        return float(self.candidates.least_seconds[which].min()) if which.any() else None
 
 
 def _rank(scored: Scored) -> tuple[float, str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ from meshwright.core.work import Num, Updating
 from meshwright.search.bounds import Leaf
 from meshwright.search.policies import Kinds
 from meshwright.simulate.cost import stage_cost
-from meshwright.simulate.links import routes
+from meshwright.simulate.links import route
 from meshwright.simulate.memory import stage_memory
 from meshwright.simulate.price import price_sizes
 
@@ -28,12 +29,27 @@ class Problem:
     cluster: Cluster
     optimizer: Updating
 
+    @cached_property
+    def _known(self) -> dict[tuple[int, int], Kinds]:
+        return {}
+
+    def kinds(self, first: int, blocks: int) -> Kinds:
+        """Of so many blocks from `first` on, how many are of each kind."""
+        if (first, blocks) not in self._known:
+            self._known[first, blocks] = self.profile.blocks_within(first, blocks)
+        return self._known[first, blocks]
+
+    @cached_property
+    def is_one_kind(self) -> bool:
+        return len(self.profile.block_layers) == 1
+
 
 class Pick(NamedTuple):
     """A candidate of a leaf, with the order of its axes and the bytes its ranks may have."""
 
     candidate: int
-    axis_order: tuple[str, ...]
+    axis_order: tuple[str, ...] | None
+    """None: any, each axis as if it lay innermost."""
     memory_bytes: float
 
 
@@ -59,6 +75,7 @@ class Priced:
     send: np.ndarray
     peak_bytes: np.ndarray
     kept_bytes: np.ndarray
+    late_bytes: np.ndarray
 
 
 def policy_fields(leaf: Leaf) -> list[tuple[str, str]]:
@@ -66,9 +83,9 @@ def policy_fields(leaf: Leaf) -> list[tuple[str, str]]:
     return [(name, policy) for name, each in leaf.policies.items() for policy in each]
 
 
-def kinds_of(profile: Profile, spans: Spans) -> Kinds:
-    each = [profile.blocks_within(first, last - first) for first, last in spans]
-    return tuple(sum(counts) for counts in zip(*each, strict=True))
+def kinds_of(problem: Problem, spans: Spans) -> Kinds:
+    each = [problem.kinds(first, last - first) for first, last in spans]
+    return each[0] if len(each) == 1 else tuple(sum(counts) for counts in zip(*each, strict=True))
 
 
 def size_of(spans: Spans) -> int:
@@ -85,24 +102,30 @@ class Rows:
         picks: Sequence[Pick],
         cells: Sequence[Cell],
         choices: Sequence[np.ndarray],
+        chunk: int | None = None,
     ):
+        """`chunk`: of each cell only this chunk of layers."""
         grid = leaf.grid
         counts = [len(each) for each in choices]
         index = np.array([picks[cell.at].candidate for cell in cells])
         place = np.array([(cell.stage, cell.first_block, cell.blocks) for cell in cells])
         self.length = sum(counts)
         sizes = grid.sizes(np.repeat(index, counts), *(np.repeat(place[:, i], counts) for i in range(3)))
+        if chunk is not None:
+            sizes["chunk"] = chunk
         together = np.concatenate(choices)
         for at, (name, policy) in enumerate(policy_fields(leaf)):
             for kind, layer in enumerate(problem.profile.block_layers):
                 sizes[f"{name}.{policy}.{layer.name}"] = together[:, kind, at]
         for technique in leaf.techniques:
             if technique.policies and technique.name not in leaf.policies:  # the user has named its blocks
-                rows = [technique.counts_in(problem.profile, _spans_of(leaf, picks[cell.at], cell)) for cell in cells]
+                rows = [
+                    technique.counts_in(problem.profile, _spans_of(leaf, picks[cell.at], cell), chunk) for cell in cells
+                ]
                 sizes |= {name: np.repeat([row[name] for row in rows], counts) for name in rows[0]}
-        work = price_sizes(problem.profile, leaf.techniques, sizes, optimizer=problem.optimizer)
-        orders = np.repeat([picks[cell.at].axis_order for cell in cells], counts, axis=0) if grid.axis_order else None
-        self.cost = stage_cost(work, problem.cluster, _roads(problem.cluster, grid.axis_order, sizes, orders))
+        self.work = work = price_sizes(problem.profile, leaf.techniques, sizes, optimizer=problem.optimizer)
+        roads = _roads(problem.cluster, grid.axis_order, sizes, [picks[cell.at].axis_order for cell in cells], counts)
+        self.cost = stage_cost(work, problem.cluster, roads)
         self.memory = stage_memory(work, problem.cluster.device)
 
     def columns(self) -> Priced:
@@ -115,6 +138,7 @@ class Rows:
             send=self.column(self.cost.send_seconds),
             peak_bytes=self.column(self.memory.peak_bytes()),
             kept_bytes=self.column(self.memory.microbatch_bytes() * self.memory.in_flight),
+            late_bytes=self.column(self.memory.late_bytes()),
         )
 
     def column(self, value: Num) -> np.ndarray:
@@ -127,33 +151,29 @@ def _spans_of(leaf: Leaf, pick: Pick, cell: Cell) -> Spans:
 
 
 def _roads(
-    cluster: Cluster, axes: tuple[str, ...], sizes: Mapping[str, Num], orders: np.ndarray | None
+    cluster: Cluster,
+    axes: tuple[str, ...],
+    sizes: Mapping[str, Num],
+    orders: Sequence[tuple[str, ...] | None],
+    counts: Sequence[int],
 ) -> dict[str, Any]:
     """Routes by row; rows may differ in the order of their axes."""
-    if orders is None:
+    if not axes:
         return {}
-    unique, which = np.unique(orders, axis=0, return_inverse=True)
-    each = [routes(cluster, {axis: sizes[axis] for axis in order}) for order in unique.tolist()]
-    if len(each) == 1:
-        return each[0]
-    which = which.reshape(-1)
-    return {axis: _merged([roads[axis] for roads in each], which) for axis in axes}
+    distinct = list(dict.fromkeys(orders))
+    which = np.repeat([distinct.index(order) for order in orders], counts)
+    found = {}
+    for axis in axes:
+        strides = [_stride(axis, order, sizes) for order in distinct]
+        every = np.stack([np.broadcast_to(each, which.shape) for each in strides])
+        stride = strides[0] if len(distinct) == 1 else every[which, np.arange(len(which))]
+        found[axis] = route(cluster, sizes[axis], stride)
+    return found
 
 
-def _merged(values: list[Any], which: np.ndarray) -> Any:
-    """Of each row, the number of the route it takes."""
-    first = values[0]
-
-    def chosen(parts: list[Any]) -> Any:
-        if all(part is parts[0] for part in parts):
-            return parts[0]
-        return np.choose(which, [np.broadcast_to(part, which.shape) for part in parts])
-
-    changes: dict[str, Any] = {}
-    for name in type(first).__dataclass_fields__:
-        parts = [getattr(value, name) for value in values]
-        if isinstance(parts[0], Mapping):
-            changes[name] = {key: chosen([part[key] for part in parts]) for key in parts[0]}
-        else:
-            changes[name] = chosen(parts)
-    return replace(first, **changes)
+def _stride(axis: str, order: tuple[str, ...] | None, sizes: Mapping[str, Num]) -> Num:
+    """Ranks of the axes inside this one; any order: none."""
+    stride: Num = 1
+    for each in () if order is None else order[order.index(axis) + 1 :]:
+        stride = stride * sizes[each]
+    return stride

@@ -47,6 +47,23 @@ def search(
     epsilon: float = EPSILON,
 ) -> Found:
     """Plans for `batch` samples of `sequence` tokens a step on all devices of `cluster`, best first."""
+    if cluster.others:
+        from meshwright.search.mixed import search_mixed
+
+        return search_mixed(
+            profile,
+            cluster,
+            batch=batch,
+            sequence=sequence,
+            optimizer=optimizer,
+            allow=allow,
+            pin=pin,
+            ban=ban,
+            top=top,
+            microbatch=microbatch,
+            max_memory_bytes=max_memory_bytes,
+            epsilon=epsilon,
+        )
     started = time.perf_counter()
     wishes = read_wishes(pin, ban, allow=allow, microbatch=microbatch)
     problems = [*_number_problems(batch=batch, sequence=sequence, top=top, microbatch=wishes.microbatch)]
@@ -58,7 +75,7 @@ def search(
     for rescues in (False, True):
         pool = Pool(question, wishes, batch=batch, sequence=sequence, epsilon=epsilon, rescues=rescues)
         pool.run(top)
-        if pool.best is not None or pool.is_interrupted:
+        if pool.best is not None or pool.is_interrupted or not pool.may_be_rescued:
             break
     return replace(pool.found(top), search_seconds=time.perf_counter() - started)
 

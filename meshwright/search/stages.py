@@ -31,6 +31,7 @@ class Table:
     least_forward: np.ndarray
     """The same of a stage whose blocks follow no policy, and so whether it fits or not."""
     least_backward: np.ndarray
+    """Without the weights' half where that is apart: nobody waits for it."""
     lower: np.ndarray
     """Seconds of forward and backward that no policy of it beats and fits."""
     send_seconds: float
@@ -146,7 +147,8 @@ def _bounds(table: Table, timetable: Timetable) -> np.ndarray:
 
 
 def _least_by_block(values: np.ndarray) -> tuple[np.ndarray, float, float]:
-    """At least what each block adds to its stage, and what the first and the last stage have beside their blocks."""
+    """At least what each block adds to its stage, and what the first and the last stage have beside that (which may be
+    less than nothing)."""
     p, blocks, widest = values.shape
     middle = values[1:-1].min(axis=0) if p > 2 else np.minimum(values[0], values[-1])
     each = np.full(blocks, np.inf)
@@ -166,4 +168,4 @@ def _least_by_block(values: np.ndarray) -> tuple[np.ndarray, float, float]:
 
 def _least(values: np.ndarray) -> float:
     finite = values[np.isfinite(values)]
-    return max(0.0, float(finite.min())) if len(finite) else 0.0
+    return float(finite.min()) if len(finite) else 0.0

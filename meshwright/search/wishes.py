@@ -6,7 +6,7 @@ Names are looked up in the techniques themselves; every wrong word is reported a
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,10 @@ from meshwright.core.errors import MeshwrightError, Problem, nearest
 from meshwright.core.technique import EXACTNESS, Technique, technique_named, technique_names
 
 MICROBATCH = "microbatch"
+
+ALLOW = ("exact", "reordered", "lossy", "approximate")
+"""How far numbers may differ from one device's: not at all (but for the gradient's norm, which is always summed over
+ranks); by the order of sums; by fewer bits; by another algorithm."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,17 +29,15 @@ class Wishes:
     banned_values: dict[tuple[str, str], tuple[Any, ...]] = field(default_factory=dict)
     """(technique, field) -> values it must not have."""
     microbatch: int | None = None
-    allow: str = "rounded"
+    allow: str = "lossy"
 
 
 def read_wishes(
-    pin: Sequence[str] = (), ban: Sequence[str] = (), *, allow: str = "rounded", microbatch: int | None = None
+    pin: Sequence[str] = (), ban: Sequence[str] = (), *, allow: str = "lossy", microbatch: int | None = None
 ) -> Wishes:
     problems: list[Problem] = []
-    if allow not in EXACTNESS:
-        problems.append(
-            Problem(where="allow", what=f'no exactness is called "{allow}".', fix=nearest(allow, EXACTNESS))
-        )
+    if allow not in ALLOW:
+        problems.append(Problem(where="allow", what=f'there is no "{allow}".', fix=nearest(allow, ALLOW)))
     pinned: dict[str, dict[str, Any]] = {}
     for text in pin:
         if text.split("=")[0].strip() == MICROBATCH:
@@ -77,19 +79,28 @@ def read_wishes(
     )
 
 
-def is_allowed(kind: type[Technique], allow: str) -> bool:
-    return EXACTNESS.index(kind.exactness) <= EXACTNESS.index(allow)
+def allowance(kind: type[Technique] | Technique, settings: Mapping[str, Any] | None = None) -> str:
+    """The least that must be allowed for a technique, with these settings."""
+    exactness = kind.exactness if settings is None else kind.exactness_with(settings)
+    if exactness == EXACTNESS[0]:
+        return ALLOW[1] if kind.reorders else ALLOW[0]
+    return ALLOW[EXACTNESS.index(exactness) + 1]
+
+
+def is_allowed(kind: type[Technique] | Technique, allow: str) -> bool:
+    return ALLOW.index(allowance(kind)) <= ALLOW.index(allow)
 
 
 def _too_inexact(pinned: dict[str, dict[str, Any]], allow: str) -> list[Problem]:
+    needed = {name: allowance(technique_named(name), settings) for name, settings in pinned.items()}
     return [
         Problem(
             where=f"pin {name}",
-            what=f"it is {exactness}, and only {allow} techniques are allowed.",
-            fix=f'Use allow = "{exactness}", or take the pin away.',
+            what=f"it is {least}, and only {allow} techniques are allowed.",
+            fix=f'Use allow = "{least}", or take the pin away.',
         )
-        for name, settings in pinned.items()
-        if EXACTNESS.index(exactness := technique_named(name).exactness_with(settings)) > EXACTNESS.index(allow)
+        for name, least in needed.items()
+        if ALLOW.index(least) > ALLOW.index(allow)
     ]
 
 

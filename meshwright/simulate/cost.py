@@ -113,8 +113,8 @@ def tally(
     done: Tally | None = None,
     known: Known | None = None,
 ) -> Tally:
-    """Go through the tasks of `work` that `done` has not; a tally of other tasks is no help and is left. What is `known`
-    of a task, from another work it is also in, is not asked again."""
+    """Go through the tasks of `work` that `done` has not; a tally of other tasks is no help and is left. What is known
+    of a task, from another work that has it too, is not asked again."""
     known = {} if known is None else known
     done = done if done is not None and done.begins(work.tasks) else Tally()
     charges, cover, host, hidden = dict(done.charges), dict(done.cover), dict(done.host), list(done.hidden)

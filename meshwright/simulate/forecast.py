@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from meshwright.core.cluster import Cluster
+from meshwright.core.device import Device
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
@@ -58,6 +59,10 @@ def forecast(
 ) -> Forecast:
     """`replays`: tensor by tensor through the allocator; without, reserved is what is allocated, in a tenth of the
     time."""
+    if cluster.others:
+        from meshwright.simulate.mixed import forecast_mixed
+
+        return forecast_mixed(profile, plan, cluster, sequence=sequence, optimizer=optimizer, replays=replays)
     staged = stage_plan(profile, plan, cluster, sequence=sequence, optimizer=optimizer)
     return forecast_of(staged, profile, plan, cluster, sequence=sequence, replays=replays)
 
@@ -69,16 +74,41 @@ def forecast_of(
     # A step ends for all ranks at once: the gradient's norm, which clips the update, is global.
     tail_seconds = max(stage.tail_seconds for stage in staged.stages)
     step = float(makespan(staged.timetable, *staged.columns, staged.send_seconds, count)) + tail_seconds
-    step *= slowest_of(cluster, plan.num_ranks)
+    fullest = max(staged.stages, key=lambda stage: float(stage.memory.peak_bytes()))
+    return told(
+        staged,
+        profile,
+        plan,
+        cluster,
+        sequence=sequence,
+        step=step * slowest_of(cluster, plan.num_ranks),
+        fullest=fullest,
+        reserved=reserved_by(fullest, staged, cluster, replays=replays),
+        devices=((cluster.device, plan.num_ranks),),
+    )
+
+
+def told(
+    staged: Staged,
+    profile: Profile,
+    plan: Plan,
+    cluster: Cluster,
+    *,
+    sequence: int,
+    step: float,
+    fullest: Stage,
+    reserved: Replayed,
+    devices: Sequence[tuple[Device, int]],
+) -> Forecast:
+    """What was simulated, as people ask for it. `cluster` has the device of the fullest stage; `devices`: of how many
+    ranks each."""
     if not math.isfinite(step):
         what = f"a step of {plan} never ends: the device has no {staged.compute_dtype} rate, or one near zero."
         raise MeshwrightError([Problem(where=cluster.name, what=what)])
     tokens = plan.batch * sequence
-    peak_flops = cluster.device.flops_per_second[staged.compute_dtype] * plan.num_ranks
+    peak_flops = sum(device.flops_per_second[staged.compute_dtype] * ranks for device, ranks in devices)
     spent = _spent(staged, plan, step, cluster)
     off = _error_fraction(spent, step, cluster)
-    fullest = max(staged.stages, key=lambda stage: float(stage.memory.peak_bytes()))
-    reserved = reserved_by(fullest, staged, cluster, replays=replays)
     return Forecast(
         step_seconds=step,
         step_seconds_low=step / (1 + off),
@@ -139,7 +169,7 @@ def _spent(staged: Staged, plan: Plan, step_seconds: float, cluster: Cluster) ->
         origin = charge.origin or COMPUTE
         if charge.axis:
             link = "inner" if slowest.cost.roads[charge.axis].is_inner else "outer"
-            name = getattr(cluster, link).name or f"the {link} link"
+            name = slowest.cost.roads[charge.axis].name or getattr(cluster, link).name or f"the {link} link"
             found.append(_Spent(origin, f"{origin} collectives over {name}", link, total))
         elif origin == LAUNCH:
             found.append(_Spent(origin, "devices waiting for the host to launch", LAUNCH, total))

@@ -2,6 +2,9 @@
 
     axis_order (dp, tp), sizes (4, 8), 8 devices in a node:   tp strides 1, stays inside; dp strides 8, 4 nodes
 
+On a mixed cluster they are as the first group's ranks see them: its own links, but for the outermost axis, which lies
+across the groups.
+
 Sizes may be NumPy arrays with one entry per candidate.
 """
 
@@ -43,6 +46,8 @@ class Route:
     half_bytes: Num = 0.0
     """What a rank passes on when the link reaches half its rate."""
     fractions: Mapping[str, Num] = field(default_factory=dict)
+    name: str = ""
+    """Of what joins the groups, where the axis lies across them."""
 
     def seconds(self, kind: str, num_bytes: Num) -> Num:
         """Latency once, then the bytes each rank must pass on (nccl-tests, PERFORMANCE.md), at a rate that grows with
@@ -71,38 +76,78 @@ def routes(cluster: Cluster, mesh: Mapping[str, Num]) -> dict[str, Route]:
     each node once per card, so it moves per_node times one card's bytes (and never more than the inner link).
     Groups of the other axes run at the same time and use their own devices' cards.
     """
-    inner, outer = cluster.inner, cluster.outer
-    inner_rate = inner.bytes_per_second
     found: dict[str, Route] = {}
     stride: Num = 1
     for axis in reversed(tuple(mesh)):
-        size = mesh[axis]
-        is_inner = stride * size <= cluster.devices_per_node
-        per_node = np.clip(cluster.devices_per_node // stride, 1, size)
-        # Trees: latency grows with the logarithm of the nodes reached (NCCL's tuning; two nodes are the unit).
-        nodes = np.maximum(-(-size // per_node), 1)
-        hops = np.maximum(1.0, np.log2(nodes))
-        inside = 1 + LATENCY_BY_RANK * np.maximum(size - 2, 0)
-        outer_rate = outer.bytes_per_second * _left(outer, nodes)
-        same = inner.shared == outer.shared
-        found[axis] = Route(
-            size=size,
-            ring_bytes_per_second=_pick(is_inner, inner_rate, np.minimum(inner_rate, outer_rate * per_node)),
-            direct_bytes_per_second=_pick(is_inner, inner_rate, outer_rate),
-            latency_seconds=_pick(is_inner, inner.latency_seconds, outer.latency_seconds),
-            latency_growth=_pick(is_inner, inside, hops),
-            shared=inner.shared if same else _pick(is_inner, inner.shared, outer.shared),
-            is_inner=is_inner,
-            crossing=_pick(is_inner, 1.0, (size - per_node) / np.maximum(size - 1, 1)),
-            near_bytes_per_second=inner_rate,
-            half_bytes=_pick(is_inner, inner.half_bytes, outer.half_bytes),
-            fractions={
-                kind: _pick(is_inner, inner.fractions.get(kind, 1.0), outer.fractions.get(kind, 1.0))
-                for kind in {*inner.fractions, *outer.fractions}
-            },
-        )
-        stride = stride * size
+        found[axis] = route(cluster, mesh[axis], stride)
+        stride = stride * mesh[axis]
+    if cluster.others and (outermost := next((axis for axis in mesh if mesh[axis] > 1), "")):
+        found[outermost] = _across(cluster, mesh[outermost], stride // mesh[outermost])
     return {axis: found[axis] for axis in mesh}
+
+
+def route(cluster: Cluster, size: Num, stride: Num) -> Route:
+    """Of an axis whose neighbours are `stride` ranks apart."""
+    inner, outer = cluster.inner, cluster.outer
+    inner_rate = inner.bytes_per_second
+    is_inner = stride * size <= cluster.devices_per_node
+    per_node = np.clip(cluster.devices_per_node // stride, 1, size)
+    # Trees: latency grows with the logarithm of the nodes reached (NCCL's tuning; two nodes are the unit).
+    nodes = np.maximum(-(-size // per_node), 1)
+    hops = np.maximum(1.0, np.log2(nodes))
+    inside = 1 + LATENCY_BY_RANK * np.maximum(size - 2, 0)
+    outer_rate = outer.bytes_per_second * _left(outer, nodes)
+    same = inner.shared == outer.shared
+    return Route(
+        size=size,
+        ring_bytes_per_second=_pick(is_inner, inner_rate, np.minimum(inner_rate, outer_rate * per_node)),
+        direct_bytes_per_second=_pick(is_inner, inner_rate, outer_rate),
+        latency_seconds=_pick(is_inner, inner.latency_seconds, outer.latency_seconds),
+        latency_growth=_pick(is_inner, inside, hops),
+        shared=inner.shared if same else _pick(is_inner, inner.shared, outer.shared),
+        is_inner=is_inner,
+        crossing=_pick(is_inner, 1.0, (size - per_node) / np.maximum(size - 1, 1)),
+        near_bytes_per_second=inner_rate,
+        half_bytes=_pick(is_inner, inner.half_bytes, outer.half_bytes),
+        fractions={
+            kind: _pick(is_inner, inner.fractions.get(kind, 1.0), outer.fractions.get(kind, 1.0))
+            for kind in {*inner.fractions, *outer.fractions}
+        },
+    )
+
+
+def _across(cluster: Cluster, size: int, stride: int) -> Route:
+    """Of the axis that lies across all groups.
+
+    A ring enters and leaves each group once per card, as it does each node, and is as fast as its slowest link. The
+    latency of a tree is that between groups for the doublings that reach all of them, and inside them for the rest.
+    """
+    groups, link = cluster.groups, cluster.link_between(range(len(cluster.groups)))
+    per_node = [min(max(group.devices_per_node // stride, 1), size) for group in groups]
+    nodes = [-(-min(group.num_devices // stride, size) // each) for group, each in zip(groups, per_node, strict=True)]
+    total = sum(nodes)
+    inside = [(g.outer, each) for g, each, count in zip(groups, per_node, nodes, strict=True) if count > 1]
+    rates = [(each * used.bytes_per_second * _left(used, total), used) for used, each in inside]
+    rates += [(min(per_node) * link.bytes_per_second * _left(link, total), link)]
+    slowest_rate, slowest = min(rates, key=lambda item: item[0])
+    across = np.log2(len(groups))
+    latency = link.latency_seconds
+    further = max((used.latency_seconds for used, _ in inside), default=latency)
+    growth = across + (np.log2(total) - across) * (further / latency if latency else 1.0)
+    return Route(
+        size=size,
+        ring_bytes_per_second=min(slowest_rate, *(group.inner.bytes_per_second for group in groups)),
+        direct_bytes_per_second=link.bytes_per_second * _left(link, total),
+        latency_seconds=latency or further,
+        latency_growth=growth,
+        shared=link.shared,
+        is_inner=False,
+        crossing=(size - min(per_node)) / max(size - 1, 1),
+        near_bytes_per_second=min(group.inner.bytes_per_second for group in groups),
+        half_bytes=slowest.half_bytes,
+        fractions=slowest.fractions,
+        name=link.name or "the link between groups",
+    )
 
 
 def _left(link: Link, nodes: Num) -> Num:

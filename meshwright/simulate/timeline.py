@@ -22,8 +22,9 @@ from meshwright.schedules.events import Event, halves, sweep
 from meshwright.schedules.places import Places
 from meshwright.simulate.cost import Charge, Part, StageCost
 from meshwright.simulate.forecast import slowest_of
+from meshwright.simulate.mixed import drawn_plan
 from meshwright.simulate.residents import memory_points
-from meshwright.simulate.stage import Stage, Staged, cutter_of, stage_plan
+from meshwright.simulate.stage import Stage, Staged, cutter_of
 from meshwright.simulate.stream import NUM_STEPS, UPDATE, period_of, stream_events
 
 _PARTS: dict[str, tuple[Part, ...]] = {
@@ -42,8 +43,8 @@ def simulate(profile: Profile, plan: Plan, cluster: Cluster, *, sequence: int, o
 
     Where steps overlap, several of them; `environment` says from when to when one is.
     """
-    staged = stage_plan(profile, plan, cluster, sequence=sequence, optimizer=optimizer)
-    drawing = _drawing(staged, plan, slowest_of(cluster, plan.num_ranks))
+    staged, drawn, first_rank = drawn_plan(profile, plan, cluster, sequence=sequence, optimizer=optimizer)
+    drawing = _drawing(staged, drawn, slowest_of(cluster, plan.num_ranks), first_rank)
     spans = [*drawing.works(), *drawing.messages(), *drawing.tails()]
     ranks_each = plan.num_ranks // len(drawing.stages)
     return Timeline(
@@ -56,7 +57,7 @@ def simulate(profile: Profile, plan: Plan, cluster: Cluster, *, sequence: int, o
             "profile": profile.name,
             "plan": str(plan),
             "sequence": str(sequence),
-            "microbatches": f"{drawing.count} of {plan.num_microbatches}",
+            "microbatches": f"{drawing.count} of {drawn.num_microbatches}",
             "ranks": str(plan.num_ranks),
             "ranks_each": str(ranks_each),
             "memory_bytes": str(cluster.device.memory_bytes),
@@ -65,7 +66,7 @@ def simulate(profile: Profile, plan: Plan, cluster: Cluster, *, sequence: int, o
     )
 
 
-def _drawing(staged: Staged, plan: Plan, slower: float) -> _Drawing:
+def _drawing(staged: Staged, plan: Plan, slower: float, first_rank: int) -> _Drawing:
     """`slower`: times all of it takes, since every rank waits for the slowest."""
     stages, timetable = staged.unfolded, staged.timetable
     num_steps = NUM_STEPS if timetable.overlaps_steps else 1
@@ -75,19 +76,19 @@ def _drawing(staged: Staged, plan: Plan, slower: float) -> _Drawing:
     if timetable.overlaps_steps:
         events = stream_events(len(stages), count)
         seconds[UPDATE] = [slower * stage.tail_seconds for stage in stages]
-    send_seconds = slower * staged.send_seconds
-    ends, finished = sweep(events, seconds, send_seconds)
+    sends = [slower * each for each in staged.sends_seconds or (staged.send_seconds,) * len(staged.spans)]
+    ends, finished = sweep(events, seconds, sends)
     cutter = cutter_of(plan)
     return _Drawing(
         stages=stages,
-        devices=_first_ranks(plan, len(stages)),
+        devices=[first_rank + rank for rank in _first_ranks(plan, len(stages))],
         places=timetable.places(len(stages)),
         count=count,
         events=events,
         ends=ends,
         finished=finished,
         seconds=seconds,
-        send_seconds=send_seconds,
+        sends_seconds=sends,
         sender=cutter.name if cutter is not None else "",
         slower=slower,
     )
@@ -116,7 +117,8 @@ class _Drawing:
     finished: list[float]
     """When each stage's last event is over."""
     seconds: Mapping[str, Sequence[float]]
-    send_seconds: float
+    sends_seconds: list[float]
+    """Over each boundary between spans."""
     sender: str
     slower: float
 
@@ -147,7 +149,8 @@ class _Drawing:
                 piece = _Piece("collective", self.sender, 0.0, 1.0)
                 way = "send_" + self._name(sent).replace("_input", "")
                 device, to_device = self.devices[sent.stage], self.devices[event.stage]
-                yield _span(device, piece, way, self.ends[source], self.send_seconds, to_device)
+                took = self.sends_seconds[min(event.span, sent.span)]
+                yield _span(device, piece, way, self.ends[source], took, to_device)
 
     def tails(self) -> Iterator[Span]:
         """After the last backward: what is left of the exchange, and the update, which ends everywhere at once."""

@@ -41,7 +41,7 @@ class Compile(Technique):
         return ()
 
     def price(self, work: Work) -> Work:
-        if work.facts.get("splits_backward"):
+        if work.facts.get("splits_backward") or work.facts.get("replays_blocks"):
             work = work.forbid(True)
         if self.backend != "inductor":
             return work
@@ -52,6 +52,8 @@ class Compile(Technique):
                 return task
             place = task.layer, task.name, task.phase in ("backward", "weight")
             moved, kernels = task.moved_bytes * traffic.get(place, 1.0), task.kernels * launches.get(place, 1.0)
+            if all(isinstance(each, float) and each == 0.0 for each in (task.flops, task.moved_bytes)):
+                return replace(task, kernels=0.0)  # of the host alone: compiled away
             return replace(task, moved_bytes=moved, kernels=kernels) if place in traffic else task
 
         def keep(item: Resident) -> Resident:

@@ -41,6 +41,7 @@ ASYNC = "async"
 class Pipeline(Technique):
     name: ClassVar[str] = "pipeline"
     phase: ClassVar[str] = "cut"
+    reorders: ClassVar[bool] = False
     axis: ClassVar[str] = "pp"
     closeness: ClassVar[int] = 0
 
@@ -96,7 +97,7 @@ class Pipeline(Technique):
         most = 1 if "stages" in profile.uncut else min(profile.num_blocks, cluster.num_devices)
         sizes = tuple(range(2, most + 1))
         tried = ("1f1b", "interleaved", "zero_bubble_h1", "zbv")
-        return (Axis("size", sizes), Choice("schedule", tried)) if sizes else ()
+        return (Axis("size", sizes), Choice("schedule", tried), Choice("chunks", (0, 4))) if sizes else ()
 
     def check(self, plan: Plan, profile: Profile, cluster: Cluster | None) -> Problems:
         blocks = profile.num_blocks

@@ -1,11 +1,20 @@
 """Forget a block's activations after forward and compute them again in backward.
 
-What: the first `layers` blocks of every stage keep only their input (full recomputation). Recomputed blocks come first:
-their memory is needed last in backward, when the kept ones' is already free.
-When it helps: activations are the peak; a third more compute buys most of their memory.
-When it does not: parameters and optimizer are the peak, or memory is free.
-Cost: one more forward of each such block; kept: one boundary instead of all activations (Chen et al. 2016). The exit of
-the last region is not replayed: nothing in backward needs it.
+What: blocks named by `layers` keep only their input (full recomputation); those named by `selective` also keep what
+products, attention and collectives made, and compute only the rest again (norms, activations, positions, casts, sums).
+Of a stage's equal blocks full ones come first, then selective ones, then those that keep all: what is needed last in
+backward is kept least, when the others' memory is already free. With `slots`, of each run of fully recomputed equal
+blocks at most so many inputs are kept; the others are made again from the nearest one, as often as is best for so few.
+When it helps: activations are the peak. selective gives up half of them for 8 % of the time (a block of Llama 8B on an
+H200), full most of them for a third more compute, slots nearly all.
+When it does not: parameters and optimizer are the peak, or memory is free. selective gains little where much of what is
+kept came out of collectives (a split sequence, experts elsewhere), and costs more than full where blocks are so small
+that the device waits for its host, who watches every operator; slots is slow, for what fits no other way.
+Cost: full: one more forward of each block, kept: its input (Chen et al. 2016); the exit of the last region is not
+replayed: nothing in backward needs it. selective: the forward without products, attention and collectives; kept: the
+input and what those made, as far as backward depends on it (Korthikanti et al. 2022, by operators). slots: of n blocks
+c inputs and the one in use; forwards beside the replay: the optimum of a chain (Griewank & Walther 2000, Beaumont et
+al. 2019), for n = 32 24 with c = 8, 46 with 4, 496 with 1.
 Exactness: exact.
 """
 
@@ -16,84 +25,286 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from meshwright.core.chain import forwards_again
 from meshwright.core.cluster import Cluster
-from meshwright.core.errors import Problems
+from meshwright.core.errors import Problem, Problems
 from meshwright.core.plan import Plan
-from meshwright.core.profile import Profile
-from meshwright.core.technique import Option, PerLayer, Technique
-from meshwright.core.work import Collective, Compute, Resident, Work, replace
+from meshwright.core.profile import Layer, Op, Poly, Profile
+from meshwright.core.technique import Choice, Option, PerLayer, Spans, Technique
+from meshwright.core.work import Collective, Compute, Num, Resident, Work, replace
+
+DEAR = ("matmul", "attention")
+"""Kinds of ops whose results selective blocks keep."""
+WATCHED_LAUNCHES = 1.5
+"""More for each kernel, where the host looks at what it launches: 3 to 5 ms for a block of 2048, forward and replay,
+beside an H200 (torch's own selective checkpoints take as long)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recompute(Technique):
     name: ClassVar[str] = "recompute"
     phase: ClassVar[str] = "block"
+    reorders: ClassVar[bool] = False
 
-    policies: ClassVar[tuple[str, ...]] = ("layers",)
+    policies: ClassVar[tuple[str, ...]] = ("layers", "selective")
 
     layers: int | str | None = None
-    """Blocks that are recomputed: None: all; a number: the first so many of every stage; "0-3,8": these."""
+    """Blocks that are recomputed as a whole: None: all that `selective` does not name; a number: the first so many of
+    every stage; "0-3,8": these."""
+    selective: int | str = 0
+    """Blocks that keep what is dear to compute."""
+    slots: int = 0
+    """Inputs kept of a run of equal blocks recomputed as a whole; 0: all."""
 
     @classmethod
     def options(cls, profile: Profile, cluster: Cluster) -> tuple[Option, ...]:
-        return (PerLayer(cls.policies),)
+        fewer = tuple(slots for slots in (16, 8, 4, 3, 2, 1) if slots < profile.num_blocks)
+        return (PerLayer(cls.policies), Choice("slots", (0,), rescues=() if "stages" in profile.uncut else fewer))
 
     def check(self, plan: Plan, profile: Profile, cluster: Cluster | None) -> Problems:
-        return tuple(self.policy_problems(profile))
+        problems = self.policy_problems(profile)
+        if problems:
+            return tuple(problems)
+        if isinstance(self.layers, int) and isinstance(self.selective, int):
+            total, blocks = self.layers + self.selective, profile.num_blocks
+            if total > blocks:
+                what = f"layers and selective are {self.layers} and {self.selective}; the model has {blocks} blocks."
+                return (self.problem(what, f"Use at most {blocks} together."),)
+        return tuple(self._slot_problems(plan, profile)) if self.slots else ()
+
+    def _slot_problems(self, plan: Plan, profile: Profile) -> list[Problem]:
+        if self.slots < 0:
+            return [self.problem(f"slots is {self.slots}.", "Use 1 or more inputs, or 0 for all.")]
+        problems = []
+        if self.layers in (0, "") and not self.selective:
+            what = f"slots is {self.slots}, and no block is recomputed."
+            problems.append(self.problem(what, "Use slots = 0, or name blocks in layers."))
+        if "stages" in profile.uncut:
+            what = f"a block's input may not be all that it needs: {profile.uncut['stages']}"
+            problems.append(self.problem(what, "Use slots = 0."))
+        shard = plan.technique("shard")
+        if getattr(shard, "stage", 0) == 3 and getattr(shard, "size", 1) > 1:
+            what = "slots runs blocks again whose weights shard has let go of by then."
+            problems.append(self.problem(what, "Use slots = 0, or stage 2 of shard."))
+        if plan.technique("compile") is not None:
+            what = "slots decides while backward runs which blocks run again; a compiled block cannot."
+            problems.append(self.problem(what, "Use slots = 0, or leave compile out."))
+        return problems
 
     def price(self, work: Work) -> Work:
-        b, s = work.size("microbatch"), work.size("sequence")
-        width = work.facts.get("stream_bytes", work.slots[0].element_bytes)
         for layer in work.profile.block_layers:
             repeat = work.repeat_of(layer.name)
-            count = work.following(self.name, "layers", layer.name)
-            each = np.maximum(repeat, 1)  # some tasks come several times a block
-            again = [
-                replace(task, phase="recompute", repeat=task.repeat * count // each * work.has_backward(layer.name))
-                for task in work.tasks
-                if task.layer == layer.name
-                and task.phase == "forward"
-                and not (isinstance(task, Collective) and task.tail)
-            ]
-            again = [replace(t, origin=self.name) if isinstance(t, Compute) else t for t in again]
-            saved = [item for item in work.residents if _is_kept(item, layer.name)]
-            boundary = layer.boundary(b, s) * width / work.facts.get("sequence_ways", 1)
-            kept = Resident(
-                layer=layer.name,
-                category="activations",
-                repeat=count,
-                bytes=boundary,
-                life="microbatch",
-                origin=self.name,
-                turn=-1,
-            )
-            revived = [
-                replace(
-                    item,
-                    category="gathered" if item.category == "gathered" else "working",
-                    repeat=(count > 0) * 1,
-                    life="backward",
-                    origin=self.name,
-                    turn=-1,
-                )
-                for item in saved
-            ]
+            full = work.following(self.name, "layers", layer.name)
+            some = np.minimum(work.following(self.name, "selective", layer.name), repeat - full)
+            again, inputs = self._in_chains(work, layer, full)
+            tasks = self._replays(work, layer, full, some, again)
+            kept = [*self._full(work, layer, full, inputs), *self._selective(work, layer, some)]
             rest = tuple(
-                replace(item, repeat=repeat - count) if _is_kept(item, layer.name) else item for item in work.residents
+                replace(item, repeat=repeat - full - some) if _is_kept(item, layer.name) else item
+                for item in work.residents
             )
-            work = replace(work, residents=(*rest, kept, *revived)).with_tasks(*again)
-        return work
+            work = replace(work, residents=(*rest, *kept)).with_tasks(*tasks)
+        if not self.slots:
+            return work
+        chunks = getattr(work.facts.get("schedule"), "chunks", 1)
+        # Counts alone do not say how a stage's chunks share them.
+        is_unknown = chunks > 1 and not any(name.startswith(f"{self.name}.again.") for name in work.sizes)
+        return work.with_facts(replays_blocks=True).forbid(is_unknown | (self.slots >= work.profile.num_blocks))
+
+    def _in_chains(self, work: Work, layer: Layer, full: Num) -> tuple[Num, Num]:
+        """Forwards run only to reach a block's input, and inputs kept; of one run of blocks where nobody says."""
+        if not self.slots:
+            return 0, full
+        again = work.sizes.get(f"{self.name}.again.{layer.name}")
+        inputs = work.sizes.get(f"{self.name}.inputs.{layer.name}")
+        if again is None or inputs is None:
+            again, inputs = forwards_again(self.slots, layer.repeat)[full], np.minimum(full, self.slots)
+        return again, inputs
+
+    def counts_in(self, profile: Profile, spans: Spans, chunk: int | None = None) -> dict[str, int]:
+        found = super().counts_in(profile, spans, chunk)
+        if not self.slots:
+            return found
+        runs = self._runs(profile, spans)
+        for layer in profile.block_layers:
+            lengths = [len(blocks) for at, name, blocks in runs if name == layer.name and chunk in (None, at)]
+            again = (int(forwards_again(self.slots, length)[length]) for length in lengths)
+            found[f"{self.name}.again.{layer.name}"] = sum(again)
+            found[f"{self.name}.inputs.{layer.name}"] = sum(min(self.slots, length) for length in lengths)
+        return found
+
+    def _runs(self, profile: Profile, spans: Spans) -> list[tuple[int, str, list[int]]]:
+        """(chunk, kind, blocks) of fully recomputed equal blocks that follow each other."""
+        kinds = [layer.name for layer in profile.block_layers for _ in range(layer.repeat)]
+        runs: list[tuple[int, str, list[int]]] = []
+        for chunk, (first, last) in enumerate(spans):
+            is_open = False
+            for block in range(first, last):
+                is_full = self.policy_of(block, spans) == "layers"
+                if is_full and is_open and runs[-1][1] == kinds[block]:
+                    runs[-1][2].append(block)
+                elif is_full:
+                    runs.append((chunk, kinds[block], [block]))
+                is_open = is_full
+        return runs
+
+    def _parts(self, field: str, spans: Spans) -> Spans:
+        """A number of selective blocks: the first that are not recomputed as a whole, or the last if all others are."""
+        value = self.selective
+        if field != "selective" or not isinstance(value, int):
+            return super()._parts(field, spans)
+        full = () if self.layers is None else self._parts("layers", spans)
+        left = [block for first, last in spans for block in range(first, last)]
+        left = [block for block in left if not any(first <= block < last for first, last in full)]
+        chosen = left[max(len(left) - value, 0) :] if self.layers is None else left[:value]
+        return tuple((block, block + 1) for block in chosen)
+
+    def _replays(self, work: Work, layer: Layer, full: Num, some: Num, again: Num) -> list[Compute | Collective]:
+        """Of the forward's tasks, as often as they are run again."""
+        each = np.maximum(work.repeat_of(layer.name), 1)  # some tasks come several times a block
+        goes_back = work.has_backward(layer.name)
+        found = []
+        for task in work.tasks:
+            if task.layer != layer.name or task.phase != "forward":
+                continue
+            if isinstance(task, Collective):
+                # The last exit only makes the output: for the next block's input, and for nothing else.
+                times, origin = (again if task.tail else full + again), task.origin
+                if task.tail and not self.slots:
+                    continue
+            else:
+                times, origin = full + again + some * (task.kind not in DEAR), self.name
+            repeat = task.repeat * times // each * goes_back
+            found.append(replace(task, phase="recompute", repeat=repeat, origin=origin))
+        return [*found, *self._watching(work, layer, some)]
+
+    def _watching(self, work: Work, layer: Layer, count: Num) -> list[Compute]:
+        """The host's part in telling what is dear: once when it is kept, once when it is found again."""
+        each = np.maximum(work.repeat_of(layer.name), 1)
+        mine = [task for task in work.computes if task.layer == layer.name and task.phase == "forward"]
+        launches = sum(task.kernels * task.repeat / each for task in mine) * WATCHED_LAUNCHES
+        common: dict[str, Any] = {"layer": layer.name, "name": "watching", "kind": "memory", "origin": self.name}
+        again = count * work.has_backward(layer.name)
+        return [
+            Compute(**common, phase="forward", repeat=count, kernels=launches),
+            Compute(**common, phase="recompute", repeat=again, kernels=launches),
+        ]
+
+    def _full(self, work: Work, layer: Layer, count: Num, inputs: Num) -> list[Resident]:
+        boundary = _boundary_bytes(work, layer)
+        each = boundary * inputs / np.maximum(count, 1)
+        own: dict[str, Any] = {"layer": layer.name, "origin": self.name, "turn": -2}
+        found = [Resident(**own, category="activations", repeat=count, bytes=each, life="microbatch")]
+        if self.slots:  # the input that has been made again
+            here = (count > inputs) * 1
+            found.append(Resident(**own, category="working", repeat=here, bytes=boundary, life="backward"))
+        return found + _revived(work, layer, count, 1.0, own)
+
+    def _selective(self, work: Work, layer: Layer, count: Num) -> list[Resident]:
+        dear = _dear_bytes(work, layer)
+        own: dict[str, Any] = {"layer": layer.name, "origin": self.name, "turn": -1}
+        each = _boundary_bytes(work, layer) + dear
+        kept = Resident(**own, category="activations", repeat=count, bytes=each, life="microbatch")
+        saved = sum(
+            item.bytes for item in work.residents if _is_kept(item, layer.name) and item.category == "activations"
+        )
+        left = np.maximum(saved - dear, 0) / np.maximum(saved, 1)
+        return [kept, *_revived(work, layer, count, left, own)]
 
     def apply(self, build: Any) -> None:
         build.at("block", self._wrap)
 
     def _wrap(self, build: Any) -> None:
+        from meshwright.ops.chain import Chain
+        from meshwright.ops.recompute import selectively_recomputed
         from meshwright.ops.surgery import recomputed
 
         numbers = [block for first, last in build.spans for block in range(first, last)]
-        for number, block in zip(numbers, build.model.block_modules(), strict=True):
-            if self.policy_of(number, build.spans):
+        blocks = dict(zip(numbers, build.model.block_modules(), strict=True))
+        for number, block in blocks.items():
+            policy = self.policy_of(number, build.spans)
+            if policy == "selective":
+                block.forward = selectively_recomputed(block.forward)
+            elif policy == "layers" and not self.slots:
                 block.forward = recomputed(block.forward)
+        for _, _, run in self._runs(build.profile, build.spans) if self.slots else ():
+            Chain([blocks[number] for number in run], self.slots)
 
 
 def _is_kept(item: Resident, layer: str) -> bool:
     return item.layer == layer and item.life == "microbatch" and item.category in ("activations", "gathered")
+
+
+def _boundary_bytes(work: Work, layer: Layer) -> Num:
+    width = work.facts.get("stream_bytes", work.slots[0].element_bytes)
+    elements = layer.boundary(work.size("microbatch"), work.size("sequence"))
+    return elements * width / work.facts.get("sequence_ways", 1)
+
+
+def _revived(work: Work, layer: Layer, count: Num, share: Num, own: dict[str, Any]) -> list[Resident]:
+    """What a block's replay brings back; a `share` of the activations, where it finds the others."""
+    return [
+        replace(
+            item,
+            **own,
+            category="gathered" if item.category == "gathered" else "working",
+            repeat=(count > 0) * 1,
+            bytes=item.bytes if item.category == "gathered" else item.bytes * share,
+            life="backward",
+        )
+        for item in work.residents
+        if _is_kept(item, layer.name)
+    ]
+
+
+def _dear_bytes(work: Work, layer: Layer) -> Num:
+    """What products, attention and collectives of a block made, as far as its backward depends on it."""
+    each = np.maximum(work.repeat_of(layer.name), 1)
+    wide = work.slots[0].element_bytes
+    last, total = _last_product(layer.ops), 0.0
+    for task in work.tasks:
+        if task.layer != layer.name or task.phase != "forward" or task.per_step:
+            continue
+        if isinstance(task, Collective):
+            size = 0.0 if task.tail or task.kind in ("ring", "send") else task.bytes * (work.size(task.axis) > 1)
+            size = size / work.size(task.axis) if task.kind == "reduce_scatter" else size
+        elif task.kind == "attention":
+            size = _attended_bytes(work, task, wide)
+        elif task.kind == "matmul" and task.name != last:
+            size = _product_bytes(work, task, wide)
+        else:
+            continue
+        total = total + size * task.repeat / each
+    return total
+
+
+def _product_bytes(work: Work, task: Compute, wide: int) -> Num:
+    if not task.shape:  # all that it read and wrote: never too little
+        return task.moved_bytes
+    size = task.flops / (2 * task.shape[1]) * (2 if task.dtype == "bf16" else wide)
+    # A partial sum is read by the collective alone that completes it.
+    is_partial = task.cut == "tensor" and task.cut_dim == "k" and np.all(np.equal(task.matrices, 1))
+    return size * np.equal(work.facts.get("inside_ways", 1), 1) if is_partial else size
+
+
+def _attended_bytes(work: Work, task: Compute, wide: int) -> Num:
+    """The output, and a number for each of its rows; rows by tokens, or by flops where samples have no sequence."""
+    if not task.shape:
+        return task.moved_bytes
+    heads, size, seen = task.shape
+    rows = work.size("microbatch") * work.size("sequence") * heads * task.kernels
+    rows = np.maximum(rows, task.flops / (4 * size * seen))
+    return rows * (size * (2 if task.dtype == "bf16" else wide) + wide)
+
+
+def _last_product(ops: tuple[Op, ...]) -> str:
+    """The product that makes a block's output, or what is only added to it: nothing in backward asks for it. Empty
+    where an op that runs after it keeps something, or may do so."""
+    keeping = [op for op in ops if op.saved != Poly() and op.kernels > 0]  # others keep what was there before
+    if any(op.name.startswith("own.") for op in keeping):  # of a traced block's own forward no order is known
+        return ""
+    products = [place for place, op in enumerate(ops) if op.kind == "matmul"]
+    last = ops[products[-1]] if products else None
+    if last is None or last.kernels != 1 or any(op in keeping for op in ops[products[-1] :]):
+        return ""
+    return last.name if sum(op.name == last.name for op in ops) == 1 else ""

@@ -1,7 +1,8 @@
 """Synchronous data parallelism: every replica has the whole model and a share of the samples.
 
 What: ranks along `dp` run different samples and sum their gradients, one bucket per layer, each on its way while the
-backward of earlier layers goes on.
+backward of earlier layers goes on. With shares, replicas on faster devices run more microbatches than others; a step is
+the slowest one's.
 When it helps: the model and its optimizer fit on a device, and the batch is large enough to share.
 When it does not: memory is the limit (nothing shrinks), or the batch is smaller than the replicas. On links that the
 compute cores themselves drive (gloo), overlap gains little.
@@ -12,10 +13,13 @@ Exactness: exact; the order of the sum over samples changes. Axis: dp.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from meshwright.core.cluster import Cluster
+from meshwright.core.errors import Problem, Problems
+from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.technique import Axis, Option, Technique, axis_sizes
 from meshwright.core.work import Collective, Num, Slot, Work, statistics
@@ -28,13 +32,45 @@ class Replicate(Technique):
     axis: ClassVar[str] = "dp"
     closeness: ClassVar[int] = 1
     splits_samples: ClassVar[bool] = True
+    takes_shares: ClassVar[bool] = True
 
     size: int
     """Replicas."""
+    shares: tuple[int, ...] = ()
+    """Microbatches of each replica in a step; empty: equally many."""
 
     @classmethod
     def options(cls, profile: Profile, cluster: Cluster) -> tuple[Option, ...]:
         return (Axis("size", axis_sizes(cluster)),)
+
+    def check(self, plan: Plan, profile: Profile, cluster: Cluster | None) -> Problems:
+        return tuple(self._share_problems(plan, profile)) if self.shares else ()
+
+    def _share_problems(self, plan: Plan, profile: Profile) -> Iterator[Problem]:
+        if len(self.shares) != self.size or min(self.shares) < 1:
+            what = f"shares {self.shares} must be at least 1 for each of {self.size} replicas."
+            yield self.problem(what, f"List {self.size}.")
+            return
+        within = plan.num_replicas // self.size
+        total = sum(self.shares)
+        if total * within * plan.microbatch != plan.batch:
+            ranks = f" on each of {within} ranks" if within > 1 else ""
+            what = (
+                f"shares add up to {total} microbatches of {plan.microbatch}{ranks}, "
+                f"{total * within * plan.microbatch} samples; the batch has {plan.batch}."
+            )
+            wanted, rest = divmod(plan.batch, within * plan.microbatch)
+            yield self.problem(what, "Use a smaller microbatch." if rest else f"Let them add up to {wanted}.")
+        if plan.sample_axes[0] != self.axis:
+            what = f"with shares {self.axis} comes first of the axes that share samples out, not {plan.sample_axes[0]}."
+            yield self.problem(what, f'Use axis_order = ["{self.axis}", ...].')
+        if len(set(self.shares)) == 1:
+            return
+        if any(site.kind == "statistics" for layer in profile.layers for site in layer.sites):
+            what = f"batch norms of {profile.name} talk over {self.axis} in every microbatch, so all need equally many."
+            yield self.problem(what, "Leave shares out.")
+        if plan.overlaps_steps:
+            yield self.problem("steps that overlap need equally many microbatches everywhere.", "Leave shares out.")
 
     def price(self, work: Work) -> Work:
         def gradient_bytes(slot: Slot) -> Num:

@@ -75,6 +75,8 @@ class Shard(Technique):
         ways = work.size(self.axis)
         if work.facts.get("splits_backward"):
             work = work.forbid(ways > 1)
+        if self.stage == 3 and work.facts.get("replays_blocks"):
+            work = work.forbid(ways > 1)  # their weights are gone by then
         gather_bytes = work.facts.get("compute_bytes", work.slots[0].element_bytes)
         blocks = {layer.name for layer in work.profile.layers if layer.is_block}
         reduce_bytes = 2 if self.reduce == "bf16" else work.slots[0].element_bytes

@@ -111,7 +111,7 @@ class Tensor(Technique):
             for collective in self._site(work, layer, site)
         ]
         work = work.map_slots(slot).map_tasks(task).map_residents(resident).with_tasks(*talk)
-        return work.with_facts(sequence_ways=ways if self.sequence else 1)
+        return work.with_facts(inside_ways=ways, sequence_ways=ways if self.sequence else 1)
 
     def _site(self, work: Work, layer: Layer, site: Site) -> list[Collective]:
         b, s = work.size("microbatch"), work.size("sequence")

@@ -9,13 +9,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from command import clean_environment, losses, mw, write_plan, write_run
 from test_train import tensors
 
+from meshwright.core.codec import field_types
+from meshwright.runtime.config import PlanSection
+
 ASYNC = {"name": "pipeline", "size": 2, "schedule": "async"}
-UNCLIPPED = ("--set", "train.optimizer.clip=0.0")
+ALLOWED = ("--set", f"plan.allow={get_args(field_types(PlanSection)['allow'])[-1]}")
+UNCLIPPED = ("--set", "train.optimizer.clip=0.0", *ALLOWED)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +73,7 @@ def test_a_signal_ends_all_steps_saves_and_exits_75(tmp_path: Path) -> None:
 
 def test_a_run_that_diverges_ends_with_one_message_and_a_good_checkpoint(tmp_path: Path) -> None:
     wild = ("train.optimizer.lr=1e30", "train.optimizer.warmup=0", "train.save_every=1", "train.optimizer.clip=0.0")
-    changes = [word for change in wild for word in ("--set", change)]
+    changes = [word for change in wild for word in ("--set", change)] + [*ALLOWED]
     done = mw("train", write_run(tmp_path), "--plan", write_plan(tmp_path, ASYNC), *changes)
     assert done.returncode == 1, done.stderr
     assert "known only after this step was taken" in done.stderr
@@ -81,6 +86,8 @@ def test_clipping_is_refused_before_anything_starts(tmp_path: Path) -> None:
     assert done.returncode == 2, done.stderr
     assert "train.optimizer.clip" in done.stderr
     assert "clip = 0" in done.stderr
+    assert "and plan.allow is" in done.stderr, "all problems at once"
+    assert not (tmp_path / "run" / "data").exists()
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 

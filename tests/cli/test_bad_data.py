@@ -328,13 +328,18 @@ def test_no_permission(told: Told, tmp_path: Path, train: str, closed: str, kind
     assert "ermission denied" in lines[0]
 
 
-def test_a_bad_file_is_told_before_a_given_plan_is_looked_at(
+def test_a_plan_that_cannot_run_is_told_before_a_bad_file_and_that_before_ranks_start(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "corpus.txt").write_bytes(b"caf\xe9 " * 100)
     run = RUN.format(model="byte-tiny", train=tmp_path / "corpus.txt", more="sequence = 32", folder=tmp_path)
     (tmp_path / "run.toml").write_text(run)
     plan = write_plan(tmp_path, {"name": "replicate", "size": 2})
-    assert main(["train", str(tmp_path / "run.toml"), "--plan", plan]) == 2
+    words = ["train", str(tmp_path / "run.toml"), "--plan", plan]
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert "needs 2 ranks; laptop has 1" in said
+    assert "corpus.txt" not in said, "reading it may take hours"
+    assert main([*words, "--set", "run.ranks=2"]) == 2
     assert "corpus.txt: is not UTF-8" in capsys.readouterr().err
     assert not (tmp_path / "run" / "logs").exists()

@@ -201,7 +201,7 @@ def test_shared_weights_train_right_or_are_refused_with_the_reason(
 ) -> None:
     """Once, a module that stood in two places was left with the empty tensors it had been examined with."""
     path = write_run(tmp_path, FACTORY)
-    config = read_run(path, [f"model.factory={HERE}:{factory}", 'plan.pin=["shard=2"]', "plan.allow=exact"])
+    config = read_run(path, [f"model.factory={HERE}:{factory}", 'plan.pin=["shard=2"]', "plan.allow=reordered"])
     checked = check(config, prepare(config, "", lambda text: None).plan, pool=pool)
     assert checked.passed, checked.parts[0]
     with pytest.raises(MeshwrightError, match=r"more than (one place|once)"):
@@ -210,7 +210,7 @@ def test_shared_weights_train_right_or_are_refused_with_the_reason(
 
 @pytest.mark.parametrize("pin", ["tensor=2", "pipeline=2"])
 def test_examining_a_module_asks_for_no_more_places_than_a_sample_has(tmp_path: Path, pool: RankPool, pin: str) -> None:
-    changes = [f"model.factory={HERE}:learnt_places", f'plan.pin=["{pin}"]', "plan.allow=exact"]
+    changes = [f"model.factory={HERE}:learnt_places", f'plan.pin=["{pin}"]', "plan.allow=reordered"]
     config = read_run(write_run(tmp_path, FACTORY), changes)
     assert check(config, prepare(config, "", lambda text: None).plan, pool=pool).passed
 

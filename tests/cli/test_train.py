@@ -80,6 +80,13 @@ def test_the_end_of_a_run_is_told_and_kept_as_data(finished: Path) -> None:
     assert {"step_seconds", "tokens_per_second", "peak_bytes"} == set(summary["measured"]) == set(summary["predicted"])
     for words in ("predicted", "8 steps, 1.02 k tokens in ", f"loss {summary['loss']:.4f}", "checkpoints kept: 4, 8"):
         assert words in told
+    comparison = summary["comparison"]
+    # Eight steps: three to warm up, one profiled.
+    assert (comparison["facts"]["num_measured"], comparison["facts"]["num_left_out"]) == (4, 4)
+    assert f"\n{comparison['text']}\n" in told
+    assert "over only 4 steps (left out: the first 3, warming up, and 1 profiled)" in comparison["text"]
+    assert comparison["ratio"] == summary["measured"]["step_seconds"] / summary["predicted"]["step_seconds"]
+    assert json.loads((run / "comparison.json").read_text())["comparison"] == comparison
     assert f"next: mw check {finished / 'run.toml'}" in told
     assert f"mw ckpt export {run} OUT" in told
 
@@ -131,6 +138,8 @@ def test_a_resumed_run_is_bit_identical_to_an_uninterrupted_one(finished: Path, 
     done = mw("train", path, "--plan", write_plan(tmp_path, REPLICATE))
     assert done.returncode == 0, done.stderr
     assert "resuming from step 4" in done.stderr
+    assert "too few steps to compare with the forecast" in done.stderr
+    assert not (tmp_path / "run" / "comparison.json").exists(), "the earlier start's would be taken for this one's"
     assert losses(tmp_path / "run") == losses(finished / "run")
     assert tensors(tmp_path, 8) == tensors(finished, 8)
 

@@ -29,7 +29,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "stages": st.lists(st.integers(1, 9), max_size=4).map(tuple),
     },
     "precision": {"dtype": st.sampled_from(["bf16", "fp32"])},
-    "recompute": {"layers": st.none() | st.integers(0, 40)},
+    "recompute": {
+        "layers": st.none() | st.integers(0, 40),
+        "selective": st.integers(0, 40),
+        "slots": st.integers(0, 9),
+    },
     "replicate": {"size": sizes},
     "rows": {"size": sizes, "by": st.sampled_from(["rows", "tables"])},
     "shard": {"size": sizes, "stage": st.sampled_from([1, 2, 3]), "prefetch": st.integers(0, 3)},

@@ -19,7 +19,7 @@ from meshwright.core.ledger import Entry, Measured, Predicted, append
 from meshwright.core.plan import Plan
 from meshwright.core.technique import technique_named
 from meshwright.models.names import profile
-from meshwright.probe.from_runs import learn
+from meshwright.probe.from_runs import learn, learn_one
 from meshwright.probe.here import machine_name
 from meshwright.probe.names import cluster
 from meshwright.simulate.forecast import Forecast, forecast
@@ -123,6 +123,57 @@ def test_a_run_on_a_busy_machine_counts_little() -> None:
     noises = [1.0, 1.01, 0.99, 3.0, 1.0, 1.01, 0.99]
     runs = [run_on(truth, plan, noise=noise) for plan, noise in zip(PLANS, noises, strict=True)]
     assert learn(runs, HERE).factors["compute"] == pytest.approx(1.3, rel=0.03)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("noise", [0.85, 0.99, 1.05, 1.3, 2.0, 6.0])
+def test_one_run_brings_its_own_forecast_inside_the_interval(plan: Plan, noise: float) -> None:
+    run = run_on(LAPTOP, plan, noise=noise)
+    found = learn_one(run, LAPTOP)
+    after, measured = told(plan, found.cluster), run.measured.step_seconds
+    assert after.step_seconds_low <= measured <= after.step_seconds_high
+    assert found.error_after <= found.error_before
+    assert abs(after.step_seconds / measured - 1) <= abs(noise - 1) + 1e-3
+    assert all(0 < getattr(found.cluster.errors, name) <= getattr(LAPTOP.errors, name) for name in found.factors)
+
+
+def test_one_run_weighs_its_error_bar_against_its_scatter() -> None:
+    """One cause, 1.2 times as long, bar 0.3, scatter 0.05: a Gaussian's weight is 0.3 ** 2 / (0.3 ** 2 + 0.05 ** 2)."""
+    one = Plan(techniques=(), batch=8, microbatch=8)
+    run = run_on(LAPTOP, one, noise=1.2)
+    found = learn_one(run, LAPTOP)
+    assert set(found.factors) == {"compute"}
+    weight = 0.09 / (0.09 + 0.0025)
+    assert found.factors["compute"] == pytest.approx(1.2**weight, rel=1e-6)
+    assert found.cluster.errors.compute == pytest.approx((0.09 * (1 - weight)) ** 0.5, rel=1e-6)
+    shaky = replace(run, measured=replace(run.measured, step_seconds_p90=run.measured.step_seconds * 1.6))
+    assert learn_one(shaky, LAPTOP).factors["compute"] == pytest.approx(1.2**0.5, rel=1e-6), "as wide as the bar"
+    waiting = replace(run, measured=replace(run.measured, data_seconds=run.measured.step_seconds / 6))
+    assert learn_one(waiting, LAPTOP).factors["compute"] == pytest.approx(1.0, abs=1e-3), "no machine is slow for data"
+
+
+def test_what_the_profiler_saw_tells_causes_apart() -> None:
+    """Links were as fast as thought; without the profile their wider bar takes a good part of the blame."""
+    plan = PLANS[4]
+    truth = slower(LAPTOP, compute=1.6)
+    run = run_on(truth, plan)
+    parts = told(plan, truth).seconds_by_cause
+    seen = replace(
+        run,
+        measured=replace(run.measured, seconds_by_part={"compute": parts["compute"], "collective": parts["inner"]}),
+    )
+    blind, told_apart = learn_one(run, LAPTOP), learn_one(seen, LAPTOP)
+    assert abs(told_apart.factors["inner"] - 1) < 0.2 < abs(blind.factors["inner"] - 1)
+    assert told_apart.factors["compute"] == pytest.approx(1.6, rel=0.05)
+    assert told_apart.cluster.errors.inner < blind.cluster.errors.inner <= LAPTOP.errors.inner
+
+
+def test_a_cpu_that_nobody_measured_may_be_much_faster_than_its_preset() -> None:
+    one = Plan(techniques=(), batch=8, microbatch=8)
+    run = run_on(LAPTOP, one, noise=0.25)
+    assert told(one, learn_one(run, LAPTOP).cluster).step_seconds == pytest.approx(run.measured.step_seconds, rel=0.03)
+    with pytest.raises(MeshwrightError, match=r"1\.25 times as fast"):
+        learn_one(run, replace(LAPTOP, sources={"measured": "made"}))
 
 
 def test_probes_that_scatter_are_brought_together() -> None:

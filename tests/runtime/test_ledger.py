@@ -15,8 +15,9 @@ from meshwright.core.errors import MeshwrightError
 from meshwright.core.ledger import Entry, Measured, Predicted, append, ledger_path, read
 from meshwright.probe.names import cluster
 from meshwright.runtime.config import DataSection, ModelSection, RunConfig, RunSection, TrainSection
-from meshwright.runtime.ledger import record
-from meshwright.runtime.prepare import load_plan, prepare
+from meshwright.runtime.facts import Facts
+from meshwright.runtime.ledger import entry_of, record
+from meshwright.runtime.prepare import load_plan, prepare, promise_of
 
 CLUSTER: Cluster = cluster("2xlaptop")
 
@@ -139,31 +140,46 @@ def test_a_run_is_told_with_its_forecast_once_it_has_ten_measured_steps(
         train=TrainSection(batch=4, steps=20),
         run=RunSection(folder=str(tmp_path / "run"), cluster="laptop", ranks=2),
     )
+    plan = tmp_path / "replicas.plan.json"
+    plan.write_text('{"techniques": [{"name": "replicate", "size": 2}], "batch": 4, "microbatch": 1, "version": 1}')
     assert load_plan(config, "") is None
-    prepared = prepare(config, "", lambda text: None)
-    result = {
-        "finished_unix_seconds": 5.0,
-        "torch": "2.11",
-        "device_name": "",
-        "num_measured": num_measured,
-        "step_seconds": 0.5,
-        "step_seconds_p10": 0.4,
-        "step_seconds_p90": 0.6,
-        "peak_bytes": 7,
-        "reserved_bytes": 0,
-    }
-    assert record(config, prepared, result) == ""
+    prepared = prepare(config, str(plan), lambda text: None)
+    facts = Facts(
+        step_seconds=0.5,
+        step_seconds_p10=0.4,
+        step_seconds_p90=0.6,
+        num_measured=num_measured,
+        num_left_out=3,
+        first_step_seconds=2.0,
+        early_step_seconds=0.5,
+        late_step_seconds=0.5,
+        data_seconds=0.1,
+        waited_fraction=0.0,
+        parts={"compute": 0.75, "collective": 0.25, "idle": 0.0},
+        peak_bytes=7,
+        reserved_bytes=0,
+        num_retries=0,
+    )
+    promise, told = promise_of(config, prepared), {"verdict": "slower"}
+    assert record(entry_of(promise, facts, told, unix_seconds=5.0, torch="2.11", device_name="")) == ""
     assert ledger_path().exists() == is_told
     if not is_told:
         return
-    (told,), _ = read(ledger_path())
-    assert (told.model, told.batch, told.sequence) == ("byte-tiny", 4, 32)
-    assert told.cluster == prepared.cluster
-    assert told.plan_fingerprint == prepared.plan.fingerprint
-    assert told.measured == Measured(
-        step_seconds=0.5, step_seconds_p10=0.4, step_seconds_p90=0.6, num_steps=10, peak_bytes=7
+    (found,), _ = read(ledger_path())
+    assert (found.model, found.batch, found.sequence) == ("byte-tiny", 4, 32)
+    assert found.cluster == prepared.cluster
+    assert found.plan_fingerprint == prepared.plan.fingerprint
+    assert found.comparison == told
+    assert found.measured == Measured(
+        step_seconds=0.5,
+        step_seconds_p10=0.4,
+        step_seconds_p90=0.6,
+        num_steps=10,
+        peak_bytes=7,
+        data_seconds=0.1,
+        seconds_by_part={"compute": pytest.approx(0.3), "collective": pytest.approx(0.1)},
     )
     forecast = prepared.forecast
-    assert told.predicted.step_seconds_high == forecast.step_seconds_high
-    assert sum(told.predicted.seconds_by_cause.values()) == pytest.approx(forecast.step_seconds)
-    assert os.listdir(tmp_path) == ["meshwright"]
+    assert found.predicted.step_seconds_high == forecast.step_seconds_high
+    assert sum(found.predicted.seconds_by_cause.values()) == pytest.approx(forecast.step_seconds)
+    assert sorted(os.listdir(tmp_path)) == ["meshwright", "replicas.plan.json"]

@@ -94,7 +94,9 @@ def plan_job(
         asked = sequence if opened.profile.counts == "tokens" else 1
         width = parity.DTYPES[dtype].itemsize
         promised = price(opened.profile, chosen, sequence=asked, stage=stage, optimizer=rates, element_bytes=width)
-        answer["priced"], answer["priced_state"] = _priced(promised, chosen.num_microbatches)
+        answer["priced"], answer["priced_state"] = _priced(
+            promised, chosen.microbatches_of(session.mesh.part(chosen.sample_axes)[0])
+        )
         places = [session.mesh.index(axis) for axis in session.mesh.sizes if axis != "pp"]
         answer["holds_largest"] = not any(places)
     answer["num_graphs"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]

@@ -194,4 +194,4 @@ def test_it_is_approximate_and_search_does_not_offer_it() -> None:
     assert TWO.as_exact() == tiny.PIPELINE
     assert Plan.from_json(plan_of(TWO).to_json()).techniques[0].exactness == "approximate"
     with pytest.raises(MeshwrightError, match="approximate"):
-        read_wishes(("pipeline.schedule=async",), allow="rounded")
+        read_wishes(("pipeline.schedule=async",), allow="lossy")

@@ -32,7 +32,7 @@ SETTINGS: dict[str, tuple[Technique, ...]] = {
     "expert": (tiny.EXPERT,),
     "pipeline": (tiny.PIPELINE, tiny.INTERLEAVED),
     "precision": (tiny.BF16,),
-    "recompute": (tiny.RECOMPUTE_ONE,),
+    "recompute": (tiny.RECOMPUTE_SOME,),
     "replicate": (tiny.REPLICATE,),
     "rows": (tiny.ROWS,),
     "shard": (tiny.SHARD3, tiny.SHARD1),

@@ -112,10 +112,10 @@ def test_the_dtype_of_sums_decides_how_exact_it_is() -> None:
     assert rounded.exactness == "rounded"
     assert rounded.as_exact() == tiny.SHARD3
     assert Plan.from_json(plan_of(rounded).to_json()).techniques[0].exactness == "rounded"
-    read_wishes(["shard.reduce=bf16"], allow="rounded")
-    read_wishes(["shard.reduce=fp32"], allow="exact")
-    with pytest.raises(MeshwrightError, match="it is rounded, and only exact techniques are allowed"):
-        read_wishes(["shard.reduce=bf16"], allow="exact")
+    read_wishes(["shard.reduce=bf16"], allow="lossy")
+    read_wishes(["shard.reduce=fp32"], allow="reordered")
+    with pytest.raises(MeshwrightError, match="it is lossy, and only reordered techniques are allowed"):
+        read_wishes(["shard.reduce=bf16"], allow="reordered")
 
 
 def test_a_layer_behind_cannot_be_fetched_ahead() -> None:

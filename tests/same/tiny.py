@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from meshwright.core.plan import Plan
+from meshwright.core.profile import Profile
 from meshwright.core.technique import Technique, technique_named
+from meshwright.models.config import DecoderConfig
+from meshwright.models.cost import decoder_profile
 
 SEQUENCE = 16
 BATCH = 8
@@ -65,6 +68,7 @@ RING, ULYSSES = (t("context", size=2, kind=kind) for kind in ("ring", "ulysses")
 EXPERT = t("expert", size=2)
 ROWS = t("rows", size=2)
 RECOMPUTE, RECOMPUTE_ONE = t("recompute"), t("recompute", layers=1)
+RECOMPUTE_SOME = t("recompute", layers=1, selective=1)
 CHUNKED = t("chunked_loss", chunks=4)
 COMPILE = t("compile", backend="aot_eager")
 BF16 = t("precision", dtype="bf16")
@@ -129,6 +133,10 @@ ROUNDED = {
     "loss": 2**-8,
     "parameter": 2**-8,
 }
+
+
+def profile_of(config: dict[str, Any]) -> Profile:
+    return decoder_profile(DecoderConfig(**config), "tiny")
 
 
 def plan_of(*techniques: Technique, batch: int = BATCH, microbatch: int = 2) -> Plan:

@@ -36,6 +36,9 @@ def _search(**wishes: object) -> Found:
         ("tensor.overlap=2", "tensor", "overlap", 2),
         ("shard.stage=2", "shard", "stage", 2),
         ("recompute=1", "recompute", "layers", 1),
+        ("recompute.layers=0-1", "recompute", "layers", "0-1"),
+        ("recompute.selective=2", "recompute", "selective", 2),
+        ("recompute.slots=2", "recompute", "slots", 2),
         ("chunked_loss.chunks=4", "chunked_loss", "chunks", 4),
         ("precision.dtype=fp32", "precision", "dtype", "fp32"),
     ],
@@ -77,8 +80,12 @@ def test_an_axis_pinned_to_one_is_absent() -> None:
 
 def test_only_what_is_allowed_is_used() -> None:
     assert any(t.exactness == "rounded" for plan, _ in _search().ranked for t in plan.techniques)
+    reordered = _search(allow="reordered")
+    assert all(t.exactness == "exact" for plan, _ in reordered.ranked for t in plan.techniques)
+    assert any(t.reorders for plan, _ in reordered.ranked for t in plan.techniques)
     exact = _search(allow="exact")
-    assert all(t.exactness == "exact" for plan, _ in exact.ranked for t in plan.techniques)
+    assert exact.ranked
+    assert not any(t.reorders for plan, _ in exact.ranked for t in plan.techniques)
 
 
 def test_everything_wrong_is_said_at_once() -> None:
@@ -98,8 +105,8 @@ def test_everything_wrong_is_said_at_once() -> None:
 
 
 def test_a_pin_that_is_not_exact_enough_is_refused() -> None:
-    with pytest.raises(MeshwrightError, match="rounded"):
-        read_wishes(["precision"], allow="exact")
+    with pytest.raises(MeshwrightError, match="it is lossy"):
+        read_wishes(["precision"], allow="reordered")
 
 
 def test_two_pins_of_one_setting_are_refused() -> None:

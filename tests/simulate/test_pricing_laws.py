@@ -32,7 +32,13 @@ def _settings(kind: type[Technique], profile: Any, size: int, count: int) -> lis
     options = kind.options(profile, CLUSTER)
     choices = [[(o.field, v) for v in o.values] for o in options if isinstance(o, Choice)]
     fixed = {o.field: size for o in options if isinstance(o, Axis)}
-    fixed |= {o.fields[0]: count for o in options if isinstance(o, PerLayer)}
+    # Of several policies each of the later ones has half of what those before it leave.
+    for option in (o for o in options if isinstance(o, PerLayer)):
+        left = profile.num_blocks - count
+        fixed[option.fields[0]] = count
+        for field in option.fields[1:]:
+            fixed[field] = left // 2
+            left -= left // 2
     return [fixed | dict(chosen) for chosen in itertools.product(*choices)]
 
 
@@ -97,10 +103,10 @@ def test_doing_work_again_costs_at_most_a_forward_and_saves_memory(profile: Any)
         if isinstance(option, PerLayer)
     ]
     assert counted
-    for kind, option in counted:
+    for kind, field, none in ((kind, each, dict.fromkeys(o.fields, 0)) for kind, o in counted for each in o.fields):
         peaks = []
         for count in range(profile.num_blocks + 1):
-            technique = kind(**{option.fields[0]: count})
+            technique = kind(**none | {field: count})
             work = price(profile, Plan(techniques=(technique,), batch=4, microbatch=4), sequence=SEQUENCE)
             assert _flops(work, ("recompute",)) <= _flops(work, ("forward",))
             peaks.append(float(stage_memory(work, CLUSTER.device).peak_bytes()))
