@@ -203,7 +203,8 @@ def again(asked: argparse.Namespace) -> int:
     named = bool(asked.cluster or asked.readings)
     cluster = cluster_for(asked) if named else decode(Cluster, stored["cluster"], f"{asked.again}.cluster")
     cases = {case.name: case for own in (*CASES.values(), *DRY.values()) for case in own}
-    rows = {row["name"]: row | forecast_row(cases[row["name"]], cluster) for row in stored["cases"]}
+    known = [row for row in stored["cases"] if row["name"] in cases]
+    rows = {row["name"]: row | forecast_row(cases[row["name"]], cluster) for row in known}
     about = {key: stored[key] for key in ("device", "torch")} | {"cluster": encode(cluster), "forecast_again": True}
     write(asked.json, about, rows)
     print(table(rows))

@@ -237,7 +237,7 @@ class Rows:
         self, cost: StageCost, memory: StageMemory, timetable: Timetable, memory_bytes: float
     ) -> np.ndarray:
         forced = None
-        if self.shape[2] > 1 and not self.grid.may_choose:
+        if self.shape[2] > 1 and not self.grid.may_choose and len(self.grid.profile.block_layers) == 1:
             forced, _ = forced_seconds(self.table, cost, memory, memory_bytes)
         everyone = np.arange(self.grid.num_candidates)
         return least_seconds(self.grid, everyone, cost, timetable, ways=self.shape[2], forced=forced)
@@ -250,7 +250,8 @@ def forced_seconds(
     further byte.
 
     Every policy saves bytes and costs time in proportion to the blocks that follow it, but for what hides behind
-    compute, of which the least is taken; so mixtures lie on the lower hull of the policies' own points.
+    compute, of which the least is taken; so mixtures lie on the lower hull of the policies' own points. That is so of
+    one kind of block only: of several, the kind that saves most for its time may go first.
     """
     kept = table(memory.base_bytes() + memory.in_flight * memory.microbatch_bytes())
     bare = np.zeros_like(kept)
@@ -261,7 +262,8 @@ def forced_seconds(
     more = bare - bare[:, :, :1] + shown.min(axis=2, keepdims=True) - (shown + waits)[:, :, :1]
     more[:, :, 0] = 0.0
     saved = kept[:, :, :1] - kept
-    needed = table(memory.late_bytes())[:, :, 0] - memory_bytes
+    # What runs at the fullest moment may be of a block that follows any of them.
+    needed = kept[:, :, 0] + (table(memory.late_bytes()) - kept).min(axis=2) - memory_bytes
     found, slope = np.full(needed.shape, np.inf), np.zeros(needed.shape)
     ways = kept.shape[2]
     for low, high in itertools.combinations_with_replacement(range(ways), 2):
@@ -298,7 +300,9 @@ def least_seconds(
 
     forward, backward, weight = (table(cost.seconds(part))[:, :, 0] for part in ("forward", "backward", "weight"))
     each = forward + backward + weight + (0.0 if forced is None else forced)
-    tail = table(cost.seconds("step")).min(axis=2).max(axis=1)
+    tails = table(cost.seconds("step")).min(axis=2)
+    # With another split the stage that ends last may be a smaller one.
+    tail = tails.min(axis=1) if grid.may_choose else tails.max(axis=1)
     microbatches, stages = grid.columns["num_microbatches"][of], grid.columns["num_stages"][of]
     if grid.cutter is None:
         return microbatches * each[:, 0] + tail

@@ -69,12 +69,13 @@ def deal(problem: Problem, leaf: Leaf, picks: Sequence[Pick], listed: Sequence[S
     kept = np.stack([rows.column(rows.memory.microbatch_bytes()) for rows in by_chunk])
     held = _held(leaf, picks, whole, [len(each) for each in choices], kept)
     peak_bytes = stages.column(replace(stages.memory, in_flight=held).peak_bytes())
-    totals, send = stages.columns(), max(float(np.max(each.send)) for each in columns)
+    totals, sends = stages.columns(), np.zeros(len(picks))
     found: list[list[_Stage | None]] = [[] for _ in picks]
     row = 0
     for cell, each in zip(whole, choices, strict=True):
         rows = np.arange(row, row + len(each))
         row += len(each)
+        sends[cell.at] = max(sends[cell.at], *(float(c.send[rows].max()) for c in columns))
         rows = rows[peak_bytes[rows] <= picks[cell.at].memory_bytes]
         if not len(rows):
             found[cell.at].append(None)
@@ -90,7 +91,8 @@ def deal(problem: Problem, leaf: Leaf, picks: Sequence[Pick], listed: Sequence[S
                 choices=each[rows - (row - len(each))],
             )
         )
-    return [_best(leaf, pick, mine, send) for pick, mine in zip(picks, found, strict=True)]
+    every = zip(picks, found, sends.tolist(), strict=True)
+    return [_best(leaf, pick, mine, send) for pick, mine, send in every]
 
 
 def _by_chunk(profile: Profile, spans: Spans, choices: np.ndarray) -> np.ndarray:
@@ -133,30 +135,34 @@ def _best(leaf: Leaf, pick: Pick, stages: list[_Stage | None], send: float) -> D
     if len(options) < len(stages):
         return Dealt(seconds=np.inf, least_seconds=np.inf, choices=None)
     m = int(leaf.grid.columns["num_microbatches"][pick.candidate])
-    useful = [_useful(stage) for stage in options]
-    combinations = list(itertools.product(*useful)) if prod(len(each) for each in useful) <= FEW else []
+    combinations = _combinations(options)
     tried = combinations or [tuple(0 for _ in options)]
     chosen = [
         {name: np.stack([getattr(s, name)[way[i]] for way in tried]) for name in ("forward", "backward", "weight")}
         for i, s in enumerate(options)
     ]
-    tails = np.array([max(float(s.tail[way[i]]) for i, s in enumerate(options)) for way in tried])
-    seconds = _simulated(leaf.timetable, chosen, send, m) + tails
-    best = int(np.argmin(seconds))
-    least = float(seconds[best])
-    if not combinations:
-        lowest = [
-            {name: getattr(s, name).min(axis=0)[None] for name in ("forward", "backward")}
-            | {"weight": s.weight.max(axis=0)[None]}
-            for s in options
-        ]
-        tail = max(float(s.tail.min()) for s in options)
-        least = min(least, float(_simulated(leaf.timetable, lowest, send, m)[0]) + tail)
+    tails = [max(float(s.tail[way[i]]) for i, s in enumerate(options)) for way in tried]
+    if not combinations:  # beside it, every chunk at its fastest: no combination is faster
+        for columns, s in zip(chosen, options, strict=True):
+            for name, values in columns.items():
+                least = getattr(s, name).max(axis=0) if name == "weight" else getattr(s, name).min(axis=0)
+                columns[name] = np.concatenate([values, least[None]])
+        tails.append(max(float(s.tail.min()) for s in options))
+    seconds = _simulated(leaf.timetable, chosen, send, m) + np.array(tails)
+    best = int(np.argmin(seconds[: len(tried)]))
     return Dealt(
         seconds=float(seconds[best]),
-        least_seconds=least,
+        least_seconds=float(seconds.min()),
         choices=[s.choices[tried[best][i]] for i, s in enumerate(options)],
     )
+
+
+def _combinations(options: list[_Stage]) -> list[tuple[int, ...]]:
+    """All that may be best, where they are few."""
+    if sum(len(stage.choices) > 1 for stage in options) > FEW.bit_length():
+        return []
+    useful = [_useful(stage) for stage in options]
+    return list(itertools.product(*useful)) if prod(len(each) for each in useful) <= FEW else []
 
 
 def _useful(stage: _Stage) -> list[int]:

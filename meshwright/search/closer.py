@@ -66,7 +66,7 @@ def _bounds(
     forward, weight = column(cost.seconds("forward")), column(cost.seconds("weight"))
     fast = forward + weight + column(cost.seconds("backward"))
     forced, slope = np.zeros_like(fast), np.zeros_like(fast)
-    if ways > 1 and (len(problem.profile.block_layers) == 1 or not leaf.grid.may_choose):
+    if ways > 1 and len(problem.profile.block_layers) == 1:
         both = forced_seconds(table, cost, memory, problem.cluster.device.memory_bytes)
         forced, slope = both[0][0], both[1][0]
     tail = table(cost.seconds("step"))[0].min(axis=1)
@@ -100,7 +100,9 @@ def _bounds(
     bound = any_split(timetable, m, stages, total, slowest, shares, send)
     if timetable.chunks > 1:
         bound = np.maximum(bound, _after_the_way(leaf, index, forward, fast, forced, apart, starts, count))
-    return bound + np.maximum.reduceat(tail[:count], starts)
+    # With another split the stage that ends last may be a smaller one.
+    last = np.minimum if leaf.grid.may_choose else np.maximum
+    return bound + last.reduceat(tail[:count], starts)
 
 
 def _pace(

@@ -91,7 +91,9 @@ def any_split(
     bound = m * pace
     if timetable.overlaps_steps:
         return bound
-    bound = np.maximum(bound, through - shares.later + 2 * (stages * timetable.chunks - 1) * send)
+    # At the turn of a V nothing is sent.
+    turns = timetable.chunks - 1 if timetable.places(1).shape == "vee" else 0
+    bound = np.maximum(bound, through - shares.later + 2 * (stages * timetable.chunks - 1 - turns) * send)
     if timetable.chunks > 1:
         return bound
     if timetable.name == "zero_bubble_h1":

@@ -14,8 +14,8 @@ from math import comb, prod
 
 import numpy as np
 
-FEW = 28
-"""Choices that are all listed: all of two policies for six blocks."""
+FEW = 36
+"""Choices that are all listed: all of two policies for seven blocks, or two and two of two kinds."""
 MOST = 4096
 """Points of a front of several kinds that are kept."""
 STEPS = (-2, -1, 0, 1, 2, 3, 4, 6, 9, 13, 19, 28, 42, 63, 95, 142, 213, 320, 480, 720, 1080, 1620, 2430)

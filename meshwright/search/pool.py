@@ -26,9 +26,9 @@ from meshwright.search.space import grids
 from meshwright.search.wishes import Wishes
 from meshwright.simulate.forecast import Forecast, forecast, slowest_of
 
-CLOSE_LOOKS, MOST_LOOKS = 100, 1200
+CLOSE_LOOKS, MOST_LOOKS = 48, 1200
 """Candidates looked at closely before an epsilon counts, and at all. What bounds leave open then is said as the gap."""
-BATCHES = ((8, 8), (16, 8), (64, 16), (512, 32))
+BATCHES = ((8, 8), (16, 8), (64, 16), (256, 16), (8192, 32))
 """Candidates bounded closer and solved together: few at first, when every look may make the rest needless."""
 
 FEW_ORDERS = 8

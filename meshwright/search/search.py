@@ -24,7 +24,7 @@ from meshwright.search.wishes import read_wishes
 
 __all__ = ["EPSILON", "Alternative", "Found", "Scored", "found_as_json", "search"]
 
-EPSILON = 0.005
+EPSILON = 0.01
 """Share of a step below which a faster plan is not looked for any longer, after the first looks."""
 
 MOST_COUNTED = 2**53

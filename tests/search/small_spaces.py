@@ -197,7 +197,7 @@ def machine(draw: random.Random, shape: str) -> Cluster:
     return replace(found, device=device, inner=inner, outer=outer)
 
 
-def model(draw: random.Random, blocks: int) -> Profile:
+def model(draw: random.Random, blocks: int, num_kinds: int) -> Profile:
     """Blocks of one kind or two, with weights tied or not."""
     size = draw.choice([32, 64, 128])
     config = replace(
@@ -211,7 +211,7 @@ def model(draw: random.Random, blocks: int) -> Profile:
     )
     assert isinstance(config, DecoderConfig)
     found = decoder_profile(config, "tiny")
-    if config.num_layers == 1 or draw.random() < 0.6:
+    if config.num_layers == 1 or num_kinds == 1:
         return found
     # The first blocks are of another kind: they keep and compute more, or less.
     first = draw.randint(1, config.num_layers - 1)
@@ -240,6 +240,8 @@ class Draw:
     num_axes: tuple[int, ...] = (1, 2, 2)
     schedules: tuple[str, ...] = SCHEDULES
     blocks: tuple[int, ...] = (1, 2, 3, 4)
+    kinds: tuple[int, ...] = (1, 1, 2)
+    """Of block, at most."""
     rescues: bool = False
     fewest: int = 4
     most: int = MOST_PLANS
@@ -264,7 +266,7 @@ class Draw:
             names += [name] if name not in names and draw.random() < chance else []
         schedules = draw.sample(self.schedules, min(len(self.schedules), draw.choice([1, 2, 4])))
         return Space(
-            profile=model(draw, draw.choice(self.blocks)),
+            profile=model(draw, draw.choice(self.blocks), draw.choice(self.kinds)),
             machine=place,
             batch=draw.choice([2, 3, 4, 6, 8]),
             sequence=draw.choice([16, 32]),

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from small_spaces import Draw, Space
 
 from meshwright.core.plan import Plan
 from meshwright.search.search import Found, search
+from meshwright.search.solve import REACH
+from meshwright.search.split import balanced_stages
 from meshwright.simulate.forecast import Forecast, forecast
 
 SPACES = 7
 """Of a case; each is asked about with up to four amounts of memory. Of large ones fewer, with more amounts."""
 
-FEWEST = 20
+FEWEST = 15
 """Questions of a case, at least."""
 
 ONE_CHUNK = ("1f1b", "zero_bubble_h1")
@@ -56,7 +59,7 @@ CASES = {
     "three axes": Draw(shapes=("2x4xh100",), num_axes=(3,), blocks=(2,), most=100, fewest=8),
     "rounded": Draw(names=("precision", "recompute"), shapes=("h100", "2xh100"), num_axes=(1,), most=80),
     "rescues": Draw(
-        names=("recompute",), shapes=("laptop", "2xh100"), axes=("replicate",), blocks=(3, 4), rescues=True, most=120
+        names=("recompute",), shapes=("laptop", "2xh100"), axes=("replicate",), blocks=(4,), rescues=True, most=100
     ),
 }
 
@@ -83,7 +86,7 @@ def _is_rescue(plan: Plan) -> bool:
 @pytest.mark.parametrize("name", CASES)
 def test_the_search_finds_what_brute_force_finds(name: str) -> None:
     asked, is_large = 0, CASES[name].fewest >= 100
-    num_spaces, num_limits = (2, 14) if is_large else (SPACES, 4)
+    num_spaces, num_limits = (3, 10) if is_large else (2 * SPACES, 3) if CASES[name].rescues else (SPACES, 4)
     for number in range(num_spaces):
         seed = 100 * list(CASES).index(name) + number
         space, plans = CASES[name].space(seed)
@@ -105,3 +108,39 @@ def test_the_search_finds_what_brute_force_finds(name: str) -> None:
             assert found.best[1].step_seconds == pytest.approx(fitting[best], rel=1e-9), words
             assert found.gap_fraction == 0.0, words
     assert asked >= FEWEST, f"{asked} questions only"
+
+
+def _is_near(stages: tuple[int, ...], even: tuple[int, ...]) -> bool:
+    return len(stages) == 1 or all(abs(a - b) <= REACH for a, b in zip(stages, even, strict=True))
+
+
+MANY_BLOCKS = {
+    "policies": Draw(shapes=("laptop",), names=("recompute",), blocks=(12, 14), most=400),
+    "policies of split layers": Draw(
+        shapes=("2xh100",), names=("tensor", "recompute"), num_axes=(0,), blocks=(12,), most=400
+    ),
+    "stages": Draw(shapes=("3xh100",), names=("pipeline",), num_axes=(0,), schedules=ONE_CHUNK, blocks=(14,), most=400),
+}
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", MANY_BLOCKS)
+def test_where_not_all_is_tried_the_gap_says_so(name: str, seed: int) -> None:
+    """More blocks than choices are listed for, or splits simulated. Stages lie within `REACH` of about even."""
+    space, plans = replace(MANY_BLOCKS[name], kinds=(1,), fewest=60).space(seed)
+    even = balanced_stages(space.profile, 3, space.sequence)
+    plans = [plan for plan in plans if _is_near(plan.blocks_of_stages(space.profile), even)]
+    told = {
+        plan: forecast(space.profile, plan, space.machine, sequence=space.sequence, replays=False) for plan in plans
+    }
+    for limit in _limits(told, random.Random(seed), 5, is_rescue=False):
+        seconds = [each.step_seconds for each in told.values() if each.peak_bytes <= limit]
+        found = _asked(space.with_memory(limit))
+        if not seconds:
+            assert found.best is None or _is_rescue(found.best[0])
+            continue
+        assert found.best is not None
+        assert found.gap_fraction is not None
+        best = found.best[1].step_seconds
+        assert best * (1 - found.gap_fraction) <= min(seconds) * (1 + 1e-9), limit
+        assert best <= min(seconds) * 1.005, limit

@@ -225,9 +225,8 @@ def test_no_split_is_faster_than_the_bound_of_all_splits(name: str) -> None:
             least_way=way.min(axis=0),
             later=sum(apart),
         )
-        sent = send if places.shape == "loop" else 0.0 * send  # at the turn of a V nothing is sent
         m, p = np.full(200, microbatches), np.full(200, stages)
-        bound = any_split(timetable, m, p, through, pace, shares, sent)
+        bound = any_split(timetable, m, p, through, pace, shares, send)
         assert np.all(bound <= simulated * ROUNDING), (stages, microbatches)
 
 

@@ -139,6 +139,33 @@ def test_a_pin_no_plan_can_keep_is_refused_before_the_search(pins: list[str], wo
     assert all(problem.where.startswith("pin ") for problem in caught.value.problems)
 
 
+@pytest.mark.parametrize(
+    ("pins", "bans", "words"),
+    [
+        (["tensor=2", "pipeline=2", "replicate=2"], [], "4 devices cannot be shared out to tensor 2 x pipeline 2"),
+        (["compile", "pipeline.schedule=zero_bubble_h1"], [], "a compiled backward is one piece"),
+        (["recompute.slots=2", "shard=4", "shard.stage=3"], [], "whose weights shard has let go of"),
+        (["recompute.layers=0-2", "recompute.selective=1-3"], [], "names blocks that another setting names too"),
+        (["tensor"], ["tensor.sequence=true", "tensor.sequence=false"], "every sequence is banned"),
+        (["tensor=2"], ["tensor"], "it is banned too"),
+    ],
+)
+def test_pins_that_contradict_say_which_rule_they_break(pins: list[str], bans: list[str], words: str) -> None:
+    with pytest.raises(MeshwrightError) as caught:
+        _search(pin=pins, ban=bans)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "pins", [["compile", "pipeline"], ["recompute.slots=2", "shard=4"], ["tensor=2", "replicate=2"]]
+)
+def test_pins_that_leave_a_way_are_kept(pins: list[str]) -> None:
+    """Though not with every setting: the schedule, the stage of shards."""
+    found = _search(pin=pins)
+    assert found.best is not None
+    assert {pin.partition("=")[0].partition(".")[0] for pin in pins} <= {t.name for t in found.best[0].techniques}
+
+
 def test_a_pin_the_machine_or_the_sequence_rules_out_is_refused() -> None:
     with pytest.raises(MeshwrightError, match=r"pin precision: .*do not compute in bf16"):
         search(PROFILE, cluster("4xv100"), batch=16, sequence=128, pin=["precision"])
