@@ -15,7 +15,6 @@ import resource
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -102,50 +101,22 @@ def _child(question: Question) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-RUN_FILE = """\
-[model]
-name = "{model}"
-change = {{ {change} }}
-[data]
-train = "stdlib"
-sequence = {sequence}
-[train]
-batch = {batch}
-steps = 1
-[run]
-folder = "runs/none"
-cluster = "{cluster}"
-"""
-
-
-def command_of(question: Question, folder: Path) -> list[str]:
-    command = [str(Path(sys.executable).with_name("mw")), "plan", "--json", "--top", str(TOP)]
-    if not question.change:
-        machine = ["--model", question.model, "--cluster", question.cluster]
-        return [*command, *machine, "--batch", str(question.batch), "--seq", str(question.sequence)]
-    change = ", ".join(f"{name} = {value}" for name, value in question.change.items())
-    text = RUN_FILE.format(
-        model=question.model,
-        change=change,
-        sequence=question.sequence,
-        batch=question.batch,
-        cluster=question.cluster,
-    )
-    path = folder / "asked.toml"
-    path.write_text(text, encoding="utf-8")
-    return [*command, str(path)]
+def command_of(question: Question) -> list[str]:
+    machine = ["--model", question.model, "--cluster", question.cluster]
+    size = ["--batch", str(question.batch), "--seq", str(question.sequence)]
+    return [str(Path(sys.executable).with_name("mw")), "plan", "--json", "--top", str(TOP), *machine, *size]
 
 
 def commanded(question: Question) -> dict[str, Any]:
     """The command's wall and processor seconds."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = command_of(question, Path(folder))
-        start, own = time.perf_counter(), _children_seconds()
-        try:
-            done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
-        except subprocess.TimeoutExpired:
-            return {"command_seconds": None, "command_problem": f"took more than {TIMEOUT_SECONDS} s"}
-        seconds, spent = time.perf_counter() - start, _children_seconds() - own
+    start, own = time.perf_counter(), _children_seconds()
+    try:
+        done = subprocess.run(
+            command_of(question), check=False, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return {"command_seconds": None, "command_problem": f"took more than {TIMEOUT_SECONDS} s"}
+    seconds, spent = time.perf_counter() - start, _children_seconds() - own
     if done.returncode not in (0, 1):
         return {"command_seconds": None, "command_problem": (done.stderr.strip().splitlines() or ["no message"])[-1]}
     return {"command_seconds": seconds, "command_cpu_seconds": spent}

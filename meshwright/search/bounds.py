@@ -315,6 +315,8 @@ def least_seconds(
         microbatches=microbatches,
         forward=forward,
         each=each,
+        # What shows of hidden collectives may be less with another split.
+        least=table(cost.bare_seconds())[:, :, 0] if grid.may_choose else each,
         apart=apart,
         send=table(cost.send_seconds).max(axis=(1, 2)),
         timetable=timetable,

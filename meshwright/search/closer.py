@@ -75,7 +75,8 @@ def _bounds(
     stages, m = (leaf.grid.columns[name][index] for name in ("num_stages", "num_microbatches"))
     if leaf.grid.cutter is None:
         stages = np.ones_like(m)
-    total = np.add.reduceat(fast[:count], starts)
+    # What shows of hidden collectives may be less with another split.
+    total = np.add.reduceat((column(cost.bare_seconds()) if leaf.grid.may_choose else fast)[:count], starts)
     apart = weight if timetable.splits_backward else np.zeros_like(weight)
     slowest = np.maximum.reduceat((fast + forced)[:count], starts)
     if leaf.grid.may_choose:

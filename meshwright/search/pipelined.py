@@ -24,6 +24,8 @@ class Pipeline:
     """(candidates, runs), as the two after it."""
     each: np.ndarray
     """All of a microbatch's seconds."""
+    least: np.ndarray
+    """Of these, what a stage has in every split."""
     apart: np.ndarray
     """What backward leaves for later."""
     send: np.ndarray
@@ -31,7 +33,7 @@ class Pipeline:
 
     def least_seconds(self) -> np.ndarray:
         counts = self.runs[1]
-        through = (counts * self.each).sum(axis=1)
+        through = (counts * self.least).sum(axis=1)
         there, each = counts > 0, np.maximum(self.each, 1e-30)
         forward = np.where(there, self.forward / each, np.inf)
         larger = np.maximum(self.forward, self.each - self.forward) / each

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from math import comb
 
 import numpy as np
 
@@ -29,7 +30,7 @@ from meshwright.simulate.stages import straight
 
 REACH = 3
 """Blocks more or fewer than an even share that a stage may have; with few blocks, any number."""
-FEW_BLOCKS = 12
+FEW_BLOCKS, FEW_SPLITS = 12, 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +95,9 @@ def _cells(problem: Problem, leaf: Leaf, at: int, pick: Pick) -> list[Cell]:
 def _places(blocks: int, sizes: tuple[int, ...]) -> tuple[tuple[int, int, range], ...]:
     """(stage, how many blocks it may have, where it may begin), given about how many each has."""
     room = blocks - len(sizes) + 1
-    widest = room if blocks <= FEW_BLOCKS else min(room, max(sizes) + REACH)
-    lowest = [1 if blocks <= FEW_BLOCKS else max(1, size - REACH) for size in sizes]
+    is_any = blocks <= FEW_BLOCKS or comb(blocks - 1, len(sizes) - 1) <= FEW_SPLITS
+    widest = room if is_any else min(room, max(sizes) + REACH)
+    lowest = [1 if is_any else max(1, size - REACH) for size in sizes]
     found = []
     for stage in range(len(sizes)):
         before, after = sum(lowest[:stage]), sum(lowest[stage + 1 :])

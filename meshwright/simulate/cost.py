@@ -83,6 +83,10 @@ class StageCost:
                 total = total + seconds
         return total
 
+    def bare_seconds(self) -> Num:
+        """Of one microbatch, all of it, without what shows of collectives beside compute or of a slow host."""
+        return _sum(seconds for charge, seconds in self.bare.items() if charge.part != "step")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Tally:
