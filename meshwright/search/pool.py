@@ -40,8 +40,9 @@ _COMPARED = 1.1
 """Times the best up to which others are simulated, for people who want to compare."""
 _ROUNDING = 1e-9
 """Sums in another order: a bound may differ from the same plan's forecast by this share."""
-_RETRIES = 4
-"""Times that a plan which fits by its bytes, but not in pieces, is solved again with less memory."""
+_RETRIES, _LITTLE = 6, 1 << 27
+"""Times that a plan which fits by its bytes, but not in pieces, is solved again with less memory; and bytes that are
+not worth another."""
 
 
 class Pool:
@@ -207,35 +208,51 @@ class Pool:
                 self.solved.append((found, at))
                 self._score(found, at)
 
-    def _score(self, found: Solved, at: int, retries: int = _RETRIES) -> None:
-        """Forecast it if it may be the best; if it then does not fit, again with less memory."""
+    def _score(self, found: Solved, at: int) -> None:
+        """Forecast the one solved last, if it may be the best; if it then does not fit, again with less memory."""
         if found.plan is None:
             self._reject("does not fit in memory" if np.isinf(found.least_seconds) else "slower")
         elif found.seconds < self.limit_seconds * (1 + _ROUNDING):
             scored = self._forecast(found.plan)
-            if scored is None:
-                return
-            if scored[1].step_seconds > self.limit_seconds:
+            if scored is None or scored[1].step_seconds > self.limit_seconds:
                 return
             scored = self._forecast(found.plan, replays=scored[1].fits)
             assert scored is not None
-            if not scored[1].fits:
-                self._again(found, scored[1], at, retries)
-            elif self.best is None or _rank(scored) < _rank(self.best):
-                self.best = scored
+            if scored[1].fits:
+                self._take(scored)
+            else:
+                self.solved[-1] = self._with_less(found, scored[1], at), at
 
-    def _again(self, found: Solved, told: Forecast, at: int, retries: int) -> None:
+    def _take(self, scored: Scored) -> None:
+        if self.best is None or _rank(scored) < _rank(self.best):
+            self.best = scored
+
+    def _with_less(self, found: Solved, told: Forecast, at: int) -> Solved:
+        """The fastest that fits in pieces too, between the least memory that is too much and one that will do. What
+        needs more than a plan that does not fit is taken not to fit either."""
         used = told.peak_reserved_bytes + told.peak_bytes - told.peak_allocated_bytes
-        room = found.pick.memory_bytes - max(used - self.memory_bytes, told.peak_bytes - self.memory_bytes, 1 << 24)
-        if not retries or room <= 0:
+        over = max(used - self.memory_bytes, told.peak_bytes - self.memory_bytes, _LITTLE)
+        high = float(min(told.peak_bytes - 1, found.pick.memory_bytes - 1))
+        low, best = high - over, None
+        for _ in range(_RETRIES):
+            room = low if best is None else (low + high) / 2
+            (less,) = solve(self.question, self.leaves[at], [found.pick._replace(memory_bytes=room)])
+            scored = None if less.plan is None else self._forecast(less.plan, replays=True)
+            if scored is None:
+                break
+            if scored[1].fits:
+                self._take(scored)
+                low, best = max(room, scored[1].peak_bytes), less
+            else:
+                high = min(high, scored[1].peak_bytes - 1.0)
+                low = min(low, high) - over * (best is None)
+            if high - low < _LITTLE:
+                break
+        (most,) = solve(self.question, self.leaves[at], [found.pick._replace(memory_bytes=high)])
+        if best is None:
             self._reject("does not fit in memory in pieces")
-            return
-        (less,) = solve(self.question, self.leaves[at], [found.pick._replace(memory_bytes=room)])
-        if less.plan == found.plan:
-            self._again(less, told, at, retries - 1)
-            return
-        self.solved.append((less, at))
-        self._score(less, at, retries - 1)
+            return replace(most, plan=None, seconds=np.inf)
+        return replace(best, least_seconds=min(most.least_seconds, best.seconds))
 
     def _forecast(self, plan: Plan, *, replays: bool = False) -> Scored | None:
         """None (and the reason counted) if the plan's own check objects. `replays`: with the allocator, which takes too
