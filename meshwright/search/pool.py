@@ -154,9 +154,10 @@ class Pool:
         for sizes in itertools.chain(BATCHES, itertools.repeat(BATCHES[-1])):
             if len(self.solved) >= MOST_LOOKS or not self._look(*sizes, self.limit_seconds):
                 break
-        missing = top - len(self._plans())
-        while missing > 0 and self._look(missing, missing, np.inf):  # for people who want to compare
-            missing = min(missing - 1, top - len(self._plans()))
+        for _ in range(2 * top):  # for people who want to compare
+            missing = top - len(self._plans())
+            if missing <= 0 or not self._look(missing, missing, np.inf):
+                break
 
     def _look(self, num_wide: int, num_close: int, limit: float) -> bool:
         """At the candidates with the least bounds below the limit; False if there are none."""
@@ -270,8 +271,10 @@ class Pool:
         return self.scored[known]
 
     def _plans(self) -> list[Plan]:
-        """What was solved, fastest first, each once."""
-        plans = {found.plan: found.seconds for found, _ in self.solved if found.plan is not None}
+        """What was solved and is not faster than the best (and so too large), fastest first, each once."""
+        least = 0.0 if self.best is None else self.best[1].step_seconds * (1 - _ROUNDING)
+        solved = [found for found, _ in self.solved if found.plan is not None and found.seconds >= least]
+        plans = {found.plan: found.seconds for found in solved if found.plan is not None}
         return sorted(plans, key=lambda plan: (plans[plan], str(plan)))
 
     def found(self, top: int) -> Found:
