@@ -283,8 +283,9 @@ def _product_bytes(work: Work, task: Compute, wide: int) -> Num:
         return task.moved_bytes
     size = task.flops / (2 * task.shape[1]) * (2 if task.dtype == "bf16" else wide)
     # A partial sum is read by the collective alone that completes it.
-    is_partial = task.cut == "tensor" and task.cut_dim == "k" and np.all(np.equal(task.matrices, 1))
-    return size * np.equal(work.facts.get("inside_ways", 1), 1) if is_partial else size
+    if task.cut != "tensor" or task.cut_dim != "k":
+        return size
+    return size * (np.equal(work.facts.get("inside_ways", 1), 1) | np.not_equal(task.matrices, 1))
 
 
 def _attended_bytes(work: Work, task: Compute, wide: int) -> Num:

@@ -371,7 +371,6 @@ def test_numbers_name_full_blocks_first_and_selective_ones_after_them() -> None:
         ({"layers": 5, "selective": 4}, "8 blocks"),
         ({"slots": -1}, "slots is -1"),
         ({"layers": 0, "slots": 2}, "no block is recomputed"),
-        ({"selective": BLOCKS, "slots": 2}, "no block is recomputed"),
     ],
 )
 def test_wrong_settings_are_told(settings: dict[str, Any], words: str) -> None:
