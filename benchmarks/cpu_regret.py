@@ -58,7 +58,7 @@ from meshwright.supervise.pool import RankPool
 
 RESULTS = Path(__file__).parent / "results" / "cpu_regret.json"
 GOAL, MOST_PLANS, QUICK_PLANS = 0.10, 12, 4
-ALLOW = "rounded"
+ALLOW = "lossy"
 
 _GPT2 = replace(preset("gpt2-124m"), num_layers=4, hidden_size=256, num_heads=4, num_kv_heads=4, ffn_size=1024)  # type: ignore[arg-type]
 _MIXTRAL = replace(
