@@ -123,12 +123,20 @@ def take_turns(
     """Every turn, by plan. Rank 0 says when there are enough quiet ones."""
     parity.enter(rank, num_ranks, rendezvous)
     turns = {name: turn_of(decode(Plan, plan, "plan"), MODELS[model]) for name, plan in plans.items()}
+    found = in_turn(turns, least, MOST_ROUNDS)
+    turns.clear()
+    parity.leave()
+    return found
+
+
+def in_turn(turns: Mapping[str, Callable[[], Turn]], least: int, most_rounds: int) -> dict[str, list[Turn]]:
+    """One turn of each, again and again, another first each time, until all have `least` quiet ones."""
     for _ in range(WARM_UP):
         for turn in turns.values():
             turn()
     found: dict[str, list[Turn]] = {name: [] for name in turns}
     names = list(turns)
-    for number in range(MOST_ROUNDS):
+    for number in range(most_rounds):
         first = number % len(names)
         for name in names[first:] + names[:first]:
             found[name].append(turns[name]())
@@ -136,9 +144,20 @@ def take_turns(
         dist.broadcast(wanted, 0)
         if number + 1 >= least and not wanted.item():
             break
-    turns.clear()
-    parity.leave()
     return found
+
+
+def measured(turns: Sequence[Turn]) -> dict[str, Any]:
+    """Of the turns that count, or of all where too few do."""
+    is_quiet = len(quiet(turns)) >= min(LEAST_TURNS, len(turns))
+    seconds = sorted(quiet(turns) if is_quiet else [turn[0] for turn in turns])
+    return {
+        "measured_seconds": statistics.median(seconds),
+        "measured_p10_seconds": seconds[len(seconds) // 10],
+        "measured_p90_seconds": seconds[-1 - len(seconds) // 10],
+        "num_turns": len(seconds),
+        "is_quiet": is_quiet,
+    }
 
 
 def quiet(turns: Sequence[Turn]) -> list[float]:
@@ -152,23 +171,18 @@ def forecast_of(model: str, plan: Plan, cluster: Cluster) -> Forecast:
 
 
 def case_of(name: str, forecasted: Forecast, turns: Sequence[Turn]) -> dict[str, Any]:
-    is_quiet = len(quiet(turns)) >= min(LEAST_TURNS, len(turns))
-    seconds = sorted(quiet(turns) if is_quiet else [turn[0] for turn in turns])
-    measured = statistics.median(seconds)
+    told = measured(turns)
+    seconds = told["measured_seconds"]
     return {
         "name": name,
-        "measured_seconds": measured,
-        "measured_p10_seconds": seconds[len(seconds) // 10],
-        "measured_p90_seconds": seconds[-1 - len(seconds) // 10],
-        "num_turns": len(seconds),
+        **told,
         "turns": [[round(value, 6) for value in turn] for turn in turns],
-        "is_quiet": is_quiet,
         "forecast_seconds": forecasted.step_seconds,
         "forecast_low_seconds": forecasted.step_seconds_low,
         "forecast_high_seconds": forecasted.step_seconds_high,
         "seconds_by_origin": dict(forecasted.seconds_by_origin),
-        "error": forecasted.step_seconds / measured - 1,
-        "is_inside": forecasted.step_seconds_low <= measured <= forecasted.step_seconds_high,
+        "error": forecasted.step_seconds / seconds - 1,
+        "is_inside": forecasted.step_seconds_low <= seconds <= forecasted.step_seconds_high,
     }
 
 

@@ -33,11 +33,11 @@ from benchmarks.cpu_forecast import (
     RATES,
     SEED,
     TIMEOUT_SECONDS,
-    WARM_UP,
     Turn,
     busy_seconds,
+    in_turn,
+    measured,
     probed,
-    quiet,
     say,
 )
 from meshwright.core.cluster import Cluster
@@ -194,18 +194,7 @@ def take_turns(
     """Every turn, by plan. Rank 0 says when there are enough quiet ones."""
     parity.enter(rank, num_ranks, rendezvous)
     turns = {name: turn_of(decode(Plan, plan, "plan"), TASKS[model]) for name, plan in plans.items()}
-    for _ in range(WARM_UP):
-        for turn in turns.values():
-            turn()
-    names, found = list(turns), {name: list[Turn]() for name in turns}
-    for number in range(MOST_ROUNDS if least > 1 else 1):
-        first = number % len(names)
-        for name in names[first:] + names[:first]:
-            found[name].append(turns[name]())
-        wanted = torch.tensor([float(any(len(quiet(own)) < least for own in found.values()))])
-        dist.broadcast(wanted, 0)
-        if number + 1 >= least and not wanted.item():
-            break
+    found = in_turn(turns, least, MOST_ROUNDS if least > 1 else 1)
     turns.clear()
     parity.leave()
     return found
@@ -221,17 +210,7 @@ def said_of(task: Task, profile: Profile, cluster: Cluster) -> Said:
 
 
 def case_of(plan: Plan, said: Forecast, turns: Sequence[Turn]) -> dict[str, Any]:
-    is_quiet = len(quiet(turns)) >= min(LEAST_TURNS, len(turns))
-    seconds = sorted(quiet(turns) if is_quiet else [turn[0] for turn in turns])
-    return {
-        "plan": str(plan),
-        "forecast_seconds": said.step_seconds,
-        "measured_seconds": statistics.median(seconds),
-        "measured_p10_seconds": seconds[len(seconds) // 10],
-        "measured_p90_seconds": seconds[-1 - len(seconds) // 10],
-        "num_turns": len(seconds),
-        "is_quiet": is_quiet,
-    }
+    return {"plan": str(plan), "forecast_seconds": said.step_seconds, **measured(turns)}
 
 
 def compare(model: str, cluster: Cluster, least: int, most: int) -> dict[str, Any]:

@@ -18,13 +18,11 @@ import numpy as np
 from meshwright.core.profile import Profile
 from meshwright.core.technique import Spans
 from meshwright.schedules import Timetable
-from meshwright.schedules.events import peak_held
 from meshwright.search.bounds import Leaf
 from meshwright.search.rows import Cell, Pick, Problem, Rows, kinds_of, size_of
 from meshwright.simulate.makespan import makespan
+from meshwright.simulate.stage import held_of_chunks
 
-MANY = 6
-"""Microbatches a stage after which a schedule holds no more, unless it holds all."""
 FEW = 256
 """Combinations of stages' choices that are all simulated."""
 
@@ -119,14 +117,7 @@ def _held(
         stages, m = (int(leaf.grid.columns[n][picks[cell.at].candidate]) for n in ("num_stages", "num_microbatches"))
         rows = slice(row, row + count)
         row += count
-        few = min(m, MANY * stages)
-        longer = leaf.timetable.held(cell.stage, stages, m)
-        if longer > few:
-            found[rows] = longer
-            continue
-        sizes = kept[:, rows]
-        most = peak_held(leaf.timetable.orders(stages, few)[cell.stage], list(sizes))
-        found[rows] = most / np.maximum(sizes.sum(axis=0), 1e-30)
+        found[rows] = held_of_chunks(leaf.timetable, cell.stage, stages, m, list(kept[:, rows]))
     return found
 
 

@@ -192,19 +192,13 @@ class Pool:
         ]
 
     def _bound(self, picks: Iterable[tuple[int, Pick]]) -> None:
-        grouped: dict[int, list[Pick]] = defaultdict(list)
-        for at, pick in picks:
-            grouped[at].append(pick)
-        for at, mine in grouped.items():
+        for at, mine in _by_leaf(picks).items():
             bounds = order_bounds(self.question, self.leaves[at], mine)
             for pick, bound in zip(mine, bounds, strict=True):
                 heapq.heappush(self.waiting, (float(bound) * (1 - _ROUNDING), next(self.numbers), at, pick))
 
     def _solve(self, picks: Iterable[tuple[int, Pick]]) -> None:
-        grouped: dict[int, list[Pick]] = defaultdict(list)
-        for at, pick in picks:
-            grouped[at].append(pick)
-        for at, mine in grouped.items():
+        for at, mine in _by_leaf(picks).items():
             for found in solve(self.question, self.leaves[at], mine, self.limit_seconds * _COMPARED):
                 self.solved.append((found, at))
                 self._score(found, at)
@@ -364,6 +358,13 @@ class Pool:
         """No candidate so marked that may fit is faster; None: there is none."""
         which = np.concatenate(masks) & self.candidates.fits(self.memory_bytes)
         return float(self.candidates.least_seconds[which].min()) if which.any() else None
+
+
+def _by_leaf(picks: Iterable[tuple[int, Pick]]) -> dict[int, list[Pick]]:
+    grouped: dict[int, list[Pick]] = defaultdict(list)
+    for at, pick in picks:
+        grouped[at].append(pick)
+    return grouped
 
 
 def _rank(scored: Scored) -> tuple[float, str]:

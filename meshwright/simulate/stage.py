@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from meshwright.core.cluster import Cluster
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.technique import Technique
-from meshwright.core.work import Updating, Work
+from meshwright.core.work import Num, Updating, Work
 from meshwright.schedules import Timetable
 from meshwright.schedules.events import peak_held
 from meshwright.simulate.cost import StageCost, stage_cost
@@ -130,6 +130,19 @@ def _seconds(cost: StageCost) -> Seconds:
     )
 
 
+def held_of_chunks(
+    timetable: Timetable, stage: int, num_stages: int, num_microbatches: int, kept_bytes: Sequence[Num]
+) -> Num:
+    """Microbatches in flight, of all the stage's layers: as many bytes as are held at most. `kept_bytes`: what a
+    microbatch keeps in each chunk; numbers or arrays."""
+    count = min(num_microbatches, _MANY * num_stages)
+    longer = timetable.held(stage, num_stages, num_microbatches)
+    if longer > count:
+        return longer
+    most = peak_held(timetable.orders(num_stages, count)[stage], kept_bytes)
+    return most / np.maximum(sum(kept_bytes), 1e-30)
+
+
 def _in_chunks(
     staged: Staged,
     profile: Profile,
@@ -166,12 +179,8 @@ def _in_chunks(
     by_span = [each[at] for at in which]
 
     def held(stage: Stage) -> Stage:
-        """Microbatches in flight, of all the stage's layers: as many bytes as are held at most."""
-        count = min(plan.num_microbatches, _MANY * len(cut))
         each = [by_span[places.span(stage.run.start, chunk)][1] for chunk in range(places.chunks)]
-        most = peak_held(staged.timetable.orders(len(cut), count)[stage.run.start], each) / max(sum(each), 1e-30)
-        longer = staged.timetable.held(stage.run.start, len(cut), plan.num_microbatches)
-        in_flight = longer if longer > count else most
+        in_flight = held_of_chunks(staged.timetable, stage.run.start, len(cut), plan.num_microbatches, each)
         return replace(stage, memory=replace(stage.memory, in_flight=in_flight))
 
     spans = tuple(seconds for seconds, _ in by_span)
