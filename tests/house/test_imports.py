@@ -120,6 +120,14 @@ def test_nobody_imports_a_technique_by_its_file() -> None:
     assert wrong == []
 
 
+def test_the_independent_reference_imports_nothing_of_the_package() -> None:
+    (reference,) = (source for source in sources() if source.place == "runtime/reference.py")
+    assert [name for name, _ in imports(reference) if ours(name)] == []
+    (model,) = (source for source in sources() if source.place == "runtime/plain_model.py")
+    shared = ("runtime.loop", "runtime.optimizer", "runtime.build", "runtime.parity", "ops.loss", "techniques")
+    assert [name for name, _ in imports(model) if ours(name).startswith(shared)] == []
+
+
 def run(code: str) -> str:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
