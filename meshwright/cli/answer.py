@@ -63,10 +63,7 @@ def _rate(scored: Scored) -> str:
 
 def _print_winner(console: Console, question: Question, best: Scored) -> None:
     plan, told = best
-    console.print(
-        f"Plan 1: {plan.batch} samples a step = {plan.num_replicas} replicas x {plan.microbatch_words} microbatches "
-        f"of {plan.microbatch}\n"
-    )
+    console.print(f"Plan 1: a step of {plan.batch_words}\n")
     time = _bars("the step", told.seconds_by_origin, told.step_seconds, pretty_seconds)
     free = max(0, told.memory_bytes - told.peak_bytes)
     kept = {name: float(size) for name, size in told.peak_bytes_by_category.items() if size}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from meshwright.cli.show import progress
+from meshwright.cli.show import progress, unwritable
 from meshwright.cli.wanted import Wanted, read_wanted
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import MeshwrightError, Problem
@@ -64,6 +64,7 @@ class _Reader:
 
 def read_asked(arguments: Namespace) -> Asked:
     reader = _Reader()
+    reader.problems += unwritable({"-o": arguments.output})
     file = read_run(arguments.run) if arguments.run else None
     is_auto = arguments.batch == AUTO
     arguments.batch = None if is_auto else _batch(arguments.batch, reader)

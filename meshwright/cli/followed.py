@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from meshwright.cli.show import short_plan
-from meshwright.core.units import pretty_bytes, pretty_count, pretty_seconds
+from meshwright.core.units import counted, pretty_bytes, pretty_count, pretty_seconds
 from meshwright.search.explain import differences, percent
 from meshwright.search.front import Front
 from meshwright.search.goal import Goals, Run
@@ -142,10 +142,10 @@ def print_sizes(console: Console, sizes: Sizes, tokens: float) -> None:
 
 def _sizes_words(fastest: Size, cheapest: Size, tokens: float) -> str:
     if fastest.devices == cheapest.devices:
-        return f"Fastest and cheapest: {fastest.devices} devices."
+        return f"Fastest and cheapest: {counted(fastest.devices, 'device')}."
     more = fastest.device_hours(tokens) / cheapest.device_hours(tokens) - 1
     return (
-        f"Fastest: {fastest.devices} devices. Cheapest: {cheapest.devices}; the fastest takes "
+        f"Fastest: {counted(fastest.devices, 'device')}. Cheapest: {cheapest.devices}; the fastest takes "
         f"{percent(more)} more device-hours and is {fastest.rate / cheapest.rate:.2g} x as fast."
     )
 
@@ -162,7 +162,7 @@ def print_goals(console: Console, goals: Goals) -> None:
     if soonest is None or cheapest is None:
         console.print("Nothing fits with any batch.\n")
         return
-    console.print(f"Batch {soonest.batch} on {soonest.devices} devices ends soonest.", markup=False)
+    console.print(f"Batch {soonest.batch} on {counted(soonest.devices, 'device')} ends soonest.", markup=False)
     for words in _fewer_words(goals, soonest):
         console.print(words, markup=False)
     console.print()
@@ -196,7 +196,7 @@ def _fewer_words(goals: Goals, soonest: Run) -> list[str]:
         if devices >= soonest.devices or run.device_hours >= soonest.device_hours:
             continue
         saved, later = 1 - run.device_hours / soonest.device_hours, run.seconds / soonest.seconds
-        words = f"{devices} devices with batch {run.batch} end {later:.2f} x as late"
+        words = f"{counted(devices, 'device')} with batch {run.batch} end {later:.2f} x as late"
         lines.append(f"{words} for {percent(saved)} fewer device-hours.")
     return lines
 

@@ -11,7 +11,7 @@ from meshwright.core.cluster import Cluster
 from meshwright.core.device import Device
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.ledger import LEAST_STEPS, Entry, read
-from meshwright.core.units import pretty_bytes, pretty_seconds
+from meshwright.core.units import counted, pretty_bytes, pretty_seconds
 from meshwright.probe.from_runs import LEAST_RUNS, Learned, learn, learn_one
 from meshwright.probe.here import machine_name
 from meshwright.probe.names import preset_of_device
@@ -92,7 +92,7 @@ def _of_one_machine(entries: list[Entry], kind: str) -> tuple[list[Entry], list[
     kind = own[-1].cluster.device.kind
     own = [entry for entry in own if entry.cluster.device.kind == kind]
     if len(own) < num_entries:
-        lines.append(f"{num_entries - len(own)} runs of other machines or devices were left out")
+        lines.append(f"{counted(num_entries - len(own), 'run')} of other machines or devices were left out")
     return own, lines
 
 

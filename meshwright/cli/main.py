@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from meshwright import __version__
 from meshwright.cli.plain import accept_any_encoding
 from meshwright.core.errors import MeshwrightError, nearest
 
@@ -44,6 +45,20 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\ntry: {self.prog} --help\n")
 
 
+class _Version(argparse.Action):
+    """`meshwright 0.1.0, Python 3.11.7, torch 2.13.0`, without importing torch."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            torch = version("torch")
+        except PackageNotFoundError:
+            torch = "not installed"
+        print(f"meshwright {__version__}, Python {sys.version.split()[0]}, torch {torch}")
+        parser.exit()
+
+
 def parser() -> Parser:
     top = Parser(
         prog="mw",
@@ -52,6 +67,7 @@ def parser() -> Parser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    top.add_argument("--version", action=_Version, nargs=0, help="print the versions of Meshwright, Python and torch")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     for name, (text, example, flags) in COMMANDS.items():
         made = commands.add_parser(

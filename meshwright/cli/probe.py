@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
-from meshwright.cli.show import progress, stdout, write_output
+from meshwright.cli.show import progress, stdout, unwritable, write_output
 from meshwright.core.cluster import Cluster, Link
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.units import pretty_bytes, pretty_rate, pretty_seconds
@@ -18,6 +19,8 @@ from meshwright.probe.plausible import warnings_of
 def run(arguments: Namespace) -> int:
     if arguments.devices is not None and arguments.devices < 1:
         raise MeshwrightError("--devices must be at least 1.")
+    if problems := unwritable({"-o": arguments.output}):
+        raise MeshwrightError(problems)
     start = time.monotonic()
 
     def timed(text: str) -> None:
@@ -36,7 +39,7 @@ def run(arguments: Namespace) -> int:
     if arguments.output:
         write_output(arguments.output, cluster.to_json())
         done += f", written to {arguments.output}"
-        next_step = f"mw plan --model gpt2-124m --cluster {arguments.output}"
+        next_step = shlex.join(["mw", "plan", "--model", "gpt2-124m", "--cluster", arguments.output])
     else:
         next_step = "mw probe -o this.cluster.json keeps it for mw plan --cluster this.cluster.json"
     console.print(f"{done}\nnext: {next_step}", markup=False, soft_wrap=True)

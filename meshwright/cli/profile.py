@@ -7,8 +7,9 @@ from argparse import Namespace
 
 from rich.table import Table
 
-from meshwright.cli.show import stdout, write_output
+from meshwright.cli.show import stdout, unwritable, write_output
 from meshwright.cli.wanted import section_named
+from meshwright.core.errors import MeshwrightError
 from meshwright.core.profile import Poly, Profile
 from meshwright.core.units import pretty_bytes, pretty_count, pretty_seconds
 from meshwright.models.config import PRESETS, config_kind
@@ -29,6 +30,8 @@ def run(arguments: Namespace) -> int:
             table.add_row(name, config_kind(config), pretty_count(found.num_params), *sizes)
         console.print(table)
         return 0
+    if problems := unwritable({"-o": arguments.output}):
+        raise MeshwrightError(problems)
     started = time.perf_counter()
     profile = describe(section_named(arguments.model), _TRACED_SEQUENCE).profile
     took_seconds = time.perf_counter() - started

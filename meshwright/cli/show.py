@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import os
+import shlex
 import sys
 import threading
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 
@@ -14,7 +17,7 @@ from rich.table import Table
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.plan import Plan
 from meshwright.core.technique import Technique
-from meshwright.core.units import pretty_bytes, pretty_count, pretty_seconds
+from meshwright.core.units import counted, pretty_bytes, pretty_count, pretty_seconds
 from meshwright.simulate.forecast import Forecast
 
 
@@ -59,12 +62,8 @@ def print_forecast(console: Console, plan: Plan, forecast: Forecast, title: str)
     table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 2))
     for technique in plan.in_phase_order():
         table.add_row("technique", str(technique))
-    table.add_row("mesh", f"{mesh_of(plan)} ({plan.num_ranks} ranks)")
-    table.add_row(
-        "batch",
-        f"{plan.batch} samples = {plan.num_replicas} replicas x {plan.microbatch_words} microbatches "
-        f"of {plan.microbatch}",
-    )
+    table.add_row("mesh", f"{mesh_of(plan)} ({counted(plan.num_ranks, 'rank')})")
+    table.add_row("batch", plan.batch_words)
     table.add_row(
         "step",
         f"{pretty_seconds(forecast.step_seconds)} "
@@ -146,6 +145,28 @@ def print_ranked(console: Console, ranked: tuple[tuple[Plan, Forecast], ...]) ->
             style="bold" if rank == 1 else "",
         )
     console.print(table)
+
+
+def unwritable(paths: Mapping[str, str | None]) -> list[Problem]:
+    """Flag -> the file it names: what would keep it from being written, found before anything is computed."""
+    problems = []
+    for flag, path in paths.items():
+        if not path:
+            continue
+        folder = Path(path).parent
+        if not folder.is_dir():
+            what, fix = (
+                f"{path} cannot be written: the folder {folder} does not exist.",
+                f"Make it: mkdir -p {shlex.quote(str(folder))}",
+            )
+        elif Path(path).is_dir():
+            what, fix = f"{path} is a folder.", "Name a file."
+        elif not os.access(path if Path(path).exists() else folder, os.W_OK):
+            what, fix = f"{path} cannot be written: permission denied.", "Name a file that you may write."
+        else:
+            continue
+        problems.append(Problem(where=flag, what=what, fix=fix))
+    return problems
 
 
 def write_output(path: str, text: str) -> None:

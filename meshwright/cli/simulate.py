@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from meshwright.cli.show import print_forecast, stdout, write_output
+from meshwright.cli.show import print_forecast, stdout, unwritable, write_output
 from meshwright.cli.wanted import Wanted, read_wanted
 from meshwright.core.codec import encode, load_artefact
 from meshwright.core.errors import MeshwrightError, Problem
@@ -29,7 +29,8 @@ def run(arguments: Namespace) -> int:
     measured = load_timeline(arguments.measured) if arguments.measured else None
     wanted = read_wanted(arguments)
     profile, cluster, sequence = wanted.profile, wanted.cluster, wanted.sequence
-    problems = [*plan.check(profile, cluster), *_unwritable(arguments)]
+    outputs = {"-o": arguments.output, "--svg": arguments.svg, "--perfetto": arguments.perfetto}
+    problems = [*plan.check(profile, cluster), *unwritable(outputs)]
     if problems := problems or list(plan.check_sequence(sequence)):
         raise MeshwrightError(problems)
     predicted = forecast(profile, plan, cluster, sequence=sequence)
@@ -61,19 +62,6 @@ def load_timeline(path: str) -> Timeline:
     if not timeline.spans:
         raise MeshwrightError([Problem(where=path, what="has no spans.", fix="Record at least one step.")])
     return timeline
-
-
-def _unwritable(arguments: Namespace) -> list[Problem]:
-    """Told before anything is computed or written."""
-    flags = {"-o": arguments.output, "--svg": arguments.svg, "--perfetto": arguments.perfetto}
-    problems = []
-    for flag, path in flags.items():
-        if path and not Path(path).parent.is_dir():
-            what = f"{path} cannot be written: the folder {Path(path).parent} does not exist."
-            problems.append(Problem(where=flag, what=what))
-        elif path and Path(path).is_dir():
-            problems.append(Problem(where=flag, what=f"{path} is a folder.", fix="Name a file."))
-    return problems
 
 
 def _write(

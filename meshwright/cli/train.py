@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping
@@ -18,7 +19,7 @@ from meshwright.cli.overlay import PICTURE, overlay
 from meshwright.cli.show import print_forecast, progress
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.ledger import Entry
-from meshwright.core.units import pretty_bytes, pretty_count, pretty_seconds
+from meshwright.core.units import counted, pretty_bytes, pretty_count, pretty_seconds
 from meshwright.models.dimensions import DecoderConfig
 from meshwright.runtime.compare import as_data, compare, paragraph
 from meshwright.runtime.config import RunConfig, read_run
@@ -32,6 +33,7 @@ from meshwright.runtime.prepare import (
     open_folder,
     plan_to_run,
     prepare,
+    problems_here,
     promise_of,
     write_prepared,
 )
@@ -55,13 +57,15 @@ def run(arguments: Namespace) -> int:
             warn(console, prepared)
             describe(console, config, prepared)
 
-        after = functools.partial(close, console, arguments.run, config)
+        after = functools.partial(close, console, _run_words(arguments), config)
         code = run_outside(config, arguments.plan, place, before, after)
         return _leave(code) if config.run.track else code
     plan = plan_to_run(config, arguments.plan)
+    if problems := problems_here(config, plan):
+        raise MeshwrightError(problems)
     with open_folder(folder):
         if _is_finished(config, folder):
-            console.print(f"{folder} has its {config.train.steps} steps; raise train.steps to go on.")
+            console.print(f"{folder} has its {counted(config.train.steps, 'step')}; raise train.steps to go on.")
             return 0
         # What is wrong with a plan is told before data is made ready, which may take hours; what is wrong with the data
         # before a machine is measured only to search.
@@ -84,8 +88,13 @@ def run(arguments: Namespace) -> int:
         )
         if outcome.exit_code not in (0, 75):
             raise MeshwrightError(outcome.message(), outcome.exit_code)
-        close(console, arguments.run, config, prepared)
+        close(console, _run_words(arguments), config, prepared)
     return outcome.exit_code
+
+
+def _run_words(arguments: Namespace) -> list[str]:
+    """The run as another command takes it: its file and what the command line changed."""
+    return [arguments.run, *(word for change in arguments.changes for word in ("--set", change))]
 
 
 def _leave(code: int) -> NoReturn:
@@ -113,11 +122,11 @@ def warn(console: Console, prepared: Prepared) -> None:
 
 def describe(console: Console, config: RunConfig, prepared: Prepared) -> None:
     size = pretty_count(prepared.profile.num_params)
-    console.print(f"{config.model.title}: {size} parameters, {prepared.profile.num_blocks} blocks")
+    console.print(f"{config.model.title}: {size} parameters, {counted(prepared.profile.num_blocks, 'block')}")
     if prepared.found is not None:
         console.print(
             f"{prepared.found.evaluated:,} plans priced for {prepared.cluster.name} "
-            f"({prepared.cluster.num_devices} devices) in {prepared.found.search_seconds:.2f} s"
+            f"({counted(prepared.cluster.num_devices, 'device')}) in {prepared.found.search_seconds:.2f} s"
         )
     print_forecast(console, prepared.plan, prepared.forecast, "the plan")
     for technique in prepared.plan.techniques:
@@ -125,7 +134,7 @@ def describe(console: Console, config: RunConfig, prepared: Prepared) -> None:
             console.print(f"{technique} is approximate: one device computes other numbers", markup=False)
 
 
-def close(console: Console, run_file: str, config: RunConfig, prepared: Prepared) -> None:
+def close(console: Console, run_words: list[str], config: RunConfig, prepared: Prepared) -> None:
     """What came of it: predicted against measured, worst first; how far it went; where things are; what to try next."""
     folder = Path(config.run.folder)
     path = folder / "result.json"
@@ -148,8 +157,8 @@ def close(console: Console, run_file: str, config: RunConfig, prepared: Prepared
     if entry is not None and (reason := record(entry)):
         console.print(f"this run is not in the ledger that mw probe --from-runs reads: {reason}", soft_wrap=True)
     ways = {
-        f"mw check {run_file} --plan {folder}/plan.json": "is this plan exact?",
-        f"mw ckpt verify {folder}": "are the checkpoints whole?",
+        shlex.join(["mw", "check", *run_words, "--plan", f"{folder}/plan.json"]): "is this plan exact?",
+        shlex.join(["mw", "ckpt", "verify", str(folder)]): "are the checkpoints whole?",
     }
     traces = [name for name in ("measured.trace.json", "predicted.trace.json") if (folder / name).exists()]
     if traces:  # too few steps are not measured
@@ -157,7 +166,8 @@ def close(console: Console, run_file: str, config: RunConfig, prepared: Prepared
     if summary["checkpoints"] and _can_export(config):
         is_theirs = isinstance(config.model.config(), DecoderConfig) or bool(config.model.hf)
         what = "the weights as a Hugging Face folder" if is_theirs else "the weights as safetensors"
-        ways[f"mw ckpt export {folder} OUT"] = what
+        origin = ["--model", config.model.hf] if config.model.hf else []  # its names, and its tokenizer goes along
+        ways[shlex.join(["mw", "ckpt", "export", str(folder), "OUT", *origin])] = what
     for number, (way, why) in enumerate(ways.items()):
         line = f"{'next:' if not number else '     '} {way}" + (f"   ({why})" if why else "")
         console.print(line, markup=False, soft_wrap=True)
@@ -232,7 +242,7 @@ def _told(summary: Mapping[str, Any], folder: Path) -> list[str]:
     loss = "" if summary["loss"] is None else f"; loss {summary['loss']:.4f}"
     lines = [
         summary["comparison"].get("text", _NOT_COMPARED),
-        f"{summary['steps_now']} steps, {seen} in {pretty_seconds(summary['seconds'])}"
+        f"{counted(summary['steps_now'], 'step')}, {seen} in {pretty_seconds(summary['seconds'])}"
         f" (now at step {summary['step']} of {summary['steps']}){loss}",
     ]
     if summary["held_out"]:

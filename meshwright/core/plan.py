@@ -16,6 +16,10 @@ from meshwright.core.errors import MeshwrightError, Problem, Problems
 from meshwright.core.layout import group_problems, placed
 from meshwright.core.profile import Profile
 from meshwright.core.technique import PHASES, Technique, axis_problems
+from meshwright.core.units import counted
+
+MOST_SAMPLES = 2**31
+"""Per step. The largest published batches have millions of samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +57,9 @@ class Plan:
         for field in ("batch", "microbatch"):
             if getattr(self, field) < 1:
                 problems.append(Problem(where=field, what=f"is {getattr(self, field)}.", fix="Use at least 1."))
+            elif getattr(self, field) > MOST_SAMPLES:
+                what = f"is {getattr(self, field)}, more samples than a step can have."
+                problems.append(Problem(where=field, what=what, fix=f"Use at most {MOST_SAMPLES}."))
         problems += [problem for technique in self.techniques for problem in axis_problems(technique)]
         if problems:
             raise MeshwrightError(problems)
@@ -171,8 +178,8 @@ class Plan:
             problems.append(
                 Problem(
                     where="batch",
-                    what=f"{self.batch} samples cannot be shared by {self.num_replicas} replicas "
-                    f"in microbatches of {self.microbatch}.",
+                    what=f"{counted(self.batch, 'sample')} cannot be shared by "
+                    f"{counted(self.num_replicas, 'replica')} in microbatches of {self.microbatch}.",
                     fix=f"Use a multiple of {share}.",
                 )
             )
@@ -185,7 +192,7 @@ class Plan:
             problems.append(
                 Problem(
                     where="mesh",
-                    what=f"{mesh} needs {self.num_ranks} ranks; {cluster.name} has {cluster.num_devices}.",
+                    what=f"{mesh} needs {counted(self.num_ranks, 'rank')}; {cluster.name} has {cluster.num_devices}.",
                     fix="Use smaller axes, or more devices.",
                 )
             )
@@ -240,6 +247,14 @@ class Plan:
         """`8`, or `3 to 8` where replicas run different numbers."""
         least, most = min(self.shares, default=self.num_microbatches), self.num_microbatches
         return str(most) if least == most else f"{least} to {most}"
+
+    @property
+    def batch_words(self) -> str:
+        """`64 samples = 8 replicas x 4 microbatches of 2`."""
+        microbatches = "microbatch" if self.microbatch_words == "1" else "microbatches"
+        replicas = counted(self.num_replicas, "replica")
+        samples = counted(self.batch, "sample")
+        return f"{samples} = {replicas} x {self.microbatch_words} {microbatches} of {self.microbatch}"
 
     def to_json(self) -> str:
         return to_json(self)

@@ -21,7 +21,15 @@ def pretty_rate(value: float, unit: str) -> str:
     return f"{value:.3g} {unit}"
 
 
+def counted(count: int, noun: str) -> str:
+    """`1 replica`, `8 replicas`, `2 batches`."""
+    plural = noun + ("es" if noun.endswith(("s", "sh", "ch", "x")) else "s")
+    return f"{count} {noun if count == 1 else plural}"
+
+
 def pretty_seconds(value: float) -> str:
+    if value <= 0:
+        return "0 s"
     if value >= 3600:
         return f"{int(value // 3600)} h {int(value % 3600 // 60):02d} min"
     if value >= 60:

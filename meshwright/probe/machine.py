@@ -48,7 +48,7 @@ def read_machine(
     """What `probe` is made of: one reading a device."""
     if num_devices is not None and num_devices < 1:
         raise _problem(f"{num_devices} devices were asked for; at least 1 is needed.")
-    num_gpus = _num_gpus()
+    num_gpus = count_gpus()
     num_cores = len(os.sched_getaffinity(0))
     if num_devices is not None and 0 < num_gpus < num_devices:
         raise _problem(f"{num_devices} devices were asked for; torch sees {num_gpus} GPUs.")
@@ -82,7 +82,8 @@ def available_host_bytes(
         return kib * 1024
 
 
-def _num_gpus() -> int:
+def count_gpus() -> int:
+    """GPUs that torch sees, asked in a child process; 0 at once where the kernel has no device file of one."""
     if not any(True for pattern in _GPU_DEVICE_FILES for _ in Path("/dev").glob(pattern)):
         return 0
     command = [sys.executable, "-m", _MODULE, "--count"]

@@ -6,6 +6,7 @@ miss, the part of the forecast with the widest error bar is named, with what it 
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -240,7 +241,7 @@ def _memory_words(promise: Promise, facts: Facts, comparison: Comparison) -> str
 def _next(comparison: Comparison, folder: str) -> str:
     """`folder` is empty where the run is too short to be learned from."""
     steps = [reason.next for reason in comparison.reasons if reason.next][:1]
-    steps += [f"`mw plan RUN.toml --from-run {folder}` plans with what was measured."] if folder else []
+    steps += [f"`mw plan RUN.toml --from-run {shlex.quote(folder)}` plans with what was measured."] if folder else []
     return f" Next: {' '.join(steps)}" if steps else ""
 
 

@@ -17,6 +17,7 @@ from meshwright.core.layout import placed
 from meshwright.core.ledger import Predicted
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
+from meshwright.core.units import counted, pretty_bytes
 from meshwright.data.source import Data
 from meshwright.data.source import open_data as open_files
 from meshwright.probe.here import machine_name
@@ -29,6 +30,8 @@ from meshwright.simulate.forecast import Forecast, forecast
 from meshwright.simulate.timeline import simulate
 
 Report = Callable[[str], None]
+_BYTES_PER_TOKEN = 20
+"""Of a batch in host memory: input and target as int64, the weight as float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +109,29 @@ def _given(config: RunConfig, plan_file: str, cluster: Cluster | None) -> tuple[
 def _against_training(config: RunConfig, plan: Plan) -> list[Problem]:
     problems = config.train.optimizer.problems_with(plan)
     return [replace(problem, where=f"train.{problem.where}") for problem in problems]
+
+
+def problems_here(config: RunConfig, plan: Plan | None) -> list[Problem]:
+    """What keeps this machine from running it, found before data is prepared or a process is started."""
+    from meshwright.probe.machine import available_host_bytes, count_gpus
+    from meshwright.probe.names import cluster
+
+    problems = []
+    named = cluster(config.run.cluster) if config.run.cluster else None
+    if named is not None and named.device.kind == "cuda":
+        needed = plan.num_ranks if plan is not None else config.run.ranks or named.num_devices
+        if (here := count_gpus()) < needed:
+            what = f"{config.run.cluster} means {counted(needed, 'GPU')}; this machine has {here or 'none'}."
+            fix = "Leave run.cluster out to use this machine, or start the command on every node (docs/hosts.md)."
+            problems.append(Problem(where="run.cluster", what=what, fix=fix))
+    rows = config.train.batch // (plan.num_replicas if plan is not None else 1)
+    if (needed := rows * config.sequence * _BYTES_PER_TOKEN) > (available := available_host_bytes()):
+        devices = 1 if plan is not None else config.run.ranks or (named.num_devices if named else 1)
+        if needed // devices > available:
+            what = f"a rank's part of the batch takes {pretty_bytes(needed // devices)} of host memory; "
+            what += f"{pretty_bytes(available)} are available."
+            problems.append(Problem(where="train.batch", what=what, fix="Use a smaller batch, or more ranks."))
+    return problems
 
 
 def is_machine_known(config: RunConfig) -> bool:

@@ -26,10 +26,11 @@ class Progress:
         self.shown = now
         done = step + 1 - self.first_step
         left = (now - self.start) / done * (self.num_steps - step - 1)
+        when = f"done in {pretty_seconds(now - self.start)}" if is_last else f"left {pretty_seconds(left)}"
         share = tokens_per_second / self.forecast if self.forecast else 0.0
         text = (
             f"step {step + 1}/{self.num_steps}  loss {loss:.4f}  {pretty_count(tokens_per_second)} {self.counts}/s "
-            f"({share:.0%} of forecast)  memory {pretty_bytes(memory_bytes)}  left {pretty_seconds(left)}"
+            f"({share:.0%} of forecast)  memory {pretty_bytes(memory_bytes)}  {when}"
         )
         self._show(text, ends=is_last)
 

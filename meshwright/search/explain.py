@@ -46,7 +46,7 @@ def differences(plan: Plan, other: Plan) -> tuple[str, ...]:
 
 def gap_words(found: Found) -> str:
     """What the certificate says."""
-    count = f"{found.evaluated:,} plans"
+    count = f"{found.evaluated:,} plan{'s' if found.evaluated != 1 else ''}"
     if found.gap_fraction is None:
         return f"none for {count}"
     if found.gap_fraction == 0:
