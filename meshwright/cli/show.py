@@ -155,10 +155,8 @@ def unwritable(paths: Mapping[str, str | None]) -> list[Problem]:
             continue
         folder = Path(path).parent
         if not folder.is_dir():
-            what, fix = (
-                f"{path} cannot be written: the folder {folder} does not exist.",
-                f"Make it: mkdir -p {shlex.quote(str(folder))}",
-            )
+            what = f"{path} cannot be written: the folder {folder} does not exist."
+            fix = f"Make it: mkdir -p {shlex.quote(str(folder))}"
         elif Path(path).is_dir():
             what, fix = f"{path} is a folder.", "Name a file."
         elif not os.access(path if Path(path).exists() else folder, os.W_OK):

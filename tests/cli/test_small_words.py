@@ -23,11 +23,7 @@ def test_version_is_printed_without_importing_torch() -> None:
 
 
 def test_counts_are_singular_and_plural() -> None:
-    assert (counted(1, "replica"), counted(2, "replica"), counted(0, "batch")) == (
-        "1 replica",
-        "2 replicas",
-        "0 batches",
-    )
+    assert [counted(count, "batch") for count in (0, 1, 2)] == ["0 batches", "1 batch", "2 batches"]
     assert Plan(batch=4, microbatch=4).batch_words == "4 samples = 1 replica x 1 microbatch of 4"
     words = Plan(techniques=(Replicate(size=2),), batch=8, microbatch=1).batch_words
     assert words == "8 samples = 2 replicas x 4 microbatches of 1"
