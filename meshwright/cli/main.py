@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from meshwright import __version__
 from meshwright.cli.plain import accept_any_encoding
 from meshwright.core.errors import MeshwrightError, nearest
 
@@ -51,11 +50,13 @@ class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from importlib.metadata import PackageNotFoundError, version
 
+        import meshwright
+
         try:
             torch = version("torch")
         except PackageNotFoundError:
             torch = "not installed"
-        print(f"meshwright {__version__}, Python {sys.version.split()[0]}, torch {torch}")
+        print(f"meshwright {meshwright.__version__}, Python {sys.version.split()[0]}, torch {torch}")
         parser.exit()
 
 
