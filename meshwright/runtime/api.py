@@ -103,14 +103,16 @@ def build(
     optimizer: OptimizerConfig | None = None,
     seed: int = 0,
     device: str = "",
+    dtype: torch.dtype = torch.float32,
 ) -> Built:
-    """Apply a plan. A model that already has weights keeps them; otherwise they come from the seed.
+    """Apply a plan. A model that already has weights keeps them; otherwise they come from the seed. `dtype` is that of
+    parameters, gradients and optimizer state; float64 is for comparisons.
 
     Any module will do: give sample `inputs` with it, and a `loss` where cross entropy of its scores is not meant.
     """
     mesh = _mesh(plan, device)
     opened = _open(model, seed, inputs, loss)
-    made = build_plan(plan, opened.model, opened.profile, mesh, opened.source)
+    made = build_plan(plan, opened.model, opened.profile, mesh, opened.source, dtype)
     return Built(loop_of(made, Optimizer(optimizer or OptimizerConfig(), made)))
 
 

@@ -1,0 +1,176 @@
+"""Many cases on rank pools, in parallel, each with a verdict: what `benchmarks.fuzz` and `benchmarks.zoo` share.
+
+A case is run by one of `workers` processes, each with a pool of its own. A hang is bounded, and a pool that dies with
+its case is replaced. Results are JSON lines in a folder, one file for each worker, and the verdicts are
+
+    exact     trains as the plain loop does, and moves what was priced
+    refused   by problems with a place and a text, before anything runs
+    departs   other numbers than the plain loop's
+    price     the same numbers, other traffic or state than priced
+    late      refused while it ran, after `check` had nothing against it
+    crash     an exception that is no `MeshwrightError`, or a process that died
+    hang      no answer in time
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from meshwright.core.errors import MeshwrightError
+from meshwright.core.plan import Plan
+from meshwright.supervise.pool import RankError, RankPool
+
+Case = dict[str, Any]
+Result = dict[str, Any]
+GOOD = ("exact", "refused")
+BAD = ("departs", "price", "late", "crash", "hang")
+MOST_RANKS = 8
+ROOT = Path(__file__).parents[1]
+ROUNDED_DISTANCE = 0.06
+ROUNDED_LENGTH = 0.01
+"""In bf16: distance of the first gradient from the plain one, and error of its length along it."""
+
+
+class Runner:
+    """Cases one after another, on one pool."""
+
+    def __init__(self, patience: float = 60.0):
+        self.patience = patience
+        self.pool = RankPool(MOST_RANKS, threads_per_rank=1)
+        self.scratch = Path(tempfile.mkdtemp(prefix="mw-campaign-"))
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.pool.close()
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+    def run(self, case: Case) -> Result:
+        start = time.monotonic()
+        folder = self.scratch / f"{os.getpid()}-{time.monotonic_ns()}"
+        try:
+            verdict, lines = self._verdict(case, folder)
+        except RankError as error:
+            verdict, lines = _of_failure(error)
+        except MeshwrightError as error:  # the plan's own constructor
+            verdict, lines = "refused", [str(problem) for problem in error.problems]
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        return {**case, "verdict": verdict, "why": lines, "seconds": round(time.monotonic() - start, 2)}
+
+    def _verdict(self, case: Case, folder: Path) -> tuple[str, list[str]]:
+        patience = self.patience * (4 if any(t["name"] == "compile" for t in case["plan"]["techniques"]) else 1)
+        plan = Plan.from_json(json.dumps(case["plan"]))
+        arguments = {"case": {**case, "patience": patience}, "folder": str(folder)}
+        (first,) = self.pool.run("benchmarks.oracle:reference_job", arguments, 1, timeout_seconds=2 * patience)
+        if "refused" in first:
+            bare = [p for p in first["refused"] if not (p["where"] and p["what"])]
+            lines = [f"{p['where']}: {p['what']} {p['fix']}".rstrip() for p in first["refused"]]
+            return ("crash", [f"a problem without a place or a text: {bare[0]}"]) if bare else ("refused", lines)
+        answers = self.pool.run("benchmarks.oracle:plan_job", arguments, plan.num_ranks, timeout_seconds=patience)
+        errors = [f"rank {rank}: {line}" for rank, answer in enumerate(answers) for line in answer["errors"]]
+        errors += _uncovered(answers, first["elements"])
+        if case.get("dtype") == "float32":
+            errors += _rounded(answers)
+        if errors:
+            return "departs", errors[:12]
+        lines = [f"rank {rank}: {line}" for rank, answer in enumerate(answers) for line in answer["traffic"]]
+        return ("price", lines[:12]) if lines else ("exact", [])
+
+
+def _of_failure(error: RankError) -> tuple[str, list[str]]:
+    lines = str(error).strip().splitlines()
+    if any("no answer from" in failure.message for failure in error.failures):
+        return "hang", [f.message for f in error.failures] + error.failures[0].details.splitlines()[-30:]
+    first = min(error.failures, key=lambda f: (f.is_secondary, f.rank))
+    if "MeshwrightError" in first.details:
+        is_step = any(word in first.details for word in ("built.feed", "built.evaluate", "built.flush"))
+        return "late" if is_step else "refused", [first.message, *([] if not is_step else lines[-8:])]
+    if all(f.is_secondary for f in error.failures) and "timed out" in str(error).lower():
+        return "hang", lines[:2] + lines[-12:]
+    return "crash", lines[:2] + lines[-16:]
+
+
+def _uncovered(answers: list[dict[str, Any]], elements: int) -> list[str]:
+    """Every element of every parameter must lie on some rank."""
+    seen: dict[str, set[tuple[int, ...]]] = {}
+    boxes: dict[str, set[str]] = {}
+    for answer in answers:
+        for name, box in answer["boxes"].items():
+            boxes.setdefault(name, set()).add(json.dumps(box))
+    total = 0
+    for name, found in boxes.items():
+        seen.setdefault(name, set())
+        for text in found:
+            _, size = json.loads(text)
+            count = 1
+            for each in size:
+                count *= each
+            total += count
+    return [f"{total} elements of parameters lie on the ranks, {elements} exist"] if total != elements else []
+
+
+def _rounded(answers: list[dict[str, Any]]) -> list[str]:
+    """The first gradient of all ranks together against the plain one's."""
+    dot, wanted, got = (sum(answer["sums"][i] for answer in answers if "sums" in answer) for i in range(3))
+    if not wanted:
+        return []
+    length, distance = dot / wanted, max(0.0, (got - 2 * dot + wanted) / wanted) ** 0.5
+    found = []
+    if not abs(length - 1) <= ROUNDED_LENGTH:
+        found.append(f"the gradient is {length:.4f} times as long along the plain one")
+    if not distance <= ROUNDED_DISTANCE:
+        found.append(f"the gradient is {distance:.4f} of its norm away from the plain one")
+    return found
+
+
+def each_in_turn(cases: Iterable[Case], until: float, patience: float) -> Iterator[Result]:
+    with Runner(patience) as runner:
+        for case in cases:
+            if time.monotonic() > until:
+                return
+            yield runner.run(case)
+
+
+def spawn(module: str, words: list[str], workers: int, out: Path) -> int:
+    """The same command in `workers` processes, each with its share of the cases; the worst exit code."""
+    out.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    processes = []
+    for worker in range(workers):
+        log = (out / f"worker-{worker}.log").open("wb")
+        own = [*words, "--share", f"{worker}/{workers}", "--out", str(out)]
+        command = [sys.executable, "-m", module, *own]
+        processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log))
+        log.close()
+    try:
+        return max(abs(process.wait()) for process in processes)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.terminate()
+
+
+def read_results(folder: Path) -> list[Result]:
+    return [
+        json.loads(line)
+        for path in sorted(folder.glob("*.jsonl"))
+        for line in path.read_text(encoding="utf-8").splitlines()
+    ]
+
+
+def counts(results: Iterable[Result]) -> str:
+    found = Counter(result["verdict"] for result in results)
+    total = sum(found.values())
+    return f"{total} cases: " + ", ".join(f"{found[name]} {name}" for name in (*GOOD, *BAD) if found[name])

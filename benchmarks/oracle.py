@@ -1,0 +1,468 @@
+"""One case on the ranks of a pool: a plan against a plain torch loop, and its traffic against its price.
+
+    reference_job    one rank: the case's plan is checked, and a plain loop writes what training must give
+    plan_job         all ranks: `mw.build`, some steps, every piece compared with its place in the reference
+
+The reference shares the module and its first weights with the package, and nothing else: loss, divisor, clipping, loop
+and optimizers are written here again. Rounding is told from error by a control: the plain loop once more, its weights
+off by one part in 10^15 and its samples in another order.
+
+A case is JSON:
+    model       {"config": kind, "change": {...}, "freeze": [...]} or {"factory": "module:function", "arguments": {...}}
+    plan        as Plan.to_json writes it
+    optimizer   settings of OptimizerConfig, without a schedule: rates are the case's own
+    sequence, steps, seed, mask, documents, dtype
+"""
+
+from __future__ import annotations
+
+import copy
+import fnmatch
+import gc
+import importlib
+import json
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import meshwright as mw
+from benchmarks.oracle_optimizers import PlainOptimizer
+from meshwright.core.codec import decode
+from meshwright.core.errors import MeshwrightError, Problems
+from meshwright.core.plan import Plan
+from meshwright.models import config as configs
+from meshwright.models.make import module_of
+from meshwright.ops.mesh import join
+from meshwright.ops.record import Recorder
+from meshwright.runtime.optimizer_config import OptimizerConfig
+from meshwright.simulate.price import price
+
+Case = dict[str, Any]
+KINDS = {
+    "decoder": configs.DecoderConfig,
+    "vit": configs.ViTConfig,
+    "vgg": configs.VGGConfig,
+    "resnet": configs.ResNetConfig,
+    "dlrm": configs.DLRMConfig,
+}
+EXACT = 1e-9
+"""Largest difference of an element over the largest move of its parameter."""
+NOISE = 30.0
+"""Differences up to so many times those of the control are rounding."""
+ROUNDED = 2**-6
+"""In bf16: relative error of a loss, and of the length of the gradient."""
+PADDED = "num_batches_tracked"
+
+
+@dataclass(kw_only=True)
+class Subject:
+    """The model of a case, and the shapes of what it is trained on."""
+
+    model: Any
+    """What `mw.build` is given."""
+    loss: Callable[[Any, Tensor], Tensor] | None
+    inputs: list[tuple[list[int], int]]
+    """Shape of a sample and kind: numbers below it; 0: floats; -1: 0 or 1 as floats; -2: numbers of documents."""
+    targets: tuple[list[int], int]
+
+    @property
+    def is_config(self) -> bool:
+        return hasattr(self.model, "config") and hasattr(self.model, "init_value")
+
+
+def open_subject(case: Case) -> Subject:
+    told, sequence = case["model"], case["sequence"]
+    torch.manual_seed(case["seed"] % 2**31)
+    if "factory" in told:
+        path, _, name = told["factory"].partition(":")
+        module, loss, inputs, targets = getattr(importlib.import_module(path), name)(**told.get("arguments", {}))
+        _freeze(module, told.get("freeze", ()))
+        return Subject(model=module, loss=loss, inputs=inputs, targets=targets)
+    config = decode(KINDS[told["config"]], told["change"], "model")
+    with torch.device("meta"):
+        model = module_of(config)
+    _freeze(model, told.get("freeze", ()))
+    inputs, targets = _data_of(config, sequence, case.get("documents", False))
+    return Subject(model=model, loss=None, inputs=inputs, targets=targets)
+
+
+def _freeze(module: nn.Module, patterns: Any) -> None:
+    for name, value in module.named_parameters():
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
+            value.requires_grad_(False)
+
+
+def _data_of(config: Any, sequence: int, documents: bool) -> tuple[list[tuple[list[int], int]], tuple[list[int], int]]:
+    if isinstance(config, configs.DecoderConfig):
+        tokens = ([sequence], config.vocab_size)
+        return [tokens, *([([sequence], -2)] if documents else [])], tokens
+    if isinstance(config, configs.DLRMConfig):
+        return [([config.num_dense], 0), ([len(config.tables)], min(config.tables))], ([], -1)
+    return [([config.channels, config.image_size, config.image_size], 0)], ([], config.num_classes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    inputs: Any
+    targets: Tensor
+    weights: Tensor
+
+    def rows(self, chosen: Any) -> Batch:
+        inputs = tuple(x[chosen] for x in self.inputs) if isinstance(self.inputs, tuple) else self.inputs[chosen]
+        return Batch(inputs=inputs, targets=self.targets[chosen], weights=self.weights[chosen])
+
+
+def batch_of(case: Case, subject: Subject, step: int, dtype: torch.dtype) -> Batch:
+    count = case["plan"]["batch"]
+    generator = torch.Generator().manual_seed(case["seed"] % 2**31 * 100 + step)
+
+    def draw(shape: list[int], kind: int) -> Tensor:
+        if kind == -2:  # documents are numbered from 0 and never go back
+            return (torch.rand(count, *shape, generator=generator) < 0.2).int().cumsum(-1, dtype=torch.int32)
+        if kind > 0:
+            return torch.randint(kind, (count, *shape), generator=generator)
+        if kind == -1:
+            return torch.randint(2, (count, *shape), generator=generator).to(dtype)
+        return torch.randn(count, *shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    inputs = tuple(draw(shape, kind) for shape, kind in subject.inputs)
+    targets = draw(*subject.targets)
+    random = torch.rand(targets.shape, generator=generator, dtype=torch.float64)
+    weights = {
+        "none": torch.ones_like(random),
+        "some": (random > 0.3).double(),
+        "parts": (random + 0.5).round(decimals=2),
+        "samples": (random > 0.3).double() * (torch.arange(count) % 3 > 0).view(-1, *[1] * (random.ndim - 1)),
+        "all": torch.zeros_like(random) if step == 1 else torch.ones_like(random),
+    }[case.get("mask", "none")]
+    return Batch(inputs=inputs if len(inputs) > 1 else inputs[0], targets=targets, weights=weights)
+
+
+def rates(case: Case) -> list[float]:
+    return [case["optimizer"]["lr"] * (1 - 0.15 * step) for step in range(case["steps"])]
+
+
+# The plain loop
+
+
+def losses_of(output: Any, targets: Tensor, loss: Any, *, is_binary: bool) -> Tensor:
+    if loss is not None:
+        return loss(output, targets)
+    if isinstance(output, dict) and "logits" in output:
+        output = output["logits"]
+    elif not isinstance(output, Tensor):
+        output = output[0]
+    if is_binary:
+        return F.binary_cross_entropy_with_logits(output, targets, reduction="none")
+    if targets.is_floating_point():
+        return (output.reshape(targets.shape) - targets) ** 2
+    return F.cross_entropy(output.flatten(0, -2), targets.flatten(), reduction="none").view(targets.shape)
+
+
+@dataclass(kw_only=True)
+class Trained:
+    """What a run of the plain loop gave."""
+
+    losses: list[float]
+    norms: list[float]
+    evaluated: float
+    first: dict[str, Tensor]
+    """Parameters before the first step."""
+    gradients: dict[str, Tensor]
+    """Of the first step, clipped."""
+    last: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+
+
+def train_plainly(
+    module: nn.Module, case: Case, subject: Subject, is_block: Callable[[str], bool], *, late: bool, shuffle: int = 0
+) -> Trained:
+    """`late`: gradients are those of the weights one update earlier, as in a pipeline whose steps overlap."""
+    named = {_public(name): value for name, value in module.named_parameters()}
+    first = {name: value.detach().clone() for name, value in named.items()}
+    rule = PlainOptimizer(case["optimizer"], is_block)
+    told = Trained(losses=[], norms=[], evaluated=0.0, first=first, gradients={}, last={}, buffers={})
+    is_binary = case["model"].get("config") == "dlrm"
+    older: dict[str, Tensor] = {}
+    for step, lr in enumerate(rates(case)):
+        batch = batch_of(case, subject, step, torch.float64)
+        if shuffle:
+            batch = batch.rows(
+                torch.randperm(len(batch.targets), generator=torch.Generator().manual_seed(shuffle + step))
+            )
+        newest = {name: value.detach().clone() for name, value in named.items()}
+        if late and older:
+            _set(named, older)
+        module.train()
+        module.zero_grad(set_to_none=True)
+        total = max(float(batch.weights.sum()), 1.0)
+        if subject.is_config:
+            module.loss_scale = 1 / total  # type: ignore[assignment]  # experts attach their balance to the stream
+        output = module(*batch.inputs) if isinstance(batch.inputs, tuple) and not subject.is_config else None
+        output = module(batch.inputs) if output is None else output
+        loss = (losses_of(output, batch.targets, subject.loss, is_binary=is_binary) * batch.weights).sum() / total
+        loss.backward()
+        gradients = {name: value.grad for name, value in named.items() if value.requires_grad}
+        gradients = {name: torch.zeros_like(named[name]) if g is None else g for name, g in gradients.items()}
+        norm = float(sum((g**2).sum() for g in gradients.values())) ** 0.5
+        clip = rule.settings["clip"]
+        if clip and norm > clip:
+            gradients = {name: g * (clip / norm) for name, g in gradients.items()}
+        _set(named, newest)
+        older = newest
+        told.losses.append(float(loss.detach()))
+        told.norms.append(norm)
+        if step == 0:
+            told.gradients = {name: g.clone() for name, g in gradients.items()}
+        rule.step(named, gradients, lr)
+    told.last = {name: value.detach().clone() for name, value in named.items()}
+    kept = module.state_dict()
+    told.buffers = {_public(n): b.detach().clone() for n, b in module.named_buffers() if n in kept}
+    with torch.no_grad():
+        module.eval()
+        batch = batch_of(case, subject, case["steps"], torch.float64)
+        inputs = batch.inputs
+        output = module(*inputs) if isinstance(inputs, tuple) and not subject.is_config else module(inputs)
+        losses = losses_of(output, batch.targets, subject.loss, is_binary=is_binary) * batch.weights
+        told.evaluated = float(losses.sum() / max(float(batch.weights.sum()), 1.0))
+    return told
+
+
+@torch.no_grad()
+def _set(named: dict[str, Tensor], values: dict[str, Tensor]) -> None:
+    for name, value in values.items():
+        named[name].copy_(value)
+
+
+def _public(name: str) -> str:
+    return name
+
+
+# Jobs of the pool
+
+
+def reference_job(*, case: Case, folder: str, rank: int, num_ranks: int, rendezvous: str) -> dict[str, Any]:
+    """`{"refused": [problems]}`, or nothing but a folder with what training must give."""
+    subject = open_subject(case)
+    plain = None if subject.is_config else copy.deepcopy(subject.model).double()
+    if plain is not None:
+        _quiet(plain)
+    try:
+        plan = Plan.from_json(json.dumps(case["plan"]))
+        optimizer = decode(OptimizerConfig, case["optimizer"], "optimizer")
+        alone = _build(Plan(batch=plan.batch, microbatch=plan.batch), case, subject, OptimizerConfig())
+    except MeshwrightError as error:
+        return {"refused": _listed(error.problems)}
+    profile = alone.build.profile
+    problems = plan.check(profile) or (*plan.check_sequence(_length(case, profile)), *optimizer.problems_with(plan))
+    if problems:
+        return {"refused": _listed(problems)}
+    if plain is None:
+        plain = alone.build.model
+    prefix = f"{profile.block_path}." if profile.block_path else ""
+
+    def is_block(name: str) -> bool:
+        return profile.num_blocks > 0 and name.startswith(prefix) and name[len(prefix) :].split(".")[0].isdigit()
+
+    late = plan.overlaps_steps
+    control = copy.deepcopy(plain)
+    answer = train_plainly(plain, case, subject, is_block, late=late)
+    noise: dict[str, Tensor] = {}
+    for turn in (1, 2):
+        twin = copy.deepcopy(control)
+        generator = torch.Generator().manual_seed(turn)
+        with torch.no_grad():
+            for value in twin.parameters():
+                change = torch.randn(value.shape, generator=generator, dtype=torch.float64) * 1e-15
+                value.mul_(1 + change if value.requires_grad else 1.0)
+        other = train_plainly(twin, case, subject, is_block, late=late, shuffle=1000 * turn)
+        for name, value in answer.last.items():
+            apart = (other.last[name] - value).abs().max() if value.numel() else torch.zeros(())
+            noise[name] = torch.maximum(noise.get(name, torch.zeros(())), apart)
+    whole = Path(folder)
+    whole.mkdir(parents=True, exist_ok=True)
+    tensors = {f"last/{n}": v for n, v in answer.last.items()} | {f"gradient/{n}": v for n, v in answer.gradients.items()}
+    tensors |= {f"first/{n}": v for n, v in answer.first.items()} | {f"noise/{n}": v for n, v in noise.items()}
+    tensors |= {f"buffer/{n}": v for n, v in answer.buffers.items()}
+    save_file({name: value.contiguous() for name, value in tensors.items()}, whole / "tensors.safetensors")
+    told = {"losses": answer.losses, "norms": answer.norms, "evaluated": answer.evaluated}
+    (whole / "told.json").write_text(json.dumps(told))
+    return {"num_ranks": plan.num_ranks, "elements": sum(v.numel() for v in answer.last.values())}
+
+
+def _quiet(module: nn.Module) -> None:
+    if hasattr(module, "config") and hasattr(module.config, "use_cache"):
+        module.config.use_cache = False
+
+
+def _length(case: Case, profile: Any) -> int:
+    return case["sequence"] if profile.counts == "tokens" else 1
+
+
+def _listed(problems: Problems) -> list[dict[str, str]]:
+    return [{"where": each.where, "what": each.what, "fix": each.fix} for each in problems]
+
+
+def _build(plan: Plan, case: Case, subject: Subject, optimizer: OptimizerConfig) -> Any:
+    wide = {"float64": torch.float64, "float32": torch.float32}[case.get("dtype", "float64")]
+    example = None
+    if not subject.is_config:
+        example = batch_of({**case, "plan": {"batch": 2}}, subject, 0, torch.float32).inputs
+    return mw.build(
+        plan, subject.model, inputs=example, loss=subject.loss, optimizer=optimizer, device="cpu",
+        seed=case["seed"] % 1000, dtype=wide,
+    )  # fmt: skip
+
+
+def plan_job(*, case: Case, folder: str, rank: int, num_ranks: int, rendezvous: str) -> dict[str, Any]:
+    """Where this rank leaves the reference, and what it sent that was not priced."""
+    torch._dynamo.reset()
+    plan = Plan.from_json(json.dumps(case["plan"]))
+    optimizer = decode(OptimizerConfig, case["optimizer"], "optimizer")
+    if plan.mesh:
+        join(rank, num_ranks, torch.device("cpu"), rendezvous=rendezvous, timeout_seconds=case.get("patience", 40))
+    subject = open_subject(case)
+    built = _build(plan, case, subject, optimizer)
+    wide = built.build.dtype
+    told, results = json.loads((Path(folder) / "told.json").read_text()), []
+    tensors = load_file(Path(folder) / "tensors.safetensors")
+    answer: dict[str, Any] = {"errors": [], "traffic": [], "stage": "step"}
+    recorder = Recorder(built.build.mesh.axis_of_group())
+    for step, lr in enumerate(rates(case)):
+        mine = batch_of(case, subject, step, wide).rows(built.rows(plan.batch))
+        given = (mine.inputs, mine.targets, mine.weights)
+        if step == 2:
+            with recorder:
+                results += built.feed(*given, lr=lr)
+            seen = recorder.evened(built.build.mesh)
+        else:
+            results += built.feed(*given, lr=lr)
+        if step == 0 and not plan.overlaps_steps:
+            answer |= _compare_gradients(built, tensors, rounded=wide != torch.float64)
+    results += built.flush()
+    rounded = wide != torch.float64
+    bound = ROUNDED if rounded else EXACT
+    for quantity, got, wanted in (
+        ("loss", [r.loss for r in results], told["losses"]),
+        ("gradient norm", [r.gradient_norm for r in results], told["norms"]),
+    ):
+        if len(got) != len(wanted):
+            answer["errors"].append(f"{len(got)} steps reported of {len(wanted)}")
+        for step, (a, b) in enumerate(zip(got, wanted, strict=False)):
+            if rounded and step > 0 and quantity != "loss":
+                continue  # other weights: gradients are not bounded any more
+            if not abs(a - b) <= bound * max(abs(b), 1e-6):
+                answer["errors"].append(f"{quantity} of step {step} is {a:.12g}, not {b:.12g}")
+    if not rounded:
+        answer["errors"] += _compare_parameters(built, tensors, scale=max(told["norms"]))
+    answer["boxes"] = {name: list(map(list, (b.offset, b.size))) for name, b in built.build.boxes.items()}
+    answer["traffic"] = _compare_price(built, case, optimizer, seen)
+    mine = batch_of(case, subject, case["steps"], wide).rows(built.rows(plan.batch))
+    value = built.evaluate(mine.inputs, mine.targets, mine.weights)
+    if not abs(value - told["evaluated"]) <= bound * max(abs(told["evaluated"]), 1e-6):
+        answer["errors"].append(f"evaluated loss is {value:.12g}, not {told['evaluated']:.12g}")
+    del built
+    gc.collect()
+    return answer
+
+
+def _compare_gradients(built: Any, tensors: dict[str, Tensor], *, rounded: bool) -> dict[str, Any]:
+    """Gradients of the first step. Rounded: sums from which their lengths and distance follow."""
+    errors, sums = [], [0.0, 0.0, 0.0]
+    scale = max((float(v.abs().max()) for n, v in tensors.items() if n.startswith("gradient/") and v.numel()), default=0)
+    for name, piece in built.build.local_gradients():
+        box = built.build.boxes[name]
+        if box.is_empty or f"gradient/{name}" not in tensors:
+            continue
+        wanted = tensors[f"gradient/{name}"][box.slices]
+        if rounded:
+            if built.build.owns(name):
+                a, b = piece.double(), wanted
+                sums = [sums[0] + float((a * b).sum()), sums[1] + float((b * b).sum()), sums[2] + float((a * a).sum())]
+        elif not float((piece - wanted).abs().max()) <= EXACT * max(float(wanted.abs().max()), 1e-6 * scale, 1e-12):
+            errors.append(f"gradient of {name} is off by {float((piece - wanted).abs().max()):.1e}")
+    return {"errors": errors, "sums": sums}
+
+
+def _compare_parameters(built: Any, tensors: dict[str, Tensor], scale: float) -> list[str]:
+    errors = []
+    moves = {n[5:]: float((v - tensors[f"first/{n[5:]}"]).abs().max()) for n, v in tensors.items()
+             if n.startswith("last/") and v.numel()}  # fmt: skip
+    largest = max(moves.values(), default=0.0)
+    for name, piece in built.build.local_parameters():
+        box = built.build.boxes[name]
+        if box.is_empty:
+            continue
+        wanted = tensors[f"last/{name}"][box.slices]
+        size = float(wanted.abs().max())
+        bound = EXACT * max(moves[name], 1e-6 * largest) + NOISE * float(tensors[f"noise/{name}"]) + 1e-15 * size
+        off = float((piece - wanted).abs().max())
+        if not off <= (bound if moves[name] else 0.0):
+            errors.append(f"{name} is off by {off:.1e} (it moved by {moves[name]:.1e})")
+    here = dict(built.build.lasting_buffers())
+    for name, value in here.items():
+        wanted = tensors.get(f"buffer/{name}")
+        if wanted is None or wanted.shape != value.shape:
+            continue
+        size = max(float(wanted.double().abs().max()), 1e-3) if wanted.numel() else 1.0
+        off = float((value.double() - wanted.double()).abs().max()) if wanted.numel() else 0.0
+        if not off <= EXACT * size * 10:
+            errors.append(f"buffer {name} is off by {off:.1e} of {size:.1e}")
+    return errors
+
+
+def _compare_price(built: Any, case: Case, optimizer: OptimizerConfig, seen: Any) -> list[str]:
+    plan, mesh, wire = built.build.plan, built.build.mesh, built.build.wire
+    work = price(
+        built.build.profile, plan, sequence=_length(case, built.build.profile),
+        stage=mesh.index(wire.axis) if wire is not None else 0, optimizer=optimizer,
+        element_bytes=built.build.dtype.itemsize,
+    )  # fmt: skip
+    microbatches = plan.microbatches_of(mesh.part(plan.sample_axes)[0])
+    priced: Counter[tuple[str, str, int]] = Counter()
+    at_most = set()
+    for task in work.collectives:
+        count = int(task.repeat) * (1 if task.per_step else microbatches)
+        if count:
+            message = (task.kind, task.axis, int(task.bytes))
+            priced[message] += count
+            at_most |= {message} if task.at_most else set()
+    settled: Counter[tuple[str, str, int]] = Counter()
+    for message, count in seen.items():
+        bounds = [b for b in at_most if b[:2] == message[:2] and b[2] >= message[2]]
+        settled[message if message in priced or not bounds else min(bounds)] += count
+    cutting = {axis for axes in built.build.cut_axes.values() for axis in axes} - {wire.axis if wire else ""}
+    if any(mesh.index(axis) for axis in cutting):
+        return _fewer_bytes(settled, priced)
+    lines = [f"{n} x {' '.join(map(str, m))} sent and not priced" for m, n in (settled - priced).items()]
+    lines += [f"{n} x {' '.join(map(str, m))} priced and not sent" for m, n in (priced - settled).items()]
+        sizes = {
+            "parameters": sum(v.numel() * v.element_size() for _, v in built.build.local_parameters()),
+            "gradients": sum(v.numel() * v.element_size() for _, v in built.build.local_gradients()),
+            "optimizer": sum(v.numel() * v.element_size() for _, _, v, _ in built._loop.optimizer.state()),
+        }
+        for category, size in sizes.items():
+            wanted = sum(int(r.repeat * r.bytes) for r in work.residents if r.category == category)
+            if wanted != size:
+                lines.append(f"{category}: {size} bytes held, {wanted} priced")
+    return lines
+
+
+def _fewer_bytes(seen: Counter[tuple[str, str, int]], priced: Counter[tuple[str, str, int]]) -> list[str]:
+    """Price speaks of the largest rank; another has as many messages, which may be shorter where pieces are uneven."""
+    lines = []
+    for kind in {message[:2] for message in (*seen, *priced)}:
+        (a, b), (x, y) = (
+            (sum(n for m, n in each.items() if m[:2] == kind), sum(n * m[2] for m, n in each.items() if m[:2] == kind))
+            for each in (seen, priced)
+        )
+        if a != x or b > y:
+            lines.append(f"{a} x {' '.join(kind)} of {b} bytes together sent, {x} of {y} priced")
+    return lines
