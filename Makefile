@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test check format bench gpu-test clean
+.PHONY: help demo test check format bench fuzz zoo gpu-test clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -31,6 +31,15 @@ format: $(STAMP) ## format the code
 
 bench: $(STAMP) ## run the benchmarks behind the numbers in the README
 	$(BIN)/python -m benchmarks.run
+
+MINUTES ?= 10
+SEED ?= 0
+
+fuzz: $(STAMP) ## random plans against a plain torch loop: MINUTES=10, or SEED=123 for one of them
+	$(BIN)/python -m benchmarks.fuzz --minutes $(MINUTES) --seed $(SEED)
+
+zoo: $(STAMP) ## architectures of other libraries x plans against a plain torch loop
+	$(BIN)/python -m benchmarks.zoo
 
 gpu-test: $(STAMP) ## run the sharded pieces on the GPU at hand
 	$(BIN)/python -m benchmarks.gpu_pieces

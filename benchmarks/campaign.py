@@ -10,11 +10,13 @@ its case is replaced. Results are JSON lines in a folder, one file for each work
     late      refused while it ran, after `check` had nothing against it
     crash     an exception that is no `MeshwrightError`, or a process that died
     hang      no answer in time
+    absent    the installed packages do not make this model
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -74,6 +76,8 @@ class Runner:
         plan = Plan.from_json(json.dumps(case["plan"]))
         arguments = {"case": {**case, "patience": patience}, "folder": str(folder)}
         (first,) = self.pool.run("benchmarks.oracle:reference_job", arguments, 1, timeout_seconds=2 * patience)
+        if "absent" in first:
+            return "absent", [first["absent"]]
         if "refused" in first:
             bare = [p for p in first["refused"] if not (p["where"] and p["what"])]
             lines = [f"{p['where']}: {p['what']} {p['fix']}".rstrip() for p in first["refused"]]
@@ -104,20 +108,11 @@ def _of_failure(error: RankError) -> tuple[str, list[str]]:
 
 def _uncovered(answers: list[dict[str, Any]], elements: int) -> list[str]:
     """Every element of every parameter must lie on some rank."""
-    seen: dict[str, set[tuple[int, ...]]] = {}
     boxes: dict[str, set[str]] = {}
     for answer in answers:
         for name, box in answer["boxes"].items():
             boxes.setdefault(name, set()).add(json.dumps(box))
-    total = 0
-    for name, found in boxes.items():
-        seen.setdefault(name, set())
-        for text in found:
-            _, size = json.loads(text)
-            count = 1
-            for each in size:
-                count *= each
-            total += count
+    total = sum(math.prod(json.loads(text)[1]) for found in boxes.values() for text in found)
     return [f"{total} elements of parameters lie on the ranks, {elements} exist"] if total != elements else []
 
 
@@ -173,4 +168,4 @@ def read_results(folder: Path) -> list[Result]:
 def counts(results: Iterable[Result]) -> str:
     found = Counter(result["verdict"] for result in results)
     total = sum(found.values())
-    return f"{total} cases: " + ", ".join(f"{found[name]} {name}" for name in (*GOOD, *BAD) if found[name])
+    return f"{total} cases: " + ", ".join(f"{found[name]} {name}" for name in (*GOOD, *BAD, "absent") if found[name])

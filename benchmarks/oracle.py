@@ -31,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshwright as mw
 from benchmarks.oracle_optimizers import PlainOptimizer
@@ -58,7 +59,8 @@ NOISE = 30.0
 """Differences up to so many times those of the control are rounding."""
 ROUNDED = 2**-6
 """In bf16: relative error of a loss, and of the length of the gradient."""
-PADDED = "num_batches_tracked"
+CAST = 1e-4
+"""In place of `EXACT` where a module casts to fewer bits inside, whatever the dtype of its weights."""
 
 
 @dataclass(kw_only=True)
@@ -159,11 +161,16 @@ def losses_of(output: Any, targets: Tensor, loss: Any, *, is_binary: bool) -> Te
         output = output["logits"]
     elif not isinstance(output, Tensor):
         output = output[0]
+    output = output.double()
     if is_binary:
         return F.binary_cross_entropy_with_logits(output, targets, reduction="none")
     if targets.is_floating_point():
         return (output.reshape(targets.shape) - targets) ** 2
     return F.cross_entropy(output.flatten(0, -2), targets.flatten(), reduction="none").view(targets.shape)
+
+
+def call(module: nn.Module, inputs: Any, subject: Subject) -> Any:
+    return module(*inputs) if isinstance(inputs, tuple) and not subject.is_config else module(inputs)
 
 
 @dataclass(kw_only=True)
@@ -205,8 +212,7 @@ def train_plainly(
         total = max(float(batch.weights.sum()), 1.0)
         if subject.is_config:
             module.loss_scale = 1 / total  # type: ignore[assignment]  # experts attach their balance to the stream
-        output = module(*batch.inputs) if isinstance(batch.inputs, tuple) and not subject.is_config else None
-        output = module(batch.inputs) if output is None else output
+        output = call(module, batch.inputs, subject)
         loss = (losses_of(output, batch.targets, subject.loss, is_binary=is_binary) * batch.weights).sum() / total
         loss.backward()
         gradients = {name: value.grad for name, value in named.items() if value.requires_grad}
@@ -228,8 +234,7 @@ def train_plainly(
     with torch.no_grad():
         module.eval()
         batch = batch_of(case, subject, case["steps"], torch.float64)
-        inputs = batch.inputs
-        output = module(*inputs) if isinstance(inputs, tuple) and not subject.is_config else module(inputs)
+        output = call(module, batch.inputs, subject)
         losses = losses_of(output, batch.targets, subject.loss, is_binary=is_binary) * batch.weights
         told.evaluated = float(losses.sum() / max(float(batch.weights.sum()), 1.0))
     return told
@@ -249,8 +254,11 @@ def _public(name: str) -> str:
 
 
 def reference_job(*, case: Case, folder: str, rank: int, num_ranks: int, rendezvous: str) -> dict[str, Any]:
-    """`{"refused": [problems]}`, or nothing but a folder with what training must give."""
-    subject = open_subject(case)
+    """`{"refused": [problems]}`, `{"absent": why}` of what cannot be made here, or a folder of what training gives."""
+    try:
+        subject = open_subject(case)
+    except (AttributeError, ImportError, ValueError, TypeError) as error:
+        return {"absent": f"{type(error).__name__}: {error}"}
     plain = None if subject.is_config else copy.deepcopy(subject.model).double()
     if plain is not None:
         _quiet(plain)
@@ -273,6 +281,7 @@ def reference_job(*, case: Case, folder: str, rank: int, num_ranks: int, rendezv
 
     late = plan.overlaps_steps
     control = copy.deepcopy(plain)
+    casts = _casts(copy.deepcopy(plain), case, subject)
     answer = train_plainly(plain, case, subject, is_block, late=late)
     noise: dict[str, Tensor] = {}
     for turn in (1, 2):
@@ -280,7 +289,7 @@ def reference_job(*, case: Case, folder: str, rank: int, num_ranks: int, rendezv
         generator = torch.Generator().manual_seed(turn)
         with torch.no_grad():
             for value in twin.parameters():
-                change = torch.randn(value.shape, generator=generator, dtype=torch.float64) * 1e-15
+                change = torch.randn(value.shape, generator=generator, dtype=torch.float64) * (1e-7 if casts else 1e-15)
                 value.mul_(1 + change if value.requires_grad else 1.0)
         other = train_plainly(twin, case, subject, is_block, late=late, shuffle=1000 * turn)
         for name, value in answer.last.items():
@@ -292,9 +301,27 @@ def reference_job(*, case: Case, folder: str, rank: int, num_ranks: int, rendezv
     tensors |= {f"first/{n}": v for n, v in answer.first.items()} | {f"noise/{n}": v for n, v in noise.items()}
     tensors |= {f"buffer/{n}": v for n, v in answer.buffers.items()}
     save_file({name: value.contiguous() for name, value in tensors.items()}, whole / "tensors.safetensors")
-    told = {"losses": answer.losses, "norms": answer.norms, "evaluated": answer.evaluated}
+    told = {"losses": answer.losses, "norms": answer.norms, "evaluated": answer.evaluated, "casts": casts}
     (whole / "told.json").write_text(json.dumps(told))
     return {"num_ranks": plan.num_ranks, "elements": sum(v.numel() for v in answer.last.values())}
+
+
+class _Casts(TorchDispatchMode):
+    """Whether float64 was made into something with fewer bits."""
+
+    seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.dtype in (torch.float32, torch.bfloat16, torch.float16):
+            self.seen |= any(isinstance(each, Tensor) and each.dtype == torch.float64 for each in args)
+        return result
+
+
+def _casts(module: nn.Module, case: Case, subject: Subject) -> bool:
+    with _Casts() as mode, torch.no_grad():
+        call(module, batch_of(case, subject, 0, torch.float64).inputs, subject)
+    return mode.seen
 
 
 def _quiet(module: nn.Module) -> None:
@@ -333,7 +360,8 @@ def plan_job(*, case: Case, folder: str, rank: int, num_ranks: int, rendezvous: 
     wide = built.build.dtype
     told, results = json.loads((Path(folder) / "told.json").read_text()), []
     tensors = load_file(Path(folder) / "tensors.safetensors")
-    answer: dict[str, Any] = {"errors": [], "traffic": [], "stage": "step"}
+    exact = CAST if told["casts"] else EXACT
+    answer: dict[str, Any] = {"errors": [], "traffic": []}
     recorder = Recorder(built.build.mesh.axis_of_group())
     for step, lr in enumerate(rates(case)):
         mine = batch_of(case, subject, step, wide).rows(built.rows(plan.batch))
@@ -345,10 +373,10 @@ def plan_job(*, case: Case, folder: str, rank: int, num_ranks: int, rendezvous: 
         else:
             results += built.feed(*given, lr=lr)
         if step == 0 and not plan.overlaps_steps:
-            answer |= _compare_gradients(built, tensors, rounded=wide != torch.float64)
+            answer |= _compare_gradients(built, tensors, exact, rounded=wide != torch.float64)
     results += built.flush()
     rounded = wide != torch.float64
-    bound = ROUNDED if rounded else EXACT
+    bound = ROUNDED if rounded else exact
     for quantity, got, wanted in (
         ("loss", [r.loss for r in results], told["losses"]),
         ("gradient norm", [r.gradient_norm for r in results], told["norms"]),
@@ -361,7 +389,7 @@ def plan_job(*, case: Case, folder: str, rank: int, num_ranks: int, rendezvous: 
             if not abs(a - b) <= bound * max(abs(b), 1e-6):
                 answer["errors"].append(f"{quantity} of step {step} is {a:.12g}, not {b:.12g}")
     if not rounded:
-        answer["errors"] += _compare_parameters(built, tensors, scale=max(told["norms"]))
+        answer["errors"] += _compare_parameters(built, tensors, exact)
     answer["boxes"] = {name: list(map(list, (b.offset, b.size))) for name, b in built.build.boxes.items()}
     answer["traffic"] = _compare_price(built, case, optimizer, seen)
     mine = batch_of(case, subject, case["steps"], wide).rows(built.rows(plan.batch))
@@ -373,7 +401,7 @@ def plan_job(*, case: Case, folder: str, rank: int, num_ranks: int, rendezvous: 
     return answer
 
 
-def _compare_gradients(built: Any, tensors: dict[str, Tensor], *, rounded: bool) -> dict[str, Any]:
+def _compare_gradients(built: Any, tensors: dict[str, Tensor], exact: float, *, rounded: bool) -> dict[str, Any]:
     """Gradients of the first step. Rounded: sums from which their lengths and distance follow."""
     errors, sums = [], [0.0, 0.0, 0.0]
     scale = max((float(v.abs().max()) for n, v in tensors.items() if n.startswith("gradient/") and v.numel()), default=0)
@@ -386,12 +414,12 @@ def _compare_gradients(built: Any, tensors: dict[str, Tensor], *, rounded: bool)
             if built.build.owns(name):
                 a, b = piece.double(), wanted
                 sums = [sums[0] + float((a * b).sum()), sums[1] + float((b * b).sum()), sums[2] + float((a * a).sum())]
-        elif not float((piece - wanted).abs().max()) <= EXACT * max(float(wanted.abs().max()), 1e-6 * scale, 1e-12):
+        elif not float((piece - wanted).abs().max()) <= exact * max(float(wanted.abs().max()), 1e-6 * scale, 1e-12):
             errors.append(f"gradient of {name} is off by {float((piece - wanted).abs().max()):.1e}")
     return {"errors": errors, "sums": sums}
 
 
-def _compare_parameters(built: Any, tensors: dict[str, Tensor], scale: float) -> list[str]:
+def _compare_parameters(built: Any, tensors: dict[str, Tensor], exact: float) -> list[str]:
     errors = []
     moves = {n[5:]: float((v - tensors[f"first/{n[5:]}"]).abs().max()) for n, v in tensors.items()
              if n.startswith("last/") and v.numel()}  # fmt: skip
@@ -402,7 +430,7 @@ def _compare_parameters(built: Any, tensors: dict[str, Tensor], scale: float) ->
             continue
         wanted = tensors[f"last/{name}"][box.slices]
         size = float(wanted.abs().max())
-        bound = EXACT * max(moves[name], 1e-6 * largest) + NOISE * float(tensors[f"noise/{name}"]) + 1e-15 * size
+        bound = exact * max(moves[name], 1e-6 * largest) + NOISE * float(tensors[f"noise/{name}"]) + 1e-15 * size
         off = float((piece - wanted).abs().max())
         if not off <= (bound if moves[name] else 0.0):
             errors.append(f"{name} is off by {off:.1e} (it moved by {moves[name]:.1e})")
@@ -413,7 +441,7 @@ def _compare_parameters(built: Any, tensors: dict[str, Tensor], scale: float) ->
             continue
         size = max(float(wanted.double().abs().max()), 1e-3) if wanted.numel() else 1.0
         off = float((value.double() - wanted.double()).abs().max()) if wanted.numel() else 0.0
-        if not off <= EXACT * size * 10:
+        if not off <= exact * size * 10:
             errors.append(f"buffer {name} is off by {off:.1e} of {size:.1e}")
     return errors
 
@@ -443,15 +471,15 @@ def _compare_price(built: Any, case: Case, optimizer: OptimizerConfig, seen: Any
         return _fewer_bytes(settled, priced)
     lines = [f"{n} x {' '.join(map(str, m))} sent and not priced" for m, n in (settled - priced).items()]
     lines += [f"{n} x {' '.join(map(str, m))} priced and not sent" for m, n in (priced - settled).items()]
-        sizes = {
-            "parameters": sum(v.numel() * v.element_size() for _, v in built.build.local_parameters()),
-            "gradients": sum(v.numel() * v.element_size() for _, v in built.build.local_gradients()),
-            "optimizer": sum(v.numel() * v.element_size() for _, _, v, _ in built._loop.optimizer.state()),
-        }
-        for category, size in sizes.items():
-            wanted = sum(int(r.repeat * r.bytes) for r in work.residents if r.category == category)
-            if wanted != size:
-                lines.append(f"{category}: {size} bytes held, {wanted} priced")
+    sizes = {
+        "parameters": sum(v.numel() * v.element_size() for _, v in built.build.local_parameters()),
+        "gradients": sum(v.numel() * v.element_size() for _, v in built.build.local_gradients()),
+        "optimizer": sum(v.numel() * v.element_size() for _, _, v, _ in built._loop.optimizer.state()),
+    }
+    for category, size in sizes.items():
+        wanted = sum(int(r.repeat * r.bytes) for r in work.residents if r.category == category)
+        if wanted != size:
+            lines.append(f"{category}: {size} bytes held, {wanted} priced")
     return lines
 
 
