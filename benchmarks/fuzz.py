@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 import os
 import sys
 import time
@@ -35,6 +36,10 @@ def seeds(first: int, count: int, share: str) -> Iterator[int]:
             yield seed
 
 
+def ranks_of(case: Case) -> int:
+    return math.prod(technique.get("size", 1) for technique in case["plan"]["techniques"])
+
+
 def command(result: Case) -> str:
     return f"make fuzz SEED={result['seed']}"
 
@@ -43,7 +48,10 @@ def tell(result: Case, *, details: bool) -> None:
     plan = result["plan"]
     names = " + ".join(f"{t['name']}" + (f"({t['size']})" if "size" in t else "") for t in plan["techniques"])
     model = result["model"].get("config") or result["model"]["factory"].partition(":")[2]
-    print(f"{result['verdict']:8} seed {result['seed']}  {model}: {names or 'one device'}  {result['seconds']} s", flush=True)
+    print(
+        f"{result['verdict']:8} seed {result['seed']}  {model}: {names or 'one device'}  {result['seconds']} s",
+        flush=True,
+    )
     if result["verdict"] in BAD or details:
         for line in result["why"]:
             print(f"    {line}")
@@ -126,6 +134,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=0, help="cases; 0: as many as the minutes allow")
     parser.add_argument("--first", type=int, default=0, help="first seed; 0: from the clock")
     parser.add_argument("--seed", type=int, default=0, help="this seed only")
+    parser.add_argument("--most-ranks", type=int, default=8, help="leave out plans with more ranks")
     parser.add_argument("--case", type=Path, help="a case as JSON")
     parser.add_argument("--shrink", action="store_true", help="look for the smallest case that fails alike")
     parser.add_argument("--workers", type=int, default=1, help="processes, each with a pool of its own")
@@ -146,7 +155,7 @@ def main() -> int:
     if given.workers > 1:
         out = given.out or Path(f"fuzz-{first}")
         words = ["--first", str(first), "--count", str(count), "--patience", str(given.patience)]
-        words += ["--minutes", str(given.minutes if not given.count else 10**6)]
+        words += ["--most-ranks", str(given.most_ranks), "--minutes", str(given.minutes if not given.count else 10**6)]
         spawn("benchmarks.fuzz", words, given.workers, out)
         results = read_results(out)
         for result in results:
@@ -159,7 +168,9 @@ def main() -> int:
     if given.out:
         given.out.mkdir(parents=True, exist_ok=True)
         lines = (given.out / f"worker-{given.share.split('/')[0]}-{os.getpid()}.jsonl").open("a", encoding="utf-8")
-    for result in each_in_turn(map(case_of, seeds(first, count, given.share)), until, given.patience):
+    cases = (case_of(seed) for seed in seeds(first, count, given.share))
+    small = (case for case in cases if ranks_of(case) <= given.most_ranks)
+    for result in each_in_turn(small, until, given.patience):
         results.append(result)
         tell(result, details=False)
         if lines is not None:

@@ -18,16 +18,14 @@ SCHEDULES = (
     "async",
 )  # fmt: skip
 CHUNKED = ("interleaved", "looped_bfs", "zbv", "dualpipe_v")
-AXES = {"replicate": "dp", "shard": "fsdp", "tensor": "tp", "pipeline": "pp", "context": "cp", "expert": "ep", "rows": "emb"}
+AXES = ("replicate", "shard", "tensor", "pipeline", "context", "expert", "rows")
 RATES = {"lion": 1e-3, "lars": 10.0, "sgd": 5e-2}
 FOREIGN = ("llama", "qwen3", "gpt2", "bert", "mixer", "encoder", "perceptron", "convolutions")
 
 
 def case_of(seed: int) -> Case:
     rng = random.Random(seed)
-    kind = rng.choices(
-        ("decoder", "experts", "vit", "vgg", "resnet", "dlrm", "foreign"), (46, 16, 6, 4, 4, 6, 18)
-    )[0]
+    kind = rng.choices(("decoder", "experts", "vit", "vgg", "resnet", "dlrm", "foreign"), (46, 16, 6, 4, 4, 6, 18))[0]
     ranks = rng.choices(range(1, 9), (3, 26, 10, 24, 3, 13, 2, 19))[0]
     sizes = _mesh(rng, kind, ranks)
     settings = {name: _axis_settings(rng, name, size) for name, size in sizes.items()}
@@ -304,7 +302,7 @@ def _optimizer(rng: random.Random, model: Any, settings: Any, dtype: str) -> dic
     if overlapping and rng.random() < 0.85:
         name = rng.choice(("adamw", "sgd", "lion"))
     told: dict[str, Any] = {"name": name, "lr": RATES.get(name, 1e-2), "clip": rng.choice((0.0, 0.5, 0.5))}
-    if overlapping and rng.random() < 0.9 or dtype != "float64":
+    if (overlapping and rng.random() < 0.9) or dtype != "float64":
         told["clip"] = 0.0
     if rng.random() < 0.3:
         told["weight_decay"] = rng.choice((0.0, 0.3))

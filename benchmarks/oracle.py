@@ -3,9 +3,9 @@
     reference_job    one rank: the case's plan is checked, and a plain loop writes what training must give
     plan_job         all ranks: `mw.build`, some steps, every piece compared with its place in the reference
 
-The reference shares the module and its first weights with the package, and nothing else: loss, divisor, clipping, loop
-and optimizers are written here again. Rounding is told from error by a control: the plain loop once more, its weights
-off by one part in 10^15 and its samples in another order.
+The reference is `meshwright/runtime/reference.py`, which shares no loop, loss or optimizer with the package, on
+transformers' own module where it computes one of our decoders. Rounding is told from error by a control: the plain loop
+once more, its weights off by one part in 10^15 and its samples in another order.
 
 A case is JSON:
     model       {"config": kind, "change": {...}, "freeze": [...]} or {"factory": "module:function", "arguments": {...}}
@@ -23,18 +23,16 @@ import importlib
 import json
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshwright as mw
-from benchmarks.oracle_optimizers import PlainOptimizer
 from meshwright.core.codec import decode
 from meshwright.core.errors import MeshwrightError, Problems
 from meshwright.core.plan import Plan
@@ -42,7 +40,11 @@ from meshwright.models import config as configs
 from meshwright.models.make import module_of
 from meshwright.ops.mesh import join
 from meshwright.ops.record import Recorder
+from meshwright.runtime import reference
+from meshwright.runtime.model import open_config
 from meshwright.runtime.optimizer_config import OptimizerConfig
+from meshwright.runtime.plain_model import plain_of
+from meshwright.runtime.reference import Plain
 from meshwright.simulate.price import price
 
 Case = dict[str, Any]
@@ -154,90 +156,68 @@ def rates(case: Case) -> list[float]:
 # The plain loop
 
 
-def losses_of(output: Any, targets: Tensor, loss: Any, *, is_binary: bool) -> Tensor:
-    if loss is not None:
-        return loss(output, targets)
-    if isinstance(output, dict) and "logits" in output:
-        output = output["logits"]
-    elif not isinstance(output, Tensor):
-        output = output[0]
-    output = output.double()
-    if is_binary:
-        return F.binary_cross_entropy_with_logits(output, targets, reduction="none")
-    if targets.is_floating_point():
-        return (output.reshape(targets.shape) - targets) ** 2
-    return F.cross_entropy(output.flatten(0, -2), targets.flatten(), reduction="none").view(targets.shape)
-
-
-def call(module: nn.Module, inputs: Any, subject: Subject) -> Any:
-    return module(*inputs) if isinstance(inputs, tuple) and not subject.is_config else module(inputs)
-
-
 @dataclass(kw_only=True)
 class Trained:
     """What a run of the plain loop gave."""
 
-    losses: list[float]
-    norms: list[float]
-    evaluated: float
-    first: dict[str, Tensor]
-    """Parameters before the first step."""
-    gradients: dict[str, Tensor]
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
     """Of the first step, clipped."""
-    last: dict[str, Tensor]
-    buffers: dict[str, Tensor]
+    last: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    evaluated: float = 0.0
 
 
 def train_plainly(
-    module: nn.Module, case: Case, subject: Subject, is_block: Callable[[str], bool], *, late: bool, shuffle: int = 0
-) -> Trained:
+    plain: Plain, module: nn.Module, case: Case, subject: Subject, optimizer: OptimizerConfig, *, late: bool,
+    shuffle: int = 0,
+) -> Trained:  # fmt: skip
     """`late`: gradients are those of the weights one update earlier, as in a pipeline whose steps overlap."""
-    named = {_public(name): value for name, value in module.named_parameters()}
-    first = {name: value.detach().clone() for name, value in named.items()}
-    rule = PlainOptimizer(case["optimizer"], is_block)
-    told = Trained(losses=[], norms=[], evaluated=0.0, first=first, gradients={}, last={}, buffers={})
-    is_binary = case["model"].get("config") == "dlrm"
+    made, named = Trained(), plain.parameters
+    states: dict[str, dict[str, Tensor]] = {name: {} for name, value in named.items() if value.requires_grad}
     older: dict[str, Tensor] = {}
+    module.train()
     for step, lr in enumerate(rates(case)):
         batch = batch_of(case, subject, step, torch.float64)
         if shuffle:
-            batch = batch.rows(
-                torch.randperm(len(batch.targets), generator=torch.Generator().manual_seed(shuffle + step))
-            )
-        newest = {name: value.detach().clone() for name, value in named.items()}
+            mixed = torch.randperm(len(batch.targets), generator=torch.Generator().manual_seed(shuffle + step))
+            batch = batch.rows(mixed)
+        newest = _copied(named)
         if late and older:
             _set(named, older)
-        module.train()
-        module.zero_grad(set_to_none=True)
-        total = max(float(batch.weights.sum()), 1.0)
-        if subject.is_config:
-            module.loss_scale = 1 / total  # type: ignore[assignment]  # experts attach their balance to the stream
-        output = call(module, batch.inputs, subject)
-        loss = (losses_of(output, batch.targets, subject.loss, is_binary=is_binary) * batch.weights).sum() / total
-        loss.backward()
-        gradients = {name: value.grad for name, value in named.items() if value.requires_grad}
-        gradients = {name: torch.zeros_like(named[name]) if g is None else g for name, g in gradients.items()}
+        given = (batch.inputs, batch.targets, batch.weights)
+        loss, gradients = reference.gradient(plain, given, len(batch.targets))
         norm = float(sum((g**2).sum() for g in gradients.values())) ** 0.5
-        clip = rule.settings["clip"]
-        if clip and norm > clip:
-            gradients = {name: g * (clip / norm) for name, g in gradients.items()}
-        _set(named, newest)
+        if optimizer.clip and norm > optimizer.clip:
+            gradients = {name: g * (optimizer.clip / norm) for name, g in gradients.items()}
+        for name, state in states.items():
+            inside = name.startswith(plain.blocks) if plain.blocks else False
+            weight, gradient = newest[name], gradients[name]
+            new = reference.update(optimizer, name, weight, gradient, state, step + 1, lr, in_block=inside)
+            with torch.no_grad():
+                named[name].copy_(new)
         older = newest
-        told.losses.append(float(loss.detach()))
-        told.norms.append(norm)
-        if step == 0:
-            told.gradients = {name: g.clone() for name, g in gradients.items()}
-        rule.step(named, gradients, lr)
-    told.last = {name: value.detach().clone() for name, value in named.items()}
-    kept = module.state_dict()
-    told.buffers = {_public(n): b.detach().clone() for n, b in module.named_buffers() if n in kept}
+        made.losses.append(loss)
+        made.norms.append(norm)
+        made.gradients = made.gradients or gradients
+    made.last, made.buffers = _copied(named), _copied(plain.buffers)
     with torch.no_grad():
         module.eval()
         batch = batch_of(case, subject, case["steps"], torch.float64)
-        output = call(module, batch.inputs, subject)
-        losses = losses_of(output, batch.targets, subject.loss, is_binary=is_binary) * batch.weights
-        told.evaluated = float(losses.sum() / max(float(batch.weights.sum()), 1.0))
-    return told
+        given = (batch.inputs, batch.targets, batch.weights)
+        made.evaluated = _evaluated(plain, *given)
+        module.train()
+    return made
+
+
+def _evaluated(plain: Plain, inputs: Any, targets: Tensor, weights: Tensor) -> float:
+    summed, _ = reference._summed(plain, inputs, targets, weights)
+    return float(summed) / max(float(weights.sum()), 1.0)
+
+
+def _copied(named: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in named.items()}
 
 
 @torch.no_grad()
@@ -246,8 +226,25 @@ def _set(named: dict[str, Tensor], values: dict[str, Tensor]) -> None:
         named[name].copy_(value)
 
 
-def _public(name: str) -> str:
-    return name
+def plain_subject(case: Case, subject: Subject) -> tuple[Plain, nn.Module]:
+    """The case's model for the plain loop: transformers' own module where it computes one of our decoders."""
+    if subject.is_config:
+        opened = open_config(subject.model.config, "case", case["seed"] % 1000)
+        _freeze(opened.model, case["model"].get("freeze", ()))
+        return plain_of(opened, sequence=case["sequence"], dtype=torch.float64), opened.model
+    module = copy.deepcopy(subject.model).double()
+    if hasattr(getattr(module, "config", None), "use_cache"):
+        module.config.use_cache = False
+    kept = module.state_dict(keep_vars=True)
+    buffers = {name: value for name, value in module.named_buffers() if name in kept and value.is_floating_point()}
+
+    def forward(inputs: Any) -> Any:
+        return module(*inputs) if isinstance(inputs, tuple) else module(inputs)
+
+    plain = Plain(parameters=dict(module.named_parameters()), forward=forward, buffers=buffers)
+    if subject.loss is not None:
+        plain.losses = subject.loss
+    return plain, module
 
 
 # Jobs of the pool
@@ -259,12 +256,10 @@ def reference_job(*, case: Case, folder: str, rank: int, num_ranks: int, rendezv
         subject = open_subject(case)
     except (AttributeError, ImportError, ValueError, TypeError) as error:
         return {"absent": f"{type(error).__name__}: {error}"}
-    plain = None if subject.is_config else copy.deepcopy(subject.model).double()
-    if plain is not None:
-        _quiet(plain)
     try:
         plan = Plan.from_json(json.dumps(case["plan"]))
         optimizer = decode(OptimizerConfig, case["optimizer"], "optimizer")
+        plain, module = plain_subject(case, subject)
         alone = _build(Plan(batch=plan.batch, microbatch=plan.batch), case, subject, OptimizerConfig())
     except MeshwrightError as error:
         return {"refused": _listed(error.problems)}
@@ -272,37 +267,40 @@ def reference_job(*, case: Case, folder: str, rank: int, num_ranks: int, rendezv
     problems = plan.check(profile) or (*plan.check_sequence(_length(case, profile)), *optimizer.problems_with(plan))
     if problems:
         return {"refused": _listed(problems)}
-    if plain is None:
-        plain = alone.build.model
-    prefix = f"{profile.block_path}." if profile.block_path else ""
-
-    def is_block(name: str) -> bool:
-        return profile.num_blocks > 0 and name.startswith(prefix) and name[len(prefix) :].split(".")[0].isdigit()
-
-    late = plan.overlaps_steps
-    control = copy.deepcopy(plain)
-    casts = _casts(copy.deepcopy(plain), case, subject)
-    answer = train_plainly(plain, case, subject, is_block, late=late)
-    noise: dict[str, Tensor] = {}
+    model = alone.build.model
+    plain.blocks = tuple(model.public_name(f"{part.name}.") for part in model.parts() if part.is_block)
+    first, statistics = _copied(plain.parameters), _copied(plain.buffers)
+    casts = _casts(plain, case, subject)
+    _set(plain.buffers, statistics)
+    settings: dict[str, Any] = {"late": plan.overlaps_steps}
+    answer = train_plainly(plain, module, case, subject, optimizer, **settings)
+    noise: dict[str, Tensor] = {name: torch.zeros((), dtype=torch.float64) for name in answer.last}
     for turn in (1, 2):
-        twin = copy.deepcopy(control)
         generator = torch.Generator().manual_seed(turn)
-        with torch.no_grad():
-            for value in twin.parameters():
-                change = torch.randn(value.shape, generator=generator, dtype=torch.float64) * (1e-7 if casts else 1e-15)
-                value.mul_(1 + change if value.requires_grad else 1.0)
-        other = train_plainly(twin, case, subject, is_block, late=late, shuffle=1000 * turn)
+        change = {
+            name: value * torch.randn(value.shape, generator=generator, dtype=torch.float64)
+            for name, value in first.items()
+            if plain.parameters[name].requires_grad
+        }
+        _set(plain.parameters, first | {n: first[n] + v * (1e-7 if casts else 1e-15) for n, v in change.items()})
+        _set(plain.buffers, statistics)
+        other = train_plainly(plain, module, case, subject, optimizer, **settings, shuffle=1000 * turn)
         for name, value in answer.last.items():
-            apart = (other.last[name] - value).abs().max() if value.numel() else torch.zeros(())
-            noise[name] = torch.maximum(noise.get(name, torch.zeros(())), apart)
+            if value.numel():
+                noise[name] = torch.maximum(noise[name], (other.last[name] - value).abs().max())
     whole = Path(folder)
     whole.mkdir(parents=True, exist_ok=True)
-    tensors = {f"last/{n}": v for n, v in answer.last.items()} | {f"gradient/{n}": v for n, v in answer.gradients.items()}
-    tensors |= {f"first/{n}": v for n, v in answer.first.items()} | {f"noise/{n}": v for n, v in noise.items()}
-    tensors |= {f"buffer/{n}": v for n, v in answer.buffers.items()}
-    save_file({name: value.contiguous() for name, value in tensors.items()}, whole / "tensors.safetensors")
-    told = {"losses": answer.losses, "norms": answer.norms, "evaluated": answer.evaluated, "casts": casts}
-    (whole / "told.json").write_text(json.dumps(told))
+    parts = {
+        "last": answer.last,
+        "gradient": answer.gradients,
+        "first": first,
+        "noise": noise,
+        "buffer": answer.buffers,
+    }
+    tensors = {f"{part}/{name}": value for part, named in parts.items() for name, value in named.items()}
+    save_file({name: value.detach().contiguous() for name, value in tensors.items()}, whole / "tensors.safetensors")
+    numbers = {"losses": answer.losses, "norms": answer.norms, "evaluated": answer.evaluated, "casts": casts}
+    (whole / "told.json").write_text(json.dumps(numbers))
     return {"num_ranks": plan.num_ranks, "elements": sum(v.numel() for v in answer.last.values())}
 
 
@@ -318,15 +316,11 @@ class _Casts(TorchDispatchMode):
         return result
 
 
-def _casts(module: nn.Module, case: Case, subject: Subject) -> bool:
+def _casts(plain: Plain, case: Case, subject: Subject) -> bool:
+    batch = batch_of(case, subject, 0, torch.float64)
     with _Casts() as mode, torch.no_grad():
-        call(module, batch_of(case, subject, 0, torch.float64).inputs, subject)
+        reference._summed(plain, batch.inputs, batch.targets, batch.weights)
     return mode.seen
-
-
-def _quiet(module: nn.Module) -> None:
-    if hasattr(module, "config") and hasattr(module.config, "use_cache"):
-        module.config.use_cache = False
 
 
 def _length(case: Case, profile: Any) -> int:
@@ -404,7 +398,9 @@ def plan_job(*, case: Case, folder: str, rank: int, num_ranks: int, rendezvous: 
 def _compare_gradients(built: Any, tensors: dict[str, Tensor], exact: float, *, rounded: bool) -> dict[str, Any]:
     """Gradients of the first step. Rounded: sums from which their lengths and distance follow."""
     errors, sums = [], [0.0, 0.0, 0.0]
-    scale = max((float(v.abs().max()) for n, v in tensors.items() if n.startswith("gradient/") and v.numel()), default=0)
+    scale = max(
+        (float(v.abs().max()) for n, v in tensors.items() if n.startswith("gradient/") and v.numel()), default=0
+    )
     for name, piece in built.build.local_gradients():
         box = built.build.boxes[name]
         if box.is_empty or f"gradient/{name}" not in tensors:

@@ -51,7 +51,10 @@ def names() -> dict[str, dict[str, Any]]:
     for package, listed in (("torchvision", zoo_names.TORCHVISION), ("timm", zoo_names.TIMM)):
         if _installed(package):
             for name in listed:
-                found[f"{package} {name}"] = {"factory": f"benchmarks.zoo_vision:{package}_model", "arguments": {"name": name}}
+                found[f"{package} {name}"] = {
+                    "factory": f"benchmarks.zoo_vision:{package}_model",
+                    "arguments": {"name": name},
+                }
     return found
 
 
@@ -82,7 +85,10 @@ def run_one(runner: Runner, name: str, model: dict[str, Any]) -> list[Result]:
             result = runner.run(case_of(model, techniques, whole=True))
         result |= {"name": name, "label": label}
         results.append(result)
-        print(f"{result['verdict']:8} {name:34} {label:10} {result['seconds']:6.1f} s  {' '.join(result['why'])[:150]}", flush=True)
+        print(
+            f"{result['verdict']:8} {name:34} {label:10} {result['seconds']:6.1f} s  {' '.join(result['why'])[:150]}",
+            flush=True,
+        )
         return result
 
     for label, techniques in PLANS.items():
@@ -119,7 +125,7 @@ def render(results: list[Result]) -> str:
     head = [
         "# The zoo",
         "",
-        "Architectures nobody here wrote, each given to `mw.build` as a user would give it and trained for four steps in",
+        "Architectures nobody here wrote, each given to `mw.build` as a user would give it, trained for four steps in",
         "float64 against a plain torch loop (`python -m benchmarks.zoo`): losses, gradients, parameters, buffers, an",
         "evaluation, and every message against its price. ✓ exact; refused: by `check`, for the numbered reason below;",
         "anything else is a finding. Names that begin with `hf` are transformers' own modules with tiny configs.",

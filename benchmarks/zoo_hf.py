@@ -19,7 +19,7 @@ SMALL: dict[str, Any] = {
     "decoder_ffn_dim": 24, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 12, "hidden_dim": 24,
     "num_hidden_layers": 3, "n_layer": 3, "n_layers": 3, "num_layers": 3, "encoder_layers": 2, "decoder_layers": 2,
     "num_decoder_layers": 2, "num_attention_heads": 4, "n_head": 4, "n_heads": 4, "num_heads": 4, "d_kv": 4,
-    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "kv_channels": 4,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4,
     "max_position_embeddings": 32, "n_positions": 32, "n_ctx": 32, "max_seq_len": 32, "context_length": 32,
     "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
     "topk_group": 1, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4,
@@ -35,7 +35,7 @@ SMALL: dict[str, Any] = {
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     # name: (kind, class, what differs)
     "gpt2": ("text", "GPT2LMHeadModel", {}),
-    "gpt_neo": ("text", "GPTNeoForCausalLM", {"attention_types": [[["global", "local", "global"], 1]], "window_size": 4}),
+    "gpt_neo": ("text", "GPTNeoForCausalLM", {"attention_types": [[["global", "local", "global"], 1]]}),
     "gpt_neox": ("text", "GPTNeoXForCausalLM", {}),
     "gptj": ("text", "GPTJForCausalLM", {"rotary_dim": 4}),
     "gpt_bigcode": ("text", "GPTBigCodeForCausalLM", {}),

@@ -5,6 +5,7 @@ Each function returns (module, loss or None, inputs, targets) as `benchmarks.ora
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -109,7 +110,11 @@ class Summary(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.core, self.head = nn.Embedding(VOCAB, 12), nn.GRU(12, 12, 2, batch_first=True), nn.Linear(12, 7)
+        self.embed, self.core, self.head = (
+            nn.Embedding(VOCAB, 12),
+            nn.GRU(12, 12, 2, batch_first=True),
+            nn.Linear(12, 7),
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.head(self.core(self.embed(tokens))[1][-1])
@@ -471,7 +476,7 @@ def u_net() -> Made:
 
 def autoencoder() -> Made:
     sizes = (20, 14, 6, 14, 20)
-    layers = [nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in zip(sizes[:-1], sizes[1:], strict=True)]
+    layers = [nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in itertools.pairwise(sizes)]
     return vector(nn.Sequential(*layers), 20, 20)
 
 
@@ -559,7 +564,11 @@ def wavenet() -> Made:
 class Temporal(nn.Module):
     def __init__(self, dilation: int, width: int = 12) -> None:
         super().__init__()
-        self.conv, self.norm, self.pad = nn.Conv1d(width, width, 3, dilation=dilation), nn.LayerNorm(width), 2 * dilation
+        self.conv, self.norm, self.pad = (
+            nn.Conv1d(width, width, 3, dilation=dilation),
+            nn.LayerNorm(width),
+            2 * dilation,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x + F.gelu(self.conv(F.pad(self.norm(x).transpose(1, 2), (self.pad, 0)))).transpose(1, 2)
