@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 from meshwright.ops.attention import HIDDEN, attend_piece, piece_backward
 from meshwright.ops.experts import precise
@@ -120,10 +121,13 @@ class Ring:
     def __init__(self, tokens: Tokens, window: int):
         self.tokens, self.window = tokens, window
         self.index, self.count = tokens.index, tokens.group.size()
+        self.group_name = tokens.group.group_name
 
-    @torch.compiler.disable
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
         """`documents` of all the tokens of the sequences, where a token sees its own only."""
+        if torch.compiler.is_compiling():
+            both = torch.stack((key, value))
+            return torch.ops.meshwright.ring_attention(query, both, documents, self.group_name, self.window)[0]
         return RingAttention.apply(query, key, value, documents, self)
 
     def forward(self, query: Tensor, both: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -191,6 +195,53 @@ class Ring:
         return torch.zeros(seen.shape, dtype=query.dtype, device=query.device).masked_fill_(~seen, HIDDEN)
 
 
+# To a compiler the ring is one operator each way: its messages cannot be moved, dropped or repeated, and a block that is
+# recomputed selectively saves its result.
+
+
+@torch.library.custom_op("meshwright::ring_attention", mutates_args=())
+def _ring_attention(
+    query: Tensor, both: Tensor, documents: Tensor | None, group: str, window: int
+) -> tuple[Tensor, Tensor]:
+    return _ring_of(group, window).forward(query, both.contiguous(), documents)
+
+
+@torch.library.custom_op("meshwright::ring_attention_backward", mutates_args=())
+def _ring_attention_backward(
+    grad: Tensor, query: Tensor, both: Tensor, out: Tensor, lse: Tensor, documents: Tensor | None, group: str,
+    window: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return _ring_of(group, window).backward(grad, query, both.contiguous(), out, lse, documents)
+
+
+def _ring_of(group_name: str, window: int) -> Ring:
+    group = _resolve_process_group(group_name)
+    return Ring(Tokens(group=group, index=group.rank(), is_folded=True), window)
+
+
+@_ring_attention.register_fake
+def _(query: Tensor, both: Tensor, documents: Tensor | None, group: str, window: int) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(query), query.new_empty(query.shape[:3], dtype=precise(query))
+
+
+@_ring_attention_backward.register_fake
+def _(grad: Tensor, query: Tensor, both: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(query), torch.empty_like(both, memory_format=torch.contiguous_format)
+
+
+def _save_for_ring(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, both, documents, ctx.group, ctx.window = inputs
+    ctx.save_for_backward(query, both, *output, documents)
+
+
+def _back_through_ring(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    saved = ctx.saved_tensors
+    return *torch.ops.meshwright.ring_attention_backward(grad, *saved, ctx.group, ctx.window), None, None, None
+
+
+_ring_attention.register_autograd(_back_through_ring, setup_context=_save_for_ring)
+
+
 def _gradients(
     piece: Piece, grad: Tensor, query: Tensor, both: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -238,7 +289,6 @@ class Ulysses:
     def __init__(self, group: dist.ProcessGroup, attend: Attend):
         self.group, self.attend = group, attend
 
-    @torch.compiler.disable
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         count = self.group.size()
         shares = [each.unflatten(1, (count, -1)) for each in (query, key, value)]

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_map
@@ -313,21 +314,24 @@ def once(what: Any, run: Callable[[], Any]) -> Any:
     return run()
 
 
-def _contexts(known: Known) -> tuple[Keeping, Recalling]:
-    keeping = Keeping(known)
-    return keeping, Recalling(keeping)
-
-
 def _policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if is_dear(func) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def selectively_recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
     """`forward`, keeping its inputs and what is dear to compute until backward needs the rest."""
-    contexts = functools.partial(_contexts, Known())
+    known = Known()
+
+    def contexts() -> tuple[Any, Any]:
+        # Decided here and not when `checkpoint` is called: a compiler that meets something in the block that it cannot
+        # trace gives the block up, and the call it was tracing runs as it is written.
+        if TracingContext.try_get() is not None:
+            return create_selective_checkpoint_contexts(_policy)
+        keeping = Keeping(known)
+        return keeping, Recalling(keeping)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        modes = _get_current_dispatch_mode_stack()
+        modes = [] if torch.compiler.is_compiling() else _get_current_dispatch_mode_stack()
         keeping = modes[-1] if modes else None
         if not isinstance(keeping, Keeping):
             return forward(*args, **kwargs)
@@ -337,9 +341,6 @@ def selectively_recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
         return made
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            traced = functools.partial(create_selective_checkpoint_contexts, _policy)
-            return checkpoint(forward, *args, use_reentrant=False, context_fn=traced, **kwargs)
         return checkpoint(run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     return wrapped
