@@ -368,7 +368,7 @@ def _op_residents(layer: Layer, op: Op, counts: tuple[Num, Num, Num], element_by
 
 def statistics(work: Work, axis: str, origin: str) -> list[Collective]:
     """What batch norms say along an axis whose ranks see different samples: sums forward, their gradients back."""
-    return [
+    told = [
         Collective(
             layer=layer.name,
             kind="all_reduce",
@@ -383,6 +383,9 @@ def statistics(work: Work, axis: str, origin: str) -> list[Collective]:
         if site.kind == "statistics"
         for phase in ("forward", "backward")
     ]
+    replays = work.facts.get("replays", {})
+    again = [each for each in told if each.phase == "forward" and each.layer in replays]
+    return [*told, *(replace(each, phase="recompute", repeat=replays[each.layer]) for each in again)]
 
 
 def _product(shape: Iterable[Num]) -> Num:

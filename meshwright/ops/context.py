@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from meshwright.ops.attention import HIDDEN, attend_piece, piece_backward
 from meshwright.ops.experts import precise
 from meshwright.ops.recompute import once
-from meshwright.ops.record import RING_TAG
+from meshwright.ops.record import OPENED, RING_TAG
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
@@ -199,15 +199,13 @@ class Ring:
 # recomputed selectively saves its result.
 
 
-@torch.library.custom_op("meshwright::ring_attention", mutates_args=())
-def _ring_attention(
+def _ring_forward(
     query: Tensor, both: Tensor, documents: Tensor | None, group: str, window: int
 ) -> tuple[Tensor, Tensor]:
     return _ring_of(group, window).forward(query, both.contiguous(), documents)
 
 
-@torch.library.custom_op("meshwright::ring_attention_backward", mutates_args=())
-def _ring_attention_backward(
+def _ring_backward(
     grad: Tensor, query: Tensor, both: Tensor, out: Tensor, lse: Tensor, documents: Tensor | None, group: str,
     window: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -219,12 +217,19 @@ def _ring_of(group_name: str, window: int) -> Ring:
     return Ring(Tokens(group=group, index=group.rank(), is_folded=True), window)
 
 
-@_ring_attention.register_fake
+OPENED.update(ring_attention=_ring_forward, ring_attention_backward=_ring_backward)
+_forward_op, _backward_op = (
+    torch.library.custom_op(f"meshwright::{name}", OPENED[name], mutates_args=())
+    for name in ("ring_attention", "ring_attention_backward")
+)
+
+
+@_forward_op.register_fake
 def _(query: Tensor, both: Tensor, documents: Tensor | None, group: str, window: int) -> tuple[Tensor, Tensor]:
     return torch.empty_like(query), query.new_empty(query.shape[:3], dtype=precise(query))
 
 
-@_ring_attention_backward.register_fake
+@_backward_op.register_fake
 def _(grad: Tensor, query: Tensor, both: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(query), torch.empty_like(both, memory_format=torch.contiguous_format)
 
@@ -239,7 +244,7 @@ def _back_through_ring(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None
     return *torch.ops.meshwright.ring_attention_backward(grad, *saved, ctx.group, ctx.window), None, None, None
 
 
-_ring_attention.register_autograd(_back_through_ring, setup_context=_save_for_ring)
+_forward_op.register_autograd(_back_through_ring, setup_context=_save_for_ring)
 
 
 def _gradients(

@@ -8,11 +8,12 @@ subclasses, so collectives issued inside their operators are seen too.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.ops.mesh import Mesh
@@ -57,8 +58,13 @@ _FUNCTIONAL = {
     "all_to_all_single": "all_to_all",
 }
 
+OPENED: dict[str, Callable[..., Any]] = {}
+"""Operators of ours that send several messages, and the functions that they run."""
+
 
 class Recorder(TorchDispatchMode):
+    supports_higher_order_operators = True
+
     def __init__(self, axis_of_group: Mapping[str, str]):
         super().__init__()
         self.axis_of_group = axis_of_group
@@ -66,11 +72,21 @@ class Recorder(TorchDispatchMode):
         self.uneven: dict[str, list[int]] = {}
         """By axis, bytes of each all_to_all whose parts are not equal: the data decides how long they are."""
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled blocks run as they are compiled, and what they send is seen."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind not in (torch.Tensor, torch.nn.Parameter) for kind in types):
             return NotImplemented
-        result = func(*args, **(kwargs or {}))
+        if isinstance(func, HigherOrderOperator):
+            return func(*args, **(kwargs or {}))
         space, name = func._schema.name.split("::")
+        if space == "meshwright" and name in OPENED:
+            with self:
+                return OPENED[name](*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if space == "c10d" and name in _C10D:
             kind, position = _C10D[name]
             if kind == "send" and args[-1] >= RING_TAG:

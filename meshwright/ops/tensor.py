@@ -72,24 +72,43 @@ class _Exit(torch.autograd.Function):
         return _gather(grad, ctx.group) if ctx.sequence else grad, None, None
 
 
-class _PiecewiseExit(torch.autograd.Function):
-    """x (batch, sequence, features) through a linear whose columns are split, summed: this rank's (batch, part, out).
+def _piecewise_exit(x: Tensor, weight: Tensor, group: dist.ProcessGroup, num_pieces: int) -> Tensor:
+    """x (batch, sequence, features) through a linear whose columns are split, summed: this rank's (batch, part, out)."""
+    # Two nodes, as a linear and an exit are: a replay that only wants what the linear saves ends before any message.
+    door = _PiecewiseLinear.apply(x, weight, group, num_pieces)
+    return _PiecewiseExit.apply(door, x.detach(), weight.detach(), group, num_pieces)
 
-    Piece j holds the j-th share of every rank's part, so what is sent lies in the order of the ranks:
+
+class _PiecewiseExit(torch.autograd.Function):
+    """Piece j holds the j-th share of every rank's part, so what is sent lies in the order of the ranks:
 
         sequence   | rank 0: p0 p1 | rank 1: p0 p1 |      piece 0 = (rank 0: p0, rank 1: p0)
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, group: dist.ProcessGroup, num_pieces: int) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.group, ctx.num_pieces = group, num_pieces
+    def forward(
+        ctx: Any, door: Tensor, x: Tensor, weight: Tensor, group: dist.ProcessGroup, num_pieces: int
+    ) -> Tensor:
         leaving = []
         for piece in _pieces(x, group.size(), num_pieces):
             partial = F.linear(piece.contiguous(), weight)
             out = torch.empty_like(partial[0])
             leaving.append((out, partial, dist.reduce_scatter_tensor(out, partial.flatten(0, 1), group=group, **_on())))
         return torch.cat([_arrived(out, work) for out, _, work in leaving], dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return grad, None, None, None, None
+
+
+class _PiecewiseLinear(torch.autograd.Function):
+    """What the linear needs going backward; its result has the shape of what leaves, and no numbers."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, group: dist.ProcessGroup, num_pieces: int) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.group, ctx.num_pieces = group, num_pieces
+        return x.new_zeros(()).expand(x.shape[0], x.shape[1] // group.size(), weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
@@ -132,12 +151,12 @@ class Region:
     """The two borders of a split region, as functions of a tensor."""
 
     def __init__(self, group: dist.ProcessGroup, sequence: bool, dtype: torch.dtype | None = None, num_pieces: int = 1):
-        """`dtype`: what is summed at exits, where it is not what was computed."""
+        """`dtype`: what is summed, at exits and of gradients at entries, where it is not what was computed."""
         assert num_pieces == 1 or (sequence and dtype is None), "only along a sequence, of what was computed"
         self.group, self.sequence, self.dtype, self.num_pieces = group, sequence, dtype, num_pieces
 
     def enter(self, x: Tensor) -> Tensor:
-        return _Enter.apply(x, self.group, self.sequence)
+        return _Enter.apply(x if self.dtype is None else x.to(self.dtype), self.group, self.sequence)
 
     def exit(self, x: Tensor) -> Tensor:
         return _Exit.apply(x if self.dtype is None else x.to(self.dtype), self.group, self.sequence)
@@ -162,7 +181,7 @@ class Region:
                 entered.clear()
             bias = getattr(row, "bias", None)
             if self.num_pieces > 1 and isinstance(row, nn.Linear):
-                out = _PiecewiseExit.apply(x, row.weight.to(x.dtype), self.group, self.num_pieces)
+                out = _piecewise_exit(x, row.weight.to(x.dtype), self.group, self.num_pieces)
             elif bias is None:
                 return self.exit(before(x))
             else:

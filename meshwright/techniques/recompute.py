@@ -92,11 +92,13 @@ class Recompute(Technique):
         return problems
 
     def price(self, work: Work) -> Work:
+        replays: dict[str, Num] = {}
         for layer in work.profile.block_layers:
             repeat = work.repeat_of(layer.name)
             full = work.following(self.name, "layers", layer.name)
             some = np.minimum(work.following(self.name, "selective", layer.name), repeat - full)
             again, inputs = self._in_chains(work, layer, full)
+            replays[layer.name] = (full + again) * work.has_backward(layer.name)
             tasks = self._replays(work, layer, full, some, again)
             kept = [*self._full(work, layer, full, inputs), *self._selective(work, layer, some)]
             rest = tuple(
@@ -104,6 +106,7 @@ class Recompute(Technique):
                 for item in work.residents
             )
             work = replace(work, residents=(*rest, *kept)).with_tasks(*tasks)
+        work = work.with_facts(replays=replays)  # for what talks inside blocks and is priced later
         if not self.slots:
             return work
         chunks = getattr(work.facts.get("schedule"), "chunks", 1)

@@ -135,14 +135,12 @@ class Tensor(Technique):
         back = {**common, "repeat": common["repeat"] * work.has_backward(layer.name, site.after)}
         if self.overlap > 1 and _leaves_a_linear(layer, site):
             # Piece by piece, not by `repeat`: whoever replays a layer counts its tasks anew. The last has nothing to
-            # hide behind, nor has the first to come back. What the linear keeps is known only after the last has
-            # left, so a replay runs to the end.
+            # hide behind, nor has the first to come back.
             size = common["bytes"] // self.overlap
-            pieces: list[dict[str, Any]] = [
-                {"bytes": size, "hidden": j > 0, "tail": False} for j in range(self.overlap)
-            ]
+            pieces: list[dict[str, Any]] = [{"bytes": size, "hidden": j > 0} for j in range(self.overlap)]
         else:
-            pieces = [{"tail": site.tail}]
+            pieces = [{}]
+        common["tail"] = back["tail"] = site.tail
         told = []
         for piece in pieces:
             if kinds[0]:

@@ -37,6 +37,12 @@ PLANS = (
     (MIXED, tiny.COMPILE, tiny.SEQUENCED),
     (SELECTIVE, tiny.CHUNKED, tiny.REPLICATE),
 )
+IN_GRAPHS = (
+    (t("recompute", layers=0, selective=2), tiny.ULYSSES),
+    (t("recompute", layers=1, selective=1), tiny.RING),
+    (t("recompute", layers=1, selective=1), t("tensor", size=2, sequence=True, overlap=2)),
+)
+"""Collectives inside blocks that are compiled and recomputed."""
 
 
 def exact_and_honest(plan: Any, config: dict[str, Any], ran: Run) -> list[dict[str, Any]]:
@@ -54,9 +60,18 @@ def test_the_same_numbers_and_the_priced_messages(techniques: tuple[Any, ...], r
         assert all(answer["num_graphs"] > 0 for answer in answers)
 
 
+@pytest.mark.parametrize("techniques", IN_GRAPHS, ids=tiny.joined)
+def test_compiled_blocks_recompute_around_their_collectives(techniques: tuple[Any, ...], ran: Run) -> None:
+    answers = exact_and_honest(plan_of(*techniques, tiny.COMPILE), QWEN | {"num_layers": 2}, ran)
+    assert all(answer["num_graphs"] > 0 for answer in answers), "nothing was compiled"
+
+
 @pytest.mark.parametrize(
     "techniques",
     [
+        # What a compiler cannot trace ends its graph, inside a block that is recomputed too.
+        (t("recompute", layers=0, selective=2), tiny.COMPILE),
+        (t("recompute", layers=1, selective=1), tiny.COMPILE, tiny.EXPERT, tiny.RING),
         (t("recompute", layers=0, selective=2), tiny.EXPERT),
         (t("recompute", layers=1, selective=1), tiny.TENSOR),
         (t("recompute", layers=1, selective=1), tiny.RING),
