@@ -195,8 +195,8 @@ class Ring:
         return torch.zeros(seen.shape, dtype=query.dtype, device=query.device).masked_fill_(~seen, HIDDEN)
 
 
-# To a compiler the ring is one operator each way: its messages cannot be moved, dropped or repeated, and a block that is
-# recomputed selectively saves its result.
+# To a compiler the ring is one operator each way: its messages cannot be moved, dropped or repeated, and a block that
+# is recomputed selectively saves its result.
 
 
 def _ring_forward(

@@ -73,7 +73,7 @@ class _Exit(torch.autograd.Function):
 
 
 def _piecewise_exit(x: Tensor, weight: Tensor, group: dist.ProcessGroup, num_pieces: int) -> Tensor:
-    """x (batch, sequence, features) through a linear whose columns are split, summed: this rank's (batch, part, out)."""
+    """x (batch, sequence, features) through a linear with split columns, summed: this rank's (batch, part, out)."""
     # Two nodes, as a linear and an exit are: a replay that only wants what the linear saves ends before any message.
     door = _PiecewiseLinear.apply(x, weight, group, num_pieces)
     return _PiecewiseExit.apply(door, x.detach(), weight.detach(), group, num_pieces)
@@ -82,13 +82,11 @@ def _piecewise_exit(x: Tensor, weight: Tensor, group: dist.ProcessGroup, num_pie
 class _PiecewiseExit(torch.autograd.Function):
     """Piece j holds the j-th share of every rank's part, so what is sent lies in the order of the ranks:
 
-        sequence   | rank 0: p0 p1 | rank 1: p0 p1 |      piece 0 = (rank 0: p0, rank 1: p0)
+    sequence   | rank 0: p0 p1 | rank 1: p0 p1 |      piece 0 = (rank 0: p0, rank 1: p0)
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, door: Tensor, x: Tensor, weight: Tensor, group: dist.ProcessGroup, num_pieces: int
-    ) -> Tensor:
+    def forward(ctx: Any, door: Tensor, x: Tensor, weight: Tensor, group: dist.ProcessGroup, num_pieces: int) -> Tensor:
         leaving = []
         for piece in _pieces(x, group.size(), num_pieces):
             partial = F.linear(piece.contiguous(), weight)

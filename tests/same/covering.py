@@ -1,8 +1,8 @@
 """Three at a time: rows in which every three settings of techniques, and every two with a kind of model, come together.
 
 A row is a model and a plan on at most eight ranks that `check` accepts. A triple that no row can hold is one that
-`check` refuses by itself, with a reason. The generator is greedy: a row starts from a triple that has not been seen yet,
-in an order that a seed decides, and takes of every other technique the setting that adds most triples.
+`check` refuses by itself, with a reason. The generator is greedy: a row starts from a triple that has not been seen
+yet, in an order that a seed decides, and takes of every other technique the setting that adds most triples.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def plan_of(row: Row) -> Plan:
     techniques = tuple(_technique(*each, profile.num_blocks) for each in sorted(row) if each[0] != "model")
     whole = Plan(techniques=techniques, batch=BATCH, microbatch=1)
     share = max(BATCH // whole.num_replicas, 1)
-    return Plan(techniques=techniques, batch=BATCH, microbatch=share if "samples" in profile.uncut else max(share // 2, 1))
+    microbatch = share if "samples" in profile.uncut else max(share // 2, 1)
+    return Plan(techniques=techniques, batch=BATCH, microbatch=microbatch)
 
 
 def _technique(name: str, which: str, num_blocks: int) -> Technique:
@@ -102,7 +103,7 @@ def refusals(row: Row) -> tuple[str, ...]:
 
 def all_triples() -> list[Row]:
     """Three settings of different techniques, or two and a kind of model."""
-    levels = {name: [(name, which) for which in each] for name, each in SETTINGS.items()}
+    levels: dict[str, list[Setting]] = {name: [(name, which) for which in each] for name, each in SETTINGS.items()}
     levels["model"] = [("model", kind) for kind in KINDS]
     return [frozenset(each) for names in combinations(levels, 3) for each in product(*(levels[name] for name in names))]
 
