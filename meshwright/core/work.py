@@ -367,21 +367,24 @@ def _op_residents(layer: Layer, op: Op, counts: tuple[Num, Num, Num], element_by
 
 
 def statistics(work: Work, axis: str, origin: str) -> list[Collective]:
-    """What batch norms say along an axis whose ranks see different samples: sums forward, their gradients back."""
+    """What batch norms send along an axis whose ranks see different samples: means and variances gathered forward, sums
+    of gradients reduced backward."""
+    width, ways = max(4, work.slots[0].element_bytes), work.size(axis)
+    messages: tuple[tuple[Kind, Phase, Num], ...] = (("all_gather", "forward", ways), ("all_reduce", "backward", 1))
     told = [
         Collective(
             layer=layer.name,
-            kind="all_reduce",
+            kind=kind,
             axis=axis,
             phase=phase,
             repeat=work.repeat_of(layer.name),
-            bytes=site.elements(1, 1) * max(4, work.slots[0].element_bytes),
+            bytes=site.elements(1, 1) * width * count,
             origin=origin,
         )
         for layer in work.profile.layers
         for site in layer.sites
         if site.kind == "statistics"
-        for phase in ("forward", "backward")
+        for kind, phase, count in messages
     ]
     replays = work.facts.get("replays", {})
     again = [each for each in told if each.phase == "forward" and each.layer in replays]

@@ -29,6 +29,7 @@ def attend_piece(
 ) -> tuple[Tensor, Tensor]:
     """The output as if there were no other keys, and its lse."""
     kernel = _kernel(query, key, mask)
+    query, key, value = map(_dense, (query, key, value))
     if kernel == "cudnn":
         out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(query, key, value, None, True, 0.0, is_causal)
         return out, lse.squeeze(-1)
@@ -52,6 +53,7 @@ def piece_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """A piece's gradients of query, key and value; `out` and `lse` are those of all pieces together."""
     heads, kernel = key.shape[1], _kernel(query, key, mask)
+    grad, query, key, value, out = map(_dense, (grad, query, key, value, out))
     if kernel == "cudnn":
         return _cudnn_backward(grad, query, key, value, out, lse, is_causal)
     key, value = _for_each_head(query, key), _for_each_head(query, value)
@@ -76,6 +78,11 @@ def _kernel(query: Tensor, key: Tensor, mask: Tensor | None) -> str:
     # On Hopper and later cuDNN's takes half of flash's time and groups of heads as they are; small pieces go wrong.
     is_large = query.shape[-1] in (64, 128) and min(query.shape[2], key.shape[2]) >= _LARGE
     return "cudnn" if is_large and torch.cuda.get_device_capability(query.device) >= (9, 0) else "flash"
+
+
+def _dense(x: Tensor) -> Tensor:
+    """With a head's elements side by side: kernels called directly read them so, whatever the last stride says."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _cudnn_backward(

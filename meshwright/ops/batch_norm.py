@@ -1,7 +1,9 @@
 """Batch norm whose statistics are those of the whole batch, however many ranks share it.
 
-Each rank has as many samples as the others, so the mean of means is the mean. One message of two numbers a channel
-forward (mean, mean of squares), one backward (the same of the gradient); without groups there is none.
+Each rank has as many samples as the others, so the mean of means is the mean, and the variance is the mean of the
+variances plus the variance of the means (Chan et al. 1979). A mean of squares would lose all digits of a variance that
+is small beside the mean. One message of two numbers a channel from every rank forward (mean, variance), one backward
+(sums of the gradient); without groups there is none.
 """
 
 from __future__ import annotations
@@ -26,10 +28,14 @@ def _mean_over(numbers: Tensor, groups: Groups) -> Tensor:
 def batch_statistics(x: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
     """Mean and variance of each channel (dim 1) over all else and over the groups."""
     variance, mean = torch.var_mean(x, dim=_all_but_channels(x), correction=0)
-    if not groups:
-        return mean, variance
-    mean, square = _mean_over(torch.stack((mean, variance + mean.square())), groups).unbind()
-    return mean, square - mean.square()
+    for group in groups:
+        mine = torch.stack((mean, variance))
+        both = mine.new_empty(group.size() * 2, mean.shape[0])
+        dist.all_gather_into_tensor(both, mine, group=group)
+        means, variances = both.view(-1, *mine.shape).unbind(1)
+        mean = means.mean(0)
+        variance = variances.mean(0) + (means - mean).square().mean(0)
+    return mean, variance
 
 
 def _all_but_channels(x: Tensor) -> list[int]:

@@ -49,6 +49,19 @@ class Mesh:
         assert self.grid is not None
         return self.grid.get_group(axis)
 
+    def submesh(self, *axes: str) -> DeviceMesh:
+        """The grid of some axes in this order, which need not be the order of the mesh."""
+        assert self.grid is not None
+        places = [list(self.sizes).index(axis) for axis in axes]
+        if places == sorted(places):  # torch slices in the order of the mesh only
+            return self.grid[axes]
+        here = tuple(
+            slice(None) if place in places else index for place, index in enumerate(self.grid.get_coordinate() or ())
+        )
+        kept = self.grid.mesh[here].permute([sorted(places).index(place) for place in places])
+        groups = [self.group(axis) for axis in axes]
+        return DeviceMesh.from_group(groups, self.device.type, kept, mesh_dim_names=axes)
+
     def neighbour(self, axis: str, index: int) -> int:
         """Global rank of the one at `index` along `axis`, equal to this rank elsewhere."""
         return dist.get_global_rank(self.group(axis), index)

@@ -50,7 +50,7 @@ def shard_units(
     """Shard every unit of `build` and return what to call before each backward: flags(is_last, chunk)."""
     mesh = build.mesh
     assert len(replicas) <= 1, "hybrid sharding sums over one axis of replicas"
-    grid = mesh.grid[(*replicas, axis)] if replicas else mesh.grid[axis]
+    grid = mesh.submesh(*replicas, axis)
     options: dict[str, Any] = {"mesh": grid}
     if not build.compute_dtype == build.dtype == reduce_dtype:
         options["mp_policy"] = MixedPrecisionPolicy(

@@ -53,7 +53,10 @@ class Built:
     def step(
         self, inputs: Inputs, targets: Tensor, weights: Tensor | None = None, *, lr: float | None = None
     ) -> StepResult:
-        """One step on this rank's rows; `weights` of 0 leave targets out; without a rate, the optimizer's own."""
+        """One step on this rank's rows; `weights` of 0 leave targets out; without a rate, the optimizer's own.
+
+        The loss is the weighted mean over the batch. Where no target of the batch counts, loss and gradient are zero.
+        """
         samples = self._samples(inputs, targets, weights)
         return self._loop.step(samples, self._loop.optimizer.config.lr if lr is None else lr)
 
@@ -69,9 +72,9 @@ class Built:
         return self._loop.flush()
 
     def evaluate(self, inputs: Inputs, targets: Tensor, weights: Tensor | None = None) -> float:
-        """Mean loss over the targets of all ranks."""
-        total, tokens, _ = self._loop.evaluate([self._samples(inputs, targets, weights)])
-        return total / tokens
+        """Mean loss over the targets of all ranks; zero where none of them counts."""
+        samples = self._samples(inputs, targets, weights)
+        return self._loop.evaluate([samples])[0] / samples.divisor
 
     def _samples(self, inputs: Inputs, targets: Tensor, weights: Tensor | None) -> Samples:
         plan, device = self.build.plan, self.build.mesh.device
@@ -81,16 +84,22 @@ class Built:
             what = f"this rank's inputs and targets must have {wanted} rows each, not {num_samples(inputs)} and "
             fix = f"Cut the batch with rows({plan.batch})."
             raise MeshwrightError([Problem(where="step", what=f"{what}{targets.shape[0]}.", fix=fix)])
+        weights = torch.ones(targets.shape) if weights is None else weights
         problems = plan.check_sequence(targets.shape[1]) if targets.ndim > 1 else ()
+        if weights.shape != targets.shape:
+            what = f"the weights are {tuple(weights.shape)} for targets of shape {tuple(targets.shape)}."
+            problems = (*problems, Problem(where="step", what=what, fix="Give one weight for each target."))
         if problems:
             raise MeshwrightError(problems)
-        weights = torch.ones(targets.shape) if weights is None else weights
-        tokens = self._loop.total(weights.sum().double())
+        tokens = self._loop.total(weights.double().sum())
+        if tokens < 0:
+            what = f"the weights of the batch add up to {tokens:g}, and the loss is divided by that sum."
+            raise MeshwrightError([Problem(where="step", what=what, fix="Use weights of 0 or more.")])
         return Samples(
             inputs=map_inputs(inputs, lambda tensor: tensor.to(device)),
             targets=targets.to(device),
             weights=weights.to(device, self.build.dtype),
-            num_tokens=max(tokens, 1.0),
+            num_tokens=tokens,
         )
 
 

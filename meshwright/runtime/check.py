@@ -95,6 +95,9 @@ def check(
         raise MeshwrightError([Problem(where="plan", what=what, fix=fix)])
     start = time.monotonic()
     profile = describe(config.model, config.data.sequence).profile
+    problems = plan.check(profile) or plan.check_sequence(config.sequence)
+    if problems:
+        raise MeshwrightError(problems)
     if "samples" not in profile.uncut:
         plan = shortened(plan, len(plan.blocks_of_stages(profile)))
     _check_memory(profile, plan, config.sequence)

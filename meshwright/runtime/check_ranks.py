@@ -43,7 +43,7 @@ def _samples(config: RunConfig, batch: int, cache: str, dtype: str) -> SamplesOf
             inputs=tuple(map(put, rows.inputs)) if isinstance(rows.inputs, tuple) else put(rows.inputs),
             targets=put(rows.targets),
             weights=put(rows.weights),
-            num_tokens=max(rows.num_tokens, 1.0),
+            num_tokens=rows.num_tokens,
         )
 
     return samples

@@ -30,7 +30,12 @@ class Samples:
     targets: Tensor
     weights: Tensor
     num_tokens: float
-    """Or samples, where they have no sequence."""
+    """Or samples, where they have no sequence; 0 where no target counts."""
+
+    @property
+    def divisor(self) -> float:
+        """Of the sum of losses. A batch without targets has nothing to learn: its loss and its gradient are zero."""
+        return self.num_tokens or 1.0
 
     def split(self, size: int) -> list[tuple[Inputs, Tensor, Tensor]]:
         parts = (split_inputs(self.inputs, size), self.targets.split(size), self.weights.split(size))
@@ -160,15 +165,15 @@ class Interpreter:
 
 def interpret(build: Build, actions: Actions, samples: Samples, *, trains: bool) -> Tensor:
     """This rank's sum of losses."""
-    build.model.loss_scale = scale = build.loss_scale / samples.num_tokens
+    build.model.loss_scale = scale = build.loss_scale / samples.divisor
     interpreter = Interpreter(build, samples.split(build.plan.microbatch), scale=scale, trains=trains)
     interpreter.run(actions)
     return interpreter.total
 
 
-def settled(agreed: Sequence[float], num_tokens: float, consequence: str) -> StepResult:
+def settled(agreed: Sequence[float], divisor: float, consequence: str) -> StepResult:
     """What all ranks agreed on: the sum of losses, the squared norm, and how many were told to stop."""
-    loss, norm = agreed[0] / num_tokens, agreed[1] ** 0.5
+    loss, norm = agreed[0] / divisor, agreed[1] ** 0.5
     if not (math.isfinite(loss) and math.isfinite(norm)):  # all ranks see the same numbers and stop together
         what = f"the loss is {loss} and the gradient norm {norm}: {consequence}."
         fix = "Resume from the last checkpoint with a lower rate, a longer warm-up or clipping."
@@ -199,7 +204,7 @@ class Loop:
             self.optimizer.take_gradients()
             # One small message for all that ranks must agree on.
             agreed = self._agree(self._share(loss), self.optimizer.squared_norm(), float(stop))
-        result = settled(agreed, samples.num_tokens, "this step was not taken")
+        result = settled(agreed, samples.divisor, "this step was not taken")
         with record_function("mw:update"):
             self.optimizer.update(lr, result.gradient_norm)
         return result
@@ -234,15 +239,19 @@ class Loop:
         return agreed[0], tokens, agreed[1] if agreed[2] else None
 
     def total(self, value: Tensor) -> float:
-        """The sum over all samples of what each rank has of its own."""
-        return self._agree(self._share(value, every_stage=False))[0]
+        """The sum over the batch of a number that each rank has computed from its whole samples."""
+        return self._agree(self._counted(value, self.build.plan.sample_axes))[0]
 
-    def _share(self, value: Tensor, every_stage: bool = True) -> Tensor:
-        """Ranks with the same samples count once; along the stages, only the last one has a loss at all."""
-        mesh, wire = self.build.mesh, self.build.wire
-        other = {*self.build.plan.loss_axes, wire.axis if wire is not None and every_stage else ""}
-        mine = all(mesh.index(axis) == 0 for axis in mesh.sizes if axis not in other)
-        return value if mine else torch.zeros_like(value)
+    def _share(self, loss: Tensor) -> Tensor:
+        """What this rank adds to the sum of losses: a part along `loss_axes`, and nothing but on the last stage."""
+        wire = self.build.wire
+        return self._counted(loss, (*self.build.plan.loss_axes, *(() if wire is None else (wire.axis,))))
+
+    def _counted(self, value: Tensor, axes: tuple[str, ...]) -> Tensor:
+        """The value on the first rank of every axis but `axes`, zero elsewhere: ranks that hold the same count once."""
+        mesh = self.build.mesh
+        is_first = all(mesh.index(axis) == 0 for axis in mesh.sizes if axis not in axes)
+        return value if is_first else torch.zeros_like(value)
 
     def _agree(self, *values: Tensor | float) -> list[float]:
         message = torch.tensor([float(value) for value in values], dtype=torch.float64)

@@ -32,7 +32,7 @@ class _Batch:
     version: int
     """The weights its microbatches use, by the number of updates before."""
     lr: float
-    num_tokens: float
+    divisor: float
     scale: float
     """What its losses are multiplied by."""
     message: Tensor | None = None
@@ -74,8 +74,8 @@ class StreamLoop(Loop):
         self.batch = _Batch(
             version=max(self.num_fed - 1, self.num_flushed),
             lr=lr,
-            num_tokens=samples.num_tokens,
-            scale=build.loss_scale / samples.num_tokens,
+            divisor=samples.divisor,
+            scale=build.loss_scale / samples.divisor,
         )
         self.num_fed += 1
         self.interpreter.microbatches = samples.split(build.plan.microbatch)
@@ -159,7 +159,7 @@ class StreamLoop(Loop):
         assert batch.message is not None
         assert batch.sent is not None
         batch.sent.wait()
-        return settled(batch.message.tolist(), batch.num_tokens, "known only after this step was taken")
+        return settled(batch.message.tolist(), batch.divisor, "known only after this step was taken")
 
 
 def loop_of(build: Build, optimizer: Optimizer) -> Loop:

@@ -169,12 +169,12 @@ class Trainer:
         place = (self.plan.batch, self.part, self.num_parts)
         batches = self.data.held_out_batches(*place, limit=self.settings.evaluate_batches, shares=self.plan.shares)
         total, tokens, hits = self.loop.evaluate(self._samples(batch) for batch in batches)
-        mean = total / max(tokens, 1.0)
+        mean = total / (tokens or 1.0)
         found = {"held_out_loss": mean}
         if self.data.num_bytes_per_token:
             found["held_out_bits_per_byte"] = mean / math.log(2) / self.data.num_bytes_per_token
         if hits is not None:
-            found["held_out_top1"] = hits / max(tokens, 1.0)
+            found["held_out_top1"] = hits / (tokens or 1.0)
         return found
 
     def sample(self) -> str | None:
@@ -208,9 +208,7 @@ class Trainer:
         arrays = batch.inputs
         inputs = tuple(map(put, arrays)) if isinstance(arrays, tuple) else put(arrays)
         targets, weights = put(batch.targets), put(batch.weights)
-        # A step that lies wholly in prompts has nothing to learn; dividing by one keeps it at zero.
-        tokens = max(batch.num_tokens, 1.0)
-        return Samples(inputs=inputs, targets=targets, weights=weights, num_tokens=tokens)
+        return Samples(inputs=inputs, targets=targets, weights=weights, num_tokens=batch.num_tokens)
 
 
 def _seed(seed: int, step: int, part: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -91,6 +92,23 @@ def test_pieces_add_up(
     mask = torch.zeros(seen.shape, dtype=drawn[0].dtype, device=device).masked_fill_(~seen, HIDDEN)
     for got, wanted in zip(_in_pieces(drawn, mask, not has_documents), _whole(drawn, seen), strict=True):
         assert float((got - wanted).norm() / wanted.norm()) < bound
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+@pytest.mark.parametrize("head", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("which", range(4), ids=["query", "key", "value", "grad"])
+def test_any_layout_in_memory(device: str, head: int, which: int) -> None:
+    """Kernels are called directly, so nobody else makes their inputs fit."""
+    drawn = _drawn(torch.float32 if device == "cuda" else torch.float64, device, head, length=16)
+    places = torch.arange(16, device=device)
+    seen = places.unsqueeze(1) >= places
+    mask = torch.zeros(seen.shape, dtype=drawn[0].dtype, device=device).masked_fill_(~seen, HIDDEN)
+    whole = _whole([each.clone() for each in drawn], seen)
+    for order in itertools.permutations(range(4)):
+        back = [order.index(dim) for dim in range(4)]
+        laid = [each.permute(order).contiguous().permute(back) if i == which else each for i, each in enumerate(drawn)]
+        for mine, theirs in zip(_in_pieces(laid, mask, is_plain=True), whole, strict=True):
+            assert float((mine - theirs).norm() / theirs.norm().clamp(min=1e-9)) < 1e-5, order
 
 
 @GPU
