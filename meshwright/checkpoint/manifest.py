@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, ClassVar, Literal
 
-import xxhash
-
 from meshwright.checkpoint.cover import cover_problem
+from meshwright.core import codec
 from meshwright.core.box import Box
 from meshwright.core.codec import decode_fields, encode, read_artefact, to_json
 from meshwright.core.errors import MeshwrightError, Problem, Problems
@@ -36,7 +35,6 @@ MAX_PROBLEMS = 20
 
 FILE_NAME = re.compile(r"[A-Za-z0-9._-]+")
 _HASH = re.compile(r"[0-9a-f]{32}")
-_SEAL = re.compile(rb'\{"digest": "([0-9a-f]{32})",')
 
 # name in torch and in the manifest -> (name in safetensors, bytes per element)
 DTYPES: dict[str, tuple[str, int]] = {
@@ -156,11 +154,10 @@ class Manifest:
 def seal(manifest: Manifest) -> bytes:
     """The bytes of the manifest file: JSON whose first key is the digest of everything after it."""
     try:
-        rest = _text(manifest)[1:].encode("utf-8")
+        return codec.seal(_text(manifest))
     except (ValueError, TypeError, RecursionError) as error:
         what = f"step {manifest.step} cannot be written as JSON: {error}."
         raise MeshwrightError([Problem(where="checkpoint state", what=what)]) from None
-    return b'{"digest": "%s",' % xxhash.xxh3_128_hexdigest(rest).encode() + rest
 
 
 def _text(manifest: Manifest) -> str:
@@ -172,15 +169,10 @@ def _text(manifest: Manifest) -> str:
 
 def unseal(data: bytes, source: str) -> Manifest:
     """The manifest in these bytes, checked in every way that needs no other file."""
-    sealed = _SEAL.match(data)
-    if sealed is None or xxhash.xxh3_128_hexdigest(data[sealed.end() :]).encode() != sealed[1]:
-        what = "does not match its own digest: it was damaged or edited."
-        raise MeshwrightError([Problem(where=source, what=what)], exit_code=1)
     try:
-        manifest = read_artefact(Manifest, "{" + data[sealed.end() :].decode("utf-8"), source)
-    except (UnicodeDecodeError, RecursionError) as error:
-        what = f"is not a manifest: {type(error).__name__}."
-        raise MeshwrightError([Problem(where=source, what=what)], exit_code=1) from None
+        manifest = read_artefact(Manifest, codec.unseal(data), source)
+    except ValueError as error:
+        raise MeshwrightError([Problem(where=source, what=f"{error}.")], exit_code=1) from None
     except MeshwrightError as error:
         raise MeshwrightError(error.problems[:MAX_PROBLEMS], exit_code=1) from None
     problems = manifest_problems(manifest, source)

@@ -31,6 +31,8 @@ def run(arguments: Namespace) -> int:
             arguments.output,
             tokenizer=arguments.tokenizer,
             text_key=arguments.text_key,
+            prompt_key=arguments.prompt_key,
+            chat_template=arguments.chat_template,
             num_workers=arguments.workers,
             report=report,
         )

@@ -181,6 +181,13 @@ def _data(made: Parser) -> None:
     made.add_argument("--tokenizer", default="byte", metavar="FILE", help="byte (default) or a tokenizers JSON file")
     made.add_argument("--workers", type=int, default=0, metavar="N", help="processes (default: one per core)")
     made.add_argument("--text-key", default="text", metavar="KEY", help="the field or column of the text")
+    made.add_argument("--prompt-key", default="prompt", metavar="KEY", help="the field or column of a prompt")
+    made.add_argument(
+        "--chat-template",
+        default="",
+        metavar="FILE",
+        help="of messages: a Jinja file, or chatml",
+    )
 
 
 def _model_flags(made: Parser) -> None:

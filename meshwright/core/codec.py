@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -17,11 +18,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
 
+import xxhash
+
 from meshwright.core.errors import MeshwrightError, Problem, nearest
 
 T = TypeVar("T")
 LARGEST_WHOLE_NUMBER = 2**63 - 1
 """Whole numbers become int64 when many plans are priced at once."""
+_SEAL = re.compile(rb'\{"digest": "([0-9a-f]{32})",')
 _WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 
 
@@ -52,6 +56,20 @@ def _render(value: Any, depth: int) -> str:
         rows = [f"{json.dumps(k, ensure_ascii=False)}: {_render(v, depth + 1)}" for k, v in value.items()]
         return "{\n" + ",\n".join(pad + row for row in rows) + f"\n{end}}}"
     return "[\n" + ",\n".join(pad + _render(item, depth + 1) for item in value) + f"\n{end}]"
+
+
+def seal(text: str) -> bytes:
+    """The bytes of a file: the JSON object `text` with a first key "digest", the hash of everything after it."""
+    rest = text[1:].encode("utf-8")
+    return b'{"digest": "%s",' % xxhash.xxh3_128_hexdigest(rest).encode() + rest
+
+
+def unseal(data: bytes) -> str:
+    """The JSON object that was sealed. Raises ValueError where the bytes are not those that `seal` returned."""
+    sealed = _SEAL.match(data)
+    if sealed is None or xxhash.xxh3_128_hexdigest(data[sealed.end() :]).encode() != sealed[1]:
+        raise ValueError("does not match its own digest: it was damaged or edited")
+    return "{" + data[sealed.end() :].decode("utf-8")
 
 
 @cache

@@ -1,25 +1,59 @@
-"""Arrays that come from outside: .npz members by name, and whether all numbers are numbers."""
+"""Arrays that come from outside: .npy files, .npz members by name, and whether all numbers are numbers.
+
+What a file claims is compared with its size before memory is taken for it.
+"""
 
 from __future__ import annotations
 
+import math
+import os
 import zipfile
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
 from meshwright.core.errors import MeshwrightError, Problem, nearest
+from meshwright.core.units import MIB, pretty_bytes
 
 _BLOCK_ROWS = 1 << 16
+_MAX_HEADER_BYTES = 10_000
+# A small file may claim to hold a lot: that much is unpacked whatever it claims, more only in proportion to its size.
+_FREE_BYTES, _MAX_RATIO = 256 * MIB, 32
+
+
+@contextmanager
+def readable(where: str, kind: str, fix: str = "") -> Iterator[None]:
+    """Whatever a library raises on a broken file, as a problem of that file: what it is depends on how it is broken."""
+    try:
+        yield
+    except MeshwrightError:
+        raise
+    except PermissionError as error:
+        raise MeshwrightError([Problem(where=where, what=f"cannot be read: {str(error.strerror).lower()}.")]) from None
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")[:200]
+        raise MeshwrightError([Problem(where=where, what=f"is not {kind}: {reason}.", fix=fix)]) from None
+
+
+def require_plausible(where: str, num_bytes: int, stored_bytes: int) -> None:
+    """Refuse what would take far more memory than the file has bytes."""
+    if num_bytes > max(_FREE_BYTES, _MAX_RATIO * stored_bytes):
+        what = f"unpacks to {pretty_bytes(num_bytes)} from {pretty_bytes(stored_bytes)}."
+        fix = f"At most {_MAX_RATIO} times as much is unpacked: if it is right, store it uncompressed (numpy.savez)."
+        raise MeshwrightError([Problem(where=where, what=what, fix=fix)])
 
 
 def npz_names(path: str) -> tuple[str, ...]:
     """The names of its arrays; nothing is read."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return tuple(name.removesuffix(".npy") for name in archive.namelist())
-    except (OSError, zipfile.BadZipFile) as error:
-        raise MeshwrightError([_unreadable(path, error)]) from None
+    with _readable_npz(path), zipfile.ZipFile(path) as archive:
+        return tuple(name.removesuffix(".npy") for name in archive.namelist())
+
+
+def _readable_npz(path: str) -> Any:
+    return readable(path, "a readable .npz file", "Write it again with numpy.savez.")
 
 
 def read_npz(path: str, wanted: tuple[str, ...]) -> dict[str, npt.NDArray[Any]]:
@@ -29,16 +63,36 @@ def read_npz(path: str, wanted: tuple[str, ...]) -> dict[str, npt.NDArray[Any]]:
         raise MeshwrightError(
             [Problem(where=path, what=f'has no array "{name}".', fix=nearest(name, names)) for name in missing]
         )
-    try:
-        with np.load(path) as archive:
-            return {name: archive[name] for name in wanted}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:  # ValueError: an array of Python objects
-        raise MeshwrightError([_unreadable(path, error)]) from None
+    with _readable_npz(path), zipfile.ZipFile(path) as archive:
+        return {name: _read_member(archive, name, path) for name in wanted}
 
 
-def _unreadable(path: str, error: Exception) -> Problem:
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-    return Problem(where=path, what=f"is not a readable .npz file: {reason}.", fix="Write it again with numpy.savez.")
+def _read_member(archive: zipfile.ZipFile, name: str, path: str) -> npt.NDArray[Any]:
+    info = archive.getinfo(f"{name}.npy" if f"{name}.npy" in archive.namelist() else name)
+    require_plausible(f"{path}: {name}", info.file_size, info.compress_size)
+    with archive.open(info) as stream:
+        read_header(stream, info.file_size)  # type: ignore[arg-type]
+    with archive.open(info) as stream:
+        return np.lib.format.read_array(stream, allow_pickle=False)
+
+
+def map_npy(path: str) -> npt.NDArray[Any]:
+    with readable(path, "a whole .npy file", "Write it again with numpy.save."):
+        with open(path, "rb") as stream:
+            read_header(stream, os.fstat(stream.fileno()).st_size)
+        return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
+
+
+def read_header(stream: BinaryIO, num_bytes: int) -> None:
+    """Raise ValueError unless the header of an .npy file says what its size says."""
+    major, _ = np.lib.format.read_magic(stream)
+    read = np.lib.format.read_array_header_1_0 if major == 1 else np.lib.format.read_array_header_2_0
+    shape, _, dtype = read(stream, max_header_size=_MAX_HEADER_BYTES)
+    if dtype.hasobject or not dtype.itemsize:
+        raise ValueError(f"it holds {'Python objects' if dtype.hasobject else 'nothing'}, not numbers")
+    needed, found = math.prod(shape) * dtype.itemsize, num_bytes - stream.tell()
+    if any(length < 0 for length in shape) or needed != found:
+        raise ValueError(f"an array of shape {shape} and type {dtype} has {needed:,} bytes, not {found:,}")
 
 
 def first_not_finite(values: npt.NDArray[Any]) -> tuple[int, ...] | None:

@@ -1,11 +1,13 @@
 """Arrays kept on disk: the rank processes of a machine share one copy, and a restart need not make them again.
 
-    <slot>.json               what they were made from; written last, so if it is there the rest is whole
+    <slot>.json               what they were made from, sealed; written last, so if it is there the rest is whole
     <slot>-<stamp>.NAME.npy   one for each array, mapped rather than read
+    <slot>-<stamp>.xxh3       hashes of their blocks
 
 The slot names the question (paths, settings), the stamp the state of the files (sizes, times). Each file appears
 by an atomic rename, so two processes may build the same slot at once: they write the same bytes. Whatever
-cannot be read back is a miss, never an error: the files themselves are the truth.
+cannot be read back, or is not as it was written, is a miss, never an error: the files themselves are the truth.
+Of a large array a block is checked when it is first used; by then only a new start can make it again.
 """
 
 from __future__ import annotations
@@ -24,12 +26,14 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from meshwright.core.codec import decode, to_json
+from meshwright.core.codec import decode, seal, to_json, unseal
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.data.files import SourceFile
+from meshwright.data.hashed import BlockHashes, CheckedFile, DamagedFile, hash_files, open_hashed
+from meshwright.data.order import Index
 
 # Raise it when the same files give other arrays than before.
-_CACHE_VERSION = 2
+_CACHE_VERSION = 3
 
 Array = npt.NDArray[Any]
 Facts = dict[str, Any]
@@ -41,6 +45,24 @@ class Kept:
 
     arrays: dict[str, Array]
     facts: Facts
+    index: Path | None = None
+    unchecked: dict[str, CheckedFile] = field(default_factory=dict)
+    """Files of large arrays that go by rows: to be checked before rows are used."""
+
+    def check_rows(self, first: Index, stop: Index) -> None:
+        """Check the rows from `first` up to `stop`, many ranges at once. The next start makes anew what is damaged."""
+        for name, file in self.unchecked.items():
+            array = self.arrays[name]
+            num_bytes = array.nbytes // len(array)
+            begin = len(file.bytes) - array.nbytes
+            try:
+                file.check(begin + first * num_bytes, begin + stop * num_bytes)
+            except DamagedFile as damage:
+                if self.index is not None:
+                    self.index.unlink(missing_ok=True)
+                fix = "It is made again from the data itself when the same command is run again."
+                problem = Problem(where=str(damage.path), what=f"{damage.what}.", fix=fix)
+                raise MeshwrightError([problem], exit_code=1) from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,9 +86,11 @@ class CacheIndex:
     """What lies in a slot, as told by its JSON file."""
 
     version: int
+    slot: str
     files: tuple[SourceFile, ...]
     arrays: dict[str, tuple[str, tuple[int, ...]]]
     """Name -> (type, shape)."""
+    hashes: BlockHashes
     facts: dict[str, Any]
 
 
@@ -100,12 +124,18 @@ class Draft:
         self.arrays[name] = mapped
         return mapped
 
-    def publish(self, stem: str) -> None:
-        for name, path in self.paths.items():
+    def publish(self, stem: str) -> BlockHashes:
+        for name in self.paths:
             array = self.arrays[name]
             if isinstance(array, np.memmap):
                 array.flush()
+        hashes, content = hash_files(self.paths)
+        if self.paths:
+            assert self.folder is not None
+            write_whole(self.folder / f"{stem}.xxh3", lambda file: file.write(content))
+        for name, path in self.paths.items():
             os.replace(path, path.with_name(f"{stem}.{name}.npy"))
+        return hashes
 
     def discard(self) -> None:
         for path in self.paths.values():
@@ -117,13 +147,16 @@ class Draft:
         return self.paths[name]
 
 
-def keep(folder: Path | None, slot: Slot, fill: Callable[[Draft], Facts]) -> Kept:
-    """What the slot holds, made by `fill` where it is absent, out of date or damaged. Without a folder: made."""
+def keep(folder: Path | None, slot: Slot, fill: Callable[[Draft], Facts], by_rows: tuple[str, ...] = ()) -> Kept:
+    """What the slot holds, made by `fill` where it is absent, out of date or damaged. Without a folder: made.
+
+    `by_rows`: arrays that the caller only uses after `Kept.check_rows`; large ones are not checked here.
+    """
     if folder is None:
         draft = Draft(folder=None)
         facts = fill(draft)
         return Kept(arrays=draft.arrays, facts=facts)
-    found = load(folder, slot)
+    found = load(folder, slot, by_rows)
     if found:
         return found
     with _refusals(folder):
@@ -136,22 +169,26 @@ def keep(folder: Path | None, slot: Slot, fill: Callable[[Draft], Facts]) -> Kep
     finally:
         draft.discard()
     # Mapping what was just written frees this process's own copy.
-    return load(folder, slot) or Kept(arrays=draft.arrays, facts=facts)
+    return load(folder, slot, by_rows) or Kept(arrays=draft.arrays, facts=facts)
 
 
-def load(folder: Path, slot: Slot) -> Kept | None:
+def load(folder: Path, slot: Slot, by_rows: tuple[str, ...] = ()) -> Kept | None:
     """What is kept for this slot, mapped from disk; None when absent, out of date or damaged."""
+    path, stem = folder / f"{slot.stem}.json", f"{slot.stem}-{slot.stamp}"
     try:
-        value = json.loads((folder / f"{slot.stem}.json").read_text(encoding="utf-8"))
-        index = decode(CacheIndex, value, "cache")
-        if index.version != _CACHE_VERSION or index.files != slot.files:
+        index = decode(CacheIndex, json.loads(unseal(path.read_bytes())), "cache")
+        if (index.version, index.slot, index.files) != (_CACHE_VERSION, slot.stem, slot.files):
             return None
-        arrays = {
-            name: _map(folder / f"{slot.stem}-{slot.stamp}.{name}.npy", *form) for name, form in index.arrays.items()
-        }
-    except (OSError, ValueError, EOFError, TypeError, MeshwrightError):
+        paths = {name: folder / f"{stem}.{name}.npy" for name in index.arrays}
+        files = open_hashed(index.hashes, folder / f"{stem}.xxh3", paths) if paths else {}
+        for name, file in files.items():
+            if name not in by_rows:
+                file.check_all()
+        arrays = {name: _map(files[name], *form) for name, form in index.arrays.items()}
+    except (OSError, ValueError, TypeError, KeyError, RecursionError, MeshwrightError, DamagedFile):
         return None
-    return Kept(arrays=arrays, facts=index.facts)
+    unchecked = {name: file for name, file in files.items() if file.num_unseen}
+    return Kept(arrays=arrays, facts=index.facts, index=path, unchecked=unchecked)
 
 
 def remember(folder: Path | None, slot: Slot, facts: Facts) -> None:
@@ -165,11 +202,13 @@ def remember(folder: Path | None, slot: Slot, facts: Facts) -> None:
 def _store(folder: Path, slot: Slot, draft: Draft, facts: Facts) -> None:
     """The arrays, then their index, and drop what an earlier state of the same files left."""
     stem = f"{slot.stem}-{slot.stamp}"
-    draft.publish(stem)
+    hashes = draft.publish(stem)
     forms = {name: (array.dtype.str, tuple(array.shape)) for name, array in draft.arrays.items()}
-    index = CacheIndex(version=_CACHE_VERSION, files=slot.files, arrays=forms, facts=facts)
-    write_whole(folder / f"{slot.stem}.json", lambda file: file.write(to_json(index).encode()))
-    for path in folder.glob(f"{slot.stem}-*.npy"):
+    index = CacheIndex(
+        version=_CACHE_VERSION, slot=slot.stem, files=slot.files, arrays=forms, hashes=hashes, facts=facts
+    )
+    write_whole(folder / f"{slot.stem}.json", lambda file: file.write(seal(to_json(index))))
+    for path in folder.glob(f"{slot.stem}-*"):
         if not path.name.startswith(f"{stem}."):
             with contextlib.suppress(OSError):  # another process dropped it first
                 path.unlink()
@@ -179,11 +218,10 @@ def _short(value: Any) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(value).encode())
 
 
-def _map(path: Path, dtype: str, shape: tuple[int, ...]) -> Array:
-    array = np.load(path, mmap_mode="r" if math.prod(shape) else None)  # nothing cannot be mapped
-    if array.dtype.str != dtype or array.shape != tuple(shape):
-        raise ValueError(f"{path} does not hold what its index says")
-    return np.asarray(array)
+def _map(file: CheckedFile, dtype: str, shape: tuple[int, ...]) -> Array:
+    """The array at the end of the file. Its .npy header is for other programs: the index says the same, sealed."""
+    begin = len(file.bytes) - np.dtype(dtype).itemsize * math.prod(shape)
+    return np.asarray(file.bytes[begin:].view(dtype).reshape(shape))
 
 
 def write_whole(path: Path, fill: Callable[[BinaryIO], object], *, is_durable: bool = True) -> None:

@@ -8,8 +8,9 @@ from importlib import import_module
 from typing import Any
 
 from meshwright.core.errors import MeshwrightError, Problem, nearest
+from meshwright.data.arrays import readable, require_plausible
 from meshwright.data.files import DATASETS, dataset_place
-from meshwright.data.records import BadRecord, FileProblems, Records, TextKeys, text_field
+from meshwright.data.records import BadRecord, FileProblems, Records, TextKeys, nearest_format
 
 DATASET_CHUNK_ROWS = 20_000
 
@@ -21,34 +22,39 @@ def parquet_file(path: str) -> Any:
     except ImportError:
         fix = "Run: pip install meshwright[data]"
         raise MeshwrightError([Problem(where=path, what="reading it needs the pyarrow package.", fix=fix)]) from None
-    try:
-        return parquet.ParquetFile(path, memory_map=True)
-    except (OSError, ValueError) as error:  # Arrow's own errors derive from these
-        raise MeshwrightError([_unreadable(path, error)]) from None
+    with _readable_parquet(path):
+        opened = parquet.ParquetFile(path, memory_map=True)
+        assert all(isinstance(name, str) for name in opened.schema_arrow.names)  # Arrow decodes names only now
+        return opened
 
 
 def parquet_row_group(path: str, group: int, columns: list[str] | None = None) -> Any:
     """One row group as an Arrow table."""
-    try:
-        return parquet_file(path).read_row_group(group, columns=columns)
-    except (OSError, ValueError) as error:
-        raise MeshwrightError([_unreadable(f"{path}: row group {group}", error)]) from None
+    file, where = parquet_file(path), f"{path}: row group {group}"
+    with _readable_parquet(where):
+        about = file.metadata.row_group(group)
+        num_columns = len(columns) if columns else about.num_columns
+        require_plausible(where, 8 * about.num_rows * num_columns, os.path.getsize(path))
+        table = file.read_row_group(group, columns=columns)
+        table.validate(full=True)
+        return table
 
 
-def _unreadable(where: str, error: Exception) -> Problem:
-    reason = (str(error).strip().splitlines() or ["no reason given"])[0].rstrip(".")
-    return Problem(where=where, what=f"is not readable Parquet: {reason}.", fix="Write it again, or leave it out.")
+def _readable_parquet(where: str) -> Any:
+    return readable(where, "readable Parquet", "Write it again, or leave it out.")
 
 
 def read_row_group(path: str, group: int, keys: TextKeys, problems: list[Problem]) -> Records:
     names = parquet_file(path).schema_arrow.names
-    if keys.text not in names:
+    wanted = keys.wanted(names)
+    if not wanted:
         problems.append(_no_column(path, keys.text, names))
         return Records()
-    wanted = [keys.text, *([keys.prompt] if keys.prompt in names else [])]
+    where = f"{path}: row group {group}"
     table = parquet_row_group(path, group, wanted)
-    columns = [table.column(name).to_pylist() for name in wanted]
-    return _records(path, columns, keys, f"{path}: row group {group}", problems)
+    with _readable_parquet(where):
+        columns = {name: table.column(name).to_pylist() for name in wanted}
+    return _records(path, columns, keys, where, problems)
 
 
 def num_dataset_rows(path: str) -> int:
@@ -57,26 +63,28 @@ def num_dataset_rows(path: str) -> int:
 
 def read_dataset_rows(path: str, start: int, stop: int, keys: TextKeys, problems: list[Problem]) -> Records:
     dataset = _dataset(path)
-    if keys.text not in dataset.column_names:
+    wanted = keys.wanted(dataset.column_names)
+    if not wanted:
         problems.append(_no_column(path, keys.text, dataset.column_names))
         return Records()
-    wanted = [keys.text, *([keys.prompt] if keys.prompt in dataset.column_names else [])]
-    rows = dataset.select_columns(wanted)[start:stop]
-    return _records(path, [rows[name] for name in wanted], keys, f"{path}: rows from {start}", problems)
+    with readable(path, "a readable dataset"):
+        rows = dataset.select_columns(wanted)[start:stop]
+    return _records(path, {name: rows[name] for name in wanted}, keys, f"{path}: rows from {start}", problems)
 
 
 def _no_column(where: str, name: str, names: Iterable[str]) -> Problem:
-    fix = f"{nearest(name, names)} Set data.text_key to the column that holds the text.".lstrip()
-    return Problem(where=where, what=f'has no column "{name}".', fix=fix)
+    fix = nearest_format(tuple(names)) or f"{nearest(name, names)} Set data.text_key to the column that holds the text."
+    return Problem(where=where, what=f'has no column "{name}".', fix=fix.lstrip())
 
 
-def _records(path: str, columns: list[list[Any]], keys: TextKeys, where: str, problems: list[Problem]) -> Records:
+def _records(path: str, columns: dict[str, list[Any]], keys: TextKeys, where: str, problems: list[Problem]) -> Records:
     records, bad_rows = Records(), FileProblems(path=path, problems=problems, name="bad rows")
-    prompts = columns[1] if len(columns) > 1 else [None] * len(columns[0])
-    for row, (text, prompt) in enumerate(zip(columns[0], prompts, strict=True)):
+    for row, values in enumerate(zip(*columns.values(), strict=True)):
+        record = dict(zip(columns, values, strict=True))
+        if keys.text in record and record[keys.text] is None:
+            record[keys.text] = ""
         try:
-            given = b"" if prompt is None else text_field(prompt, keys.prompt)
-            records.add(given, b"" if text is None else text_field(text, keys.text))
+            records.add(record, keys)
         except BadRecord as bad:
             bad_rows.add(f"{where}: row {row}", bad)
     bad_rows.close()
@@ -92,11 +100,8 @@ def _dataset(path: str) -> Any:
         fix = "Run: pip install meshwright[data]"
         raise MeshwrightError([Problem(where=path, what="needs the datasets package.", fix=fix)]) from None
     is_saved = any(os.path.exists(os.path.join(folder, name)) for name in ("state.json", "dataset_dict.json"))
-    try:
+    with readable(path, "a readable dataset"):
         found = datasets.load_from_disk(folder) if is_saved else datasets.load_dataset(folder)
-    except Exception as error:  # the package raises its own kinds, ValueError, OSError, KeyError
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-        raise MeshwrightError([Problem(where=path, what=f"is not a readable dataset: {reason}.")]) from None
     if not isinstance(found, dict):
         return found
     chosen = split or ("train" if "train" in found else next(iter(found)) if len(found) == 1 else "")

@@ -47,6 +47,8 @@ class DataSection:
     """The field of JSONL records, or the column, that holds the text."""
     prompt_key: str = "prompt"
     """The field or column that holds a prompt: given to the model, not learnt."""
+    chat_template: str = ""
+    """For records of `messages`: a Jinja file, or "chatml"; empty: the tokenizer's own (byte: chatml)."""
     mixture: tuple[MixturePart, ...] = ()
     """Several sources with weights, instead of `train`."""
     label: str = "label"

@@ -15,6 +15,7 @@ import xxhash
 
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.units import MIB
+from meshwright.data.arrays import map_npy
 from meshwright.data.cache import Facts, Slot, load, remember
 from meshwright.data.config import DataSection
 from meshwright.data.files import SourceFile
@@ -31,7 +32,7 @@ def open_flat(file: SourceFile, cache: Path | None, section: DataSection) -> Tok
         fix = 'Use packing = "stream", or Megatron .bin + .idx files (`mw data prepare` writes them).'
         raise MeshwrightError([Problem(where=file.path, what=what, fix=fix)])
     is_npy = file.path.lower().endswith(".npy")
-    tokens = _map_npy(file.path) if is_npy else map_bin(file, _dtype(section))
+    tokens = _tokens_of(file.path) if is_npy else map_bin(file, _dtype(section))
     return token_file(file, tokens, cache, section)
 
 
@@ -76,17 +77,12 @@ def map_bin(file: SourceFile, dtype: np.dtype[np.integer]) -> TokenArray:
     return np.asarray(np.memmap(file.path, dtype=dtype, mode="r"))
 
 
-def _map_npy(path: str) -> TokenArray:
-    try:
-        tokens = np.load(path, mmap_mode="r")
-    except (OSError, ValueError, EOFError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-        what = f"is cut off or not an .npy file: {reason}."
-        raise MeshwrightError([Problem(where=path, what=what, fix="Write it again with numpy.save.")]) from None
-    if not isinstance(tokens, np.ndarray) or tokens.dtype.kind not in "iu" or tokens.ndim != 1:
-        what = f"holds {getattr(tokens, 'dtype', 'no array')} of shape {getattr(tokens, 'shape', ())}."
+def _tokens_of(path: str) -> TokenArray:
+    tokens = map_npy(path)
+    if tokens.dtype.kind not in "iu" or tokens.ndim != 1:
+        what = f"holds {tokens.dtype} of shape {tokens.shape}."
         raise MeshwrightError([Problem(where=path, what=what, fix="Tokens are one row of whole numbers.")])
-    return np.asarray(tokens)
+    return tokens
 
 
 def _digest(file: SourceFile) -> str:

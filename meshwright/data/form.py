@@ -10,6 +10,7 @@ from meshwright.data.arrays import npz_names
 from meshwright.data.columns import parquet_file
 from meshwright.data.config import DataSection
 from meshwright.data.files import DATASETS, SourceFile
+from meshwright.data.records import has_messages, nearest_format
 
 Form = Literal["text", "flat", "megatron", "npz images", "npz table", "csv", "parquet table"]
 
@@ -54,10 +55,10 @@ def _npz_form(path: str) -> Form:
 
 def _parquet_form(path: str, section: DataSection) -> Form:
     names = parquet_file(path).schema_arrow.names
-    if section.kind == "tokens" or (section.kind == "auto" and section.text_key in names):
+    if section.kind == "tokens" or (section.kind == "auto" and (section.text_key in names or has_messages(names))):
         return "text"
     if section.kind == "table" or section.label in names:
         return "parquet table"
     what = f'has neither a column "{section.text_key}" (text) nor "{section.label}" (a table).'
-    fix = f"Its columns: {', '.join(names[:8])}. Set data.text_key or data.label."
+    fix = f"Its columns: {', '.join(names[:8])}. {nearest_format(names) or 'Set data.text_key or data.label.'}"
     raise MeshwrightError([Problem(where=path, what=what, fix=fix)])

@@ -31,10 +31,14 @@ _GRAY_MODES = ("1", "L")
 _DEEP_MODES = ("I", "F", "I;16", "I;16B", "I;16L")
 _CHANNELS = (1, 3, 4)
 _BLOCK_BYTES = 1 << 26
+# As many decoders as cores run at once, each with a few copies of its image.
+_MAX_PIXELS = 1 << 24
+_BY_ROWS = ("images", "labels")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ImageSource(WithoutTokens):
+    kept: Kept
     images: npt.NDArray[Any]
     """(samples, channels, height, width): uint8, or float32 taken as it is."""
     labels: npt.NDArray[np.int64]
@@ -57,6 +61,7 @@ class ImageSource(WithoutTokens):
         return ["images", list(self.images.shape), self.num_classes, self.digest]
 
     def pick(self, samples: Index) -> Rows:
+        self.kept.check_rows(samples, samples + 1)
         chosen = self.images[samples]
         if chosen.dtype == np.uint8:
             chosen = np.divide(chosen, np.float32(255), dtype=np.float32)
@@ -64,7 +69,7 @@ class ImageSource(WithoutTokens):
 
 
 def open_npz_images(file: SourceFile, cache: Path | None, section: DataSection) -> ImageSource:
-    kept = keep(cache, Slot(question=("images",), files=(file,)), lambda draft: _convert(file.path, draft))
+    kept = keep(cache, Slot(question=("images",), files=(file,)), lambda draft: _convert(file.path, draft), _BY_ROWS)
     return _source(kept, file)
 
 
@@ -75,12 +80,13 @@ def open_image_folder(folder: str, cache: Path | None, section: DataSection) -> 
     total_bytes = sum(size for _, _, size, _ in listing)
     file = SourceFile(path=os.path.abspath(folder), size_bytes=total_bytes, mtime_ns=state)
     paths = [entry[0] for entry in listing]
-    kept = keep(cache, Slot(question=("image folder",), files=(file,)), lambda draft: _decode(paths, draft))
+    kept = keep(cache, Slot(question=("image folder",), files=(file,)), lambda draft: _decode(paths, draft), _BY_ROWS)
     return _source(kept, file)
 
 
 def _source(kept: Kept, file: SourceFile) -> ImageSource:
     return ImageSource(
+        kept=kept,
         images=kept.arrays["images"],
         labels=kept.arrays["labels"],
         num_classes=kept.facts["num_classes"],
@@ -158,6 +164,9 @@ def _form(paths: list[str], problems: list[Problem]) -> tuple[str, tuple[int, in
         except Exception as error:
             problems.append(_broken(path, error))
             continue
+        if size[0] * size[1] > _MAX_PIXELS:
+            what = f"is {size[0]:,} x {size[1]:,} pixels; at most {_MAX_PIXELS:,} are read."
+            problems.append(Problem(where=path, what=what, fix="Scale it down, or cut it into pieces."))
         if mode in _DEEP_MODES:
             what = f'its pixels have the mode "{mode}"; 8 bits per channel are read.'
             problems.append(Problem(where=path, what=what, fix="Save it with 8 bits, or give arrays in an .npz."))

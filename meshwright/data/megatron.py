@@ -5,27 +5,37 @@
 
 The index is mapped too: millions of documents cost nothing at start. Its numbers are not aligned, so what is searched
 again and again (where documents begin) is kept as an array of its own.
+
+`mw data prepare` writes more beside a pair, which other programs can ignore:
+
+    X.weights         uint8: 1 for tokens that count in the loss, 0 for what is only given; absent where all count
+    X.xxh3            hashes of the blocks of the files
+    X.facts.json      which tokenizer, from what, and how the hashes begin; sealed
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
-from meshwright.core.codec import decode
+from meshwright.core.codec import decode, unseal
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.data.cache import Draft, Facts, Slot, keep
 from meshwright.data.config import DataSection
 from meshwright.data.files import SourceFile, find_files
 from meshwright.data.flat import map_bin, token_file
+from meshwright.data.hashed import BlockHashes, CheckedFile, DamagedFile, open_hashed
+from meshwright.data.order import Index
 from meshwright.data.read import Tokens
 from meshwright.data.tokenizer import ByteTokenizer, FileTokenizer
 from meshwright.data.tokens import TokenSource
@@ -34,6 +44,7 @@ _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 # Codes of Megatron; 6 and 7 are floats. It has none for uint32.
 _TYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+_PREPARE_AGAIN = "Run `mw data prepare` again; or, to use the token files as they are, delete the .facts.json."
 _CODES = {np.dtype(name): code for code, name in _TYPES.items()}
 
 
@@ -49,15 +60,36 @@ class PreparedFacts:
     num_tokens: int
     num_documents: int
     num_text_bytes: int
+    hashes: BlockHashes | None = None
+    """Of the .bin, the .idx and the .weights, by these endings; None in files of an earlier version."""
 
     @classmethod
     def beside(cls, stem: Path) -> PreparedFacts | None:
-        """None where there is nothing, or something of others."""
+        """None where there is nothing. Raises MeshwrightError where it is damaged."""
+        path = beside(stem, ".facts.json")
         try:
-            text = stem.with_name(f"{stem.name}.facts.json").read_text(encoding="utf-8")
-            return decode(cls, json.loads(text), "facts")
-        except (OSError, ValueError, MeshwrightError):
+            content = path.read_bytes()
+        except FileNotFoundError:
             return None
+        try:
+            is_sealed = content.startswith(b'{"digest"')
+            text = unseal(content) if is_sealed else content.decode("utf-8")
+            facts = decode(cls, json.loads(text), "facts")
+            if facts.hashes is None or is_sealed:
+                return facts
+        except (ValueError, RecursionError, MeshwrightError):
+            pass
+        raise MeshwrightError([Problem(where=str(path), what="was damaged or edited.", fix=_PREPARE_AGAIN)])
+
+    def open_files(self, stem: Path) -> dict[str, CheckedFile]:
+        """The files by their endings, small ones checked. Raises DamagedFile, or OSError where one is missing."""
+        if self.hashes is None:
+            return {}
+        return open_hashed(self.hashes, beside(stem, ".xxh3"), {end: beside(stem, end) for end in self.hashes.sizes})
+
+
+def beside(stem: Path, end: str) -> Path:
+    return stem.with_name(f"{stem.name}{end}")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -94,25 +126,65 @@ def open_megatron(file: SourceFile, cache: Path | None, section: DataSection) ->
     if section.token_dtype not in ("auto", index.dtype.name):
         what = f"says the tokens are {index.dtype}, data.token_dtype is {section.token_dtype}."
         raise MeshwrightError([Problem(where=index.path, what=what, fix='Use token_dtype = "auto".')])
+    facts = PreparedFacts.beside(Path(stem))
+    with _damage_told():
+        files = facts.open_files(Path(stem)) if facts else {}
+        if files:
+            files[".idx"].check(np.zeros(1, np.int64), np.ones(1, np.int64))  # the type of the tokens
     source = token_file(tokens_file, map_bin(tokens_file, index.dtype), cache, section, more=(index_file,))
-    source = _with_tokenizer(source, Path(stem))
+    source = replace(_with_tokenizer(source, Path(stem), facts), check=_check_of(files, index.dtype.itemsize))
+    weights = files[".weights"].bytes if ".weights" in files else None
     if section.packing == "stream":
-        return source
-    kept = keep(cache, Slot(question=("document starts",), files=(index_file,)), lambda draft: _starts(index, draft))
-    corpus = Tokens(tokens=source.corpus.tokens, starts=kept.arrays["starts"])
+        return replace(source, corpus=Tokens(tokens=source.corpus.tokens, weights=weights))
+
+    def starts(draft: Draft) -> Facts:
+        with _damage_told():
+            if files:
+                files[".idx"].check_all()
+        return _starts(index, draft)
+
+    kept = keep(cache, Slot(question=("document starts",), files=(index_file,)), starts)
+    corpus = Tokens(tokens=source.corpus.tokens, weights=weights, starts=kept.arrays["starts"])
     return replace(source, corpus=corpus, is_packed=True)
 
 
-def _with_tokenizer(source: TokenSource, stem: Path) -> TokenSource:
+@contextlib.contextmanager
+def _damage_told() -> Iterator[None]:
+    try:
+        yield
+    except DamagedFile as damage:
+        raise MeshwrightError([Problem(where=str(damage.path), what=f"{damage.what}.", fix=_PREPARE_AGAIN)]) from None
+    except FileNotFoundError as error:
+        raise MeshwrightError([Problem(where=error.filename, what="is missing.", fix=_PREPARE_AGAIN)]) from None
+
+
+def _check_of(files: dict[str, CheckedFile], itemsize: int) -> Callable[[Index, Index], None] | None:
+    """What checks ranges of tokens; None where nothing is left to check."""
+    if not any(files[end].num_unseen for end in (".bin", ".weights") if end in files):
+        return None
+
+    def check(first: Index, stop: Index) -> None:
+        with _damage_told():
+            files[".bin"].check(first * itemsize, stop * itemsize)
+            if ".weights" in files:
+                files[".weights"].check(first, stop)
+
+    return check
+
+
+def _with_tokenizer(source: TokenSource, stem: Path, facts: PreparedFacts | None) -> TokenSource:
     """The tokenizer that made these files, where we made them."""
-    facts = PreparedFacts.beside(stem)
     if facts is None or facts.num_tokens != source.num_tokens:
         return source
     if facts.tokenizer == ByteTokenizer.name:
         return replace(source, tokenizer=ByteTokenizer(), num_bytes_per_token=1.0)
     source = replace(source, num_bytes_per_token=facts.num_text_bytes / facts.num_tokens)
+    path = beside(stem, ".tokenizer.json")
     try:
-        content = stem.with_name(f"{stem.name}.tokenizer.json").read_bytes()
+        content = path.read_bytes()
+        if f":{xxhash.xxh3_64_hexdigest(content)}:" not in facts.tokenizer:
+            what = f"is not the tokenizer that made {stem.name}.bin."
+            raise MeshwrightError([Problem(where=str(path), what=what, fix=_PREPARE_AGAIN)])
         return replace(source, tokenizer=FileTokenizer(content, (facts.separator,)))
     except (OSError, ValueError, ImportError):  # tokens train without it; only turning them back into text needs it
         return source

@@ -9,17 +9,18 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from meshwright.core.codec import decode, encode
+from meshwright.core.codec import decode, encode, seal, unseal
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.data.cache import write_whole
+from meshwright.data.chat import ChatTemplate, open_template
 from meshwright.data.megatron import megatron_dtype
 from meshwright.data.read import Chunk, Tokens, read_chunk, unreadable
 from meshwright.data.records import TextKeys
@@ -33,6 +34,8 @@ class PartJob:
     chunk: Chunk
     tokenizer: str
     text_key: str
+    prompt_key: str
+    chat_template: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +45,7 @@ class PartResult:
     """Those that begin here."""
     num_records: int = 0
     num_text_bytes: int = 0
+    has_weights: bool = False
     begins: bool = True
     """Whether the first sequence begins a document, rather than going on with the last chunk's."""
     digest: str = ""
@@ -52,10 +56,10 @@ def finished_part(job: PartJob) -> PartResult | None:
     """The result of an earlier run, if its files are still what it wrote: a power cut may have lost them."""
     path = Path(job.folder) / job.name
     try:
-        result = decode(PartResult, json.loads(path.with_suffix(".json").read_text(encoding="utf-8")), "part")
-        tokens = np.fromfile(path.with_suffix(".bin"), dtype=np.uint8)
-        return result if result.digest == _digest(tokens, np.load(path.with_suffix(".npy"))) else None
-    except (OSError, ValueError, MeshwrightError):
+        result = decode(PartResult, json.loads(unseal(path.with_suffix(".json").read_bytes())), "part")
+        ends = (".bin", ".lengths", *([".weights"] if result.has_weights else []))
+        return result if result.digest == _digest(*(path.with_suffix(end).read_bytes() for end in ends)) else None
+    except (OSError, ValueError, RecursionError, MeshwrightError):
         return None
 
 
@@ -64,15 +68,12 @@ def make_part(job: PartJob) -> PartResult:
     problems: list[Problem] = []
     try:
         words = _tokenizer(job.tokenizer)
-        found = read_chunk(job.chunk, TextKeys(text=job.text_key), words, problems)
+        keys = TextKeys(text=job.text_key, prompt=job.prompt_key, template=_template(job.chat_template, job.tokenizer))
+        found = read_chunk(job.chunk, keys, words, problems)
     except OSError as error:
         return PartResult(problems=(unreadable(job.chunk.path, error),))
     except MeshwrightError as error:
         return PartResult(problems=error.problems)
-    if found.weights is not None:
-        what = 'has records with a "prompt"; token files cannot say that prompts do not count.'
-        fix = "Train on the file itself (data.train), or drop that field."
-        problems.append(Problem(where=job.chunk.path, what=what, fix=fix))
     if problems:
         return PartResult(problems=tuple(problems))
     return _write(Path(job.folder) / job.name, found, megatron_dtype(words.vocab_size))
@@ -82,19 +83,27 @@ def _write(path: Path, found: Tokens, dtype: np.dtype[np.integer]) -> PartResult
     assert found.starts is not None
     lengths = _lengths(found)
     tokens = np.ascontiguousarray(found.tokens, dtype=dtype)
-    write_whole(path.with_suffix(".bin"), lambda file: file.write(tokens.data), is_durable=False)
-    write_whole(path.with_suffix(".npy"), lambda file: np.save(file, lengths), is_durable=False)
+    contents = {".bin": tokens.tobytes(), ".lengths": lengths.tobytes()}
+    if found.weights is not None:
+        contents[".weights"] = found.weights.tobytes()
+    for end, content in contents.items():
+        write_whole(path.with_suffix(end), partial(_put, content=content), is_durable=False)
     result = PartResult(
         num_tokens=len(tokens),
         num_documents=len(found.starts),
         num_records=found.num_records,
         num_text_bytes=found.num_text_bytes,
         begins=bool(len(found.starts)) or not len(tokens),
-        digest=_digest(tokens, lengths),
+        has_weights=found.weights is not None,
+        digest=_digest(*contents.values()),
     )
-    text = json.dumps(encode(result)).encode()
+    text = seal(json.dumps(encode(result)))
     write_whole(path.with_suffix(".json"), lambda file: file.write(text), is_durable=False)
     return result
+
+
+def _put(file: BinaryIO, content: bytes) -> None:
+    file.write(content)
 
 
 def _lengths(found: Tokens) -> npt.NDArray[np.int32]:
@@ -104,15 +113,18 @@ def _lengths(found: Tokens) -> npt.NDArray[np.int32]:
     return np.diff(starts, append=len(found.tokens)).astype(np.int32)[: len(found.tokens)]
 
 
-def _digest(tokens: npt.NDArray[Any], lengths: npt.NDArray[np.int32]) -> str:
-    state = xxhash.xxh3_64(tokens.view(np.uint8).data)
-    state.update(lengths.data)
-    return str(state.hexdigest())
+def _digest(*contents: bytes) -> str:
+    return " ".join(xxhash.xxh3_64_hexdigest(content) for content in contents)
 
 
 @cache
 def _tokenizer(name: str) -> Tokenizer:
     return open_tokenizer(name)
+
+
+@cache
+def _template(name: str, tokenizer: str) -> ChatTemplate | None:
+    return open_template(name, tokenizer)
 
 
 def _answers() -> Iterator[str]:

@@ -1,9 +1,9 @@
 """Text to Megatron token files, in parallel, going on where an interrupted run stopped.
 
-    X.parts/<chunk>.bin .npy   the tokens of one chunk of the input, and the lengths of its documents
-    X.parts/<chunk>.json       written after both, with their digest: this chunk is done
-    X.bin X.idx                all chunks in order
-    X.facts.json               which tokenizer, and from what; written last. A tokenizer's file is copied too
+    X.parts/<chunk>.bin       the tokens of one chunk of the input; .lengths of its documents, .weights of its tokens
+    X.parts/<chunk>.json      written after them, with their digest: this chunk is done
+    X.bin X.idx               all chunks in order; X.weights where some tokens do not count in the loss
+    X.facts.json              which tokenizer, from what, and hashes; written last. A tokenizer's file is copied too
 
 A chunk's name is made of everything that decides its tokens, so what was done is found again, also after some of the
 files changed. Chunks depend on the files alone: whoever makes which, the result is the same to the byte.
@@ -22,24 +22,28 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xxhash
 
-from meshwright.core.codec import decode, encode, to_json
+from meshwright.core.codec import decode, encode, seal, to_json
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.data.cache import write_whole
+from meshwright.data.chat import open_template
 from meshwright.data.files import SourceFile, find_files
-from meshwright.data.megatron import PreparedFacts, megatron_dtype, write_index
+from meshwright.data.hashed import DamagedFile, hash_files
+from meshwright.data.megatron import PreparedFacts, beside, megatron_dtype, write_index
 from meshwright.data.part import PartJob, PartResult, finished_part
 from meshwright.data.read import Chunk, chunks_of, emptiness, raise_all, unreadable
+from meshwright.data.records import TextKeys
 from meshwright.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 
 # Raise it when the same input gives other files than before.
-_PREPARE_VERSION = 1
+_PREPARE_VERSION = 2
 _COPY_BYTES = 1 << 24
 
 Report = Callable[[int, int, int], None]
@@ -68,6 +72,8 @@ def prepare(
     *,
     tokenizer: str = "byte",
     text_key: str = "text",
+    prompt_key: str = "prompt",
+    chat_template: str = "",
     num_workers: int = 0,
     report: Report = lambda done, total, reused: None,
 ) -> Prepared:
@@ -79,11 +85,24 @@ def prepare(
     except MeshwrightError as error:
         problems.extend(error.problems)
         words = ByteTokenizer()
+    keys = TextKeys(text=text_key, prompt=prompt_key)
+    try:
+        keys = replace(keys, template=open_template(chat_template, tokenizer))
+    except MeshwrightError as error:
+        problems.extend(error.problems)
     chunks = {file: _chunks(file, problems) for file in files}
     raise_all(problems)
     stem = _stem(output)
-    folder = _beside(stem, ".parts")
-    parts = [part for file in files for part in _parts(file, chunks[file], folder, tokenizer, words, text_key)]
+    folder = beside(stem, ".parts")
+    make = partial(
+        PartJob,
+        folder=str(folder),
+        tokenizer=tokenizer,
+        text_key=text_key,
+        prompt_key=prompt_key,
+        chat_template=chat_template,
+    )
+    parts = [part for file in files for part in _parts(file, chunks[file], make, [words.name, *keys.facts])]
     identity = xxhash.xxh3_64_hexdigest(json.dumps([part.job.name for part in parts]).encode())
     total = sum(part.num_bytes for part in parts)
     finished = _finished(stem, identity)
@@ -115,41 +134,36 @@ def _stem(output: str) -> Path:
     return path.with_suffix("") if path.suffix in (".bin", ".idx") else path
 
 
-def _beside(stem: Path, suffix: str) -> Path:
-    return stem.with_name(stem.name + suffix)  # a stem may hold a dot of its own
-
-
-def _parts(
-    file: SourceFile, chunks: list[Chunk], folder: Path, tokenizer: str, words: Tokenizer, text_key: str
-) -> Iterator[_Part]:
+def _parts(file: SourceFile, chunks: list[Chunk], make: Callable[..., PartJob], facts: list[str]) -> Iterator[_Part]:
     for number, chunk in enumerate(chunks):
-        identity = [_PREPARE_VERSION, encode(file), encode(chunk), words.name, text_key]
+        identity = [_PREPARE_VERSION, encode(file), encode(chunk), *facts]
         name = f"{number:06}-{xxhash.xxh3_64_hexdigest(json.dumps(identity).encode())}"
-        job = PartJob(folder=str(folder), name=name, chunk=chunk, tokenizer=tokenizer, text_key=text_key)
         is_bytes = chunk.kind in ("text", "jsonl")
-        yield _Part(
-            chunk=chunk, num_bytes=chunk.stop - chunk.start if is_bytes else file.size_bytes // len(chunks), job=job
-        )
+        num_bytes = chunk.stop - chunk.start if is_bytes else file.size_bytes // len(chunks)
+        yield _Part(chunk=chunk, num_bytes=num_bytes, job=make(name=name, chunk=chunk))
 
 
 def _finished(stem: Path, identity: str) -> PreparedFacts | None:
     """What an earlier run wrote, if it is whole and of the same input."""
-    facts = PreparedFacts.beside(stem)
-    if facts is None or facts.identity != identity:
-        return None
     try:
-        num_bytes = _beside(stem, ".bin").stat().st_size
-        is_whole = _beside(stem, ".idx").exists() and num_bytes == facts.num_tokens * facts.num_bytes_of_a_token
-    except OSError:
+        facts = PreparedFacts.beside(stem)
+        if facts is None or facts.identity != identity or facts.hashes is None:
+            return None
+        for file in facts.open_files(stem).values():
+            file.check_all()
+        if facts.tokenizer != ByteTokenizer.name:
+            content = beside(stem, ".tokenizer.json").read_bytes()
+            return facts if f":{xxhash.xxh3_64_hexdigest(content)}:" in facts.tokenizer else None
+    except (OSError, DamagedFile, MeshwrightError):
         return None
-    return facts if is_whole else None
+    return facts
 
 
 def _others_files(stem: Path, folder: Path) -> list[Problem]:
     """Files that would be replaced and are not ours."""
-    if PreparedFacts.beside(stem) is not None or folder.exists():
+    if beside(stem, ".facts.json").exists() or folder.exists():
         return []
-    there = [path for path in (_beside(stem, ".bin"), _beside(stem, ".idx")) if path.exists()]
+    there = [path for path in (beside(stem, ".bin"), beside(stem, ".idx")) if path.exists()]
     what = "is there already, and was not written by `mw data prepare`."
     return [Problem(where=str(path), what=what, fix="Name another output.") for path in there]
 
@@ -249,22 +263,34 @@ def _merge(
     paths = [Path(part.job.folder) / part.job.name for part in parts]
     dtype = megatron_dtype(words.vocab_size)
 
+    def copy_weights(file: Any) -> None:
+        for path, result in zip(paths, results, strict=True):
+            part = path.with_suffix(".weights")
+            file.write(part.read_bytes() if result.has_weights else b"\1" * result.num_tokens)
+
     def copy_tokens(file: Any) -> None:
         for path in paths:
             with open(path.with_suffix(".bin"), "rb") as part:
                 while os.sendfile(file.fileno(), part.fileno(), None, _COPY_BYTES):
                     pass
 
-    write_whole(_beside(stem, ".bin"), copy_tokens)
-    lengths = [np.load(path.with_suffix(".npy")) for path in paths]
+    write_whole(beside(stem, ".bin"), copy_tokens)
+    ends = [".bin", ".idx"]
+    if any(result.has_weights for result in results):
+        ends.append(".weights")
+        write_whole(beside(stem, ".weights"), copy_weights)
+    lengths = [np.fromfile(path.with_suffix(".lengths"), dtype=np.int32) for path in paths]
     begins = [result.begins for result in results]
-    write_whole(_beside(stem, ".idx"), lambda file: write_index(file, dtype, lengths, begins))
+    write_whole(beside(stem, ".idx"), lambda file: write_index(file, dtype, lengths, begins))
     if words.name != ByteTokenizer.name:
         source = Path(tokenizer).expanduser()
         source = source / "tokenizer.json" if source.is_dir() else source
         content = source.read_bytes()
-        write_whole(_beside(stem, ".tokenizer.json"), lambda file: file.write(content))
+        write_whole(beside(stem, ".tokenizer.json"), lambda file: file.write(content))
+    hashes, content = hash_files({end: beside(stem, end) for end in ends})
+    write_whole(beside(stem, ".xxh3"), lambda file: file.write(content))
     facts = PreparedFacts(
+        hashes=hashes,
         identity=identity,
         tokenizer=words.name,
         separator=words.separator,
@@ -273,7 +299,7 @@ def _merge(
         num_documents=sum(result.num_documents for result in results),
         num_text_bytes=sum(result.num_text_bytes for result in results),
     )
-    write_whole(_beside(stem, ".facts.json"), lambda file: file.write((to_json(facts) + "\n").encode()))
+    write_whole(beside(stem, ".facts.json"), lambda file: file.write(seal(to_json(facts) + "\n")))
     return facts
 
 

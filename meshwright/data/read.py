@@ -2,7 +2,8 @@
 
 Every document ends with the tokenizer's separator. A text file is one document; a JSONL file has one per
 line: its prompt (weight 0: given, not to be learnt), then its text (weight 1), then the separator (weight 1:
-where to stop is learnt too). All files are read before any problem is reported: one run shows them all.
+where to stop is learnt too). Of a conversation what the assistant said has weight 1.
+All files are read before any problem is reported: one run shows them all.
 
 Files are read in chunks that end at a line (or a row group), so that many processes can share one file. Where
 chunks end depends on the file alone.
@@ -12,8 +13,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
 from typing import BinaryIO
 
 import numpy as np
@@ -166,6 +167,32 @@ def _encode_text(content: bytes, tokenizer: Tokenizer, *, begins: bool, ends: bo
 
 
 def _encode(records: Records, tokenizer: Tokenizer) -> Tokens:
+    """All records; conversations are encoded apart from others."""
+    if not any(said is not None for said in records.said):
+        return _encode_texts(records, tokenizer)
+    parts, place = [], 0
+    for is_chat, group in groupby(records.said, key=lambda said: said is not None):
+        said = list(group)
+        part = slice(place, place + len(said))
+        some = Records(texts=records.texts[part], prompts=records.prompts[part], said=said)
+        parts.append(_encode_chats(some, tokenizer) if is_chat else _encode_texts(some, tokenizer))
+        place = part.stop
+    return replace(join(parts, tokenizer), num_records=records.num_records)
+
+
+def _encode_chats(records: Records, tokenizer: Tokenizer) -> Tokens:
+    """Each conversation with a separator after it, which does not count: how an answer ends is in the template."""
+    encoded = tokenizer.encode_spans(records.texts, [said or [] for said in records.said])
+    flat = [np.append(tokens, np.asarray([tokenizer.separator], tokens.dtype)) for tokens, _ in encoded]
+    return Tokens(
+        tokens=np.concatenate(flat),
+        weights=np.concatenate([np.append(weights, np.uint8(0)) for _, weights in encoded]),
+        starts=np.cumsum([0, *map(len, flat)])[:-1].astype(np.int64),
+        num_text_bytes=sum(map(len, records.texts)),
+    )
+
+
+def _encode_texts(records: Records, tokenizer: Tokenizer) -> Tokens:
     """Each record with its separator; a prompt is encoded apart, so that the border lies between tokens."""
     has_prompts = any(records.prompts)
     segments = records.texts

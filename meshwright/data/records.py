@@ -1,14 +1,36 @@
-"""Documents as they lie in files with fields: lines of JSON, and what can be wrong with one."""
+"""Documents as they lie in files with fields: lines of JSON, and what can be wrong with one.
+
+A record is a text, with a prompt before it or not, or a conversation (`messages`; ShareGPT's and Alpaca's fields are
+read as such), which a chat template makes a text of.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from meshwright.core.errors import Problem
 
 _MAX_PROBLEMS_PER_FILE = 3
+CHAT_FIELDS = ("messages", "conversations", "instruction", "input", "output", "tools")
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
+_OTHER_FORMATS = (("question", "answer"), ("prompt", "completion"), ("prompt", "response"), ("query", "response"))
+
+Span = tuple[int, int]
+"""Characters of a text, from the first up to the second."""
+
+
+class Template(Protocol):
+    """`data.chat.ChatTemplate`."""
+
+    @property
+    def name(self) -> str: ...
+
+    def spans(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> tuple[str, list[Span]]:
+        """The text of a conversation, and what of it the assistant said."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,6 +39,19 @@ class TextKeys:
 
     text: str = "text"
     prompt: str = "prompt"
+    template: Template | None = None
+    """For conversations."""
+
+    @property
+    def facts(self) -> tuple[str, ...]:
+        """What, beside the tokenizer, decides the tokens of a record."""
+        return (self.text, self.prompt, self.template.name if self.template else "")
+
+    def wanted(self, names: Collection[str]) -> list[str]:
+        """The columns to read of a table that has these; none where no document can be made of them."""
+        if self.text in names:
+            return [self.text, *([self.prompt] if self.prompt in names else [])]
+        return [name for name in CHAT_FIELDS if name in names] if has_messages(names) else []
 
 
 @dataclass(kw_only=True, slots=True)
@@ -25,14 +60,29 @@ class Records:
 
     texts: list[bytes] = field(default_factory=list)
     prompts: list[bytes] = field(default_factory=list)
+    said: list[list[Span] | None] = field(default_factory=list)
+    """Of conversations: what the assistant said."""
     num_records: int = 0
     """Empty ones too."""
 
-    def add(self, prompt: bytes, text: bytes) -> None:
+    def add(self, record: Mapping[str, Any], keys: TextKeys) -> None:
+        """Raises BadRecord."""
+        said = None
+        if keys.text in record:
+            given = record.get(keys.prompt)
+            prompt = b"" if given is None else text_field(given, keys.prompt)
+            text = text_field(record[keys.text], keys.text)
+        elif has_messages(record):
+            prompt = b""
+            text, said = conversation(record, keys.template)
+        else:
+            found = ", ".join(f'"{key}"' for key in list(record)[:8]) or "none"
+            raise BadRecord(f'has no "{keys.text}" key.', f"Its keys: {found}. {nearest_format(record)}".rstrip())
         self.num_records += 1
         if prompt or text:
             self.prompts.append(prompt)
             self.texts.append(text)
+            self.said.append(said)
 
 
 @dataclass(kw_only=True)
@@ -69,15 +119,14 @@ def parse_lines(
         if not line.strip():
             continue
         try:
-            records.add(*_record(line, keys))
+            records.add(_record(line, keys), keys)
         except BadRecord as bad:
             bad_lines.add(f"{path}:{num_lines_before() + number}", bad)
     bad_lines.close()
     return records
 
 
-def _record(line: bytes, keys: TextKeys) -> tuple[bytes, bytes]:
-    """The prompt and the text of one line."""
+def _record(line: bytes, keys: TextKeys) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
@@ -87,11 +136,61 @@ def _record(line: bytes, keys: TextKeys) -> tuple[bytes, bytes]:
     if not isinstance(record, dict):
         what = f"holds a {type(record).__name__}, not an object."
         raise BadRecord(what, f'Write {{"{keys.text}": "..."}} on each line.')
-    if keys.text not in record:
-        found = ", ".join(f'"{key}"' for key in list(record)[:8]) or "none"
-        raise BadRecord(f'has no "{keys.text}" key.', f"Its keys: {found}.")
-    prompt = record.get(keys.prompt)
-    return b"" if prompt is None else text_field(prompt, keys.prompt), text_field(record[keys.text], keys.text)
+    return record
+
+
+def has_messages(names: Collection[str]) -> bool:
+    """Whether a record with these fields is a conversation."""
+    return "messages" in names or "conversations" in names or ("instruction" in names and "output" in names)
+
+
+def conversation(record: Mapping[str, Any], template: Template | None) -> tuple[bytes, list[Span]]:
+    """The text of a conversation, and what of it the assistant said."""
+    if template is None:
+        fix = 'Set data.chat_template = "chatml", or a file.jinja.'
+        raise BadRecord("is a conversation, and the tokenizer has no chat template.", fix)
+    messages = messages_of(record)
+    text, said = template.spans(messages, record.get("tools")) if messages else ("", [])
+    return text_field(text, "messages"), said
+
+
+def messages_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The messages of a record: `messages`, ShareGPT's `conversations`, or Alpaca's `instruction` and `output`."""
+    for key in ("messages", "conversations"):
+        if record.get(key) is not None:
+            if not isinstance(record[key], list):
+                raise BadRecord(f'"{key}" is a {type(record[key]).__name__}, not a list of messages.')
+            return [_message(each, f'"{key}"[{number}]') for number, each in enumerate(record[key])]
+    fields = ("instruction", "input", "output") if record.get("input") else ("instruction", "output")
+    for key in fields:
+        text_field(record.get(key), key)
+    given = "\n\n".join(record[key] for key in fields[:-1])
+    return [{"role": "user", "content": given}, {"role": "assistant", "content": record["output"]}]
+
+
+def _message(message: Any, where: str) -> dict[str, Any]:
+    """One message, `from` and `value` as `role` and `content`; what else it has is the template's."""
+    if not isinstance(message, Mapping):
+        raise BadRecord(f"{where} is a {type(message).__name__}, not a message.")
+    found = {name: value for name, value in message.items() if name not in ("from", "value") and value is not None}
+    role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
+    if isinstance(content, list) and all(isinstance(p, Mapping) and isinstance(p.get("text"), str) for p in content):
+        content = "".join(part["text"] for part in content)
+    if content is None and message.get("tool_calls"):
+        content = ""
+    if not isinstance(role, str) or not isinstance(content, str):
+        raise BadRecord(f"{where} has no text as role or content.", 'Write {"role": "user", "content": "..."}.')
+    return {**found, "role": _SHAREGPT_ROLES.get(role, role), "content": content}
+
+
+def nearest_format(names: Collection[str]) -> str:
+    """What to set for records with these fields."""
+    for prompt, text in _OTHER_FORMATS:
+        if prompt in names and text in names:
+            return f'Set data.prompt_key = "{prompt}" and data.text_key = "{text}".'
+    if "chosen" in names:
+        return 'Preferences are not learnt; data.text_key = "chosen" takes the chosen texts.'
+    return ""
 
 
 def text_field(value: object, key: str) -> bytes:

@@ -13,6 +13,7 @@ import xxhash
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.data.batch import Batch
 from meshwright.data.cache import Draft, Facts, Slot, keep
+from meshwright.data.chat import open_template
 from meshwright.data.config import DataSection, MixturePart, patterns_of
 from meshwright.data.files import SourceFile, find_files
 from meshwright.data.flat import open_flat
@@ -173,13 +174,18 @@ class _Opener:
         except MeshwrightError as error:
             self.problems.extend(error.problems)
             tokenizer = ByteTokenizer()  # what is wrong with the files is told too
-        keys = TextKeys(text=self.section.text_key, prompt=self.section.prompt_key)
+        template = None
+        try:
+            template = open_template(self.section.chat_template, self.section.tokenizer)
+        except MeshwrightError as error:
+            self.problems.extend(error.problems)
+        keys = TextKeys(text=self.section.text_key, prompt=self.section.prompt_key, template=template)
         if self.problems:
             read_files(files, keys, tokenizer, self.problems)
             return None
-        slot = Slot(question=("text", tokenizer.name, keys.text, keys.prompt), files=files)
+        slot = Slot(question=("text", tokenizer.name, *keys.facts), files=files)
         try:
-            kept = keep(self.cache, slot, lambda draft: _tokenize(files, keys, tokenizer, draft))
+            kept = keep(self.cache, slot, lambda draft: _tokenize(files, keys, tokenizer, draft), ("tokens", "weights"))
         except MeshwrightError as error:
             self.problems.extend(error.problems)
             return None
@@ -192,6 +198,7 @@ class _Opener:
             tokenizer=tokenizer,
             is_packed=self.section.packing == "documents",
             num_bytes_per_token=1.0 if tokenizer.name == "byte" else num_text_bytes / max(1, len(tokens)),
+            check=kept.check_rows if kept.unchecked else None,
         )
 
 

@@ -18,9 +18,9 @@ import numpy.typing as npt
 import xxhash
 
 from meshwright.core.errors import MeshwrightError, Problem, nearest
-from meshwright.data.arrays import first_not_finite, npz_names, read_npz
+from meshwright.data.arrays import first_not_finite, npz_names, read_npz, readable
 from meshwright.data.batch import Rows
-from meshwright.data.cache import Draft, Facts, Slot, keep
+from meshwright.data.cache import Draft, Facts, Kept, Slot, keep
 from meshwright.data.columns import parquet_file, parquet_row_group
 from meshwright.data.config import DataSection
 from meshwright.data.files import SourceFile
@@ -34,6 +34,7 @@ _ID_PREFIXES = ("cat", "id")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TableSource(WithoutTokens):
+    kept: Kept
     dense: npt.NDArray[np.float32]
     ids: npt.NDArray[np.integer]
     labels: npt.NDArray[np.float32]
@@ -58,14 +59,16 @@ class TableSource(WithoutTokens):
         return ["table", self.num_samples, list(self.sample_shape), self.digest]
 
     def pick(self, samples: Index) -> Rows:
+        self.kept.check_rows(samples, samples + 1)
         inputs = (self.dense[samples], self.ids[samples].astype(np.int64))
         return Rows(inputs, self.labels[samples], np.ones(len(samples), dtype=np.float32))
 
 
 def open_table(file: SourceFile, cache: Path | None, section: DataSection) -> TableSource:
     slot = Slot(question=("table", section.label), files=(file,))
-    kept = keep(cache, slot, lambda draft: _read(file.path, section.label, draft))
+    kept = keep(cache, slot, lambda draft: _read(file.path, section.label, draft), ("dense", "ids", "labels"))
     return TableSource(
+        kept=kept,
         dense=kept.arrays["dense"],
         ids=kept.arrays["ids"],
         labels=kept.arrays["labels"],
@@ -128,7 +131,8 @@ def _read_columns(path: str, label: str) -> _Columns:
         raise MeshwrightError([Problem(where=path, what=f'has no column "{label}".', fix=fix)])
     problems = _shape_problems(path, table)
     raise_all(problems)
-    columns = {name: _column(path, name, table.column(name), problems) for name in table.column_names}
+    with readable(path, "a table of numbers"):
+        columns = {name: _column(path, name, table.column(name), problems) for name in table.column_names}
     raise_all(problems)
     labels = columns.pop(label)
     ids = {name: column for name, column in columns.items() if _is_ids(name, column)}
@@ -160,11 +164,11 @@ def _arrow_table(path: str) -> Any:
     except ImportError:
         fix = "Run: pip install meshwright[data]"
         raise MeshwrightError([Problem(where=path, what="reading it needs the pyarrow package.", fix=fix)]) from None
-    try:
-        return csv.read_csv(path, convert_options=csv.ConvertOptions(null_values=[""]))
-    except (OSError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or ["no reason given"])[0].rstrip(".")
-        raise MeshwrightError([Problem(where=path, what=f"is not readable CSV: {reason}.")]) from None
+    with readable(path, "readable CSV"):
+        table = csv.read_csv(path, convert_options=csv.ConvertOptions(null_values=[""]))
+        table.validate(full=True)
+        assert all(isinstance(name, str) for name in table.column_names)  # Arrow decodes names only now
+        return table
 
 
 def _column(path: str, name: str, column: Any, problems: list[Problem]) -> Column:

@@ -53,6 +53,12 @@ class Tokenizer(Protocol):
         """The tokens of all texts one after the other, and how many each has."""
         ...
 
+    def encode_spans(
+        self, texts: Sequence[bytes], spans: Sequence[Sequence[tuple[int, int]]]
+    ) -> list[tuple[TokenArray, npt.NDArray[np.uint8]]]:
+        """The tokens of each text, and 1 for those that begin in one of its spans of characters."""
+        ...
+
     def decode(self, tokens: npt.ArrayLike) -> str: ...
 
 
@@ -70,6 +76,16 @@ class ByteTokenizer:
 
     def encode_all(self, texts: Sequence[bytes]) -> tuple[TokenArray, npt.NDArray[np.int64]]:
         return self.encode(b"".join(texts)), _lengths(texts)
+
+    def encode_spans(
+        self, texts: Sequence[bytes], spans: Sequence[Sequence[tuple[int, int]]]
+    ) -> list[tuple[TokenArray, npt.NDArray[np.uint8]]]:
+        found = []
+        for text, inside in zip(texts, spans, strict=True):
+            tokens = self.encode(text)
+            characters = np.cumsum((tokens & 0xC0) != 0x80) - 1  # all but the bytes that go on with a character
+            found.append((tokens, _is_inside(characters, inside)))
+        return found
 
     def decode(self, tokens: npt.ArrayLike) -> str:
         """The text of tokens; what is not UTF-8 becomes U+FFFD: sampled text is often cut mid-character."""
@@ -115,6 +131,15 @@ class FileTokenizer:
         flat = np.fromiter(chain.from_iterable(encoded), dtype=self.dtype, count=int(lengths.sum()))
         return flat, lengths
 
+    def encode_spans(
+        self, texts: Sequence[bytes], spans: Sequence[Sequence[tuple[int, int]]]
+    ) -> list[tuple[TokenArray, npt.NDArray[np.uint8]]]:
+        encoded = self._engine.encode_batch([text.decode("utf-8") for text in texts], add_special_tokens=False)
+        return [
+            (np.asarray(each.ids, self.dtype), _is_inside(np.asarray([a for a, _ in each.offsets], np.int64), inside))
+            for each, inside in zip(encoded, spans, strict=True)
+        ]
+
     def decode(self, tokens: npt.ArrayLike) -> str:
         wide = np.asarray(tokens, dtype=np.int64).reshape(-1)
         known = wide[(wide >= 0) & (wide < self.vocab_size)]  # a padded vocabulary has more
@@ -127,6 +152,12 @@ def _pieces(content: bytes) -> list[bytes]:
         cuts.append(content.find(b"\n", cuts[-1] + _PIECE_BYTES) + 1 or len(content))
     cuts += [len(content)] if cuts[-1] < len(content) else []
     return [content[a:b] for a, b in pairwise(cuts)]
+
+
+def _is_inside(places: npt.NDArray[np.int64], spans: Sequence[tuple[int, int]]) -> npt.NDArray[np.uint8]:
+    """1 for each place that lies in a span; spans are in order."""
+    first, stop = np.asarray(spans, dtype=np.int64).reshape(-1, 2).T
+    return (np.searchsorted(first, places, side="right") > np.searchsorted(stop, places, side="right")).astype(np.uint8)
 
 
 def _lengths(parts: Sequence[Any]) -> npt.NDArray[np.int64]:

@@ -45,6 +45,8 @@ class TokenSource:
     num_bytes_per_token: float = 0.0
     id_range: Callable[[], tuple[int, int]] | None = None
     """Smallest and largest token, of files that no tokenizer of ours made."""
+    check: Callable[[Index, Index], None] | None = None
+    """Called with the first token and the end of each range before it is used, of files that have hashes."""
     kind: ClassVar[str] = "tokens"
     sample_shape: ClassVar[tuple[int, ...]] = ()
     num_classes: ClassVar[int] = 0
@@ -93,6 +95,7 @@ class TokenSource:
         return (Problem(where="data.tokenizer", what=what, fix=fix),)
 
     def pick(self, samples: Index) -> Rows:
+        self._check(samples)
         rows = self._windows(self.corpus.tokens)[samples]
         inputs, targets = rows[:, :-1].astype(np.int64), rows[:, 1:].astype(np.int64)
         weights = self._weights(samples)
@@ -106,6 +109,7 @@ class TokenSource:
 
     def count(self, samples: Index) -> float:
         if self.corpus.weights is not None:
+            self._check(samples)
             weights = self._weights(samples)
             if self.is_packed:
                 row, place = self._borders(samples)
@@ -113,6 +117,10 @@ class TokenSource:
             return float(weights.sum(dtype=np.float64))
         num_borders = len(self._borders(samples)[0]) if self.is_packed else 0
         return float(len(samples) * self.sequence - num_borders)
+
+    def _check(self, samples: Index) -> None:
+        if self.check is not None:
+            self.check(samples * self.sequence, (samples + 1) * self.sequence + 1)
 
     def _weights(self, samples: Index) -> Any:
         if self.corpus.weights is None:

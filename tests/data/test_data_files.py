@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from meshwright.core.errors import MeshwrightError, Problem
-from meshwright.data import cache, read, source
+from meshwright.data import cache, hashed, read, source
 from meshwright.data.source import Data, open_text
 
 TEXT = "to be, or not to be\n" * 4
@@ -185,7 +185,7 @@ def test_the_cache_is_reused_and_renewed_upon_change(folder: Path, monkeypatch: 
     changed = opened(folder, cache=kept)
     assert len(reads) == 3
     assert changed.fingerprint != first.fingerprint
-    assert len(list(kept.iterdir())) == 4, "the outdated copy must go: index, tokens, starts, weights"
+    assert len(list(kept.iterdir())) == 5, "the outdated copy must go: index, hashes, tokens, starts, weights"
     assert first.batch(0, 4).inputs.shape == (4, 8), "an opened corpus outlives its files on disk"
     opened(folder, cache=kept, text_key="text", prompt_key="other")
     assert len(reads) == 4, "other keys give other tokens"
@@ -208,6 +208,60 @@ def test_a_damaged_cache_is_rebuilt(folder: Path, damage: str, monkeypatch: pyte
     assert after.fingerprint == before.fingerprint
 
 
+@pytest.mark.parametrize("ending", ["tokens.npy", "starts.npy", "weights.npy", "json", "xxh3"])
+def test_no_damage_to_the_cache_is_used(folder: Path, ending: str) -> None:
+    """Flipped bits, a page of zeros, a cut end, a file of another slot: each is found, and the cache made again."""
+    (folder / "deep" / "p.jsonl").write_text(json.dumps({"text": TEXT, "prompt": "say: "}))
+    (folder / "other.txt").write_text(TEXT.upper())
+    kept = folder / "cache"
+    other = opened(folder / "deep", folder / "other.txt", cache=kept, text_key="text")
+    (stranger,) = kept.glob(f"*.{ending}")
+    (folder / "other.txt").unlink()
+    before = opened(folder)
+    opened(folder, cache=kept)
+    (path,) = (found for found in kept.glob(f"*.{ending}") if found != stranger)
+    whole, taken = path.read_bytes(), stranger.read_bytes()
+    random = np.random.default_rng(0)
+    wrong = [whole[: len(whole) // 2], whole[:-1], taken, bytes(len(whole))]
+    for place in random.integers(0, len(whole), 30).tolist():
+        flipped = bytearray(whole)
+        flipped[place] ^= 1 << int(random.integers(8))
+        wrong.append(bytes(flipped))
+    for content in wrong:
+        path.write_bytes(content)
+        after = opened(folder, cache=kept)
+        assert after.fingerprint == before.fingerprint
+        for field in ("tokens", "starts", "weights"):
+            assert np.array_equal(getattr(after.source.corpus, field), getattr(before.source.corpus, field))
+        assert path.read_bytes() == whole or content == whole
+    assert other.batch(0, 4).inputs.shape == (4, 8)
+
+
+def test_a_large_cache_is_checked_block_by_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = np.random.default_rng(0).integers(32, 127, 400_000, dtype=np.uint8).tobytes()
+    (tmp_path / "a.txt").write_bytes(text)
+    kept = tmp_path / "cache"
+    before = opened(tmp_path / "a.txt", held_out_fraction=0.0)
+    opened(tmp_path / "a.txt", cache=kept, held_out_fraction=0.0)
+    monkeypatch.setattr(hashed, "EAGER_BYTES", 0)
+    (path,) = kept.glob("*.tokens.npy")
+    content = bytearray(path.read_bytes())
+    content[5 * hashed.BLOCK_BYTES + 7] ^= 4
+    path.write_bytes(content)
+    after = opened(tmp_path / "a.txt", cache=kept, held_out_fraction=0.0)
+    first, last = 5 * hashed.BLOCK_BYTES, 6 * hashed.BLOCK_BYTES  # with the header of the file: 128 bytes
+    begin = 128 + 8 * np.arange(after.num_samples)
+    sound = np.flatnonzero((begin + 9 <= first) | (begin >= last))
+    assert len(sound) > 40_000
+    assert np.array_equal(after.source.pick(sound).inputs, before.source.pick(sound).inputs)
+    for sample in np.setdiff1d(np.arange(after.num_samples), sound)[[0, 100, -1]]:
+        with pytest.raises(MeshwrightError, match=r"tokens.npy: is not as it was written, at offset 327,680\."):
+            after.source.pick(np.array([sample]))
+    assert not list(kept.glob("*.json")), "the next start makes it again"
+    again = opened(tmp_path / "a.txt", cache=kept, held_out_fraction=0.0)
+    assert np.array_equal(again.batch(0, 50_000).inputs, before.batch(0, 50_000).inputs)
+
+
 def test_many_may_build_the_cache_at_once(folder: Path) -> None:
     prints: list[str] = []
     openers = [
@@ -219,7 +273,7 @@ def test_many_may_build_the_cache_at_once(folder: Path) -> None:
     for opener in openers:
         opener.join()
     assert prints == [opened(folder).fingerprint] * 6
-    assert len(list((folder / "cache").iterdir())) == 3, "no draft may stay behind"
+    assert len(list((folder / "cache").iterdir())) == 4, "no draft may stay behind"
 
 
 def test_a_cache_that_cannot_be_written_is_a_problem(folder: Path) -> None:

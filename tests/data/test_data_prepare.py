@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from made_data import write_tokenizer
+from made_data import arrays, write_tokenizer
 
 from meshwright.cli.main import main
 from meshwright.core.errors import MeshwrightError
-from meshwright.data import read
+from meshwright.data import hashed, read
 from meshwright.data.config import DataSection
 from meshwright.data.prepare import prepare
 from meshwright.data.source import open_data
@@ -48,7 +48,7 @@ def test_the_result_is_the_text_itself_and_does_not_depend_on_workers(
     one = prepare([str(corpus)], str(tmp_path / "one"), num_workers=1)
     prepare([str(corpus)], str(tmp_path / "two") + "/", num_workers=2)
     assert written(tmp_path / "one") == written(tmp_path / "two" / "tokens")
-    assert set(written(tmp_path / "one")) == {"bin", "idx", "facts.json"}, "the parts are gone"
+    assert set(written(tmp_path / "one")) == {"bin", "idx", "xxh3", "facts.json"}, "the parts are gone"
     for packing in ("stream", "documents"):
         made = open_data(DataSection(train=f"{tmp_path}/one.bin", sequence=16, packing=packing), cache=None)
         direct = open_data(DataSection(train=str(corpus), sequence=16, packing=packing), cache=None)
@@ -102,19 +102,66 @@ def test_a_killed_run_goes_on_where_it_was(corpus: Path, tmp_path: Path) -> None
 
 def test_everything_wrong_is_told_and_good_parts_are_kept(corpus: Path, tmp_path: Path) -> None:
     (corpus / "007.jsonl").write_text('{"text": 3}\n')
-    (corpus / "008.jsonl").write_text('{"text": "a", "prompt": "b"}\n')
+    (corpus / "008.jsonl").write_text('{"text": "a", "prompt": 4}\n')
     (corpus / "009.jsonl").write_text('{"text": ""}\n')
     with pytest.raises(MeshwrightError) as error:
         prepare([str(corpus)], str(tmp_path / "out"), num_workers=2)
     assert error.value.exit_code == 2
     text = str(error.value).replace(f"{corpus}/", "")
     assert '007.jsonl:1: "text" is a int, not text.' in text
-    assert '008.jsonl: has records with a "prompt"' in text
     assert "009.jsonl: all of its 1 documents are empty." in text
     for name in ("007", "008", "009"):
         (corpus / f"{name}.jsonl").write_text('{"text": "fine"}\n')
     mended = prepare([str(corpus)], str(tmp_path / "out"), num_workers=1)
     assert mended.num_bytes - mended.num_bytes_reused == 3 * len('{"text": "fine"}\n')
+
+
+def test_damage_to_prepared_files_is_named_and_mended_by_the_same_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = [{"prompt": f"what is {i}?", "text": f"{i} times {i} is {i * i} " * 40} for i in range(300)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, records)))
+    words = write_tokenizer(tmp_path)
+
+    def made() -> dict[str, bytes]:
+        prepare([f"{tmp_path}/pairs.jsonl"], str(tmp_path / "out"), tokenizer=str(words), num_workers=1)
+        return written(tmp_path / "out")
+
+    def read_all() -> bytes:
+        section = DataSection(train=f"{tmp_path}/out.bin", sequence=64, packing="documents", held_out_fraction=0.0)
+        data = open_data(section, cache=None)
+        batch = data.batch(0, data.num_samples)
+        return b"".join(array.tobytes() for array in arrays(batch))
+
+    whole = made()
+    assert set(whole) == {"bin", "idx", "weights", "xxh3", "tokenizer.json", "facts.json"}
+    direct = open_data(
+        DataSection(
+            train=f"{tmp_path}/pairs.jsonl",
+            sequence=64,
+            tokenizer=str(words),
+            packing="documents",
+            held_out_fraction=0.0,
+        ),
+        cache=None,
+    )
+    expected = read_all()
+    assert expected == b"".join(array.tobytes() for array in arrays(direct.batch(0, direct.num_samples)))
+    random = np.random.default_rng(1)
+    for ending, content in whole.items():
+        path = tmp_path / f"out.{ending}"
+        for turn in range(4):
+            monkeypatch.setattr(hashed, "EAGER_BYTES", (1 << 28) * (turn % 2))
+            hurt = bytearray(content)
+            hurt[int(random.integers(len(hurt) - 1))] ^= 1 << int(random.integers(7))
+            path.write_bytes(hurt)
+            with pytest.raises(MeshwrightError, match=rf"out\.({ending}|idx)") as error:
+                read_all()
+            assert error.value.exit_code == 2
+        if ending == "weights":
+            assert made() == whole
+        path.write_bytes(content)
+    assert read_all() == expected
 
 
 def test_the_command_says_how_to_use_the_result(corpus: Path, tmp_path: Path, capsys) -> None:
