@@ -141,7 +141,7 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     found["pair.bin"] = problem_of(tmp_path / "pair.bin", token_dtype="int32")
     expected = {
         "odd.bin": "odd.bin: has 101 bytes, not a multiple of 2 (uint16).",
-        "cut.npy": "cut.npy: is not a whole .npy file: an array of shape (1000,) and type int64 has 8,000 bytes, not 4,872.",
+        "cut.npy": "cut.npy: is not a whole .npy file: an array of shape (1000,) and type int64 has 8,000 bytes",
         "float.npy": "float.npy: holds float64",
         "objects.npy": "objects.npy: is not a whole .npy file: it holds Python objects",
         "short.bin": "short.idx: promises 100 bytes",
