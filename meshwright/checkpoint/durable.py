@@ -26,6 +26,9 @@ _FIXES = {
     errno.EACCES: "Choose a run folder that this user can write.",
     errno.EPERM: "Choose a run folder that this user can write.",
     errno.EIO: "The disk reports a fault; choose another.",
+    errno.ESTALE: "The network file system has lost that folder; mount it again.",
+    errno.EFBIG: "Raise the limit on the size of files (`ulimit -f`), or choose another disk.",
+    errno.ENOENT: "The run folder was moved or deleted while the run was under way.",
 }
 
 
@@ -98,6 +101,4 @@ def refusals(doing: str, path: Path, tmp: Path | None = None) -> Iterator[None]:
             raise
         what = f"{doing} failed: {error.strerror or error}. Earlier checkpoints are untouched."
         fix = _FIXES.get(error.errno or 0, "")
-        if error.errno == errno.ENOENT:
-            fix = "The folder is gone: most likely another rank failed first and gave its space back."
         raise MeshwrightError([Problem(where=str(path), what=what, fix=fix)], exit_code=1) from error

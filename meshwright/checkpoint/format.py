@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import re
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 import xxhash
@@ -36,6 +37,7 @@ __all__ = [
     "TensorEntry",
     "committed_folders",
     "list_steps",
+    "newest_good",
     "rank_file",
     "read_manifest",
     "size_problems",
@@ -166,6 +168,27 @@ def verify(folder: Path) -> Problems:
             what = f"has changed since it was written: xxh3 {found}, its manifest says {entry.xxh3}."
             problems.append(Problem(where=str(path), what=what))
     return tuple(problems)
+
+
+def newest_good(root: Path, *, report: Callable[[str], None]) -> Path | None:
+    """The newest undamaged checkpoint, or None if there are none at all.
+
+    Each damaged one that is passed over is reported in one line.
+    """
+    damaged: list[Problem] = []
+    for _, folder in reversed(usable_folders(root).items()):
+        problems = verify(folder)
+        if not problems:
+            return folder
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        first = str(problems[0]).replace("\n", " ")
+        report(f"checkpoint {folder.name} is damaged and is not used: {first}{more}")
+        damaged.extend(problems)
+    if damaged:
+        fix = "Restore one from a copy, or move the folder away to start from the beginning."
+        all_bad = Problem(where=str(root), what="every checkpoint here is damaged.", fix=fix)
+        raise MeshwrightError([all_bad, *damaged], exit_code=1)
+    return None
 
 
 def _hash_of(path: Path) -> str:

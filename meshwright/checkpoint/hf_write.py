@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint.durable import fresh_suffix, fsync_folder, make_folder, refusals, write_durably
-from meshwright.checkpoint.format import usable_folders, verify
+from meshwright.checkpoint.format import newest_good, usable_folders, verify
 from meshwright.checkpoint.hf_names import Part, Shape, parts_of_decoder
 from meshwright.checkpoint.hf_read import read_parts, row_blocks
-from meshwright.checkpoint.load import Reader, newest_good
+from meshwright.checkpoint.load import Reader
 from meshwright.checkpoint.manifest import DTYPES
 from meshwright.checkpoint.safe import INDEX, WEIGHTS, open_folder, raise_first
 from meshwright.core.box import Box

@@ -1,4 +1,4 @@
-"""Load: find the newest checkpoint whose every byte is right, and read any box of any tensor from it.
+"""Load: read any box of any tensor from a checkpoint (`format.newest_good` finds the newest whose bytes are right).
 
 The pieces on disk were cut for the plan that saved them; the box asked for is the loading plan's. What lies
 in both is copied, whichever files it is in, so changing the plan between two runs needs no conversion.
@@ -7,38 +7,17 @@ in both is copied, whichever files it is in, so changing the plan between two ru
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from meshwright.checkpoint.format import read_manifest, usable_folders, verify
+from meshwright.checkpoint.format import read_manifest
 from meshwright.checkpoint.manifest import DTYPES, Manifest, Piece
 from meshwright.core.box import Box
 from meshwright.core.errors import MeshwrightError, Problem
-
-
-def newest_good(root: Path, *, report: Callable[[str], None]) -> Path | None:
-    """The newest undamaged checkpoint, or None if there are none at all.
-
-    Each damaged one that is passed over is reported in one line.
-    """
-    damaged: list[Problem] = []
-    for _, folder in reversed(usable_folders(root).items()):
-        problems = verify(folder)
-        if not problems:
-            return folder
-        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        first = str(problems[0]).replace("\n", " ")
-        report(f"checkpoint {folder.name} is damaged and is not used: {first}{more}")
-        damaged.extend(problems)
-    if damaged:
-        fix = "Restore one from a copy, or move the folder away to start from the beginning."
-        all_bad = Problem(where=str(root), what="every checkpoint here is damaged.", fix=fix)
-        raise MeshwrightError([all_bad, *damaged], exit_code=1)
-    return None
 
 
 class Reader:

@@ -74,14 +74,15 @@ def _put_back(root: Path) -> None:
 def write_rank_file(folder: Path, rank: int, pieces: Iterable[tuple[str, Box, torch.Tensor]]) -> dict[str, Any]:
     """Write the pieces this rank owns; returns its index entry, plain JSON, for `commit`.
 
-    Each piece of a tensor must be given by exactly one rank. Empty pieces are recorded by name only.
+    Each piece of a tensor must be given by exactly one rank. Empty pieces are recorded by name only. After a failure
+    the caller discards the folder, once no rank writes any more: it would report that the folder is missing.
     """
     held = [(name, box, tensor.detach()) for name, box, tensor in pieces]
     tensors = _tensor_entries(held)
     # Widest elements first keeps every tensor aligned in the file, as safetensors' own writer does.
     held = sorted((p for p in held if not p[1].is_empty), key=lambda p: -p[2].element_size())
     path = Path(folder) / rank_file(rank)
-    with refusals(f"writing the checkpoint of rank {rank}", path, tmp=Path(folder)):
+    with refusals(f"writing the checkpoint of rank {rank}", path):
         num_bytes, xxh3 = write_durably(path, _file_chunks(held))
     listed = tuple(
         Piece(tensor=name, offset=tuple(box.offset), size=tuple(box.size), file=path.name, key=f"k{index}")

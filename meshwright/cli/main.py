@@ -6,11 +6,13 @@ Nothing heavy is imported here: `mw --help` answers at once.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
 import re
+import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 from meshwright.cli.plain import accept_any_encoding
@@ -251,8 +253,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         top.print_help()
         return 0
     try:
-        module = importlib.import_module(f"meshwright.cli.{arguments.command}")
-        return int(module.run(arguments))
+        with _ready_to_stop() if arguments.command == "train" else contextlib.nullcontext():
+            module = importlib.import_module(f"meshwright.cli.{arguments.command}")
+            return int(module.run(arguments))
     except MeshwrightError as error:
         for problem in error.problems:
             print(f"mw {arguments.command}: {problem}", file=sys.stderr)
@@ -263,9 +266,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"mw {arguments.command}: {error.filename or 'a file'}: {error.strerror or error}.", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stopped:
+        if type(stopped) is not KeyboardInterrupt:  # `Stopped`, of a run that had nothing to save
+            print(f"mw {arguments.command}: stopped, nothing is lost; the same command goes on", file=sys.stderr)
+            return 75
         print(f"mw {arguments.command}: stopped", file=sys.stderr)
         return 130
+
+
+@contextlib.contextmanager
+def _ready_to_stop() -> Iterator[None]:
+    """Take the signals that stop a run before anything slow is imported, so that none kills it half-way."""
+    from meshwright.supervise.launch import stop_signals
+    from meshwright.supervise.rank import STOP_SIGNALS
+
+    with stop_signals((signal.SIGHUP, *STOP_SIGNALS), raises=True):
+        yield
 
 
 if __name__ == "__main__":

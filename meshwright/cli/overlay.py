@@ -6,6 +6,7 @@ from pathlib import Path
 
 from meshwright.core.codec import load_artefact
 from meshwright.core.errors import MeshwrightError
+from meshwright.core.files import write_whole
 from meshwright.core.timeline import Timeline, last_step
 from meshwright.simulate.lanes import compared
 from meshwright.simulate.picture import picture
@@ -22,7 +23,7 @@ def overlay(folder: Path, title: str) -> str:
         measured = last_step(load_artefact(Timeline, folder / "measured.timeline.json"))
         line = compared(predicted, measured)
         text = picture([predicted, measured], title=title, notes=[line])
-        (folder / PICTURE).write_text(text + "\n", encoding="utf-8")
+        write_whole(folder / PICTURE, text + "\n")
     except MeshwrightError as error:
         return f"{PICTURE} is not written: {error}"
     except OSError as error:

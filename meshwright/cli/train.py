@@ -18,6 +18,7 @@ from rich.table import Table
 from meshwright.cli.overlay import PICTURE, overlay
 from meshwright.cli.show import print_forecast, progress
 from meshwright.core.errors import MeshwrightError
+from meshwright.core.files import write_whole
 from meshwright.core.ledger import Entry
 from meshwright.core.units import counted, pretty_bytes, pretty_count, pretty_seconds
 from meshwright.models.dimensions import DecoderConfig
@@ -40,8 +41,8 @@ from meshwright.runtime.prepare import (
 from meshwright.runtime.progress import held_out_text
 from meshwright.runtime.track import require_trackers
 from meshwright.supervise.environment import outside_launcher
-from meshwright.supervise.launch import launch
-from meshwright.supervise.rank import write_atomically
+from meshwright.supervise.launch import Stopped, launch, stop_signals
+from meshwright.supervise.rank import PREEMPTED_EXIT_CODE
 
 
 def run(arguments: Namespace) -> int:
@@ -79,16 +80,19 @@ def run(arguments: Namespace) -> int:
             warn(console, prepared)
         write_prepared(config, prepared)
         describe(console, config, prepared)
-        outcome = launch(
-            "meshwright.runtime.rank",
-            job_arguments(config, prepared),
-            prepared.plan.num_ranks,
-            log_folder=folder / "logs",
-            environment={"KINETO_LOG_LEVEL": "9"},  # the profiler's own chatter
-        )
-        if outcome.exit_code not in (0, 75):
-            raise MeshwrightError(outcome.message(), outcome.exit_code)
-        close(console, _run_words(arguments), config, prepared)
+        with stop_signals() as stop:
+            outcome = launch(
+                "meshwright.runtime.rank",
+                job_arguments(config, prepared),
+                prepared.plan.num_ranks,
+                log_folder=folder / "logs",
+                environment={"KINETO_LOG_LEVEL": "9"},  # the profiler's own chatter
+                stop=stop,
+            )
+            if outcome.exit_code not in (0, PREEMPTED_EXIT_CODE):
+                raise MeshwrightError(outcome.message(), outcome.exit_code)
+            if not close(console, _run_words(arguments), config, prepared) and outcome.exit_code:
+                raise Stopped
     return outcome.exit_code
 
 
@@ -105,10 +109,14 @@ def _leave(code: int) -> NoReturn:
 
 
 def _is_finished(config: RunConfig, folder: Path) -> bool:
-    from meshwright.checkpoint.format import list_steps
+    """Whether its last step is in a checkpoint whose every byte is right; else the ranks say what is wrong."""
+    from meshwright.checkpoint.format import list_steps, newest_good, read_manifest
 
     steps = list_steps(folder / "checkpoints")
-    return bool(steps) and steps[-1] >= config.train.steps
+    if not steps or steps[-1] < config.train.steps:
+        return False
+    newest = newest_good(folder / "checkpoints", report=lambda text: None)
+    return newest is not None and read_manifest(newest).step >= config.train.steps
 
 
 def warn(console: Console, prepared: Prepared) -> None:
@@ -134,18 +142,21 @@ def describe(console: Console, config: RunConfig, prepared: Prepared) -> None:
             console.print(f"{technique} is approximate: one device computes other numbers", markup=False)
 
 
-def close(console: Console, run_words: list[str], config: RunConfig, prepared: Prepared) -> None:
-    """What came of it: predicted against measured, worst first; how far it went; where things are; what to try next."""
+def close(console: Console, run_words: list[str], config: RunConfig, prepared: Prepared) -> bool:
+    """What came of it: predicted against measured, worst first; how far it went; where things are; what to try next.
+
+    False where no rank has left a result.
+    """
     folder = Path(config.run.folder)
-    path = folder / "result.json"
-    if not path.exists():
-        return
-    result = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
     line = overlay(folder, f"{config.model.title} on {prepared.cluster.name}: {prepared.plan}")
     entry = _entry(config, prepared, result)
     summary = summarise(config, prepared, result) | {"comparison": {} if entry is None else entry.comparison}
     try:
-        write_atomically(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
+        write_whole(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
     except OSError as error:
         console.print(f"summary.json is not written: {error.strerror or error}")
     console.print()
@@ -172,6 +183,7 @@ def close(console: Console, run_words: list[str], config: RunConfig, prepared: P
         line = f"{'next:' if not number else '     '} {way}" + (f"   ({why})" if why else "")
         console.print(line, markup=False, soft_wrap=True)
     sys.stderr.flush()
+    return True
 
 
 def _entry(config: RunConfig, prepared: Prepared, result: Mapping[str, Any]) -> Entry | None:

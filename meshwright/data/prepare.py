@@ -17,7 +17,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +31,7 @@ import xxhash
 
 from meshwright.core.codec import decode, encode, seal, to_json
 from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.start import child_command, child_environment
 from meshwright.data.cache import write_whole
 from meshwright.data.chat import open_template
 from meshwright.data.files import SourceFile, find_files
@@ -221,9 +221,9 @@ class _Worker:
     """A process that makes parts, one line of JSON each way; it ends when we do, however we end."""
 
     def __init__(self, *, is_alone: bool):
-        environment = os.environ | ({} if is_alone else {"TOKENIZERS_PARALLELISM": "false"})
+        environment = {**os.environ, **child_environment()} | ({} if is_alone else {"TOKENIZERS_PARALLELISM": "false"})
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "meshwright.data.part"],
+            child_command("meshwright.data.part"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

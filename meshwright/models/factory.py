@@ -96,8 +96,8 @@ def _shown(value: Any) -> str:
 def _find(name: str, where: str) -> Callable[..., Any]:
     path, _, function = name.partition(":")
     here = os.getcwd()
-    if here not in sys.path:  # a console script does not have it
-        sys.path.insert(0, here)
+    if here not in sys.path:  # last, so that a `random.py` there is not taken for the standard library's
+        sys.path.append(here)
     try:
         module = importlib.import_module(path)
     except ModuleNotFoundError as error:
@@ -110,7 +110,10 @@ def _find(name: str, where: str) -> Callable[..., Any]:
     found = getattr(module, function, None)
     if not callable(found):
         names = [n for n, v in vars(module).items() if inspect.isfunction(v) or inspect.isclass(v)]
-        raise _refuse(where, f"{path} has no function {function}.", f"It has {', '.join(sorted(names)[:8]) or 'none'}.")
+        place = getattr(module, "__file__", None) or "built in"
+        raise _refuse(
+            where, f"{path} ({place}) has no function {function}.", f"It has {', '.join(sorted(names)[:8]) or 'none'}."
+        )
     return found
 
 

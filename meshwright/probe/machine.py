@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from pathlib import Path
 from meshwright.core.cluster import Cluster
 from meshwright.core.codec import decode
 from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.start import child_command, child_environment
 from meshwright.probe.reading import Reading
 
 MAX_DEFAULT_CPU_DEVICES = 8
@@ -86,7 +86,7 @@ def count_gpus() -> int:
     """GPUs that torch sees, asked in a child process; 0 at once where the kernel has no device file of one."""
     if not any(True for pattern in _GPU_DEVICE_FILES for _ in Path("/dev").glob(pattern)):
         return 0
-    command = [sys.executable, "-m", _MODULE, "--count"]
+    command = child_command(_MODULE, "--count")
     done = subprocess.run(command, env=_environment(1), capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise _problem(f"torch could not be asked for its GPUs:\n{done.stderr[-_TAIL_CHARACTERS:].strip()}")
@@ -94,14 +94,9 @@ def count_gpus() -> int:
 
 
 def _environment(num_threads: int) -> dict[str, str]:
-    root = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH", "")) if part)
     # gloo looks its own host name up unless told the interface, which fails or takes seconds in containers.
-    return os.environ | {
-        "OMP_NUM_THREADS": str(num_threads),
-        "GLOO_SOCKET_IFNAME": "lo",
-        "PYTHONPATH": path,
-    }
+    own = {"OMP_NUM_THREADS": str(num_threads), "GLOO_SOCKET_IFNAME": "lo"}
+    return {**os.environ, **own, **child_environment()}
 
 
 def _measure(
@@ -111,7 +106,7 @@ def _measure(
     try:
         for rank in range(count):
             with (folder / f"{rank}.out").open("wb") as out, (folder / f"{rank}.err").open("wb") as err:
-                command = [sys.executable, "-m", _MODULE, *arguments, "--rank", str(rank)]
+                command = child_command(_MODULE, *arguments, "--rank", str(rank))
                 processes.append(subprocess.Popen(command, env=_environment(num_threads), stdout=out, stderr=err))
         _wait(processes, folder, report)
     finally:

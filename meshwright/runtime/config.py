@@ -29,8 +29,10 @@ class TrainSection:
     evaluate_every: int = 0
     """Steps between evaluations on held-out data; 0: only at the end."""
     evaluate_batches: int = 8
+    save_minutes: float = 10.0
+    """Minutes between checkpoints, beside those of `save_every` and the one at the end; 0: none by time."""
     save_every: int = 0
-    """Steps between checkpoints; 0: only at the end."""
+    """Steps between checkpoints; 0: by time alone."""
     keep: int = 2
     """Checkpoints kept."""
     sample_every: int = 0
@@ -105,6 +107,7 @@ class RunConfig:
             "run.ranks": self.run.ranks,
             "run.timeline_steps": self.run.timeline_steps,
             "train.save_every": self.train.save_every,
+            "train.save_minutes": self.train.save_minutes,
             "train.evaluate_every": self.train.evaluate_every,
         }
         problems = [

@@ -10,10 +10,10 @@ from typing import Any
 
 import meshwright
 from meshwright.core.codec import encode
+from meshwright.core.files import write_whole
 from meshwright.core.ledger import LEAST_STEPS, Entry, Measured, append
 from meshwright.runtime.compare import Promise
 from meshwright.runtime.facts import Facts
-from meshwright.supervise.rank import write_atomically
 
 COMPARISON = "comparison.json"
 """In the run's folder: one entry, of the latest start so far."""
@@ -29,7 +29,7 @@ def record(entry: Entry) -> str:
 def keep(entry: Entry, folder: Path) -> str:
     """Why it is not kept in the folder, or nothing: a full disk must not hurt a run."""
     try:
-        write_atomically(folder / COMPARISON, json.dumps(encode(entry), allow_nan=False) + "\n")
+        write_whole(folder / COMPARISON, json.dumps(encode(entry), allow_nan=False) + "\n")
     except OSError as error:
         return error.strerror or str(error)
     return ""

@@ -57,6 +57,8 @@ class StepResult:
     gradient_norm: float
     must_stop: bool
     """Some rank was told to stop."""
+    must_save: bool = False
+    """Rank 0 wants a checkpoint."""
 
 
 Key = tuple[int, int]
@@ -172,13 +174,18 @@ def interpret(build: Build, actions: Actions, samples: Samples, *, trains: bool)
 
 
 def settled(agreed: Sequence[float], divisor: float, consequence: str) -> StepResult:
-    """What all ranks agreed on: the sum of losses, the squared norm, and how many were told to stop."""
+    """What all ranks agreed on: the sum of losses, the squared norm, and the sum of their `requests`."""
     loss, norm = agreed[0] / divisor, agreed[1] ** 0.5
     if not (math.isfinite(loss) and math.isfinite(norm)):  # all ranks see the same numbers and stop together
         what = f"the loss is {loss} and the gradient norm {norm}: {consequence}."
         fix = "Resume from the last checkpoint with a lower rate, a longer warm-up or clipping."
         raise MeshwrightError([Problem(where="train", what=what, fix=fix)], exit_code=1)
-    return StepResult(loss=loss, gradient_norm=norm, must_stop=agreed[2] > 0)
+    return StepResult(loss=loss, gradient_norm=norm, must_stop=agreed[2] >= 2, must_save=agreed[2] % 2 == 1)
+
+
+def requests(stop: bool, save: bool) -> float:
+    """As one number whose sum over all ranks says both: two for each that must stop, one if rank 0 wants to save."""
+    return 2.0 * stop + save
 
 
 class Loop:
@@ -187,7 +194,7 @@ class Loop:
     def __init__(self, build: Build, optimizer: Optimizer):
         self.build, self.optimizer = build, optimizer
 
-    def step(self, samples: Samples, lr: float, *, stop: bool = False) -> StepResult:
+    def step(self, samples: Samples, lr: float, *, stop: bool = False, save: bool = False) -> StepResult:
         build = self.build
         self.optimizer.zero_gradients()
         for start in build.on_step:
@@ -203,15 +210,15 @@ class Loop:
                 build.sum_owed()
             self.optimizer.take_gradients()
             # One small message for all that ranks must agree on.
-            agreed = self._agree(self._share(loss), self.optimizer.squared_norm(), float(stop))
+            agreed = self._agree(self._share(loss), self.optimizer.squared_norm(), requests(stop, save))
         result = settled(agreed, samples.divisor, "this step was not taken")
         with record_function("mw:update"):
             self.optimizer.update(lr, result.gradient_norm)
         return result
 
-    def feed(self, samples: Samples, lr: float, *, stop: bool = False) -> list[StepResult]:
+    def feed(self, samples: Samples, lr: float, *, stop: bool = False, save: bool = False) -> list[StepResult]:
         """Begin a step; the results known since the last call, in order. Here each step ends before the next begins."""
-        return [self.step(samples, lr, stop=stop)]
+        return [self.step(samples, lr, stop=stop, save=save)]
 
     def flush(self) -> list[StepResult]:
         """Take every step to its end; the results that `feed` has not returned."""

@@ -33,9 +33,9 @@ from meshwright.supervise.environment import Place
 from meshwright.supervise.failure import speaks_of_lost_peer
 from meshwright.supervise.network import address_towards, interface_of
 from meshwright.supervise.peers import Connection, Host, PeerWatch, connections, silent_seconds
-from meshwright.supervise.rank import StopFlag
+from meshwright.supervise.rank import STOP_SIGNALS, StopFlag
 
-Tell = Callable[[Prepared], None]
+Tell = Callable[[Prepared], object]
 _NOTICE_SECONDS = 2.0
 """For the watch to see what a collective has just complained of."""
 _SOMEWHERE_ELSE = "198.51.100.1"  # an address for documents (RFC 5737): the way there is the default route
@@ -77,6 +77,9 @@ def _leave(code: int) -> NoReturn:
 
 
 def _run(config: RunConfig, plan_file: str, place: Place, watch: PeerWatch, before: Tell, after: Tell) -> int:
+    stop = StopFlag()
+    stop.take((signal.SIGINT, signal.SIGHUP, *STOP_SIGNALS))
+    stop.leave_at_once(True)
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cpu":
         limit_isa_for_bf16()  # it forks, so before any tensor
@@ -97,9 +100,6 @@ def _run(config: RunConfig, plan_file: str, place: Place, watch: PeerWatch, befo
         return job_arguments(config, prepared)
 
     arguments = on_first(control, plan)
-    stop = StopFlag()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop.on_signal)
     code = train(arguments, decode(Plan, arguments["plan"], "plan"), device, stop)
     watch.stop()
     dist.destroy_process_group()

@@ -8,11 +8,12 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from meshwright.core.cluster import Cluster
 from meshwright.core.codec import encode, load_artefact
 from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.files import link_problems, open_to_append, write_whole
 from meshwright.core.layout import placed
 from meshwright.core.ledger import Predicted
 from meshwright.core.plan import Plan
@@ -32,6 +33,7 @@ from meshwright.simulate.timeline import simulate
 Report = Callable[[str], None]
 _BYTES_PER_TOKEN = 20
 """Of a batch in host memory: input and target as int64, the weight as float32."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +55,7 @@ def prepare(config: RunConfig, plan_file: str, report: Report, geometry: tuple[i
     given = plan_to_run(config, plan_file)
     cluster = _cluster(config, report, geometry, given)
     found = None
-    plan = plan_to_run(config, plan_file, cluster) or _earlier(config, profile, cluster)
+    plan = plan_to_run(config, plan_file, cluster) or _earlier(config, profile, cluster, report)
     if plan is None:
         found = _search(config, profile, cluster)
         assert found.best is not None
@@ -162,7 +164,7 @@ def _cluster(config: RunConfig, report: Report, geometry: tuple[int, int] | None
     most = ranks or len(os.sched_getaffinity(0))
     if given is not None and given.num_ranks <= most:
         ranks = given.num_ranks  # ranks share the cores and the memory: it is measured with as many as will run
-    known = _measured_before(config, ranks)
+    known = _measured_before(config, ranks, report)
     if known is not None:
         return known
     report("measuring this machine")
@@ -170,29 +172,46 @@ def _cluster(config: RunConfig, report: Report, geometry: tuple[int, int] | None
     return replace(measured, sources={**measured.sources, "machine": machine_name()})
 
 
-def _measured_before(config: RunConfig, ranks: int) -> Cluster | None:
+def _measured_before(config: RunConfig, ranks: int, report: Report = lambda text: None) -> Cluster | None:
     """This machine, as an earlier start of this run has measured it with so many ranks."""
-    known = Path(config.run.folder) / "cluster.json"
-    if not known.exists():
+    earlier = _derived(Cluster, Path(config.run.folder) / "cluster.json", "this machine is measured again", report)
+    if earlier is None:
         return None
-    earlier = load_artefact(Cluster, known)
     is_same = earlier.sources.get("machine") == machine_name()
     return earlier if is_same and (not ranks or earlier.num_devices == ranks) else None
 
 
-def wishes_of(config: RunConfig) -> dict[str, Any]:
-    return {"allow": config.plan.allow, "pin": list(config.plan.pin), "ban": list(config.plan.ban)}
+def _derived(kind: type[T], path: Path, consequence: str, report: Report) -> T | None:
+    """What an earlier start has written; None where it is missing, or damaged, which is said: it can be made again."""
+    if not path.exists():
+        return None
+    try:
+        return load_artefact(kind, path)
+    except MeshwrightError as error:
+        report(f"{path} is damaged, so {consequence}: {str(error.problems[0]).removeprefix(f'{path}: ')}")
+        return None
 
 
-def _earlier(config: RunConfig, profile: Profile, cluster: Cluster) -> Plan | None:
+@dataclass(frozen=True, kw_only=True)
+class PlanWishes:
+    """What the user asked of the search that found the plan."""
+
+    allow: str
+    pin: tuple[str, ...]
+    ban: tuple[str, ...]
+
+
+def wishes_of(config: RunConfig) -> PlanWishes:
+    return PlanWishes(allow=config.plan.allow, pin=config.plan.pin, ban=config.plan.ban)
+
+
+def _earlier(config: RunConfig, profile: Profile, cluster: Cluster, report: Report) -> Plan | None:
     """The plan this run has used so far, if it still fits the batch, the machine and what the user asks for."""
-    folder = Path(config.run.folder)
-    if not (folder / "plan.json").exists() or not (folder / "wishes.json").exists():
+    folder, again = Path(config.run.folder), "a plan is searched for again"
+    if _derived(PlanWishes, folder / "wishes.json", again, report) != wishes_of(config):
         return None
-    if json.loads((folder / "wishes.json").read_text(encoding="utf-8")) != wishes_of(config):
-        return None
-    plan = load_artefact(Plan, folder / "plan.json")
-    if plan.check(profile, cluster) or plan.check_sequence(config.sequence):
+    plan = _derived(Plan, folder / "plan.json", again, report)
+    if plan is None or plan.check(profile, cluster) or plan.check_sequence(config.sequence):
         return None
     is_same = plan.batch == config.train.batch and plan.num_ranks == placed(plan, cluster).num_devices
     return plan if is_same else None
@@ -213,15 +232,13 @@ def write_prepared(config: RunConfig, prepared: Prepared) -> None:
     texts = {
         "cluster.json": prepared.cluster.to_json(),
         "plan.json": prepared.plan.to_json(),
-        "wishes.json": json.dumps(wishes_of(config)),
+        "wishes.json": json.dumps(encode(wishes_of(config))),
         "forecast.json": json.dumps(encode(prepared.forecast), indent=1),
         "predicted.timeline.json": timeline.to_json(),
         "predicted.trace.json": timeline.to_chrome(),
     }
     for name, text in texts.items():
-        temporary = folder / f"{name}.tmp"
-        temporary.write_text(text + "\n", encoding="utf-8")
-        os.replace(temporary, folder / name)
+        write_whole(folder / name, text + "\n")
 
 
 def job_arguments(config: RunConfig, prepared: Prepared) -> dict[str, Any]:
@@ -286,10 +303,11 @@ def open_folder(folder: Path) -> IO[str]:
     """Make the run folder and lock it for this process. The lock goes when the process does."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe_file = folder / ".write-test"
-        probe_file.write_bytes(b"x" * 4096)
-        probe_file.unlink()
-        lock = open(folder / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 (held as long as the run)
+        if links := link_problems(folder):
+            raise MeshwrightError(links)
+        write_whole(folder / ".write-test", "x" * 4096)
+        (folder / ".write-test").unlink()
+        lock = os.fdopen(open_to_append(folder / ".lock", os.O_RDWR), "r+", encoding="utf-8", errors="replace")
     except OSError as error:
         what = f"cannot write there: {error.strerror}."
         raise MeshwrightError([Problem(where=f"run.folder {folder}", what=what)]) from None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,9 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright.checkpoint.load import newest_good
+from meshwright.checkpoint.format import newest_good
 from meshwright.core.codec import decode, encode
 from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.files import write_whole
 from meshwright.core.plan import Plan
 from meshwright.core.timeline import Span
 from meshwright.data.source import Data
@@ -60,6 +60,7 @@ def main(job: Job, stop: StopFlag) -> int:
 
 
 def train(arguments: Mapping[str, Any], plan: Plan, device: torch.device, stop: StopFlag) -> int:
+    stop.leave_at_once(True)  # until there is a step to save
     config = decode(RunConfig, arguments["config"], "")
     folder = Path(config.run.folder)
     mesh = Mesh.make(plan.mesh, device)
@@ -147,6 +148,7 @@ class _Run:
         stopped = False
         self.watch.before(trainer.step)
         for step in trainer.steps(stop):
+            stop.leave_at_once(False)
             self.watch.after(step.step)
             self._record(step, measured=step.step >= start + WARM_UP_STEPS)
             stopped = step.must_stop
@@ -154,9 +156,10 @@ class _Run:
                 self._evaluate()
             if not stopped and is_due(trainer.step, settings.sample_every):
                 self._sample()
-            if stopped or is_due(trainer.step, settings.save_every):
+            if stopped or step.must_save or is_due(trainer.step, settings.save_every):
                 self._save()
             self.watch.before(trainer.step)
+        stop.leave_at_once(False)
         if not stopped:
             self._evaluate()
             self._save()
@@ -185,7 +188,7 @@ class _Run:
             f"{self.progress.counts}_per_second": step.tokens_per_second,
             "memory_bytes": memory,
         }
-        self.metrics.write(step.step, values)
+        self.metrics.write(step.step + 1, values)
         is_last = step.must_stop or step.step + 1 == self.config.train.steps
         if self.tally.is_enough and not self.is_compared and not is_last:
             self._compare()
@@ -222,7 +225,7 @@ class _Run:
         self.evaluated_step = self.trainer.step
         self.held_out = self.trainer.evaluate()
         if self.metrics is not None and self.held_out:
-            self.metrics.write(self.trainer.step - 1, self.held_out)
+            self.metrics.write(self.trainer.step, self.held_out)
             self.progress.say(f"step {self.trainer.step}: held-out {held_out_text(self.held_out)}")
 
     def _sample(self) -> None:
@@ -232,7 +235,7 @@ class _Run:
         if text is None:
             self.progress.say(f"step {self.trainer.step}: no sample, the model has no scores for every token")
             return
-        self.metrics.sample(self.trainer.step - 1, self.config.train.sample_prompt, text)
+        self.metrics.sample(self.trainer.step, self.config.train.sample_prompt, text)
         self.progress.say(f"step {self.trainer.step} sample: {one_line(text)}")
 
     def _save(self) -> None:
@@ -263,9 +266,7 @@ class _Run:
         result = self._result(stopped, num_steps, measured)
         try:
             write_timeline(self.folder, gathered, self.trainer.plan.fingerprint)
-            temporary = self.folder / "result.json.tmp"
-            temporary.write_text(json.dumps(result, indent=1), encoding="utf-8")
-            os.replace(temporary, self.folder / "result.json")
+            write_whole(self.folder / "result.json", json.dumps(result, indent=1))
         except OSError as error:
             self.progress.say(f"result.json and the measured timeline are not written: {error.strerror or error}")
         self.metrics.close(result)

@@ -9,6 +9,7 @@ import json
 import os
 import resource
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,47 +19,65 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from meshwright.core.errors import MeshwrightError
+from meshwright.core.files import open_to_append, write_whole
 from meshwright.core.timeline import MemoryPoint, Span, Timeline
 from meshwright.ops.mesh import Mesh
 from meshwright.runtime.track import TRACKERS, About, Board, Feed, Say, Tracker, finish_all, run_key
 from meshwright.simulate.lanes import united, without
 
+_MOST_WAITING = 10_000
+"""Lines held back while the disk refuses them; beyond, the oldest are lost."""
+
 
 class Lines:
-    """A file of JSON lines, each written at once. What cannot be written is told once, and never raises."""
+    """A file of JSON lines, each written whole or not at all. A line the disk refuses is written with the next ones.
 
-    def __init__(self, path: Path, first_step: int, say: Say):
+    What cannot be written is told once, and never raises.
+    """
+
+    def __init__(self, path: Path, last_step: int, say: Say):
+        """Lines of steps after `last_step` go: those steps will run again."""
         self.name, self.say, self.has_told = path.name, say, False
-        self.before = b""
-        """Ends a line that was cut short."""
-        self.file: Any = None
+        self.waiting: deque[bytes] = deque(maxlen=_MOST_WAITING)
+        self.file = -1
         try:
-            _drop_after(path, first_step)
-            self.file = open(path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
-        except OSError as error:
+            self.file = open_to_append(path, os.O_RDWR)
+            _cut_after(self.file, last_step)
+        except (OSError, MeshwrightError) as error:
             self._tell(error)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        if self.file is None:
-            return
-        data = self.before + json.dumps(record).encode() + b"\n"
+        if self.file >= 0:
+            self.waiting.append(json.dumps(record).encode() + b"\n")
+            self._flush()
+
+    def _flush(self) -> None:
+        data = b"".join(self.waiting)
         try:
-            written = self.file.write(data)
-            self.before = b"\n" if written < len(data) else b""
-            if written < len(data):
+            size_bytes = os.fstat(self.file).st_size
+            if os.write(self.file, data) < len(data):
+                os.ftruncate(self.file, size_bytes)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self.waiting.clear()
         except OSError as error:
             self._tell(error)
 
-    def _tell(self, error: OSError) -> None:
+    def _tell(self, error: Exception) -> None:
         if not self.has_told:
             self.has_told = True
-            self.say(f"{self.name} has gaps, training goes on: {error.strerror or error}")
+            reason = getattr(error, "strerror", None) or error
+            self.say(f"{self.name} cannot be written for now, training goes on: {reason}")
 
     def close(self) -> None:
-        if self.file is not None:
-            with contextlib.suppress(OSError):
-                self.file.close()
+        if self.file < 0:
+            return
+        if self.waiting:
+            self._flush()
+        if self.waiting:
+            self.say(f"{self.name} lacks its last {len(self.waiting)} lines")
+        os.close(self.file)
+        self.file = -1
 
 
 class Metrics:
@@ -93,18 +112,23 @@ class Metrics:
         finish_all(self.feeds, summary)
 
 
-def _drop_after(path: Path, first_step: int) -> None:
-    """Steps that will run again leave one line, not two."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        with contextlib.suppress(ValueError, KeyError, TypeError):  # a line cut short by a crash, or somebody's own
-            if json.loads(line)["step"] < first_step:
-                kept.append(line)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-    os.replace(temporary, path)
+def _cut_after(file: int, last_step: int) -> None:
+    """Cut the file after its last whole line of a step up to `last_step`. It is read from its end, as far as needed."""
+    start = os.fstat(file).st_size
+    buffer, block_bytes = b"", 1 << 16
+    while start or buffer:
+        line_start = buffer.rfind(b"\n", 0, -1) + 1
+        if not line_start and start:  # the line begins further up
+            block_bytes = min(2 * block_bytes, start)
+            start -= block_bytes
+            buffer = os.pread(file, block_bytes, start) + buffer
+            continue
+        line = buffer[line_start:]
+        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):  # cut short, or somebody's own
+            if line.endswith(b"\n") and json.loads(line)["step"] <= last_step:
+                break
+        buffer = buffer[:line_start]
+    os.ftruncate(file, start + len(buffer))
 
 
 def peak_bytes(device: torch.device) -> int:
@@ -276,5 +300,5 @@ def write_timeline(folder: Path, ranks: list[dict[str, Any]], fingerprint: str) 
         memory=tuple(replace(point, seconds=max(0.0, point.seconds - start)) for point in points),
         environment={"torch": torch.__version__, "cores": str(os.cpu_count())},
     )
-    (folder / "measured.timeline.json").write_text(timeline.to_json(), encoding="utf-8")
-    (folder / "measured.trace.json").write_text(timeline.to_chrome(), encoding="utf-8")
+    write_whole(folder / "measured.timeline.json", timeline.to_json())
+    write_whole(folder / "measured.trace.json", timeline.to_chrome())

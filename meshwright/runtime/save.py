@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.checkpoint.durable import discard
 from meshwright.checkpoint.load import Reader
 from meshwright.checkpoint.save import begin, commit, write_rank_file
 from meshwright.core.box import Box
@@ -41,6 +42,8 @@ def save(root: Path, step: int, build: Build, optimizer: Optimizer, state: Mappi
     entries = gather_json(mesh.control, written)
     failed = [entry["error"] for entry in entries if "error" in entry]
     done: dict[str, Any] = {"error": failed[0]} if failed else {}
+    if failed and mesh.rank == 0:
+        discard(folder)  # gives its space back
     if not failed and mesh.rank == 0:
         parts = [entry["value"] for entry in entries]
         done = _attempt(lambda: str(commit(root, step, folder, parts, state, keep)))

@@ -21,7 +21,7 @@ from torch.profiler import record_function
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.ops.versions import Versions
 from meshwright.runtime.build import Build
-from meshwright.runtime.loop import Interpreter, Loop, Samples, StepResult, settled
+from meshwright.runtime.loop import Interpreter, Loop, Samples, StepResult, requests, settled
 from meshwright.runtime.optimizer import Optimizer
 from meshwright.schedules import Action
 from meshwright.schedules.asynchronous import Call, is_last
@@ -58,19 +58,19 @@ class StreamLoop(Loop):
         self.num_flushed = 0
         """Updates at the last flush."""
         self.num_fed = 0
-        self.must_stop = False
+        self.requests = 0.0
 
-    def step(self, samples: Samples, lr: float, *, stop: bool = False) -> StepResult:
+    def step(self, samples: Samples, lr: float, *, stop: bool = False, save: bool = False) -> StepResult:
         """A step with a flush after it: what one device does."""
         self.require_rest()
-        return [*self.feed(samples, lr, stop=stop), *self.flush()][-1]
+        return [*self.feed(samples, lr, stop=stop, save=save), *self.flush()][-1]
 
-    def feed(self, samples: Samples, lr: float, *, stop: bool = False) -> list[StepResult]:
+    def feed(self, samples: Samples, lr: float, *, stop: bool = False, save: bool = False) -> list[StepResult]:
         build = self.build
         assert samples.num_microbatches(build.plan.microbatch) == self.num_microbatches
         if not build.model.training:
             build.model.train()
-        self.must_stop = stop
+        self.requests = requests(stop, save)
         self.batch = _Batch(
             version=max(self.num_fed - 1, self.num_flushed),
             lr=lr,
@@ -149,7 +149,7 @@ class StreamLoop(Loop):
         the last stage, whose update ended the call before, has waited until now."""
         if batch.message is None or batch.sent is not None:
             return
-        batch.message[2] = float(self.must_stop)
+        batch.message[2] = self.requests
         control = self.build.mesh.control
         assert control is not None
         batch.sent = dist.all_reduce(batch.message, group=control, async_op=True)

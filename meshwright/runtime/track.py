@@ -14,6 +14,7 @@ import importlib.util
 import io
 import json
 import os
+import re
 import secrets
 import threading
 import time
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.files import write_whole
 
 Say = Callable[[str], None]
 PATIENCE_SECONDS = 5.0
@@ -42,6 +44,7 @@ class About:
     """The same whenever this run goes on."""
     config: Mapping[str, Any]
     first_step: int
+    """Steps made before this start; the first to be told of is one more."""
 
 
 class Tracker(Protocol):
@@ -68,7 +71,7 @@ class Board:
         self.writer = EventsWriter(str(folder / "events"), f".{os.getpid()}")
         self.flushed = 0.0
         # Steps that run again replace those of the earlier start.
-        self._write(Event(session_log=SessionLog(status=SessionLog.START), step=about.first_step))
+        self._write(Event(session_log=SessionLog(status=SessionLog.START), step=about.first_step + 1))
 
     def values(self, step: int, values: Mapping[str, float]) -> None:
         from tensorboardX.proto.event_pb2 import Event
@@ -211,13 +214,13 @@ def _room(about: About) -> Path:
 def run_key(folder: Path, first_step: int) -> str:
     """A name that tools know this run by: kept in its folder, and a new one when it starts from the beginning."""
     path = folder / "track" / "key"
-    with contextlib.suppress(OSError):
-        if first_step and (known := path.read_text(encoding="utf-8").strip()):
+    with contextlib.suppress(OSError, ValueError):
+        if first_step and re.fullmatch("[0-9a-f]{8}", known := path.read_text(encoding="utf-8").strip()):
             return known
     key = secrets.token_hex(4)
     with contextlib.suppress(OSError):  # then a resumed run will be another one to the tools
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{key}\n", encoding="utf-8")
+        write_whole(path, f"{key}\n")
     return key
 
 

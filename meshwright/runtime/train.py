@@ -46,6 +46,8 @@ class Step:
     num_tokens: float
     """That were learnt from; samples, where they have no sequence."""
     must_stop: bool
+    must_save: bool
+    """`train.save_minutes` have passed on rank 0 since the last checkpoint, and no step is under way."""
 
 
 @dataclass(kw_only=True)
@@ -91,6 +93,7 @@ class Trainer:
         self.step = reader.step if reader is not None and goes_on else 0
         self.cursor = int(reader.state["cursor"]) if reader is not None and goes_on else 0
         self.part, self.num_parts = mesh.part(plan.sample_axes)
+        self.saved_seconds = time.monotonic()
 
     def _check_state(self, state: Any) -> None:
         """A run goes on with what it began with; the plan, the batch and the number of steps may change."""
@@ -118,12 +121,13 @@ class Trainer:
         Where the plan's steps overlap, a step is told of late; but when something is due after it, all are at rest.
         """
         fed: deque[_Fed] = deque()
-        must_stop = False
+        must_stop = must_save = False
         while not must_stop and self.step + len(fed) < self.settings.steps:
             start = time.perf_counter()
             results = self._feed(fed, stop is not None and stop.is_set)
             must_stop = any(result.must_stop for result in results)
-            if must_stop or self._is_pause(self.step + len(fed)):
+            must_save = any(result.must_save for result in results)
+            if must_stop or must_save or self._is_pause(self.step + len(fed)):
                 results += self.loop.flush()
                 must_stop = any(result.must_stop for result in results)
             fed[-1].seconds = time.perf_counter() - start
@@ -141,6 +145,7 @@ class Trainer:
                     tokens_per_second=known.num_tokens / known.seconds,
                     num_tokens=known.num_tokens,
                     must_stop=must_stop and not fed,
+                    must_save=must_save and not fed,
                 )
 
     def _feed(self, fed: deque[_Fed], is_told: bool) -> list[StepResult]:
@@ -154,7 +159,9 @@ class Trainer:
         waited = time.perf_counter() - start
         lr = settings.optimizer.lr_at(at, settings.steps)
         fed.append(_Fed(lr=lr, num_tokens=batch.num_tokens, data_seconds=waited))
-        return self.loop.feed(self._samples(batch), lr, stop=is_told)
+        # One clock decides: rank 0's.
+        save = self.mesh.rank == 0 and 0 < settings.save_minutes * 60 <= time.monotonic() - self.saved_seconds
+        return self.loop.feed(self._samples(batch), lr, stop=is_told, save=save)
 
     def _is_pause(self, step: int) -> bool:
         """Whether somebody looks at the weights after that many steps."""
@@ -197,7 +204,9 @@ class Trainer:
             "plan": encode(self.plan),
             **self.about,
         }
-        return save(root, self.step, self.build, self.optimizer, state, self.settings.keep)
+        reason = save(root, self.step, self.build, self.optimizer, state, self.settings.keep)
+        self.saved_seconds = time.monotonic()
+        return reason
 
     def _samples(self, batch: Batch) -> Samples:
         device = self.mesh.device

@@ -10,10 +10,11 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO
+
+from meshwright.core.start import child_command, child_environment
 
 Stream = int | IO[bytes] | None
 
@@ -74,10 +75,10 @@ def start_child(
     stdout: Stream = None,
     stderr: Stream = None,
 ) -> Child:
-    """Start `python -m arguments...` in its own session, so that the terminal's Ctrl-C does not reach it."""
+    """Start a module in its own session, so that the terminal's Ctrl-C does not reach it."""
     process = subprocess.Popen(
-        [sys.executable, "-m", *arguments],
-        env=dict(environment),
+        child_command(*arguments),
+        env={**environment, **child_environment()},
         stdin=stdin,
         stdout=stdout,
         stderr=stderr,
@@ -89,10 +90,9 @@ def start_child(
 def rank_environment(
     rank: int, num_ranks: int, threads_per_rank: int, changes: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Our environment, what we can import, loopback for gloo, the caller's changes, then torchrun's names."""
+    """Our environment, loopback for gloo, the caller's changes, then torchrun's names."""
     return {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
         "PYTHONUNBUFFERED": "1",  # a rank killed by a signal leaves its last lines in its log
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": str(threads_per_rank),
@@ -109,3 +109,15 @@ def rank_names(rank: int, num_ranks: int) -> dict[str, str]:
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
     }
+
+
+@contextlib.contextmanager
+def memory_file(text: str = "") -> Iterator[str]:
+    """The path of a file that is only in memory: nothing of it is left on a disk, however this process ends."""
+    file = os.memfd_create("meshwright")
+    try:
+        with open(file, "w", encoding="utf-8", closefd=False) as stream:
+            stream.write(text)
+        yield f"/proc/{os.getpid()}/fd/{file}"
+    finally:
+        os.close(file)

@@ -1,7 +1,7 @@
 """Run one module as N ranks on this machine, watch them, and give one exit code and one message.
 
     every rank ends with 0                 -> 0
-    SIGINT, SIGTERM or SIGHUP to us        -> SIGTERM to the ranks, who save and end with 75     -> 75
+    SIGINT, SIGTERM, SIGHUP or SIGUSR1/2   -> SIGTERM to the ranks, who save and end with 75     -> 75
     a second one, or no end within grace   -> SIGKILL
     a rank fails                           -> 1 s for the others to say why, SIGTERM, 2 s, SIGKILL -> 1 or 2
 
@@ -14,8 +14,9 @@ import contextlib
 import json
 import math
 import os
+import re
+import shutil
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,16 +26,19 @@ from types import FrameType
 from typing import Any
 
 from meshwright.core.errors import MeshwrightError
-from meshwright.supervise.child import Child, rank_environment, start_child
+from meshwright.core.files import open_to_append
+from meshwright.supervise.child import Child, memory_file, rank_environment, start_child
 from meshwright.supervise.failure import Failure, cause, failure_from_error, failure_from_exit, log_tail
 from meshwright.supervise.rank import PREEMPTED_EXIT_CODE, Job
+from meshwright.supervise.rank import STOP_SIGNALS as RANK_SIGNALS
 
 GRACE_SECONDS = 30.0  # what Slurm and Kubernetes allow between their SIGTERM and their SIGKILL
 POLL_SECONDS = 0.02
 LAST_WORDS_SECONDS = 1.0  # after one rank failed, for the others to fail by themselves
 TERMINATE_SECONDS = 2.0  # between our SIGTERM and our SIGKILL to what is left
 ECHO_SECONDS = 0.5  # wrappers forward a signal that the terminal also sent; that is one request, not two
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGHUP, *RANK_SIGNALS)
+KEPT_ATTEMPTS = 5  # whose logs stay in `attempt-N` folders
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +58,14 @@ class Outcome:
         failure = cause(self.failures)
         text = failure.sentence(self.num_ranks)
         return f"{text}\nSee {failure.log}" if failure.log is not None and failure.log.exists() else text
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal asked us to stop before there was anything to save."""
+
+
+def raise_stopped(number: int, frame: FrameType | None) -> None:
+    raise Stopped
 
 
 class StopRequests:
@@ -104,24 +116,30 @@ def launch(
     grace_seconds: float = GRACE_SECONDS,
     environment: Mapping[str, str] | None = None,
     show_rank_zero: bool = True,
+    stop: StopRequests | None = None,
 ) -> Outcome:
-    """Run `python -m module` as `num_ranks` ranks (the module ends in `run_rank(main)`) and wait for the end.
+    """Run `module` as `num_ranks` ranks (the module ends in `run_rank(main)`) and wait for the end.
 
-    Rank 0 writes to our own terminal unless `show_rank_zero` is off; the others write to
-    `log_folder/rank-K.log`, which a new launch starts afresh. `arguments` must be JSON.
+    Rank 0 writes to our own terminal unless `show_rank_zero` is off; the others write to `log_folder/rank-K.log`. Logs
+    of the launch before move to `log_folder/attempt-N`. `arguments` must be JSON. `stop`: from `stop_signals`, where
+    the caller has taken the signals already.
     """
     if num_ranks < 1:
         raise MeshwrightError(f"launch: {num_ranks} ranks cannot run anything. Use 1 or more.")
     log_folder = log_folder.absolute()
     log_folder.mkdir(parents=True, exist_ok=True)
+    set_logs_aside(log_folder)
     threads = threads_per_rank or max(1, len(os.sched_getaffinity(0)) // num_ranks)
     children: list[Child] = []
-    with stop_signals() as stop, tempfile.TemporaryDirectory(prefix="meshwright-launch-") as scratch:
+    with contextlib.ExitStack() as held:
+        stop = stop or held.enter_context(stop_signals())
+        rendezvous = held.enter_context(memory_file())
         try:
-            for job in jobs(arguments, num_ranks, log_folder, Path(scratch)):
+            for job in jobs(arguments, num_ranks, log_folder, rendezvous):
+                job_file = held.enter_context(memory_file(json.dumps(asdict(job))))
                 variables = rank_environment(job.rank, num_ranks, threads, environment)
                 is_shown = show_rank_zero and job.rank == 0
-                children.append(start_rank(module, job, Path(scratch), variables, is_shown))
+                children.append(start_rank(module, job, job_file, variables, is_shown))
             watch(children, stop, grace_seconds)
         finally:
             for child in children:
@@ -129,17 +147,33 @@ def launch(
     return judge(children, log_folder, is_stopped=stop.first_seconds < math.inf)
 
 
-def jobs(arguments: Mapping[str, Any], num_ranks: int, log_folder: Path, scratch: Path) -> Iterator[Job]:
+def jobs(arguments: Mapping[str, Any], num_ranks: int, log_folder: Path, rendezvous: str) -> Iterator[Job]:
     for rank in range(num_ranks):
         yield Job(
             arguments=dict(arguments),
             rank=rank,
             num_ranks=num_ranks,
-            rendezvous=str(scratch / "rendezvous"),
+            rendezvous=rendezvous,
             error_file=str(error_file(log_folder, rank)),
             log_file=str(log_file(log_folder, rank)),
-            parent_pid=os.getpid(),
         )
+
+
+def set_logs_aside(log_folder: Path) -> None:
+    """Move the logs of the launch before into a numbered folder, where they say anything, and drop the oldest."""
+    files = [path for path in log_folder.iterdir() if re.fullmatch(r"rank-\d+\.(log|error\.json)", path.name)]
+    numbers = (re.fullmatch(r"attempt-(\d+)", path.name) for path in log_folder.iterdir())
+    attempts = sorted(int(number[1]) for number in numbers if number)
+    if any(path.lstat().st_size for path in files):
+        aside = log_folder / f"attempt-{attempts[-1] + 1 if attempts else 1}"
+        aside.mkdir()
+        for path in files:
+            path.rename(aside / path.name)
+        for number in attempts[: max(0, len(attempts) + 1 - KEPT_ATTEMPTS)]:
+            shutil.rmtree(log_folder / f"attempt-{number}", ignore_errors=True)
+    else:
+        for path in files:
+            path.unlink()
 
 
 def log_file(log_folder: Path, rank: int) -> Path:
@@ -150,19 +184,14 @@ def error_file(log_folder: Path, rank: int) -> Path:
     return log_folder / f"rank-{rank}.error.json"
 
 
-def start_rank(module: str, job: Job, scratch: Path, environment: Mapping[str, str], is_shown: bool) -> Child:
-    """Start one rank with SIGTERM blocked; `run_rank` unblocks it once there is a flag to set."""
-    job_file = scratch / f"job-{job.rank}.json"
-    job_file.write_text(json.dumps(asdict(job)))
-    for stale in (job.error_file, job.log_file):
-        Path(stale).unlink(missing_ok=True)
+def start_rank(module: str, job: Job, job_file: str, environment: Mapping[str, str], is_shown: bool) -> Child:
+    """Start one rank with its stop signals blocked; `run_rank` unblocks them once there is a flag to set."""
     with contextlib.ExitStack() as stack:
         # Append mode: the rank also opens the file, to add the traceback of what ended it.
-        log = None if is_shown else stack.enter_context(open(job.log_file, "ab"))
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        log = None if is_shown else stack.enter_context(os.fdopen(open_to_append(Path(job.log_file)), "ab"))
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, RANK_SIGNALS)
         stack.callback(signal.pthread_sigmask, signal.SIG_SETMASK, mask)
-        arguments = (module, str(job_file))
-        return start_child(job.rank, arguments, environment=environment, stdout=log, stderr=log)
+        return start_child(job.rank, (module, job_file), environment=environment, stdout=log, stderr=log)
 
 
 def watch(children: Sequence[Child], stop: StopRequests, grace_seconds: float) -> None:
@@ -188,7 +217,7 @@ def judge(children: Sequence[Child], log_folder: Path, is_stopped: bool) -> Outc
     failures = tuple(failure for child in children if (failure := failure_of(child, log_folder)))
     some_saved = any(child.exit_code == PREEMPTED_EXIT_CODE for child in children)
     # A rank that stopped as asked closes its connections; a peer that noticed has not failed by itself.
-    all_followed = all(failure.is_secondary and failure.kind == "exception" for failure in failures)
+    all_followed = all(failure.is_secondary for failure in failures)
     if some_saved and (not failures or (is_stopped and all_followed)):
         exit_code = PREEMPTED_EXIT_CODE
     else:
@@ -203,23 +232,23 @@ def failure_of(child: Child, log_folder: Path) -> Failure | None:
     log = log_file(log_folder, child.rank)
     try:
         error = json.loads(error_file(log_folder, child.rank).read_text())
-    except FileNotFoundError:
+    except (OSError, ValueError):
         return failure_from_exit(child.rank, code, child.why_ended, log_tail(log), log)
     return failure_from_error(child.rank, error, log)
 
 
 @contextlib.contextmanager
-def stop_signals() -> Iterator[StopRequests]:
-    """Note the stop signals instead of dying of them, and give the old handlers back afterwards."""
+def stop_signals(numbers: Sequence[signal.Signals] = STOP_SIGNALS, *, raises: bool = False) -> Iterator[StopRequests]:
+    """Note the stop signals instead of dying of them (or raise `Stopped`); the old handlers come back afterwards."""
     requests = StopRequests()
     if threading.current_thread() is not threading.main_thread():
         yield requests  # only the main thread may set handlers
         return
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    before = {number: signal.getsignal(number) for number in numbers}
     # `nohup` sets SIGHUP to ignored, and means it.
     taken = {number: old for number, old in before.items() if old is not signal.SIG_IGN}
     for number in taken:
-        signal.signal(number, requests.on_signal)
+        signal.signal(number, raise_stopped if raises else requests.on_signal)
     try:
         yield requests
     finally:

@@ -16,7 +16,6 @@ import os
 import selectors
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from types import TracebackType
 from typing import IO, Any, cast
 
 from meshwright.core.errors import MeshwrightError, Problem
-from meshwright.supervise.child import Child, rank_environment, start_child
+from meshwright.supervise.child import Child, memory_file, rank_environment, start_child
 from meshwright.supervise.failure import Failure, cause, failure_from_error, failure_from_exit, log_tail
 
 START_SECONDS = 120.0  # importing torch takes 2 s, and far longer from a cold or busy disk
@@ -103,11 +102,11 @@ class RankPool:
             raise MeshwrightError(f"rank pool: {num_ranks} ranks of {threads_per_rank} threads. Use 1 or more of each.")
         self.num_ranks = num_ranks
         self.threads_per_rank = threads_per_rank
-        self._scratch = tempfile.TemporaryDirectory(prefix="meshwright-pool-")
-        self._log_folder = log_folder or Path(self._scratch.name)
-        self._log_folder.mkdir(parents=True, exist_ok=True)
+        self._log_folder = log_folder
+        if log_folder is not None:
+            log_folder.mkdir(parents=True, exist_ok=True)
+        self._held = contextlib.ExitStack()  # logs in memory, where no folder is given
         self._workers: dict[int, Worker] = {}
-        self._num_runs = 0
 
     def __enter__(self) -> RankPool:
         return self
@@ -145,18 +144,16 @@ class RankPool:
         self._collect(new, num_ranks, START_SECONDS, "starting up")
         for worker in new:
             worker.is_ready = True
-        self._num_runs += 1
-        rendezvous = Path(self._scratch.name) / f"rendezvous-{self._num_runs}"
-        request = {
-            "function": function,
-            "arguments": dict(arguments),
-            "num_ranks": num_ranks,
-            "rendezvous": str(rendezvous),
-        }
-        for worker in workers:
-            worker.ask(request | {"rank": worker.child.rank})
-        answers = self._collect(workers, num_ranks, timeout_seconds, function)
-        rendezvous.unlink(missing_ok=True)
+        with memory_file() as rendezvous:
+            request = {
+                "function": function,
+                "arguments": dict(arguments),
+                "num_ranks": num_ranks,
+                "rendezvous": rendezvous,
+            }
+            for worker in workers:
+                worker.ask(request | {"rank": worker.child.rank})
+            answers = self._collect(workers, num_ranks, timeout_seconds, function)
         for rank in range(num_ranks):
             if answers[rank].get("is_worn"):
                 self._workers.pop(rank).child.end()
@@ -165,12 +162,15 @@ class RankPool:
     def close(self) -> None:
         """End every worker. The pool may not be used afterwards."""
         self._end_workers()
-        self._scratch.cleanup()
+        self._held.close()
 
     def _start_worker(self, rank: int) -> Worker:
-        log = self._log_folder / f"worker-{rank}.log"
+        if self._log_folder is not None:
+            log = self._log_folder / f"worker-{rank}.log"
+        else:
+            log = Path(self._held.enter_context(memory_file()))
         environment = rank_environment(rank, self.num_ranks, self.threads_per_rank)
-        words = ("meshwright.supervise.worker", str(os.getpid()), str(self.threads_per_rank))
+        words = ("meshwright.supervise.worker", str(self.threads_per_rank))
         pipe = subprocess.PIPE
         with log.open("ab") as stream:
             start = stream.tell()
@@ -237,7 +237,7 @@ def collect(workers: Sequence[Worker], timeout_seconds: float) -> tuple[dict[int
 def silence(workers: Sequence[Worker], why: str) -> list[Failure]:
     """Failures of workers that run but do not answer, with the stacks that show where they hang."""
     for worker in workers:
-        if worker.is_ready:  # before that, SIGUSR1 would kill it
-            os.kill(worker.child.process.pid, signal.SIGUSR1)
+        if worker.is_ready:  # before that, SIGQUIT would kill it
+            os.kill(worker.child.process.pid, signal.SIGQUIT)
     time.sleep(STACKS_SECONDS)
     return [worker.failure(why) for worker in workers]

@@ -1,34 +1,36 @@
-"""The child's side of a launch: read the job, die with the parent, poll a flag to stop, say what went wrong.
+"""The child's side of a launch: read the job, poll a flag to stop, say what went wrong.
 
     parent                                  rank
-    job file, SIGTERM blocked  ───────────> read_job, die_with_parent, take the signals, main(job, stop)
+    job file, signals blocked  ───────────> read_job, take the signals, main(job, stop)
     SIGTERM (once)             ───────────> stop.is_set: finish the step, save, return 75
     error file, exit status    <─────────── an exception, as JSON; the traceback in the rank's log
 
-SIGTERM is blocked from before the process exists until `run_rank` has its flag, so a stop that arrives while
+The signals are blocked from before the process exists until `run_rank` has its flag, so a stop that arrives while
 torch is being imported is kept and not lost. Importable without torch.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 from meshwright.core.errors import MeshwrightError
+from meshwright.core.files import open_to_append, write_whole
 from meshwright.supervise.failure import error_as_json
 
 PREEMPTED_EXIT_CODE = 75
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+"""What asks a rank to stop. Slurm sends the latter two (`--signal`), to every process of a step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,14 +43,14 @@ class Job:
     rendezvous: str
     error_file: str
     log_file: str
-    parent_pid: int
 
 
 class StopFlag:
-    """Set by SIGTERM, polled by the loop: a signal never does more than this."""
+    """Set by a signal, polled by the loop. While there is nothing to save, a signal ends the process instead."""
 
     def __init__(self) -> None:
         self._is_set = False
+        self._leaves_at_once = False
 
     @property
     def is_set(self) -> bool:
@@ -60,6 +62,28 @@ class StopFlag:
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         self._is_set = True
 
+    def take(self, numbers: Iterable[signal.Signals]) -> None:
+        """Have these signals set the flag; those that are ignored (`nohup`) stay so."""
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        taken = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+        threading.Thread(target=self._watch, args=(reader, taken), name="stop signals", daemon=True).start()
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        for number in taken:
+            signal.signal(number, self.on_signal)
+
+    def leave_at_once(self, is_allowed: bool) -> None:
+        """From now on a signal may end this process where it stands: since the last checkpoint, no step was made."""
+        self._leaves_at_once = is_allowed
+        if is_allowed and self._is_set:
+            os._exit(PREEMPTED_EXIT_CODE)
+
+    def _watch(self, reader: int, numbers: Sequence[int]) -> None:
+        """Sees a signal even while the main thread is inside native code (a collective), where no handler runs."""
+        while True:
+            if os.read(reader, 1)[0] in numbers and self._leaves_at_once:
+                os._exit(PREEMPTED_EXIT_CODE)
+
 
 def read_job(argv: Sequence[str]) -> Job:
     """The job in the file named by the only argument."""
@@ -68,24 +92,10 @@ def read_job(argv: Sequence[str]) -> Job:
     return Job(**json.loads(Path(argv[1]).read_text()))
 
 
-def die_with_parent(job: Job) -> None:
-    """Have the kernel kill this rank when the process that launched it dies."""
-    die_with_process(job.parent_pid)
-
-
-def die_with_process(parent_pid: int) -> None:
-    """Tie our life to our parent's (to be exact: to the thread of it that started us)."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent_pid:  # it died before the line above, so no signal will ever come
-        os._exit(1)
-
-
 def show_stacks_on_crash() -> None:
-    """Stacks of all threads to stderr on a crash in native code, and on SIGUSR1 to see where a rank hangs."""
+    """Stacks of all threads to stderr on a crash in native code, and on SIGQUIT to see where a rank hangs."""
     faulthandler.enable(all_threads=True)
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    faulthandler.register(signal.SIGQUIT, all_threads=True)
 
 
 def run_rank(main: Callable[[Job, StopFlag], int]) -> NoReturn:
@@ -94,12 +104,11 @@ def run_rank(main: Callable[[Job, StopFlag], int]) -> NoReturn:
     Leaves by `os._exit`: gloo's threads may be stuck on a dead peer and would hold up an orderly exit.
     """
     job = read_job(sys.argv)
-    die_with_parent(job)
     show_stacks_on_crash()
     stop = StopFlag()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, stop.on_signal)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    stop.take(STOP_SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     exit_code = 1
     try:
         exit_code = main(job, stop)
@@ -118,16 +127,9 @@ def report_error(job: Job, error: BaseException) -> int:
         return error.code or 0
     report = error_as_json(error)
     try:
-        write_atomically(Path(job.error_file), json.dumps(report))
-        with Path(job.log_file).open("a", errors="backslashreplace") as log:
+        write_whole(Path(job.error_file), json.dumps(report))
+        with os.fdopen(open_to_append(Path(job.log_file)), "a", errors="backslashreplace") as log:
             log.write(report["traceback"])
     except OSError:  # a full disk must not hide the error
         sys.stderr.write(report["traceback"])
     return int(report["exit_code"])
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """The whole text or nothing, for a reader that may look at any time."""
-    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    draft.write_text(text)
-    draft.replace(path)

@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from meshwright.supervise.child import rank_names
 from meshwright.supervise.failure import error_as_json
-from meshwright.supervise.rank import die_with_process, show_stacks_on_crash
+from meshwright.supervise.rank import show_stacks_on_crash
 
 MOST_THREADS = 100
 """Beyond, a worker asks to be replaced. What torch keeps of a run (sharded or compiled modules) keeps its process
@@ -24,8 +24,7 @@ groups, and the threads of each wake up a hundred times a second."""
 
 
 def main() -> None:
-    parent_pid, threads = (int(word) for word in sys.argv[1:])
-    die_with_process(parent_pid)
+    threads = int(sys.argv[1])
     show_stacks_on_crash()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     requests, answers = take_pipes()

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 
+from meshwright.checkpoint.durable import discard
 from meshwright.checkpoint.load import Reader
 from meshwright.checkpoint.save import begin, commit, write_rank_file
 from meshwright.core.box import Box
+from meshwright.core.errors import MeshwrightError
 
 
 def grid(shape: tuple[int, ...], counts: tuple[int, ...]) -> list[Box]:
@@ -50,7 +52,11 @@ def save(
     for name, tensor in tensors.items():
         for index, box in enumerate(grid(tuple(tensor.shape), counts)):
             dealt[index % num_ranks].append((name, box, tensor[box.slices]))
-    entries = [write_rank_file(tmp, rank, pieces) for rank, pieces in enumerate(dealt)]
+    try:
+        entries = [write_rank_file(tmp, rank, pieces) for rank, pieces in enumerate(dealt)]
+    except MeshwrightError:
+        discard(tmp)
+        raise
     return commit(root, step, tmp, entries, state or {"seed": 7, "cursor": {"epoch": 0}}, keep)
 
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from checkpoint_ranks import holds, save, toy
 
-from meshwright.checkpoint.format import list_steps, read_manifest, step_folder, verify
+from meshwright.checkpoint.format import list_steps, newest_good, read_manifest, step_folder, verify
 from meshwright.checkpoint.inspect import describe, verify_all
-from meshwright.checkpoint.load import Reader, newest_good
+from meshwright.checkpoint.load import Reader
 from meshwright.core.errors import MeshwrightError
 
 SHARD, OTHER = "rank-00000.safetensors", "rank-00001.safetensors"
