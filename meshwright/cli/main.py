@@ -220,7 +220,14 @@ COMMANDS: dict[str, tuple[str, str, Callable[[Parser], None]]] = {
         "--measured runs/a/measured.timeline.json",
         _simulate,
     ),
-    "train": ("train; the same command resumes", "mw train examples/laptop.toml", _run_flags),
+    "train": (
+        "train; the same command resumes",
+        "mw train examples/laptop.toml\n"
+        "  mw train examples/laptop.toml --set train.save_minutes=30 --set train.save_every=500\n\n"
+        "saves every 10 minutes (train.save_minutes), every train.save_every steps and at the end; SIGTERM, SIGINT,\n"
+        "SIGHUP, SIGUSR1 and SIGUSR2 save and exit with code 75",
+        _run_flags,
+    ),
     "check": ("prove that a plan trains as one device would", "mw check RUN.toml --plan P.plan.json", _check),
     "probe": (
         "measure this machine: a minute on a CPU, three on a GPU",

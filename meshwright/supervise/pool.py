@@ -30,7 +30,7 @@ from meshwright.supervise.failure import Failure, cause, failure_from_error, fai
 START_SECONDS = 120.0  # importing torch takes 2 s, and far longer from a cold or busy disk
 POLL_SECONDS = 0.05
 LAST_WORDS_SECONDS = 1.0  # after one rank failed, for the others to fail by themselves
-STACKS_SECONDS = 0.2  # for a hung worker to write where it hangs into its log
+STACKS_SECONDS = 5.0  # at most, for a hung worker to write where it hangs into its log
 
 
 class RankError(MeshwrightError):
@@ -56,6 +56,11 @@ class Worker:
     @property
     def descriptor(self) -> int:
         return cast(IO[bytes], self.child.process.stdout).fileno()
+
+    @property
+    def has_shown_stacks(self) -> bool:
+        """Whether faulthandler, asked by SIGQUIT, has come to the main thread, the last that it shows."""
+        return "Current thread" in log_tail(self.log, self.log_start)
 
     def ask(self, request: Mapping[str, Any]) -> None:
         self.log_start = self.log.stat().st_size
@@ -239,5 +244,7 @@ def silence(workers: Sequence[Worker], why: str) -> list[Failure]:
     for worker in workers:
         if worker.is_ready:  # before that, SIGQUIT would kill it
             os.kill(worker.child.process.pid, signal.SIGQUIT)
-    time.sleep(STACKS_SECONDS)
+    deadline = time.monotonic() + STACKS_SECONDS
+    while any(worker.is_ready and not worker.has_shown_stacks for worker in workers) and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
     return [worker.failure(why) for worker in workers]

@@ -156,10 +156,10 @@ def test_huge_counts_are_refused_quickly(tmp_path: Path) -> None:
     value = genuine(final)
     value["tensors"] = {f"t{index}": 0 for index in range(MAX_TENSORS + 1)}
     forge(final, json.dumps(value))
-    start = time.monotonic()
+    start = time.process_time()
     problems = verify(final)
     assert f"{MAX_TENSORS + 1} tensors; the limit is" in str(problems[0])
-    assert time.monotonic() - start < 5
+    assert time.process_time() - start < 5
     value["tensors"] = {f"t{index}": 0 for index in range(1000)}
     forge(final, json.dumps(value))
     assert len(verify(final)) <= MAX_PROBLEMS

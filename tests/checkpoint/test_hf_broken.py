@@ -85,9 +85,9 @@ def test_truncated_headers(tmp_path: Path, data: bytes) -> None:
 def test_a_million_tensors_are_refused_quickly(tmp_path: Path) -> None:
     one = b'"%d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
     write_raw(tmp_path / WEIGHTS, b"{" + b",".join(one % n for n in range(10**6)) + b"}", 0)
-    start = time.monotonic()
+    start = time.process_time()
     assert f"lists 1000000 tensors; the limit is {MAX_TENSORS}" in refusal(tmp_path)
-    assert time.monotonic() - start < 2
+    assert time.process_time() - start < 2
 
 
 def two_shards(folder: Path) -> dict[str, str]:

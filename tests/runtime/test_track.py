@@ -120,15 +120,12 @@ def test_what_a_tool_raises_is_told_in_one_line_once(
 def test_tools_that_hang_hold_up_neither_a_step_nor_the_end(tmp_path: Path) -> None:
     healthy, several = Notes(), [feed(Hanging(), tmp_path) for _ in range(3)]
     several.append(feed(healthy, tmp_path))
-    start = time.monotonic()
     for step in range(1000):
         for fed, _ in several:
-            fed.put("values", step, {"loss": 1.0})
-    assert time.monotonic() - start < 1.0
-    time.sleep(0.1)  # let the healthy one catch up: only its last hundred are sure to be kept
+            fed.put("values", step, {"loss": 1.0})  # would not return if it waited for the tool
     start = time.monotonic()
-    finish_all([fed for fed, _ in several], SUMMARY, seconds=0.5)
-    assert time.monotonic() - start < 1.0, "they are waited for one after the other"
+    finish_all([fed for fed, _ in several], SUMMARY, seconds=1.0)
+    assert time.monotonic() - start < 2.5, "they are waited for one after the other"
     assert healthy.told[-1] == ("close", SUMMARY)
     assert PATIENCE_SECONDS <= 5.0
     for _, said in several[:3]:
@@ -155,7 +152,7 @@ def test_a_full_disk_is_told_once_for_each_file_and_writing_goes_on_after_it(tmp
         for step in range(100):
             metrics.write(step, {"loss": 1.0, "lr": 0.1})
         metrics.sample(99, "", "x" * 3000)
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while len(said) < 3 and time.monotonic() < deadline:
             metrics.write(100, {"loss": 1.0})
             time.sleep(0.3)
@@ -163,9 +160,9 @@ def test_a_full_disk_is_told_once_for_each_file_and_writing_goes_on_after_it(tmp
     metrics.close(SUMMARY)
     assert sorted(line.split()[0] for line in said) == ["TensorBoard", "metrics.jsonl", "samples.jsonl"], said
     assert "File too large" in " ".join(said)
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(lines[-1]) == {"step": 101, "loss": 2.0}, "a line cut short spoils the one after it"
-    assert len(lines) > 20
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1] == {"step": 101, "loss": 2.0}
+    assert [row["step"] for row in rows][:100] == list(range(100)), "lines the disk refused came when it had room"
 
 
 def test_tensorboard_files_hold_values_text_and_where_a_resumed_run_begins(tmp_path: Path) -> None:

@@ -95,6 +95,27 @@ def hang(job: Job, stop: StopFlag) -> int:
     return 0
 
 
+def show_imports(job: Job, stop: StopFlag) -> int:
+    """Where a module of the standard library and one of the working folder come from."""
+    import random
+
+    import own_module
+
+    print(random.__file__, own_module.__file__)
+    return 0
+
+
+def stick_in_native_code(job: Job, stop: StopFlag) -> int:
+    """With nothing to save, where no handler of Python's can run: on a mutex that is never unlocked."""
+    import ctypes
+
+    stop.leave_at_once(True)
+    libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+    libc.pthread_mutex_lock(mutex)
+    (Path(str(job.arguments["pids"])) / f"pid-{job.rank}").write_text(str(os.getpid()))
+    return int(libc.pthread_mutex_lock(mutex))
+
+
 def work_until_stopped(job: Job, stop: StopFlag) -> int:
     folder = Path(str(job.arguments["pids"]))
     (folder / f"pid-{job.rank}").write_text(str(os.getpid()))
@@ -110,5 +131,9 @@ def main(job: Job, stop: StopFlag) -> int:
 
 
 if __name__ == "__main__":
-    time.sleep(float(os.environ.get("SLOW_IMPORT_SECONDS", "0")))
+    if "IMPORTS_UNTIL" in os.environ:  # like torch, whose import takes long
+        gate = Path(os.environ["IMPORTS_UNTIL"])
+        gate.with_name("importing").write_text(str(os.getpid()))
+        while not gate.exists():
+            time.sleep(0.01)
     run_rank(main)

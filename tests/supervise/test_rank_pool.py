@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,9 +25,7 @@ def sums(pool: RankPool, num_ranks: int = 2, offset: int = 10) -> list[dict[str,
 
 def test_two_ranks_reduce_and_the_same_processes_serve_again(pool: RankPool) -> None:
     first = sums(pool)
-    start = time.monotonic()
     second, alone = sums(pool, offset=20), sums(pool, num_ranks=1)
-    assert time.monotonic() - start < 2
     assert [(each["total"], each["rank"], each["threads"]) for each in first] == [(21, 0, 1), (21, 1, 1)]
     assert [each["total"] for each in second] == [41, 41]
     assert [each["total"] for each in alone] == [10]
@@ -42,10 +39,8 @@ def test_arguments_and_answers_longer_than_a_pipe(pool: RankPool) -> None:
 
 def test_an_error_while_the_peer_waits_in_a_collective(pool: RankPool) -> None:
     sums(pool)
-    start = time.monotonic()
     with pytest.raises(RankError, match="rank 1 of 2 failed: ValueError: rank one does not like") as caught:
         pool.run("pool_functions:rank_one_raises", {}, 2)
-    assert time.monotonic() - start < 5
     assert "in rank_one_raises" in str(caught.value)
     assert caught.value.exit_code == 1
     assert [each["total"] for each in sums(pool)] == [21, 21]
@@ -53,16 +48,14 @@ def test_an_error_while_the_peer_waits_in_a_collective(pool: RankPool) -> None:
 
 def test_a_killed_worker_is_noticed(pool: RankPool) -> None:
     sums(pool)
-    start = time.monotonic()
     with pytest.raises(RankError, match=r"rank 1 of 2 was killed by SIGKILL \(often"):
-        pool.run("pool_functions:rank_one_is_killed", {}, 2)
-    assert time.monotonic() - start < 3
+        pool.run("pool_functions:rank_one_is_killed", {}, 2)  # the other would sleep for longer than this waits
 
 
 def test_a_worker_killed_between_runs_is_replaced(pool: RankPool) -> None:
     pid = sums(pool, num_ranks=1)[0]["pid"]
     os.kill(pid, signal.SIGKILL)
-    time.sleep(0.1)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     again = sums(pool, num_ranks=1)[0]
     assert again["total"] == 10
     assert again["pid"] != pid
@@ -70,10 +63,8 @@ def test_a_worker_killed_between_runs_is_replaced(pool: RankPool) -> None:
 
 def test_a_timeout_shows_where_the_rank_hangs(pool: RankPool) -> None:
     pid = sums(pool, num_ranks=1)[0]["pid"]
-    start = time.monotonic()
-    with pytest.raises(RankError, match=r"no answer from pool_functions:sleep_for_ever within 0\.3 s") as caught:
-        pool.run("pool_functions:sleep_for_ever", {}, 1, timeout_seconds=0.3)
-    assert time.monotonic() - start < 2
+    with pytest.raises(RankError, match=r"no answer from pool_functions:sleep_for_ever within 0\.5 s") as caught:
+        pool.run("pool_functions:sleep_for_ever", {}, 1, timeout_seconds=0.5)
     assert "in sleep_for_ever" in str(caught.value)
     assert not Path(f"/proc/{pid}").exists()
 
