@@ -68,7 +68,7 @@ def test_a_file_is_whole_or_as_it_was_and_a_link_is_replaced(tmp_path: Path) -> 
     assert sorted(each.name for each in tmp_path.iterdir()) == ["plan.json", "victim"]
 
 
-DAMAGES = [b"", b"{", b"\xff\xfe", b"[" * 100_000, b"null", b'{"version": 99}']
+DAMAGES = [b"{", b"\xff\xfe", b"[" * 100_000]
 
 
 @pytest.mark.parametrize("name", ["wishes.json", "plan.json", "cluster.json"])
@@ -148,9 +148,12 @@ def test_a_signal_before_any_rank_exists_exits_75(number: signal.Signals, tmp_pa
     assert "Traceback" not in errors
 
 
+@pytest.mark.slow
 def test_a_disk_that_refuses_a_checkpoint_is_told_as_it_is_and_the_run_goes_on(tmp_path: Path) -> None:
-    words = ("train", write_run(tmp_path), "--plan", write_plan(tmp_path, REPLICATE), "--set", "train.steps=4")
-    started = start(*words, "--set", "train.save_every=2", "--set", "run.timeline_steps=0", most_bytes=200_000)
+    """On both ranks at once, each of which writes a part."""
+    plan = write_plan(tmp_path, {"name": "shard", "size": 2})
+    changes = ("--set", "train.steps=4", "--set", "train.save_every=3", "--set", "run.timeline_steps=0")
+    started = start("train", write_run(tmp_path), "--plan", plan, *changes, most_bytes=150_000)
     _, errors = started.communicate(timeout=240)
     assert started.returncode == 1, errors
     told = [line for line in errors.splitlines() if "checkpoint not written, training goes on" in line]
