@@ -34,7 +34,7 @@ def clean_environment() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID")}
 
 
-def mw(*words: str, timeout_seconds: float = 120) -> subprocess.CompletedProcess[str]:
+def mw(*words: str, timeout_seconds: float = 600) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "meshwright.cli.main", *words],
         capture_output=True,

@@ -143,7 +143,7 @@ def published(path: Path) -> subprocess.CompletedProcess[str]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
 
@@ -193,7 +193,7 @@ def test_without_a_file_the_users_own_ledger_is_read(tmp_path: Path) -> None:
         [sys.executable, "-m", "meshwright.cli.main", "probe", "--from-runs"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         env=clean_environment() | {"XDG_STATE_HOME": str(tmp_path)},
         check=False,
     )

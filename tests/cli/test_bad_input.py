@@ -190,7 +190,7 @@ def test_a_port_in_use_is_told(tmp_path: Path) -> None:
             [sys.executable, "-m", "meshwright.cli.main", "train", path],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=600,
             env=clean_environment() | place,
             check=False,
         )

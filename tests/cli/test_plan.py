@@ -324,7 +324,7 @@ def test_what_it_buys_in_words(seconds: float, devices: int, words: str) -> None
 def test_a_terminal_without_unicode_gets_ascii() -> None:
     environment = clean_environment() | {"PYTHONIOENCODING": "ascii"}
     command = [sys.executable, "-m", "meshwright.cli.main", *TINY, *QUICK, "--top", "2"]
-    done = subprocess.run(command, capture_output=True, env=environment, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, env=environment, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     text = done.stdout.decode("ascii")
     assert "+ node 0" in text

@@ -271,7 +271,7 @@ def test_a_signal_saves_and_exits_75(running: subprocess.Popen[str], tmp_path: P
     ranks = ranks_of(running.pid)
     assert len(ranks) == 2
     running.send_signal(signal.SIGTERM)
-    _, errors = running.communicate(timeout=120)
+    _, errors = running.communicate(timeout=600)
     assert running.returncode == 75, errors
     assert "the same command goes on" in errors
     assert mw("ckpt", "verify", str(tmp_path / "run")).returncode == 0
@@ -281,7 +281,7 @@ def test_a_signal_saves_and_exits_75(running: subprocess.Popen[str], tmp_path: P
 def test_a_rank_that_dies_mid_pipeline_ends_all_with_one_message(running: subprocess.Popen[str]) -> None:
     ranks = ranks_of(running.pid)
     os.kill(ranks[1], signal.SIGKILL)
-    _, errors = running.communicate(timeout=120)
+    _, errors = running.communicate(timeout=600)
     assert running.returncode == 1
     told = [line for line in errors.splitlines() if line.startswith("mw train:")]
     assert len(told) == 1, errors
@@ -314,7 +314,7 @@ def test_inside_torchrun_rank_zero_plans_for_all(tmp_path: Path) -> None:
         [*launcher, "-m", "meshwright.cli.main", "train", path],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         env=clean_environment(),
         check=False,
     )

@@ -41,7 +41,7 @@ def run_blocks(found: list[tuple[str, str]], folder: Path) -> None:
             cwd=folder,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=900,
             env=os.environ | beside,
             check=False,
         )
