@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test check format bench fuzz zoo gpu-test clean
+.PHONY: help demo test test-all check format bench fuzz zoo gpu-test clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -17,8 +17,11 @@ $(STAMP): pyproject.toml
 demo: $(STAMP) ## train a small decoder on this machine, from plan to report
 	$(BIN)/mw train examples/laptop.toml
 
-test: $(STAMP) ## run the tests
-	$(BIN)/python -m pytest
+test: $(STAMP) ## run the tests but the long ones: about ten minutes on two cores
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: $(STAMP) ## run the long tests: every case of every proof
+	$(BIN)/python -m pytest -m slow
 
 check: $(STAMP) ## lint, check the format and the types
 	$(BIN)/ruff check .

@@ -25,6 +25,21 @@ References = Callable[..., str]
 """(config, optimizer, batch=, sequence=, steps=, dtype=, techniques=) -> folder."""
 
 
+SLICED = ("tests/same/", "tests/search/test_exact.py", "tests/search/test_search_wishes.py")
+"""Long parametrised proofs: `make test` runs the first case of each, `make test-all` the others."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    seen = set[str]()
+    for item in items:
+        if not item.nodeid.startswith(SLICED):
+            continue
+        test = item.nodeid.partition("[")[0]
+        if test in seen:
+            item.add_marker(pytest.mark.slow)
+        seen.add(test)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--write-matrix", action="store_true", help="write docs/techniques/matrix.md instead of comparing it"
