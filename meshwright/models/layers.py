@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.models.config import DecoderConfig
-from meshwright.ops.experts import Gated, precise
+from meshwright.ops.experts import Gated, fresh, precise
 from meshwright.ops.model import Inside
 
 
@@ -33,7 +33,7 @@ class RMSNorm(torch.autograd.Function):
         square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
         inverse = square.div_(x.shape[-1]).add_(epsilon).rsqrt_()
         ctx.save_for_backward(x, weight, inverse)
-        return (wide * inverse).mul_(weight).to(x.dtype)
+        return fresh((wide * inverse).mul_(weight).to(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:

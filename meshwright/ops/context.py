@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from meshwright.ops.attention import HIDDEN, attend_piece, piece_backward
-from meshwright.ops.experts import precise
+from meshwright.ops.experts import fresh, precise
 from meshwright.ops.recompute import once
 from meshwright.ops.record import OPENED, RING_TAG
 
@@ -274,7 +274,7 @@ class Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _exchanged(x, group)
+        return fresh(_exchanged(x, group))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

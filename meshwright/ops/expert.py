@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.ops.experts import Back, Send
+from meshwright.ops.experts import Back, Send, fresh
 from meshwright.ops.swap import swap
 
 
@@ -58,7 +58,7 @@ class _There(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, trip: Trip) -> Tensor:
         ctx.trip = trip
-        return trip.there(rows)
+        return fresh(trip.there(rows))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -69,7 +69,7 @@ class _Back(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, trip: Trip) -> Tensor:
         ctx.trip = trip
-        return trip.back(rows)
+        return fresh(trip.back(rows))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

@@ -57,7 +57,7 @@ class GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight, counts)
-        return _rows_times(x, weight.transpose(1, 2), counts)
+        return fresh(_rows_times(x, weight.transpose(1, 2), counts))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
@@ -107,7 +107,7 @@ class Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return F.silu(gate).mul_(up)
+        return fresh(F.silu(gate).mul_(up))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,7 +122,7 @@ class Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, share: Tensor, token: Tensor, num_tokens: int) -> Tensor:
         ctx.save_for_backward(rows, share, token)
-        return rows.new_zeros(num_tokens, rows.shape[1]).index_add_(0, token, rows * share.unsqueeze(1))
+        return fresh(rows.new_zeros(num_tokens, rows.shape[1]).index_add_(0, token, rows * share.unsqueeze(1)))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
@@ -198,6 +198,15 @@ def through_experts(
     inner = Gated.apply(GroupedLinear.apply(rows, gate, counts), GroupedLinear.apply(rows, up, counts))
     out = back(GroupedLinear.apply(inner, down, counts))
     return Combine.apply(out, share.flatten().index_select(0, order).to(dtype), token, x.shape[0])
+
+
+def fresh(x: Tensor) -> Tensor:
+    """What a compiled autograd function may return: a tensor that nothing has written into in place.
+
+    With torch 2.11 the gradients of a function whose compiled forward returns a tensor that it changed in place are
+    zero, without a word. Compilers remove the copy; uncompiled, there is none.
+    """
+    return x.clone() if torch.compiler.is_compiling() else x
 
 
 def precise(x: Tensor) -> torch.dtype:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshwright.ops.experts import fresh
 from meshwright.ops.swap import swap
 
 Counts = list[list[int]]
@@ -119,7 +120,7 @@ class Fetch(torch.autograd.Function):
         ctx.given, ctx.taken, ctx.group = given, taken, group
         answer = torch.empty_like(found).index_copy_(0, place, found)
         received = swap(answer, given, taken, group)
-        return torch.empty_like(received).index_copy_(0, order, received)
+        return fresh(torch.empty_like(received).index_copy_(0, order, received))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.ops.experts import fresh
 from meshwright.ops.gloo import all_gather, reduce_scatter
 from meshwright.ops.model import Inside
 
@@ -54,7 +55,7 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, sequence: bool) -> Tensor:
         ctx.group, ctx.sequence = group, sequence
-        return _gather(x, group) if sequence else x.view_as(x)
+        return fresh(_gather(x, group)) if sequence else x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -65,7 +66,7 @@ class _Exit(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, sequence: bool) -> Tensor:
         ctx.group, ctx.sequence = group, sequence
-        return (_scatter if sequence else _sum)(x, group)
+        return fresh((_scatter if sequence else _sum)(x, group))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:

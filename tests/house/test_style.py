@@ -144,3 +144,27 @@ def test_words_that_name_nothing_are_not_used() -> None:
     names += [(source.place, source.path.stem) for source in sources()]
     assert [pair for pair in names if empty.search(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", pair[1]).lower())] == []
     assert empty.search("device_manager")
+
+
+def returned_in_place(tree: ast.AST) -> list[str]:
+    """Forwards of autograd functions that return what they wrote in place: compiled by torch 2.11, no gradient."""
+    found = []
+    for owner in ast.walk(tree):
+        if not isinstance(owner, ast.ClassDef) or not any(
+            ast.unparse(b).endswith("autograd.Function") for b in owner.bases
+        ):
+            continue
+        forward = next(each for each in owner.body if isinstance(each, ast.FunctionDef) and each.name == "forward")
+        for node in ast.walk(forward):
+            value = node.value if isinstance(node, ast.Return) else None
+            while isinstance(value, ast.Call) and ast.unparse(value.func).endswith((".to", ".squeeze", ".view")):
+                value = value.func.value  # type: ignore[attr-defined]
+            if isinstance(value, ast.Call) and re.search(r"\w_$", ast.unparse(value.func)):
+                found.append(f"{owner.name}: {ast.unparse(value)}")
+    return found
+
+
+def test_compiled_functions_return_nothing_they_wrote_in_place() -> None:
+    bad = "class F(torch.autograd.Function):\n def forward(ctx, x):\n  return x.exp().mul_(2).to(x.dtype)"
+    assert returned_in_place(ast.parse(bad)) == ["F: x.exp().mul_(2)"]
+    assert [found for source in sources() for found in returned_in_place(source.tree)] == []
