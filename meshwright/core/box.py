@@ -12,6 +12,9 @@ class Box:
     shape: tuple[int, ...]
     offset: tuple[int, ...]
     size: tuple[int, ...]
+    order: tuple[int, tuple[int, ...], int] | None = None
+    """(dim, groups, count): offsets along `dim` count in an order in which the first of `count` equal chunks of every
+    group comes first, then the second ones, and so on. None: in the order of the tensor."""
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Box:
@@ -34,6 +37,37 @@ class Box:
         offset[dim] += start
         size[dim] = length
         return replace(self, offset=tuple(offset), size=tuple(size))
+
+    def grouped(self, dim: int, groups: tuple[int, ...], count: int) -> Box:
+        """The same whole tensor in an order in which the pieces of `count` ranks, a chunk of each group, are runs."""
+        assert self == Box.whole(self.shape), "only a whole tensor can be ordered by groups"
+        return replace(self, order=(dim, groups, count))
+
+    def in_order(self) -> tuple[Box, ...]:
+        """The boxes of the tensor as it lies that make up this piece, one after the other along `order`'s dim."""
+        if self.order is None:
+            return (self,)
+        dim, groups, count = self.order
+        first, last = self.offset[dim], self.offset[dim] + self.size[dim]
+        boxes, at = [], 0
+        for chunk in range(count):
+            start = 0
+            for group in groups:
+                low, high = max(at, first), min(at + group // count, last)
+                if low < high:
+                    offset, size = list(self.offset), list(self.size)
+                    offset[dim], size[dim] = start + chunk * (group // count) + low - at, high - low
+                    boxes.append(Box(self.shape, tuple(offset), tuple(size)))
+                at, start = at + group // count, start + group
+        return tuple(boxes) or (replace(self, order=None),)
+
+    def without(self, dim: int) -> Box:
+        """The box of what remains when a dim (counted from the end: below 0) is summed over."""
+        dim, order = dim % len(self.shape), self.order
+        if order is not None:
+            order = None if order[0] == dim else (order[0] - (order[0] > dim), *order[1:])
+        shape, offset, size = ((*each[:dim], *each[dim + 1 :]) for each in (self.shape, self.offset, self.size))
+        return Box(shape, offset, size, order)
 
     def overlap(self, other: Box) -> Box | None:
         """The part both hold, or None."""

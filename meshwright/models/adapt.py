@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.profile import Profile
+from meshwright.models.borders import Regions, regions_of
 from meshwright.models.examine import Anatomy, Template, examine
 from meshwright.models.factory import last_line, look
 from meshwright.models.measure import ENDS, end_names, hidden_shape, profile_of_module
-from meshwright.models.regions import Found, find_regions, plan_roles, set_counts
+from meshwright.models.regions import Found, linear_dims
 from meshwright.ops.batch_norm import BatchNorm
 from meshwright.ops.loss import token_loss
 from meshwright.ops.model import Inputs, Inside, Model, Part, Spans, is_within
@@ -83,12 +84,17 @@ class _StandIn(nn.Module):
 class Adapted(Model):
     kind = "module"
 
-    def __init__(
-        self, module: nn.Module, anatomy: Anatomy, regions: dict[int, list[Found]], template: Template, loss: Loss
-    ):
+    def __init__(self, module: nn.Module, anatomy: Anatomy, regions: Regions, template: Template, loss: Loss):
         super().__init__()
         self.module = module
         self.anatomy, self.found, self.template, self.loss = anatomy, regions, template, loss
+        self.fused = {
+            f"{path}.{cut.name}": cut.groups
+            for path, found in regions.items()
+            for region in found
+            for cut in region.cuts
+            if cut.groups
+        }
         self.received: Tensor | None = None
         self.spans: Spans = ((0, anatomy.num_blocks),)
         self.aside: dict[int, _StandIn] = {}
@@ -219,22 +225,23 @@ class Adapted(Model):
         length = self.anatomy.returns_tuple
         return (hidden, *(None,) * (length - 1)) if length else hidden
 
+    def _regions_here(self) -> Iterator[tuple[nn.Module, Found]]:
+        """Those whose weights are on this stage."""
+        here = {name for name, _ in self.module.named_parameters()}
+        for path, regions in self.found.items():
+            for found in regions:
+                if f"{path}.{found.cuts[0].name}" in here:
+                    yield self.module.get_submodule(path), found
+
     def regions(self) -> Iterable[Inside]:
-        if not self.anatomy.num_blocks:
-            return
-        for index, block in enumerate(self._list().children()):
-            for found in self.found.get(index, ()) if is_within(self.spans, index) else ():
-                columns = tuple(block.get_submodule(name) for name in found.columns)
-                yield Inside(entries=columns, row=block.get_submodule(found.row))
+        for block, found in self._regions_here():
+            columns = tuple(block.get_submodule(name) for name in found.columns)
+            row = block.get_submodule(found.row)
+            yield Inside(entries=columns, row=row, every=linear_dims(row) is None)
 
     def set_split(self, index: int, ways: int) -> None:
-        for number, block in enumerate(self._list().children()):
-            for found in self.found.get(number, ()) if is_within(self.spans, number) else ():
-                set_counts(block, found.counts, ways)
-                for name in found.columns:
-                    column = block.get_submodule(name)
-                    if hasattr(column, "nf"):
-                        column.nf = column.nf // ways
+        for block, found in self._regions_here():
+            found.split(block, index, ways)
 
     def set_place(self, device: torch.device, dtype: torch.dtype) -> None:
         for holder, attribute, shape in self.hollow:
@@ -283,8 +290,9 @@ def adopt_batch_norms(module: nn.Module) -> bool:
 
 def adapt(module: nn.Module, example: Inputs, *, name: str, loss: Loss | None = None) -> tuple[Adapted, Profile]:
     """A module as a `Model` with its profile. Its tensors stay where they are."""
-    if hasattr(module, "config") and hasattr(module.config, "use_cache"):
-        module.config.use_cache = False
+    for each in module.modules():
+        if hasattr(getattr(each, "config", None), "use_cache"):
+            each.config.use_cache = False
     has_statistics = adopt_batch_norms(module)
     template = Template.like(example)
     seen = look(module, run_module, example)
@@ -293,7 +301,7 @@ def adapt(module: nn.Module, example: Inputs, *, name: str, loss: Loss | None = 
         fix = "A module is called with what its data gives; return sample inputs like that from the factory."
         raise MeshwrightError([Problem(where=f"model {name}", what=what, fix=fix)])
     anatomy = examine(module, run_module, template)
-    regions, no_inside = _regions(module, anatomy)
+    regions, no_inside = regions_of(module, run_module, template, anatomy)
     uncut = {
         "loss": "only our decoder's vocabulary can be gone through in pieces.",
         "sequence": "the code between its regions expects whole sequences.",
@@ -311,19 +319,3 @@ def adapt(module: nn.Module, example: Inputs, *, name: str, loss: Loss | None = 
     if loss is None and seen.output is not None:
         made.num_scores, made.idle = scores(seen.output).shape[-1], seen.idle
     return made, profile
-
-
-def _regions(module: nn.Module, anatomy: Anatomy) -> tuple[dict[int, list[Found]], str]:
-    if not anatomy.shapes:
-        return {}, anatomy.no_stages
-    known: dict[Any, tuple[list[Found], str]] = {}
-    regions, reasons = {}, []
-    roles = plan_roles(module, anatomy.path)
-    for index, block in enumerate(module.get_submodule(anatomy.path).children()):
-        args, kwargs = anatomy.calls[index]
-        key = (type(block), tuple((n, tuple(p.shape)) for n, p in block.named_parameters()))
-        if key not in known:
-            known[key] = find_regions(block, args, kwargs, roles)
-        regions[index], why = known[key]
-        reasons.append(why)
-    return regions, next(filter(None, reasons), "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from meshwright.core.profile import Layer, Op, Param, Poly, Profile, Site
 from meshwright.models.examine import Anatomy, Template, block_list, blocks_hint, examine, floats, quiet
-from meshwright.models.regions import Found, linear_dims
+from meshwright.models.regions import Found
 from meshwright.models.trace import Place, Subject, Traced, Untraceable, equal_runs, standing_aside, trace
 from meshwright.ops.batch_norm import BatchNorm
 from meshwright.ops.model import Inputs
@@ -25,7 +26,7 @@ def profile_of_module(
     call: Callable[[nn.Module, Inputs], Any],
     template: Template,
     anatomy: Anatomy,
-    regions: Mapping[int, list[Found]],
+    regions: Mapping[str, list[Found]],
     *,
     name: str,
     uncut: Mapping[str, str],
@@ -35,10 +36,10 @@ def profile_of_module(
     same = equal_runs([block for _, block in blocks], anatomy.shapes)
     traced = _traced(module, call, template, anatomy, regions, same, loss)
     first, *inner, last = traced.ops
-    layers = [_end(module, anatomy, 0, first)]
+    layers = [_end(module, anatomy, regions, 0, first)]
     ops_of = dict(zip(dict.fromkeys(same), inner, strict=True))
     layers += _blocks(module, anatomy, regions, [ops_of[at] for at in same])
-    layers.append(_end(module, anatomy, 1, last))
+    layers.append(_end(module, anatomy, regions, 1, last))
     hidden = anatomy.shapes[0][-1][0] if anatomy.shapes else 0
     return Profile(
         name=name,
@@ -83,17 +84,20 @@ def _traced(
     call: Callable[[nn.Module, Inputs], Any],
     template: Template,
     anatomy: Anatomy,
-    regions: Mapping[int, list[Found]],
+    regions: Mapping[str, list[Found]],
     same: list[int],
     loss: Loss | None,
 ) -> Traced:
     names = [f"{anatomy.path}.{name}".lstrip(".") for name, _ in module.get_submodule(anatomy.path).named_children()]
-    places = [Place(path="")]
+    outside = [(f"{path}.", region) for path, found in regions.items() if path not in names for region in found]
+    ends = Place(path="", columns=tuple(path + region.columns[0] for path, region in outside),
+                 rows=tuple(path + region.row for path, region in outside))  # fmt: skip
+    places = [ends]
     for at in dict.fromkeys(same):
-        found = regions.get(at, ())
+        found = regions.get(names[at], ())
         columns = tuple(region.columns[0] for region in found)
         places.append(Place(path=names[at], is_block=True, columns=columns, rows=tuple(region.row for region in found)))
-    places.append(Place(path=""))
+    places.append(ends)
     notes: dict[str, None] = {}
 
     def step(module: nn.Module, inputs: Inputs, is_fake: bool) -> Tensor:
@@ -159,7 +163,9 @@ def end_names(module: nn.Module, anatomy: Anatomy) -> tuple[list[str], list[str]
     return before, after
 
 
-def _end(module: nn.Module, anatomy: Anatomy, which: int, ops: tuple[Op, ...]) -> Layer:
+def _end(
+    module: nn.Module, anatomy: Anatomy, regions: Mapping[str, list[Found]], which: int, ops: tuple[Op, ...]
+) -> Layer:
     parameters = dict(module.named_parameters(remove_duplicate=False))
     first: dict[int, str] = {}
     for name, value in parameters.items():
@@ -170,11 +176,17 @@ def _end(module: nn.Module, anatomy: Anatomy, which: int, ops: tuple[Op, ...]) -
         canonical = first[id(parameters[name])]
         tied = f"{ENDS[0]}.{canonical}" if canonical != name and canonical in names[0] else ""
         params.append(Param(name=name, shape=tuple(parameters[name].shape), tied=tied))
+    sites: tuple[Site, ...] = ()
+    for path, found in regions.items():
+        own = {f"{path}.{cut.name}" for region in found for cut in region.cuts}
+        if own.intersection(names[which]):
+            params = _cut_params(params, found, f"{path}.")
+            sites += _sites(found, names[which], f"{path}.")
     boundary = Poly()
     if which == 0 and anatomy.shapes:
         boundary = _boundary(anatomy, 0)
     owners = dict.fromkeys(name.rpartition(".")[0] for name in names[which])
-    sites = _statistics([module.get_submodule(owner) for owner in owners])
+    sites += _statistics([module.get_submodule(owner) for owner in owners])
     return Layer(name=ENDS[which], params=tuple(params), ops=ops, sites=sites, boundary=boundary, unit="ends")
 
 
@@ -198,7 +210,7 @@ def _boundary(anatomy: Anatomy, index: int) -> Poly:
 def _blocks(
     module: nn.Module,
     anatomy: Anatomy,
-    regions: Mapping[int, list[Found]],
+    regions: Mapping[str, list[Found]],
     ops: list[tuple[Op, ...]],
 ) -> list[Layer]:
     if not anatomy.num_blocks:
@@ -206,11 +218,12 @@ def _blocks(
     layers: list[Layer] = []
     names: Counter[str] = Counter()
     last_key = None
-    for index, block in enumerate(module.get_submodule(anatomy.path).children()):
-        found = regions.get(index, [])
-        params = _block_params(block, found)
+    for index, (name, block) in enumerate(module.get_submodule(anatomy.path).named_children()):
+        found = regions.get(f"{anatomy.path}.{name}".lstrip("."), [])
+        whole = [Param(name=each, shape=tuple(value.shape)) for each, value in block.named_parameters()]
+        params = tuple(_cut_params(whole, found))
         boundary = _boundary(anatomy, index + 1) if anatomy.shapes else Poly()
-        sites = _sites(anatomy, index, found, [param.name for param in params]) + _statistics(list(block.modules()))
+        sites = _sites(found, [param.name for param in params]) + _statistics(list(block.modules()))
         key = (type(block), params, boundary, sites, ops[index])
         if key == last_key:
             layers[-1] = Layer(**{**_fields(layers[-1]), "repeat": layers[-1].repeat + 1})
@@ -218,8 +231,8 @@ def _blocks(
         last_key = key
         kind = type(block).__name__
         names[kind] += 1
-        name = kind if names[kind] == 1 else f"{kind}_{names[kind]}"
-        layers.append(Layer(name=name, params=params, ops=ops[index], sites=sites, boundary=boundary, is_block=True))
+        title = kind if names[kind] == 1 else f"{kind}_{names[kind]}"
+        layers.append(Layer(name=title, params=params, ops=ops[index], sites=sites, boundary=boundary, is_block=True))
     return layers
 
 
@@ -227,34 +240,26 @@ def _fields(layer: Layer) -> dict[str, Any]:
     return {name: getattr(layer, name) for name in layer.__dataclass_fields__}
 
 
-def _block_params(block: nn.Module, found: list[Found]) -> tuple[Param, ...]:
-    columns = {name: region.units for region in found for name in region.columns}
-    rows = {region.row: region.units for region in found}
-    inside = {name for region in found for name in region.inside}
-    params = []
-    for name, value in block.named_parameters():
-        owner, _, kind = name.rpartition(".")
-        cut, units = None, 0
-        if owner in columns or (owner in rows and kind == "weight"):
-            dims = linear_dims(block.get_submodule(owner))
-            assert dims is not None
-            cut = 0 if kind == "bias" else dims[0] if owner in rows else dims[1]
-            units = columns.get(owner) or rows[owner]
-        params.append(Param(name=name, shape=tuple(value.shape), cut=cut, units=units, inside=name in inside))
-    return tuple(params)
+def _cut_params(params: list[Param], found: list[Found], prefix: str = "") -> list[Param]:
+    """The parameters of a block, or of what has them with a prefix, with where they may be cut."""
+    cuts = {prefix + cut.name: (cut.dim, region.units) for region in found for cut in region.cuts}
+    inside = {prefix + name for region in found for name in region.inside}
+    return [
+        replace(param, cut=cuts[param.name][0], units=cuts[param.name][1])
+        if param.name in cuts
+        else replace(param, inside=param.inside or param.name in inside)
+        for param in params
+    ]
 
 
-def _sites(anatomy: Anatomy, index: int, found: list[Found], names: list[str]) -> tuple[Site, ...]:
+def _sites(found: list[Found], names: list[str], prefix: str = "") -> tuple[Site, ...]:
     """Parameters are taken to be used in the order they are listed in, as is usual; it matters for frozen ones only."""
-    elements = _boundary(anatomy, index) if anatomy.shapes else Poly()
-    return tuple(
-        site
-        for region in found
-        for site in (
-            Site(kind="enter", elements=elements, after=names.index(f"{region.columns[0]}.weight")),
-            Site(kind="exit", elements=elements, tail=region.is_tail),
-        )
-    )
+    sites: list[Site] = []
+    for region in found:
+        after = names.index(prefix + region.cuts[0].name)
+        sites += [Site(kind="enter", elements=elements, after=after) for elements in region.enters]
+        sites += [Site(kind="exit", elements=elements, tail=region.is_tail) for elements in region.exits]
+    return tuple(sites)
 
 
 def _statistics(modules: list[nn.Module]) -> tuple[Site, ...]:

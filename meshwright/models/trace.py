@@ -272,7 +272,7 @@ def _follow(
 ) -> list[Any]:
     owner = next((p for p in places if path == p or path.startswith(f"{p}.")), "")
     inner = path if not owner else path[len(owner) + 1 :]
-    place = all_places[places[owner]] if owner else None
+    place = all_places[places[owner] if owner else 0]
     stack: list[Any] = []
 
     def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -283,7 +283,7 @@ def _follow(
             handed = [each for each in (*args, *kwargs.values())[:1] if isinstance(each, Tensor)]
             for each in handed:
                 recorder.know(each, is_handed=True)
-        if place is not None and inner in place.columns:
+        if inner in place.columns:
             changes["cut"] = "tensor"
         recorder.label = recorder.label._replace(**changes)
 
@@ -295,7 +295,7 @@ def _follow(
             is_next = after < len(all_places) and not all_places[after].is_block
             layer = after if is_next else places[path]
             label = label._replace(layer=layer, is_block=all_places[layer].is_block)
-        if place is not None and inner in place.rows:
+        if inner in place.rows:
             label = label._replace(cut="none")
         recorder.label = label
 

@@ -51,6 +51,11 @@ def _seed(seed: int, name: str, start: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+def join_in_order(box: Box, parts: list[Tensor]) -> Tensor:
+    """A piece from the values of its boxes of the tensor as it lies (`box.in_order()`)."""
+    return parts[0] if box.order is None or len(parts) == 1 else torch.cat(parts, box.order[0])
+
+
 def from_tensors(tensors: dict[str, Tensor]) -> Source:
     def take(name: str, box: Box, dtype: torch.dtype) -> Tensor:
         return tensors[name][box.slices].to(dtype)

@@ -6,9 +6,10 @@ handed. A profile (`core/profile.py`) says the same without torch; tests hold th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
@@ -44,6 +45,8 @@ class Inside:
     entries: tuple[nn.Module, ...]
     """Modules whose first argument enters; once, where several are given the same tensor."""
     row: Any
+    every: bool = False
+    """Everything that entries are given and that carries a gradient enters, not their first argument only."""
 
 
 def every_token(x: Tensor, dim: int) -> Tensor:
@@ -62,6 +65,8 @@ class Model(nn.Module):
     """Of the blocks here those, first to last - 1, that the next forward runs; None: all."""
     own_tokens: Callable[[Tensor, int], Tensor] = staticmethod(every_token)
     """Those of whole sequences (along a dim) that this rank has."""
+    fused: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+    """Parameters (by public name) that hold several matrices along the dim that is cut, and the size of each there."""
     loss_scale: float = 1.0
     """What the loss is about to be multiplied by; losses that arise inside of layers need it. Set before each step."""
 

@@ -163,27 +163,40 @@ class Region:
     def wrap(self, inside: Inside) -> None:
         """The input enters, and exits after `row`, whose bias is added once, to the sum."""
         row, before = inside.row, inside.row.forward
-        entered: dict[str, Tensor] = {}
+        entered: list[tuple[Tensor, Tensor]] = []
+
+        def once(x: Tensor) -> Tensor:
+            for given, whole in entered:  # query, key and value read one tensor: one sum of its gradients
+                if given is x:
+                    return whole
+            entered.append((x, self.enter(x)))
+            return entered[-1][1]
 
         def enter(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            if len(inside.entries) == 1:
-                return (self.enter(args[0]), *args[1:])
-            if entered.get("given") is not args[0]:  # query, key and value read one tensor: one sum of its gradients
-                entered.update(given=args[0], whole=self.enter(args[0]))
-            return (entered["whole"], *args[1:])
+            return ((self.enter if len(inside.entries) == 1 else once)(args[0]), *args[1:])
+
+        def enter_every(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            def change(x: Any) -> Any:
+                return self.enter(x) if isinstance(x, Tensor) and x.requires_grad else x
+
+            return tuple(map(change, args)), {name: change(value) for name, value in kwargs.items()}
 
         for module in inside.entries:
-            module.register_forward_pre_hook(enter)
+            if inside.every:
+                module.register_forward_pre_hook(enter_every, with_kwargs=True)
+            else:
+                module.register_forward_pre_hook(enter)
 
-        def forward(x: Tensor) -> Tensor:
+        def forward(*args: Any, **kwargs: Any) -> Tensor:
             if entered:  # compiled checkpoints refuse even an idle change of it
                 entered.clear()
             bias = getattr(row, "bias", None)
             if self.num_pieces > 1 and isinstance(row, nn.Linear):
-                out = _piecewise_exit(x, row.weight.to(x.dtype), self.group, self.num_pieces)
+                out = _piecewise_exit(args[0], row.weight.to(args[0].dtype), self.group, self.num_pieces)
             elif bias is None:
-                return self.exit(before(x))
+                return self.exit(before(*args, **kwargs))
             else:
+                x = args[0]
                 weight = row.weight.to(x.dtype)
                 # A linear whose weight lies the other way round (transformers' Conv1D) is no nn.Linear.
                 out = self.exit(F.linear(x, weight) if isinstance(row, nn.Linear) else x @ weight)

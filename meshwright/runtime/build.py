@@ -19,7 +19,7 @@ from meshwright.core.errors import MeshwrightError
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Layer, Param, Profile
 from meshwright.core.technique import PHASES
-from meshwright.ops.init import Source
+from meshwright.ops.init import Source, join_in_order
 from meshwright.ops.later import Later
 from meshwright.ops.mesh import Mesh
 from meshwright.ops.model import Inputs, Model, Part, Spans
@@ -195,8 +195,10 @@ class Build:
         self.boxes = {name: box for name, box in self.boxes.items() if name in here}
 
     def cut(self, name: str, dim: int, index: int, count: int, axis: str) -> None:
-        """Keep the index-th of `count` pieces of a parameter."""
-        self.boxes[name] = self.boxes[name].chunk(dim, index, count)
+        """Keep the index-th of `count` pieces of a parameter, of each matrix where several are fused in it."""
+        groups = self.model.fused.get(name)
+        whole = self.boxes[name] if groups is None else self.boxes[name].grouped(dim, groups, count)
+        self.boxes[name] = whole.chunk(dim, index, count)
         self.cut_axes[name] |= {axis}
         old = dict(self.named_parameters())[name]
         shape = self.boxes[name].size
@@ -228,7 +230,8 @@ class Build:
             if parameter.device.type != "meta":
                 continue
             name = names[id(parameter)]
-            value = self.source(name, self.boxes[name], self.dtype).to(self.mesh.device)
+            parts = [self.source(name, box, self.dtype) for box in self.boxes[name].in_order()]
+            value = join_in_order(self.boxes[name], parts).to(self.mesh.device)
             new = nn.Parameter(value.contiguous(), requires_grad=parameter.requires_grad)
             replace_parameter(self.model, parameter, new)
 

@@ -18,8 +18,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from meshwright.core.box import Box
 from meshwright.core.plan import Plan
 from meshwright.data.batch import part_rows
+from meshwright.ops.init import join_in_order
 from meshwright.ops.mesh import Mesh, join
 from meshwright.ops.record import Recorder, Traffic
 from meshwright.ops.shard import local
@@ -169,10 +171,16 @@ def _errors(build: Build, reference: Any, quantity: str, pieces: dict[str, Tenso
         if box.is_empty or (piece is None and key not in names):
             continue
         # A parameter that took no part in a step has no gradient on one device, and zeros where ranks sum theirs.
-        wanted = reference.get_tensor(key)[box.slices] if key in names else torch.zeros(())
+        wanted = box_of(reference, key, box) if key in names else torch.zeros(())
         distance = wanted if piece is None else piece - wanted
         errors.append((quantity, name, float(distance.abs().max()) / (norm or 1.0)))
     return errors
+
+
+def box_of(reference: Any, key: str, box: Box) -> Tensor:
+    """A piece of a tensor of the reference."""
+    whole = reference.get_tensor(key)
+    return join_in_order(box, [whole[each.slices] for each in box.in_order()])
 
 
 def compare_rounded(
@@ -191,7 +199,7 @@ def compare_rounded(
             box = session.build.boxes[name]
             if not box.is_empty:
                 key = f"gradient/{name}"
-                wanted = reference.get_tensor(key)[box.slices].double() if key in names else torch.zeros_like(piece)
+                wanted = box_of(reference, key, box).double() if key in names else torch.zeros_like(piece)
                 distance += float((piece.double() - wanted).norm()) ** 2
                 norm += float(wanted.norm()) ** 2
     errors = {"loss": _relative(result.loss, loss), "gradient": (distance / norm) ** 0.5 if norm else 0.0}

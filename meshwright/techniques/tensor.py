@@ -53,6 +53,8 @@ class Tensor(Technique):
     def check(self, plan: Plan, profile: Profile, cluster: Cluster | None) -> Problems:
         if "inside" in profile.uncut and self.size > 1:
             return (self.problem(f"the layers of this model cannot be cut: {profile.uncut['inside']}"),)
+        if self.size > 1 and not any(param.cut is not None for layer in profile.layers for param in layer.params):
+            return (self.problem("no layer of this model has an inside that can be cut."),)
         allowed = _divisors(profile)
         problems = []
         if self.sequence and "sequence" in profile.uncut:

@@ -87,6 +87,94 @@ def t5() -> Any:
     return _larger(Copying())
 
 
+def _experts(family: str, **more: Any) -> nn.Module:
+    import transformers
+
+    config = getattr(transformers, f"{family}Config")(**_GROUPED, num_experts=4, num_experts_per_tok=2, **more)
+    config._experts_implementation = "eager"  # the others know no float64
+    return _larger(getattr(transformers, f"{family}ForCausalLM")(config))
+
+
+def olmoe() -> nn.Module:
+    """Its norms of queries and keys are over all heads: only the experts can be split."""
+    return _experts("Olmoe")
+
+
+def qwen2_moe() -> nn.Module:
+    return _experts("Qwen2Moe", moe_intermediate_size=8, shared_expert_intermediate_size=12)
+
+
+def phi3() -> nn.Module:
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    return _larger(Phi3ForCausalLM(Phi3Config(**_GROUPED)))
+
+
+def mpt() -> nn.Module:
+    from transformers import MptConfig, MptForCausalLM
+
+    return _larger(MptForCausalLM(MptConfig(vocab_size=VOCAB, d_model=16, n_heads=4, n_layers=3, max_seq_len=32)))
+
+
+def neox() -> nn.Module:
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    return _larger(GPTNeoXForCausalLM(GPTNeoXConfig(**_SIZES)))
+
+
+def bloom() -> nn.Module:
+    from transformers import BloomConfig, BloomForCausalLM
+
+    return _larger(BloomForCausalLM(BloomConfig(vocab_size=VOCAB, hidden_size=16, n_layer=3, n_head=4)))
+
+
+def falcon() -> nn.Module:
+    from transformers import FalconConfig, FalconForCausalLM
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4, "num_kv_heads": 2}
+    return _larger(FalconForCausalLM(FalconConfig(vocab_size=VOCAB, **sizes, new_decoder_architecture=True)))
+
+
+_TWO_STACKS: dict[str, Any] = {
+    "vocab_size": VOCAB, "d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "dropout": 0.0, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 1, "decoder_start_token_id": 1,
+}  # fmt: skip
+
+
+def bart() -> nn.Module:
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    class Copying(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bart = BartForConditionalGeneration(BartConfig(**_TWO_STACKS, max_position_embeddings=32))
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.bart(input_ids=tokens, decoder_input_ids=tokens).logits
+
+    return _larger(Copying())
+
+
+def whisper() -> tuple[nn.Module, Any, Any]:
+    """Listens to sounds of a fixed length, and says of which kind they are."""
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    sounds = {"max_source_positions": 8, "max_target_positions": 8, "num_mel_bins": 4}
+    config = WhisperConfig(**_TWO_STACKS, **sounds, suppress_tokens=None, begin_suppress_tokens=None)
+
+    class Listening(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.whisper = WhisperForConditionalGeneration(config)
+
+        def forward(self, sounds: Tensor) -> Tensor:
+            words = torch.arange(5, device=sounds.device).expand(len(sounds), 5)
+            return self.whisper(input_features=sounds, decoder_input_ids=words).logits[:, -1, :10]
+
+    return _larger(Listening()), None, torch.zeros(1, 4, 16)
+
+
 class Mixer(nn.Module):
     """Attention by hand, with its linears right in the block, heads counted by an attribute, and a gate."""
 

@@ -55,6 +55,18 @@ MODELS: dict[str, dict[str, Any]] = {
     "by_hand": foreign("by_hand"),
     "convolutions": foreign("convolutions", inputs=[[[1, 8, 8], 0]], **IMAGES),
 }
+SPLIT: dict[str, dict[str, Any]] = {
+    "phi3": foreign("phi3"),
+    "mpt": foreign("mpt"),
+    "neox": foreign("neox"),
+    "bloom": foreign("bloom"),
+    "falcon": foreign("falcon"),
+    "olmoe": foreign("olmoe"),
+    "qwen2_moe": foreign("qwen2_moe"),
+    "bart": foreign("bart"),
+    "whisper": foreign("whisper", inputs=[[[4, 16], 0]], **IMAGES),
+}
+"""Modules whose insides lie in other ways: fused weights, stacked experts, two lists of blocks, biases by head."""
 PLANS = {
     "replicate": (tiny.REPLICATE,),
     "shard": (tiny.SHARD3,),
@@ -93,6 +105,23 @@ def test_a_model_trains_as_on_one_device_or_is_refused(model: str, plan: str, ra
         return
     assert not problems
     answers = ran(chosen, config)
+    assert tiny.departures(answers, tiny.bounds(tiny.EXACT)) == []
+    assert tiny.price_differences(answers) == []
+
+
+QUICK = [("phi3", "tensor"), ("olmoe", "tensor"), ("bart", "tensor")]
+LONGER = [
+    *((model, "tensor") for model in ("neox", "bloom", "falcon", "qwen2_moe", "whisper")),
+    *((model, "together") for model in ("phi3", "mpt", "olmoe", "bart")),
+]
+
+
+@pytest.mark.parametrize(("model", "plan"), [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in LONGER)])
+def test_a_fused_or_stacked_weight_is_split_as_it_is_used(model: str, plan: str, ran: Run) -> None:
+    techniques = PLANS[plan]
+    if model in ("bart", "whisper"):  # no stages
+        techniques = (tiny.TENSOR, tiny.REPLICATE) if plan == "together" else techniques
+    answers = ran(tiny.plan_of(*techniques, microbatch=2), SPLIT[model])
     assert tiny.departures(answers, tiny.bounds(tiny.EXACT)) == []
     assert tiny.price_differences(answers) == []
 

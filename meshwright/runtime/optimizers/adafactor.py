@@ -45,8 +45,8 @@ class Factored:
 
     def kept(self) -> Iterable[Kept]:
         box, name = self.piece.box, self.piece.name
-        yield Kept("row", name, self.row, _box_without(box, -1), self.is_first_in_row)
-        yield Kept("column", name, self.column, _box_without(box, -2), box.offset[-2] == 0)
+        yield Kept("row", name, self.row, box.without(-1), self.is_first_in_row)
+        yield Kept("column", name, self.column, box.without(-2), box.offset[-2] == 0)
 
     def shares(self, gradient: Tensor) -> list[Tensor]:
         """This piece's part of the sums over rows, columns and all; and of the row means as they were."""
@@ -115,10 +115,6 @@ def _without(sizes: Iterable[int], dim: int) -> Shape:
     return tuple(kept)
 
 
-def _box_without(box: Box, dim: int) -> Box:
-    return Box(_without(box.shape, dim), _without(box.offset, dim), _without(box.size, dim))
-
-
 def _num_sums(shape: Shape) -> int:
     if len(shape) < 2:
         return 0
@@ -130,7 +126,7 @@ def _places(box: Box) -> Tensor:
     """Where a piece's sums (rows, columns, all, before) lie among those of its parameter."""
     places, start = [], 0
     stack = Box(box.shape[:-2], box.offset[:-2], box.size[:-2])
-    for part in (_box_without(box, -1), _box_without(box, -2), stack, stack):
+    for part in (box.without(-1), box.without(-2), stack, stack):
         count = math.prod(part.shape)
         places.append(start + torch.arange(count).view(part.shape)[part.slices].flatten())
         start += count
