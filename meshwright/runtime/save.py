@@ -23,15 +23,15 @@ from meshwright.runtime.optimizer import Optimizer
 def _pieces(build: Build, optimizer: Optimizer) -> Iterable[tuple[str, Box, Tensor]]:
     for name, value in build.local_parameters():
         if build.owns(name):
-            yield from _as_it_lies(f"parameter.{name}", build.boxes[name], value)
+            yield from as_it_lies(f"parameter.{name}", build.boxes[name], value)
     for kind, name, value, box in optimizer.owned_state():
-        yield from _as_it_lies(f"optimizer.{kind}.{name}", box, value)
+        yield from as_it_lies(f"optimizer.{kind}.{name}", box, value)
     if build.answers_for_buffers():
         for name, value in build.lasting_buffers():
             yield f"buffer.{name}", Box.whole(tuple(value.shape)), value
 
 
-def _as_it_lies(name: str, box: Box, value: Tensor) -> Iterable[tuple[str, Box, Tensor]]:
+def as_it_lies(name: str, box: Box, value: Tensor) -> Iterable[tuple[str, Box, Tensor]]:
     """A piece as boxes that any other plan can read."""
     if box.order is None:
         yield name, box, value
@@ -94,7 +94,7 @@ def restore_buffers(reader: Reader, build: Build) -> None:
 def restore_optimizer(reader: Reader, build: Build, optimizer: Optimizer) -> None:
     for kind, name, value, box in optimizer.state():
         if not box.is_empty:
-            for _, each, part in _as_it_lies(name, box, value):
+            for _, each, part in as_it_lies(name, box, value):
                 staged = torch.empty(each.size, dtype=value.dtype)
                 reader.read_into(f"optimizer.{kind}.{name}", each, staged)
                 part.copy_(staged)

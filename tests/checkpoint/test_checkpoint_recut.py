@@ -20,6 +20,7 @@ from meshwright.checkpoint.manifest import DTYPES
 from meshwright.checkpoint.save import begin, commit, write_rank_file
 from meshwright.core.box import Box
 from meshwright.core.errors import MeshwrightError
+from meshwright.runtime.save import as_it_lies
 
 
 def random_bits(shape: tuple[int, ...], dtype: torch.dtype, dice: random.Random) -> torch.Tensor:
@@ -59,6 +60,32 @@ def test_any_cutting_reads_any_other(
             out = torch.empty(box.size, dtype=tensor.dtype)
             reader.read_into("t", box, out)
             assert same_bits(out, tensor[box.slices])
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_pieces_of_fused_matrices_are_read_by_any_other_plan(tmp_path: Path, dim: int) -> None:
+    """Two ranks hold a chunk of each of three matrices in one weight, cut again by rows as shards are."""
+    groups, shape = (8, 4, 4), (16, 16)
+    whole = torch.arange(256.0).view(shape)
+    pieces = []
+    for index in range(2):
+        box = Box.whole(shape).grouped(dim, groups, 2).chunk(dim, index, 2)
+        held = torch.cat([part.chunk(2, dim)[index] for part in whole.split(groups, dim)], dim)
+        for shard in range(3):
+            rows = box.chunk(0, shard, 3)
+            pieces.append((rows, held[rows.offset[0] - box.offset[0] :][: rows.size[0]]))
+    tmp = begin(tmp_path, 1)
+    entries = [write_rank_file(tmp, rank, as_it_lies("w", *piece)) for rank, piece in enumerate(pieces)]
+    reader = Reader(commit(tmp_path, 1, tmp, entries, {}, keep=1))
+    for count in (1, 2, 4):
+        for index in range(count):
+            out = torch.empty([16 // count if each == dim else 16 for each in range(2)])
+            box = Box.whole(shape).grouped(dim, groups, count).chunk(dim, index, count)
+            for _, each, part in as_it_lies("w", box, out):
+                reader.read_into("w", each, part)
+            assert torch.equal(
+                out, torch.cat([part.chunk(count, dim)[index] for part in whole.split(groups, dim)], dim)
+            )
 
 
 def test_two_by_two_to_rows_and_columns(tmp_path: Path) -> None:

@@ -78,7 +78,6 @@ REFUSED = {
     ("resnet", "tensor"): "cannot be cut",
     ("dlrm", "tensor"): "cannot be cut",
     ("dlrm", "pipeline"): "cannot be cut into stages",
-    ("t5", "tensor"): "cannot be cut",
     ("t5", "pipeline"): "block 1 also depends on",
     ("convolutions", "tensor"): "cannot be cut",
 }
