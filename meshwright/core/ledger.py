@@ -2,6 +2,7 @@
 
 `mw train` appends, `mw probe --from-runs` learns. A line is written by one call on a file opened for appending, so runs
 that end together do not mix theirs; a line that was cut short is skipped by readers and ended by the next writer.
+Lines are sealed: one that was damaged is skipped too, and not learnt from.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from meshwright.core.cluster import Cluster
-from meshwright.core.codec import decode, encode
+from meshwright.core.codec import decode, encode, seal, unseal
 from meshwright.core.device import wrong_numbers
 from meshwright.core.errors import MeshwrightError, Problem
 
@@ -111,7 +112,7 @@ def append(entry: Entry, path: Path | None = None) -> str:
     try:
         path = path or ledger_path()
         path.parent.mkdir(parents=True, exist_ok=True)
-        line = json.dumps(encode(entry), allow_nan=False).encode() + b"\n"
+        line = seal(json.dumps(encode(entry), allow_nan=False)) + b"\n"
         file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             size = os.fstat(file).st_size
@@ -131,17 +132,18 @@ def append(entry: Entry, path: Path | None = None) -> str:
 def read(path: Path) -> tuple[list[Entry], int]:
     """The entries, and how many lines are none."""
     try:
-        text = path.read_bytes().decode("utf-8", errors="replace")
+        lines = path.read_bytes().split(b"\n")
     except OSError as error:
         what = f"cannot be read: {error.strerror}."
         fix = "`mw train` makes it; give another file if it lies elsewhere."
         raise MeshwrightError([Problem(where=str(path), what=what, fix=fix)]) from None
     entries, num_bad = [], 0
-    for line in text.split("\n"):
+    for line in lines:
         if not line.strip():
             continue
         try:
-            entries.append(decode(Entry, json.loads(line), "ledger"))
+            text = unseal(line) if line.startswith(b'{"digest"') else line  # those of earlier versions have no seal
+            entries.append(decode(Entry, json.loads(text), "ledger"))
         except (MeshwrightError, ValueError, RecursionError):
             num_bad += 1
     return entries, num_bad

@@ -42,7 +42,7 @@ def require_plausible(where: str, num_bytes: int, stored_bytes: int) -> None:
     """Refuse what would take far more memory than the file has bytes."""
     if num_bytes > max(_FREE_BYTES, _MAX_RATIO * stored_bytes):
         what = f"unpacks to {pretty_bytes(num_bytes)} from {pretty_bytes(stored_bytes)}."
-        fix = f"At most {_MAX_RATIO} times as much is unpacked: if it is right, store it uncompressed (numpy.savez)."
+        fix = f"At most {_MAX_RATIO} times as much is unpacked: if it is right, store it uncompressed."
         raise MeshwrightError([Problem(where=where, what=what, fix=fix)])
 
 

@@ -23,6 +23,7 @@ from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.units import MIB
 from meshwright.data.arrays import readable
 from meshwright.data.records import BadRecord, Span
+from meshwright.data.tokenizer import special_token, tokenizer_settings
 
 CHATML = "chatml"
 _CHATML = (
@@ -141,8 +142,8 @@ def open_template(name: str, tokenizer: str) -> ChatTemplate | None:
     """The template called so ("": the tokenizer's own); None where the tokenizer has none."""
     folder = Path(tokenizer).expanduser()
     folder = folder if folder.is_dir() else folder.parent
-    settings = {} if tokenizer == "byte" else _settings(folder)
-    tokens = tuple((key, word) for key in _SPECIAL_TOKENS if (word := _word(settings.get(key))) is not None)
+    settings = {} if tokenizer == "byte" else tokenizer_settings(folder)
+    tokens = tuple((key, word) for key in _SPECIAL_TOKENS if (word := special_token(settings, key)) is not None)
     if name == CHATML or (not name and tokenizer == "byte"):
         return ChatTemplate(source=_CHATML, where=CHATML, tokens=tokens)
     path = Path(name).expanduser() if name else folder / "chat_template.jinja"
@@ -157,17 +158,3 @@ def open_template(name: str, tokenizer: str) -> ChatTemplate | None:
         source = named.get("default")
     where = str(folder / "tokenizer_config.json")
     return ChatTemplate(source=source, where=where, tokens=tokens) if isinstance(source, str) else None
-
-
-def _settings(folder: Path) -> Mapping[str, Any]:
-    path = folder / "tokenizer_config.json"
-    if not path.exists():
-        return {}
-    with readable(str(path), "readable JSON"):
-        settings = json.loads(path.read_bytes())
-        return settings if isinstance(settings, Mapping) else {}
-
-
-def _word(token: Any) -> str | None:
-    token = token.get("content") if isinstance(token, Mapping) else token
-    return token if isinstance(token, str) else None

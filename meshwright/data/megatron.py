@@ -44,7 +44,9 @@ _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 # Codes of Megatron; 6 and 7 are floats. It has none for uint32.
 _TYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
-_PREPARE_AGAIN = "Run `mw data prepare` again; or, to use the token files as they are, delete the .facts.json."
+_PREPARE_AGAIN = (
+    "Run `mw data prepare` again; or, to use the tokens as they are, delete the .facts.json, .xxh3 and .weights files."
+)
 _CODES = {np.dtype(name): code for code, name in _TYPES.items()}
 
 
@@ -70,7 +72,9 @@ class PreparedFacts:
         try:
             content = path.read_bytes()
         except FileNotFoundError:
-            return None
+            if not any(beside(stem, end).exists() for end in (".xxh3", ".weights")):
+                return None
+            raise MeshwrightError([Problem(where=str(path), what="is missing.", fix=_PREPARE_AGAIN)]) from None
         try:
             is_sealed = content.startswith(b'{"digest"')
             text = unseal(content) if is_sealed else content.decode("utf-8")

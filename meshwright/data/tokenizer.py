@@ -7,7 +7,7 @@ Others come from a `tokenizers` JSON file, as every Hugging Face folder holds on
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from pathlib import Path
@@ -19,6 +19,7 @@ import xxhash
 
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.units import MIB
+from meshwright.data.arrays import readable
 
 TokenArray = npt.NDArray[Any]
 """Tokens in the smallest unsigned type that holds the vocabulary."""
@@ -189,9 +190,23 @@ def open_tokenizer(name: str) -> Tokenizer:
 
 def _named_separator(folder: Path) -> tuple[str, ...]:
     """What the folder's own settings call the end of a text."""
-    try:
-        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-        word = settings["eos_token"]
-        return (word if isinstance(word, str) else word["content"],)
-    except (OSError, ValueError, KeyError, TypeError):
-        return ()
+    word = special_token(tokenizer_settings(folder), "eos_token")
+    return () if word is None else (word,)
+
+
+def tokenizer_settings(folder: Path) -> Mapping[str, Any]:
+    """The tokenizer_config.json of a folder; nothing where there is none."""
+    path = folder / "tokenizer_config.json"
+    if not path.exists():
+        return {}
+    with readable(str(path), "a readable JSON object"):
+        settings = json.loads(path.read_bytes())
+        if not isinstance(settings, Mapping):
+            raise ValueError(f"it holds a {type(settings).__name__}")
+        return settings
+
+
+def special_token(settings: Mapping[str, Any], key: str) -> str | None:
+    token = settings.get(key)
+    token = token.get("content") if isinstance(token, Mapping) else token
+    return token if isinstance(token, str) else None
