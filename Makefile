@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test test-all check format bench fuzz zoo gpu-test clean
+.PHONY: help demo test test-all check format bench damage fuzz zoo gpu-test clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -34,6 +34,9 @@ format: $(STAMP) ## format the code
 
 bench: $(STAMP) ## run the benchmarks behind the numbers in the README
 	$(BIN)/python -m benchmarks.run
+
+damage: $(STAMP) ## damaged files of every kind that mw reads
+	$(BIN)/python -m benchmarks.damage
 
 MINUTES ?= 10
 SEED ?= 0

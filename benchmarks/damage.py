@@ -310,8 +310,8 @@ def campaign(count: int, seed: int, names: list[str], say: Callable[[str], None]
             begun = max((line["begins"] for line in lines if "begins" in line), default=-1)
             if done.returncode == 0:
                 break
-            if begun < first:
-                raise RuntimeError(f"the worker cannot start:\n{done.stderr[-3000:]}")
+            if done.returncode > 0 or begun < first:
+                raise RuntimeError(f"the worker failed:\n{done.stderr[-3000:]}")
             name = names[begun % len(names)]
             say(f"input {begun} ({name}) ended the process with code {done.returncode}")
             crash = {"n": begun, "kind": name, "result": "CRASH", "detail": done.stderr[-1500:], "mib": 0}

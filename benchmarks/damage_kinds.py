@@ -293,8 +293,9 @@ def read_checkpoint(folder: Path) -> Any:
     """The newest whole checkpoint: the one before it is right too."""
     import torch
 
+    from meshwright.checkpoint.format import newest_good
     from meshwright.checkpoint.inspect import describe
-    from meshwright.checkpoint.load import Reader, newest_good
+    from meshwright.checkpoint.load import Reader
     from meshwright.core.box import Box
 
     describe(folder)
