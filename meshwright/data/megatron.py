@@ -190,7 +190,9 @@ def _with_tokenizer(source: TokenSource, stem: Path, facts: PreparedFacts | None
             what = f"is not the tokenizer that made {stem.name}.bin."
             raise MeshwrightError([Problem(where=str(path), what=what, fix=_PREPARE_AGAIN)])
         return replace(source, tokenizer=FileTokenizer(content, (facts.separator,)))
-    except (OSError, ValueError, ImportError):  # tokens train without it; only turning them back into text needs it
+    except FileNotFoundError:
+        raise MeshwrightError([Problem(where=str(path), what="is missing.", fix=_PREPARE_AGAIN)]) from None
+    except (ValueError, ImportError):  # tokens train without it; only turning them back into text needs it
         return source
 
 
