@@ -28,6 +28,7 @@ from meshwright.checkpoint.manifest import (
     unseal,
 )
 from meshwright.core.errors import MeshwrightError, Problem, Problems
+from meshwright.core.files import refuse_link
 
 __all__ = [
     "BLOCK_BYTES",
@@ -61,6 +62,7 @@ def rank_file(rank: int) -> str:
 def _folders(root: Path) -> list[tuple[int, str, Path]]:
     """(step, suffix, folder) of every folder of ours; links are not ours."""
     found = []
+    refuse_link(Path(root))
     try:
         entries = list(os.scandir(root))
     except (FileNotFoundError, NotADirectoryError):

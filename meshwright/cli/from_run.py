@@ -10,6 +10,7 @@ from typing import Any
 from meshwright.core.cluster import Cluster
 from meshwright.core.device import Device
 from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.files import refuse_link
 from meshwright.core.ledger import LEAST_STEPS, Entry, read
 from meshwright.core.units import counted, pretty_bytes, pretty_seconds
 from meshwright.probe.from_runs import LEAST_RUNS, Learned, learn, learn_one
@@ -64,6 +65,8 @@ def _with(whole: Cluster, alike: list[int], learned: Cluster) -> Cluster:
 
 def _entries(path: Path) -> tuple[list[Entry], list[str]]:
     file = path / COMPARISON if path.is_dir() else path
+    if path.is_dir():
+        refuse_link(file)
     if path.is_dir() and not file.exists():
         what = f"no {COMPARISON} is there, so no run of it has been compared with its forecast."
         fix = "Give the folder of a run (run.folder) that has made twenty steps, or a ledger."

@@ -1,10 +1,12 @@
-"""Files of a run folder: written whole or not at all, and never through a link. No torch."""
+"""Files of a run folder: written whole or not at all, and never through a link; files in memory. No torch."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
 
 from meshwright.core.errors import MeshwrightError, Problem, Problems
@@ -34,6 +36,12 @@ def open_to_append(path: Path, flags: int = os.O_WRONLY) -> int:
         raise
 
 
+def refuse_link(path: Path) -> None:
+    """Raise where it is a link: for what others open by name."""
+    if path.is_symlink():
+        raise MeshwrightError([_link(path)])
+
+
 def link_problems(folder: Path) -> Problems:
     """Every link in a run folder, by name: whoever put it there chooses which file is written or read."""
     problems: list[Problem] = []
@@ -51,3 +59,15 @@ def link_problems(folder: Path) -> Problems:
 def _link(path: Path) -> Problem:
     fix = "Replace it with what it points to, or move it out of the run folder."
     return Problem(where=str(path), what="is a symbolic link; links in a run folder are not followed.", fix=fix)
+
+
+@contextlib.contextmanager
+def memory_file(text: str = "") -> Iterator[str]:
+    """The path of a file that is only in memory: nothing of it is left on a disk, however this process ends."""
+    file = os.memfd_create("meshwright")
+    try:
+        with open(file, "w", encoding="utf-8", closefd=False) as stream:
+            stream.write(text)
+        yield f"/proc/{os.getpid()}/fd/{file}"
+    finally:
+        os.close(file)

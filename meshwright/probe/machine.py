@@ -6,20 +6,23 @@ dying process said is still there to be shown.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from meshwright.core.cluster import Cluster
 from meshwright.core.codec import decode
 from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.files import memory_file
 from meshwright.core.start import child_command, child_environment
 from meshwright.probe.reading import Reading
 
+Files = Mapping[str, Path]
+"""Where the processes meet (`store`), and what each one prints (`0.out`, `0.err`)."""
 MAX_DEFAULT_CPU_DEVICES = 8
 _SECTION_SECONDS = 2.0
 _QUICK_SECTION_SECONDS = 0.1
@@ -57,14 +60,16 @@ def read_machine(
     num_threads = max(1, num_cores // count)
     threads = f", {num_threads} threads each" if kind == "cpu" else ""
     report(f"measuring {count} {kind} device{'s' if count > 1 else ''}{threads}")
-    with tempfile.TemporaryDirectory(prefix="meshwright-probe-") as folder:
+    with contextlib.ExitStack() as held:
+        names = ("store", *(f"{rank}.{stream}" for rank in range(count) for stream in ("out", "err")))
+        files = {name: Path(held.enter_context(memory_file())) for name in names}
         section_seconds = _QUICK_SECTION_SECONDS if quick else _SECTION_SECONDS
         arguments = [
             *("--kind", kind, "--num-devices", str(count)),
-            *("--store", str(Path(folder) / "store"), "--section-seconds", str(section_seconds)),
+            *("--store", str(files["store"]), "--section-seconds", str(section_seconds)),
             *("--folder", str(Path.cwd())),
         ]
-        return _measure(Path(folder), arguments, count, num_threads, report)
+        return _measure(files, arguments, count, num_threads, report)
 
 
 def available_host_bytes(
@@ -100,60 +105,60 @@ def _environment(num_threads: int) -> dict[str, str]:
 
 
 def _measure(
-    folder: Path, arguments: Sequence[str], count: int, num_threads: int, report: Callable[[str], None]
+    files: Files, arguments: Sequence[str], count: int, num_threads: int, report: Callable[[str], None]
 ) -> list[Reading]:
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(count):
-            with (folder / f"{rank}.out").open("wb") as out, (folder / f"{rank}.err").open("wb") as err:
+            with files[f"{rank}.out"].open("wb") as out, files[f"{rank}.err"].open("wb") as err:
                 command = child_command(_MODULE, *arguments, "--rank", str(rank))
                 processes.append(subprocess.Popen(command, env=_environment(num_threads), stdout=out, stderr=err))
-        _wait(processes, folder, report)
+        _wait(processes, files, report)
     finally:
         for process in processes:
             if process.poll() is None:
                 process.kill()
             process.wait()
-    return [_reading(folder, rank) for rank in range(count)]
+    return [_reading(files, rank) for rank in range(count)]
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]], folder: Path, report: Callable[[str], None]) -> None:
+def _wait(processes: Sequence[subprocess.Popen[bytes]], files: Files, report: Callable[[str], None]) -> None:
     """Until all have ended well, one has failed, or the deadline; passes rank 0's progress on."""
     deadline = time.monotonic() + _DEADLINE_SECONDS
     num_shown = 0
     while True:
         codes = [process.poll() for process in processes]
-        lines = _lines(folder, 0)
+        lines = _lines(files, 0)
         for line in lines[num_shown:]:
             if "progress" in line:
                 report(str(line["progress"]))
         num_shown = len(lines)
         failed = [rank for rank, code in enumerate(codes) if code]
         if failed:
-            raise _failure(folder, failed[0], f"ended with code {codes[failed[0]]}")
+            raise _failure(files, failed[0], f"ended with code {codes[failed[0]]}")
         if all(code == 0 for code in codes):
             return
         if time.monotonic() > deadline:
             rank = codes.index(None)
-            raise _failure(folder, rank, f"did not end within {_DEADLINE_SECONDS:.0f} s")
+            raise _failure(files, rank, f"did not end within {_DEADLINE_SECONDS:.0f} s")
         time.sleep(0.02)
 
 
-def _lines(folder: Path, rank: int) -> list[dict[str, object]]:
+def _lines(files: Files, rank: int) -> list[dict[str, object]]:
     """The whole JSON lines so far; anything else a library printed is not ours."""
-    text = (folder / f"{rank}.out").read_text(encoding="utf-8", errors="replace")
+    text = files[f"{rank}.out"].read_text(encoding="utf-8", errors="replace")
     return [json.loads(line) for line in text.split("\n")[:-1] if line.startswith('{"')]
 
 
-def _reading(folder: Path, rank: int) -> Reading:
-    for line in reversed(_lines(folder, rank)):
+def _reading(files: Files, rank: int) -> Reading:
+    for line in reversed(_lines(files, rank)):
         if "reading" in line:
             return decode(Reading, line["reading"], f"probe.device {rank}")
-    raise _failure(folder, rank, "ended without a reading")
+    raise _failure(files, rank, "ended without a reading")
 
 
-def _failure(folder: Path, rank: int, what: str) -> MeshwrightError:
-    tail = (folder / f"{rank}.err").read_text(encoding="utf-8", errors="replace")[-_TAIL_CHARACTERS:].strip()
+def _failure(files: Files, rank: int, what: str) -> MeshwrightError:
+    tail = files[f"{rank}.err"].read_text(encoding="utf-8", errors="replace")[-_TAIL_CHARACTERS:].strip()
     said = f" It said:\n{tail}" if tail else " It said nothing."
     return _problem(f"the process measuring device {rank} {what}.{said}")
 

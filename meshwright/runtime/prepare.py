@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -322,6 +323,6 @@ def open_folder(folder: Path) -> IO[str]:
         ) from None
     lock.seek(0)
     lock.truncate()
-    lock.write(f"process {os.getpid()}")
+    lock.write(f"process {os.getpid()} on {socket.gethostname()}")
     lock.flush()
     return lock

@@ -10,7 +10,7 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO
 
@@ -109,15 +109,3 @@ def rank_names(rank: int, num_ranks: int) -> dict[str, str]:
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
     }
-
-
-@contextlib.contextmanager
-def memory_file(text: str = "") -> Iterator[str]:
-    """The path of a file that is only in memory: nothing of it is left on a disk, however this process ends."""
-    file = os.memfd_create("meshwright")
-    try:
-        with open(file, "w", encoding="utf-8", closefd=False) as stream:
-            stream.write(text)
-        yield f"/proc/{os.getpid()}/fd/{file}"
-    finally:
-        os.close(file)

@@ -26,8 +26,8 @@ from types import FrameType
 from typing import Any
 
 from meshwright.core.errors import MeshwrightError
-from meshwright.core.files import open_to_append
-from meshwright.supervise.child import Child, memory_file, rank_environment, start_child
+from meshwright.core.files import memory_file, open_to_append
+from meshwright.supervise.child import Child, rank_environment, start_child
 from meshwright.supervise.failure import Failure, cause, failure_from_error, failure_from_exit, log_tail
 from meshwright.supervise.rank import PREEMPTED_EXIT_CODE, Job
 from meshwright.supervise.rank import STOP_SIGNALS as RANK_SIGNALS

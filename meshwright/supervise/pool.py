@@ -24,7 +24,8 @@ from types import TracebackType
 from typing import IO, Any, cast
 
 from meshwright.core.errors import MeshwrightError, Problem
-from meshwright.supervise.child import Child, memory_file, rank_environment, start_child
+from meshwright.core.files import memory_file
+from meshwright.supervise.child import Child, rank_environment, start_child
 from meshwright.supervise.failure import Failure, cause, failure_from_error, failure_from_exit, log_tail
 
 START_SECONDS = 120.0  # importing torch takes 2 s, and far longer from a cold or busy disk

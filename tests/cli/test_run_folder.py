@@ -43,6 +43,21 @@ def test_a_link_in_the_folder_is_named_and_not_followed(
     assert victim.read_text() == "mine"
 
 
+def test_commands_that_only_read_do_not_follow_links_either(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    (run / "data").mkdir(parents=True)
+    (run / "checkpoints").symlink_to(run / "data")
+    (run / "comparison.json").symlink_to(tmp_path / "run.toml")
+    question = ("--model", "byte-tiny", "--cluster", "laptop", "--batch", "4")
+    for words in (
+        ("ckpt", "list", str(run)),
+        ("ckpt", "verify", str(run)),
+        ("plan", *question, "--from-run", str(run)),
+    ):
+        assert main(words) == 2
+        assert "is a symbolic link" in capsys.readouterr().err
+
+
 def test_tools_may_have_links_of_their_own_and_the_folder_may_be_one(tmp_path: Path) -> None:
     (tmp_path / "run" / "track").mkdir(parents=True)
     (tmp_path / "run" / "track" / "latest-run").symlink_to(tmp_path)

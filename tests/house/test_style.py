@@ -107,6 +107,26 @@ def test_the_guard_does_notice(code: str) -> None:
     assert len(forbidden(ast.parse(code))) == 1
 
 
+def test_children_start_in_one_way_alone() -> None:
+    """`core/start.py` leaves the working folder out of what they import."""
+    found = [source.place for source in sources() if "sys.executable" in source.text]
+    assert found == ["core/start.py"]
+
+
+def test_files_of_a_run_folder_are_written_whole_and_never_through_a_link() -> None:
+    """By `core/files.py` or `checkpoint/durable.py`."""
+    careless = re.compile(r"\.write_(?:text|bytes)\(|(?<!fd)\bopen\([^)\n]*, [\"'][wa]")
+    found = [
+        f"{source.place}:{number}"
+        for source in in_rooms("runtime", "supervise", "checkpoint")
+        for number, line in enumerate(source.text.splitlines(), start=1)
+        if careless.search(line)
+    ]
+    assert found == []
+    assert careless.search('path.write_text("x")')
+    assert careless.search('open(path, "w")')
+
+
 @pytest.mark.parametrize("name", technique_names())
 def test_a_technique_has_its_card_and_is_one_class(name: str) -> None:
     tree = ast.parse((PACKAGE / "techniques" / f"{name}.py").read_text(encoding="utf-8"))
