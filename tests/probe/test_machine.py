@@ -15,7 +15,7 @@ from meshwright.probe.cpu_bf16 import survives
 
 
 def test_a_quick_probe_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_num_gpus", lambda: 0)
+    monkeypatch.setattr(machine, "count_gpus", lambda: 0)
     lines: list[str] = []
     found = machine.probe(num_devices=2, report=lines.append, quick=True)
     assert (found.name, found.devices_per_node, found.device.kind) == ("this machine", 2, "cpu")
@@ -34,14 +34,14 @@ def test_a_quick_probe_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_process_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_num_gpus", lambda: 0)
+    monkeypatch.setattr(machine, "count_gpus", lambda: 0)
     monkeypatch.setattr(machine, "_MODULE", "meshwright.probe.no_such_module")
     with pytest.raises(MeshwrightError, match=r"device \d ended with code 1[\s\S]*no_such_module"):
         machine.probe(num_devices=2, report=lambda line: None)
 
 
 def test_a_process_past_the_deadline_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_num_gpus", lambda: 0)
+    monkeypatch.setattr(machine, "count_gpus", lambda: 0)
     monkeypatch.setattr(machine, "_DEADLINE_SECONDS", 0.05)
     with pytest.raises(MeshwrightError, match="did not end within"):
         machine.probe(num_devices=1, report=lambda line: None)
@@ -50,7 +50,7 @@ def test_a_process_past_the_deadline_is_killed(monkeypatch: pytest.MonkeyPatch) 
 def test_device_counts_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MeshwrightError, match="at least 1"):
         machine.probe(num_devices=0, report=print)
-    monkeypatch.setattr(machine, "_num_gpus", lambda: 2)
+    monkeypatch.setattr(machine, "count_gpus", lambda: 2)
     with pytest.raises(MeshwrightError, match="sees 2 GPUs"):
         machine.probe(num_devices=3, report=print)
 
