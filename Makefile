@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test test-all check format bench damage fuzz zoo gpu-test clean
+.PHONY: help demo test test-all check format bench damage fuzz zoo mutants gpu-test clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -46,6 +46,9 @@ fuzz: $(STAMP) ## random plans against a plain torch loop: MINUTES=10, or SEED=1
 
 zoo: $(STAMP) ## architectures of other libraries x plans against a plain torch loop
 	$(BIN)/python -m benchmarks.zoo
+
+mutants: $(STAMP) ## put faults into the package one at a time: does mw check notice each of them?
+	$(BIN)/python -m benchmarks.mutants
 
 gpu-test: $(STAMP) ## run the sharded pieces on the GPU at hand
 	$(BIN)/python -m benchmarks.gpu_pieces

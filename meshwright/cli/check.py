@@ -38,23 +38,22 @@ def _print(checked: Checked) -> None:
     console = stdout()
     console.print(f"plan: {checked.plan}")
     for part in checked.parts:
-        what = "without what rounds, in float64" if len(checked.parts) > 1 else "in float64"
-        if part.exactness != "exact":
-            what = "the whole plan, first step, whole gradients"
         if part.departures:
             first = part.departures[0]
             console.print(
-                f"[bold red]departs from one device[/bold red] ({what}) first at step {first['step']}, "
-                f"{first['quantity']} of {first['layer']}, rank {first['rank']}: {first['error']:.2e} of its norm "
-                f"(tolerance {part.tolerance:.0e}); {len(part.departures)} departures in all"
+                f"[bold red]departs from one device[/bold red] ({part.what}) first at step {first['step']}, "
+                f"{first['quantity']} of {first['layer']}, rank {first['rank']}: {first['error']:.2e} "
+                f"(tolerance {first['tolerance']:.1e}); {len(part.departures)} departures in all"
             )
+            console.print(f"tolerance from: {part.tolerance_from}")
         else:
             console.print(
-                f"[bold green]trains as one device[/bold green] ({what}): agrees to {part.worst_error:.1e} of the norm "
-                f"(tolerance {part.tolerance:.0e})"
+                f"[bold green]trains as one device[/bold green] ({part.what}): agrees to {part.worst_error:.1e} of the "
+                f"norm (tolerance {part.tolerance:.1e}, from {part.tolerance_from})"
             )
         for line in part.traffic[:10]:
             console.print(f"[bold red]bytes differ from the price:[/bold red] {line}")
         if not part.traffic:
             console.print(f"bytes as priced: {part.num_messages:,} messages of one step, every rank, every axis")
-    console.print(f"{checked.steps} steps of losses, gradients and parameters in {pretty_seconds(checked.seconds)}")
+    what = "losses, gradients, parameters and buffers"
+    console.print(f"{checked.steps} steps of {what} in {pretty_seconds(checked.seconds)}")

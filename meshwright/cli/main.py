@@ -140,7 +140,7 @@ def _run_flags(made: Parser) -> None:
 
 def _check(made: Parser) -> None:
     _run_flags(made)
-    made.add_argument("--steps", type=int, default=2, metavar="N", help="steps to compare (default 2)")
+    made.add_argument("--steps", type=int, default=4, metavar="N", help="steps to compare (default 4)")
     made.add_argument("--json", action="store_true", help="print JSON")
 
 

@@ -33,7 +33,13 @@ LONGEST_EAGER = 512
 """Tokens up to which transformers' attention is the plain softmax of scores."""
 
 
-def plain_model(section: ModelSection, *, sequence: int, seed: int, dtype: torch.dtype) -> Plain:
+def without_dropout(module: nn.Module) -> None:
+    for each in module.modules():
+        if isinstance(each, nn.modules.dropout._DropoutNd):
+            each.p = 0.0
+
+
+def plain_model(section: ModelSection, *, sequence: int, seed: int, dtype: torch.dtype, dropout: bool = True) -> Plain:
     """The model of a run, filled as its ranks fill theirs."""
     opened = open_model(section, sequence, seed)
     if section.config() is not None:
@@ -48,6 +54,8 @@ def plain_model(section: ModelSection, *, sequence: int, seed: int, dtype: torch
         values = _values(opened, dtype)
     if hasattr(getattr(module, "config", None), "use_cache"):
         module.config.use_cache = False
+    if not dropout:
+        without_dropout(module)
     made = _of_module(module, opened, values, dtype)
     if loss is not None:
         made.losses = loss

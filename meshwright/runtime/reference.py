@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 Tensors = dict[str, Tensor]
 BatchOf = Callable[[int], tuple[Any, Tensor, Tensor]]
@@ -40,6 +41,40 @@ def plain_losses(output: Any, targets: Tensor) -> Tensor:
         return (output.reshape(targets.shape).to(targets.dtype) - targets) ** 2
     wide = output.float() if output.dtype in (torch.bfloat16, torch.float16) else output
     return F.cross_entropy(wide.flatten(0, -2), targets.flatten(), reduction="none").view(targets.shape)
+
+
+class MeanDraws(TorchDispatchMode):
+    """Every random draw is its mean, so that ranks which draw different numbers can be compared. Dropout, also as a
+    function, and paths that are dropped become the identity."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = func._schema.name.removeprefix("aten::"), kwargs or {}
+        if name == "native_dropout":
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        if name == "native_dropout_backward":
+            return args[0].clone()
+        result = func(*args, **kwargs)
+        if name in ("rand", "rand_like", "uniform_"):
+            low, high = (*args[1:3], 0.0, 1.0)[:2] if name == "uniform_" else (0.0, 1.0)
+            return result.fill_((low + high) / 2)
+        if name in ("randn", "randn_like", "normal_"):
+            return result.fill_(args[1] if name == "normal_" and len(args) > 1 else 0.0)
+        if name in ("bernoulli", "bernoulli_"):
+            chance = args[1] if len(args) > 1 else kwargs.get("p", args[0] if name == "bernoulli" else 0.5)
+            return result.copy_(torch.as_tensor(chance))
+        return result.fill_(1.0) if name == "exponential_" else result
+
+
+def draws(plain: Plain, inputs: Any) -> bool:
+    """Whether a forward draws random numbers. Buffers are left as they were."""
+    kept = {name: each.clone() for name, each in plain.buffers.items()}
+    before = torch.get_rng_state()
+    with torch.no_grad():
+        plain.forward(inputs[0] if plain.packs_documents and isinstance(inputs, tuple) else inputs)
+        for name, each in plain.buffers.items():
+            each.copy_(kept[name])
+    plain.extra_loss()
+    return not torch.equal(before, torch.get_rng_state())
 
 
 @dataclass(kw_only=True)
@@ -87,39 +122,40 @@ def train(
     parts: Sequence[slice] = (slice(None),),
     seed: int | None = None,
     noise: float = 1e-15,
+    update_tolerance: float = UPDATE_TOLERANCE,
     cast: torch.dtype | None = None,
 ) -> Iterator[PlainStep]:
     """Train for some steps.
 
     `parts`: rows that ranks of the plan share out; with a `seed`, random numbers are seeded for each part as
     `part_seed` says. `noise`: rounding error of a gradient, relative to its largest element. `cast`: autocast to it.
+    Results refer to the parameters and buffers themselves, which the next step changes.
     """
     states: dict[str, Tensors] = {name: {} for name, each in plain.parameters.items() if each.requires_grad}
     for step in range(steps):
         loss, gradients = gradient(plain, batch_of(step), microbatch, parts, seed, step, cast)
         norm = math.sqrt(sum(float(each.double().square().sum()) for each in gradients.values()))
-        factor = optimizer.clip / norm if optimizer.clip and norm > optimizer.clip else 1.0
-        clipped = {name: each * factor for name, each in gradients.items()}
+        clipped = dict(gradients)
+        if optimizer.clip and norm > optimizer.clip:
+            clipped = {name: each * (optimizer.clip / norm) for name, each in gradients.items()}
         rate = learning_rate(optimizer, step, steps)
-        before = {name: plain.parameters[name].detach().clone() for name in states}
-        size = noise * max((float(each.abs().max()) for each in clipped.values() if each.numel()), default=0.0)
-        others = [_perturbed(plain, optimizer, before, clipped, states, rate, step, way * size) for way in (1, -1)]
-        new = _updated(plain, optimizer, before, clipped, states, rate, step)
-        scale = max((float((new[n] - w).abs().max()) for n, w in before.items() if w.numel()), default=0.0)
-        unsure = {
-            name: torch.stack([(other[name] - value).abs() > UPDATE_TOLERANCE / 2 * scale for other in others]).any(0)
-            for name, value in new.items()
-        }
+        error = noise * max((float(each.abs().max()) for each in clipped.values() if each.numel()), default=0.0)
+        scale, doubts = 0.0, {}
         with torch.no_grad():
-            for name, value in new.items():
-                plain.parameters[name].copy_(value)
+            for name, state in states.items():
+                w = plain.parameters[name]
+                given = (optimizer, name, w, clipped[name], state, step + 1, rate)
+                new, doubts[name] = doubted_update(*given, error=error, in_block=name.startswith(plain.blocks))
+                scale = max(scale, float((new - w).abs().max()) if w.numel() else 0.0)
+                w.copy_(new)
+        unsure = {name: doubt > update_tolerance / 2 * scale for name, doubt in doubts.items()}
         yield PlainStep(
             step=step,
             loss=loss,
             norm=norm,
             gradients=gradients,
-            parameters={name: each.detach().clone() for name, each in plain.parameters.items()},
-            buffers={name: each.detach().clone() for name, each in plain.buffers.items()},
+            parameters={name: each.detach() for name, each in plain.parameters.items()},
+            buffers=plain.buffers,
             update_scale=scale,
             undetermined={name: mask for name, mask in unsure.items() if bool(mask.any())},
         )
@@ -216,30 +252,19 @@ def update(
     return _RULES[method](optimizer, w, g, state, t, rate * scale, decay)
 
 
-def _updated(
-    plain: Plain, optimizer: Any, weights: Tensors, gradients: Tensors, states: dict[str, Tensors], rate: float,
-    step: int,
-) -> Tensors:  # fmt: skip
-    return {
-        name: update(
-            optimizer, name, w, gradients[name], states[name], step + 1, rate, in_block=name.startswith(plain.blocks)
-        )
-        for name, w in weights.items()
-    }
-
-
-def _perturbed(
-    plain: Plain, optimizer: Any, weights: Tensors, gradients: Tensors, states: dict[str, Tensors], rate: float,
-    step: int, size: float,
-) -> Tensors:  # fmt: skip
-    """The update if the gradient had a rounding error of that size."""
-    signs = torch.Generator().manual_seed(step)
-    moved = {}
-    for name, each in gradients.items():
-        sign = torch.randint(2, each.shape, generator=signs).to(each) * 2 - 1
-        moved[name] = each + size * sign
-    copies = {name: dict(state) for name, state in states.items()}
-    return _updated(plain, optimizer, weights, moved, copies, rate, step)
+def doubted_update(
+    optimizer: Any, name: str, w: Tensor, g: Tensor, state: Tensors, t: int, rate: float, *, error: float,
+    in_block: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`update`, and how far each element would move if the gradient had a rounding error of that size."""
+    signs = torch.randint(2, g.shape, generator=torch.Generator().manual_seed(t)).to(g) * 2 - 1
+    before = dict(state)
+    new = update(optimizer, name, w, g, state, t, rate, in_block=in_block)
+    doubt = torch.zeros_like(new)
+    for moved in (g + error * signs, g - error * signs):
+        other = update(optimizer, name, w, moved, dict(before), t, rate, in_block=in_block)
+        doubt = torch.maximum(doubt, (other - new).abs())
+    return new, doubt
 
 
 def _mean(state: Tensors, key: str, value: Tensor, beta: float) -> Tensor:

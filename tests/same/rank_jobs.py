@@ -18,6 +18,7 @@ from meshwright.runtime import parity
 from meshwright.runtime.loop import Samples
 from meshwright.runtime.model import Opened, open_config, open_model
 from meshwright.runtime.optimizer import OptimizerConfig
+from meshwright.runtime.plain_model import plain_model, plain_of
 from meshwright.simulate.price import price
 
 CPU = torch.device("cpu")
@@ -28,9 +29,22 @@ def reference_job(
     *, config: dict[str, Any], optimizer: dict[str, Any], batch: int, sequence: int, steps: int, dtype: str,
     folder: str, techniques: list[dict[str, Any]] | None = None, rank: int, num_ranks: int, rendezvous: str,
 ) -> None:  # fmt: skip
-    """One device, with techniques that own no axis where they are given."""
+    """One device in plain torch; in our own loop with techniques that own no axis, where they are given."""
     rates = decode(OptimizerConfig, optimizer, "optimizer")
     opened, samples = open_tiny(config, batch, sequence, dtype)
+    if not techniques and dtype == "float64":
+        wide: dict[str, Any] = {"sequence": sequence, "dtype": torch.float64}
+        if "section" in config:
+            plain = plain_model(decode(ModelSection, config["section"], "model"), seed=0, **wide)
+        else:
+            plain = plain_of(opened, **wide)
+
+        def batch_of(step: int) -> Any:
+            given = samples(step, 0, 1)
+            return given.inputs, given.targets, given.weights
+
+        parity.write_plain(Path(folder), plain, batch_of, rates, steps, microbatch=batch)
+        return
     plan = {"techniques": techniques or [], "batch": batch, "microbatch": batch}
     alone = Plan.from_json(json.dumps(plan))
     parity.write_reference(Path(folder), opened, rates, samples, steps, dtype=dtype, batch=batch, plan=alone)
