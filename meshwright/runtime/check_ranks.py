@@ -144,12 +144,12 @@ def _batches(run: RunConfig, batch: int, cache: str, dtype: str) -> BatchOf:
 def _spread(plain: Plain, batch: Any, plan: Plan, sees_batch: bool) -> dict[str, float]:
     """How far the first gradient departs if one device takes the samples in another order and in other microbatches."""
     kept = {name: each.clone() for name, each in plain.buffers.items()}
-    size = plan.batch if sees_batch else plan.microbatch
-    other = plan.batch if sees_batch or size < plan.batch else max(1, plan.batch // 2)
+    rows = plan.batch if sees_batch else plan.microbatch
+    others_rows = plan.batch if sees_batch or rows < plan.batch else max(1, plan.batch // 2)
     inputs, targets, weights = batch
     flipped = map_inputs(inputs, lambda tensor: tensor.flip(0)), targets.flip(0), weights.flip(0)
-    loss, gradients = gradient(plain, batch, size)
-    other_loss, others = gradient(plain, flipped, other)
+    loss, gradients = gradient(plain, batch, rows)
+    other_loss, others = gradient(plain, flipped, others_rows)
     for name, each in plain.buffers.items():
         each.copy_(kept[name])
     largest = max((float((g - others[name]).abs().max()) for name, g in gradients.items() if g.numel()), default=0.0)
