@@ -94,6 +94,9 @@ class Technique:
     sums_late: ClassVar[bool] = False
     """It sums gradients over its axis itself, once the backward passes are over, of what it does not cut."""
 
+    draws_alike: ClassVar[bool] = True
+    """Layers draw the random numbers (of dropout) that they would draw without it, sample by sample."""
+
     @property
     def splits_backward(self) -> bool:
         """Weights' gradients are made apart from their inputs', out of autograd's sight."""

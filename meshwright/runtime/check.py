@@ -122,12 +122,9 @@ def _require(config: RunConfig, plan: Plan, profile: Profile) -> None:
 
 def keeps_dropout(plan: Plan) -> bool:
     """Whether the plan draws the random numbers of one device, seeded rank by rank: ranks differ in their samples
-    only, and nothing is compiled."""
-    return set(plan.sample_axes) == set(plan.mesh) == set(plan.replica_axes) and _is_eager(plan)
-
-
-def _is_eager(plan: Plan) -> bool:
-    return all(technique.phase != "compile" for technique in plan.techniques)
+    only."""
+    is_local = set(plan.mesh) == set(plan.replica_axes)
+    return is_local and all(technique.draws_alike for technique in plan.techniques)
 
 
 class _Comparing:
@@ -146,7 +143,7 @@ class _Comparing:
             if rounds:
                 parts.append(self._rounded(plan, answer, Path(folder)))
         # Techniques that replay a forward must replay its random numbers; with axes, one rank shows that they do.
-        alone = tuple(t for t in exact.techniques if not t.axis and t.phase != "compile")
+        alone = tuple(t for t in exact.techniques if not t.axis and t.draws_alike)
         if answer["is_random"] and answer["dropout"] == "off" and alone:
             local = replace(exact, techniques=alone, axis_order=(), groups=(), batch=plan.microbatch * 3)
             with tempfile.TemporaryDirectory(prefix="mw-check-") as folder:
@@ -154,7 +151,7 @@ class _Comparing:
                 parts.append(self._exact(local, answer, Path(folder), "one rank, dropout kept, "))
         return parts
 
-    def _common(self, folder: Path, plan: Plan) -> dict[str, Any]:
+    def _arguments(self, folder: Path, plan: Plan) -> dict[str, Any]:
         return {
             "config": encode(self.config),
             "folder": str(folder / "reference"),
@@ -166,13 +163,13 @@ class _Comparing:
     def _reference(self, plan: Plan, folder: Path, keeps: bool, rounds: bool) -> dict[str, Any]:
         more = " and in bf16" if rounds else ""
         self.report(f"one device in plain torch: {self.steps} steps of {plan.batch} samples in float64{more}")
-        arguments = {**self._common(folder, plan), "keeps_dropout": keeps, "rounds": rounds}
+        arguments = {**self._arguments(folder, plan), "keeps_dropout": keeps, "rounds": rounds}
         (answer,) = self.pool.run(f"{_JOBS}:reference_job", arguments, 1, timeout_seconds=3600)
         return dict(answer)
 
     def _ranks(self, plan: Plan, exactness: str, answer: dict[str, Any], folder: Path, tolerance: float) -> list[Any]:
         self.report(f"{plan.num_ranks} ranks: {plan}")
-        arguments = {**self._common(folder, plan), "tolerance": tolerance, "answer": answer}
+        arguments = {**self._arguments(folder, plan), "tolerance": tolerance, "answer": answer}
         arguments |= {"exactness": exactness, "dtype": DTYPE[exactness]}
         return self.pool.run(f"{_JOBS}:parity_job", arguments, plan.num_ranks, timeout_seconds=3600)
 
@@ -180,9 +177,9 @@ class _Comparing:
         spread = answer["spread"]
         tolerance, source = TOLERANCE, "float64"
         if TOLERANCE / 10 < spread <= MOST_SPREAD:
-            tolerance, source = 10 * spread, f"one device with other microbatches departs by {spread:.1e} from itself"
+            tolerance, source = 10 * spread, f"10 x what one device departs from itself, {spread:.1e}"
         elif spread > MOST_SPREAD:
-            source = f"float64; one device with other microbatches departs by {spread:.1e} from itself"
+            source = f"float64; one device departs by {spread:.1e} from itself"
         answers = self._ranks(plan, "exact", answer, folder, tolerance)
         departures = _listed(answers)
         for step in answer["wrong_rates"]:

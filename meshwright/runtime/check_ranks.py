@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from math import isclose
 from pathlib import Path
@@ -41,6 +41,7 @@ from meshwright.runtime.reference import (
     BatchOf,
     MeanDraws,
     Plain,
+    WideCasts,
     draws,
     gradient,
     learning_rate,
@@ -142,21 +143,26 @@ def _batches(run: RunConfig, batch: int, cache: str, dtype: str) -> BatchOf:
 
 
 def _spread(plain: Plain, batch: Any, plan: Plan, sees_batch: bool) -> dict[str, float]:
-    """How far the first gradient departs if one device takes the samples in another order and in other microbatches."""
-    kept = {name: each.clone() for name, each in plain.buffers.items()}
+    """How far one device departs from itself in the first gradient: with the samples in another order and in other
+    microbatches, and without the module's own casts to float32."""
+    saved = {name: each.clone() for name, each in plain.buffers.items()}
     rows = plan.batch if sees_batch else plan.microbatch
-    others_rows = plan.batch if sees_batch or rows < plan.batch else max(1, plan.batch // 2)
+    other_rows = plan.batch if sees_batch or rows < plan.batch else max(1, plan.batch // 2)
     inputs, targets, weights = batch
     flipped = map_inputs(inputs, lambda tensor: tensor.flip(0)), targets.flip(0), weights.flip(0)
     loss, gradients = gradient(plain, batch, rows)
-    other_loss, others = gradient(plain, flipped, others_rows)
+    others = [gradient(plain, flipped, other_rows)]
+    with suppress(RuntimeError), WideCasts():  # a module may insist on float32
+        others.append(gradient(plain, batch, rows))
     for name, each in plain.buffers.items():
-        each.copy_(kept[name])
-    largest = max((float((g - others[name]).abs().max()) for name, g in gradients.items() if g.numel()), default=0.0)
+        each.copy_(saved[name])
     norm = sum(float(g.square().sum()) for g in gradients.values()) ** 0.5
     size = max((float(g.abs().max()) for g in gradients.values() if g.numel()), default=0.0)
-    spread = max(largest / norm if norm else 0.0, abs(loss - other_loss) / abs(loss) if loss else 0.0)
-    return {"spread": spread, "noise": largest / size if size else 0.0}
+    largest = spread = 0.0
+    for other_loss, found in others:
+        largest = max([largest, *(float((g - found[n]).abs().max()) for n, g in gradients.items() if g.numel())])
+        spread = max(spread, largest / (norm or 1.0), abs(loss - other_loss) / (abs(loss) or 1.0))
+    return {"spread": spread, "noise": largest / (size or 1.0)}
 
 
 def _rounded_control(

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from meshwright.checkpoint.hf_names import Part, parts_of_decoder
 from meshwright.core.box import Box
@@ -27,7 +26,7 @@ from meshwright.models.moe import MoE
 from meshwright.models.section import ModelSection
 from meshwright.ops.batch_norm import BatchNorm
 from meshwright.runtime.model import Opened, open_model
-from meshwright.runtime.reference import Plain, Tensors
+from meshwright.runtime.reference import Plain, Tensors, WideCasts
 
 LONGEST_EAGER = 512
 """Tokens up to which transformers' attention is the plain softmax of scores."""
@@ -119,16 +118,6 @@ def _of_module(module: nn.Module, opened: Opened, values: Tensors, dtype: torch.
     return Plain(parameters=leaves, forward=forward, buffers=learnt, blocks=_blocks(opened))
 
 
-class _Wide(TorchFunctionMode):
-    """float64 wherever a module asks for float32 by name, so that nothing is rounded on the way."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        func = Tensor.double if func is Tensor.float else func
-        args = tuple(torch.float64 if each is torch.float32 else each for each in args)
-        kwargs = {key: torch.float64 if each is torch.float32 else each for key, each in (kwargs or {}).items()}
-        return func(*args, **kwargs)
-
-
 def _of_transformers(config: DecoderConfig, opened: Opened, sequence: int, dtype: torch.dtype) -> Plain | None:
     """transformers' module of the family; None where no family computes this, or transformers is not there."""
     if importlib.util.find_spec("transformers") is None or config.balance:  # its balancing loss is another one
@@ -139,7 +128,7 @@ def _of_transformers(config: DecoderConfig, opened: Opened, sequence: int, dtype
         return None
     import transformers
 
-    wide: Callable[[], Any] = _Wide if dtype == torch.float64 else nullcontext
+    wide: Callable[[], Any] = WideCasts if dtype == torch.float64 else nullcontext
     kind: Any = getattr(transformers, family)
     with wide(), parameters_on_meta():
         settings = kind.config_class(**{k: v for k, v in config_for(config).items() if k != "architectures"})

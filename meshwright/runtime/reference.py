@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Tensors = dict[str, Tensor]
@@ -41,6 +42,16 @@ def plain_losses(output: Any, targets: Tensor) -> Tensor:
         return (output.reshape(targets.shape).to(targets.dtype) - targets) ** 2
     wide = output.float() if output.dtype in (torch.bfloat16, torch.float16) else output
     return F.cross_entropy(wide.flatten(0, -2), targets.flatten(), reduction="none").view(targets.shape)
+
+
+class WideCasts(TorchFunctionMode):
+    """float64 wherever a module asks for float32 by name, so that nothing is rounded on the way."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func = Tensor.double if func is Tensor.float else func
+        args = tuple(torch.float64 if each is torch.float32 else each for each in args)
+        kwargs = {key: torch.float64 if each is torch.float32 else each for key, each in (kwargs or {}).items()}
+        return func(*args, **kwargs)
 
 
 class MeanDraws(TorchDispatchMode):

@@ -27,6 +27,7 @@ from meshwright.core.work import Compute, Num, Resident, Work, replace
 class Compile(Technique):
     name: ClassVar[str] = "compile"
     phase: ClassVar[str] = "compile"
+    draws_alike: ClassVar[bool] = False
 
     backend: Literal["inductor", "aot_eager"] = "inductor"
 
