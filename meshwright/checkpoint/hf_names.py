@@ -186,30 +186,7 @@ def parts_gpt2(name: str, shape: Shape) -> tuple[Part, ...]:
 def parts_by_name(name: str, shape: Shape, stored: Container[str]) -> tuple[Part, ...]:
     """For a module of transformers' own: its name, or what that was called before; empty when nothing is found."""
     old = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
-    moe = name.replace(".mlp.", ".block_sparse_moe.")
-    for each in (name, name.partition(".")[2], f"model.{name}", f"transformer.{name}", old, moe):
+    for each in (name, name.partition(".")[2], f"model.{name}", f"transformer.{name}", old):
         if each in stored:
             return (Part.whole(each, shape),)
-    experts = re.fullmatch(r"(.+\.experts)\.(gate_up_proj|down_proj)", name)
-    if not experts or len(shape) != 3:
-        return ()
-    for stem in (experts[1], experts[1].replace(".mlp.", ".block_sparse_moe.")):
-        for gate, up, down in (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")):
-            if f"{stem}.0.{gate}.weight" in stored:
-                names = (down,) if experts[2] == "down_proj" else (gate, up)
-                return _unstacked(stem, names, shape)
     return ()
-
-
-def _unstacked(stem: str, names: tuple[str, ...], shape: Shape) -> tuple[Part, ...]:
-    rows = shape[1] // len(names)
-    return tuple(
-        Part(
-            name=f"{stem}.{expert}.{name}.weight",
-            shape=(rows, shape[2]),
-            at=Box(shape, (expert, index * rows, 0), (1, rows, shape[2])),
-            start=(0, 0, 0),
-        )
-        for expert in range(shape[0])
-        for index, name in enumerate(names)
-    )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from meshwright.checkpoint.hf_convert import Conversion, conversions
 from meshwright.checkpoint.hf_names import Part, Shape, parts_by_name, parts_of_decoder
 from meshwright.checkpoint.safe import open_folder, raise_first
 from meshwright.core.box import Box
@@ -48,19 +48,75 @@ def source_of_decoder(held: Tensors, config: DecoderConfig) -> Source:
     return source_of_parts(held, parts_of_decoder(config, held.tensors.keys()))
 
 
-def source_of_named(folder: str | Path, shapes: Mapping[str, Shape] | None = None) -> Source:
-    """The weights of a module whose parameters are called as in the folder. `shapes`: all of them, to check first."""
+def source_of_named(folder: str | Path, module: nn.Module) -> Source:
+    """The weights of transformers' own module; everything missing or wrong in the folder is said first.
+
+    Its lasting buffers are filled at once.
+    """
     held = open_folder(folder)
-    raise_first(list(problems_by_name(held, shapes or {})))
-    parts: dict[str, tuple[Part, ...]] = {}
+    named = NamedTensors(held, module)
+    raise_first(list(named.problems()))
+    named.fill_buffers()
+    return named.read
 
-    def read(name: str, box: Box, dtype: torch.dtype) -> Tensor:
-        if name not in parts:
-            raise_first(list(problems_by_name(held, {name: tuple(box.shape)})))
-            parts[name] = parts_by_name(name, tuple(box.shape), held.tensors)
-        return read_parts(held, parts[name], box, dtype)
 
-    return read
+class NamedTensors:
+    """A module's parameters in a folder: by their own names, or by transformers' rules for loading."""
+
+    def __init__(self, held: Tensors, module: nn.Module):
+        self.held, self.module = held, module
+        self.renamed, self.converted = conversions(module, held.tensors)
+        names: dict[int, list[str]] = {}
+        for name, value in module.named_parameters(remove_duplicate=False):
+            names.setdefault(id(value), []).append(name)
+        self.names = {each: own for own in names.values() for each in own}
+        """Tied parameters have several names, and the folder may have any of them."""
+
+    def problems(self) -> Iterator[Problem]:
+        """Every parameter must be there; what else the folder has is not this module's concern."""
+        for name, value in self.module.named_parameters():
+            shape, where = tuple(value.shape), self.held.where
+            parts, conversion = self._found(name, shape)
+            if conversion is not None:
+                made = conversion.shapes(self.held.tensors)
+                parts = tuple(Part.whole(each, tuple(self.held.tensors[each].shape)) for _, each in conversion.taken)
+                if shape not in [made.get(each) for each in self.names[name]]:
+                    what = f"what is stored for {name!r} has shape {made.get(name)}, this model needs {shape}."
+                    yield Problem(where=where, what=what)
+            elif not parts:
+                fix = "If transformers loads it under other names, load it in a factory: from_pretrained(FOLDER)."
+                yield Problem(where=where, what=f"has no tensor {name!r}.", fix=fix)
+            yield from _part_problems(self.held, parts)
+
+    def read(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
+        parts, conversion = self._found(name, tuple(box.shape))
+        if conversion is None:
+            return read_parts(self.held, parts, box, dtype)
+        made = conversion.made(self._whole)
+        return next(made[each] for each in self.names[name] if each in made)[box.slices].to(dtype)
+
+    def fill_buffers(self) -> None:
+        """Those that are part of what was learnt, such as a router's corrections."""
+        lasting = self.module.state_dict()
+        for name, buffer in self.module.named_buffers():
+            stored = self.held.tensors.get(self.renamed.get(name, name))
+            if name in lasting and stored is not None and tuple(stored.shape) == tuple(buffer.shape):
+                buffer.copy_(self._whole(self.renamed.get(name, name)))
+
+    def _whole(self, stored: str) -> Tensor:
+        return _read(self.held, stored, Box.whole(tuple(self.held.tensors[stored].shape)))
+
+    def _found(self, name: str, shape: Shape) -> tuple[tuple[Part, ...], Conversion | None]:
+        """A parameter's parts, or the rule that makes it; neither where it is missing."""
+        for each in self.names.get(name, [name]):
+            if each in self.renamed:
+                return (Part.whole(self.renamed[each], shape),), None
+            if each in self.converted:
+                parts = self.converted[each].stacked(shape, self.held.tensors)
+                return parts, None if parts else self.converted[each]
+            if parts := parts_by_name(each, shape, self.held.tensors):
+                return parts, None
+        return (), None
 
 
 def source_of_parts(held: Tensors, parts: Mapping[str, tuple[Part, ...]]) -> Source:
@@ -89,18 +145,6 @@ def problems_of(held: Tensors, config: DecoderConfig) -> Problems:
         if not problems:
             problems += _untied(held, parts["embed.tokens.weight"][0].name)
     problems += [Problem(where=held.where, what=f"{name[:80]!r} is no tensor of this model.") for name in extra]
-    return tuple(problems)
-
-
-def problems_by_name(held: Tensors, shapes: Mapping[str, Shape]) -> Problems:
-    """For a module of transformers' own: every parameter must be there; what else the folder has is not its concern."""
-    problems: list[Problem] = []
-    for name, shape in shapes.items():
-        parts = parts_by_name(name, shape, held.tensors)
-        if not parts:
-            fix = "If transformers loads it under other names, load it in a factory: from_pretrained(FOLDER)."
-            problems.append(replace(_missing(held, name), fix=fix))
-        problems += _part_problems(held, parts)
     return tuple(problems)
 
 

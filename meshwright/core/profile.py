@@ -164,7 +164,8 @@ class Profile:
     stream: Literal["compute", "parameters"] = "compute"
     """Dtype of what flows from layer to layer: the one computed in, or (under autocast) the parameters'."""
     block_path: str = "blocks"
-    """Blocks are called PATH.0, PATH.1 and so on; their parameters' names begin so."""
+    """Blocks are called PATH.0, PATH.1 and so on; their parameters' names begin so. Other names are all listed,
+    separated by commas."""
     uncut: Mapping[str, str] = field(default_factory=dict)
     """What of this model cannot be divided, and why: `inside` (of a layer), `sequence` (between such regions),
     `stages`, `loss` (over tokens, in pieces), `samples` (of a batch, over time)."""
@@ -175,6 +176,10 @@ class Profile:
     @property
     def block_layers(self) -> tuple[Layer, ...]:
         return tuple(layer for layer in self.layers if layer.is_block)
+
+    def block_name(self, number: int) -> str:
+        names = self.block_path.split(",")
+        return names[number] if len(names) > 1 else f"{self.block_path}.{number}".lstrip(".")
 
     def blocks_within(self, first: int, count: int) -> tuple[int, ...]:
         """Of `count` blocks from `first` on, how many are of each block layer."""

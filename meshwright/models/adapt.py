@@ -1,14 +1,16 @@
 """Any `nn.Module` as a `Model`: the module's own forward runs unchanged, on every stage.
 
-A stage keeps its blocks. Those before it are stand-ins that pass on what they are given, the last of them handing out
-what came from the stage before; the first one after it ends the forward and takes what it is given to the next stage.
-Parameters that only other stages need are hollow: zeros of the right shape without memory.
+A stage keeps its blocks. The others stay where they are, so that the forward around them may ask for whatever they
+have, but do nothing: those before the stage pass on what they are given, the last of them handing out what came from
+the stage before; the first one after it ends the forward. Parameters that only other stages need are hollow: zeros of
+the right shape without memory. Whether a forward bears that is tried without values, stage by stage (`cut_problem`).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,8 +21,8 @@ from torch import Tensor, nn
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.profile import Profile
 from meshwright.models.borders import Regions, regions_of
-from meshwright.models.examine import Anatomy, Template, examine
-from meshwright.models.factory import last_line, look
+from meshwright.models.examine import Anatomy, Coins, Template, examine, first_line, run_apart, tracing
+from meshwright.models.factory import last_line, look, take_over_experts
 from meshwright.models.measure import ENDS, end_names, hidden_shape, profile_of_module
 from meshwright.models.regions import Found, linear_dims
 from meshwright.ops.batch_norm import BatchNorm
@@ -32,11 +34,12 @@ Loss = Callable[[Any, Tensor], Tensor]
 
 
 def scores(output: Any) -> Tensor:
-    """The tensor of scores in an output: itself, transformers' `logits`, or the first of a tuple."""
+    """The tensor of scores in an output: itself, `logits` in a dict or as an attribute, or the first of a tuple."""
     if isinstance(output, Tensor):
         return output
-    if isinstance(getattr(output, "logits", None), Tensor):
-        return output.logits
+    found = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    if isinstance(found, Tensor):
+        return found
     if isinstance(output, tuple | list) and output and isinstance(output[0], Tensor):
         return output[0]
     what = f"the module returns a {type(output).__name__}: no tensor of scores in it."
@@ -66,19 +69,23 @@ class _Handed(Exception):
         self.hidden = hidden
 
 
-class _StandIn(nn.Module):
-    """In place of a block that is on another stage. The forward around it may still ask for its plain attributes."""
+def _idle(block: nn.Module, act: Callable[[Tensor], Any]) -> nn.Module:
+    """`block`, which from now on does nothing but `act`, whoever watches it."""
 
-    def __init__(self, block: nn.Module, act: Callable[[Tensor], Any]):
-        super().__init__()
-        plain = {k: v for k, v in vars(block).items() if not k.startswith("_") and not isinstance(v, Tensor)}
-        for name, value in plain.items():
-            if name not in ("training", "forward"):
-                setattr(self, name, value)
-        self.act = act
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return act(args[0] if args else next(iter(kwargs.values())))
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.act(args[0] if args else next(iter(kwargs.values())))
+    for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+        object.__setattr__(block, name, OrderedDict())
+    block.__dict__["forward"] = forward
+    return block
+
+
+def _twin(block: nn.Module) -> nn.Module:
+    """Another module with everything the block has, now and later."""
+    made = object.__new__(type(block))
+    made.__dict__.update(block.__dict__)
+    return made
 
 
 class Adapted(Model):
@@ -97,12 +104,14 @@ class Adapted(Model):
         }
         self.received: Tensor | None = None
         self.spans: Spans = ((0, anatomy.num_blocks),)
-        self.aside: dict[int, _StandIn] = {}
+        self.aside: dict[int, nn.Module] = {}
         """For blocks that are here, while others have their turn."""
         self.ends_here = tuple(tuple(names) for names in end_names(module, anatomy))
         self.right: Tensor | None = None
-        self.hollow: list[tuple[nn.Module, str, torch.Size]] = []
-        """Parameters of other stages, which the forward around the blocks may still read."""
+        self.left: Tensor | None = None
+        """What the last block of a span handed on, where the forward does something to it before the next."""
+        self.hollow: list[tuple[nn.Module, str, Tensor]] = []
+        """Parameters and buffers of other stages, which the forward around the blocks may still read."""
         self.vocab_size = self.num_scores = 0  # not known
         self.idle: tuple[str, ...] = ()
         """Parameters that the scores do not depend on, as far as that is known."""
@@ -122,7 +131,7 @@ class Adapted(Model):
         except _Handed as stop:
             return stop.hidden.to(self.parameter_dtype())
         finally:
-            self.received = None
+            self.received = self.left = None
         if targets is None or weights is None:
             return scores(output)
         losses = self.loss(output, targets)
@@ -163,67 +172,73 @@ class Adapted(Model):
     def public_name(self, name: str) -> str:
         return name.removeprefix("module.")
 
-    def _list(self) -> nn.Module:
-        return self.module.get_submodule(self.anatomy.path)
+    def _blocks(self) -> list[nn.Module]:
+        return [self.module.get_submodule(name) for name in self.anatomy.names]
 
     def parts(self) -> Iterable[Part]:
-        prefix = f"module.{self.anatomy.path}.".replace("..", ".")
         before, after = (tuple(f"module.{name}" for name in names) for names in self.ends_here)
         if before:
             yield Part(name=ENDS[0], kind=ENDS[0], module=None, own=before)
-        if self.anatomy.num_blocks:
-            children = list(self._list().named_children())
-            for name, block in (children[at] for span in self.spans for at in range(*span)):
-                yield Part(name=f"{prefix}{name}", kind="", module=block, is_block=True)
+        for at in (at for span in self.spans for at in range(*span)):
+            name = f"module.{self.anatomy.names[at]}"
+            yield Part(name=name, kind="", module=self.get_submodule(name), is_block=True)
         if after:
             yield Part(name=ENDS[1], kind=ENDS[1], module=None, own=after)
 
     def keep(self, spans: Spans) -> None:
-        children = list(self._list().named_children())
         before, after = self.ends_here
-        for index, (name, block) in enumerate(children):
-            stand_in = _StandIn(block, functools.partial(self._stand_in, index))
+        blocks = self._blocks()
+        for index, block in enumerate(blocks):
+            act = functools.partial(self._stand_in, index)
             if not is_within(spans, index):
-                setattr(self._list(), name, stand_in)
+                self.hollow += [each for inner in block.modules() for each in _hollow(inner, list(_own_tensors(inner)))]
+                _idle(block, act)
             elif len(spans) > 1:
-                self.aside[index] = stand_in
+                self.aside[index] = _idle(_twin(block), act)
+            if any(index + 1 == last for _, last in spans) and index + 1 in self.anatomy.between:
+                block.register_forward_hook(self._leave)
         self.spans = spans
         self.ends_here = (
             before if is_within(spans, 0) else (),
-            after if is_within(spans, len(children) - 1) else (),
+            after if is_within(spans, len(blocks) - 1) else (),
         )
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         shared = {id(parameters[name]) for names in self.ends_here for name in names}
         gone = {id(parameters[name]) for name in (*before, *after)} - shared
-        self.hollow += [_hollow(self.module, name) for name, value in parameters.items() if id(value) in gone]
+        for each in self.module.modules():
+            names = [name for name, value in each._parameters.items() if id(value) in gone]
+            if names and isinstance(each, BatchNorm):  # its statistics are another stage's, too
+                _idle(each, lambda x: x)
+                names = list(_own_tensors(each))
+            self.hollow += _hollow(each, names)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.left = output[0] if isinstance(output, tuple) else output
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
         """Blocks whose turn it is not stand aside, so that nobody who watches them thinks they ran."""
-        if not self.aside:
-            yield
-            return
-        modules = self._list()._modules
-        names = list(modules)
-        resting = {names[at]: modules[names[at]] for at in self.aside if not self.runs(at)}
-        modules.update({names[at]: stand_in for at, stand_in in self.aside.items() if not self.runs(at)})
+        resting: list[tuple[nn.Module, str, nn.Module]] = []
+        for at, stand_in in self.aside.items():
+            if not self.runs(at):
+                path, _, name = self.anatomy.names[at].rpartition(".")
+                holder = self.module.get_submodule(path)
+                resting.append((holder, name, holder._modules[name]))
+                holder._modules[name] = stand_in
         try:
             yield
         finally:
-            modules.update(resting)
+            for holder, name, block in resting:
+                holder._modules[name] = block
 
     def _stand_in(self, index: int, hidden: Tensor) -> Any:
         first, last = self.span or self.spans[0]
         if index >= last:
-            raise _Handed(hidden)
+            raise _Handed(self.left if index in self.anatomy.between and self.left is not None else hidden)
         if index < first - 1:  # whatever this is, the last one before the span hands in what was received
-            return self._structured(hidden)
+            return self.anatomy.returned[index].made(hidden)
         assert self.received is not None, "a later stage is given what the stage before it made"
-        return self._structured(self.received)
-
-    def _structured(self, hidden: Tensor) -> Any:
-        length = self.anatomy.returns_tuple
-        return (hidden, *(None,) * (length - 1)) if length else hidden
+        return self.anatomy.returned[index].made(self.received)
 
     def _regions_here(self) -> Iterator[tuple[nn.Module, Found]]:
         """Those whose weights are on this stage."""
@@ -244,9 +259,10 @@ class Adapted(Model):
             found.split(block, index, ways)
 
     def set_place(self, device: torch.device, dtype: torch.dtype) -> None:
-        for holder, attribute, shape in self.hollow:
+        for holder, attribute, old in self.hollow:
             # Not a parameter, and all its elements are one.
-            setattr(holder, attribute, torch.zeros((), device=device, dtype=dtype).expand(shape))
+            wide = dtype if isinstance(old, nn.Parameter) else old.dtype
+            setattr(holder, attribute, torch.zeros((), device=device, dtype=wide).expand(old.shape))
 
     def boundary(self, inputs: Inputs, block: int) -> tuple[int, ...]:
         first = inputs[0] if isinstance(inputs, tuple) else inputs
@@ -259,12 +275,69 @@ class Adapted(Model):
                 module.groups = (*module.groups, group)
 
 
-def _hollow(module: nn.Module, name: str) -> tuple[nn.Module, str, torch.Size]:
-    path, _, attribute = name.rpartition(".")
-    holder = module.get_submodule(path)
-    old = holder._parameters.pop(attribute)
-    assert old is not None
-    return holder, attribute, old.shape
+def _own_tensors(module: nn.Module) -> Iterator[str]:
+    """Parameters and lasting buffers of a module itself."""
+    yield from (name for name, value in module._parameters.items() if value is not None)
+    lasting = (name for name, value in module._buffers.items() if value is not None)
+    yield from (name for name in lasting if name not in module._non_persistent_buffers_set)
+
+
+def _hollow(module: nn.Module, names: list[str]) -> list[tuple[nn.Module, str, Tensor]]:
+    held: list[tuple[nn.Module, str, Tensor]] = []
+    for name in names:
+        old = (module._parameters if name in module._parameters else module._buffers).pop(name)
+        assert old is not None
+        held.append((module, name, old.detach().to("meta") if not isinstance(old, nn.Parameter) else old))
+    return held
+
+
+@contextmanager
+def _restored(module: nn.Module) -> Iterator[None]:
+    """Whatever is done to the module and those inside of it is undone."""
+    held = []
+    for each in module.modules():
+        kept = ("_parameters", "_buffers", "_modules", "_forward_hooks")
+        held.append((each, dict(vars(each)), {k: dict(vars(each)[k]) for k in vars(each) if k in kept}))
+    try:
+        yield
+    finally:
+        for each, own, inner in held:
+            each.__dict__.clear()
+            each.__dict__.update(own)
+            for name, values in inner.items():
+                own[name].clear()
+                own[name].update(values)
+
+
+def cut_problem(module: nn.Module, anatomy: Anatomy, template: Template) -> str:
+    """Why the forward fails where only one block is there; empty if it never does."""
+    samples, sequence = 2, max(1, min(4, template.sequence))
+    with tracing(module, run_module, template), Coins(0.5):
+        for index in range(anatomy.num_blocks):
+            with _restored(module):
+                why = _stage_problem(module, anatomy, template, index, (samples, sequence))
+            if why:
+                return f"where only block {index} is there, its forward {why}."
+    return ""
+
+
+def _stage_problem(module: nn.Module, anatomy: Anatomy, template: Template, index: int, sizes: tuple[int, int]) -> str:
+    stage = Adapted(module, anatomy, {}, template, lambda output, targets: targets)
+    stage.keep(((index, index + 1),))
+    dtype = stage.parameter_dtype()
+    stage.set_place(torch.device("cpu"), dtype)
+    received = torch.zeros(hidden_shape(anatomy, index, *sizes), dtype=dtype)
+
+    def call(stage: nn.Module, inputs: Inputs) -> Tensor:
+        found: Tensor = stage(inputs, torch.zeros(1), torch.zeros(1), received)
+        return found
+
+    try:
+        output, _ = run_apart(stage, call, template.shaped(*sizes))
+    except Exception as error:
+        return f"fails ({type(error).__name__}: {first_line(error)})"
+    is_last = index + 1 == anatomy.num_blocks
+    return "" if is_last or output.shape == hidden_shape(anatomy, index + 1, *sizes) else "does not stop after it"
 
 
 def adopt_batch_norms(module: nn.Module) -> bool:
@@ -288,11 +361,18 @@ def adopt_batch_norms(module: nn.Module) -> bool:
     return is_any
 
 
+def _leave_alone() -> None:
+    """In place of `flatten_parameters`."""
+
+
 def adapt(module: nn.Module, example: Inputs, *, name: str, loss: Loss | None = None) -> tuple[Adapted, Profile]:
     """A module as a `Model` with its profile. Its tensors stay where they are."""
+    take_over_experts(module)
     for each in module.modules():
         if hasattr(getattr(each, "config", None), "use_cache"):
             each.config.use_cache = False
+        if isinstance(each, nn.RNNBase):  # would move its weights while others hold on to where they were
+            each.__dict__["flatten_parameters"] = _leave_alone
     has_statistics = adopt_batch_norms(module)
     template = Template.like(example)
     seen = look(module, run_module, example)
@@ -301,6 +381,8 @@ def adapt(module: nn.Module, example: Inputs, *, name: str, loss: Loss | None = 
         fix = "A module is called with what its data gives; return sample inputs like that from the factory."
         raise MeshwrightError([Problem(where=f"model {name}", what=what, fix=fix)])
     anatomy = examine(module, run_module, template)
+    if anatomy.num_blocks and not anatomy.no_stages:
+        anatomy.no_stages = cut_problem(module, anatomy, template)
     regions, no_inside = regions_of(module, run_module, template, anatomy)
     uncut = {
         "loss": "only our decoder's vocabulary can be gone through in pieces.",

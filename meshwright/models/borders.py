@@ -25,8 +25,8 @@ LEAST_SHARE = 0.01
 
 def regions_of(module: nn.Module, call: Call, template: Template, anatomy: Anatomy) -> tuple[Regions, str]:
     """The regions of all blocks, and why there are no others."""
-    blocks = dict(_blocks(module, anatomy.path))
-    names = list(blocks)[: anatomy.num_blocks]
+    names = anatomy.names
+    blocks = dict(_blocks(module, names))
     same = equal_runs([blocks[name] for name in names], anatomy.shapes)
     aside = {names[at]: names[first] for at, first in enumerate(same) if at != first}
     try:
@@ -53,16 +53,15 @@ def _cut(blocks: Mapping[str, nn.Module], regions: Regions) -> Iterator[tuple[nn
             yield from ((blocks[path], cut.name) for cut in region.cuts)
 
 
-def _blocks(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+def _blocks(module: nn.Module, names: tuple[str, ...]) -> Iterator[tuple[str, nn.Module]]:
     """The blocks between which stages are cut, first; and those of other lists (an encoder's)."""
-    chosen = [path] if path or isinstance(module, nn.Sequential) else []
-    for name, each in module.named_modules() if chosen != [""] else ():
-        is_apart = not any(name == other or name.startswith(f"{other}.") for other in chosen)
-        if isinstance(each, nn.ModuleList) and is_apart and not path.startswith(f"{name}.") and name:
-            chosen.append(name)
-    for name in chosen:
-        for child, block in module.get_submodule(name).named_children():
-            yield f"{name}.{child}".lstrip("."), block
+    yield from ((name, module.get_submodule(name)) for name in names)
+    taken = list(names)
+    for path, each in module.named_modules():
+        is_apart = not any(path == other or path.startswith(f"{other}.") for other in taken)
+        if path and isinstance(each, nn.ModuleList) and is_apart and not any(n.startswith(f"{path}.") for n in names):
+            taken.append(path)
+            yield from ((f"{path}.{child}", block) for child, block in each.named_children())
 
 
 def _calls(module: nn.Module, call: Call, template: Template, blocks: Mapping[str, nn.Module]) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
     first ──> block 0 ──> block 1 ──> ... ──> last
 
-The repeated blocks are the ModuleList or Sequential with the most parameters. Stages may be cut between them if each
-needs nothing of the others but the one tensor it is handed: each block is given a fresh copy of that tensor, and
-autograd then tells which parameters everything after it depends on.
+The repeated blocks are the ModuleList or Sequential with the most parameters, or several of them side by side. Stages
+may be cut between them if each needs nothing of the others but the one tensor it is handed: each block is given a fresh
+copy of that tensor, and autograd then tells which parameters everything after it depends on.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from meshwright.ops.model import Inputs, map_inputs
 
@@ -55,25 +57,96 @@ class Template:
         return map_inputs(self.example, make)
 
 
+class _Absent:
+    """In place of a tensor that only a block of another stage has. Whatever is done with it fails."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError("the second output of a block on another stage is used")
+
+    def __bool__(self) -> bool:
+        raise AttributeError("the second output of a block on another stage is used")
+
+
+ABSENT = _Absent()
+
+
+@dataclass(frozen=True)
+class Returned:
+    """How a block hands on its tensor: alone, or first in a tuple with other things."""
+
+    kind: type | None = None
+    rest: tuple[Any, ...] = ()
+
+    @classmethod
+    def like(cls, output: Any) -> Returned:
+        """Of `output`, its tensors left out."""
+        plain = (bool, int, float, str, type(None), torch.dtype)
+        if not isinstance(output, tuple):
+            return cls()
+        return cls(type(output), tree_map(lambda each: each if isinstance(each, plain) else ABSENT, tuple(output[1:])))
+
+    def made(self, hidden: Tensor, rest: Sequence[Any] | None = None) -> Any:
+        if self.kind is None:
+            return hidden
+        values = (hidden, *(self.rest if rest is None else rest))
+        return self.kind._make(values) if hasattr(self.kind, "_make") else values
+
+
 @dataclass(kw_only=True)
 class Anatomy:
     """The blocks of a module, and whether stages may be cut between them."""
 
-    path: str
-    """Of the list of blocks; empty where there is none worth the name."""
-    num_blocks: int
+    names: tuple[str, ...] = ()
+    """Of the blocks, in the order they run; none where there are none worth the name."""
     before: tuple[str, ...] = ()
     """Parameters used before the first block."""
     after: tuple[str, ...] = ()
     """Parameters used after the last one; tied ones may be in both."""
     no_stages: str = ""
     """Why stages cannot be cut; empty if they can."""
-    returns_tuple: int = 0
-    """Length of the tuple a block returns, its first entry being what it hands on; 0: it returns the tensor."""
+    returned: dict[int, Returned] = field(default_factory=dict)
+    """What a block returns."""
+    between: set[int] = field(default_factory=set)
+    """Blocks that are not given the very tensor that the one before returned: the forward does something to it."""
     shapes: list[tuple[Dim, ...]] = field(default_factory=list)
-    """Of what enters each block, and what leaves the last."""
+    """Of what enters the first block, and what leaves each."""
     calls: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
     """A block's arguments in the trace."""
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.names)
+
+    @property
+    def path(self) -> str:
+        """Of the list of blocks, where they are in one."""
+        return common_path(self.names)
+
+    def holds(self, name: str) -> bool:
+        """Whether a parameter is of a block."""
+        return name.startswith(tuple(f"{block}." for block in self.names))
+
+
+def common_path(names: Sequence[str]) -> str:
+    paths = {name.rpartition(".")[0] for name in names}
+    return paths.pop() if len(paths) == 1 else ""
+
+
+class Coins(TorchFunctionMode):
+    """A number drawn for a whole layer (`torch.rand([])`, as for layer drop) is the given one."""
+
+    def __init__(self, value: float):
+        super().__init__()
+        self.value = value
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_coin(func, args):
+            return torch.tensor(self.value)
+        return func(*args, **(kwargs or {}))
+
+
+def is_coin(func: Any, args: Any) -> bool:
+    return func is torch.rand and not any(args[0] if len(args) == 1 and not isinstance(args[0], int) else args)
 
 
 @contextlib.contextmanager
@@ -81,7 +154,7 @@ def tracing(module: nn.Module, call: Callable[[nn.Module, Inputs], Any], templat
     """Fake tensors inside, if the module runs on them; a forward that looks at values is run with values."""
     with quiet():
         try:
-            with FakeTensorMode(allow_non_fake_inputs=True):
+            with FakeTensorMode(allow_non_fake_inputs=True), Coins(0.5):
                 run_apart(module, call, template.shaped(1, min(2, template.sequence)))
             mode: Any = FakeTensorMode(allow_non_fake_inputs=True)
         except Exception:
@@ -137,25 +210,41 @@ def _stand_in(value: Tensor) -> Tensor:
     return value.detach().clone()
 
 
-def block_list(module: nn.Module, hint: str = "") -> tuple[str, nn.Module | None]:
-    """(path, list) of the repeated blocks: what the module says itself, or the list with the most parameters."""
-    found: list[tuple[int, str, nn.Module]] = []
+def block_names(module: nn.Module) -> list[tuple[str, ...]]:
+    """Lists of blocks to try, the best first: what the module says itself; else those with the most parameters.
+
+    Lists of equal blocks that hang side by side, as a ResNet's layer1 to layer4, may be one after the other.
+    """
+    hint = _blocks_hint(module)
+    lists: dict[str, nn.Module] = {}
+    beside: dict[tuple[str, type], list[str]] = {}
     for path, each in module.named_modules():
-        if isinstance(each, nn.ModuleList | nn.Sequential) and len(each) >= 2:
-            if path == hint and hint:
-                return path, each
-            is_alike = isinstance(each, nn.Sequential) or len({type(child) for child in each}) == 1
-            if is_alike:
-                found.append((sum(p.numel() for p in each.parameters()), path, each))
-    total = sum(p.numel() for p in module.parameters())
-    size, path, best = max(found, key=lambda item: item[0], default=(0, "", None))
-    return (path, best) if best is not None and 2 * size >= total > 0 else ("", None)
+        if isinstance(each, nn.ModuleList | nn.Sequential) and len(each):
+            kinds = {type(child) for child in each}
+            if len(each) >= 2 and (isinstance(each, nn.Sequential) or len(kinds) == 1):
+                lists[path] = each
+            if path and len(kinds) == 1:
+                beside.setdefault((path.rpartition(".")[0], kinds.pop()), []).append(path)
+    found = [_children(module, path) for path in lists]
+    found += [sum((_children(module, path) for path in paths), ()) for paths in beside.values() if len(paths) > 1]
+    sizes = {names: _size(module, names) for names in found}
+    total = sum(value.numel() for value in module.parameters())
+    best = sorted((names for names in found if 2 * sizes[names] >= total > 0), key=lambda names: -sizes[names])
+    return ([_children(module, hint)] if hint else []) + best[:2]
 
 
-def blocks_hint(module: nn.Module) -> str:
+def _children(module: nn.Module, path: str) -> tuple[str, ...]:
+    return tuple(f"{path}.{name}".lstrip(".") for name, _ in module.get_submodule(path).named_children())
+
+
+def _size(module: nn.Module, names: Sequence[str]) -> int:
+    return sum(value.numel() for name in names for value in module.get_submodule(name).parameters())
+
+
+def _blocks_hint(module: nn.Module) -> str:
     """The path transformers' own pipeline plan gives to the repeated layers."""
     plan = getattr(module, "_pp_plan", None) or {}
-    lists = [path for path in plan if isinstance(_submodule(module, path), nn.ModuleList)]
+    lists = [path for path in plan if isinstance(each := _submodule(module, path), nn.ModuleList) and len(each) > 1]
     return lists[0] if lists else ""
 
 
@@ -166,21 +255,31 @@ def _submodule(module: nn.Module, path: str) -> nn.Module | None:
 
 
 def examine(module: nn.Module, call: Callable[[nn.Module, Inputs], Any], template: Template) -> Anatomy:
-    path, blocks = block_list(module, blocks_hint(module))
-    if blocks is None:
-        return Anatomy(path="", num_blocks=0, no_stages="it has no list of blocks that holds most of its parameters.")
-    if shared := _shared(module, list(blocks)):
-        return Anatomy(path="", num_blocks=0, no_stages=f"{shared}, so that its blocks do not stand by themselves.")
-    anatomy = Anatomy(path=path, num_blocks=len(list(blocks)))
+    found = Anatomy(no_stages="it has no list of blocks that holds most of its parameters.")
+    for names in block_names(module):
+        found = _examine(module, names, call, template)
+        if not found.no_stages:
+            break
+    return found
+
+
+def _examine(
+    module: nn.Module, names: tuple[str, ...], call: Callable[[nn.Module, Inputs], Any], template: Template
+) -> Anatomy:
+    blocks = [module.get_submodule(name) for name in names]
+    if shared := _shared(module, blocks):
+        return Anatomy(no_stages=f"{shared}, so that its blocks do not stand by themselves.")
+    anatomy = Anatomy(names=names)
     sequence = max(1, min(8, template.sequence // 3))  # three times as long is still no longer than a sample
+    sizes = ((2, 2 * sequence, 1e-9), (3, 2 * sequence, 1 - 1e-7), (2, 3 * sequence, 0.5))
+    traces = []
     try:
         with tracing(module, call, template):
-            traces = [
-                _trace(module, list(blocks), call, template.shaped(b, s), anatomy)
-                for b, s in ((2, 2 * sequence), (3, 2 * sequence), (2, 3 * sequence))
-            ]
+            for samples, length, coin in sizes:  # a layer that is dropped now and then is found by the coins
+                with Coins(coin):
+                    traces.append(_trace(module, blocks, call, template.shaped(samples, length), anatomy))
     except _RunAgain as why:  # a block's weights are gathered when it runs: it is no unit if that is not once
-        return Anatomy(path="", num_blocks=0, no_stages=str(why))
+        return Anatomy(no_stages=str(why))
     except _NoStages as why:
         anatomy.no_stages = str(why)
         return anatomy
@@ -188,7 +287,7 @@ def examine(module: nn.Module, call: Callable[[nn.Module, Inputs], Any], templat
         anatomy.no_stages = "its forward asks for values, and it is examined without any."
         return anatomy
     except Exception as error:
-        anatomy.no_stages = f"it does not run on a sample ({type(error).__name__}: {_first_line(error)})."
+        anatomy.no_stages = f"it does not run on a sample ({type(error).__name__}: {first_line(error)})."
         return anatomy
     base, more_samples, longer = traces
     for shapes in zip(base, more_samples, longer, strict=True):
@@ -222,7 +321,7 @@ class _RunAgain(_NoStages):
     pass
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [""])[0][:160]
 
 
@@ -247,26 +346,29 @@ def _trace(
         if not isinstance(hidden, Tensor):
             raise _NoStages(f"block {index} is not handed a tensor first.")
         if index and hidden is not handed[-1]:
-            raise _NoStages(f"something happens between block {index - 1} and block {index}.")
+            anatomy.between.add(index)
         anatomy.calls[index] = (args, kwargs)
         entered.append(hidden)
 
     def after(index: int, output: Any) -> Any:
-        hidden = output[0] if isinstance(output, tuple) else output
-        if not isinstance(hidden, Tensor):
-            raise _NoStages(f"block {index} does not hand on a tensor.")
-        anatomy.returns_tuple = len(output) if isinstance(output, tuple) else 0
+        hidden = output[0] if isinstance(output, tuple) and output else output
+        if not isinstance(hidden, Tensor) or not hidden.is_floating_point():
+            raise _NoStages(f"block {index} does not hand on a tensor of numbers.")
+        returned = Returned.like(output)
+        known = anatomy.returned.setdefault(index, returned)
+        if known != returned:  # something in it depends on the size of the sample
+            anatomy.returned[index] = replace(returned, rest=tuple(ABSENT for _ in returned.rest))
         left.append(hidden)
         fresh = hidden.detach().requires_grad_()
         handed.append(fresh)
-        return (fresh, *output[1:]) if isinstance(output, tuple) else fresh
+        return returned.made(fresh, output[1:] if returned.kind is not None else ())
 
     with _hooked(blocks, before, after):
         output, tensors = run_apart(module, call, inputs)
     if len(entered) != len(blocks):
-        raise _NoStages(f"only {len(entered)} of its {len(blocks)} blocks run.")
+        raise _NoStages(f"only {len(entered)} of its {len(blocks)} blocks run every time.")
     anatomy.no_stages = _dependence(module, anatomy, tensors, left, handed, floats(output))
-    return [tuple(tensor.shape) for tensor in (*entered, left[-1])]
+    return [tuple(tensor.shape) for tensor in (entered[0], *left)]
 
 
 @contextlib.contextmanager
@@ -288,7 +390,7 @@ def floats(output: Any) -> list[Tensor]:
     """The tensors of an output that may carry a gradient."""
     if isinstance(output, Tensor):
         return [output] if output.requires_grad else []
-    values = output.values() if isinstance(output, dict) else output if isinstance(output, list | tuple) else ()
+    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, list | tuple) else ()
     return [tensor for value in values for tensor in floats(value)]
 
 
@@ -302,44 +404,45 @@ def _dependence(
 ) -> str:
     """Why stages cannot be cut, if so; else which parameters the two ends use is written down."""
     names = [name for name, _ in module.named_parameters() if tensors[name].requires_grad]
-    prefix = f"{anatomy.path}." if anatomy.path else ""
 
-    def used(outputs: list[Tensor], own: Tensor | None) -> list[str]:
-        """Parameters these depend on; a tensor handed on by another block counts by that block."""
-        if not outputs or not any(each.requires_grad for each in outputs):
+    def used(outputs: list[Tensor]) -> list[str]:
+        """Parameters these depend on; a tensor handed on by a block counts by that block's name."""
+        outputs = [each for each in outputs if each.requires_grad]
+        if not outputs:
             return []
         wanted = [tensors[name] for name in names] + handed
-        ones = [torch.ones_like(each) for each in outputs if each.requires_grad]
-        outputs = [each for each in outputs if each.requires_grad]
+        ones = [torch.ones_like(each) for each in outputs]
         found = torch.autograd.grad(outputs, wanted, ones, allow_unused=True, retain_graph=True)
-        labels = names + [f"{prefix}{i}." for i in range(len(handed))]
-        return [
-            label
-            for label, gradient, tensor in zip(labels, found, wanted, strict=True)
-            if gradient is not None and tensor is not own
-        ]
+        return [label for label, gradient in zip([*names, *anatomy.names], found, strict=True) if gradient is not None]
 
     before: tuple[str, ...] = ()
     anatomy.before = anatomy.after = ()
     for index, hidden in enumerate(left):
-        own = handed[index - 1] if index else None
-        others = [name for name in used([hidden], own) if not name.startswith(f"{prefix}{index}.")]
-        if index == 0 and prefix:
-            before = tuple(name for name in others if not name.startswith(prefix))
-            others = [name for name in others if name.startswith(prefix)]
+        name = anatomy.names[index]
+        given = anatomy.names[index - 1] if index else ""
+        found = used([hidden])
+        others = [each for each in found if each != given and not each.startswith(f"{name}.")]
+        if index == 0:
+            before = tuple(each for each in others if each not in anatomy.names and not anatomy.holds(each))
+            others = [each for each in others if each not in before]
         if others:
-            return f"block {index} also depends on {others[0].rstrip('.')}, and not only on what it is handed."
-    late = used(output, handed[-1])
-    inside = [name for name in late if prefix and name.startswith(prefix)]
+            return f"block {index} also depends on {others[0]}, and not only on what it is handed."
+        if given and given not in found:
+            return f"what block {index} hands on has no gradient for what it is handed."
+    late = used(output)
+    if anatomy.names[-1] not in late:
+        return "what follows the blocks has no gradient for what the last one hands on."
+    late.remove(anatomy.names[-1])
+    inside = [name for name in late if name in anatomy.names or anatomy.holds(name)]
     if inside:
-        return f"what follows the blocks also depends on {inside[0].rstrip('.')}."
+        return f"what follows the blocks also depends on {inside[0]}."
     # A parameter that nothing uses stays at the end, where it is in nobody's way.
-    idle = [name for name in names if not (prefix and name.startswith(prefix)) and name not in before]
+    idle = [name for name in names if not anatomy.holds(name) and name not in before]
     aliases = Counter(id(value) for _, value in module.named_parameters(remove_duplicate=False))
     own = dict(module.named_parameters())
     for name in late:
         if name in before and aliases[id(own[name])] == 1:
             return f"{name} is used before and after the blocks, and has only one name to be held by in two stages."
     anatomy.before = before
-    anatomy.after = tuple(late + [name for name in idle if name not in late]) if prefix else ()
+    anatomy.after = tuple(late + [name for name in idle if name not in late])
     return ""

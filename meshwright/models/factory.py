@@ -24,9 +24,11 @@ from torch._subclasses.fake_tensor import (
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from meshwright.core.errors import MeshwrightError, Problem
-from meshwright.models.examine import floats, quiet, run_apart
+from meshwright.models.examine import Coins, floats, quiet, run_apart
+from meshwright.ops.experts import transformers_experts
 from meshwright.ops.model import Inputs, map_inputs
 
+OUR_EXPERTS = "meshwright"
 _VALUES_WANTED = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 
@@ -156,7 +158,7 @@ class Look:
 def look(module: nn.Module, call: Callable[[nn.Module, Inputs], Any], example: Inputs) -> Look:
     """Without values where that is possible: it costs nothing, whatever the size."""
     try:
-        with quiet(), FakeTensorMode(allow_non_fake_inputs=True):
+        with quiet(), FakeTensorMode(allow_non_fake_inputs=True), Coins(0.5):
             inputs = map_inputs(example, lambda each: torch.zeros(each.shape, dtype=each.dtype))
             sizes: list[int] = []
             with _embeddings(module, inputs, sizes):
@@ -209,20 +211,36 @@ def transformers_module(folder: str, sequence: int) -> tuple[nn.Module, Inputs]:
     except ImportError:
         what = f"{known.architecture} is not one of our decoders ({known.reason}), and transformers is not installed."
         raise _refuse(where, what, "pip install 'meshwright[hf]'") from None
-    kind = getattr(transformers, known.architecture, None)
-    if kind is None or not isinstance(kind, type) or not issubclass(kind, nn.Module):
-        raise _refuse(where, f"transformers has no {known.architecture}.", f"({known.reason})")
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        kind = getattr(transformers, known.architecture, None)
+        if not known.architecture:  # what models of this type are called where they continue texts
+            kind = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+        if not isinstance(kind, type) or not issubclass(kind, nn.Module):
+            raise _refuse(where, f"transformers has no {known.architecture or config.model_type}.", f"({known.reason})")
         with parameters_on_meta():
             module = kind(config)
+    except MeshwrightError:
+        raise
     except Exception as error:
         raise _refuse(where, f"transformers cannot make it: {last_line(error)}") from None
+    config = module.config
     if getattr(config, "is_encoder_decoder", False):
         what = f"{known.architecture} reads two texts."
         raise _refuse(where, what, "Write a factory that returns a module of the inputs your data has.")
-    longest = int(getattr(config, "max_position_embeddings", 0) or sequence)
+    keys = ("max_position_embeddings", "max_seq_len", "n_positions")
+    longest = next((int(getattr(config, key)) for key in keys if getattr(config, key, None)), sequence)
     return module, torch.zeros(1, max(1, min(sequence, longest)), dtype=torch.int64)
+
+
+def take_over_experts(module: nn.Module) -> None:
+    """Let transformers' experts run by our grouped product, unless somebody chose another way."""
+    moe: Any = sys.modules.get("transformers.integrations.moe")
+    for each in module.modules() if moe is not None else ():
+        config: Any = getattr(each, "config", None)
+        if getattr(config, "_experts_implementation", "") == "grouped_mm" and hasattr(each, "_is_expert_parallel"):
+            moe.ALL_EXPERTS_FUNCTIONS.register(OUR_EXPERTS, transformers_experts)
+            config._experts_implementation_internal = OUR_EXPERTS
 
 
 @contextlib.contextmanager

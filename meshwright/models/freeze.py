@@ -33,7 +33,7 @@ def freeze(profile: Profile, is_frozen: IsFrozen) -> Profile:
             continue
         runs: list[Layer] = []
         for _ in range(layer.repeat):
-            one = replace(_marked(layer, f"{profile.block_path}.{number}.".lstrip("."), is_frozen), repeat=1)
+            one = replace(_marked(layer, f"{profile.block_name(number)}.", is_frozen), repeat=1)
             if runs and replace(runs[-1], repeat=1) == one:
                 runs[-1] = replace(runs[-1], repeat=runs[-1].repeat + 1)
             else:
@@ -58,7 +58,7 @@ def names_of(profile: Profile) -> list[str]:
         for _ in range(layer.repeat):
             prefix = "" if layer.unit == "ends" else f"{layer.name}."
             if layer.is_block:
-                prefix, number = f"{profile.block_path}.{number}.".lstrip("."), number + 1
+                prefix, number = f"{profile.block_name(number)}.", number + 1
             names += [f"{prefix}{param.name}" for param in layer.params if not param.tied]
     return names
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.core.profile import Layer, Op, Param, Poly, Profile, Site
-from meshwright.models.examine import Anatomy, Template, block_list, blocks_hint, examine, floats, quiet
+from meshwright.models.examine import Anatomy, Template, block_names, common_path, examine, floats, quiet
 from meshwright.models.regions import Found
 from meshwright.models.trace import Place, Subject, Traced, Untraceable, equal_runs, standing_aside, trace
 from meshwright.ops.batch_norm import BatchNorm
@@ -32,8 +32,9 @@ def profile_of_module(
     uncut: Mapping[str, str],
     loss: Loss | None = None,
 ) -> Profile:
-    blocks = list(module.get_submodule(anatomy.path).named_children()) if anatomy.num_blocks else []
-    same = equal_runs([block for _, block in blocks], anatomy.shapes)
+    blocks = [module.get_submodule(block) for block in anatomy.names]
+    # What is done between blocks would be counted at the one that stands for its equals.
+    same = list(range(len(blocks))) if anatomy.between else equal_runs(blocks, anatomy.shapes)
     traced = _traced(module, call, template, anatomy, regions, same, loss)
     first, *inner, last = traced.ops
     layers = [_end(module, anatomy, regions, 0, first)]
@@ -48,10 +49,16 @@ def profile_of_module(
         max_sequence=template.sequence,
         counts="tokens" if template.has_sequence else "samples",
         stream="parameters",
-        block_path=anatomy.path,
+        block_path=_block_path(anatomy.names),
         uncut=dict(uncut),
         unpriced=traced.unpriced,
     )
+
+
+def _block_path(names: tuple[str, ...]) -> str:
+    path = common_path(names)
+    is_numbered = names == tuple(f"{path}.{i}".lstrip(".") for i in range(len(names)))
+    return path if is_numbered else ",".join(names)
 
 
 def trace_module(module: nn.Module, example: Inputs, *, name: str, loss: Loss | None = None) -> Profile:
@@ -67,14 +74,13 @@ def trace_module(module: nn.Module, example: Inputs, *, name: str, loss: Loss | 
 
 def _examined(module: nn.Module, call: Callable[[nn.Module, Inputs], Any], template: Template) -> Anatomy:
     """Equal blocks are looked at once, where that one hands on what it is given in the shape it came in."""
-    path, blocks = block_list(module, blocks_hint(module))
-    children = list(blocks.named_children()) if blocks is not None else []
-    same = equal_runs([block for _, block in children], [None] * (len(children) + 1))
-    names = [f"{path}.{name}".lstrip(".") for name, _ in children]
+    names = next(iter(block_names(module)), ())
+    same = equal_runs([module.get_submodule(name) for name in names], [None] * (len(names) + 1))
     with standing_aside(module, {names[at]: names[first] for at, first in enumerate(same) if at != first}):
         anatomy = examine(module, call, template)
     shapes = anatomy.shapes
-    if shapes and all(shapes[first] == shapes[first + 1] for at, first in enumerate(same) if at != first):
+    is_chain = anatomy.names == names and not anatomy.between
+    if shapes and is_chain and all(shapes[first] == shapes[first + 1] for at, first in enumerate(same) if at != first):
         return anatomy
     return examine(module, call, template)
 
@@ -88,7 +94,7 @@ def _traced(
     same: list[int],
     loss: Loss | None,
 ) -> Traced:
-    names = [f"{anatomy.path}.{name}".lstrip(".") for name, _ in module.get_submodule(anatomy.path).named_children()]
+    names = anatomy.names
     outside = [(f"{path}.", region) for path, found in regions.items() if path not in names for region in found]
     ends = Place(path="", columns=tuple(path + region.columns[0] for path, region in outside),
                  rows=tuple(path + region.row for path, region in outside))  # fmt: skip
@@ -126,7 +132,7 @@ def _number(output: Any, loss: Loss | None, notes: dict[str, None]) -> Tensor:
     """What to go backward from: the loss, for targets of the shape that scores have, or the sum of the output."""
     found = floats(output)
     if loss is not None and found:
-        scores = getattr(output, "logits", None)
+        scores = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
         scores = scores if isinstance(scores, Tensor) else found[0]
         for make in (_whole_targets, torch.zeros_like):
             try:
@@ -146,12 +152,9 @@ def _whole_targets(scores: Tensor) -> Tensor:
 
 def end_names(module: nn.Module, anatomy: Anatomy) -> tuple[list[str], list[str]]:
     """Parameters before the blocks and after them, a tied one in both."""
-    prefix = f"{anatomy.path}." if anatomy.path else ""
     if not anatomy.num_blocks:
         return [name for name, _ in module.named_parameters()], []
-    outside = [name for name, _ in module.named_parameters(remove_duplicate=False) if not name.startswith(prefix)]
-    if not prefix:
-        return [], []
+    outside = [name for name, _ in module.named_parameters(remove_duplicate=False) if not anatomy.holds(name)]
     same = {id(value): name for name, value in module.named_parameters()}
     canonical = {name: same[id(value)] for name, value in module.named_parameters(remove_duplicate=False)}
     if not anatomy.before and not anatomy.after:  # no stages: it does not matter
@@ -218,8 +221,8 @@ def _blocks(
     layers: list[Layer] = []
     names: Counter[str] = Counter()
     last_key = None
-    for index, (name, block) in enumerate(module.get_submodule(anatomy.path).named_children()):
-        found = regions.get(f"{anatomy.path}.{name}".lstrip("."), [])
+    for index, path in enumerate(anatomy.names):
+        block, found = module.get_submodule(path), regions.get(path, [])
         whole = [Param(name=each, shape=tuple(value.shape)) for each, value in block.named_parameters()]
         params = tuple(_cut_params(whole, found))
         boundary = _boundary(anatomy, index + 1) if anatomy.shapes else Poly()

@@ -17,7 +17,10 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
+
+from meshwright.models.examine import is_coin
 
 NAMESPACE = "meshwright_trace"
 
@@ -163,6 +166,79 @@ def _grouped(x: Tensor, weight: Tensor) -> Tensor:
     return GroupedProduct.apply(x, weight)
 
 
+RECURRENT_GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
+
+
+def _recurrent(x: Tensor, weights: list[Tensor], size: int, kept: int, time: int) -> tuple[Tensor, Tensor, Tensor]:
+    batch = [length for dim, length in enumerate(x.shape[:-1]) if dim != time]
+    out = x.new_empty((*x.shape[:-1], weights[1].shape[1]))
+    return out, x.new_empty((*x.shape[:-1], kept)), x.new_empty((*batch, size))
+
+
+def _recurrent_likes(grad: Tensor, x: Tensor, out: Tensor, gates: Tensor, weights: list[Tensor]) -> list[Tensor]:
+    return list(_likes(x, *weights))
+
+
+RECURRENT = _define(
+    "recurrent",
+    "(Tensor x, Tensor[] weights, int size, int kept, int time) -> (Tensor, Tensor, Tensor)",
+    _recurrent,
+    _recurrent,
+)
+RECURRENT_BACKWARD = _define(
+    "recurrent_backward",
+    "(Tensor grad, Tensor x, Tensor out, Tensor gates, Tensor[] weights) -> Tensor[]",
+    _recurrent_likes,
+    _recurrent_likes,
+)
+
+
+class Recurrent(torch.autograd.Function):
+    """One layer in one direction, as cuDNN's: keeps its input, its output, and gates and cell of every step."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, size: int, kept: int, time: int, *weights: Tensor) -> tuple[Tensor, Tensor]:
+        out, gates, cell = RECURRENT(x, weights, size, kept, time)
+        ctx.save_for_backward(x, out, gates, *weights)
+        return out, cell
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, into_cell: Tensor) -> tuple[Tensor | None, ...]:
+        x, out, gates, *weights = ctx.saved_tensors
+        into_x, *into_weights = RECURRENT_BACKWARD(grad, x, out, gates, weights)
+        return into_x, None, None, None, *into_weights
+
+
+def recurrent_flops(x: Tensor, weights: list[Tensor]) -> float:
+    """Every step multiplies its input and its state by the matrices among the weights."""
+    return sum(2.0 * math.prod(x.shape[:-1]) * each.numel() for each in weights if each.dim() == 2)
+
+
+def _recur(
+    name: str, x: Tensor, hx: Any, weights: list[Tensor], has_biases: bool, num_layers: int, dropout: float,
+    train: bool, bidirectional: bool, batch_first: bool,
+) -> Any:  # fmt: skip
+    if torch.is_autocast_enabled("cpu"):
+        lower = torch.get_autocast_dtype("cpu")
+        x, weights = x.to(lower), [weight.to(lower) for weight in weights]
+    size, time = weights[0].shape[0] // RECURRENT_GATES[name], int(batch_first)
+    kept = size * (RECURRENT_GATES[name] + (name in ("lstm", "gru")))
+    each = len(weights) // (num_layers * (1 + bidirectional))
+    last, cells = [], []
+    for layer in range(num_layers):
+        outs = []
+        for _ in range(1 + bidirectional):
+            own, weights = weights[:each], weights[each:]
+            out, cell = Recurrent.apply(x, size, kept, time, *own)
+            outs.append(out)
+            last.append(out.select(time, -1))
+            cells.append(cell)
+        x = torch.cat(outs, -1) if bidirectional else outs[0]
+        x = _dropped(x, dropout, train and layer + 1 < num_layers)
+    states = (torch.stack(last), torch.stack(cells))
+    return (x, *states) if name == "lstm" else (x, states[0])
+
+
 GROUPED = tuple(filter(None, (getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None))))
 LOSSES: tuple[Any, ...] = (
     F.cross_entropy,
@@ -191,14 +267,21 @@ class _Stand(TorchFunctionMode):
             return _dropped(*args, **kwargs)
         if func in GROUPED and args[0].dim() == 2 and args[1].dim() == 3:
             return _grouped(*args[:2])
-        if func is torch.rand and not any(args[0] if len(args) == 1 and not isinstance(args[0], int) else args):
+        if is_coin(func, args):
             return torch.tensor(0.5)  # a coin thrown for a whole layer: kept, as most are
+        if getattr(func, "__name__", "") in RECURRENT_GATES and _is_dense(args):
+            return _recur(func.__name__, *args)
         if func is torch.bincount and kwargs.get("minlength"):
             return args[0].new_zeros(kwargs["minlength"], dtype=torch.int64)
         if func in LOSSES:
             with self.in_loss():
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def _is_dense(args: Any) -> bool:
+    """A recurrent layer over whole sequences (packed ones come as their rows), without values."""
+    return len(args) == 9 and isinstance(args[3], bool) and isinstance(args[0], FakeTensor)
 
 
 def _attend(

@@ -30,7 +30,8 @@ SCATTERS = {"scatter_add", "scatter_add_", "scatter", "scatter_", "index_add", "
 SCATTERS |= {"_index_put_impl_", "index_copy_"}
 SORTS = {"sort", "topk", "bincount", "argsort"}
 GROUPED = {"rows_times", "outer", "_grouped_mm", "grouped_mm"}
-UNKNOWN = ("fft", "linalg", "lstm", "gru", "rnn", "cdist", "svd", "qr", "cholesky", "grid_sampler")
+RECURRENT = {"recurrent", "recurrent_backward"}
+UNKNOWN = ("fft", "linalg", "mkldnn_rnn", "_cudnn_rnn", "cdist", "svd", "qr", "cholesky", "grid_sampler")
 """Begin the names of operators whose arithmetic may be large and is not counted."""
 NORM_GRADIENTS = {"native_layer_norm_backward", "rms_norm_backward", "native_batch_norm_backward"}
 """A pass over gradient and input for the input's gradient, another for the weight's."""
@@ -281,6 +282,11 @@ class Recorder(TorchDispatchMode):
             event.flops = trace_ops.BACKWARD_ATTENTION * flops
         elif name in GROUPED:
             self._count_grouped(event, args, out)
+        elif name in RECURRENT:
+            x, weights = (args[0], args[1]) if name == "recurrent" else (args[1], args[4])
+            event.products = 1 if name == "recurrent" else 2
+            event.flops = trace_ops.recurrent_flops(x, weights) * event.products
+            event.shape = (weights[0].shape[0], weights[0].shape[1] + weights[1].shape[1])
         elif packet in flop_registry and event.kind == "matmul" and not _count_convolution(event, args, out):
             event.flops = float(flop_registry[packet](*args, **kwargs, out_val=out))
             left, right = [each for each in args if isinstance(each, Tensor)][-2:]
@@ -315,7 +321,7 @@ def _distinct(tensor: Tensor) -> float:
 def _kind(func: Any, name: str, label: Label) -> str:
     if name in ("attention", "attention_backward") and func.namespace == trace_ops.NAMESPACE:
         return "attention"
-    if func._overloadpacket in flop_registry or name in GROUPED:
+    if func._overloadpacket in flop_registry or name in GROUPED | RECURRENT:
         return "matmul"
     if func.namespace not in ("aten", trace_ops.NAMESPACE):
         return "unknown"

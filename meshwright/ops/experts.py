@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 
 Back = Callable[[Tensor], Tensor]
 Send = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Back]]
@@ -81,7 +82,7 @@ def _rows_times(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         return kernel(x, weight, offs=counts.cumsum(0).to(torch.int32))
     out = x.new_empty(x.shape[0], weight.shape[2])
     start = 0
-    for expert, count in enumerate(counts.tolist()):
+    for expert, count in enumerate(_listed(counts)):
         if count:
             torch.mm(x[start : start + count], weight[expert], out=out[start : start + count])
         start += count
@@ -95,10 +96,15 @@ def _outer(grad: Tensor, x: Tensor, counts: Tensor) -> Tensor:
         return kernel(grad.t(), x, offs=counts.cumsum(0).to(torch.int32))
     out = x.new_empty(counts.shape[0], grad.shape[1], x.shape[1])
     start = 0
-    for expert, count in enumerate(counts.tolist()):
+    for expert, count in enumerate(_listed(counts)):
         torch.mm(grad[start : start + count].t(), x[start : start + count], out=out[expert])
         start += count
     return out
+
+
+def _listed(counts: Tensor) -> list[int]:
+    """None where there are no values: only shapes are asked for then."""
+    return [] if isinstance(counts, FakeTensor) else counts.tolist()
 
 
 class Gated(torch.autograd.Function):
@@ -211,3 +217,29 @@ def fresh(x: Tensor) -> Tensor:
 
 def precise(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+@torch.compiler.disable
+def transformers_experts(self: Any, hidden: Tensor, chosen: Tensor, share: Tensor) -> Tensor:
+    """The forward of transformers' experts, in any dtype and without a look at values: its own kernels know no float64.
+
+    What `self` has is transformers' interface for such functions (transformers/integrations/moe.py).
+    """
+    experts, order = chosen.flatten().sort(stable=True)
+    counts = torch.zeros(self.num_experts, dtype=torch.int64, device=hidden.device)
+    counts.scatter_add_(0, experts, torch.ones_like(experts))
+    kind = hidden.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+
+    def times(x: Tensor, name: str) -> Tensor:
+        weight, bias = getattr(self, name).to(dtype), getattr(self, f"{name}_bias", None) if self.has_bias else None
+        made = GroupedLinear.apply(x, weight.transpose(1, 2) if self.is_transposed else weight, counts)
+        return made if bias is None else made + bias[experts].to(dtype)
+
+    inner = times(hidden[order // chosen.shape[-1]].to(dtype), "gate_up_proj" if self.has_gate else "up_proj")
+    out = times(self._apply_gate(inner) if self.has_gate else self.act_fn(inner), "down_proj")
+    if getattr(self, "has_post_expert_norm", False):
+        out = self.post_expert_norm(out)
+    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    rows = (out * share.flatten()[order].unsqueeze(-1))[back]
+    return rows.view(*chosen.shape, -1).sum(-2).to(hidden.dtype)

@@ -113,8 +113,53 @@ def _flags(
         for chunk in members if len(members) > 1 else ():
             flags(False, chunk)
 
-    build.on_step.append(start)
-    return flags
+    def reduce(is_last: bool, chunk: int) -> None:
+        """When the second half of a backward has made its gradients, which FSDP does not see by itself."""
+        is_due = stage > 1 or is_last
+        for module in members[chunk]:
+            module.set_requires_gradient_sync(is_due, recurse=False)
+            module.set_reshard_after_backward(is_last, recurse=False)
+            if has_replicas:
+                module.set_requires_all_reduce(is_last, recurse=False)
+            for group in _groups(module):
+                if is_due:
+                    _fill_gradients(group)
+                group.post_backward()
+            module.set_requires_gradient_sync(False, recurse=False)
+        done[chunk] = is_last
+        if len(done) == len(members) and all(done.values()):
+            build.model.set_is_last_backward(True)
+            fully_shard.state(build.model)._root_post_backward_final_callback()
+
+    def start_apart() -> None:
+        """No backward reduces anything, whatever it is the last of."""
+        done.clear()
+        for module in (module for each in members.values() for module in each):
+            module.set_requires_gradient_sync(False, recurse=False)
+            module.set_reshard_after_backward(False, recurse=False)
+        build.model.set_is_last_backward(False)
+
+    done: dict[int, bool] = {}
+    if build.later is not None:
+        build.on_weights.append(reduce)
+    build.on_step.append(start if build.later is None else start_apart)
+    return flags if build.later is None else lambda is_last, chunk: None
+
+
+def _groups(module: Any) -> list[Any]:
+    """FSDP's parameters of a module; one group, or a list of them, by its version."""
+    state = fully_shard.state(module)
+    found = getattr(state, "_fsdp_param_groups", None)
+    return list(found) if found is not None else [each for each in (state._fsdp_param_group,) if each is not None]
+
+
+def _fill_gradients(group: Any) -> None:
+    """Zeros for what has no gradient since the last sum, so that every sum is of the same size."""
+    for each in group.fsdp_params:
+        weight = getattr(each, "_unsharded_param", None)
+        has_some = each.unsharded_accumulated_grad is not None
+        if weight is not None and weight.requires_grad and weight.grad is None and not has_some:
+            weight.grad = torch.zeros_like(weight)
 
 
 def set_prefetch(wrapped: list[Any], goes_back: list[bool], chunks: list[int], prefetch: int) -> None:

@@ -66,6 +66,9 @@ class Build:
     on_step: list[Callable[[], Any]] = field(default_factory=list)
     on_backward: list[Callable[[bool, int], Any]] = field(default_factory=list)
     """Called before each backward: whether it is the chunk's last one of the step, and which chunk."""
+    on_weights: list[Callable[[bool, int], Any]] = field(default_factory=list)
+    """Where the halves of backward are apart, called when a microbatch has all its gradients in a chunk: whether it is
+    the chunk's last one of the step, and which chunk."""
     on_finish: list[Callable[[], Any]] = field(default_factory=list)
     on_action: list[Callable[[], Any]] = field(default_factory=list)
     """Called before every action: for whoever watches."""

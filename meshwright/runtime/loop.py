@@ -21,6 +21,9 @@ from meshwright.runtime.optimizer import Optimizer
 from meshwright.schedules import Action, Actions
 from meshwright.schedules.events import BACKWARDS
 
+WEIGHTS = ("backward", "backward_weight")
+"""Actions after which a microbatch has all its gradients in a chunk."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
@@ -82,8 +85,8 @@ class Interpreter:
     def run(self, actions: Actions) -> None:
         self.expect(actions)
         # Where halves are apart, the last gradients come later than the last backward.
-        is_whole = not self.build.timetable.splits_backward
-        lasts = {a.chunk: at for at, a in enumerate(actions) if a.kind in BACKWARDS and is_whole}
+        kinds = WEIGHTS if self.build.timetable.splits_backward else BACKWARDS
+        lasts = {a.chunk: at for at, a in enumerate(actions) if a.kind in kinds}
         for position, action in enumerate(actions):
             self.do(action, is_last=lasts.get(action.chunk) == position)
         if self.wire is not None:
@@ -104,12 +107,15 @@ class Interpreter:
             if action.kind == "forward":
                 self.forward(key)
             elif action.kind in BACKWARDS:
-                self.backward(key, is_last, is_whole=action.kind == "backward")
+                self.backward(key, is_last and build.later is None, is_whole=action.kind == "backward")
             elif action.kind == "backward_weight":
                 assert build.later is not None
                 build.later.pay(key)
             elif self.wire is not None:
                 self._transfer(self.wire, action, key)
+            if build.later is not None and action.kind in WEIGHTS:
+                for finish in build.on_weights:
+                    finish(is_last, action.chunk)
 
     def shift(self, count: int) -> None:
         """Another step begins: what is left of the last one is numbered from its end, below 0."""

@@ -119,8 +119,8 @@ def open_model(section: ModelSection, sequence: int, seed: int) -> Opened:
     from meshwright.ops.init import from_tensors, seeded
 
     config = section.config()
-    described = describe(section, sequence)
     if config is not None:
+        profile = describe(section, sequence).profile
         with torch.device("meta"):
             model = module_of(config)
         source = seeded(model.init_value, seed)
@@ -131,18 +131,20 @@ def open_model(section: ModelSection, sequence: int, seed: int) -> Opened:
             source = source_of_folder(section.hf, config)
     else:
         torch.manual_seed(seed)  # the module draws its own first weights, the same on every rank
-        model, _ = _adapted(section, sequence)
+        model, profile = _adapted(section, sequence)
         if section.hf:
             from meshwright.checkpoint.hf_read import source_of_named
 
-            source = source_of_named(section.hf, {n: tuple(p.shape) for n, p in model.module.named_parameters()})
+            source = source_of_named(section.hf, model.module)
         else:
             source = from_tensors({n: p.detach() for n, p in model.module.named_parameters()})
             model.empty()
     is_frozen = _is_frozen(section, config, model if config is None else None)
+    if config is None:
+        profile = freeze(profile, is_frozen)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(parameter.requires_grad and not is_frozen(model.public_name(name)))
-    return Opened(model=model, profile=described.profile, source=source)
+    return Opened(model=model, profile=profile, source=source)
 
 
 def _adapted(section: ModelSection, sequence: int) -> Any:

@@ -66,14 +66,15 @@ class Shard(Technique):
         if plan.overlaps_steps:
             what = "steps that overlap need two versions of the weights; those that shard gathers have one."
             return (self.problem(what, "Use replicate, or another schedule."),)
-        if plan.splits_backward and self.size > 1:
-            what = "weights are let go of before this schedule makes their gradients."
-            return (self.problem(what, "Use a schedule with whole backwards, or replicate."),)
+        if plan.splits_backward and self.size > 1 and self.stage == 3:
+            what = "stage 3 lets go of weights before this schedule makes their gradients."
+            return (self.problem(what, "Use stage 2 or 1, a schedule with whole backwards, or replicate."),)
         return ()
 
     def price(self, work: Work) -> Work:
         ways = work.size(self.axis)
-        if work.facts.get("splits_backward"):
+        is_apart = bool(work.facts.get("splits_backward"))
+        if is_apart and self.stage == 3:
             work = work.forbid(ways > 1)
         if self.stage == 3 and work.facts.get("replays_blocks"):
             work = work.forbid(ways > 1)  # their weights are gone by then
@@ -102,7 +103,7 @@ class Shard(Technique):
                 num_blocks = num_blocks + repeat
             if once or layer not in blocks:
                 residents.append(self._gathered(layer, repeat, elements * gather_bytes, "always"))
-            if self.stage == 1:
+            if self.stage == 1 or is_apart:  # a chunk's gradients are made together
                 residents.append(self._gathered(layer, repeat, elements * reduce_bytes, "step"))
         for layer, repeat, elements in work.units(padded, trained=True):
             summed: dict[str, Any] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -234,3 +235,171 @@ def deep_llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return _larger(LlamaForCausalLM(LlamaConfig(**_GROUPED | {"num_hidden_layers": 5})))
+
+
+class Encoder(nn.Module):
+    """torch's own encoder, which looks at its first layer before it runs any, in a module that returns a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(VOCAB, 16)
+        layer = nn.TransformerEncoderLayer(16, 4, 24, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 3, norm=nn.LayerNorm(16))
+        self.out = nn.Linear(16, VOCAB)
+
+    def forward(self, tokens: Tensor) -> dict[str, Any]:
+        future = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], device=tokens.device)
+        hidden = self.encoder(self.words(tokens), mask=future.to(self.words.weight.dtype), is_causal=True)
+        return {"hidden": hidden, "logits": self.out(hidden)}
+
+
+def encoder() -> nn.Module:
+    return _larger(Encoder())
+
+
+def opt() -> nn.Module:
+    """Draws a number for each layer, to drop it or not."""
+    from transformers import OPTConfig, OPTForCausalLM
+
+    sizes = {**_SIZES, "ffn_dim": 24, "word_embed_proj_dim": 16}
+    return _larger(OPTForCausalLM(OPTConfig(**sizes, dropout=0.0, attention_dropout=0.0)))
+
+
+def swin() -> tuple[nn.Module, Any, Tensor]:
+    """Stages hand on numbers beside the tensor: height and width."""
+    from transformers import SwinConfig, SwinForImageClassification
+
+    config = SwinConfig(
+        image_size=16, patch_size=2, num_channels=1, embed_dim=8, depths=[1, 1, 1], num_heads=[2, 2, 2], window_size=2,
+        num_labels=10, drop_path_rate=0.0,
+    )  # fmt: skip
+    return _larger(SwinForImageClassification(config)), None, torch.zeros(1, 1, 16, 16)
+
+
+class Recurrent(nn.Module):
+    """Layers that return their states too, and something between one and the next."""
+
+    def __init__(self, kind: type[nn.Module]):
+        super().__init__()
+        self.words = nn.Embedding(VOCAB, 16)
+        self.layers = nn.ModuleList(kind(16, 16, batch_first=True) for _ in range(3))
+        self.out = nn.Linear(16, VOCAB)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens)
+        for layer in self.layers:
+            x, _ = layer(x)
+            x = torch.nn.functional.dropout(2.0 * x, 0.0, self.training)
+        return self.out(x)
+
+
+def lstm() -> nn.Module:
+    return _larger(Recurrent(nn.LSTM))
+
+
+def gru() -> nn.Module:
+    return _larger(Recurrent(nn.GRU))
+
+
+def rnn() -> nn.Module:
+    return _larger(Recurrent(nn.RNN))
+
+
+def deep_lstm() -> nn.Module:
+    """All layers in one module, both ways."""
+
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.out = nn.Embedding(VOCAB, 16), nn.Linear(16, VOCAB)
+            self.layers = nn.LSTM(16, 8, num_layers=2, bidirectional=True, batch_first=True)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            x, (hidden, _) = self.layers(self.words(tokens))
+            return self.out(x + hidden.sum(0).repeat(1, 2).unsqueeze(1))
+
+    return _larger(Deep())
+
+
+class VisionBlock(nn.Module):
+    def __init__(self, size: int):
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(size), nn.LayerNorm(size)
+        self.self_attention = nn.MultiheadAttention(size, 2, batch_first=True)
+        self.mlp = nn.Sequential(nn.Linear(size, 24), nn.GELU(), nn.Dropout(0.0), nn.Linear(24, size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.ln_1(x)
+        y, _ = self.self_attention(y, y, y, need_weights=False)
+        x = x + y
+        return x + self.mlp(self.ln_2(x))
+
+
+class VisionEncoder(nn.Module):
+    def __init__(self, size: int, length: int):
+        super().__init__()
+        self.pos_embedding = nn.Parameter(torch.randn(1, length, size) * 0.1)
+        named = OrderedDict((f"encoder_layer_{i}", VisionBlock(size)) for i in range(3))
+        self.layers, self.ln = nn.Sequential(named), nn.LayerNorm(size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._assert(x.dim() == 3, "samples, places, numbers")
+        return self.ln(self.layers(x + self.pos_embedding))
+
+
+class VisionTransformer(nn.Module):
+    """With the structure of torchvision's: a class token, blocks by name, heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv_proj = nn.Conv2d(1, 8, 4, 4)
+        self.class_token = nn.Parameter(torch.zeros(1, 1, 8))
+        self.encoder = VisionEncoder(8, 5)
+        self.heads = nn.Sequential(OrderedDict(head=nn.Linear(8, 10)))
+
+    def forward(self, images: Tensor) -> Tensor:
+        patches = self.conv_proj(images).flatten(2).permute(0, 2, 1)
+        x = torch.cat([self.class_token.expand(images.shape[0], -1, -1), patches], dim=1)
+        return self.heads(self.encoder(x)[:, 0])
+
+
+def vision_transformer() -> tuple[nn.Module, Any, Tensor]:
+    return _larger(VisionTransformer()), None, torch.zeros(1, 1, 8, 8)
+
+
+class Basic(nn.Module):
+    def __init__(self, before: int, size: int, stride: int):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(before, size, 3, stride, 1, bias=False), nn.BatchNorm2d(size)
+        self.conv2, self.bn2 = nn.Conv2d(size, size, 3, 1, 1, bias=False), nn.BatchNorm2d(size)
+        self.downsample = None
+        if stride > 1:
+            self.downsample = nn.Sequential(nn.Conv2d(before, size, 1, stride, bias=False), nn.BatchNorm2d(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.bn2(self.conv2(torch.relu(self.bn1(self.conv1(x)))))
+        return torch.relu(y + (x if self.downsample is None else self.downsample(x)))
+
+
+class ResidualNetwork(nn.Module):
+    """With the structure of torchvision's ResNet: four lists of blocks side by side, flattened at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(1, 4, 3, 2, 1, bias=False), nn.BatchNorm2d(4)
+        self.maxpool = nn.MaxPool2d(3, 1, 1)
+        self.layer1 = nn.Sequential(Basic(4, 4, 1), Basic(4, 4, 1))
+        self.layer2 = nn.Sequential(Basic(4, 6, 2), Basic(6, 6, 1))
+        self.layer3 = nn.Sequential(Basic(6, 8, 2))
+        self.layer4 = nn.Sequential(Basic(8, 12, 2))
+        self.avgpool, self.fc = nn.AdaptiveAvgPool2d((1, 1)), nn.Linear(12, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.maxpool(torch.relu(self.bn1(self.conv1(images))))
+        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
+        return self.fc(torch.flatten(self.avgpool(x), 1))
+
+
+def residual_network() -> tuple[nn.Module, Any, Tensor]:
+    torch.manual_seed(0)
+    return ResidualNetwork(), None, torch.zeros(1, 1, 16, 16)

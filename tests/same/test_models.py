@@ -20,6 +20,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 Run = Callable[..., list[dict[str, Any]]]
 
 
+SMALL, LARGE = [[[1, 8, 8], 0]], [[[1, 16, 16], 0]]
+
+
 def ours(name: str, **more: Any) -> dict[str, Any]:
     return {"section": {"name": name, **more.pop("change", {})}, **more}
 
@@ -53,7 +56,16 @@ MODELS: dict[str, dict[str, Any]] = {
     "bert": foreign("bert"),
     "t5": foreign("t5"),
     "by_hand": foreign("by_hand"),
-    "convolutions": foreign("convolutions", inputs=[[[1, 8, 8], 0]], **IMAGES),
+    "convolutions": foreign("convolutions", inputs=SMALL, **IMAGES),
+    "encoder": foreign("encoder"),
+    "opt": foreign("opt"),
+    "swin": foreign("swin", inputs=LARGE, **IMAGES),
+    "vision_transformer": foreign("vision_transformer", inputs=SMALL, **IMAGES),
+    "residual_network": foreign("residual_network", inputs=LARGE, **IMAGES),
+    "lstm": foreign("lstm"),
+    "gru": foreign("gru"),
+    "rnn": foreign("rnn"),
+    "deep_lstm": foreign("deep_lstm"),
 }
 SPLIT: dict[str, dict[str, Any]] = {
     "phi3": foreign("phi3"),
@@ -67,6 +79,7 @@ SPLIT: dict[str, dict[str, Any]] = {
     "whisper": foreign("whisper", inputs=[[[4, 16], 0]], **IMAGES),
 }
 """Modules whose insides lie in other ways: fused weights, stacked experts, two lists of blocks, biases by head."""
+WITH_STATISTICS = ("resnet", "convolutions", "residual_network")
 PLANS = {
     "replicate": (tiny.REPLICATE,),
     "shard": (tiny.SHARD3,),
@@ -80,6 +93,9 @@ REFUSED = {
     ("dlrm", "pipeline"): "cannot be cut into stages",
     ("t5", "pipeline"): "block 1 also depends on",
     ("convolutions", "tensor"): "cannot be cut",
+    ("residual_network", "tensor"): "cannot be cut",
+    **{(name, "tensor"): "cannot be cut" for name in ("lstm", "gru", "rnn", "deep_lstm")},
+    ("deep_lstm", "pipeline"): "no list of blocks",
 }
 """What is refused, with a part of the reason; everything else must pass."""
 
@@ -88,7 +104,7 @@ def plan_for(model: str, plan: str) -> Plan:
     techniques = PLANS[plan]
     whole = tiny.plan_of(*techniques)
     share = tiny.BATCH // whole.num_replicas
-    return tiny.plan_of(*techniques, microbatch=share if model in ("resnet", "convolutions") else share // 2)
+    return tiny.plan_of(*techniques, microbatch=share if model in WITH_STATISTICS else share // 2)
 
 
 @pytest.mark.parametrize("plan", PLANS)

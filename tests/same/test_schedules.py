@@ -61,6 +61,27 @@ def test_chunks_that_are_sharded(schedule: str, shard: Technique, ran: Run) -> N
     right(ran(plan_of(t("pipeline", size=2, schedule=schedule), shard, microbatch=1), GPT))
 
 
+@pytest.mark.parametrize(
+    ("schedule", "others"),
+    [
+        ("zero_bubble_h1", (tiny.SHARD1,)),
+        ("zbv", (tiny.SHARD2,)),
+        pytest.param("zero_bubble_h2", (tiny.SHARD2,), marks=pytest.mark.slow),
+        pytest.param("greedy", (tiny.SHARD2,), marks=pytest.mark.slow),
+        pytest.param("zbv", (tiny.SHARD1, tiny.REPLICATE), marks=pytest.mark.slow),
+        pytest.param("dualpipe_v", (tiny.SHARD2, tiny.REPLICATE), marks=pytest.mark.slow),
+    ],
+)
+def test_gradients_of_second_halves_are_summed(schedule: str, others: tuple[Technique, ...], ran: Run) -> None:
+    right(ran(plan_of(t("pipeline", size=2, schedule=schedule), *others, microbatch=1), GPT))
+
+
+def test_weights_must_stay_for_the_second_half() -> None:
+    plan = plan_of(t("pipeline", size=2, schedule="zbv"), tiny.SHARD3, microbatch=1)
+    (problem,) = plan.check(decoder_profile(DecoderConfig(**GPT), "tiny"))
+    assert "stage 2 or 1" in str(problem)
+
+
 def test_three_chunks_of_uneven_size(ran: Run) -> None:
     deep = LLAMA | {"num_layers": 8}
     technique = t("pipeline", size=2, schedule="interleaved", chunks=3, stages=(1, 2, 1, 2, 1, 1))
