@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from meshwright.checkpoint.convert import import_hf
 from meshwright.checkpoint.hf_names import parameter_shapes
-from meshwright.checkpoint.hf_read import problems_by_name, problems_of, row_blocks, source_of_folder, source_of_named
+from meshwright.checkpoint.hf_read import problems_of, row_blocks, source_of_folder, source_of_named
 from meshwright.checkpoint.hf_write import chosen_step, compare, export, outgoing
 from meshwright.checkpoint.load import Reader
 from meshwright.checkpoint.safe import open_folder
@@ -225,20 +225,43 @@ def test_modules_of_transformers_by_their_own_names(tmp_path: Path) -> None:
         "mixtral": transformers.MixtralForCausalLM(
             transformers.MixtralConfig(**small, intermediate_size=48, num_key_value_heads=2, num_local_experts=3)
         ),
+        "gpt_neox": transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**small, intermediate_size=48)),
+        "opt": transformers.OPTForCausalLM(transformers.OPTConfig(**small, ffn_dim=48, word_embed_proj_dim=16)),
+        "qwen3_moe": transformers.Qwen3MoeForCausalLM(
+            transformers.Qwen3MoeConfig(**small, num_key_value_heads=2, moe_intermediate_size=24, num_experts=3)
+        ),
     }
     for name, model in models.items():
         randomise(model).save_pretrained(tmp_path / name)
-        shapes = {each: tuple(value.shape) for each, value in model.named_parameters()}
-        source = source_of_named(tmp_path / name, shapes)
+        source = source_of_named(tmp_path / name, model)
         for each, value in model.named_parameters():
             for box in row_blocks(tuple(value.shape), most_elements=200):
                 assert torch.equal(source(each, box, torch.float32), value.detach()[box.slices])
-        assert problems_by_name(open_folder(tmp_path / name), {"nothing.weight": (2,)})
+    with pytest.raises(MeshwrightError, match=r"has no tensor 'shared\.weight'"):
+        source_of_named(tmp_path / "bert", models["t5"])
     assert read_folder(tmp_path / "bert").config is None
     checkpoint = import_hf(tmp_path / "bert", tmp_path / "run", report=lambda _: None)
     out = export(checkpoint, tmp_path / "out", report=lambda _: None)
     again = transformers.BertForMaskedLM.from_pretrained(out)
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), models["bert"].parameters(), strict=True))
+
+
+def test_learnt_buffers_are_read_too(tmp_path: Path) -> None:
+    transformers = quiet_transformers()
+    config = transformers.DeepseekV3Config(
+        vocab_size=50, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, n_routed_experts=4, num_experts_per_tok=2, n_group=2,
+        topk_group=1, first_k_dense_replace=1, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4,
+        v_head_dim=8,
+    )  # fmt: skip
+    model = transformers.DeepseekV3ForCausalLM(config)
+    corrections = dict(model.named_buffers())["model.layers.1.mlp.gate.e_score_correction_bias"]
+    corrections.copy_(torch.tensor([0.5, -1.0, 2.0, 0.0]))
+    wanted = corrections.clone()
+    model.save_pretrained(tmp_path / "moe")
+    corrections.zero_()
+    source_of_named(tmp_path / "moe", model)
+    assert torch.equal(corrections, wanted)
 
 
 def test_the_command_imports_and_exports(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -56,8 +56,21 @@ def mixtral() -> nn.Module:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = MixtralConfig(**_GROUPED, num_local_experts=4, num_experts_per_tok=2)
-    config._experts_implementation = "eager"  # the others know no float64
+    config._experts_implementation = "eager"  # which looks at values
     return _larger(MixtralForCausalLM(config))
+
+
+def qwen3_moe() -> nn.Module:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(**_GROUPED, head_dim=4, moe_intermediate_size=12, num_experts=4, num_experts_per_tok=2)
+    return _larger(Qwen3MoeForCausalLM(config))
+
+
+def gpt_neox() -> nn.Module:
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    return _larger(GPTNeoXForCausalLM(GPTNeoXConfig(**_SIZES)))
 
 
 def bert() -> nn.Module:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import foreign as foreign_modules
 import pytest
 import tiny
 
@@ -145,6 +146,38 @@ def test_a_fused_or_stacked_weight_is_split_as_it_is_used(model: str, plan: str,
 def test_experts_stay_whole_where_the_sequence_is_split(model: str, ran: Run) -> None:
     """Balance and capacity are a sequence's own: they must see all of it."""
     answers = ran(tiny.plan_of(tiny.SEQUENCED, tiny.SHARD3, microbatch=2), MODELS[model])
+    assert tiny.departures(answers, tiny.bounds(tiny.EXACT)) == []
+    assert tiny.price_differences(answers) == []
+
+
+FOLDERS = ("opt", "gpt_neox", "qwen3_moe")
+"""Of transformers, and none that our decoder could be."""
+
+
+@pytest.fixture(scope="session")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp("hf") / name
+            getattr(foreign_modules, name)().save_pretrained(made[name])
+        return made[name]
+
+    return get
+
+
+@pytest.mark.parametrize("plan", ["pipeline", pytest.param("shard", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_folder_of_transformers_trains_as_on_one_device(
+    name: str, plan: str, ran: Run, folder_of: Callable[[str], Path]
+) -> None:
+    config = {"section": {"hf": str(folder_of(name))}, "vocab": 36}
+    described = describe(decode(ModelSection, config["section"], "model"), tiny.SEQUENCE)
+    assert described.kind == "module"
+    assert "stages" not in described.profile.uncut
+    assert sum(op.flops(1, 16) for layer in described.profile.block_layers for op in layer.ops) > 0
+    answers = ran(plan_for(name, plan), config)
     assert tiny.departures(answers, tiny.bounds(tiny.EXACT)) == []
     assert tiny.price_differences(answers) == []
 
