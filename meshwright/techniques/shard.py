@@ -5,7 +5,8 @@ Stage 3 gathers a block for its forward and again for its backward (embedding an
 gathers once a step and keeps all until the last backward ends; stage 1 also keeps whole gradients until the last
 microbatch. With `replicate` it is hybrid sharding: shards inside a group, sums between groups. `prefetch` blocks are
 asked for ahead of the one at work, forward and backward, never across the chunks of a pipeline. `reduce` is the dtype
-in which gradients are summed (and, in stage 1 or between groups, kept over microbatches).
+in which gradients are summed (and, in stage 1 or between groups, kept over microbatches). Under schedules that make
+weight gradients later, stages 1 and 2 sum them when the second half is done; stage 3 is refused.
 When it helps: optimizer and parameters are the peak, and a layer's compute covers its gather.
 When it does not: small batches per rank over slow links (the gathers do not hide), or a model that fits anyway.
 Cost: stage 3: per microbatch 2 all_gathers and 1 reduce_scatter of the parameters; stage 2: 1 all_gather per step and a
