@@ -314,10 +314,6 @@ def gru() -> nn.Module:
     return _larger(Recurrent(nn.GRU))
 
 
-def rnn() -> nn.Module:
-    return _larger(Recurrent(nn.RNN))
-
-
 def deep_lstm() -> nn.Module:
     """All layers in one module, both ways."""
 
