@@ -117,17 +117,13 @@ class Anatomy:
     def num_blocks(self) -> int:
         return len(self.names)
 
-    @property
-    def path(self) -> str:
-        """Of the list of blocks, where they are in one."""
-        return common_path(self.names)
-
     def holds(self, name: str) -> bool:
         """Whether a parameter is of a block."""
         return name.startswith(tuple(f"{block}." for block in self.names))
 
 
 def common_path(names: Sequence[str]) -> str:
+    """Of the list of blocks, where they are in one."""
     paths = {name.rpartition(".")[0] for name in names}
     return paths.pop() if len(paths) == 1 else ""
 

@@ -67,12 +67,6 @@ def qwen3_moe() -> nn.Module:
     return _larger(Qwen3MoeForCausalLM(config))
 
 
-def gpt_neox() -> nn.Module:
-    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
-
-    return _larger(GPTNeoXForCausalLM(GPTNeoXConfig(**_SIZES)))
-
-
 def bert() -> nn.Module:
     from transformers import BertConfig, BertForMaskedLM
 
