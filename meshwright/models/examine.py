@@ -129,7 +129,10 @@ def common_path(names: Sequence[str]) -> str:
 
 
 class Coins(TorchFunctionMode):
-    """A number drawn for a whole layer (`torch.rand([])`, as for layer drop) is the given one."""
+    """A number drawn for a whole layer (`torch.rand([])`, as for layer drop) is the given one.
+
+    Recurrent layers, which torch would go through step by step, are one operator where there are no values.
+    """
 
     def __init__(self, value: float):
         super().__init__()
@@ -138,6 +141,10 @@ class Coins(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_coin(func, args):
             return torch.tensor(self.value)
+        from meshwright.models import trace_ops
+
+        if trace_ops.is_recurrent(func, args):
+            return trace_ops.recur(func.__name__, *args)
         return func(*args, **(kwargs or {}))
 
 

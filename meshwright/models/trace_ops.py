@@ -214,7 +214,7 @@ def recurrent_flops(x: Tensor, weights: list[Tensor]) -> float:
     return sum(2.0 * math.prod(x.shape[:-1]) * each.numel() for each in weights if each.dim() == 2)
 
 
-def _recur(
+def recur(
     name: str, x: Tensor, hx: Any, weights: list[Tensor], has_biases: bool, num_layers: int, dropout: float,
     train: bool, bidirectional: bool, batch_first: bool,
 ) -> Any:  # fmt: skip
@@ -269,8 +269,8 @@ class _Stand(TorchFunctionMode):
             return _grouped(*args[:2])
         if is_coin(func, args):
             return torch.tensor(0.5)  # a coin thrown for a whole layer: kept, as most are
-        if getattr(func, "__name__", "") in RECURRENT_GATES and _is_dense(args):
-            return _recur(func.__name__, *args)
+        if is_recurrent(func, args):
+            return recur(func.__name__, *args)
         if func is torch.bincount and kwargs.get("minlength"):
             return args[0].new_zeros(kwargs["minlength"], dtype=torch.int64)
         if func in LOSSES:
@@ -279,9 +279,10 @@ class _Stand(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _is_dense(args: Any) -> bool:
+def is_recurrent(func: Any, args: Any) -> bool:
     """A recurrent layer over whole sequences (packed ones come as their rows), without values."""
-    return len(args) == 9 and isinstance(args[3], bool) and isinstance(args[0], FakeTensor)
+    is_dense = len(args) == 9 and isinstance(args[3], bool) and isinstance(args[0], FakeTensor)
+    return is_dense and getattr(func, "__name__", "") in RECURRENT_GATES
 
 
 def _attend(

@@ -195,9 +195,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
     return get
 
 
-@pytest.mark.parametrize(
-    ("name", "plan"), [("opt", "pipeline"), slow("neox", "shard"), slow("qwen3_moe", "together")]
-)
+@pytest.mark.parametrize(("name", "plan"), [("opt", "pipeline"), slow("neox", "shard"), slow("qwen3_moe", "together")])
 def test_a_folder_of_transformers_trains_as_on_one_device(
     name: str, plan: str, ran: Run, folder_of: Callable[[str], Path]
 ) -> None:
