@@ -122,7 +122,7 @@ class Anatomy:
         return name.startswith(tuple(f"{block}." for block in self.names))
 
 
-def common_path(names: Sequence[str]) -> str:
+def list_path(names: Sequence[str]) -> str:
     """Of the list of blocks, where they are in one."""
     paths = {name.rpartition(".")[0] for name in names}
     return paths.pop() if len(paths) == 1 else ""

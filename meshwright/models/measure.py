@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.core.profile import Layer, Op, Param, Poly, Profile, Site
-from meshwright.models.examine import Anatomy, Template, block_names, common_path, examine, floats, quiet
+from meshwright.models.examine import Anatomy, Template, block_names, examine, floats, list_path, quiet
 from meshwright.models.regions import Found
 from meshwright.models.trace import Place, Subject, Traced, Untraceable, equal_runs, standing_aside, trace
 from meshwright.ops.batch_norm import BatchNorm
@@ -56,7 +56,7 @@ def profile_of_module(
 
 
 def _block_path(names: tuple[str, ...]) -> str:
-    path = common_path(names)
+    path = list_path(names)
     is_numbered = names == tuple(f"{path}.{i}".lstrip(".") for i in range(len(names)))
     return path if is_numbered else ",".join(names)
 
