@@ -97,7 +97,7 @@ class Mesh:
         named = {self.group(axis).group_name: axis for axis in self.sizes}
         for axis, groups in self.extra.items():
             named |= {group.group_name: axis for group in groups}
-        return named
+        return {name: axis for name, axis in named.items() if self.sizes[axis] > 1}  # one rank alone sends nothing
 
 
 def join(

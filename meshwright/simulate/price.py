@@ -9,7 +9,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.settle import settle
 from meshwright.core.technique import Technique
-from meshwright.core.work import ADAM, Updating, Work, base_work
+from meshwright.core.work import ADAM, Collective, Updating, Work, base_work, replace
 
 ELEMENT_BYTES = 4
 """Parameters and gradients are kept in float32."""
@@ -65,4 +65,7 @@ def price_sizes(
     work = base_work(profile, sizes, element_bytes=element_bytes, optimizer=optimizer)
     for technique in techniques:
         work = technique.price(work)
-    return settle(work)
+    alone = {name for name, size in sizes.items() if isinstance(size, int) and size == 1}
+    work = settle(work)
+    # One rank alone sends nothing.
+    return replace(work, tasks=tuple(t for t in work.tasks if not (isinstance(t, Collective) and t.axis in alone)))

@@ -137,6 +137,8 @@ class Shard(Technique):
         return Resident(layer=layer, category="gathered", repeat=repeat, bytes=size, life=life, origin=self.name)
 
     def apply(self, build: Any) -> None:
+        if self.size == 1:  # nothing to share: gradients are summed by whoever has replicas
+            return
         build.at("split", lambda build: build.model.share_statistics(build.mesh.group(self.axis), self.size))
         build.at("wrap", self._wrap)
 
