@@ -6,6 +6,7 @@ Decoded once, into an array (samples, channels, height, width) that is mapped fr
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -159,7 +160,7 @@ def _form(paths: list[str], problems: list[Problem]) -> tuple[str, tuple[int, in
     first, is_gray, others = None, True, []
     for path in paths:
         try:
-            with Image.open(path) as image:
+            with warnings.catch_warnings(action="ignore"), Image.open(path) as image:  # too many pixels: told below
                 size, mode = image.size, image.mode
         except Exception as error:
             problems.append(_broken(path, error))

@@ -146,3 +146,40 @@ def test_kinds_do_not_mix(tmp_path: Path) -> None:
     assert "no file is named" in told(DataSection(sequence=8), tmp_path / "x")
     with pytest.raises(MeshwrightError, match=r"weight: is 0\.0"):
         MixturePart(train=flat, weight=0.0)
+
+
+def test_what_a_file_claims_is_compared_with_its_size(tmp_path: Path) -> None:
+    """Archives that unpack to gigabytes, headers that promise terabytes, images of too many pixels."""
+    import zipfile
+
+    from PIL import Image
+
+    def header(shape: str, kind: str = "|u1") -> bytes:
+        text = f"{{'descr': '{kind}', 'fortran_order': False, 'shape': {shape}, }}".encode()
+        return b"\x93NUMPY\x01\0" + len(text).to_bytes(2, "little") + text
+
+    with zipfile.ZipFile(tmp_path / "bomb.npz", "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        with archive.open("images.npy", "w") as member:
+            member.write(header("(300, 1024, 1024)"))
+            for _ in range(300):
+                member.write(bytes(1 << 20))
+        archive.writestr("labels.npy", header("(300,)") + bytes(300))
+    with zipfile.ZipFile(tmp_path / "claim.npz", "w") as archive:
+        archive.writestr("images.npy", header("(9999999999, 1024)") + bytes(100))
+        archive.writestr("labels.npy", header("(3,)") + bytes(3))
+    (tmp_path / "claim.npy").write_bytes(header("(9999999999999,)", "<u2") + bytes(100))
+    (tmp_path / "odd.npy").write_bytes(header("((((", "<u2") + bytes(100))
+    (tmp_path / "odd.csv").write_bytes(b"label,\xff\xfe\n1,2\n0,3\n")
+    for name in ("a", "b"):
+        (tmp_path / "pets" / name).mkdir(parents=True)
+        Image.new("1", (13_000, 13_000)).save(tmp_path / "pets" / name / "large.png")
+    expected = {
+        "bomb.npz": "bomb.npz: images: unpacks to 300.0 MiB from ",
+        "claim.npz": "claim.npz: is not a readable .npz file: an array of shape (9999999999, 1024)",
+        "claim.npy": "claim.npy: is not a whole .npy file: an array of shape (9999999999999,)",
+        "odd.npy": "odd.npy: is not a whole .npy file: ",
+        "odd.csv": "odd.csv: is not readable CSV: ",
+        "pets": "a/large.png: is 13,000 x 13,000 pixels; at most 16,777,216 are read. Scale it down",
+    }
+    for name, text in expected.items():
+        assert text in told(DataSection(train=str(tmp_path / name), sequence=8), tmp_path)
