@@ -127,6 +127,18 @@ def make_table(folder: Path) -> None:
     pq.write_table(pa.table({**columns, "cat_shop": [row % 5 for row in range(80)]}), folder / "a.parquet")
 
 
+def make_dataset(folder: Path) -> None:
+    import datasets
+
+    datasets.disable_progress_bars()
+    rows = {"text": [f"{SENTENCE}{row}" for row in range(60)]}
+    datasets.Dataset.from_dict(rows).save_to_disk(folder / "saved")
+
+
+def read_dataset(folder: Path) -> Any:
+    return samples(DataSection(train=f"datasets:{folder / 'saved'}", sequence=16, held_out_fraction=0.1))
+
+
 def craft_parquet(folder: Path, dice: random.Random) -> tuple[Path, bytes]:
     """Very many equal rows, which take next to nothing in the file."""
     return folder / "a.parquet", many_rows(dice.choice((0, 1, 1000, 20_000)))
@@ -657,6 +669,7 @@ def _kinds() -> dict[str, Kind]:
             Kind(name="tokenizer", make=make_tokenizer, read=read_tokenizer, targets=("tokenizer*.json",)),
             Kind(name="parquet text", make=make_parquet, read=texts, crafted=craft_parquet),
             Kind(name="parquet table", make=make_table, read=table, crafted=craft_parquet),
+            Kind(name="dataset", make=make_dataset, read=read_dataset, targets=("saved/*",), share=1),
             Kind(name="csv", make=make_csv, read=of_file("a.csv")),
             Kind(name="npy", make=make_npy, read=of_file("a.npy", sequence=16), crafted=craft_npy),
             Kind(name="flat bin", make=make_flat, read=of_file("a.bin", sequence=16), share=1),

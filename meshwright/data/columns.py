@@ -77,6 +77,8 @@ def read_dataset_rows(path: str, start: int, stop: int, keys: TextKeys, problems
         problems.append(_no_column(path, keys.text, dataset.column_names))
         return Records()
     with readable(path, "a readable dataset"):
+        table = dataset.data.table  # mapped as it is: offsets that lead outside would end the process
+        (table if dataset._indices else table.slice(start, stop - start)).validate(full=True)
         rows = dataset.select_columns(wanted)[start:stop]
     return _records(path, {name: rows[name] for name in wanted}, keys, f"{path}: rows from {start}", problems)
 

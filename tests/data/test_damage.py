@@ -8,7 +8,7 @@ from benchmarks.damage import BAD, campaign
 from benchmarks.damage_kinds import KINDS
 
 # They import torch, or search for plans; tests/checkpoint and tests/cli damage those too.
-HEAVY = {"checkpoint", "hugging face", "dcp", "metrics", "command", "run file", "run folder", "artefacts"}
+HEAVY = {"checkpoint", "hugging face", "dcp", "metrics", "command", "run file", "run folder", "artefacts", "dataset"}
 
 
 @pytest.mark.parametrize(
