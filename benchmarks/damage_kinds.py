@@ -141,7 +141,7 @@ def read_dataset(folder: Path) -> Any:
 
 def craft_parquet(folder: Path, dice: random.Random) -> tuple[Path, bytes]:
     """Very many equal rows, which take next to nothing in the file."""
-    return folder / "a.parquet", many_rows(dice.choice((0, 1, 1000, 20_000)))
+    return folder / "a.parquet", many_rows(dice.choice((0, 1, 5000, 20_000)))
 
 
 @cache
@@ -150,7 +150,7 @@ def many_rows(length: int) -> bytes:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    count = 300_000 if length else 3 * 10**7
+    count = 100_000 if length else 3 * 10**7
     columns = {"label": np.zeros(count, np.int8), "price": np.zeros(count, np.float32)}
     if length:
         column = pa.DictionaryArray.from_arrays(pa.array(np.zeros(count, np.int8)), pa.array(["y" * length]))
@@ -189,7 +189,7 @@ def craft_npz(folder: Path, dice: random.Random) -> tuple[Path, bytes]:
     """Zeros that unpack to gigabytes, headers that claim terabytes, methods that nobody knows."""
     act = dice.randrange(3)
     if act == 0:
-        return next(folder.glob("*.npz")), many_zeros(dice.choice((100, 2000)))
+        return next(folder.glob("*.npz")), many_zeros(dice.choice((30, 400)))
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
         for name in ("images", "labels", "dense", "ids"):
