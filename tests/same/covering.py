@@ -7,8 +7,9 @@ yet, in an order that a seed decides, and takes of every other technique the set
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import combinations, product
@@ -26,6 +27,7 @@ from meshwright.models.section import ModelSection
 from meshwright.runtime.model import describe
 
 BATCH = 16
+STEPS = 2
 MOST_RANKS = 8
 SEED = 6
 
@@ -109,7 +111,9 @@ def all_triples() -> list[Row]:
 
 
 def triples_in(row: Row) -> Iterator[Row]:
-    return map(frozenset, combinations(sorted(row), 3))
+    """Those that a row shows: in bf16 numbers are compared roughly, so only the triples that are about it."""
+    about = [each for each in row if each[0] == "precision"]
+    return (frozenset(each) for each in combinations(sorted(row), 3) if all(one in each for one in about))
 
 
 @dataclass
@@ -156,3 +160,26 @@ def _extended(row: Row, left: dict[Row, None], generator: random.Random) -> Row:
         longer = [each for each in longer if _gain(each, left) > _gain(row, left) and not refusals(each)]
         row = max(longer, key=lambda each: _gain(each, left), default=row)
     return row
+
+
+Job = Callable[..., Any]
+"""(job, arguments, number of ranks) -> an answer of each rank."""
+References = Callable[..., str]
+
+ROUNDED = {"first loss": 2**-7, "first gradient": 2**-5, "first gradient norm": 2**-5}
+"""In bf16, beside one device in bf16: other sums are rounded elsewhere. What is exact is shown without it."""
+
+
+def faults(row: Row, run: Job, references: References) -> list[str]:
+    """Where a row departs from one device, or sends and holds something else than its price says."""
+    plan, config = plan_of(row), KINDS[dict(row)["model"]]
+    like = [json.loads(tiny.plan_of(each).to_json())["techniques"][0] for each in plan.techniques if each == tiny.BF16]
+    question = {"config": config, "optimizer": tiny.ADAMW, "sequence": tiny.SEQUENCE, "steps": STEPS}
+    question["dtype"] = "float32" if like else "float64"
+    reference = references(**question, batch=BATCH, techniques=like)
+    arguments = {**question, "plan": json.loads(plan.to_json()), "reference": reference, "prices": True}
+    answers = run("rank_jobs:plan_job", arguments, plan.num_ranks, timeout_seconds=180)
+    bounds = ROUNDED if like else tiny.bounds(tiny.EXACT)
+    # A table's rows do not divide equally; what is priced is the rank with most.
+    priced = [answer for answer in answers if answer["holds_largest"] or "rows" not in dict(row)]
+    return [*tiny.departures(answers, bounds), *tiny.price_differences(priced)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from meshwright.core.codec import decode
 from meshwright.core.plan import Plan
 from meshwright.models.section import ModelSection
 from meshwright.runtime.model import describe
+from meshwright.supervise.pool import RankPool
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -211,6 +213,37 @@ def test_a_folder_of_transformers_trains_as_on_one_device(
 
 def _names(plan: str) -> list[str]:
     return [technique.name for technique in PLANS[plan]]
+
+
+REPLAYED = (tiny.RECOMPUTE, tiny.REPLICATE, tiny.SHARD3)
+CUT = (tiny.TENSOR, tiny.PIPELINE)
+
+
+@pytest.mark.parametrize("techniques", [REPLAYED, CUT], ids=tiny.joined)
+@pytest.mark.parametrize("model", ["resnet", "vgg", "vit", "dlrm", "moe", "by_hand", "llama", "convolutions"])
+def test_what_is_sent_in_bf16_is_what_is_priced(model: str, techniques: tuple[Any, ...], pool: RankPool) -> None:
+    config = MODELS[model]
+    profile = describe(decode(ModelSection, config["section"], "model"), tiny.SEQUENCE).profile
+    # Without what this model refuses by itself.
+    chosen = tuple(each for each in techniques if not _whole_batch(each).check(profile))
+    plan = _whole_batch(tiny.BF16, *chosen)
+    assert plan.check(profile) == ()
+    question = {"config": config, "optimizer": tiny.ADAMW, "sequence": tiny.SEQUENCE, "steps": 1, "dtype": "float32"}
+    arguments = {**question, "plan": json.loads(plan.to_json()), "prices": True}
+    answers = pool.run("rank_jobs:plan_job", arguments, plan.num_ranks, timeout_seconds=300)
+    assert tiny.price_differences(answers) == []
+
+
+def _whole_batch(*techniques: Any) -> Plan:
+    return tiny.plan_of(*techniques, microbatch=tiny.BATCH // tiny.plan_of(*techniques).num_replicas)
+
+
+@pytest.mark.parametrize("technique", [tiny.REPLICATE, tiny.SHARD3], ids=str)
+def test_replayed_batch_statistics_are_priced(technique: Any, ran: Run) -> None:
+    for recompute in (tiny.RECOMPUTE, tiny.t("recompute", layers=1, selective=1)):
+        answers = ran(_whole_batch(recompute, technique), MODELS["resnet"])
+        assert tiny.departures(answers, tiny.bounds(tiny.EXACT)) == []
+        assert tiny.price_differences(answers) == []
 
 
 def test_batch_statistics_over_time_are_refused() -> None:
