@@ -24,6 +24,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from meshwright.ops.attention import HIDDEN, attend_piece, piece_backward
 from meshwright.ops.experts import fresh, precise
+from meshwright.ops.gloo import all_gather_single
 from meshwright.ops.recompute import once
 from meshwright.ops.record import OPENED, RING_TAG
 
@@ -54,7 +55,7 @@ class Tokens:
         """(batch, own tokens, ...) of every rank -> (batch, sequence, ...) in order."""
         count, x = self.group.size(), x.contiguous()
         out = torch.empty((count * x.shape[0], *x.shape[1:]), dtype=x.dtype, device=x.device)
-        dist.all_gather_into_tensor(out, x, group=self.group)
+        all_gather_single(out, x, group=self.group)
         placed: dict[int, Tensor] = {}
         for rank, part in enumerate(out.chunk(count)):
             chunks = self.chunks(rank)

@@ -18,6 +18,10 @@ _SMALL_GATHER_BYTES = 1 << 16
 _MOST_AT_ONCE_BYTES = 1 << 18
 """Up to here one all_to_all is quicker than a wait for each message, above all where cores are few."""
 
+# Torch 2.13 has new names for them, and warns of the old ones.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 _LIBRARY = torch.library.Library("meshwright", "FRAGMENT")
 _LIBRARY.define("all_gather(Tensor(a!) whole, Tensor part, str group) -> ()")
 _LIBRARY.define("reduce_scatter(Tensor(a!) part, Tensor whole, str group) -> ()")
@@ -28,7 +32,7 @@ def all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
     if _is_ours(whole) and whole.nbytes > _SMALL_GATHER_BYTES:
         torch.ops.meshwright.all_gather(whole, part, group.group_name)
     else:
-        dist.all_gather_into_tensor(whole, part, group=group)
+        all_gather_single(whole, part, group=group)
 
 
 def reduce_scatter(part: Tensor, whole: Tensor, group: dist.ProcessGroup) -> None:
@@ -36,7 +40,7 @@ def reduce_scatter(part: Tensor, whole: Tensor, group: dist.ProcessGroup) -> Non
     if _is_ours(whole):
         torch.ops.meshwright.reduce_scatter(part, whole, group.group_name)
     else:
-        dist.reduce_scatter_tensor(part, whole, group=group)
+        reduce_scatter_single(part, whole, group=group)
 
 
 def _is_ours(tensor: Tensor) -> bool:

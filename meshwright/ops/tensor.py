@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.ops.experts import fresh
-from meshwright.ops.gloo import all_gather, reduce_scatter
+from meshwright.ops.gloo import all_gather, all_gather_single, reduce_scatter, reduce_scatter_single
 from meshwright.ops.model import Inside
 
 
@@ -92,7 +92,7 @@ class _PiecewiseExit(torch.autograd.Function):
         for piece in _pieces(x, group.size(), num_pieces):
             partial = F.linear(piece.contiguous(), weight)
             out = torch.empty_like(partial[0])
-            leaving.append((out, partial, dist.reduce_scatter_tensor(out, partial.flatten(0, 1), group=group, **_on())))
+            leaving.append((out, partial, reduce_scatter_single(out, partial.flatten(0, 1), group=group, **_on())))
         return torch.cat([_arrived(out, work) for out, _, work in leaving], dim=1)
 
     @staticmethod
@@ -117,7 +117,7 @@ class _PiecewiseLinear(torch.autograd.Function):
         for part in grad.chunk(ctx.num_pieces, dim=1):
             part = part.contiguous()
             out = torch.empty((ways * part.shape[0], *part.shape[1:]), dtype=part.dtype, device=part.device)
-            coming.append((out, part, dist.all_gather_into_tensor(out, part, group=ctx.group, **_on())))
+            coming.append((out, part, all_gather_single(out, part, group=ctx.group, **_on())))
         into_x = torch.empty_like(x, memory_format=torch.contiguous_format) if ctx.needs_input_grad[0] else None
         whole = torch.empty((*x.shape[:-1], grad.shape[-1]), dtype=grad.dtype, device=grad.device)
         for j, (out, part, work) in enumerate(coming):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,8 @@ def plan_job(
     """Largest errors by quantity where there is a reference; observed and priced traffic where asked for."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
+    # Users of a newer torch would read it at every start.
+    warnings.filterwarnings("error", message=r"`torch\.distributed\..* is deprecated", category=FutureWarning)
     parity.enter(rank, num_ranks, rendezvous)
     chosen, rates = Plan.from_json(json.dumps(plan)), decode(OptimizerConfig, optimizer, "optimizer")
     answer: dict[str, Any] = {}

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.core.box import Box
+from meshwright.ops.gloo import all_gather_single
 from meshwright.ops.mesh import Mesh
 from meshwright.runtime.build import Build
 
@@ -141,7 +142,7 @@ def _divided(mesh: Mesh, axis: str, matrices: list[Matrix]) -> dict[str, list[Bo
     rows = [[(*m.box.offset, *m.box.size) + (0,) * 2 * (wide - len(m.box.shape))] for m in matrices]
     mine = torch.tensor(rows, device=mesh.device)
     peers = mine.new_empty(mesh.size(axis) * len(rows), *mine.shape[1:])
-    dist.all_gather_into_tensor(peers, mine, group=mesh.group(axis))
+    all_gather_single(peers, mine, group=mesh.group(axis))
     found = {}
     for matrix, told in zip(matrices, peers.view(mesh.size(axis), len(rows), -1).transpose(0, 1).tolist(), strict=True):
         dims = len(matrix.box.shape)
