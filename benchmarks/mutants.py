@@ -593,8 +593,8 @@ def cases(folder: Path) -> dict[str, Case]:
     """Small models and plans, by name; their data are written to the folder."""
     import numpy as np
 
-    text = folder / "corpus.jsonl"
-    lines = [json.dumps({"prompt": f"{i} plus {i % 7} is", "text": f" {i + i % 7}."}) for i in range(400)]
+    text = folder / "corpus.jsonl"  # with letters of two bytes: both halves of a vocabulary of bytes have targets
+    lines = [json.dumps({"prompt": f"{i} plus {i % 7} is", "text": f" {i + i % 7}, très bien."}) for i in range(400)]
     text.write_text("\n".join(lines), encoding="utf-8")
     generator = np.random.default_rng(0)
     images = generator.integers(0, 255, (64, 16, 16), dtype=np.uint8)

@@ -96,6 +96,19 @@ def reference_job(
     departs from itself (`spread`, and `noise` of a gradient's elements), and what bf16 costs one device.
     """
     run, made = decode(RunConfig, config, ""), decode(Plan, plan, "plan")
+    try:
+        return _referred(run, made, Path(folder), steps, cache, keeps_dropout, rounds)
+    except Exception:  # what is wrong with a module, our own loop says in better words
+        whole = Plan(batch=made.batch, microbatch=made.batch)
+        opened, optimizer = _open(run, "float64", "off"), run.train.optimizer
+        session = open_session(whole, opened, optimizer, dtype="float64", device=torch.device("cpu"))
+        session.loop.step(_samples(run, made.batch, cache, "float64")(0, 0, 1), 0.0)
+        raise
+
+
+def _referred(
+    run: RunConfig, made: Plan, folder: Path, steps: int, cache: str, keeps_dropout: bool, rounds: bool
+) -> dict[str, Any]:
     plain = _plain(run, torch.float64)
     batch_of = _batches(run, made.batch, cache, "float64")
     first = split_inputs(batch_of(0)[0], made.microbatch)[0]
@@ -116,14 +129,15 @@ def reference_job(
     optimizer, parts = run.train.optimizer, made.num_replicas
     if keeps:
         rows = [part_rows(made.batch, part, parts, made.shares) for part in range(parts)]
-        write_plain(Path(folder), plain, batch_of, optimizer, steps, **settings, parts=rows, seed=run.train.seed)
+        write_plain(folder, plain, batch_of, optimizer, steps, **settings, parts=rows, seed=run.train.seed)
     else:
         with _drawing(answer):
-            losses = write_plain(Path(folder), quiet, batch_of, optimizer, steps, **settings)
+            losses = write_plain(folder, quiet, batch_of, optimizer, steps, **settings)
             if rounds:
-                answer["rounded"] = _rounded_control(run, made, Path(folder), cache, losses, size)
+                answer["rounded"] = _rounded_control(run, made, folder, cache, losses, size)
     total = run.train.steps
-    wrong = [s for s in range(total) if not isclose(optimizer.lr_at(s, total), learning_rate(optimizer, s, total))]
+    sampled = sorted({*range(min(total, 200)), *range(0, total, max(1, total // 1000)), total - 1})
+    wrong = [s for s in sampled if not isclose(optimizer.lr_at(s, total), learning_rate(optimizer, s, total))]
     answer["wrong_rates"] = wrong[:1]
     return answer
 

@@ -87,8 +87,8 @@ def test_microbatches_of_each_part() -> None:
 
 def test_a_shortened_plan_keeps_its_shares_within_its_batch(profile: Any) -> None:
     short = shortened(plan_of(t("replicate", size=2, shares=(9, 1)), batch=20), 1)
-    assert short.shares == (2, 1)
-    assert short.batch == 6
+    assert short.shares == (3, 1)
+    assert short.batch == 8
     assert short.check(profile) == ()
 
 
