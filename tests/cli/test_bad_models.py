@@ -221,7 +221,7 @@ def test_scores_that_do_not_fit_the_targets_are_told(tmp_path: Path, capsys: pyt
     code = main(["check", path, "--plan", plan, "--set", f"model.factory={HERE}:one_score_for_a_text"])
     said = capsys.readouterr().err
     assert code == 2, said
-    assert "scores are (2, 256) for targets of shape (2, 8)" in said
+    assert "scores are (3, 256) for targets of shape (3, 8)" in said
     assert "Traceback" not in said
 
 

@@ -27,7 +27,7 @@ class Layer(nn.Module):
     def __init__(self, kind: str):
         super().__init__()
         self.kind = kind
-        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 128), nn.Linear(128, 16)
 
     def forward(self, x: Tensor) -> Tensor:
         inner = F.gelu(self.up(self.norm(x)))
@@ -45,7 +45,7 @@ class Words(nn.Module):
     def __init__(self, kind: str):
         super().__init__()
         self.embed, self.out = nn.Embedding(256, 16), nn.Linear(16, 256)
-        self.layers = nn.ModuleList(Layer(kind) for _ in range(2))
+        self.layers = nn.ModuleList(Layer(kind) for _ in range(3))
         self.kind = kind
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -118,9 +118,9 @@ def test_a_module_that_rounds_inside_sets_the_tolerance(tmp_path: Path, pool: Ra
 
 
 def test_what_the_command_refuses_is_refused_from_python_too(tmp_path: Path, pool: RankPool) -> None:
-    with pytest.raises(MeshwrightError, match="16"):
+    with pytest.raises(MeshwrightError, match="6 equal chunks"):
         checked(tmp_path, pool, {"name": "byte-tiny"}, t("context", size=3))
-    with pytest.raises(MeshwrightError, match="chunks"):
+    with pytest.raises(MeshwrightError, match="64 equal pieces"):
         checked(tmp_path, pool, {"name": "byte-tiny"}, t("chunked_loss", chunks=64))
 
 
