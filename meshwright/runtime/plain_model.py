@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.checkpoint.hf_names import Part, parts_of_decoder
+from meshwright.checkpoint.hf_read import source_of_named
 from meshwright.core.box import Box
 from meshwright.core.errors import MeshwrightError
 from meshwright.models.config import DecoderConfig, DLRMConfig
@@ -51,8 +52,13 @@ def plain_model(section: ModelSection, *, sequence: int, seed: int, dtype: torch
     else:
         module, _ = transformers_module(section.hf, sequence)
         values = _values(opened, dtype)
-    if hasattr(getattr(module, "config", None), "use_cache"):
-        module.config.use_cache = False
+        source_of_named(section.hf, module)  # fills its buffers
+    for each in module.modules():
+        settings: Any = getattr(each, "config", None)
+        if hasattr(settings, "use_cache"):
+            settings.use_cache = False
+        if getattr(settings, "_experts_implementation", "") == "grouped_mm":  # which knows no float64
+            settings._experts_implementation_internal = "eager"
     if not dropout:
         without_dropout(module)
     made = _of_module(module, opened, values, dtype)
