@@ -44,18 +44,19 @@ ROUNDED_LENGTH = 0.01
 
 
 class Runner:
-    """Cases one after another, on one pool."""
+    """Cases one after another, on one pool: its own, or one that is given."""
 
-    def __init__(self, patience: float = 60.0):
-        self.patience = patience
-        self.pool = RankPool(MOST_RANKS, threads_per_rank=1)
+    def __init__(self, patience: float = 60.0, pool: RankPool | None = None):
+        self.patience, self.owns_pool = patience, pool is None
+        self.pool = pool or RankPool(MOST_RANKS, threads_per_rank=1)
         self.scratch = Path(tempfile.mkdtemp(prefix="mw-campaign-"))
 
     def __enter__(self) -> Runner:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self.pool.close()
+        if self.owns_pool:
+            self.pool.close()
         shutil.rmtree(self.scratch, ignore_errors=True)
 
     def run(self, case: Case) -> Result:
