@@ -48,6 +48,8 @@ class Runner:
 
     def __init__(self, patience: float = 60.0, pool: RankPool | None = None):
         self.patience, self.owns_pool = patience, pool is None
+        if str(ROOT) not in os.environ.get("PYTHONPATH", "").split(os.pathsep):  # ranks import `benchmarks` too
+            os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
         self.pool = pool or RankPool(MOST_RANKS, threads_per_rank=1)
         self.scratch = Path(tempfile.mkdtemp(prefix="mw-campaign-"))
 

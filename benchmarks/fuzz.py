@@ -128,12 +128,24 @@ def _gist(text: str) -> str:
     return "".join("#" if letter.isdigit() else letter for letter in text)[:110]
 
 
+def run_these(cases: list[Case], given: argparse.Namespace) -> int:
+    worst = 0
+    with Runner(given.patience) as runner:
+        for case in cases:
+            result = shrink(case, runner, given.minutes) if given.shrink else runner.run(case)
+            tell(result, details=True)
+            if given.shrink:
+                print(json.dumps({key: result[key] for key in case}))
+            worst |= int(result["verdict"] in BAD)
+    return worst
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--count", type=int, default=0, help="cases; 0: as many as the minutes allow")
     parser.add_argument("--first", type=int, default=0, help="first seed; 0: from the clock")
-    parser.add_argument("--seed", type=int, default=0, help="this seed only")
+    parser.add_argument("--seed", default="0", help="this seed only, or several with commas between")
     parser.add_argument("--most-ranks", type=int, default=8, help="leave out plans with more ranks")
     parser.add_argument("--case", type=Path, help="a case as JSON")
     parser.add_argument("--shrink", action="store_true", help="look for the smallest case that fails alike")
@@ -142,14 +154,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="folder for results as JSON lines")
     parser.add_argument("--patience", type=float, default=60.0, help="seconds until a case hangs")
     given = parser.parse_args()
-    if given.seed or given.case:
-        case = json.loads(given.case.read_text()) if given.case else case_of(given.seed)
-        with Runner(given.patience) as runner:
-            result = shrink(case, runner, given.minutes) if given.shrink else runner.run(case)
-        tell(result, details=True)
-        if given.shrink:
-            print(json.dumps({key: result[key] for key in case}))
-        return int(result["verdict"] in BAD)
+    if given.seed != "0" or given.case:
+        cases = [json.loads(given.case.read_text())] if given.case else [case_of(int(s)) for s in given.seed.split(",")]
+        return run_these(cases, given)
     first = given.first or int(time.time()) % 10**7 * 100
     count = given.count or 10**6
     if given.workers > 1:
