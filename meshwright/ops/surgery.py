@@ -18,6 +18,21 @@ def recomputed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return wrapped
 
 
+def writes_in_place(module: nn.Module) -> bool:
+    """Whether it may write into what it is given, as `nn.ReLU(inplace=True)` does."""
+    return any(getattr(each, "inplace", False) is True for each in module.modules())
+
+
+def on_copies(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`forward` of copies of its tensors: a replay must find its inputs as they were."""
+
+    def wrapped(*args: Any, **kwargs: Any) -> Tensor:
+        copied = [each.clone() if isinstance(each, Tensor) and each.is_floating_point() else each for each in args]
+        return forward(*copied, **kwargs)
+
+    return wrapped
+
+
 def holders(model: nn.Module, parameter: nn.Parameter) -> Iterable[tuple[nn.Module, str]]:
     """Every (module, attribute) where a parameter hangs: more than one where it is tied."""
     for module in model.modules():

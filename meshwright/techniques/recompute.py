@@ -220,12 +220,14 @@ class Recompute(Technique):
     def _wrap(self, build: Any) -> None:
         from meshwright.ops.chain import Chain
         from meshwright.ops.recompute import selectively_recomputed
-        from meshwright.ops.surgery import recomputed
+        from meshwright.ops.surgery import on_copies, recomputed, writes_in_place
 
         numbers = [block for first, last in build.spans for block in range(first, last)]
         blocks = dict(zip(numbers, build.model.block_modules(), strict=True))
         for number, block in blocks.items():
             policy = self.policy_of(number, build.spans)
+            if policy and writes_in_place(block):
+                block.forward = on_copies(block.forward)
             if policy == "selective":
                 block.forward = selectively_recomputed(block.forward)
             elif policy == "layers" and not self.slots:
