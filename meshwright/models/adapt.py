@@ -185,6 +185,9 @@ class Adapted(Model):
         if after:
             yield Part(name=ENDS[1], kind=ENDS[1], module=None, own=after)
 
+    def numbered_blocks(self) -> Iterable[tuple[nn.Module, int]]:
+        return ((block, number) for number, block in enumerate(self._blocks()) if is_within(self.spans, number))
+
     def keep(self, spans: Spans) -> None:
         before, after = self.ends_here
         blocks = self._blocks()
@@ -398,6 +401,10 @@ def adapt(module: nn.Module, example: Inputs, *, name: str, loss: Loss | None = 
     profile = profile_of_module(module, run_module, template, anatomy, regions, name=name, uncut=uncut, loss=aim)
     made = Adapted(module, anatomy, regions, template, aim)
     made.vocab_size = seen.vocab_size
+    order = tuple(anatomy.names.index(path) for path in seen.ran if path in anatomy.names)
+    everything = tuple(range(anatomy.num_blocks))
+    # Other values may run blocks that these left out.
+    made.block_order = everything if seen.needs_values and order == tuple(sorted(set(order))) else order
     if loss is None and seen.output is not None:
         made.num_scores, made.idle = scores(seen.output).shape[-1], seen.idle
     return made, profile

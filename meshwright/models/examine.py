@@ -366,7 +366,7 @@ def _trace(
         handed.append(fresh)
         return returned.made(fresh, output[1:] if returned.kind is not None else ())
 
-    with _hooked(blocks, before, after):
+    with hooked(blocks, before, after):
         output, tensors = run_apart(module, call, inputs)
     if len(entered) != len(blocks):
         raise _NoStages(f"only {len(entered)} of its {len(blocks)} blocks run every time.")
@@ -375,7 +375,7 @@ def _trace(
 
 
 @contextlib.contextmanager
-def _hooked(blocks: list[nn.Module], before: Any, after: Any) -> Iterator[None]:
+def hooked(blocks: Sequence[nn.Module], before: Any, after: Any) -> Iterator[None]:
     handles = []
     for index, block in enumerate(blocks):
         handles.append(

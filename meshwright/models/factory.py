@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import (
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from meshwright.core.errors import MeshwrightError, Problem
-from meshwright.models.examine import Coins, floats, quiet, run_apart
+from meshwright.models.examine import Coins, floats, hooked, quiet, run_apart
 from meshwright.ops.experts import transformers_experts
 from meshwright.ops.model import Inputs, map_inputs
 
@@ -153,24 +153,33 @@ class Look:
     """Rows of the embedding that the inputs enter; 0: not known."""
     idle: tuple[str, ...] = ()
     """Parameters that nothing in the output depends on."""
+    ran: tuple[str, ...] = ()
+    """Modules as they were called, one after the other."""
+    needs_values: bool = False
+    """It asks for values: with others, other modules may run."""
 
 
 def look(module: nn.Module, call: Callable[[nn.Module, Inputs], Any], example: Inputs) -> Look:
     """Without values where that is possible: it costs nothing, whatever the size."""
-    try:
-        with quiet(), FakeTensorMode(allow_non_fake_inputs=True), Coins(0.5):
-            inputs = map_inputs(example, lambda each: torch.zeros(each.shape, dtype=each.dtype))
-            sizes: list[int] = []
-            with _embeddings(module, inputs, sizes):
-                output, tensors = run_apart(module, call, inputs)
-            return Look(output=output, vocab_size=min(sizes, default=0), idle=_idle(module, tensors, floats(output)))
-    except Exception as error:
-        if any(value.device.type == "meta" for value in module.parameters()):
-            return Look(failure=None if isinstance(error, _VALUES_WANTED) else error)
-    try:
-        return Look(output=run_apart(module, call, example)[0])
-    except Exception as error:
-        return Look(failure=error)
+    names, modules = zip(*module.named_modules(), strict=True)
+    ran: list[str] = []
+    with hooked(modules, lambda index, *_: ran.append(names[index]), lambda *_: None):
+        try:
+            with quiet(), FakeTensorMode(allow_non_fake_inputs=True), Coins(0.5):
+                inputs = map_inputs(example, lambda each: torch.zeros(each.shape, dtype=each.dtype))
+                sizes: list[int] = []
+                with _embeddings(module, inputs, sizes):
+                    output, tensors = run_apart(module, call, inputs)
+                idle = _idle(module, tensors, floats(output))
+                return Look(output=output, vocab_size=min(sizes, default=0), idle=idle, ran=tuple(ran))
+        except Exception as error:
+            if any(value.device.type == "meta" for value in module.parameters()):
+                return Look(failure=None if isinstance(error, _VALUES_WANTED) else error, needs_values=True)
+        ran.clear()
+        try:
+            return Look(output=run_apart(module, call, example)[0], ran=tuple(ran), needs_values=True)
+        except Exception as error:
+            return Look(failure=error)
 
 
 @contextlib.contextmanager

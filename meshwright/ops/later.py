@@ -41,13 +41,16 @@ class Later:
         return True
 
     @torch.no_grad()
-    def pay(self, key: Hashable) -> None:
-        for weight, x, grad in self.waiting.pop(key):
+    def pay(self, key: Hashable) -> list[nn.Parameter]:
+        """The weights whose gradients were made."""
+        paid = self.waiting.pop(key)
+        for weight, x, grad in paid:
             made = _weight_gradient(weight, x, grad)
             if weight.grad is None:
                 weight.grad = made
             else:
                 weight.grad.add_(made)
+        return [weight for weight, _, _ in paid]
 
 
 def _weight_gradient(weight: Tensor, x: Tensor, grad: Tensor) -> Tensor:

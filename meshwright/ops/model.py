@@ -63,6 +63,8 @@ class Model(nn.Module):
     statistics_groups: tuple[dist.ProcessGroup, ...] = ()
     span: tuple[int, int] | None = None
     """Of the blocks here those, first to last - 1, that the next forward runs; None: all."""
+    block_order: tuple[int, ...] | None = None
+    """Numbers of the blocks as a forward ran them; None: always all, one after the other."""
     own_tokens: Callable[[Tensor, int], Tensor] = staticmethod(every_token)
     """Those of whole sequences (along a dim) that this rank has."""
     fused: Mapping[str, tuple[int, ...]] = MappingProxyType({})
@@ -120,6 +122,10 @@ class Model(nn.Module):
 
     def block_modules(self) -> list[nn.Module]:
         return [part.module for part in self.parts() if part.is_block and part.module is not None]
+
+    def numbered_blocks(self) -> Iterable[tuple[nn.Module, int]]:
+        """The blocks here, with their numbers in the whole model."""
+        return ()
 
     def set_compute_dtype(self, dtype: torch.dtype) -> None:
         self.compute_dtype = dtype

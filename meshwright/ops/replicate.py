@@ -1,7 +1,9 @@
 """Gradient buckets, one per layer, summed over the replicas while backward goes on.
 
-Each parameter's `.grad` is a view into its layer's flat bucket, so nothing is copied; a bucket leaves as soon as its
-last gradient of the last microbatch has arrived.
+Each parameter's `.grad` is a view into its layer's flat bucket, so nothing is copied. All ranks sum the buckets in one
+order, whatever their own backward did: a bucket leaves as soon as its last gradient of the last microbatch has arrived
+and those before it have left. The order is the one in which the first rank's gradients arrived in the first step. A
+parameter that took no part in a rank's step adds zeros, and the rest waits for the end of the backward passes.
 """
 
 from __future__ import annotations
@@ -16,9 +18,8 @@ from torch import Tensor, nn
 
 
 class Bucket:
-    def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup, chunk: int):
-        self.group, self.chunk = group, chunk
-        self.parameters = parameters
+    def __init__(self, parameters: list[nn.Parameter], chunk: int):
+        self.parameters, self.chunk = parameters, chunk
         total = sum(p.numel() for p in parameters)
         self.flat = torch.zeros(total, dtype=parameters[0].dtype, device=parameters[0].device)
         self.views: list[Tensor] = []
@@ -26,43 +27,77 @@ class Bucket:
         for parameter in parameters:
             self.views.append(self.flat[offset : offset + parameter.numel()].view_as(parameter))
             offset += parameter.numel()
-        self.is_last = False
+        self.is_last = self.is_ready = False
         self.missing = 0
         self.work: dist.Work | None = None
-        # Weakly: autograd's hooks are out of the garbage collector's sight, and a bucket would keep its group for ever.
+
+
+class Buckets:
+    """The buckets of every unit that has trained parameters."""
+
+    def __init__(self, units: Iterable[Any], group: dist.ProcessGroup, zero_filled: set[int]):
+        """`zero_filled`: as in `Build`."""
+        self.group, self.zero_filled = group, zero_filled
+        self.buckets: list[Bucket] = []
+        # Weakly: autograd's hooks are out of the garbage collector's sight, and would keep the group for ever.
         arrived = weakref.WeakMethod(self._arrived)
-        for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(lambda grad: (arrived() or _gone)(grad))
+        for unit in units:
+            trained = [parameter for parameter in unit.parameters if parameter.requires_grad]
+            if not trained:
+                continue
+            at = len(self.buckets)
+            for parameter in trained:
+                parameter.register_post_accumulate_grad_hook(lambda p, at=at: (arrived() or _gone)(p, at))
+            self.buckets.append(Bucket(trained, unit.chunk))
+        self.order = list(reversed(range(len(self.buckets))))
+        self.num_left = 0
+        """Buckets of the order that are under way in this step."""
+        self.arrivals: list[int] | None = []
+        """In the first step, buckets as they became ready; None afterwards."""
 
     def start_step(self) -> None:
-        self.flat.zero_()
-        for parameter, view in zip(self.parameters, self.views, strict=True):
-            parameter.grad = view
+        self.num_left = 0
+        for bucket in self.buckets:
+            bucket.flat.zero_()
+            bucket.is_ready = False
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                parameter.grad = view
+                self.zero_filled.add(id(parameter))
 
     def start_backward(self, is_last: bool, chunk: int) -> None:
         """Gradients are whole after the last backward of the chunk where the bucket's layers begin."""
-        self.is_last, self.missing = is_last and chunk == self.chunk, len(self.parameters)
+        for bucket in self.buckets:
+            bucket.is_last, bucket.missing = is_last and chunk == bucket.chunk, len(bucket.parameters)
 
-    def _arrived(self, _: Tensor) -> None:
-        self.missing -= 1
-        if self.is_last and self.missing == 0:
-            self.work = dist.all_reduce(self.flat, group=self.group, async_op=True)
+    def _arrived(self, parameter: Tensor, at: int) -> None:
+        bucket = self.buckets[at]
+        self.zero_filled.discard(id(parameter))
+        bucket.missing -= 1
+        if bucket.is_last and bucket.missing == 0:
+            bucket.is_ready = True
+            if self.arrivals is not None:
+                self.arrivals.append(at)
+            while self.num_left < len(self.order) and self.buckets[self.order[self.num_left]].is_ready:
+                self._send_next()
+
+    def _send_next(self) -> None:
+        bucket = self.buckets[self.order[self.num_left]]
+        bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
+        self.num_left += 1
 
     def finish(self) -> None:
-        if self.work is None:  # a parameter that took no part in this step's backward
-            self.work = dist.all_reduce(self.flat, group=self.group, async_op=True)
-        self.work.wait()
-        self.work = None
+        while self.num_left < len(self.order):
+            self._send_next()
+        for bucket in self.buckets:
+            assert bucket.work is not None
+            bucket.work.wait()
+            bucket.work = None
+        if self.arrivals is not None and self.buckets:
+            arrived = self.arrivals + [at for at in self.order if at not in self.arrivals]
+            order = torch.tensor(arrived, device=self.buckets[0].flat.device)
+            dist.broadcast(order, group=self.group, group_src=0)
+            self.order, self.arrivals = order.tolist(), None
 
 
-def _gone(_: Tensor) -> None:
+def _gone(*_: Any) -> None:
     raise AssertionError("a gradient arrived after its bucket was given up")
-
-
-def buckets_of(units: Iterable[Any], group: dist.ProcessGroup) -> list[Bucket]:
-    """A bucket for the trained parameters of every unit that has any."""
-    found = []
-    for unit in units:
-        trained = [parameter for parameter in unit.parameters if parameter.requires_grad]
-        found += [Bucket(trained, group, unit.chunk)] if trained else []
-    return found

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
+from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.ops.gloo import all_gather, reduce_scatter
 
 
@@ -73,6 +75,12 @@ def shard_units(
     # The root takes what no unit took: the layers that share a weight.
     wrapped.append(fully_shard(build.model, reshard_after_forward=False, **options))
     set_prefetch(wrapped, goes_back, chunks, prefetch)
+    for module in wrapped:
+        _fill_unused(module, build.zero_filled)
+    trained = [id(parameter) for parameter in build.model.parameters() if parameter.requires_grad]
+    build.on_step.append(lambda: build.zero_filled.update(trained))
+    if build.model.block_order is not None:
+        _require_order(build.model, build.model.block_order)
     if mesh.device.type == "cpu":
         _take_over_gloo(wrapped)
     for name in build.boxes:
@@ -177,6 +185,59 @@ def set_prefetch(wrapped: list[Any], goes_back: list[bool], chunks: list[int], p
         before = [unit for unit, its, is_needed in reversed(units[:place]) if its == chunk and is_needed]
         module.set_modules_to_forward_prefetch(after[:prefetch])
         module.set_modules_to_backward_prefetch(before[:prefetch] or [module])
+
+
+def _fill_unused(module: Any, zero_filled: set[int]) -> None:
+    """Let a parameter that took no part in a backward add zeros: FSDP would leave it out of its message, which must be
+    the same on all ranks. (torch 2.13 does so on demand, but does not say which ones those were.)"""
+    state = module._get_fsdp_state()
+    for group in getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]):
+
+        def post_backward(*given: Any, group: Any = group, inner: Any = group.post_backward) -> None:
+            # Also called at the end of backwards that the group had no part in.
+            for each in group.fsdp_params if group._training_state == TrainingState.PRE_BACKWARD else ():
+                if not each.sharded_param.requires_grad:
+                    continue
+                whole = each.unsharded_param
+                if whole.grad is not None or each.unsharded_accumulated_grad is not None:
+                    zero_filled.discard(id(each.sharded_param))
+                elif group.reduce_grads:
+                    whole.grad = torch.zeros_like(whole)
+            inner(*given)
+
+        group.post_backward = post_backward
+
+
+def _require_order(model: Any, order: tuple[int, ...]) -> None:
+    """Raise before a block is gathered that does not come next: other ranks would gather another one, and wait."""
+    here = {number for _, number in model.numbered_blocks()}
+    to_come: list[int] = []
+
+    def refuse(block: int, event: str) -> None:
+        what = f"block {block} {event}: shard gathers every block in every forward, in one order on all ranks."
+        fix = "Use replicate, or let the block run on every input and its result count for nothing."
+        raise MeshwrightError([Problem(where="shard", what=what, fix=fix)])
+
+    def begin(*_: Any) -> None:
+        to_come[:] = [block for block in order if block in here and model.runs(block)]
+
+    def enter(block: int) -> None:
+        if torch._C._current_graph_task_id() != -1:  # computed again for a backward
+            return
+        if not to_come:
+            refuse(block, "ran when none was to come")
+        if to_come[0] != block:
+            refuse(to_come[0], f"did not run before block {block}")
+        to_come.pop(0)
+
+    def end(*_: Any) -> None:
+        if to_come:
+            refuse(to_come[0], "did not run")
+
+    model.register_forward_pre_hook(begin, prepend=True)
+    model.register_forward_hook(end)
+    for module, number in model.numbered_blocks():
+        module.register_forward_pre_hook(lambda *_, number=number: enter(number), prepend=True)
 
 
 def _take_over_gloo(wrapped: list[Any]) -> None:

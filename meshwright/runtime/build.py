@@ -80,6 +80,8 @@ class Build:
     """Name here -> the one name a parameter has in every plan (tied weights have two names)."""
     owed: dict[str, list[dist.ProcessGroup]] = field(default_factory=dict)
     """Gradients still to be summed over a group when the backward passes are over."""
+    zero_filled: set[int] = field(default_factory=set)
+    """Ids of parameters whose gradient is only the zeros it began the step with: nothing was added so far."""
     copies: set[str] = field(default_factory=set)
     """Parameters that another stage holds too and answers for."""
     tied: tuple[str, ...] = ()
@@ -285,8 +287,12 @@ class Build:
                 yield name, local(parameter.grad)
 
     def sum_owed(self) -> None:
-        """Pay the sums owed, one message for each group."""
+        """Pay the sums owed, one message for each group, the same on all its ranks."""
         by_group: dict[int, tuple[dist.ProcessGroup, list[Tensor]]] = {}
+        for name, parameter in self.named_parameters():
+            if name in self.owed and parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+                self.zero_filled.add(id(parameter))
         gradients = dict(self.local_gradients())
         for name, groups in self.owed.items():
             for group in groups if name in gradients else ():  # a frozen one has none

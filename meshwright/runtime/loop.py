@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.ops.agree import gather_json
 from meshwright.ops.model import Inputs, map_inputs, split_inputs
 from meshwright.ops.pipeline import Wire
 from meshwright.runtime.build import Build
@@ -110,7 +111,7 @@ class Interpreter:
                 self.backward(key, is_last and build.later is None, is_whole=action.kind == "backward")
             elif action.kind == "backward_weight":
                 assert build.later is not None
-                build.later.pay(key)
+                build.zero_filled.difference_update(map(id, build.later.pay(key)))
             elif self.wire is not None:
                 self._transfer(self.wire, action, key)
             if build.later is not None and action.kind in WEIGHTS:
@@ -199,6 +200,8 @@ class Loop:
 
     def __init__(self, build: Build, optimizer: Optimizer):
         self.build, self.optimizer = build, optimizer
+        self.names: dict[str, int] | None = None
+        """Places of all trained parameters of all stages, once some parameter took no part in a step."""
 
     def step(self, samples: Samples, lr: float, *, stop: bool = False, save: bool = False) -> StepResult:
         build = self.build
@@ -216,11 +219,30 @@ class Loop:
                 build.sum_owed()
             self.optimizer.take_gradients()
             # One small message for all that ranks must agree on.
-            agreed = self._agree(self._share(loss), self.optimizer.squared_norm(), requests(stop, save))
+            unused = self.optimizer.unused()
+            agreed = self._agree(
+                self._share(loss), self.optimizer.squared_norm(), requests(stop, save), float(bool(unused))
+            )
+            if agreed[3]:
+                self.optimizer.skip(self._used_by_none(unused))
         result = settled(agreed, samples.divisor, "this step was not taken")
         with record_function("mw:update"):
             self.optimizer.update(lr, result.gradient_norm)
         return result
+
+    def _used_by_none(self, unused: list[str]) -> set[str]:
+        """Of the parameters that took no part in a step here, those that took no part anywhere."""
+        control = self.build.mesh.control
+        if control is None:
+            return set(unused)
+        mine = {piece.name for piece in self.optimizer.pieces}
+        if self.names is None:
+            every = {name for names in gather_json(control, sorted(mine)) for name in names}
+            self.names = {name: place for place, name in enumerate(sorted(every))}
+        used = torch.zeros(len(self.names))
+        used[[self.names[name] for name in mine.difference(unused)]] = 1.0
+        dist.all_reduce(used, group=control)
+        return {name for name in unused if not used[self.names[name]]}
 
     def feed(self, samples: Samples, lr: float, *, stop: bool = False, save: bool = False) -> list[StepResult]:
         """Begin a step; the results known since the last call, in order. Here each step ends before the next begins."""

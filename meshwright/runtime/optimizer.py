@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
@@ -50,6 +50,17 @@ class Optimizer:
             for parameter, piece in zip(self.parameters, self.pieces, strict=True):
                 piece.value.grad = None if parameter.grad is None else local(parameter.grad)
 
+    def unused(self) -> list[str]:
+        """Parameters that took no part in this step's backward passes, on this rank."""
+        pairs = zip(self.parameters, self.pieces, strict=True)
+        return [piece.name for p, piece in pairs if p.grad is None or id(p) in self.build.zero_filled]
+
+    def skip(self, names: Collection[str]) -> None:
+        """Leave parameters out of this step, as torch does with those that have no gradient."""
+        for piece in self.pieces:
+            if piece.name in names:
+                piece.value.grad = None
+
     def squared_norm(self) -> Tensor:
         """This rank's share of the squared global gradient norm: pieces it answers for."""
         mine = [piece.value.grad for piece in self.pieces if piece.is_owned and piece.value.grad is not None]
@@ -62,7 +73,13 @@ class Optimizer:
             if gradients:  # a stage may have nothing to train
                 torch._foreach_mul_(gradients, self.config.clip / norm)
         self.num_steps += 1
+        skipped = {piece.name for piece in self.pieces if piece.value.grad is None}
+        untouched = [piece.value for piece in self.pieces if piece.name in skipped]
+        untouched += [kept.value for kept in self.rule.kept() if kept.name in skipped] if skipped else []
+        before = [value.clone() for value in untouched]
         self.rule.step(lr, self.num_steps)
+        for value, old in zip(untouched, before, strict=True):
+            value.copy_(old)
 
     def state(self) -> Iterable[tuple[str, str, Tensor, Box]]:
         """(kind, parameter, this rank's piece, its place) of everything the update remembers, but its step count."""

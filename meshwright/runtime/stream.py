@@ -138,11 +138,20 @@ class StreamLoop(Loop):
             if build.owed:
                 build.sum_owed()
             optimizer.take_gradients()
+            self._require_used()
             loss = self._share(self.interpreter.total)
             batch.message = torch.stack([loss, optimizer.squared_norm(), torch.zeros_like(loss)]).cpu()
             self.interpreter.total = torch.zeros_like(loss)
         with record_function("mw:update"), self.versions.updating():
             optimizer.update(batch.lr, norm=0.0)
+
+    def _require_used(self) -> None:
+        """Before an update: nobody waits until ranks have agreed on what took part in the step."""
+        unused = self.optimizer.unused() if self.build.plan.num_replicas > 1 else []
+        if unused:
+            what = f"{unused[0]} took no part in a step, and replicas update before they could agree to leave it out."
+            fix = "Freeze it, or use a schedule whose steps do not overlap."
+            raise MeshwrightError([Problem(where="pipeline", what=what, fix=fix)])
 
     def _send(self, batch: _Batch) -> None:
         """Tell the others, once. In the same call on every stage, so that all messages of the loop come in one order:

@@ -102,11 +102,15 @@ class Replicate(Technique):
     def _install(self, build: Any) -> None:
         if build.reduction_owner:
             return
-        from meshwright.ops.replicate import buckets_of
+        from meshwright.ops.replicate import Buckets
 
         build.reduction_owner = self.name
-        buckets = buckets_of(build.units(), build.mesh.group(self.axis))
-        for bucket in buckets:
-            build.on_step.append(bucket.start_step)
-            build.on_backward.append(bucket.start_backward)
-            build.on_finish.append(bucket.finish)
+        mesh = build.mesh
+        group = mesh.group(self.axis)
+        if any(site.kind == "statistics" for layer in build.profile.layers for site in layer.sites):
+            # Batch norms use the axis in the middle of a backward, where a bucket of another rank may not be ready.
+            group = mesh.new_group(self.axis, mesh.along(self.axis))
+        buckets = Buckets(build.units(), group, build.zero_filled)
+        build.on_step.append(buckets.start_step)
+        build.on_backward.append(buckets.start_backward)
+        build.on_finish.append(buckets.finish)

@@ -13,7 +13,7 @@ from tiny import GPT, MOE, t
 import meshwright as mw
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.plan import Plan
-from meshwright.supervise.pool import RankPool
+from meshwright.supervise.pool import RankError, RankPool
 
 SGD = {"name": "sgd", "lr": 0.05, "momentum": 0.5, "weight_decay": 0.1, "clip": 0.0}
 ADAMW = {"name": "adamw", "lr": 0.01, "weight_decay": 0.5, "clip": 0.0}
@@ -79,3 +79,21 @@ def test_weights_that_make_no_mean_are_refused() -> None:
     for weights, reason in ((torch.ones(2), "shape"), (-torch.ones(2, 8), "add up to -16")):
         with pytest.raises(MeshwrightError, match=reason):
             built.step(tokens, tokens, weights)
+
+
+@pytest.mark.parametrize("model", ["routed", "ragged", "dropping"])
+@pytest.mark.parametrize("optimizer", [ADAMW, SGD], ids=["adamw", "sgd"])
+def test_parameters_that_the_data_chooses(model: str, optimizer: dict[str, Any], pool: RankPool) -> None:
+    """Also by one device: a parameter that took no part in a step is neither decayed nor moved."""
+    for techniques in ((), (tiny.REPLICATE,)):
+        right(pool, Plan(techniques=techniques, batch=4, microbatch=1), model, optimizer=optimizer, steps=4)
+
+
+@pytest.mark.parametrize("technique", [tiny.SHARD1, tiny.SHARD3, tiny.PIPELINE], ids=str)
+def test_parameters_inside_blocks_that_the_data_chooses(technique: Any, pool: RankPool) -> None:
+    right(pool, Plan(techniques=(technique,), batch=4, microbatch=1), "ragged", optimizer=ADAMW, steps=4)
+
+
+def test_blocks_that_the_data_leaves_out_are_refused_by_name_under_shard(pool: RankPool) -> None:
+    with pytest.raises(RankError, match=r"shard: block \d did not run"):
+        right(pool, Plan(techniques=(tiny.SHARD3,), batch=4, microbatch=1), "dropping")

@@ -76,7 +76,7 @@ class Rule:
             self.state[kind] = [torch.zeros_like(value) for value in self.values]
 
     def gradients(self) -> list[Tensor]:
-        """A parameter that took no part in the step has a gradient of zeros, as it has where replicas sum theirs."""
+        """Zeros for a parameter that took no part in the step; whatever the rule makes of it is undone."""
         return [torch.zeros_like(value) if value.grad is None else value.grad for value in self.values]
 
     def rates(self, lr: float) -> list[float]:
