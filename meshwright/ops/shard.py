@@ -47,7 +47,14 @@ class _GlooReduce(_GlooGather):
 
 
 def shard_units(
-    build: Any, axis: str, replicas: list[str], *, stage: int, prefetch: int, reduce_dtype: torch.dtype
+    build: Any,
+    axis: str,
+    replicas: list[str],
+    *,
+    stage: int,
+    prefetch: int,
+    reduce_dtype: torch.dtype,
+    problem: Callable[[str, str], Problem],
 ) -> Callable[[bool, int], None]:
     """Shard every unit of `build` and return what to call before each backward: flags(is_last, chunk)."""
     mesh = build.mesh
@@ -80,7 +87,7 @@ def shard_units(
     trained = [id(parameter) for parameter in build.model.parameters() if parameter.requires_grad]
     build.on_step.append(lambda: build.zero_filled.update(trained))
     if build.model.block_order is not None:
-        _require_order(build.model, build.model.block_order)
+        _require_order(build.model, build.model.block_order, problem)
     if mesh.device.type == "cpu":
         _take_over_gloo(wrapped)
     for name in build.boxes:
@@ -208,15 +215,15 @@ def _fill_unused(module: Any, zero_filled: set[int]) -> None:
         group.post_backward = post_backward
 
 
-def _require_order(model: Any, order: tuple[int, ...]) -> None:
+def _require_order(model: Any, order: tuple[int, ...], problem: Callable[[str, str], Problem]) -> None:
     """Raise before a block is gathered that does not come next: other ranks would gather another one, and wait."""
     here = {number for _, number in model.numbered_blocks()}
     to_come: list[int] = []
 
     def refuse(block: int, event: str) -> None:
-        what = f"block {block} {event}: shard gathers every block in every forward, in one order on all ranks."
-        fix = "Use replicate, or let the block run on every input and its result count for nothing."
-        raise MeshwrightError([Problem(where="shard", what=what, fix=fix)])
+        what = f"block {block} {event}, but all ranks gather every block in every forward, in one order."
+        fix = "Split the samples without sharding, or run the block on every input and multiply its result by zero."
+        raise MeshwrightError([problem(what, fix)])
 
     def begin(*_: Any) -> None:
         to_come[:] = [block for block in order if block in here and model.runs(block)]

@@ -151,7 +151,7 @@ class StreamLoop(Loop):
         if unused:
             what = f"{unused[0]} took no part in a step, and replicas update before they could agree to leave it out."
             fix = "Freeze it, or use a schedule whose steps do not overlap."
-            raise MeshwrightError([Problem(where="pipeline", what=what, fix=fix)])
+            raise MeshwrightError([Problem(where="schedule", what=what, fix=fix)])
 
     def _send(self, batch: _Batch) -> None:
         """Tell the others, once. In the same call on every stage, so that all messages of the loop come in one order:

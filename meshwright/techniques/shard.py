@@ -149,6 +149,7 @@ class Shard(Technique):
 
         axes = [axis for axis in build.plan.replica_axes if axis != self.axis]
         reduce_dtype = torch.bfloat16 if self.reduce == "bf16" else build.dtype
-        flags = shard_units(build, self.axis, axes, stage=self.stage, prefetch=self.prefetch, reduce_dtype=reduce_dtype)
+        settings: dict[str, Any] = {"stage": self.stage, "prefetch": self.prefetch, "problem": self.problem}
+        flags = shard_units(build, self.axis, axes, reduce_dtype=reduce_dtype, **settings)
         build.reduction_owner = self.name
         build.on_backward.append(flags)
