@@ -14,7 +14,7 @@ rate schedule or clipping cannot be a fault of the reference too; a test holds t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -28,6 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 Tensors = dict[str, Tensor]
 BatchOf = Callable[[int], tuple[Any, Tensor, Tensor]]
+_COUNT_ALL = ("lamb", "adafactor")
+"""Optimizers that count all steps; the others, as torch does, those that a parameter took part in."""
 UPDATE_TOLERANCE = 1e-6
 """Of the largest update of a step: how far an updated parameter may be from the reference."""
 
@@ -105,6 +107,8 @@ class Plain:
     """Inputs may be (tokens, documents). Each document then runs by itself, as a sequence of its own."""
     extra_loss: Callable[[], Tensor | float] = lambda: 0.0
     """Losses from inside the layers, summed over what ran since the last call."""
+    unused: Set[str] = frozenset()
+    """Trained parameters that took no part in the last gradient."""
 
 
 @dataclass(kw_only=True)
@@ -142,6 +146,7 @@ def train(
     `part_seed` says. `noise`: rounding error of a gradient, relative to its largest element. `cast`: autocast to it.
     Results refer to the parameters and buffers themselves, which the next step changes.
     """
+    taken: dict[str, int] = {}
     states: dict[str, Tensors] = {name: {} for name, each in plain.parameters.items() if each.requires_grad}
     for step in range(steps):
         loss, gradients = gradient(plain, batch_of(step), microbatch, parts, seed, step, cast)
@@ -154,8 +159,12 @@ def train(
         scale, doubts = 0.0, {}
         with torch.no_grad():
             for name, state in states.items():
+                if name in plain.unused:  # left as it is, with its averages, as torch's optimizers do
+                    continue
                 w = plain.parameters[name]
-                given = (optimizer, name, w, clipped[name], state, step + 1, rate)
+                taken[name] = taken.get(name, 0) + 1
+                count = step + 1 if optimizer.name in _COUNT_ALL else taken[name]
+                given = (optimizer, name, w, clipped[name], state, count, rate)
                 new, doubts[name] = doubted_update(*given, error=error, in_block=name.startswith(plain.blocks))
                 scale = max(scale, float((new - w).abs().max()) if w.numel() else 0.0)
                 w.copy_(new)
@@ -191,6 +200,7 @@ def gradient(
     count = float(weights.double().sum()) or 1.0
     trained = {name: each for name, each in plain.parameters.items() if each.requires_grad}
     sums = {name: torch.zeros_like(each) for name, each in trained.items()}
+    used: set[str] = set()
     total = 0.0
     for number, part in enumerate(parts):
         if seed is not None:
@@ -206,6 +216,8 @@ def gradient(
             for sum_, each in zip(sums.values(), found, strict=True):
                 if each is not None:
                     sum_ += each
+            used.update(name for name, each in zip(trained, found, strict=True) if each is not None)
+    plain.unused = trained.keys() - used
     return total / count, sums
 
 

@@ -41,7 +41,4 @@ def torch_groups(pieces: list[Piece]) -> list[dict[str, Any]]:
 def torch_step(inner: torch.optim.Optimizer, lr: float) -> None:
     for group in inner.param_groups:
         group["lr"] = lr * group["lr_scale"]
-        for value in group["params"]:
-            if value.grad is None:  # torch would leave it as it is, decay and averages too; see `Rule.gradients`
-                value.grad = torch.zeros_like(value)
     inner.step()
