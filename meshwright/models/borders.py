@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshwright.core.profile import Poly
-from meshwright.models.examine import Anatomy, Template, run_apart, tracing
+from meshwright.models.examine import Anatomy, Coins, Template, run_apart, tracing
 from meshwright.models.regions import Found, entering, find_regions
 from meshwright.models.trace import equal_runs, standing_aside
 from meshwright.ops.model import Inputs
@@ -21,6 +21,10 @@ Regions = dict[str, list[Found]]
 """By the path of their block."""
 LEAST_SHARE = 0.01
 """Of the parameters: where less would be split, nothing is."""
+
+
+class _ReadsMore(Exception):
+    pass
 
 
 def regions_of(module: nn.Module, call: Call, template: Template, anatomy: Anatomy) -> tuple[Regions, str]:
@@ -34,6 +38,8 @@ def regions_of(module: nn.Module, call: Call, template: Template, anatomy: Anato
             calls = _calls(module, call, template, {name: blocks[name] for name in blocks if name not in aside})
             regions, why = _found(module, blocks, calls)
             regions, more = _measured(module, call, template, regions)
+    except _ReadsMore as reason:
+        return {}, str(reason)
     except Exception as error:
         first = (str(error).strip().splitlines() or [""])[0][:160]
         return {}, f"it does not run on a sample ({type(error).__name__}: {first})."
@@ -65,14 +71,28 @@ def _blocks(module: nn.Module, names: tuple[str, ...]) -> Iterator[tuple[str, nn
 
 
 def _calls(module: nn.Module, call: Call, template: Template, blocks: Mapping[str, nn.Module]) -> dict[str, Any]:
-    """What each block is called with."""
+    """What each block is called with. A block that reads more of another than its first output may read heads there,
+    of which a rank would have a part only (T5 hands on its position bias): nothing is split then."""
     calls: dict[str, Any] = {}
-    with tracing(module, call, template), ExitStack() as hooks:
+    more: list[Tensor] = []
+
+    def before(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if any(value is other for value in (*args, *kwargs.values()) for other in more):
+            raise _ReadsMore(f"{path} reads more of another block than its first output.")
+        calls.setdefault(path, (args, kwargs))
+
+    with tracing(module, call, template), Coins(0.5), ExitStack() as hooks:
         for path, block in blocks.items():
-            handle = block.register_forward_pre_hook(
-                lambda _, args, kwargs, path=path: calls.setdefault(path, (args, kwargs)) and None, with_kwargs=True
+            first = block.register_forward_pre_hook(
+                lambda _, args, kwargs, path=path: before(path, args, kwargs), with_kwargs=True
             )
-            hooks.callback(handle.remove)
+            last = block.register_forward_hook(
+                lambda _, args, output: more.extend(
+                    each for each in (output[1:] if isinstance(output, tuple) else ()) if isinstance(each, Tensor)
+                )
+            )
+            hooks.callback(first.remove)
+            hooks.callback(last.remove)
         run_apart(module, call, template.shaped(2, 2 * _third(template)))
     return calls
 
@@ -110,7 +130,7 @@ def _measured(module: nn.Module, call: Call, template: Template, regions: Region
     """The regions with the sizes of what enters and leaves; without those whose sizes follow no polynomial."""
     third = _third(template)
     sizes = [(2, 2 * third), (3, 2 * third), (2, third), (2, 3 * third), (3, 3 * third)]
-    with tracing(module, call, template):
+    with tracing(module, call, template), Coins(0.5):
         runs = [_run(module, call, template.shaped(*size), regions) for size in sizes]
     kept: Regions = {}
     why = ""

@@ -89,6 +89,7 @@ REFUSED = {
     ("resnet", "tensor"): "cannot be cut",
     ("dlrm", "tensor"): "cannot be cut",
     ("dlrm", "pipeline"): "cannot be cut into stages",
+    ("t5", "tensor"): "reads more of another block than its first output",
     ("t5", "pipeline"): "block 1 also depends on",
     ("convolutions", "tensor"): "cannot be cut",
 }
