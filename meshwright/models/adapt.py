@@ -129,7 +129,7 @@ class Adapted(Model):
             with self.casting(device), self._turn():
                 output = run_module(self.module, inputs)
         except _Handed as stop:
-            return stop.hidden.to(self.parameter_dtype())
+            return stop.hidden.to(self.parameter_dtype(stop.hidden.dtype))
         finally:
             self.received = self.left = None
         if targets is None or weights is None:
@@ -154,8 +154,9 @@ class Adapted(Model):
         hits, self.right = self.right, None
         return hits
 
-    def parameter_dtype(self) -> torch.dtype:
-        return next(p.dtype for p in self.parameters())
+    def parameter_dtype(self, other: torch.dtype = torch.float32) -> torch.dtype:
+        """`other`: of a stage without parameters."""
+        return next((p.dtype for p in self.parameters()), other)
 
     def boundary_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
