@@ -25,7 +25,12 @@ References = Callable[..., str]
 """(config, optimizer, batch=, sequence=, steps=, dtype=, techniques=) -> folder."""
 
 
-SLICED = ("tests/same/", "tests/search/test_exact.py", "tests/search/test_search_wishes.py")
+SLICED = (
+    "tests/same/",
+    "tests/runtime/test_api.py",
+    "tests/search/test_exact.py",
+    "tests/search/test_search_wishes.py",
+)
 """Long parametrised proofs: `make test` runs the first case of each, `make test-all` the others."""
 
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from command import mw, write_plan, write_run
+
+from meshwright.core.errors import MeshwrightError
+from meshwright.core.plan import Plan
+from meshwright.core.technique import technique_named
+from meshwright.runtime.check import check
+from meshwright.runtime.config import read_run
 
 
 def test_a_plan_for_more_ranks_than_devices_is_proved_equal_to_one_device(tmp_path: Path) -> None:
@@ -28,3 +35,10 @@ def test_a_plan_that_rounds_is_proved_in_two_parts(tmp_path: Path) -> None:
     assert rounded["exactness"] == "rounded"
     # bf16 keeps 8 bits: the difference must be there, and small
     assert 1e-4 < rounded["worst_error"] < 5e-2
+
+
+def test_from_python_samples_that_a_plan_cannot_cut_are_refused_before_anything_runs(tmp_path: Path) -> None:
+    config = read_run(write_run(tmp_path), ["data.sequence=30"])
+    plan = Plan(techniques=(technique_named("context")(size=4),), batch=config.train.batch, microbatch=1)
+    with pytest.raises(MeshwrightError, match="30 cannot be cut into 8"):
+        check(config, plan)
