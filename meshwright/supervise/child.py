@@ -26,6 +26,8 @@ class Child:
     rank: int
     process: subprocess.Popen[bytes]
     why_ended: str = ""
+    never_began: bool = False
+    """It was ended while it still imported: it had nothing to save."""
     seen_exit_code: int | None = None
 
     @property
@@ -40,10 +42,21 @@ class Child:
         return self.seen_exit_code
 
     def terminate(self, why: str) -> None:
-        """Ask the child alone: its own children (data workers) must live until it has saved."""
+        """Ask the child alone: its own children (data workers) must live until it has saved.
+
+        One that blocks the signal has not begun yet, and may import for long: it is killed.
+        """
         if self.exit_code is None:
             self.why_ended = why
-            os.kill(self.process.pid, signal.SIGTERM)
+            self.never_began = self._blocks(signal.SIGTERM)
+            os.kill(self.process.pid, signal.SIGKILL if self.never_began else signal.SIGTERM)
+
+    def _blocks(self, number: signal.Signals) -> bool:
+        with contextlib.suppress(OSError):  # an ended one has no such file
+            with open(f"/proc/{self.process.pid}/status", encoding="ascii", errors="replace") as status:
+                blocked = next((line.split()[1] for line in status if line.startswith("SigBlk:")), "0")
+            return bool(int(blocked, 16) >> (number - 1) & 1)
+        return False
 
     def kill(self, why: str) -> None:
         """Kill the child and everything it started that stayed in its group."""

@@ -216,6 +216,7 @@ def judge(children: Sequence[Child], log_folder: Path, is_stopped: bool) -> Outc
     """One exit code from all the ranks' codes and error files."""
     failures = tuple(failure for child in children if (failure := failure_of(child, log_folder)))
     some_saved = any(child.exit_code == PREEMPTED_EXIT_CODE for child in children)
+    some_saved = some_saved or (is_stopped and all(child.never_began for child in children))  # nothing to save
     # A rank that stopped as asked closes its connections; a peer that noticed has not failed by itself.
     all_followed = all(failure.is_secondary for failure in failures)
     if some_saved and (not failures or (is_stopped and all_followed)):

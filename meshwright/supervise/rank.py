@@ -5,8 +5,8 @@
     SIGTERM (once)             ───────────> stop.is_set: finish the step, save, return 75
     error file, exit status    <─────────── an exception, as JSON; the traceback in the rank's log
 
-The signals are blocked from before the process exists until `run_rank` has its flag, so a stop that arrives while
-torch is being imported is kept and not lost. Importable without torch.
+The signals are blocked from before the process exists until `run_rank` has its flag. By that the parent knows a rank
+that still imports torch, and ends it at once: it has nothing to save. Importable without torch.
 """
 
 from __future__ import annotations
