@@ -100,7 +100,8 @@ class Runner:
 def _of_failure(error: RankError) -> tuple[str, list[str]]:
     lines = str(error).strip().splitlines()
     if any("no answer from" in failure.message for failure in error.failures):
-        return "hang", [f.message for f in error.failures] + error.failures[0].details.splitlines()[-30:]
+        stacks = [f.details.partition("Current thread")[2].splitlines()[1:16] for f in error.failures]
+        return "hang", [f.message for f in error.failures] + [line for stack in stacks for line in stack]
     first = min(error.failures, key=lambda f: (f.is_secondary, f.rank))
     if "MeshwrightError" in first.details:
         is_step = any(word in first.details for word in ("built.feed", "built.evaluate", "built.flush"))

@@ -21,6 +21,8 @@ from meshwright.supervise.rank import show_stacks_on_crash
 MOST_THREADS = 100
 """Beyond, a worker asks to be replaced. What torch keeps of a run (sharded or compiled modules) keeps its process
 groups, and the threads of each wake up a hundred times a second."""
+MOST_FILES = 500
+"""Likewise: every run leaves its rendezvous file open, and the sockets of such groups."""
 
 
 def main() -> None:
@@ -38,7 +40,8 @@ def main() -> None:
     torch.set_num_threads(threads)
     tell(answers, {"is_ready": True})
     for line in requests:
-        tell(answers, answer(json.loads(line)) | {"is_worn": num_threads() > MOST_THREADS})
+        answered = answer(json.loads(line))
+        tell(answers, answered | {"is_worn": count("task") > MOST_THREADS or count("fd") > MOST_FILES})
     os._exit(0)
 
 
@@ -64,7 +67,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     try:
         module, name = request["function"].split(":")
         function = getattr(importlib.import_module(module), name)
-        value = function(rank=rank, num_ranks=num_ranks, rendezvous=request["rendezvous"], **request["arguments"])
+        rendezvous = own_path(request["rendezvous"])
+        value = function(rank=rank, num_ranks=num_ranks, rendezvous=rendezvous, **request["arguments"])
         json.dumps(value)
         leave_process_group()
     except BaseException as error:
@@ -72,8 +76,18 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     return {"value": value}
 
 
-def num_threads() -> int:
-    return len(os.listdir("/proc/self/task"))
+def own_path(path: str) -> str:
+    """A path of the file that stays valid, because its descriptor stays open here.
+
+    Torch's store writes into its file when it is destroyed, which may be long after the run: by then the pool's
+    descriptor of the same number can be another file, and the store would damage it, or read from it for ever.
+    """
+    return f"/proc/self/fd/{os.open(path, os.O_RDWR)}"
+
+
+def count(kind: str) -> int:
+    """Threads ("task") or open files ("fd") of this process."""
+    return len(os.listdir(f"/proc/self/{kind}"))
 
 
 def leave_process_group() -> None:

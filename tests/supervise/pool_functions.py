@@ -58,3 +58,17 @@ def start_threads(*, count: int, rank: int, num_ranks: int, rendezvous: str) -> 
     for _ in range(count):
         threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
     return os.getpid()
+
+
+KEPT: list[Any] = []
+
+
+def keep_store(rank: int, num_ranks: int, rendezvous: str) -> None:
+    """Hold the store beyond the run, as modules do that hold their process groups."""
+    import torch.distributed as dist
+
+    KEPT.append(dist.FileStore(rendezvous, num_ranks))
+
+
+def drop_store(rank: int, num_ranks: int, rendezvous: str) -> None:
+    KEPT.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.core.errors import MeshwrightError
+from meshwright.core.files import memory_file
 from meshwright.supervise.pool import RankError, RankPool
 
 
@@ -78,6 +80,15 @@ def test_wrong_answers_and_names_are_errors_and_close_ends_all(tmp_path: Path) -
         pid = sums(pool, num_ranks=1)[0]["pid"]
         assert "must not garble" in (tmp_path / "worker-0.log").read_text()
     assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_store_that_outlives_its_run_touches_no_file_that_came_after_it(pool: RankPool) -> None:
+    text = "not a store: " + "0123456789" * 100
+    pool.run("pool_functions:keep_store", {}, 1)
+    with contextlib.ExitStack() as held:
+        files = [held.enter_context(memory_file(text)) for _ in range(8)]  # one of them has the descriptor of the run's
+        pool.run("pool_functions:drop_store", {}, 1, timeout_seconds=20)
+        assert [Path(file).read_text(encoding="utf-8") for file in files] == [text] * 8
 
 
 def test_a_worker_that_keeps_too_many_threads_is_replaced() -> None:
