@@ -239,6 +239,15 @@ class Work:
         params += own.params if after < 0 else own.params[:after]
         return 1 if any(not param.frozen for param in params) else (self.size("stage") > 0) * 1
 
+    def passing_back(self, layer: str, after: int) -> Num:
+        """Instances of a layer that pass gradients back to there: of equal ones that are trained, all but the first
+        do in any case."""
+        repeat, by_first = self.repeat_of(layer), self.has_backward(layer, after)
+        own = next(each for each in self.profile.layers if each.name == layer)
+        if all(param.frozen for param in own.params):
+            return repeat * by_first
+        return repeat - (repeat > 0) * (1 - by_first)
+
     def units(self, size: Callable[[Slot], Num], *, trained: bool = False) -> list[tuple[str, Num, Num]]:
         """(layer, instances, bytes of one) for whatever is gathered and reduced together, storage counted once.
 

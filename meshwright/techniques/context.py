@@ -92,7 +92,7 @@ class Context(Technique):
         width, wide = _widths(work)
         turns = work.size(self.axis) - 1
         here = work.repeat_of(layer.name)
-        back = here * _attends_back(work, layer)
+        back = _attending_back(work, layer)
         told = [
             self._told(layer, "ring", phase, repeat * turns, tokens * keys * each, hidden=True)
             for phase, repeat, each in (("forward", here, width), ("backward", back, width), ("backward", back, wide))
@@ -108,7 +108,7 @@ class Context(Technique):
         here = work.repeat_of(layer.name)
         told = [
             self._told(layer, "all_to_all", phase, repeat, tokens * elements * width)
-            for phase, repeat in (("forward", here), ("backward", here * _attends_back(work, layer)))
+            for phase, repeat in (("forward", here), ("backward", _attending_back(work, layer)))
             for elements in (query + keys, query)
         ]
         # The output is kept with its heads here and with its tokens here; by some layouts it is kept twice anyway.
@@ -170,10 +170,10 @@ def _key_width(layer: Layer) -> int:
     return next(param.shape[0] for param in layer.params if param.name == "attention.key.weight")
 
 
-def _attends_back(work: Work, layer: Layer) -> Num:
-    """Whether attention has a backward: something that its input depends on is trained."""
+def _attending_back(work: Work, layer: Layer) -> Num:
+    """Instances whose attention has a backward: something that its input depends on is trained."""
     names = [param.name for param in layer.params]
-    return work.has_backward(layer.name, names.index("attention.output.weight"))
+    return work.passing_back(layer.name, names.index("attention.output.weight"))
 
 
 def _widths(work: Work) -> tuple[Num, Num]:

@@ -24,7 +24,7 @@ from meshwright.core.errors import Problems
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Layer, Param, Profile, Site
 from meshwright.core.technique import Axis, Option, Technique, axis_sizes, listed
-from meshwright.core.work import Collective, Compute, Num, Resident, Slot, Work, replace
+from meshwright.core.work import Collective, Compute, Resident, Slot, Work, replace
 
 _COUNT_BYTES = 8
 """How many rows an expert gets is an int64."""
@@ -93,7 +93,7 @@ class Expert(Technique):
 
     def _trips(self, work: Work, layer: Layer, site: Site, width: int) -> list[Collective]:
         experts = _experts_of(layer)
-        repeat, passed_back = work.repeat_of(layer.name), _passed_back(work, layer, site)
+        repeat, passed_back = work.repeat_of(layer.name), work.passing_back(layer.name, site.after)
         sent = site.elements(work.size("microbatch"), work.size("sequence")) * width
         # The results' gradients travel if any expert learns, the tokens' only if something before them does.
         returned = repeat if any(not param.frozen for param in experts) else passed_back
@@ -145,14 +145,6 @@ def _experts_of(layer: Layer) -> tuple[Param, ...]:
 
 def _sites_of(layer: Layer) -> tuple[Site, ...]:
     return tuple(site for site in layer.sites if site.kind == "experts")
-
-
-def _passed_back(work: Work, layer: Layer, site: Site) -> Num:
-    """Instances of a layer whose tokens' gradients are asked for: of equal ones that learn, all after the first."""
-    repeat, by_first = work.repeat_of(layer.name), work.has_backward(layer.name, site.after)
-    if all(param.frozen for param in layer.params):
-        return repeat * by_first
-    return repeat - (repeat > 0) * (1 - by_first)
 
 
 def _numbers_of_experts(profile: Profile) -> tuple[int, ...]:

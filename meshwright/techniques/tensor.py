@@ -134,7 +134,7 @@ class Tensor(Technique):
         kinds = ("all_gather", "reduce_scatter") if site.kind == "enter" else ("reduce_scatter", "all_gather")
         if not self.sequence:
             kinds = ("", "all_reduce") if site.kind == "enter" else ("all_reduce", "")
-        back = {**common, "repeat": common["repeat"] * work.has_backward(layer.name, site.after)}
+        back = {**common, "repeat": work.passing_back(layer.name, site.after)}
         if self.overlap > 1 and _leaves_a_linear(layer, site):
             # Piece by piece, not by `repeat`: whoever replays a layer counts its tasks anew. The last has nothing to
             # hide behind, nor has the first to come back.

@@ -267,6 +267,7 @@ TUNED: dict[str, dict[str, Any]] = {
     },
     "ours, head only": {"section": {"name": "byte-tiny", "train": ["head.*"]}, "vocab": 256},
     "ours, norms only": {"section": {"name": "byte-tiny", "train": ["*norm.weight"]}, "vocab": 256},
+    "ours, attention outputs only": {"section": {"name": "byte-tiny", "train": ["*.attention.output.*"]}, "vocab": 256},
     "anybody's": foreign("by_hand", section={"freeze": ["words.*", "mixers.1.*", "out.bias"]}),
 }
 
