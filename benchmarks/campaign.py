@@ -121,12 +121,13 @@ def _uncovered(answers: list[dict[str, Any]], elements: int) -> list[str]:
     return [f"{total} elements of parameters lie on the ranks, {elements} exist"] if total != elements else []
 
 
-def _rounded(ranks: list[list[float]], alone: list[float]) -> list[str]:
-    """The first gradient of all ranks together, against the plain one and one device's in the same precision."""
-    if not ranks or not alone[1]:
+def _rounded(ranks: list[list[float]], alone: list[list[float]]) -> list[str]:
+    """The first gradient of all ranks together, against the plain one and one device's runs in the same precision."""
+    if not ranks or not alone[0][1]:
         return []
     length, distance = _apart([sum(each) for each in zip(*ranks, strict=True)])
-    usual_length, usual = _apart(alone)
+    usual = max(_apart(each)[1] for each in alone)
+    usual_length = min((_apart(each)[0] for each in alone), key=lambda each: abs(each - length))
     found = []
     if not abs(length - usual_length) <= ROUNDED_LENGTH + 0.2 * usual:
         found.append(f"the gradient is {length:.4f} times as long along the plain one, alone {usual_length:.4f}")

@@ -5,7 +5,7 @@
 
 The reference is `meshwright/runtime/reference.py`, which shares no loop, loss or optimizer with the package, on
 transformers' own module where it computes one of our decoders. Rounding is told from error by a control: the plain loop
-once more, its weights off by one part in 10^15 and its samples in another order.
+once more, its weights off by one part in 10^15, its samples in another order, and its buffers rounded as the model's.
 
 A case is JSON:
     model       {"config": kind, "change": {...}, "freeze": [...]} or {"factory": "module:function", "arguments": {...}}
@@ -33,11 +33,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshwright as mw
+from meshwright.core.box import Box
 from meshwright.core.codec import decode
 from meshwright.core.errors import MeshwrightError, Problems
 from meshwright.core.plan import Plan
 from meshwright.models import config as configs
 from meshwright.models.make import module_of
+from meshwright.ops.init import join_in_order
 from meshwright.ops.mesh import join
 from meshwright.ops.record import Recorder
 from meshwright.runtime import reference
@@ -65,6 +67,10 @@ LATER = 0.15
 """In bf16 after the first update: the weights differ by then."""
 CAST = 1e-4
 """In place of `EXACT` where a module casts to fewer bits inside, whatever the dtype of its weights."""
+NO_GRADIENT = 2**-47
+"""Of the largest element of any gradient: a parameter whose gradient has no larger one has none but rounding errors."""
+CONTROLS = 6
+"""In bf16: runs of one device with weights off by rounding."""
 
 
 @dataclass(kw_only=True)
@@ -169,6 +175,13 @@ class Trained:
     last: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     evaluated: float = 0.0
+    undetermined: set[str] = field(default_factory=set)
+    """Parameters whose true gradient is zero in every step, such as a router's with one expert a token (its share is
+    1), or those of queries with a single key: an optimizer that divides by the size of the gradient moves them by
+    rounding errors alone, and whether a router then sends tokens elsewhere is chance. They are not compared, and runs
+    that are go on with the values of the reference. Their gradients are compared."""
+    steps: list[dict[str, Tensor]] = field(default_factory=list)
+    """Undetermined parameters after each step."""
 
     @property
     def numbers(self) -> list[float]:
@@ -179,19 +192,33 @@ class Trained:
         return {f"last/{n}": v for n, v in self.last.items()} | {f"buffer/{n}": v for n, v in self.buffers.items()}
 
 
+@dataclass(kw_only=True)
+class Control:
+    """How the plain loop is run once more to measure rounding."""
+
+    seed: int
+    """Of the order of samples."""
+    forced: list[dict[str, Tensor]]
+    """After each step: values to go on with."""
+    rounding: dict[str, float]
+    """Buffers the model has in fewer bits than its float64 parameters, such as running statistics, and the relative
+    rounding error of their dtype. An evaluation reads them."""
+
+
 def train_plainly(
     plain: Plain, module: nn.Module, case: Case, subject: Subject, optimizer: OptimizerConfig, *, late: bool,
-    shuffle: int = 0,
+    control: Control | None = None,
 ) -> Trained:  # fmt: skip
     """`late`: gradients are those of the weights one update earlier, as in a pipeline whose steps overlap."""
     made, named = Trained(), plain.parameters
     states: dict[str, dict[str, Tensor]] = {name: {} for name, value in named.items() if value.requires_grad}
     older: dict[str, Tensor] = {}
+    made.undetermined = set(states) if optimizer.name != "sgd" else set()
     module.train()
     for step, lr in enumerate(rates(case)):
         batch = batch_of(case, subject, step, torch.float64)
-        if shuffle:
-            mixed = torch.randperm(len(batch.targets), generator=torch.Generator().manual_seed(shuffle + step))
+        if control:
+            mixed = torch.randperm(len(batch.targets), generator=torch.Generator().manual_seed(control.seed + step))
             batch = batch.rows(mixed)
         newest = _copied(named)
         if late and older:
@@ -207,18 +234,36 @@ def train_plainly(
             new = reference.update(optimizer, name, weight, gradient, state, step + 1, lr, in_block=inside)
             with torch.no_grad():
                 named[name].copy_(new)
+        if norm:
+            made.undetermined &= _without_gradient(gradients) - plain.unused
+        made.steps.append({name: named[name].detach().clone() for name in made.undetermined})
+        if control and control.forced:
+            _set(named, control.forced[step])
         older = newest
         made.losses.append(loss)
         made.norms.append(norm)
         made.gradients = made.gradients or gradients
     made.last, made.buffers = _copied(named), _copied(plain.buffers)
+    made.steps = [{name: each[name] for name in made.undetermined} for each in made.steps]
     with torch.no_grad():
+        for name, error in control.rounding.items() if control else ():
+            plain.buffers[name] *= 1 + error * _noise(plain.buffers[name], control.seed)
         module.eval()
         batch = batch_of(case, subject, case["steps"], torch.float64)
         given = (batch.inputs, batch.targets, batch.weights)
         made.evaluated = _evaluated(plain, *given)
         module.train()
     return made
+
+
+def _without_gradient(gradients: dict[str, Tensor]) -> set[str]:
+    sizes = {name: float(g.abs().max()) if g.numel() else 0.0 for name, g in gradients.items()}
+    return {name for name, size in sizes.items() if size <= NO_GRADIENT * max(sizes.values())}
+
+
+def _noise(like: Tensor, seed: int) -> Tensor:
+    """Normal numbers."""
+    return torch.randn(like.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(like.dtype)
 
 
 def _evaluated(plain: Plain, inputs: Any, targets: Tensor, weights: Tensor) -> float:
@@ -282,8 +327,14 @@ def reference_job(*, case: Case, folder: str, rank: int, num_ranks: int, rendezv
     first, statistics = _copied(plain.parameters), _copied(plain.buffers)
     casts = _casts(plain, case, subject)
     _set(plain.buffers, statistics)
-    settings: dict[str, Any] = {"late": plan.overlaps_steps}
-    answer = train_plainly(plain, module, case, subject, optimizer, **settings)
+    late = plan.overlaps_steps
+    answer = train_plainly(plain, module, case, subject, optimizer, late=late)
+    forced = [] if late else answer.steps  # a pipeline whose steps overlap has no moment between two steps
+    rounding = {
+        name: torch.finfo(value.dtype).eps
+        for name, value in alone.build.lasting_buffers()
+        if name in plain.buffers and value.is_floating_point() and value.dtype != torch.float64
+    }
     noise = {name: torch.zeros((), dtype=torch.float64) for name in answer.tensors}
     apart = [0.0] * len(answer.numbers)
     for turn in (1, 2):
@@ -295,7 +346,8 @@ def reference_job(*, case: Case, folder: str, rank: int, num_ranks: int, rendezv
         }
         _set(plain.parameters, first | {n: first[n] + v * (1e-7 if casts else 1e-15) for n, v in change.items()})
         _set(plain.buffers, statistics)
-        other = train_plainly(plain, module, case, subject, optimizer, **settings, shuffle=1000 * turn)
+        control = Control(seed=1000 * turn, forced=forced, rounding=rounding)
+        other = train_plainly(plain, module, case, subject, optimizer, late=late, control=control)
         apart = [max(d, abs(x - y)) for d, x, y in zip(apart, answer.numbers, other.numbers, strict=True)]
         for name, value in answer.tensors.items():
             if value.numel():
@@ -305,32 +357,50 @@ def reference_job(*, case: Case, folder: str, rank: int, num_ranks: int, rendezv
     tensors = answer.tensors | {f"noise/{name}": value for name, value in noise.items()}
     tensors |= {f"gradient/{name}": value for name, value in answer.gradients.items()}
     tensors |= {f"first/{name}": value for name, value in first.items()}
+    tensors |= {f"forced/{step}/{name}": value for step, each in enumerate(forced) for name, value in each.items()}
     save_file({name: value.detach().contiguous() for name, value in tensors.items()}, whole / "tensors.safetensors")
     found: dict[str, Any] = {"elements": sum(v.numel() for v in answer.last.values())}
     if case.get("dtype") == "float32":
-        sums, numbers = _rounded_alone(case, plan, optimizer, tensors)
-        found["sums"] = sums
-        apart = [abs(x - y) / 6 for x, y in zip(answer.numbers, numbers, strict=True)]
-    (whole / "told.json").write_text(json.dumps({"numbers": answer.numbers, "apart": apart, "casts": casts}))
+        found["sums"], runs = _rounded_alone(case, plan, optimizer, tensors)
+        apart = [max(abs(x - y) for y in each) / 6 for x, each in zip(answer.numbers, runs, strict=True)]
+    told = {"numbers": answer.numbers, "apart": apart, "casts": casts, "undetermined": sorted(answer.undetermined)}
+    (whole / "told.json").write_text(json.dumps(told))
     return found
 
 
 def _rounded_alone(
     case: Case, plan: Plan, optimizer: OptimizerConfig, tensors: dict[str, Tensor]
-) -> tuple[list[float], list[float]]:
-    """The case on one device in the plan's precision: what rounding alone does to the first gradient and the losses."""
+) -> tuple[list[list[float]], list[list[float]]]:
+    """The case on one device in the plan's precision: what rounding alone does to the first gradient and the losses.
+
+    Sums of the first gradient in each run, and every number in all runs that have it. In the first run weights are what
+    they are, in the second they are bf16, as `shard` gathers them, and in the others they are off by an error of that
+    size: a token between two experts goes to either, and the gradients of both are right.
+    """
     subject = open_subject(case)
     techniques = tuple(each for each in plan.techniques if each.exactness == "rounded" and not each.axis)
-    built = _build(Plan(techniques=techniques, batch=plan.batch, microbatch=plan.batch), case, subject, optimizer)
-    results, sums = [], [0.0, 0.0, 0.0]
+    alone = Plan(techniques=techniques, batch=plan.batch, microbatch=plan.batch)
+    built = _build(alone, case, subject, optimizer)
+    results, sums = [], []
     for step, lr in enumerate(rates(case)):
         batch = batch_of(case, subject, step, torch.float32)
         results += built.feed(batch.inputs, batch.targets, batch.weights, lr=lr)
         if step == 0:
-            sums = _compare_gradients(built, tensors, 0.0, rounded=True)["sums"]
+            sums.append(_compare_gradients(built, tensors, 0.0, rounded=True)["sums"])
     batch = batch_of(case, subject, case["steps"], torch.float32)
     value = built.evaluate(batch.inputs, batch.targets, batch.weights)
-    return sums, [*(r.loss for r in results), *(r.gradient_norm for r in results), value]
+    numbers = [[x] for x in (*(r.loss for r in results), *(r.gradient_norm for r in results), value)]
+    batch = batch_of(case, subject, 0, torch.float32)
+    built = _build(alone, case, open_subject(case), optimizer)
+    first = _copied(dict(built.build.local_parameters()))
+    for turn in range(CONTROLS):
+        for name, weight in built.build.local_parameters():
+            weight.copy_(first[name] * (1 + 2**-9 * _noise(weight, turn)) if turn else first[name].bfloat16())
+        (result,) = built.feed(batch.inputs, batch.targets, batch.weights, lr=0.0)
+        sums.append(_compare_gradients(built, tensors, 0.0, rounded=True)["sums"])
+        numbers[0].append(result.loss)
+        numbers[case["steps"]].append(result.gradient_norm)
+    return sums, numbers
 
 
 class _Casts(TorchDispatchMode):
@@ -397,6 +467,9 @@ def plan_job(*, case: Case, folder: str, rank: int, num_ranks: int, rendezvous: 
             results += built.feed(*given, lr=lr)
         if step == 0 and not plan.overlaps_steps:
             answer |= _compare_gradients(built, tensors, exact, rounded=wide != torch.float64)
+        for name, piece in built.build.local_parameters():
+            if f"forced/{step}/{name}" in tensors:
+                piece.copy_(_piece(tensors, f"forced/{step}/{name}", built.build.boxes[name]))
     results += built.flush()
     rounded = wide != torch.float64
     bound = ROUNDED if rounded else exact
@@ -413,12 +486,17 @@ def plan_job(*, case: Case, folder: str, rank: int, num_ranks: int, rendezvous: 
         if not abs(got - wanted) <= within * max(abs(wanted), 1e-6) + NOISE * apart:
             answer["errors"].append(f"{quantity} is {got:.12g}, not {wanted:.12g}")
     if not rounded:
-        answer["errors"] += _compare_parameters(built, tensors, exact)
+        answer["errors"] += _compare_parameters(built, tensors, exact, set(told["undetermined"]))
     answer["boxes"] = {name: list(map(list, (b.offset, b.size))) for name, b in built.build.boxes.items()}
     answer["traffic"] = _compare_price(built, case, optimizer, seen)
     del built
     gc.collect()
     return answer
+
+
+def _piece(tensors: dict[str, Tensor], key: str, box: Box) -> Tensor:
+    """A rank's piece of a tensor of the reference. That of a fused weight is a part of each of its matrices."""
+    return join_in_order(box, [tensors[key][each.slices] for each in box.in_order()])
 
 
 def _compare_gradients(built: Any, tensors: dict[str, Tensor], exact: float, *, rounded: bool) -> dict[str, Any]:
@@ -431,7 +509,7 @@ def _compare_gradients(built: Any, tensors: dict[str, Tensor], exact: float, *, 
         box = built.build.boxes[name]
         if box.is_empty or f"gradient/{name}" not in tensors:
             continue
-        wanted = tensors[f"gradient/{name}"][box.slices]
+        wanted = _piece(tensors, f"gradient/{name}", box)
         if rounded:
             if built.build.owns(name):
                 a, b = piece.double(), wanted
@@ -441,16 +519,16 @@ def _compare_gradients(built: Any, tensors: dict[str, Tensor], exact: float, *, 
     return {"errors": errors, "sums": sums}
 
 
-def _compare_parameters(built: Any, tensors: dict[str, Tensor], exact: float) -> list[str]:
+def _compare_parameters(built: Any, tensors: dict[str, Tensor], exact: float, undetermined: set[str]) -> list[str]:
     errors = []
     moves = {n[5:]: float((v - tensors[f"first/{n[5:]}"]).abs().max()) for n, v in tensors.items()
              if n.startswith("last/") and v.numel()}  # fmt: skip
     largest = max(moves.values(), default=0.0)
     for name, piece in built.build.local_parameters():
         box = built.build.boxes[name]
-        if box.is_empty:
+        if box.is_empty or name in undetermined:
             continue
-        wanted = tensors[f"last/{name}"][box.slices]
+        wanted = _piece(tensors, f"last/{name}", box)
         size = float(wanted.abs().max())
         bound = exact * max(moves[name], 1e-6 * largest) + NOISE * float(tensors[f"noise/last/{name}"]) + 1e-15 * size
         off = float((piece - wanted).abs().max())
