@@ -127,11 +127,12 @@ def _rounded(ranks: list[list[float]], alone: list[list[float]]) -> list[str]:
         return []
     length, distance = _apart([sum(each) for each in zip(*ranks, strict=True)])
     usual = max(_apart(each)[1] for each in alone)
+    most = ROUNDED_DISTANCE + max(2.5 * _apart(alone[0])[1], 1.25 * usual)  # the second where a control is routed apart
     usual_length = min((_apart(each)[0] for each in alone), key=lambda each: abs(each - length))
     found = []
     if not abs(length - usual_length) <= ROUNDED_LENGTH + 0.2 * usual:
         found.append(f"the gradient is {length:.4f} times as long along the plain one, alone {usual_length:.4f}")
-    if not distance <= ROUNDED_DISTANCE + 2.5 * usual:
+    if not distance <= most:
         found.append(f"the gradient is {distance:.4f} of its norm away from the plain one, alone {usual:.4f}")
     return found
 
