@@ -41,7 +41,7 @@ def test_what_a_run_measured_is_drawn_below(tmp_path: Path, capsys: pytest.Captu
     assert simulate(plan, "-o", line) == 0
     capsys.readouterr()
     assert simulate(plan, "--measured", line, "--svg", svg) == 0
-    assert "differs most: 0 µs" in capsys.readouterr().out
+    assert "differs most: 0 s" in capsys.readouterr().out
     assert "predicted" in Path(svg).read_text()
 
 
