@@ -233,7 +233,7 @@ def test_the_part_that_differs_most_is_named() -> None:
     predicted = replace(step, source="predicted", spans=tuple(s for s in step.spans if s.lane == "compute"))
     assert compared(predicted, step) == (
         "timeline: a step of 3.50 s predicted, 3.50 s measured while profiled; "
-        "collectives differ most: 750.0 ms more (0 µs -> 750.0 ms)"
+        "collectives differ most: 750.0 ms more (0 s -> 750.0 ms)"
     )
     partial = replace(predicted, environment={"microbatches": "2 of 4"})
     assert compared(partial, step) == "timeline: a step of 3.50 s predicted, 3.50 s measured while profiled"
