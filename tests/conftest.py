@@ -32,11 +32,26 @@ SLICED = (
     "tests/search/test_search_wishes.py",
 )
 """Long parametrised proofs: `make test` runs the first case of each, `make test-all` the others."""
+LONG = (
+    "tests/cli/test_bad_input.py::test_no_plan_fits_says_what_came_closest",
+    "tests/cli/test_bad_models.py::test_a_folder_of_another_architecture_is_trained_exported_and_loaded",
+    "tests/cli/test_train.py::test_inside_torchrun_rank_zero_plans_for_all",
+    "tests/cli/test_uneven_train.py",
+    "tests/house/test_docs.py::test_the_tutorials_blocks_run",
+    "tests/ops/test_gpu_pieces.py",
+    "tests/probe/test_machine.py::test_a_quick_probe_of_this_machine",
+    "tests/runtime/test_handover.py::test_a_real_run_is_compared_and_teaches_the_next_forecast",
+    "tests/runtime/test_sample.py::test_every_plan_writes_the_same_text",
+    "tests/search/test_search_best.py::test_no_plan_is_ranked_that_cannot_take_the_sequence",
+)
+"""More than ten seconds each on two idle cores: `make test-all` runs them."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     seen = set[str]()
     for item in items:
+        if item.nodeid.startswith(LONG):
+            item.add_marker(pytest.mark.slow)
         if not item.nodeid.startswith(SLICED):
             continue
         test = item.nodeid.partition("[")[0]
