@@ -112,6 +112,8 @@ class Adapted(Model):
         """What the last block of a span handed on, where the forward does something to it before the next."""
         self.hollow: list[tuple[nn.Module, str, Tensor]] = []
         """Parameters and buffers of other stages, which the forward around the blocks may still read."""
+        self.dtype: torch.dtype | None = None
+        """Of the parameters as they are stored: gathered, they may be narrower, and stages send each other this one."""
         self.vocab_size = self.num_scores = 0  # not known
         self.idle: tuple[str, ...] = ()
         """Parameters that the scores do not depend on, as far as that is known."""
@@ -129,7 +131,7 @@ class Adapted(Model):
             with self.casting(device), self._turn():
                 output = run_module(self.module, inputs)
         except _Handed as stop:
-            return stop.hidden.to(self.parameter_dtype(stop.hidden.dtype))
+            return stop.hidden.to(self.dtype or self.parameter_dtype(stop.hidden.dtype))
         finally:
             self.received = self.left = None
         if targets is None or weights is None:
@@ -263,6 +265,7 @@ class Adapted(Model):
             found.split(block, index, ways)
 
     def set_place(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.dtype = dtype
         for holder, attribute, old in self.hollow:
             # Not a parameter, and all its elements are one.
             wide = dtype if isinstance(old, nn.Parameter) else old.dtype

@@ -65,7 +65,10 @@ def shard_units(
         options["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=build.compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
         )
-    wrapped, goes_back, chunks, are_blocks, root_chunk = [], [], [], [], 0
+        if mesh.device.type == "cpu":
+            _match_norms(build.model)
+    wrapped, goes_back, chunks, are_blocks = [], [], [], []
+    root_chunk = len(build.spans) - 1
     has_backward = build.first_block > 0
     for unit in build.units():
         has_backward = has_backward or any(parameter.requires_grad for parameter in unit.parameters)
@@ -78,7 +81,7 @@ def shard_units(
             chunks.append(unit.chunk)
             are_blocks.append(unit.is_block)
         else:
-            root_chunk = unit.chunk
+            root_chunk = min(root_chunk, unit.chunk)
     # The root takes what no unit took: the layers that share a weight.
     wrapped.append(fully_shard(build.model, reshard_after_forward=False, **options))
     set_prefetch(wrapped, goes_back, chunks, prefetch)
@@ -99,16 +102,20 @@ def shard_units(
     # A forward without a backward leaves layers gathered, and their parameters whole: nothing to save or to update.
     build.on_evaluated.append(lambda: [module.reshard() for module in wrapped])
     ends = [module for module, is_block in zip(wrapped, [*are_blocks, False], strict=True) if not is_block]
-    members: dict[int, list[Any]] = {chunk: [] for chunk in {*chunks, root_chunk}}
+    members: dict[int, list[Any]] = {chunk: [] for chunk in range(len(build.spans))}
     for module, chunk in zip(wrapped, [*chunks, root_chunk], strict=True):
         members[chunk].append(module)
-    return _flags(build, members, ends, stage, bool(replicas))
+    return _flags(build, members, ends, stage, bool(replicas), root_chunk)
 
 
 def _flags(
-    build: Any, members: dict[int, list[Any]], ends: list[Any], stage: int, has_replicas: bool
+    build: Any, members: dict[int, list[Any]], ends: list[Any], stage: int, has_replicas: bool, root_chunk: int
 ) -> Callable[[bool, int], None]:
     told: dict[int, bool] = {}
+    # Every chunk's backward is the root's too: it sums when its own chunk is due and stays gathered until the end.
+    root = build.model if len(members) > 1 else None
+    if root is not None:
+        members[root_chunk].remove(root)
 
     def flags(is_last: bool, chunk: int) -> None:
         """By chunk: what is not at its end keeps its gradients and weights when another is."""
@@ -121,7 +128,13 @@ def _flags(
                 if has_replicas:
                     module.set_requires_all_reduce(is_last, recurse=False)
         told[chunk] = is_last
-        build.model.set_is_last_backward(len(told) == len(members) and all(told.values()))
+        is_end = len(told) == len(members) and all(told.values())
+        if root is not None:
+            root.set_requires_gradient_sync(chunk == root_chunk and (stage > 1 or is_last), recurse=False)
+            root.set_reshard_after_backward(is_end, recurse=False)
+            if has_replicas:
+                root.set_requires_all_reduce(is_last, recurse=False)
+        build.model.set_is_last_backward(is_end)
 
     def start() -> None:
         """Before the first backward of a chunk another one's may do what was last said here."""
@@ -131,9 +144,9 @@ def _flags(
     def reduce(is_last: bool, chunk: int) -> None:
         """When the second half of a backward has made its gradients, which FSDP does not see by itself."""
         is_due = stage > 1 or is_last
-        for module in members[chunk]:
+        for module in (*members[chunk], *([root] if root is not None and chunk == root_chunk else [])):
             module.set_requires_gradient_sync(is_due, recurse=False)
-            module.set_reshard_after_backward(is_last, recurse=False)
+            module.set_reshard_after_backward(is_last and module is not root, recurse=False)
             if has_replicas:
                 module.set_requires_all_reduce(is_last, recurse=False)
             for group in _groups(module):
@@ -145,11 +158,13 @@ def _flags(
         if len(done) == len(members) and all(done.values()):
             build.model.set_is_last_backward(True)
             fully_shard.state(build.model)._root_post_backward_final_callback()
+            if root is not None:
+                root.reshard()
 
     def start_apart() -> None:
         """No backward reduces anything, whatever it is the last of."""
         done.clear()
-        for module in (module for each in members.values() for module in each):
+        for module in (build.model, *(module for each in members.values() for module in each)):
             module.set_requires_gradient_sync(False, recurse=False)
             module.set_reshard_after_backward(False, recurse=False)
         build.model.set_is_last_backward(False)
@@ -245,6 +260,24 @@ def _require_order(model: Any, order: tuple[int, ...], problem: Callable[[str, s
     model.register_forward_hook(end)
     for module, number in model.numbered_blocks():
         module.register_forward_pre_hook(lambda *_, number=number: enter(number), prepend=True)
+
+
+def _match_norms(model: Any) -> None:
+    """Give norms their input in the dtype of their gathered weights: unlike CUDA's, a CPU's autocast leaves them alone,
+    and their kernels fail on a float32 stream (a later stage's, or images) beside bfloat16 weights."""
+
+    def match(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        dtype = next((each.dtype for each in module.parameters(recurse=False)), None)
+
+        def cast(value: Any) -> Any:
+            return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() and dtype else value
+
+        return tuple(map(cast, args)), {name: cast(value) for name, value in kwargs.items()}
+
+    for module in model.modules():
+        bases = " ".join(each.__name__ for each in type(module).__mro__)
+        if any(name in bases for name in ("LayerNorm", "GroupNorm", "InstanceNorm", "Bilinear")):
+            module.register_forward_pre_hook(match, with_kwargs=True)
 
 
 def _take_over_gloo(wrapped: list[Any]) -> None:

@@ -78,6 +78,11 @@ def decoder(**changes: Any) -> dict[str, Any]:
     return {"config": "decoder", "change": sizes | changes}
 
 
+def mixer(layers: int) -> dict[str, Any]:
+    sizes = {"layers": layers, "heads": 2, "hidden": 8, "sequence": 8, "vocab": 17, "ffn": 6}
+    return {"factory": "benchmarks.fuzz_models:mixer", "arguments": sizes}
+
+
 ONE_EXPERT = fuzz_case(
     decoder(num_experts=2, experts_per_token=1, expert_ffn_size=6, capacity_factor=1.0, router="sigmoid"),
     {"name": "pipeline", "size": 2},
@@ -122,6 +127,14 @@ FOUND: dict[str, dict[str, Any]] = {
         {"factory": "benchmarks.fuzz_models:gpt2",
          "arguments": {"layers": 1, "heads": 2, "hidden": 12, "sequence": 5, "vocab": 31, "ffn": 10}},
         {"name": "tensor", "size": 2}, sequence=5,
+    ),
+    "slow: stages whose weights stay gathered sent bf16 for float32, and norms met both": fuzz_case(
+        mixer(2), {"name": "pipeline", "size": 2}, {"name": "shard", "size": 2, "stage": 1}, {"name": "recompute"},
+        {"name": "precision"}, dtype="float32",
+    ),
+    "slow: the head's weights were gathered and summed again for each chunk of the last stage": fuzz_case(
+        mixer(4), {"name": "pipeline", "size": 2, "schedule": "looped_bfs", "chunks": 2},
+        {"name": "shard", "size": 2, "stage": 1},
     ),
 }
 # fmt: on
