@@ -13,8 +13,10 @@ import pytest
 
 from meshwright.supervise.pool import RankPool
 
+pytestmark = pytest.mark.slow  # the array alone takes 12 s
+
 NUM_ROWS = 4
-"""Of those with most techniques; the first is not slow."""
+"""Of those with most techniques."""
 
 
 @pytest.fixture(scope="module")
