@@ -95,7 +95,7 @@ def _of_one_machine(entries: list[Entry], kind: str) -> tuple[list[Entry], list[
     kind = own[-1].cluster.device.kind
     own = [entry for entry in own if entry.cluster.device.kind == kind]
     if len(own) < num_entries:
-        lines.append(f"{counted(num_entries - len(own), 'run')} of other machines or devices were left out")
+        lines.append(f"{counted(num_entries - len(own), 'run')} of other machines or devices left out")
     return own, lines
 
 

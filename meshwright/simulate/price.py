@@ -65,7 +65,9 @@ def price_sizes(
     work = base_work(profile, sizes, element_bytes=element_bytes, optimizer=optimizer)
     for technique in techniques:
         work = technique.price(work)
-    alone = {name for name, size in sizes.items() if isinstance(size, int) and size == 1}
-    work = settle(work)
-    # One rank alone sends nothing.
-    return replace(work, tasks=tuple(t for t in work.tasks if not (isinstance(t, Collective) and t.axis in alone)))
+
+    def sent(task: Any) -> Any:
+        """One rank alone sends nothing."""
+        return replace(task, repeat=task.repeat * (work.size(task.axis) > 1)) if isinstance(task, Collective) else task
+
+    return settle(work).map_tasks(sent)

@@ -283,7 +283,7 @@ def test_a_run_of_another_machine_is_said_and_of_another_device_refused(tmp_path
     assert cluster_from_run(cards, cluster("8xh200"))[0] == alone, "an older run, but on such devices"
     append(told(), ledger)
     learned, lines = cluster_from_run(ledger, PROBED)
-    assert "1 runs of other machines or devices were left out" in lines
+    assert "1 run of other machines or devices left out" in lines
     assert learned.sources["learned.compute"].startswith("learned from 1 run:")
 
 
