@@ -150,6 +150,7 @@ def _flags(
             if has_replicas:
                 module.set_requires_all_reduce(is_last, recurse=False)
             for group in _groups(module):
+                _note_used(group, build.zero_filled)
                 if is_due:
                     _fill_gradients(group)
                 group.post_backward()
@@ -183,8 +184,17 @@ def _groups(module: Any) -> list[Any]:
     return list(found) if found is not None else [each for each in (state._fsdp_param_group,) if each is not None]
 
 
+def _note_used(group: Any, zero_filled: set[int]) -> None:
+    """Parameters of the group that have a gradient took part in the step."""
+    for each in group.fsdp_params:
+        weight = getattr(each, "_unsharded_param", None)
+        if weight is not None and (weight.grad is not None or each.unsharded_accumulated_grad is not None):
+            zero_filled.discard(id(each.sharded_param))
+
+
 def _fill_gradients(group: Any) -> None:
-    """Zeros for what has no gradient since the last sum, so that every sum is of the same size."""
+    """Zeros for what has no gradient since the last sum, so that every sum is of the same size on all ranks: FSDP would
+    leave it out. (torch 2.13 can do so by itself, but does not say which ones those were.)"""
     for each in group.fsdp_params:
         weight = getattr(each, "_unsharded_param", None)
         has_some = each.unsharded_accumulated_grad is not None
@@ -210,21 +220,15 @@ def set_prefetch(wrapped: list[Any], goes_back: list[bool], chunks: list[int], p
 
 
 def _fill_unused(module: Any, zero_filled: set[int]) -> None:
-    """Let a parameter that took no part in a backward add zeros: FSDP would leave it out of its message, which must be
-    the same on all ranks. (torch 2.13 does so on demand, but does not say which ones those were.)"""
-    state = module._get_fsdp_state()
-    for group in getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]):
+    """Do so at the end of every backward of the module that sums."""
+    for group in _groups(module):
 
         def post_backward(*given: Any, group: Any = group, inner: Any = group.post_backward) -> None:
             # Also called at the end of backwards that the group had no part in.
-            for each in group.fsdp_params if group._training_state == TrainingState.PRE_BACKWARD else ():
-                if not each.sharded_param.requires_grad:
-                    continue
-                whole = each.unsharded_param
-                if whole.grad is not None or each.unsharded_accumulated_grad is not None:
-                    zero_filled.discard(id(each.sharded_param))
-                elif group.reduce_grads:
-                    whole.grad = torch.zeros_like(whole)
+            if group._training_state == TrainingState.PRE_BACKWARD:
+                _note_used(group, zero_filled)
+                if group.reduce_grads:
+                    _fill_gradients(group)
             inner(*given)
 
         group.post_backward = post_backward

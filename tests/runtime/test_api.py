@@ -42,6 +42,8 @@ PLANS: tuple[tuple[Any, ...], ...] = (
     ((tiny.EXPERT,), MOE),
     ((tiny.ROWS,), "tables"),
     ((t("replicate", size=2, shares=(1, 3)),), SHORT),
+    ((t("pipeline", size=2, schedule="zero_bubble_h1"), tiny.SHARD2), SHORT),
+    ((t("pipeline", size=2, schedule="zbv"), tiny.REPLICATE), GPT),
     ((t("pipeline", size=2, schedule="async"),), SHORT | {"tied": False}),
 )
 
