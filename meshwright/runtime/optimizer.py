@@ -43,6 +43,7 @@ class Optimizer:
     def zero_gradients(self) -> None:
         for tensor in (*self.parameters, *(piece.value for piece in self.pieces)):
             tensor.grad = None
+        self.build.zero_filled.clear()
 
     def take_gradients(self) -> None:
         """After the backward passes: give each piece its part of the gradient."""
