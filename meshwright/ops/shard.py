@@ -200,6 +200,10 @@ def _fill_gradients(group: Any) -> None:
         has_some = each.unsharded_accumulated_grad is not None
         if weight is not None and weight.requires_grad and weight.grad is None and not has_some:
             weight.grad = torch.zeros_like(weight)
+    if any(each.unsharded_accumulated_grad is not None for each in group.fsdp_params):
+        for each in group.fsdp_params:  # in one dtype: those summed over microbatches are wider than new ones
+            if each.unsharded_accumulated_grad is None and getattr(each, "_unsharded_param", None) is not None:
+                each.to_accumulated_grad_if_needed()
 
 
 def set_prefetch(wrapped: list[Any], goes_back: list[bool], chunks: list[int], prefetch: int) -> None:

@@ -128,6 +128,10 @@ FOUND: dict[str, dict[str, Any]] = {
          "arguments": {"layers": 1, "heads": 2, "hidden": 12, "sequence": 5, "vocab": 31, "ffn": 10}},
         {"name": "tensor", "size": 2}, sequence=5,
     ),
+    "slow: halves of backward gave a shard's sum gradients in two dtypes": fuzz_case(
+        decoder(num_layers=4), {"name": "pipeline", "size": 2, "schedule": "dualpipe_v"},
+        {"name": "shard", "size": 2, "stage": 1}, {"name": "precision"}, dtype="float32",
+    ),
     "slow: stages whose weights stay gathered sent bf16 for float32, and norms met both": fuzz_case(
         mixer(2), {"name": "pipeline", "size": 2}, {"name": "shard", "size": 2, "stage": 1}, {"name": "recompute"},
         {"name": "precision"}, dtype="float32",
