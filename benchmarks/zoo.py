@@ -128,7 +128,7 @@ def render(results: list[Result]) -> str:
         "Architectures nobody here wrote, each given to `mw.build` as a user would give it, trained for four steps in",
         "float64 against a plain torch loop (`python -m benchmarks.zoo`): losses, gradients, parameters, buffers, an",
         "evaluation, and every message against its price. ✓ exact; refused: by `check`, for the numbered reason below;",
-        "anything else is a finding. Names that begin with `hf` are transformers' own modules with tiny configs.",
+        "late: refused by name in the first step, where the data decides; anything else is a finding. Names that begin with `hf` are transformers' own modules with tiny configs.",
         "Plans are of two ranks; the mixed one is of four, with recomputation: tensor x pipeline, or replicate x shard",
         "where either is refused.",
         "",

@@ -143,7 +143,7 @@ def small_config(kind: type[Any], changes: dict[str, Any]) -> Any:
     known = {
         key: value
         for key, value in SMALL.items()
-        if hasattr(default, key) and not isinstance(getattr(kind, key, None), property)
+        if hasattr(default, key) and (key == "num_labels" or not isinstance(getattr(kind, key, None), property))
     }
     for key in dir(default):
         if "drop" in key and isinstance(getattr(default, key, None), float):
