@@ -21,6 +21,8 @@ from meshwright.ops.record import RING_TAG
 class Ranks:
     """In place of a process group: so many ranks, all in this process."""
 
+    group_name = "of one process"
+
     def __init__(self, count: int):
         self.count = count
 
