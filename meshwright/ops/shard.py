@@ -224,7 +224,7 @@ def set_prefetch(wrapped: list[Any], goes_back: list[bool], chunks: list[int], p
 
 
 def _fill_unused(module: Any, zero_filled: set[int]) -> None:
-    """Do so at the end of every backward of the module that sums."""
+    """Fill the gradients of unused parameters at the end of every backward of the module that sums."""
     for group in _groups(module):
 
         def post_backward(*given: Any, group: Any = group, inner: Any = group.post_backward) -> None:
