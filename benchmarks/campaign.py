@@ -30,7 +30,7 @@ from typing import Any
 
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.plan import Plan
-from meshwright.supervise.pool import RankError, RankPool
+from meshwright.launch.rank_pool import RankError, RankPool
 
 Case = dict[str, Any]
 Result = dict[str, Any]

@@ -33,14 +33,14 @@ from meshwright.core.cluster import Cluster
 from meshwright.core.codec import decode, encode, load_artefact
 from meshwright.core.plan import Plan
 from meshwright.core.technique import technique_named
-from meshwright.models.config import DecoderConfig
-from meshwright.models.cost import decoder_profile
-from meshwright.probe.machine import probe
-from meshwright.runtime import parity
-from meshwright.runtime.config import OptimizerConfig
-from meshwright.runtime.model import open_config
-from meshwright.simulate.forecast import Forecast, forecast
-from meshwright.supervise.pool import RankPool
+from meshwright.launch.rank_pool import RankPool
+from meshwright.machine.probe import probe
+from meshwright.models.cost_decoder import decoder_profile
+from meshwright.models.presets import DecoderConfig
+from meshwright.run.model import open_config
+from meshwright.run.run_file import OptimizerConfig
+from meshwright.simulator.forecast import Forecast, forecast
+from meshwright.verify import parity
 
 RESULTS = Path(__file__).parent / "results" / "cpu_forecast.json"
 NUM_RANKS, SEED, WARM_UP, TIMEOUT_SECONDS = 2, 0, 2, 1800

@@ -47,14 +47,14 @@ from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.technique import Axis, Choice, PerLayer, Technique, technique_named, technique_names
 from meshwright.data.batch import part_rows
-from meshwright.models.config import Config, DecoderConfig, ViTConfig, preset
-from meshwright.models.names import profile_of
-from meshwright.runtime import parity
+from meshwright.launch.rank_pool import RankPool
+from meshwright.models.named_profile import profile_of
+from meshwright.models.presets import Config, DecoderConfig, ViTConfig, preset
+from meshwright.planner.search import search
+from meshwright.run.model import open_config
 from meshwright.runtime.loop import Samples
-from meshwright.runtime.model import open_config
-from meshwright.search.search import search
-from meshwright.simulate.forecast import Forecast, forecast
-from meshwright.supervise.pool import RankPool
+from meshwright.simulator.forecast import Forecast, forecast
+from meshwright.verify import parity
 
 RESULTS = Path(__file__).parent / "results" / "cpu_regret.json"
 GOAL, MOST_PLANS, QUICK_PLANS = 0.10, 12, 4

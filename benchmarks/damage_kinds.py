@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.core.errors import MeshwrightError
-from meshwright.data.config import DataSection
+from meshwright.data.data_section import DataSection
 
 Crafted = Callable[[Path, random.Random], tuple[Path, bytes]]
 SENTENCE = "the quick brown fox jumps over the lazy dog; "
@@ -42,7 +42,7 @@ class Kind:
 
 def samples(section: DataSection, cache: Path | None = None) -> Any:
     """Every sample of the data."""
-    from meshwright.data.source import open_data
+    from meshwright.data.open_data import open_data
 
     data = open_data(section, cache=cache)
     if problems := data.check_vocabulary(1 << 20):
@@ -306,7 +306,7 @@ def read_checkpoint(folder: Path) -> Any:
     import torch
 
     from meshwright.checkpoint.format import newest_good
-    from meshwright.checkpoint.inspect import describe
+    from meshwright.checkpoint.listing import describe
     from meshwright.checkpoint.load import Reader
     from meshwright.core.box import Box
 
@@ -332,8 +332,8 @@ def make_hf(folder: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from meshwright.models.config import preset
-    from meshwright.models.hf import config_for
+    from meshwright.hf.config_json import config_for
+    from meshwright.models.presets import preset
 
     made = config_for(replace(preset("byte-3m"), num_layers=1))
     (folder / "config.json").write_text(json.dumps(made, indent=1))
@@ -347,9 +347,9 @@ def make_hf(folder: Path) -> None:
 def read_hf(folder: Path) -> Any:
     import torch
 
-    from meshwright.checkpoint.safe import open_folder
+    from meshwright.checkpoint.safetensors_folder import open_folder
     from meshwright.core.box import Box
-    from meshwright.models.hf import read_folder
+    from meshwright.hf.config_json import read_folder
 
     model = read_folder(folder)
     held = open_folder(folder)
@@ -407,17 +407,17 @@ def make_run(folder: Path) -> None:
 
 
 def read_run_file(folder: Path) -> Any:
-    from meshwright.runtime.config import read_run
+    from meshwright.run.run_file import read_run
 
     return repr(read_run(folder / "run.toml"))
 
 
 def make_artefacts(folder: Path) -> None:
     from meshwright.core.plan import Plan
-    from meshwright.models.config import preset
-    from meshwright.models.names import profile_of
-    from meshwright.probe.names import cluster
-    from meshwright.simulate.timeline import simulate
+    from meshwright.machine.named_clusters import cluster
+    from meshwright.models.named_profile import profile_of
+    from meshwright.models.presets import preset
+    from meshwright.simulator.simulate import simulate
 
     profile, machines, plan = profile_of(preset("byte-tiny"), "byte-tiny"), cluster("2xh100"), Plan.from_json(PLAN)
     (folder / "plan.json").write_text(plan.to_json())
@@ -435,7 +435,7 @@ def read_artefacts(folder: Path) -> Any:
     from meshwright.core.plan import Plan
     from meshwright.core.profile import Profile
     from meshwright.core.timeline import Timeline
-    from meshwright.simulate.forecast import forecast
+    from meshwright.simulator.forecast import forecast
 
     plan, machines = load_artefact(Plan, folder / "plan.json"), load_artefact(Cluster, folder / "cluster.json")
     profile, timeline = (
@@ -455,7 +455,7 @@ def make_metrics(folder: Path) -> None:
 
 def read_metrics(folder: Path) -> Any:
     """What a resumed run does with it: go on behind step 40. Nothing trains on it."""
-    from meshwright.runtime.record import Lines
+    from meshwright.runtime.run_record import Lines
 
     lines = Lines(folder / "metrics.jsonl", 40, lambda text: None)
     lines.write({"step": 41, "loss": 1.0})
@@ -466,7 +466,7 @@ def read_metrics(folder: Path) -> Any:
 
 def make_ledger(folder: Path) -> None:
     from meshwright.core.ledger import Entry, Measured, Predicted, append
-    from meshwright.probe.names import cluster
+    from meshwright.machine.named_clusters import cluster
 
     parts = {"compute": 0.1}
     predicted = Predicted(
@@ -514,9 +514,9 @@ def make_parts(folder: Path) -> None:
 
 def read_parts(folder: Path) -> Any:
     """What an interrupted `mw data prepare` left, made again where it is not whole."""
-    from meshwright.data.files import find_files
-    from meshwright.data.part import PartJob, finished_part, make_part
-    from meshwright.data.read import chunks_of
+    from meshwright.data.file_list import find_files
+    from meshwright.data.prepare_worker import PartJob, finished_part, make_part
+    from meshwright.data.token_reader import chunks_of
 
     (file,) = find_files((str(folder / "a.jsonl"),), [])
     (folder / "parts").mkdir(exist_ok=True)
@@ -535,8 +535,8 @@ def read_parts(folder: Path) -> Any:
 
 
 def make_run_folder(folder: Path) -> None:
-    from meshwright.runtime.config import read_run
-    from meshwright.runtime.prepare import prepare, write_prepared
+    from meshwright.run.prepare import prepare, write_prepared
+    from meshwright.run.run_file import read_run
 
     make_run(folder)
     (folder / "run").mkdir()
@@ -545,8 +545,8 @@ def make_run_folder(folder: Path) -> None:
 
 
 def read_run_folder(folder: Path) -> Any:
-    from meshwright.runtime.config import read_run
-    from meshwright.runtime.prepare import prepare
+    from meshwright.run.prepare import prepare
+    from meshwright.run.run_file import read_run
 
     return repr(prepare(read_run(folder / "run.toml"), "", lambda line: None).plan)
 

@@ -23,11 +23,11 @@ from typing import Literal
 import numpy as np
 
 from benchmarks.claims import Claim, alone
-from meshwright.data.config import DataSection
+from meshwright.data.data_section import DataSection
+from meshwright.data.dataset import Data
 from meshwright.data.megatron import write_index
-from meshwright.data.opened import Data
+from meshwright.data.open_data import open_data
 from meshwright.data.prepare import prepare
-from meshwright.data.source import open_data
 
 NUM_TOKENS, NUM_DOCUMENTS = 200_000_000, 200_000
 SEQUENCE, BATCH = 2048, 32
@@ -37,8 +37,8 @@ ROUNDS, PREPARE_BYTES = 5, 400_000_000
 OPENED = """
 import sys, time
 from pathlib import Path
-from meshwright.data.config import DataSection
-from meshwright.data.source import open_data
+from meshwright.data.data_section import DataSection
+from meshwright.data.open_data import open_data
 start = time.perf_counter()
 section = DataSection(train=sys.argv[1], sequence=int(sys.argv[2]), packing="documents")
 data = open_data(section, cache=Path(sys.argv[3]))

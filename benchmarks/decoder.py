@@ -23,14 +23,14 @@ from benchmarks import plain
 from benchmarks.claims import Claim, alone, difference, interleave, ratios
 from meshwright.core.plan import Plan
 from meshwright.data.batch import Batch
-from meshwright.data.config import DataSection
+from meshwright.data.data_section import DataSection
 from meshwright.data.megatron import write_index
-from meshwright.data.source import Data, open_data
-from meshwright.models.config import DecoderConfig
-from meshwright.ops.mesh import Mesh
-from meshwright.runtime.config import OptimizerConfig, TrainSection
-from meshwright.runtime.model import open_config
-from meshwright.runtime.train import Trainer
+from meshwright.data.open_data import Data, open_data
+from meshwright.models.presets import DecoderConfig
+from meshwright.ops.device_mesh import Mesh
+from meshwright.run.model import open_config
+from meshwright.run.run_file import OptimizerConfig, TrainSection
+from meshwright.runtime.trainer import Trainer
 
 MODEL = DecoderConfig(
     num_layers=6, hidden_size=256, num_heads=4, num_kv_heads=2, ffn_size=704, vocab_size=8192, max_sequence=256
@@ -66,8 +66,8 @@ def their_steps(data: Data, folder: Path) -> Iterator[float]:
     from safetensors.torch import save_file
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from meshwright.checkpoint.hf_names import parts_of_decoder
-    from meshwright.models.hf import config_for
+    from meshwright.hf.config_json import config_for
+    from meshwright.hf.weights_names import parts_of_decoder
 
     ours = plain.decoder(MODEL, SEED)
     parts = parts_of_decoder(MODEL)

@@ -21,11 +21,11 @@ import torch.distributed as dist
 from benchmarks.claims import Claim, alone, difference, interleave, ratios
 from meshwright.core.plan import Plan
 from meshwright.core.technique import technique_named
-from meshwright.models.config import DecoderConfig
-from meshwright.runtime import parity
-from meshwright.runtime.config import OptimizerConfig
-from meshwright.runtime.model import open_config
-from meshwright.supervise.pool import RankPool
+from meshwright.launch.rank_pool import RankPool
+from meshwright.models.presets import DecoderConfig
+from meshwright.run.model import open_config
+from meshwright.run.run_file import OptimizerConfig
+from meshwright.verify import parity
 
 # 55M parameters, 50M of them experts.
 MODEL = DecoderConfig(

@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.claims import Claim, alone, interleave, ratios
 from meshwright.core.units import MIB
-from meshwright.supervise.pool import RankPool
+from meshwright.launch.rank_pool import RankPool
 
 SIZES = {"64 KiB": MIB // 16, "1 MiB": MIB, "32 MiB": 32 * MIB}
 NUM_RANKS = (2, 4)
@@ -30,8 +30,8 @@ def timed_job(*, num_bytes: int, rounds: int, rank: int, num_ranks: int, rendezv
     import torch
     import torch.distributed as dist
 
-    from meshwright.ops.gloo import all_gather, reduce_scatter
-    from meshwright.ops.mesh import join
+    from meshwright.ops.device_mesh import join
+    from meshwright.ops.gloo_collectives import all_gather, reduce_scatter
 
     torch.set_num_threads(1)
     join(rank, num_ranks, torch.device("cpu"), rendezvous=rendezvous, timeout_seconds=60)

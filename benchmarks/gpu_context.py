@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_timing import BOUNDS, Row, Run, Sizes, Timing, drawn, error_of, timed
-from meshwright.models.layers import Attention, attention_mask
-from meshwright.ops.context import Ring, Tokens, piece_of
-from meshwright.ops.record import RING_TAG
+from meshwright.ops.context_parallel import Ring, TokenSplit, piece_of
+from meshwright.ops.traffic import RING_TAG
+from meshwright.zoo.layers import Attention, attention_mask
 
 
 class Ranks:
@@ -58,8 +58,8 @@ class VirtualRing(Ring):
         return Arrived(torch.zeros_like(tensor))
 
 
-def tokens_of(index: int, count: int) -> Tokens:
-    return Tokens(group=cast(Any, Ranks(count)), index=index, is_folded=True)
+def tokens_of(index: int, count: int) -> TokenSplit:
+    return TokenSplit(group=cast(Any, Ranks(count)), index=index, is_folded=True)
 
 
 def num_blocks(count: int) -> set[tuple[float, ...]]:

@@ -28,17 +28,17 @@ from benchmarks.gpu_cases import CASES, TINY, Case
 from meshwright.core.box import Box
 from meshwright.core.cluster import Cluster
 from meshwright.core.codec import decode, encode
-from meshwright.models.config import DecoderConfig, DLRMConfig
-from meshwright.ops.init import Source
-from meshwright.ops.mesh import Mesh
-from meshwright.probe.assemble import assemble
-from meshwright.probe.machine import available_host_bytes, read_machine
-from meshwright.probe.reading import Reading
+from meshwright.machine.assemble import assemble
+from meshwright.machine.probe import available_host_bytes, read_machine
+from meshwright.machine.readings import Reading
+from meshwright.models.presets import DecoderConfig, DLRMConfig
+from meshwright.ops.device_mesh import Mesh
+from meshwright.ops.initial_weights import Source
+from meshwright.optimizers.update import Optimizer, OptimizerConfig
+from meshwright.run.model import open_config
 from meshwright.runtime.api import Built
+from meshwright.runtime.async_stream import loop_of
 from meshwright.runtime.build import build as build_plan
-from meshwright.runtime.model import open_config
-from meshwright.runtime.optimizer import Optimizer, OptimizerConfig
-from meshwright.runtime.stream import loop_of
 
 Row = dict[str, Any]
 WARM_STEPS = 3

@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 
 import meshwright as mw
-from meshwright.models.config import DecoderConfig, preset
-from meshwright.models.names import profile_of
-from meshwright.ops.mesh import join
+from meshwright.models.named_profile import profile_of
+from meshwright.models.presets import DecoderConfig, preset
+from meshwright.ops.device_mesh import join
 from meshwright.runtime.api import build
-from meshwright.runtime.record import peak_bytes
+from meshwright.runtime.run_record import peak_bytes
 
 BF16, COMPILE, SHARD = {"name": "precision"}, {"name": "compile"}, {"name": "shard", "size": 1}
 LLAMA = replace(preset("llama3.2-1b"), num_layers=8, tied=False, rope_scaling="none", max_sequence=4096)
@@ -94,7 +94,7 @@ def theirs(batch: int, by_us: bool) -> tuple[float, int, float]:
     """transformers' Llama: as a module of ours, or in the loop a user would write."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from meshwright.models.hf import config_for
+    from meshwright.hf.config_json import config_for
 
     settings = LlamaConfig(**config_for(LLAMA))
     settings.use_cache = False

@@ -31,10 +31,10 @@ from torch import Tensor, nn
 
 from benchmarks.gpu_context import context
 from benchmarks.gpu_timing import BOUNDS, FULL, TINY, Row, Run, Sizes, drawn, error_of, timed
-from meshwright.models.config import DecoderConfig
-from meshwright.models.layers import Block, SwiGLU, linear, rope_table
-from meshwright.ops.experts import Gated, GroupedLinear, through_experts
-from meshwright.ops.later import _weight_gradient, split_backward
+from meshwright.models.presets import DecoderConfig
+from meshwright.ops.routing import Gated, GroupedLinear, through_experts
+from meshwright.ops.split_backward import _weight_gradient, split_backward
+from meshwright.zoo.layers import SwiGLU, TransformerBlock, linear, rope_table
 
 ROOT = Path(__file__).parents[1]
 PARTS = ("forward", "into input", "into weight")
@@ -150,11 +150,13 @@ def experts(sizes: Sizes) -> Iterator[Row]:
         yield {"e": ways, **row, "efficiency to e = 1": whole_ms / row["matmuls ms"]}
 
 
-def block_of(sizes: Sizes, num_tokens: int, dtype: torch.dtype) -> tuple[Block, Tensor, Callable[[], Tensor]]:
+def block_of(
+    sizes: Sizes, num_tokens: int, dtype: torch.dtype
+) -> tuple[TransformerBlock, Tensor, Callable[[], Tensor]]:
     """A block, what it is given, and its forward."""
     config = sizes.config
     with torch.device(sizes.device):
-        block = Block(config, SwiGLU(config.hidden_size, config.ffn_size)).to(dtype)
+        block = TransformerBlock(config, SwiGLU(config.hidden_size, config.ffn_size)).to(dtype)
     with torch.no_grad():
         for each in block.parameters():
             each.fill_(1.0) if each.dim() == 1 else each.normal_(std=each.shape[1] ** -0.5)
@@ -163,7 +165,7 @@ def block_of(sizes: Sizes, num_tokens: int, dtype: torch.dtype) -> tuple[Block, 
     return block, x, lambda: block(x, *table)
 
 
-def taken(block: Block, x: Tensor) -> list[Tensor]:
+def taken(block: TransformerBlock, x: Tensor) -> list[Tensor]:
     """The gradients; there are none after."""
     found = [cast(Tensor, each.grad) for each in (x, *block.parameters())]
     x.grad = None

@@ -30,7 +30,7 @@ from benchmarks.gpu_forecast import Row, built, cluster_for, forecast_row, free_
 from benchmarks.published_scores import kendall_tau
 from meshwright.core.cluster import Cluster
 from meshwright.core.codec import decode, encode
-from meshwright.models.config import Config, DecoderConfig, preset
+from meshwright.models.presets import Config, DecoderConfig, preset
 
 GOAL, TOP, ROUNDS = 0.03, 2, 2
 WARM_STEPS, LEAST_STEPS, MOST_STEPS, STEPS_SECONDS = 2, 3, 15, 1.5

@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 
 import meshwright as mw
-from meshwright.models.config import preset
-from meshwright.models.cost import decoder_profile
-from meshwright.ops.mesh import join
+from meshwright.models.cost_decoder import decoder_profile
+from meshwright.models.presets import preset
+from meshwright.ops.device_mesh import join
 from meshwright.runtime.api import build
-from meshwright.runtime.record import peak_bytes
+from meshwright.runtime.run_record import peak_bytes
 
 BF16 = {"name": "precision"}
 COMPILE = {"name": "compile"}

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from meshwright.models.config import DecoderConfig, preset
+from meshwright.models.presets import DecoderConfig, preset
 
 BOUNDS = {torch.bfloat16: 2e-2, torch.float32: 1e-4, torch.float64: 1e-12}
 """Of the largest relative error (norm of the difference over norm), by dtype."""

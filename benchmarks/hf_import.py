@@ -24,12 +24,12 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.claims import Claim, alone
-from meshwright.checkpoint.hf_names import parameter_shapes, parts_of_decoder
-from meshwright.checkpoint.hf_read import source_of_folder
-from meshwright.checkpoint.safe import INDEX
+from meshwright.checkpoint.safetensors_folder import INDEX
 from meshwright.core.box import Box
-from meshwright.models.config import DecoderConfig
-from meshwright.models.hf import config_for
+from meshwright.hf.config_json import config_for
+from meshwright.hf.weights_names import parameter_shapes, parts_of_decoder
+from meshwright.hf.weights_read import source_of_folder
+from meshwright.models.presets import DecoderConfig
 
 RANKS, ROUNDS = 2, 3
 LEAST_RATE, LEAST_MEMORY = 0.6, 1 / 1.1

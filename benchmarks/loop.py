@@ -20,12 +20,12 @@ import torch
 from benchmarks import plain
 from benchmarks.claims import Claim, alone, difference, interleave, ratios
 from meshwright.core.plan import Plan
-from meshwright.data.source import Data, open_text
-from meshwright.models.config import DecoderConfig
-from meshwright.ops.mesh import Mesh
-from meshwright.runtime.config import OptimizerConfig, TrainSection
-from meshwright.runtime.model import open_config
-from meshwright.runtime.train import Trainer
+from meshwright.data.open_data import Data, open_text
+from meshwright.models.presets import DecoderConfig
+from meshwright.ops.device_mesh import Mesh
+from meshwright.run.model import open_config
+from meshwright.run.run_file import OptimizerConfig, TrainSection
+from meshwright.runtime.trainer import Trainer
 
 # 9.8M parameters.
 MODEL = DecoderConfig(

@@ -6,7 +6,7 @@ Run: python -m benchmarks.mutants            all, about five minutes on two idle
 
 A mutant replaces a function or a value of the package in every rank, and on the one device too, as a change of the
 source would. It is killed if the check of its case fails, and survives if the check passes; a case must pass without a
-mutant first. The reference (`runtime/reference.py`) is not mutated: it is what the others are measured by.
+mutant first. The reference (`verify/reference.py`) is not mutated: it is what the others are measured by.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from meshwright.core.codec import decode
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.plan import Plan
 from meshwright.core.technique import technique_named
-from meshwright.runtime import check as checking
-from meshwright.runtime.config import RunConfig
-from meshwright.supervise.pool import RankPool
+from meshwright.launch.rank_pool import RankPool
+from meshwright.run.run_file import RunConfig
+from meshwright.verify import check as checking
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "check.md"
@@ -83,7 +83,7 @@ def mutated(name: str) -> Iterator[None]:
             put(*each)
 
 
-# Jobs of `runtime/check_ranks.py`, each under the mutant of the moment.
+# Jobs of `verify/check_ranks.py`, each under the mutant of the moment.
 
 
 def reference_job(**arguments: Any) -> Any:
@@ -96,7 +96,7 @@ def parity_job(**arguments: Any) -> Any:
 
 def _under_the_mutant(job: str, arguments: dict[str, Any]) -> Any:
     with mutated(Path(os.environ[CHOSEN]).read_text(encoding="utf-8")):
-        return getattr(importlib.import_module("meshwright.runtime.check_ranks"), job)(**arguments)
+        return getattr(importlib.import_module("meshwright.verify.check_ranks"), job)(**arguments)
 
 
 # The loop and the loss
@@ -197,7 +197,7 @@ def no_clipping(swap: Swap) -> None:
 def norm_counts_replicas_of_a_piece(swap: Swap) -> None:
     def change(old: Any) -> Any:
         def squared_norm(self: Any) -> Any:
-            from meshwright.runtime.optimizers.piece import squares
+            from meshwright.optimizers.rule import squares
 
             return squares([p.value.grad for p in self.pieces], self.build.mesh.device).sum()
 

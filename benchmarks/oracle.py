@@ -3,7 +3,7 @@
     reference_job    one rank: the case's plan is checked, and a plain loop writes what training must give
     plan_job         all ranks: `mw.build`, some steps, every piece compared with its place in the reference
 
-The reference is `meshwright/runtime/reference.py`, which shares no loop, loss or optimizer with the package, on
+The reference is `meshwright/verify/reference.py`, which shares no loop, loss or optimizer with the package, on
 transformers' own module where it computes one of our decoders. Rounding is told from error by a control: the plain loop
 once more, its weights off by one part in 10^15, its samples in another order, and its buffers rounded as the model's.
 
@@ -37,17 +37,17 @@ from meshwright.core.box import Box
 from meshwright.core.codec import decode
 from meshwright.core.errors import MeshwrightError, Problems
 from meshwright.core.plan import Plan
-from meshwright.models import config as configs
-from meshwright.models.make import module_of
-from meshwright.ops.init import join_in_order
-from meshwright.ops.mesh import join
-from meshwright.ops.record import Recorder
-from meshwright.runtime import reference
-from meshwright.runtime.model import open_config
-from meshwright.runtime.optimizer_config import OptimizerConfig
-from meshwright.runtime.plain_model import plain_of
-from meshwright.runtime.reference import Plain
-from meshwright.simulate.price import price
+from meshwright.models import presets as configs
+from meshwright.ops.device_mesh import join
+from meshwright.ops.initial_weights import join_in_order
+from meshwright.ops.traffic import TrafficRecorder
+from meshwright.optimizers.optimizer_config import OptimizerConfig
+from meshwright.run.model import open_config
+from meshwright.simulator.pricing import price
+from meshwright.verify import reference
+from meshwright.verify.reference import Plain
+from meshwright.verify.reference_model import plain_of
+from meshwright.zoo.modules import module_of
 
 Case = dict[str, Any]
 KINDS = {
@@ -460,7 +460,7 @@ def plan_job(*, case: Case, folder: str, rank: int, num_ranks: int, rendezvous: 
     tensors = load_file(Path(folder) / "tensors.safetensors")
     exact = CAST if told["casts"] else EXACT
     answer: dict[str, Any] = {"errors": [], "traffic": []}
-    recorder = Recorder(built.build.mesh.axis_of_group())
+    recorder = TrafficRecorder(built.build.mesh.axis_of_group())
     for step, lr in enumerate(rates(case)):
         mine = batch_of(case, subject, step, wide).rows(built.rows(plan.batch))
         given = (mine.inputs, mine.targets, mine.weights)

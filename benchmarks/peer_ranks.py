@@ -20,11 +20,11 @@ from benchmarks import plain
 from benchmarks.claims import interleave
 from meshwright.core.plan import Plan
 from meshwright.core.technique import technique_named
-from meshwright.models.config import DecoderConfig
-from meshwright.runtime import parity
-from meshwright.runtime.config import OptimizerConfig
+from meshwright.models.presets import DecoderConfig
+from meshwright.run.model import open_config
+from meshwright.run.run_file import OptimizerConfig
 from meshwright.runtime.loop import Samples
-from meshwright.runtime.model import open_config
+from meshwright.verify import parity
 
 CPU = torch.device("cpu")
 RATES = OptimizerConfig(lr=3e-4, clip=1.0)

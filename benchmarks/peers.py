@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 
 from benchmarks.claims import Claim, alone, difference, ratios
-from meshwright.supervise.pool import RankPool
+from meshwright.launch.rank_pool import RankPool
 
 PEERS = {
     "replicate": "against DistributedDataParallel, 2 ranks (tokens per second)",

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.core.box import Box
-from meshwright.models.config import DecoderConfig
-from meshwright.models.decoder import Decoder
-from meshwright.ops.init import seeded
-from meshwright.runtime.config import OptimizerConfig
+from meshwright.models.presets import DecoderConfig
+from meshwright.ops.initial_weights import seeded
+from meshwright.run.run_file import OptimizerConfig
+from meshwright.zoo.decoder import Decoder
 
 Parts = list[tuple[Tensor, Tensor, Tensor]]
 """Inputs, targets and weights of every microbatch."""

@@ -8,7 +8,7 @@ from functools import cache
 
 from benchmarks.published_rows import Row, Unscored
 from meshwright.core.cluster import Cluster
-from meshwright.probe.names import preset
+from meshwright.machine.named_clusters import preset
 
 NODE, RACK = 8, 72
 """GPUs that NVLink joins where a row does not say; of GB200 and GB300, a rack."""

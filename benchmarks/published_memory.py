@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks.published_rows import Row
 from meshwright.core.profile import Layer
-from meshwright.core.work import Resident, Slot, Work
+from meshwright.core.work import ParameterSlot, Resident, Work
 
 STATIC = ("parameters", "gradients", "optimizer")
 
@@ -85,7 +85,7 @@ class Keeping:
                 stored = slot.stored(ways[category])
                 yield Resident(**common, category=category, bytes=stored * size)  # type: ignore[arg-type]
 
-    def _bytes_of(self, slot: Slot) -> tuple[float, float, float]:
+    def _bytes_of(self, slot: ParameterSlot) -> tuple[float, float, float]:
         return self.parameter_bytes, *((0.0, 0.0) if slot.frozen else (self.gradient_bytes, self.optimizer_bytes))
 
     def _logits(self, work: Work) -> Iterator[Resident]:

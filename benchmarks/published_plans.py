@@ -21,9 +21,9 @@ from meshwright.core.profile import Profile
 from meshwright.core.technique import Technique
 from meshwright.core.work import ADAM, Work
 from meshwright.models.dimensions import Config
-from meshwright.search.split import balanced_stages
-from meshwright.simulate.forecast import forecast_of
-from meshwright.simulate.stage import stage_plan
+from meshwright.planner.even_split import balanced_stages
+from meshwright.simulator.forecast import forecast_of
+from meshwright.simulator.priced_stages import stage_plan
 from meshwright.techniques.chunked_loss import ChunkedLoss
 from meshwright.techniques.compile import Compile
 from meshwright.techniques.context import Context

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from meshwright.core.profile import Cut, Fused, Layer, Op, Param, Poly, Profile
+from meshwright.core.profile import Cut, FusedCost, Layer, Op, Param, Poly, Profile
 from meshwright.models.cost_ops import matmul
 
 ATTENDING = ("attention.query", "attention.value")
@@ -316,7 +316,7 @@ def _again(op: Op) -> Op:
     """Its way forward, going back."""
     fused = op.fused
     if fused is not None:
-        fused = Fused(backward_moved=fused.moved, backward_kernels=fused.kernels)
+        fused = FusedCost(backward_moved=fused.moved, backward_kernels=fused.kernels)
     return replace(
         op,
         name=f"{op.name}.again",

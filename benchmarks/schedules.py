@@ -23,16 +23,16 @@ import torch.distributed as dist
 from benchmarks.claims import Claim, alone
 from meshwright.core.plan import Plan
 from meshwright.core.technique import technique_named
-from meshwright.models.config import DecoderConfig
-from meshwright.runtime import parity
-from meshwright.runtime.config import OptimizerConfig
+from meshwright.launch.rank_pool import RankPool
+from meshwright.models.presets import DecoderConfig
+from meshwright.run.model import open_config
+from meshwright.run.run_file import OptimizerConfig
+from meshwright.runtime.async_stream import StreamLoop
 from meshwright.runtime.loop import Interpreter
-from meshwright.runtime.model import open_config
-from meshwright.runtime.stream import StreamLoop
 from meshwright.schedules import GREEDY, SCHEDULES, Action, Timetable
 from meshwright.schedules.actions import COMPUTES
 from meshwright.schedules.events import sweep
-from meshwright.supervise.pool import RankPool
+from meshwright.verify import parity
 
 MODEL = DecoderConfig(
     num_layers=8, hidden_size=256, num_heads=4, num_kv_heads=4, ffn_size=768, vocab_size=256, max_sequence=256

@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.models.section import ModelSection
-from meshwright.probe.names import cluster
-from meshwright.runtime.model import describe
-from meshwright.runtime.optimizer_config import OptimizerConfig
-from meshwright.search.search import search
+from meshwright.machine.named_clusters import cluster
+from meshwright.optimizers.optimizer_config import OptimizerConfig
+from meshwright.planner.search import search
+from meshwright.run.model import describe
+from meshwright.run.model_section import ModelSection
 
 MOST_GAP, MOST_MIB = 0.02, 2048
 TOP = 8

@@ -1,4 +1,4 @@
-"""Run the covering array of `tests/same/covering.py`: three settings of techniques, or two and a kind of model.
+"""Run the covering array of `tests/parity/covering.py`: three settings of techniques, or two and a kind of model.
 
     python benchmarks/triples.py --state FILE [--seconds 280]
 
@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "same")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "parity")]
 
 import covering  # noqa: E402
 
-from meshwright.supervise.pool import RankPool  # noqa: E402
+from meshwright.launch.rank_pool import RankPool  # noqa: E402
 
 MATRIX = ROOT / "docs" / "techniques" / "matrix.md"
 TITLE = "## Three at a time"
@@ -89,7 +89,7 @@ def _section(array: covering.Covering, right: list[covering.Row], wrong: int) ->
     lines = [
         TITLE,
         "",
-        "Every three settings of different techniques, and every two with a kind of model: `tests/same/covering.py`. A",
+        "Every three settings of different techniques, or two and a kind of model: `tests/parity/covering.py`. A",
         "slice of it runs in the tests, the whole with `python benchmarks/triples.py`. Each row of the array is a plan",
         "on at most 8 ranks, trained beside one device; what it sends and holds is what its price says.",
         "",

@@ -13,30 +13,31 @@ __version__ = "0.1.0"
 
 _NAMES = {
     "Cluster": "meshwright.core.cluster",
-    "DecoderConfig": "meshwright.models.config",
-    "Forecast": "meshwright.simulate.forecast",
+    "DecoderConfig": "meshwright.models.presets",
+    "Forecast": "meshwright.simulator.forecast",
     "MeshwrightError": "meshwright.core.errors",
-    "OptimizerConfig": "meshwright.runtime.config",
+    "OptimizerConfig": "meshwright.run.run_file",
     "Plan": "meshwright.core.plan",
     "Problem": "meshwright.core.errors",
     "Profile": "meshwright.core.profile",
-    "RunConfig": "meshwright.runtime.config",
+    "RunConfig": "meshwright.run.run_file",
     "Technique": "meshwright.core.technique",
     "Timeline": "meshwright.core.timeline",
     "build": "meshwright.runtime.api",
-    "check": "meshwright.runtime.check",
-    "cluster": "meshwright.probe.names",
-    "forecast": "meshwright.simulate.forecast",
-    "open_text": "meshwright.data.source",
-    "profile": "meshwright.models.names",
-    "read_run": "meshwright.runtime.config",
+    "check": "meshwright.verify.check",
+    "cluster": "meshwright.machine.named_clusters",
+    "forecast": "meshwright.simulator.forecast",
+    "open_text": "meshwright.data.open_data",
+    "profile": "meshwright.models.named_profile",
+    "probe": "meshwright.machine.probe",
+    "read_run": "meshwright.run.run_file",
+    "search": "meshwright.planner.search",
+    "simulate": "meshwright.simulator.simulate",
     "technique_named": "meshwright.core.technique",
     "technique_names": "meshwright.core.technique",
     "train": "meshwright.runtime.api",
 }
-_ROOMS = ("probe", "search", "simulate")
-"""Packages that are called like functions."""
-__all__ = ["__version__", *sorted((*_NAMES, *_ROOMS))]
+__all__ = ["__version__", *sorted(_NAMES)]
 
 if TYPE_CHECKING:
     from meshwright.core.cluster import Cluster as Cluster
@@ -47,8 +48,6 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ROOMS:
-        return importlib.import_module(f"meshwright.{name}")
     if name not in _NAMES:
         raise AttributeError(f"module 'meshwright' has no attribute {name!r}")
     value = getattr(importlib.import_module(_NAMES[name]), name)

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from meshwright.supervise.pool import RankPool
+from meshwright.launch.rank_pool import RankPool
 
-sys.path.append(str(Path(__file__).parent / "same"))  # ranks import `rank_jobs` from there
+# Test folders share their fixtures' modules, and ranks import `rank_jobs`.
+sys.path += [str(folder) for folder in Path(__file__).parent.iterdir() if folder.is_dir()]
 
 # The same examples every time: a red build is then somebody's change, and can be run again.
 settings.register_profile("fixed", derandomize=True, deadline=None)
@@ -26,10 +27,10 @@ References = Callable[..., str]
 
 
 SLICED = (
-    "tests/same/",
+    "tests/parity/",
     "tests/runtime/test_api.py",
-    "tests/search/test_exact.py",
-    "tests/search/test_search_wishes.py",
+    "tests/planner/test_exact.py",
+    "tests/planner/test_search_wishes.py",
 )
 """Long parametrised proofs: `make test` runs the first case of each, `make test-all` the others."""
 LONG = (
@@ -39,10 +40,10 @@ LONG = (
     "tests/cli/test_uneven_train.py",
     "tests/house/test_docs.py::test_the_tutorials_blocks_run",
     "tests/ops/test_gpu_pieces.py",
-    "tests/probe/test_machine.py::test_a_quick_probe_of_this_machine",
-    "tests/runtime/test_handover.py::test_a_real_run_is_compared_and_teaches_the_next_forecast",
+    "tests/machine/test_machine.py::test_a_quick_probe_of_this_machine",
+    "tests/run/test_handover.py::test_a_real_run_is_compared_and_teaches_the_next_forecast",
     "tests/runtime/test_sample.py::test_every_plan_writes_the_same_text",
-    "tests/search/test_search_best.py::test_no_plan_is_ranked_that_cannot_take_the_sequence",
+    "tests/planner/test_search_best.py::test_no_plan_is_ranked_that_cannot_take_the_sequence",
 )
 """More than ten seconds each on two idle cores: `make test-all` runs them."""
 

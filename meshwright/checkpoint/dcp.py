@@ -21,14 +21,14 @@ from typing import Any
 
 from torch import Tensor
 
+from meshwright.checkpoint.box_reads import read_box
 from meshwright.checkpoint.cover import cover_problem
-from meshwright.checkpoint.inert import Made, Named, Outside, inert
+from meshwright.checkpoint.inert_pickle import Made, Named, Outside, inert
 from meshwright.checkpoint.manifest import DTYPES, MAX_DIMS, MAX_NAME_CHARS, MAX_PIECES, MAX_TENSORS
-from meshwright.checkpoint.safe import raise_first
-from meshwright.checkpoint.strips import read_box
+from meshwright.checkpoint.safetensors_folder import raise_first
 from meshwright.core.box import Box
 from meshwright.core.errors import MeshwrightError, Problem
-from meshwright.models.plain import open_plain, read_plain
+from meshwright.core.plain_files import open_plain, read_plain
 
 METADATA = ".metadata"
 MAX_METADATA_BYTES = 256 << 20
@@ -53,7 +53,7 @@ _OLD = "torch.distributed._shard.sharded_tensor.metadata"
 _IN_METADATA = frozenset(
     {
         *(f"{_DCP}.metadata.{name}" for name in ("Metadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
-        *(f"{_DCP}.metadata.{kind}StorageMetadata" for kind in ("Tensor", "Chunk", "Bytes")),
+        *(f"{_DCP}.metadata.{kind}StorageMetadata" for kind in ("Tensor", "StoredBox", "Bytes")),
         f"{_DCP}.metadata.TensorProperties",
         f"{_DCP}.filesystem._StorageInfo",
         f"{_DCP}.filesystem._StoragePrefix",
@@ -69,7 +69,7 @@ _IN_METADATA = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class StoredBox:
     """A box of a tensor, and the bytes its archive lies in."""
 
     box: Box
@@ -82,7 +82,7 @@ class Chunk:
 class Tensorful:
     dtype: str
     shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[StoredBox, ...]
     path: tuple[str, ...]
     """Keys of the nested dicts it was saved in."""
 
@@ -104,7 +104,7 @@ class DcpFolder:
             if both is not None:
                 self._read_chunk(held, chunk, both, out[both.within(box)])
 
-    def _read_chunk(self, held: Tensorful, chunk: Chunk, both: Box, out: Tensor) -> None:
+    def _read_chunk(self, held: Tensorful, chunk: StoredBox, both: Box, out: Tensor) -> None:
         where = f"{self.path / chunk.file}: the archive at byte {chunk.start}"
         if chunk.file not in self.files:
             self.files[chunk.file] = open_plain(self.path, chunk.file)
@@ -215,7 +215,7 @@ def _tensor(name: Any, state: Mapping[str, Any], places: Mapping[Any, Any], path
     return f"of shape {shape}: {what}" if what else Tensorful(_DTYPES[kind.name], shape, tuple(chunks), path)
 
 
-def _chunk(box: Box, info: Mapping[str, Any] | None) -> Chunk | str:
+def _chunk(box: Box, info: Mapping[str, Any] | None) -> StoredBox | str:
     if info is None:
         return f"has a chunk at {box.offset} that is stored nowhere."
     file, start, length = info["relative_path"], info["offset"], info["length"]
@@ -225,7 +225,7 @@ def _chunk(box: Box, info: Mapping[str, Any] | None) -> Chunk | str:
         return f"is stored in {str(file)[:80]!r}, which is not a plain file name."
     if type(start) is not int or type(length) is not int or not (0 <= start < 1 << 60 and 0 < length < 1 << 60):
         return f"is stored at the impossible place {str(start)[:20]}, of {str(length)[:20]} bytes."
-    return Chunk(box, file, start, length)
+    return StoredBox(box, file, start, length)
 
 
 def _of_the_model(tensors: Mapping[str, Tensorful]) -> dict[str, Tensorful]:

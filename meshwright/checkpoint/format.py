@@ -23,7 +23,7 @@ from meshwright.checkpoint.manifest import (
     MAX_MANIFEST_BYTES,
     FileEntry,
     Manifest,
-    Piece,
+    StoredPiece,
     TensorEntry,
     unseal,
 )
@@ -34,7 +34,7 @@ __all__ = [
     "BLOCK_BYTES",
     "FileEntry",
     "Manifest",
-    "Piece",
+    "StoredPiece",
     "TensorEntry",
     "committed_folders",
     "list_steps",

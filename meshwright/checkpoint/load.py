@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from meshwright.checkpoint.format import read_manifest
-from meshwright.checkpoint.manifest import DTYPES, Manifest, Piece
+from meshwright.checkpoint.manifest import DTYPES, Manifest, StoredPiece
 from meshwright.core.box import Box
 from meshwright.core.errors import MeshwrightError, Problem
 
@@ -29,7 +29,7 @@ class Reader:
     def __init__(self, folder: Path):
         self.folder = Path(folder)
         self.manifest: Manifest = read_manifest(self.folder)
-        self._pieces: dict[str, list[tuple[Box, Piece]]] = {name: [] for name in self.manifest.tensors}
+        self._pieces: dict[str, list[tuple[Box, StoredPiece]]] = {name: [] for name in self.manifest.tensors}
         for piece in self.manifest.pieces:
             self._pieces[piece.tensor].append((self.manifest.box(piece), piece))
         self._files: dict[str, Any] = {}
@@ -68,7 +68,7 @@ class Reader:
         if tuple(out.shape) != tuple(box.size):
             self._refuse(f"{name!r}: the tensor to fill has shape {tuple(out.shape)}, its box {tuple(box.size)}.")
 
-    def _read(self, held: Box, piece: Piece, both: Box) -> torch.Tensor:
+    def _read(self, held: Box, piece: StoredPiece, both: Box) -> torch.Tensor:
         try:
             if piece.file not in self._files:
                 self._files[piece.file] = safe_open(self.folder / piece.file, framework="pt")

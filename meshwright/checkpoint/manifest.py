@@ -63,7 +63,7 @@ class TensorEntry:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
+class StoredPiece:
     """`size` elements of `tensor` from `offset` on, stored as `key` of `file`."""
 
     tensor: str
@@ -82,7 +82,7 @@ class Piece:
         }
 
     @classmethod
-    def decode_any(cls, value: Any, where: str, problems: list[Problem]) -> Piece | None:
+    def decode_any(cls, value: Any, where: str, problems: list[Problem]) -> StoredPiece | None:
         """A large run has 100,000 pieces: sound ones skip the codec, which explains the others."""
         try:
             texts = (value["tensor"], value["file"], value["key"])
@@ -94,7 +94,7 @@ class Piece:
                 return cls(tensor=tensor, offset=tuple(offset), size=tuple(size), file=file, key=key)
         except (TypeError, KeyError, IndexError):
             pass
-        piece: Piece | None = decode_fields(cls, value, where, problems)
+        piece: StoredPiece | None = decode_fields(cls, value, where, problems)
         return piece
 
 
@@ -112,7 +112,7 @@ class RankEntry:
     file: str
     bytes: int
     xxh3: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StoredPiece, ...]
     tensors: Mapping[str, TensorEntry]
 
 
@@ -127,7 +127,7 @@ class Manifest:
     state: Mapping[str, Any]
     tensors: Mapping[str, TensorEntry]
     files: Mapping[str, FileEntry]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StoredPiece, ...]
 
     @classmethod
     def decode_any(cls, value: Any, where: str, problems: list[Problem]) -> Manifest | None:
@@ -143,7 +143,7 @@ class Manifest:
         manifest: Manifest | None = decode_fields(cls, value, where, problems)
         return manifest
 
-    def box(self, piece: Piece) -> Box:
+    def box(self, piece: StoredPiece) -> Box:
         return Box(self.tensors[piece.tensor].shape, piece.offset, piece.size)
 
     @property

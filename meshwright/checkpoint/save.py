@@ -40,8 +40,8 @@ from meshwright.checkpoint.manifest import (
     MANIFEST,
     FileEntry,
     Manifest,
-    Piece,
     RankEntry,
+    StoredPiece,
     TensorEntry,
     manifest_problems,
     seal,
@@ -85,7 +85,7 @@ def write_rank_file(folder: Path, rank: int, pieces: Iterable[tuple[str, Box, to
     with refusals(f"writing the checkpoint of rank {rank}", path):
         num_bytes, xxh3 = write_durably(path, _file_chunks(held))
     listed = tuple(
-        Piece(tensor=name, offset=tuple(box.offset), size=tuple(box.size), file=path.name, key=f"k{index}")
+        StoredPiece(tensor=name, offset=tuple(box.offset), size=tuple(box.size), file=path.name, key=f"k{index}")
         for index, (name, box, _) in enumerate(held)
     )
     entry: dict[str, Any] = encode(
@@ -165,7 +165,7 @@ def _gather(step: int, entries: list[dict[str, Any]], state: Mapping[str, Any]) 
     problems: list[Problem] = []
     tensors: dict[str, TensorEntry] = {}
     files: dict[str, FileEntry] = {}
-    pieces: list[Piece] = []
+    pieces: list[StoredPiece] = []
     for entry in (decode(RankEntry, e, f"entries[{index}]") for index, e in enumerate(entries)):
         if entry.file in files:
             problems.append(Problem(where=entry.file, what="is given by two ranks."))

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 
-from meshwright.cli.show import progress, stdout
 from meshwright.core.codec import encode
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.units import pretty_seconds
-from meshwright.runtime.check import Checked, check
-from meshwright.runtime.config import read_run
-from meshwright.runtime.prepare import load_plan, prepare
-from meshwright.supervise.failure import cause
-from meshwright.supervise.pool import RankError
+from meshwright.launch.failure import cause
+from meshwright.launch.rank_pool import RankError
+from meshwright.report.terminal import progress, stdout
+from meshwright.run.prepare import load_plan, prepare
+from meshwright.run.run_file import read_run
+from meshwright.verify.check import Checked, check
 
 
 def run(arguments: Namespace) -> int:

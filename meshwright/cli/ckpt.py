@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from meshwright.checkpoint.inspect import describe, verify_all
-from meshwright.cli.show import stdout
+from meshwright.checkpoint.listing import describe, verify_all
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.units import pretty_bytes
+from meshwright.report.terminal import stdout
 
 if TYPE_CHECKING:
-    from meshwright.models.config import DecoderConfig
+    from meshwright.models.presets import DecoderConfig
 
 
 def run(arguments: Namespace) -> int:
@@ -58,7 +58,7 @@ def _say(line: str) -> None:
 
 
 def _export(root: Path, arguments: Namespace) -> int:
-    from meshwright.checkpoint.hf_write import chosen_step, export
+    from meshwright.hf.weights_write import chosen_step, export
 
     config, original = _model(arguments.model)
     checkpoint = chosen_step(root, arguments.step, _say)
@@ -67,7 +67,7 @@ def _export(root: Path, arguments: Namespace) -> int:
 
 
 def _import(folder: Path, arguments: Namespace) -> int:
-    from meshwright.checkpoint.convert import import_dcp, import_hf
+    from meshwright.hf.weights_import import import_dcp, import_hf
 
     root, dtype = Path(arguments.target) / "checkpoints", arguments.dtype or "float32"
     if (folder / ".metadata").exists():
@@ -79,8 +79,8 @@ def _import(folder: Path, arguments: Namespace) -> int:
 
 def _model(name: str | None) -> tuple[DecoderConfig | None, Path | None]:
     """`--model`: a named model, or a Hugging Face folder, whose tokenizer then goes along."""
-    from meshwright.models.config import DecoderConfig, preset
-    from meshwright.models.hf import read_folder
+    from meshwright.hf.config_json import read_folder
+    from meshwright.models.presets import DecoderConfig, preset
 
     if not name:
         return None, None

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.units import pretty_bytes, pretty_count, pretty_seconds
-from meshwright.data.prepare import Prepared, prepare
+from meshwright.data.prepare import PreparedTokens, prepare
 
 
 def run(arguments: Namespace) -> int:
@@ -41,7 +41,7 @@ def run(arguments: Namespace) -> int:
     return 0
 
 
-def _tell(console: Console, prepared: Prepared, seconds: float) -> None:
+def _tell(console: Console, prepared: PreparedTokens, seconds: float) -> None:
     facts, made = prepared.facts, prepared.num_bytes - prepared.num_bytes_reused
     if prepared.num_bytes_reused:
         console.print(f"{pretty_bytes(prepared.num_bytes_reused)} had been done by an earlier run")

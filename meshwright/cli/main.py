@@ -15,8 +15,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
-from meshwright.cli.plain import accept_any_encoding
 from meshwright.core.errors import MeshwrightError, nearest
+from meshwright.report.encoding import accept_any_encoding
 
 EXAMPLES = """\
 examples:
@@ -284,8 +284,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 @contextlib.contextmanager
 def _ready_to_stop() -> Iterator[None]:
     """Take the signals that stop a run before anything slow is imported, so that none kills it half-way."""
-    from meshwright.supervise.launch import stop_signals
-    from meshwright.supervise.rank import STOP_SIGNALS
+    from meshwright.launch.local_ranks import stop_signals
+    from meshwright.launch.rank_job import STOP_SIGNALS
 
     with stop_signals((signal.SIGHUP, *STOP_SIGNALS), raises=True):
         yield

@@ -10,21 +10,28 @@ from typing import Any
 
 from rich.console import Console
 
-from meshwright.cli import as_json
-from meshwright.cli.answer import print_answer, print_head, print_short, print_ways_out
-from meshwright.cli.asked import Asked, read_asked, tokens_to_compare
-from meshwright.cli.followed import print_front, print_goals, print_sizes, print_what_if, print_why, worth_words
-from meshwright.cli.show import Waiting, stdout, write_output
-from meshwright.cli.wanted import Wanted
-from meshwright.search.explain import explained_as_json
-from meshwright.search.front import front
-from meshwright.search.goal import best_batch, fewer
-from meshwright.search.question import Question
-from meshwright.search.search import Found, found_as_json
-from meshwright.search.sizes import compare_sizes, resized
-from meshwright.search.ways_out import ways_out
-from meshwright.search.what_if import compare, usual_changes
-from meshwright.search.why import why
+from meshwright.ask.batch_goal import best_batch, fewer
+from meshwright.ask.device_counts import compare_sizes, resized
+from meshwright.ask.explain import explained_as_json
+from meshwright.ask.memory_front import front
+from meshwright.ask.question import Question
+from meshwright.ask.ways_out import ways_out
+from meshwright.ask.what_if import compare, usual_changes
+from meshwright.ask.why import why
+from meshwright.cli.arguments import PlanInputs
+from meshwright.cli.plan_arguments import PlanRequest, read_asked, tokens_to_compare
+from meshwright.planner.search import SearchResult, found_as_json
+from meshwright.report import answer_json as as_json
+from meshwright.report.answer_text import print_answer, print_head, print_short, print_ways_out
+from meshwright.report.follow_up_text import (
+    print_front,
+    print_goals,
+    print_sizes,
+    print_what_if,
+    print_why,
+    worth_words,
+)
+from meshwright.report.terminal import Waiting, stdout, write_output
 
 _QUICK_SECONDS = 2.0
 """A search this quick is asked again for what people ask next."""
@@ -55,7 +62,7 @@ class _Page:
             print(json.dumps(self.told))
 
 
-def _answer(arguments: Namespace, asked: Asked, page: _Page) -> int:
+def _answer(arguments: Namespace, asked: PlanRequest, page: _Page) -> int:
     question = _chosen(arguments, asked, page)
     if question is None:
         return STOPPED
@@ -84,7 +91,7 @@ def _answer(arguments: Namespace, asked: Asked, page: _Page) -> int:
     return 0
 
 
-def _chosen(arguments: Namespace, asked: Asked, page: _Page) -> Question | None:
+def _chosen(arguments: Namespace, asked: PlanRequest, page: _Page) -> Question | None:
     """The question with the devices and the batch that are best; None: stopped while choosing."""
     question = asked.question
     if asked.goal is not None:
@@ -119,7 +126,7 @@ def _possible(question: Question, devices: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(count for count in devices if resized(question.cluster, count) is not None)
 
 
-def _follow(arguments: Namespace, asked: Asked, question: Question, found: Found, page: _Page) -> None:
+def _follow(arguments: Namespace, asked: PlanRequest, question: Question, found: SearchResult, page: _Page) -> None:
     """What is asked about the answer; where nothing is, what people ask next."""
     with Waiting("searching again") as waiting:
         if found.best is None and not (asked.changes or arguments.front):
@@ -152,7 +159,7 @@ def _follow(arguments: Namespace, asked: Asked, question: Question, found: Found
             _print_usual(question, found, page.console)
 
 
-def _print_usual(question: Question, found: Found, console: Console) -> None:
+def _print_usual(question: Question, found: SearchResult, console: Console) -> None:
     changes = usual_changes(question)
     if found.search_seconds >= _QUICK_SECONDS:
         console.print("\nwhat if: ask " + ", ".join(f"--what-if {change}" for change in changes) + "\n", markup=False)
@@ -164,7 +171,7 @@ def _print_usual(question: Question, found: Found, console: Console) -> None:
     console.print()
 
 
-def _next(arguments: Namespace, wanted: Wanted) -> str:
+def _next(arguments: Namespace, wanted: PlanInputs) -> str:
     if not arguments.output:
         return "add -o best.plan.json to keep it, then: mw train RUN.toml --plan best.plan.json"
     if arguments.run:

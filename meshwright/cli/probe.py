@@ -8,12 +8,12 @@ from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
-from meshwright.cli.show import progress, stdout, unwritable, write_output
 from meshwright.core.cluster import Cluster, Link
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.units import pretty_bytes, pretty_rate, pretty_seconds
-from meshwright.probe.machine import probe
-from meshwright.probe.plausible import warnings_of
+from meshwright.machine.plausible import warnings_of
+from meshwright.machine.probe import probe
+from meshwright.report.terminal import progress, stdout, unwritable, write_output
 
 
 def run(arguments: Namespace) -> int:
@@ -106,8 +106,8 @@ def _how_lines(cluster: Cluster) -> Iterator[str]:
 def _from_runs(arguments: Namespace) -> Cluster:
     """What the ledger teaches, and how much better it is."""
     from meshwright.core.ledger import ledger_path, read
-    from meshwright.probe.from_runs import learn
-    from meshwright.probe.here import machine_name
+    from meshwright.machine.from_runs import learn
+    from meshwright.machine.machine_name import machine_name
 
     if arguments.quick:
         raise MeshwrightError("--quick is for measuring; --from-runs measures nothing.")

@@ -7,14 +7,14 @@ from argparse import Namespace
 
 from rich.table import Table
 
-from meshwright.cli.show import stdout, unwritable, write_output
-from meshwright.cli.wanted import section_named
+from meshwright.cli.arguments import section_named
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.profile import Poly, Profile
 from meshwright.core.units import pretty_bytes, pretty_count, pretty_seconds
-from meshwright.models.config import PRESETS, config_kind
-from meshwright.models.names import profile_of
-from meshwright.runtime.model import describe
+from meshwright.models.named_profile import profile_of
+from meshwright.models.presets import PRESETS, config_kind
+from meshwright.report.terminal import stdout, unwritable, write_output
+from meshwright.run.model import describe
 
 _TRACED_SEQUENCE = 1024
 """For modules that are looked at by running them."""

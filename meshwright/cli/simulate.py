@@ -9,17 +9,17 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from meshwright.cli.show import print_forecast, stdout, unwritable, write_output
-from meshwright.cli.wanted import Wanted, read_wanted
+from meshwright.cli.arguments import PlanInputs, read_wanted
 from meshwright.core.codec import encode, load_artefact
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.plan import Plan
 from meshwright.core.timeline import Timeline, last_step
-from meshwright.simulate.draw import draw
-from meshwright.simulate.forecast import Forecast, forecast
-from meshwright.simulate.lanes import compared
-from meshwright.simulate.picture import picture
-from meshwright.simulate.timeline import simulate
+from meshwright.report.terminal import print_forecast, stdout, unwritable, write_output
+from meshwright.report.timeline_lanes import compared
+from meshwright.report.timeline_svg import picture
+from meshwright.report.timeline_text import draw
+from meshwright.simulator.forecast import Forecast, forecast
+from meshwright.simulator.simulate import simulate
 
 _PIPED_WIDTH = 100
 
@@ -65,7 +65,7 @@ def load_timeline(path: str) -> Timeline:
 
 
 def _write(
-    arguments: Namespace, wanted: Wanted, plan: Plan, predicted: Forecast, timelines: list[Timeline]
+    arguments: Namespace, wanted: PlanInputs, plan: Plan, predicted: Forecast, timelines: list[Timeline]
 ) -> list[str]:
     """The files asked for; those that Perfetto opens."""
     traces = [arguments.perfetto] if arguments.perfetto else []

@@ -7,8 +7,8 @@ from argparse import Namespace
 
 from rich.table import Table
 
-from meshwright.cli.show import stdout
 from meshwright.core.technique import technique_named, technique_names
+from meshwright.report.terminal import stdout
 
 
 def run(arguments: Namespace) -> int:

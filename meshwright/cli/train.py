@@ -15,19 +15,18 @@ from typing import Any, NoReturn
 from rich.console import Console
 from rich.table import Table
 
-from meshwright.cli.overlay import PICTURE, overlay
-from meshwright.cli.show import print_forecast, progress
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.files import write_whole
 from meshwright.core.ledger import Entry
 from meshwright.core.units import counted, pretty_bytes, pretty_count, pretty_seconds
+from meshwright.launch.environment import outside_launcher
+from meshwright.launch.local_ranks import Stopped, launch, stop_signals
+from meshwright.launch.rank_job import PREEMPTED_EXIT_CODE
 from meshwright.models.dimensions import DecoderConfig
-from meshwright.runtime.compare import as_data, compare, paragraph
-from meshwright.runtime.config import RunConfig, read_run
-from meshwright.runtime.facts import Facts
-from meshwright.runtime.ledger import COMPARISON, entry_of, keep, record
-from meshwright.runtime.prepare import (
-    Prepared,
+from meshwright.report.overlay import PICTURE, overlay
+from meshwright.report.terminal import print_forecast, progress
+from meshwright.run.prepare import (
+    PreparedRun,
     is_machine_known,
     job_arguments,
     open_data,
@@ -38,11 +37,12 @@ from meshwright.runtime.prepare import (
     promise_of,
     write_prepared,
 )
-from meshwright.runtime.progress import held_out_text
-from meshwright.runtime.track import require_trackers
-from meshwright.supervise.environment import outside_launcher
-from meshwright.supervise.launch import Stopped, launch, stop_signals
-from meshwright.supervise.rank import PREEMPTED_EXIT_CODE
+from meshwright.run.progress import held_out_text
+from meshwright.run.run_file import RunConfig, read_run
+from meshwright.run.run_ledger import COMPARISON, entry_of, keep, record
+from meshwright.run.step_times import Facts
+from meshwright.run.trackers import require_trackers
+from meshwright.run.verdict import as_data, compare, paragraph
 
 
 def run(arguments: Namespace) -> int:
@@ -54,7 +54,7 @@ def run(arguments: Namespace) -> int:
     if place is not None:
         from meshwright.runtime.outside import run_outside
 
-        def before(prepared: Prepared) -> None:
+        def before(prepared: PreparedRun) -> None:
             warn(console, prepared)
             describe(console, config, prepared)
 
@@ -119,7 +119,7 @@ def _is_finished(config: RunConfig, folder: Path) -> bool:
     return newest is not None and read_manifest(newest).step >= config.train.steps
 
 
-def warn(console: Console, prepared: Prepared) -> None:
+def warn(console: Console, prepared: PreparedRun) -> None:
     forecast = prepared.forecast
     if not forecast.fits:
         beside = forecast.peak_bytes - forecast.peak_allocated_bytes
@@ -128,7 +128,7 @@ def warn(console: Console, prepared: Prepared) -> None:
         console.print(f"[bold red]this plan is not expected to fit[/bold red]: {told}")
 
 
-def describe(console: Console, config: RunConfig, prepared: Prepared) -> None:
+def describe(console: Console, config: RunConfig, prepared: PreparedRun) -> None:
     size = pretty_count(prepared.profile.num_params)
     console.print(f"{config.model.title}: {size} parameters, {counted(prepared.profile.num_blocks, 'block')}")
     if prepared.found is not None:
@@ -142,7 +142,7 @@ def describe(console: Console, config: RunConfig, prepared: Prepared) -> None:
             console.print(f"{technique} is approximate: one device computes other numbers", markup=False)
 
 
-def close(console: Console, run_words: list[str], config: RunConfig, prepared: Prepared) -> bool:
+def close(console: Console, run_words: list[str], config: RunConfig, prepared: PreparedRun) -> bool:
     """What came of it: predicted against measured, worst first; how far it went; where things are; what to try next.
 
     False where no rank has left a result.
@@ -186,7 +186,7 @@ def close(console: Console, run_words: list[str], config: RunConfig, prepared: P
     return True
 
 
-def _entry(config: RunConfig, prepared: Prepared, result: Mapping[str, Any]) -> Entry | None:
+def _entry(config: RunConfig, prepared: PreparedRun, result: Mapping[str, Any]) -> Entry | None:
     """The whole run beside its forecast; None where no step was measured."""
     if not result["num_measured"]:
         return None
@@ -198,7 +198,7 @@ def _entry(config: RunConfig, prepared: Prepared, result: Mapping[str, Any]) -> 
     return entry_of(promise, facts, told, unix_seconds=result["finished_unix_seconds"], **about)
 
 
-def summarise(config: RunConfig, prepared: Prepared, result: Mapping[str, Any]) -> dict[str, Any]:
+def summarise(config: RunConfig, prepared: PreparedRun, result: Mapping[str, Any]) -> dict[str, Any]:
     """Everything that is told at the end, as data."""
     from meshwright.checkpoint.format import list_steps
 
@@ -269,7 +269,7 @@ def _told(summary: Mapping[str, Any], folder: Path) -> list[str]:
 
 def _can_export(config: RunConfig) -> bool:
     """Whether transformers has a family for it; other models are written by their own names."""
-    from meshwright.models.hf import config_for
+    from meshwright.hf.config_json import config_for
 
     decoder = config.model.config()
     if not isinstance(decoder, DecoderConfig):

@@ -49,7 +49,7 @@ class Link:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Host:
+class HostResources:
     """What a node has beside its devices, for all of them together; 0: not known."""
 
     memory_bytes: int = 0
@@ -96,7 +96,7 @@ class Errors:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Group:
+class DeviceGroup:
     """Devices of one kind, in equal nodes."""
 
     device: Device
@@ -118,7 +118,7 @@ class Group:
         counts = {"devices_per_node": self.devices_per_node, "num_nodes": self.num_nodes}
         yield from wrong_numbers(counts, "above zero", lambda value: value > 0)
 
-    def is_like(self, other: Group) -> bool:
+    def is_like(self, other: DeviceGroup) -> bool:
         """Whether only the number of nodes differs."""
         return replace(self, num_nodes=1) == replace(other, num_nodes=1)
 
@@ -140,7 +140,7 @@ class Cluster:
     """Between nodes, for each device."""
     devices_per_node: int = 1
     num_nodes: int = 1
-    host: Host = Host()
+    host: HostResources = HostResources()
     beside: Beside = Beside()
     jitter_fraction: float = 0.0
     """Of a step by which one rank's varies: the slowest of n ranks takes sqrt(2 ln n) times that longer."""
@@ -148,7 +148,7 @@ class Cluster:
     """Narrow after a measurement, wide from a data sheet."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Where each figure comes from; versions of what measured it."""
-    others: tuple[Group, ...] = ()
+    others: tuple[DeviceGroup, ...] = ()
     """Further groups; the first one is this cluster's own device, nodes and links."""
     between: Link | None = None
     """Between groups, for each device; None: the slower of the two outers."""
@@ -181,8 +181,8 @@ class Cluster:
             yield Problem(where="between", what=what, fix="Leave it out, or add others.")
 
     @property
-    def groups(self) -> tuple[Group, ...]:
-        first = Group(
+    def groups(self) -> tuple[DeviceGroup, ...]:
+        first = DeviceGroup(
             device=self.device,
             inner=self.inner,
             outer=self.outer,
@@ -227,7 +227,7 @@ class Cluster:
 
     def merged(self) -> Cluster:
         """Neighbouring groups as one where nothing tells them apart: of one kind, and joined as their nodes are."""
-        found: list[Group] = []
+        found: list[DeviceGroup] = []
         for group in self.groups:
             is_joined = self.between is None or self.between == group.outer
             if found and is_joined and group.is_like(found[-1]):

@@ -13,7 +13,7 @@ from typing import ClassVar
 from meshwright.core.cluster import Cluster
 from meshwright.core.codec import encode, read_artefact, to_json
 from meshwright.core.errors import MeshwrightError, Problem, Problems
-from meshwright.core.layout import group_problems, placed
+from meshwright.core.placement import group_problems, placed
 from meshwright.core.profile import Profile
 from meshwright.core.technique import PHASES, Technique, axis_problems
 from meshwright.core.units import counted

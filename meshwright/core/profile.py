@@ -68,7 +68,7 @@ class Param:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fused:
+class FusedCost:
     """An op's share of what a compiler leaves of its layer: chains read what enters and write what leaves them."""
 
     moved: Poly = Poly()
@@ -106,7 +106,7 @@ class Op:
     kernels: float = 1.0
     """Launched going forward, one after the other; of a matmul, how many products."""
     backward_kernels: float = 1.0
-    fused: Fused | None = None
+    fused: FusedCost | None = None
     """Where its layer is compiled; None: nothing changes."""
 
     def __post_init__(self) -> None:

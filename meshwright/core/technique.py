@@ -14,10 +14,10 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from meshwright.core.block_ranges import count_between
+from meshwright.core.block_ranges import read as read_ranges
 from meshwright.core.codec import decode_fields, encode
 from meshwright.core.errors import MeshwrightError, Problem, Problems, nearest
-from meshwright.core.ranges import count_between
-from meshwright.core.ranges import read as read_ranges
 from meshwright.core.work import Work
 
 if TYPE_CHECKING:

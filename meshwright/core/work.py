@@ -126,7 +126,7 @@ class Resident:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Slot:
+class ParameterSlot:
     """A parameter as this rank holds it. Residents and gradient traffic follow from the slots."""
 
     layer: str
@@ -161,7 +161,7 @@ class Slot:
 class Updating(Protocol):
     """What an optimizer asks of a rank: bytes it remembers, messages of its own."""
 
-    def state_bytes_of(self, slot: Slot) -> Num: ...
+    def state_bytes_of(self, slot: ParameterSlot) -> Num: ...
 
     def collectives(self, work: Work) -> tuple[Collective, ...]: ...
 
@@ -173,7 +173,7 @@ class Work:
     """batch, sequence (of the one of `sequence_parts` parts of a sample that a rank has), microbatch, num_microbatches,
     stage, num_stages, first_block, blocks, every axis, settings."""
     optimizer: Updating
-    slots: tuple[Slot, ...] = ()
+    slots: tuple[ParameterSlot, ...] = ()
     tasks: tuple[Compute | Collective, ...] = ()
     residents: tuple[Resident, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -209,13 +209,13 @@ class Work:
     def map_residents(self, change: Callable[[Resident], Resident]) -> Work:
         return replace(self, residents=tuple(change(item) for item in self.residents))
 
-    def map_slots(self, change: Callable[[Slot], Slot]) -> Work:
+    def map_slots(self, change: Callable[[ParameterSlot], ParameterSlot]) -> Work:
         return replace(self, slots=tuple(change(slot) for slot in self.slots))
 
     def owing(self, axis: str, origin: str, shared_out: str = "none") -> Work:
         """All gradients but those of what `axis` shares out are still to be summed over it: `Build.owe_rest`."""
 
-        def slot(item: Slot) -> Slot:
+        def slot(item: ParameterSlot) -> ParameterSlot:
             return item if item.shared_out == shared_out else replace(item, late=(*item.late, (axis, origin)))
 
         return self.map_slots(slot)
@@ -225,7 +225,9 @@ class Work:
         return np.minimum(self.sizes.get(f"{technique}.{policy}.{layer}", 0), self.repeat_of(layer))
 
     def repeat_of(self, layer: str) -> Num:
-        items: Iterable[Slot | Resident] = chain(self.slots, self.residents)  # a layer without parameters has no slots
+        items: Iterable[ParameterSlot | Resident] = chain(
+            self.slots, self.residents
+        )  # a layer without parameters has no slots
         return next((item.repeat for item in items if item.layer == layer), 0)
 
     def has_backward(self, layer: str, after: int = -1) -> Num:
@@ -248,12 +250,12 @@ class Work:
             return repeat * by_first
         return repeat - (repeat > 0) * (1 - by_first)
 
-    def units(self, size: Callable[[Slot], Num], *, trained: bool = False) -> list[tuple[str, Num, Num]]:
+    def units(self, size: Callable[[ParameterSlot], Num], *, trained: bool = False) -> list[tuple[str, Num, Num]]:
         """(layer, instances, bytes of one) for whatever is gathered and reduced together, storage counted once.
 
         `trained`: of what has a gradient only.
         """
-        grouped: dict[str, list[Slot]] = {}
+        grouped: dict[str, list[ParameterSlot]] = {}
         for slot in self.slots:
             if not slot.copy_of and not (trained and slot.frozen):
                 grouped.setdefault(slot.unit, []).append(slot)
@@ -274,7 +276,7 @@ class EachElement:
 
     state_bytes: Num = 8
 
-    def state_bytes_of(self, slot: Slot) -> Num:
+    def state_bytes_of(self, slot: ParameterSlot) -> Num:
         return slot.stored(slot.shards) * (self.state_bytes * slot.element_bytes // 4)
 
     def collectives(self, work: Work) -> tuple[Collective, ...]:
@@ -289,14 +291,14 @@ def base_work(profile: Profile, sizes: Mapping[str, Num], *, element_bytes: int,
     """One device that does it all: the work every plan starts from."""
     counts = sizes["microbatch"], sizes["sequence"], sizes.get("sequence_parts", 1)
     tied = {p.tied.split(".")[0] for layer in profile.layers for p in layer.params if p.tied}
-    slots: list[Slot] = []
+    slots: list[ParameterSlot] = []
     tasks: list[Compute | Collective] = []
     residents: list[Resident] = []
     for layer in profile.layers:
         is_shared = layer.name in tied or any(param.tied for param in layer.params)
         for param in layer.params:
             slots.append(
-                Slot(
+                ParameterSlot(
                     layer=layer.name,
                     name=param.name,
                     repeat=layer.repeat,

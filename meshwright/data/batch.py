@@ -14,7 +14,7 @@ from meshwright.core.errors import MeshwrightError, Problem
 Inputs = npt.NDArray[Any] | tuple[npt.NDArray[Any], ...]
 
 
-class Rows(NamedTuple):
+class SampleRows(NamedTuple):
     """Samples as a model takes them; what each array holds is told in `Batch`."""
 
     inputs: Inputs

@@ -28,9 +28,9 @@ import xxhash
 
 from meshwright.core.codec import decode, seal, to_json, unseal
 from meshwright.core.errors import MeshwrightError, Problem
-from meshwright.data.files import SourceFile
-from meshwright.data.hashed import BlockHashes, CheckedFile, DamagedFile, hash_files, open_hashed
-from meshwright.data.order import Index
+from meshwright.data.file_list import SourceFile
+from meshwright.data.hashed_files import BlockHashes, CheckedFile, DamagedFile, hash_files, open_hashed
+from meshwright.data.sample_order import Index
 
 # Raise it when the same files give other arrays than before.
 _CACHE_VERSION = 3
@@ -40,7 +40,7 @@ Facts = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kept:
+class CachedArrays:
     """Arrays by name, and small facts about them."""
 
     arrays: dict[str, Array]
@@ -66,7 +66,7 @@ class Kept:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Slot:
+class CacheKey:
     """A question about files: what is asked (JSON), and of which state of which files."""
 
     question: tuple[Any, ...]
@@ -147,15 +147,17 @@ class Draft:
         return self.paths[name]
 
 
-def keep(folder: Path | None, slot: Slot, fill: Callable[[Draft], Facts], by_rows: tuple[str, ...] = ()) -> Kept:
+def keep(
+    folder: Path | None, slot: CacheKey, fill: Callable[[Draft], Facts], by_rows: tuple[str, ...] = ()
+) -> CachedArrays:
     """What the slot holds, made by `fill` where it is absent, out of date or damaged. Without a folder: made.
 
-    `by_rows`: arrays that the caller only uses after `Kept.check_rows`; large ones are not checked here.
+    `by_rows`: arrays that the caller only uses after `CachedArrays.check_rows`; large ones are not checked here.
     """
     if folder is None:
         draft = Draft(folder=None)
         facts = fill(draft)
-        return Kept(arrays=draft.arrays, facts=facts)
+        return CachedArrays(arrays=draft.arrays, facts=facts)
     found = load(folder, slot, by_rows)
     if found:
         return found
@@ -169,10 +171,10 @@ def keep(folder: Path | None, slot: Slot, fill: Callable[[Draft], Facts], by_row
     finally:
         draft.discard()
     # Mapping what was just written frees this process's own copy.
-    return load(folder, slot, by_rows) or Kept(arrays=draft.arrays, facts=facts)
+    return load(folder, slot, by_rows) or CachedArrays(arrays=draft.arrays, facts=facts)
 
 
-def load(folder: Path, slot: Slot, by_rows: tuple[str, ...] = ()) -> Kept | None:
+def load(folder: Path, slot: CacheKey, by_rows: tuple[str, ...] = ()) -> CachedArrays | None:
     """What is kept for this slot, mapped from disk; None when absent, out of date or damaged."""
     path, stem = folder / f"{slot.stem}.json", f"{slot.stem}-{slot.stamp}"
     try:
@@ -188,10 +190,10 @@ def load(folder: Path, slot: Slot, by_rows: tuple[str, ...] = ()) -> Kept | None
     except (OSError, ValueError, TypeError, KeyError, RecursionError, MeshwrightError, DamagedFile):
         return None
     unchecked = {name: file for name, file in files.items() if file.num_unseen}
-    return Kept(arrays=arrays, facts=index.facts, index=path, unchecked=unchecked)
+    return CachedArrays(arrays=arrays, facts=index.facts, index=path, unchecked=unchecked)
 
 
-def remember(folder: Path | None, slot: Slot, facts: Facts) -> None:
+def remember(folder: Path | None, slot: CacheKey, facts: Facts) -> None:
     """Facts alone, in place of those that were kept; where they cannot be written, they are found out again."""
     if folder is not None:
         with contextlib.suppress(OSError):
@@ -199,7 +201,7 @@ def remember(folder: Path | None, slot: Slot, facts: Facts) -> None:
             _store(folder, slot, Draft(folder=folder), facts)
 
 
-def _store(folder: Path, slot: Slot, draft: Draft, facts: Facts) -> None:
+def _store(folder: Path, slot: CacheKey, draft: Draft, facts: Facts) -> None:
     """The arrays, then their index, and drop what an earlier state of the same files left."""
     stem = f"{slot.stem}-{slot.stamp}"
     hashes = draft.publish(stem)

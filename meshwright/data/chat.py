@@ -22,7 +22,7 @@ import xxhash
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.units import MIB
 from meshwright.data.arrays import readable
-from meshwright.data.records import BadRecord, Span
+from meshwright.data.json_records import BadRecord, Span
 from meshwright.data.tokenizer import special_token, tokenizer_settings
 
 CHATML = "chatml"

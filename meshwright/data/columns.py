@@ -9,8 +9,8 @@ from typing import Any
 
 from meshwright.core.errors import MeshwrightError, Problem, nearest
 from meshwright.data.arrays import readable, require_plausible
-from meshwright.data.files import DATASETS, dataset_place
-from meshwright.data.records import BadRecord, FileProblems, Records, TextKeys, nearest_format
+from meshwright.data.file_list import DATASETS, dataset_place
+from meshwright.data.json_records import BadRecord, FileProblems, Records, TextKeys, nearest_format
 
 DATASET_CHUNK_ROWS = 20_000
 _BATCH_ROWS = 1024

@@ -30,15 +30,15 @@ import xxhash
 
 from meshwright.core.codec import decode, unseal
 from meshwright.core.errors import MeshwrightError, Problem
-from meshwright.data.cache import Draft, Facts, Slot, keep
-from meshwright.data.config import DataSection
-from meshwright.data.files import SourceFile, find_files
-from meshwright.data.flat import map_bin, token_file
-from meshwright.data.hashed import BlockHashes, CheckedFile, DamagedFile, open_hashed
-from meshwright.data.order import Index
-from meshwright.data.read import Tokens
+from meshwright.data.cache import CacheKey, Draft, Facts, keep
+from meshwright.data.data_section import DataSection
+from meshwright.data.file_list import SourceFile, find_files
+from meshwright.data.flat_tokens import map_bin, token_file
+from meshwright.data.hashed_files import BlockHashes, CheckedFile, DamagedFile, open_hashed
+from meshwright.data.sample_order import Index
+from meshwright.data.token_reader import FlatTokens
+from meshwright.data.token_samples import TokenSource
 from meshwright.data.tokenizer import ByteTokenizer, FileTokenizer
-from meshwright.data.tokens import TokenSource
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -139,7 +139,7 @@ def open_megatron(file: SourceFile, cache: Path | None, section: DataSection) ->
     source = replace(_with_tokenizer(source, Path(stem), facts), check=_check_of(files, index.dtype.itemsize))
     weights = files[".weights"].bytes if ".weights" in files else None
     if section.packing == "stream":
-        return replace(source, corpus=Tokens(tokens=source.corpus.tokens, weights=weights))
+        return replace(source, corpus=FlatTokens(tokens=source.corpus.tokens, weights=weights))
 
     def starts(draft: Draft) -> Facts:
         with _damage_told():
@@ -147,8 +147,8 @@ def open_megatron(file: SourceFile, cache: Path | None, section: DataSection) ->
                 files[".idx"].check_all()
         return _starts(index, draft)
 
-    kept = keep(cache, Slot(question=("document starts",), files=(index_file,)), starts)
-    corpus = Tokens(tokens=source.corpus.tokens, weights=weights, starts=kept.arrays["starts"])
+    kept = keep(cache, CacheKey(question=("document starts",), files=(index_file,)), starts)
+    corpus = FlatTokens(tokens=source.corpus.tokens, weights=weights, starts=kept.arrays["starts"])
     return replace(source, corpus=corpus, is_packed=True)
 
 

@@ -31,15 +31,15 @@ import xxhash
 
 from meshwright.core.codec import decode, encode, seal, to_json
 from meshwright.core.errors import MeshwrightError, Problem
-from meshwright.core.start import child_command, child_environment
+from meshwright.core.process import child_command, child_environment
 from meshwright.data.cache import write_whole
 from meshwright.data.chat import open_template
-from meshwright.data.files import SourceFile, find_files
-from meshwright.data.hashed import DamagedFile, hash_files
+from meshwright.data.file_list import SourceFile, find_files
+from meshwright.data.hashed_files import DamagedFile, hash_files
+from meshwright.data.json_records import TextKeys
 from meshwright.data.megatron import PreparedFacts, beside, megatron_dtype, write_index
-from meshwright.data.part import PartJob, PartResult, finished_part
-from meshwright.data.read import Chunk, chunks_of, emptiness, raise_all, unreadable
-from meshwright.data.records import TextKeys
+from meshwright.data.prepare_worker import PartJob, PartResult, finished_part
+from meshwright.data.token_reader import FileRange, chunks_of, emptiness, raise_all, unreadable
 from meshwright.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 
 # Raise it when the same input gives other files than before.
@@ -51,7 +51,7 @@ Report = Callable[[int, int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepared:
+class PreparedTokens:
     stem: Path
     facts: PreparedFacts
     num_bytes: int
@@ -60,7 +60,7 @@ class Prepared:
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
-    chunk: Chunk
+    chunk: FileRange
     num_bytes: int
     """Of the input; a guess where rows are not laid out in bytes."""
     job: PartJob
@@ -76,7 +76,7 @@ def prepare(
     chat_template: str = "",
     num_workers: int = 0,
     report: Report = lambda done, total, reused: None,
-) -> Prepared:
+) -> PreparedTokens:
     """Tokenize `inputs` into OUTPUT.bin and .idx (or OUTPUT/tokens.bin and .idx of a folder)."""
     problems: list[Problem] = []
     files = find_files(tuple(inputs), problems)
@@ -108,16 +108,16 @@ def prepare(
     finished = _finished(stem, identity)
     if finished:
         report(total, total, total)
-        return Prepared(stem=stem, facts=finished, num_bytes=total, num_bytes_reused=total)
+        return PreparedTokens(stem=stem, facts=finished, num_bytes=total, num_bytes_reused=total)
     raise_all(_others_files(stem, folder))
     with _refusals(stem), _locked(folder):
         results, num_reused = _make(parts, num_workers or len(os.sched_getaffinity(0)), report)
         facts = _merge(stem, parts, results, words, tokenizer, identity)
         shutil.rmtree(folder, ignore_errors=True)
-    return Prepared(stem=stem, facts=facts, num_bytes=total, num_bytes_reused=num_reused)
+    return PreparedTokens(stem=stem, facts=facts, num_bytes=total, num_bytes_reused=num_reused)
 
 
-def _chunks(file: SourceFile, problems: list[Problem]) -> list[Chunk]:
+def _chunks(file: SourceFile, problems: list[Problem]) -> list[FileRange]:
     try:
         return chunks_of(file)
     except OSError as error:
@@ -134,7 +134,9 @@ def _stem(output: str) -> Path:
     return path.with_suffix("") if path.suffix in (".bin", ".idx") else path
 
 
-def _parts(file: SourceFile, chunks: list[Chunk], make: Callable[..., PartJob], facts: list[str]) -> Iterator[_Part]:
+def _parts(
+    file: SourceFile, chunks: list[FileRange], make: Callable[..., PartJob], facts: list[str]
+) -> Iterator[_Part]:
     for number, chunk in enumerate(chunks):
         identity = [_PREPARE_VERSION, encode(file), encode(chunk), *facts]
         name = f"{number:06}-{xxhash.xxh3_64_hexdigest(json.dumps(identity).encode())}"
@@ -223,7 +225,7 @@ class _Worker:
     def __init__(self, *, is_alone: bool):
         environment = {**os.environ, **child_environment()} | ({} if is_alone else {"TOKENIZERS_PARALLELISM": "false"})
         self.process = subprocess.Popen(
-            child_command("meshwright.data.part"),
+            child_command("meshwright.data.prepare_worker"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -1,1 +1,1 @@
-"""Reference models: small, fast, and described without torch so that planning needs none."""
+"""Dimensions, presets and costs of our models, without torch. The modules themselves are in `zoo`."""

@@ -10,7 +10,6 @@ from dataclasses import replace
 from itertools import groupby
 
 from meshwright.core.profile import Layer, Op, Param, Poly, Profile, Site
-from meshwright.models.config import ResNetConfig, VGGConfig
 from meshwright.models.cost_ops import (
     NO_PIECES,
     NO_SEQUENCE,
@@ -26,7 +25,8 @@ from meshwright.models.cost_ops import (
     per_sample,
     relu,
 )
-from meshwright.models.dimensions import Bottleneck, Conv
+from meshwright.models.dimensions import BottleneckShape, ConvShape
+from meshwright.models.presets import ResNetConfig, VGGConfig
 
 
 def vgg_kinds(config: VGGConfig) -> tuple[str, ...]:
@@ -47,7 +47,7 @@ def _folded(kinds: Iterable[str]) -> Iterable[tuple[str, int]]:
         yield kind, len(list(run))
 
 
-def _vgg_conv(size: Conv, name: str, repeat: int = 1, is_stem: bool = False) -> Layer:
+def _vgg_conv(size: ConvShape, name: str, repeat: int = 1, is_stem: bool = False) -> Layer:
     out = size.width * size.size * size.size
     passed = out // 4 if size.pools else out
     multiply = conv("conv", size.channels, size.width, 3, size.size, size.size)
@@ -151,7 +151,7 @@ def _normed(
     return (weight, *params), (conv(name, channels, width, kernel, size_in, size_out), *norm), site
 
 
-def _bottleneck(size: Bottleneck, name: str, repeat: int) -> Layer:
+def _bottleneck(size: BottleneckShape, name: str, repeat: int) -> Layer:
     w, inner, outer = size.width, size.size**2, size.size_out**2
     pieces = [
         _normed("narrow", size.channels, w, 1, size.size, size.size),

@@ -7,7 +7,6 @@ from dataclasses import replace
 from itertools import pairwise
 
 from meshwright.core.profile import Layer, Op, Param, Poly, Profile
-from meshwright.models.config import DLRMConfig
 from meshwright.models.cost_ops import (
     NO_PIECES,
     NO_SEQUENCE,
@@ -22,6 +21,7 @@ from meshwright.models.cost_ops import (
     per_sample,
     relu,
 )
+from meshwright.models.presets import DLRMConfig
 
 
 def _mlp(sizes: Sequence[int]) -> tuple[list[Param], list[Op]]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from meshwright.core.profile import Op, Param, Poly, Site
-from meshwright.models.config import DecoderConfig
 from meshwright.models.cost_ops import Mlp, gather, kept, matmul, memory, swiglu, two_readers
+from meshwright.models.presets import DecoderConfig
 
 
 def _sent_by_a_token(config: DecoderConfig) -> float:

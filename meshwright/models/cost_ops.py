@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from meshwright.core.profile import Cut, CutDim, Fused, Layer, Op, Param, Poly
+from meshwright.core.profile import Cut, CutDim, FusedCost, Layer, Op, Param, Poly
 
 Mlp = tuple[tuple[Param, ...], tuple[Op, ...]]
 
@@ -62,7 +62,7 @@ def memory(
     )
     if fused is None:
         return op
-    left = Fused(
+    left = FusedCost(
         moved=Poly(bs=fused[0]),
         backward_moved=Poly(bs=fused[1]),
         saved=Poly(bs=saved),
@@ -150,7 +150,7 @@ def per_sample(layer: Layer, tokens: int = 1) -> Layer:
     return replace(layer, ops=ops, sites=sites, boundary=fixed(layer.boundary))
 
 
-def _fixed(fused: Fused, fixed: Callable[[Poly], Poly]) -> Fused:
+def _fixed(fused: FusedCost, fixed: Callable[[Poly], Poly]) -> FusedCost:
     return replace(
         fused, moved=fixed(fused.moved), backward_moved=fixed(fused.backward_moved), saved=fixed(fused.saved)
     )

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from meshwright.core.profile import Layer, Op, Param, Poly, Profile
-from meshwright.models.config import ViTConfig
-from meshwright.models.cost import block_layer, plain_mlp
+from meshwright.models.cost_decoder import block_layer, plain_mlp
 from meshwright.models.cost_ops import (
     NO_PIECES,
     bias,
@@ -19,6 +18,7 @@ from meshwright.models.cost_ops import (
     once,
     per_sample,
 )
+from meshwright.models.presets import ViTConfig
 
 
 def _stem(config: ViTConfig) -> Layer:

@@ -213,7 +213,7 @@ class ViTConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Conv:
+class ConvShape:
     """A 3x3 convolution of VGG as it stands in the network."""
 
     channels: int
@@ -246,11 +246,11 @@ class VGGConfig:
             raise MeshwrightError(problems)
 
     @property
-    def convs(self) -> tuple[Conv, ...]:
+    def convs(self) -> tuple[ConvShape, ...]:
         found, channels, size = [], self.channels, self.image_size
         for count, width in zip(self.stages, self.widths, strict=True):
             for place in range(count):
-                found.append(Conv(channels=channels, width=width, size=size, pools=place == count - 1))
+                found.append(ConvShape(channels=channels, width=width, size=size, pools=place == count - 1))
                 channels = width
             size //= 2
         return tuple(found)
@@ -263,7 +263,7 @@ class VGGConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Bottleneck:
+class BottleneckShape:
     """1x1, 3x3 (with the stride: v1.5), 1x1 to four times the width, beside a shortcut."""
 
     channels: int
@@ -306,13 +306,15 @@ class ResNetConfig:
         return -(-self.image_size // 2)
 
     @property
-    def bottlenecks(self) -> tuple[Bottleneck, ...]:
+    def bottlenecks(self) -> tuple[BottleneckShape, ...]:
         found, channels, size = [], self.stem_width, -(-self.stem_size // 2)
         for stage, (count, width) in enumerate(zip(self.stages, self.widths, strict=True)):
             for place in range(count):
                 stride = 2 if stage and not place else 1
                 found.append(
-                    Bottleneck(channels=channels, width=width, stride=stride, size=size, stage=stage, enters=not place)
+                    BottleneckShape(
+                        channels=channels, width=width, stride=stride, size=size, stage=stage, enters=not place
+                    )
                 )
                 channels, size = found[-1].out, found[-1].size_out
         return tuple(found)

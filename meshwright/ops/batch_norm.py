@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.ops.gloo import all_gather_single
+from meshwright.ops.gloo_collectives import all_gather_single
 
 Groups = tuple[dist.ProcessGroup, ...]
 

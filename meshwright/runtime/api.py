@@ -16,21 +16,21 @@ from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.data.batch import part_rows
-from meshwright.data.source import Data
-from meshwright.models.adapt import Loss, adapt
-from meshwright.models.config import Config, preset
-from meshwright.models.freeze import freeze
-from meshwright.ops.init import from_tensors
-from meshwright.ops.mesh import Mesh, join
-from meshwright.ops.model import Inputs, Model, map_inputs, num_samples
+from meshwright.data.open_data import Data
+from meshwright.foreign.adapt import Loss, adapt
+from meshwright.models.frozen_parameters import freeze
+from meshwright.models.presets import Config, preset
+from meshwright.ops.device_mesh import Mesh, join
+from meshwright.ops.initial_weights import from_tensors
+from meshwright.ops.model_interface import Inputs, Model, map_inputs, num_samples
+from meshwright.optimizers.update import Optimizer
+from meshwright.run.model import OpenedModel, open_config
+from meshwright.run.run_file import OptimizerConfig, TrainSection
+from meshwright.runtime.async_stream import loop_of
 from meshwright.runtime.build import build as build_plan
-from meshwright.runtime.config import OptimizerConfig, TrainSection
 from meshwright.runtime.loop import Loop, Samples, StepResult
-from meshwright.runtime.model import Opened, open_config
-from meshwright.runtime.optimizer import Optimizer
 from meshwright.runtime.rank import device_of
-from meshwright.runtime.stream import loop_of
-from meshwright.runtime.train import Step, Trainer
+from meshwright.runtime.trainer import Trainer, TrainStep
 
 
 class Built:
@@ -134,14 +134,14 @@ def train(
     inputs: Inputs | None = None,
     loss: Loss | None = None,
     device: str = "",
-) -> Iterator[Step]:
+) -> Iterator[TrainStep]:
     """Train and yield every step."""
     mesh = _mesh(plan, device)
     opened = _open(model, settings.seed, inputs, loss)
     yield from Trainer(plan, opened, data, settings, mesh).steps()
 
 
-def _open(model: nn.Module | Config | str, seed: int, inputs: Inputs | None, loss: Loss | None) -> Opened:
+def _open(model: nn.Module | Config | str, seed: int, inputs: Inputs | None, loss: Loss | None) -> OpenedModel:
     if isinstance(model, str):
         return open_config(preset(model), model, seed)
     if not isinstance(model, nn.Module):
@@ -159,7 +159,7 @@ def _open(model: nn.Module | Config | str, seed: int, inputs: Inputs | None, los
             opened.source = from_tensors(filled)
         for (_, mine), theirs in zip(opened.model.named_parameters(), model.parameters(), strict=True):
             mine.requires_grad_(theirs.requires_grad)
-        return Opened(model=opened.model, profile=_frozen(opened.profile, model), source=opened.source)
+        return OpenedModel(model=opened.model, profile=_frozen(opened.profile, model), source=opened.source)
     if inputs is None:
         what = f"a {type(model).__name__} needs sample inputs to be understood."
         fix = "Give inputs=..., a tensor or tuple of tensors with one or more samples."
@@ -167,7 +167,7 @@ def _open(model: nn.Module | Config | str, seed: int, inputs: Inputs | None, los
     made, profile = adapt(model, inputs, name=type(model).__name__, loss=loss)
     source = from_tensors({name: value.detach().clone() for name, value in model.named_parameters()})
     made.empty()
-    return Opened(model=made, profile=_frozen(profile, made), source=source)
+    return OpenedModel(model=made, profile=_frozen(profile, made), source=source)
 
 
 def _frozen(profile: Profile, model: nn.Module) -> Profile:

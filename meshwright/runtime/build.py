@@ -19,13 +19,13 @@ from meshwright.core.errors import MeshwrightError
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Layer, Param, Profile
 from meshwright.core.technique import PHASES
-from meshwright.ops.init import Source, join_in_order
-from meshwright.ops.later import Later
-from meshwright.ops.mesh import Mesh
-from meshwright.ops.model import Inputs, Model, Part, Spans
-from meshwright.ops.pipeline import Wire
-from meshwright.ops.shard import local
-from meshwright.ops.surgery import replace_parameter
+from meshwright.ops.device_mesh import Mesh
+from meshwright.ops.fsdp import local
+from meshwright.ops.initial_weights import Source, join_in_order
+from meshwright.ops.model_interface import Inputs, Model, ModelPart, Spans
+from meshwright.ops.module_edits import replace_parameter
+from meshwright.ops.split_backward import Later
+from meshwright.ops.stage_transport import Wire
 from meshwright.schedules import Actions, Places, Timetable
 
 
@@ -128,14 +128,14 @@ class Build:
                     own = self.model.public_name(name) if part.module is None else name.removeprefix(f"{part.name}.")
                     yield canonical, entries[own]
 
-    def _layers(self) -> list[tuple[Part, Layer]]:
+    def _layers(self) -> list[tuple[ModelPart, Layer]]:
         """The layers here, each with its profile."""
         ends = {layer.name: layer for layer in self.profile.layers if not layer.is_block}
         blocks = [layer for layer in self.profile.block_layers for _ in range(layer.repeat)]
         numbers = iter([number for span in self.spans for number in range(*span)])
         return [(part, blocks[next(numbers)] if part.is_block else ends[part.kind]) for part in self.model.parts()]
 
-    def _names(self, part: Part) -> tuple[str, ...]:
+    def _names(self, part: ModelPart) -> tuple[str, ...]:
         if part.module is None:
             return part.own
         return tuple(f"{part.name}.{name}" for name, _ in part.module.named_parameters(remove_duplicate=False))
@@ -146,7 +146,7 @@ class Build:
 
     def units(self) -> list[Unit]:
         """Layers gathered and reduced together: one each, but those that share a weight or a unit as one."""
-        grouped: dict[str, list[Part]] = {}
+        grouped: dict[str, list[ModelPart]] = {}
         for part, layer in self._layers():
             is_shared = any(self.canonical[name] in self.tied for name in self._names(part))
             grouped.setdefault("shared" if is_shared else layer.unit or part.name, []).append(part)

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from meshwright.core.errors import MeshwrightError, Problem
-from meshwright.ops.agree import gather_json
-from meshwright.ops.model import Inputs, map_inputs, split_inputs
-from meshwright.ops.pipeline import Wire
+from meshwright.ops.control import gather_json
+from meshwright.ops.model_interface import Inputs, map_inputs, split_inputs
+from meshwright.ops.stage_transport import Wire
+from meshwright.optimizers.update import Optimizer
 from meshwright.runtime.build import Build
-from meshwright.runtime.optimizer import Optimizer
 from meshwright.schedules import Action, Actions
 from meshwright.schedules.events import BACKWARDS
 

@@ -22,26 +22,26 @@ import torch.distributed as dist
 from meshwright.core.codec import decode
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.plan import Plan
-from meshwright.ops.agree import gather_json
-from meshwright.ops.mesh import join
-from meshwright.probe.cpu_bf16 import limit_isa_for_bf16
-from meshwright.probe.names import preset_of_device
-from meshwright.runtime.config import RunConfig
-from meshwright.runtime.prepare import Prepared, job_arguments, open_folder, prepare, write_prepared
+from meshwright.launch.cpu_bf16 import limit_isa_for_bf16
+from meshwright.launch.environment import RankPlace
+from meshwright.launch.failure import speaks_of_lost_peer
+from meshwright.launch.network import address_towards, interface_of
+from meshwright.launch.peers import Connection, PeerWatch, RankHost, connections, silent_seconds
+from meshwright.launch.rank_job import STOP_SIGNALS, StopFlag
+from meshwright.machine.named_clusters import preset_of_device
+from meshwright.ops.control import gather_json
+from meshwright.ops.device_mesh import join
+from meshwright.run.prepare import PreparedRun, job_arguments, open_folder, prepare, write_prepared
+from meshwright.run.run_file import RunConfig
 from meshwright.runtime.rank import device_of, on_first, train
-from meshwright.supervise.environment import Place
-from meshwright.supervise.failure import speaks_of_lost_peer
-from meshwright.supervise.network import address_towards, interface_of
-from meshwright.supervise.peers import Connection, Host, PeerWatch, connections, silent_seconds
-from meshwright.supervise.rank import STOP_SIGNALS, StopFlag
 
-Tell = Callable[[Prepared], object]
+Tell = Callable[[PreparedRun], object]
 _NOTICE_SECONDS = 2.0
 """For the watch to see what a collective has just complained of."""
 _SOMEWHERE_ELSE = "198.51.100.1"  # an address for documents (RFC 5737): the way there is the default route
 
 
-def run_outside(config: RunConfig, plan_file: str, place: Place, before: Tell, after: Tell) -> int:
+def run_outside(config: RunConfig, plan_file: str, place: RankPlace, before: Tell, after: Tell) -> int:
     """Train as one rank; `before` and `after` tell the user, on rank 0. A failure ends the process where it stands."""
     watch = PeerWatch(place.rank, give_up=lambda: _leave_without(watch))
     try:
@@ -76,7 +76,7 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _run(config: RunConfig, plan_file: str, place: Place, watch: PeerWatch, before: Tell, after: Tell) -> int:
+def _run(config: RunConfig, plan_file: str, place: RankPlace, watch: PeerWatch, before: Tell, after: Tell) -> int:
     stop = StopFlag()
     stop.take((signal.SIGINT, signal.SIGHUP, *STOP_SIGNALS))
     stop.leave_at_once(True)
@@ -109,7 +109,7 @@ def _run(config: RunConfig, plan_file: str, place: Place, watch: PeerWatch, befo
     return code
 
 
-def _prepare(config: RunConfig, plan_file: str, place: Place, kind: str) -> Prepared:
+def _prepare(config: RunConfig, plan_file: str, place: RankPlace, kind: str) -> PreparedRun:
     if not config.run.cluster:
         # The ranks are already running: measuring now would disturb them, so the nearest preset stands in.
         found = "laptop"
@@ -130,7 +130,7 @@ def _prepare(config: RunConfig, plan_file: str, place: Place, kind: str) -> Prep
     return prepared
 
 
-def _meet(place: Place, device: torch.device) -> str:
+def _meet(place: RankPlace, device: torch.device) -> str:
     """Join the others, and say our address. Slurm does not set torchrun's variables, and torch reads nothing else."""
     os.environ.setdefault("MASTER_ADDR", place.master_address)
     os.environ.setdefault("MASTER_PORT", str(place.master_port))
@@ -152,7 +152,7 @@ def _meet(place: Place, device: torch.device) -> str:
     return address
 
 
-def _own_address(place: Place) -> str:
+def _own_address(place: RankPlace) -> str:
     """Where the other ranks find us. Many machines call their own name 127.0.1.1, which no other can reach."""
     address = address_towards(place.master_address, place.master_port)
     if place.num_local < place.num_ranks and interface_of(address) == "lo":
@@ -163,5 +163,5 @@ def _own_address(place: Place) -> str:
 def _watch_peers(watch: PeerWatch, control: dist.ProcessGroup, own_address: str, mine: list[Connection]) -> None:
     about = {"host": socket.gethostname(), "address": own_address, "ends": [each.ours for each in mine]}
     ranks = gather_json(control, about)
-    hosts = [Host(name=rank["host"], address=rank["address"]) for rank in ranks]
+    hosts = [RankHost(name=rank["host"], address=rank["address"]) for rank in ranks]
     watch.start(mine, hosts, [rank["ends"] for rank in ranks], silent_seconds(os.environ))

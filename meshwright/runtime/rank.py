@@ -17,20 +17,20 @@ from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.files import write_whole
 from meshwright.core.plan import Plan
 from meshwright.core.timeline import Span
-from meshwright.data.source import Data
-from meshwright.ops.agree import gather_json, share_json
-from meshwright.ops.mesh import Mesh, join
-from meshwright.probe.cpu_bf16 import limit_isa_for_bf16
-from meshwright.runtime.compare import Promise, as_data, compare, paragraph
-from meshwright.runtime.config import RunConfig
-from meshwright.runtime.facts import WARM_UP_STEPS, Tally
-from meshwright.runtime.ledger import COMPARISON, entry_of, keep
-from meshwright.runtime.model import about, open_model
-from meshwright.runtime.prepare import open_data
-from meshwright.runtime.progress import Progress, held_out_text, one_line
-from meshwright.runtime.record import Metrics, Watch, num_retries, peak_bytes, reserved_bytes, write_timeline
-from meshwright.runtime.train import Step, Trainer, is_due
-from meshwright.supervise.rank import PREEMPTED_EXIT_CODE, Job, StopFlag, run_rank
+from meshwright.data.open_data import Data
+from meshwright.launch.cpu_bf16 import limit_isa_for_bf16
+from meshwright.launch.rank_job import PREEMPTED_EXIT_CODE, Job, StopFlag, run_rank
+from meshwright.ops.control import gather_json, share_json
+from meshwright.ops.device_mesh import Mesh, join
+from meshwright.run.model import about, open_model
+from meshwright.run.prepare import open_data
+from meshwright.run.progress import Progress, held_out_text, one_line
+from meshwright.run.run_file import RunConfig
+from meshwright.run.run_ledger import COMPARISON, entry_of, keep
+from meshwright.run.step_times import WARM_UP_STEPS, StepTally
+from meshwright.run.verdict import Promise, as_data, compare, paragraph
+from meshwright.runtime.run_record import Metrics, Watch, num_retries, peak_bytes, reserved_bytes, write_timeline
+from meshwright.runtime.trainer import Trainer, TrainStep, is_due
 
 
 def device_of(kind: str, local_rank: int) -> torch.device:
@@ -128,7 +128,7 @@ class _Run:
         num_watched = 0 if trainer.plan.overlaps_steps else config.run.timeline_steps
         self.watch = Watch(trainer.step + WARM_UP_STEPS, num_watched, trainer.mesh)
         trainer.build.on_action.append(self.watch.look)
-        self.tally = Tally()
+        self.tally = StepTally()
         self.num_early_retries = 0
         self.saved_step = trainer.step if trainer.step else -1
         self.evaluated_step = -1
@@ -168,7 +168,7 @@ class _Run:
             raise MeshwrightError(f"the last checkpoint was not written: {self.save_error}", exit_code=1)
         return PREEMPTED_EXIT_CODE if stopped else 0
 
-    def _record(self, step: Step, measured: bool) -> None:
+    def _record(self, step: TrainStep, measured: bool) -> None:
         # The profiler slows the steps it watches.
         is_measured = measured and step.step not in self.watch.range
         self.tally.add(step.seconds, step.data_seconds, is_measured=is_measured)

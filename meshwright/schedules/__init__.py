@@ -9,14 +9,15 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from meshwright.schedules import asynchronous, gpipe, one_f_one_b, vee, zero_bubble
+from meshwright.schedules import asynchronous, gpipe, one_f_one_b, zero_bubble
+from meshwright.schedules import v_shaped as vee
 from meshwright.schedules.actions import Action, Actions
 from meshwright.schedules.asynchronous import Call
-from meshwright.schedules.events import Event, in_order, with_transfers
+from meshwright.schedules.chunk_placement import BlockSpan, Places
+from meshwright.schedules.events import ScheduleEvent, in_order, with_transfers
 from meshwright.schedules.greedy import Times, best_of
-from meshwright.schedules.places import Places, Span
 
-__all__ = ["GREEDY", "SCHEDULES", "Action", "Actions", "Places", "Schedule", "Span", "Timetable"]
+__all__ = ["GREEDY", "SCHEDULES", "Action", "Actions", "BlockSpan", "Places", "Schedule", "Timetable"]
 
 
 class Schedule(NamedTuple):
@@ -89,7 +90,7 @@ class Timetable:
         places = self.places(num_stages)
         return with_transfers(gpipe.forward_only(places, num_microbatches)[stage], stage, places)
 
-    def events(self, num_stages: int, num_microbatches: int) -> tuple[Event, ...]:
+    def events(self, num_stages: int, num_microbatches: int) -> tuple[ScheduleEvent, ...]:
         """Every computation of every stage, in an order in which each can run."""
         return _events(self, num_stages, num_microbatches)
 
@@ -117,7 +118,7 @@ def _orders(timetable: Timetable, num_stages: int, num_microbatches: int) -> tup
 
 
 @lru_cache(maxsize=64)
-def _events(timetable: Timetable, num_stages: int, num_microbatches: int) -> tuple[Event, ...]:
+def _events(timetable: Timetable, num_stages: int, num_microbatches: int) -> tuple[ScheduleEvent, ...]:
     orders = timetable.orders(num_stages, num_microbatches)
     events, reached = in_order(orders, timetable.places(num_stages))
     stuck = [stage for stage, at in enumerate(reached) if at < len(orders[stage])]

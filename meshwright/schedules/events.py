@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from meshwright.schedules.actions import COMPUTES, Action, Actions
-from meshwright.schedules.places import Places
+from meshwright.schedules.chunk_placement import Places
 
 BACKWARDS = ("backward", "backward_input")
 """What hands a gradient to the span before."""
 
 
-class Event(NamedTuple):
+class ScheduleEvent(NamedTuple):
     stage: int
     kind: str
     span: int
@@ -27,11 +27,11 @@ class Event(NamedTuple):
     """Events of other stages whose results must have arrived."""
 
 
-def in_order(orders: Sequence[Actions], places: Places) -> tuple[list[Event], list[int]]:
+def in_order(orders: Sequence[Actions], places: Places) -> tuple[list[ScheduleEvent], list[int]]:
     """Events in an order in which each can run, and how far each stage gets."""
     done: dict[tuple[str, int, int], int] = {}
     position = [0] * len(orders)
-    events: list[Event] = []
+    events: list[ScheduleEvent] = []
     progress = True
     while progress:
         progress = False
@@ -46,7 +46,7 @@ def in_order(orders: Sequence[Actions], places: Places) -> tuple[list[Event], li
                     waits = tuple(each for each in sources if events[each].stage != stage)
                     half = "backward" if action.kind in BACKWARDS else action.kind
                     done[half, span, action.microbatch] = len(events)
-                    events.append(Event(stage, action.kind, span, action.microbatch, waits))
+                    events.append(ScheduleEvent(stage, action.kind, span, action.microbatch, waits))
                 position[stage] += 1
                 progress = True
     return events, position
@@ -74,7 +74,9 @@ def is_endless(orders: Sequence[Actions], places: Places) -> bool:
     return any(at < len(mine) for at, mine in zip(reached, orders, strict=True))
 
 
-def sweep(events: Sequence[Event], seconds: Mapping[str, Sequence[Any]], send: Any) -> tuple[list[Any], list[Any]]:
+def sweep(
+    events: Sequence[ScheduleEvent], seconds: Mapping[str, Sequence[Any]], send: Any
+) -> tuple[list[Any], list[Any]]:
     """End of each event, and of each stage, in seconds from the start.
 
     `seconds`: kind of action -> by span; `send`: of a message, or a list with those over each boundary between spans.

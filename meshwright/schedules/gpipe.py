@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from meshwright.schedules.actions import Action, Actions
-from meshwright.schedules.places import Places
+from meshwright.schedules.chunk_placement import Places
 
 
 def gpipe(places: Places, num_microbatches: int) -> tuple[Actions, ...]:

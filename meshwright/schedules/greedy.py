@@ -12,15 +12,15 @@ from dataclasses import dataclass, field
 from itertools import product
 
 from meshwright.schedules.actions import Action, Actions
+from meshwright.schedules.chunk_placement import Places
 from meshwright.schedules.events import halves, in_order, peak_held, sweep
-from meshwright.schedules.places import Places
 
 Times = tuple[tuple[float, float, float], ...]
 """By span: seconds of forward, of the input half of backward, of the weight half. Only their ratios matter."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class ListRule:
     """What the variants of the list schedule differ in."""
 
     forward_first: bool = False
@@ -30,7 +30,7 @@ class Rule:
 
 
 @dataclass(slots=True)
-class _Stage:
+class _ListStage:
     clock: float = 0.0
     held: int = 0
     owed: deque[tuple[int, int]] = field(default_factory=deque)
@@ -41,10 +41,10 @@ class _Stage:
 class _Board:
     """What is done and when, for all stages."""
 
-    def __init__(self, places: Places, num_microbatches: int, times: Times, most_held: int, rule: Rule):
+    def __init__(self, places: Places, num_microbatches: int, times: Times, most_held: int, rule: ListRule):
         self.places, self.times, self.most_held, self.rule = places, times, most_held, rule
         self.num_microbatches = num_microbatches
-        self.stages = [_Stage() for _ in range(places.num_stages)]
+        self.stages = [_ListStage() for _ in range(places.num_stages)]
         self.forward = [[-1.0] * num_microbatches for _ in range(places.num_spans)]
         self.backward = [[-1.0] * num_microbatches for _ in range(places.num_spans)]
         self.next_forward, self.next_backward = [0] * places.num_spans, [0] * places.num_spans
@@ -128,7 +128,7 @@ class _Board:
 
 
 def list_schedule(
-    places: Places, num_microbatches: int, times: Times, most_held: int, rule: Rule
+    places: Places, num_microbatches: int, times: Times, most_held: int, rule: ListRule
 ) -> tuple[Actions, ...] | None:
     """None where this rule leads to a state in which nobody can go on."""
     board = _Board(places, num_microbatches, times, max(most_held, places.chunks), rule)
@@ -163,7 +163,7 @@ def best_of(
     sizes = [1.0] * places.chunks
     found = [orders for orders in others if max(peak_held(mine, sizes) for mine in orders) <= most_held]
     for flags in product((False, True), repeat=2):
-        made = list_schedule(places, num_microbatches, times, most_held, Rule(*flags))
+        made = list_schedule(places, num_microbatches, times, most_held, ListRule(*flags))
         if made is not None:
             found.append(made)
     assert found, "the first rule always ends"

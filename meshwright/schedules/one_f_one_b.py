@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from meshwright.schedules.actions import Action, Actions
+from meshwright.schedules.chunk_placement import Places
 from meshwright.schedules.events import is_endless
-from meshwright.schedules.places import Places
 
 
 def one_f_one_b(places: Places, num_microbatches: int) -> tuple[Actions, ...]:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.schedules.actions import Action, Actions
-from meshwright.schedules.places import Places
+from meshwright.schedules.chunk_placement import Places
 
 
 def h1(places: Places, num_microbatches: int) -> tuple[Actions, ...]:

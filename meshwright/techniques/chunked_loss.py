@@ -69,7 +69,7 @@ class ChunkedLoss(Technique):
         build.at("swap", self._swap)
 
     def _swap(self, build: Any) -> None:
-        from meshwright.ops.loss import chunked_score
+        from meshwright.ops.cross_entropy import chunked_score
 
         _, head = build.model.ends()
         head.score = chunked_score(head.score, self.chunks)

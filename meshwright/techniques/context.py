@@ -141,11 +141,11 @@ class Context(Technique):
         build.at("split", self._split)
 
     def _split(self, build: Any) -> None:
-        from meshwright.ops.context import Ring, Tokens, Ulysses
+        from meshwright.ops.context_parallel import Ring, TokenSplit, Ulysses
 
         model, group = build.model, build.mesh.group(self.axis)
         is_ring = self.kind == "ring"
-        tokens = Tokens(group=group, index=build.mesh.index(self.axis), is_folded=is_ring)
+        tokens = TokenSplit(group=group, index=build.mesh.index(self.axis), is_folded=is_ring)
         model.own_tokens = tokens.own
         for block in model.block_modules():
             attention = block.attention

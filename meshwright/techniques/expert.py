@@ -24,7 +24,7 @@ from meshwright.core.errors import Problems
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Layer, Param, Profile, Site
 from meshwright.core.technique import Axis, Option, Technique, axis_sizes, listed
-from meshwright.core.work import Collective, Compute, Resident, Slot, Work, replace
+from meshwright.core.work import Collective, Compute, ParameterSlot, Resident, Work, replace
 
 _COUNT_BYTES = 8
 """How many rows an expert gets is an int64."""
@@ -66,7 +66,7 @@ class Expert(Technique):
         shared = {(layer.name, param.name): param for layer in layers for param in _experts_of(layer)}
         width = work.facts.get("compute_bytes", work.slots[0].element_bytes)
 
-        def slot(item: Slot) -> Slot:
+        def slot(item: ParameterSlot) -> ParameterSlot:
             if item.shared_out != "experts":
                 return item
             return replace(item, shape=(-(-item.shape[0] // ways), *item.shape[1:]))
@@ -125,8 +125,8 @@ class Expert(Technique):
         build.at("split", self._share_out)
 
     def _share_out(self, build: Any) -> None:
-        from meshwright.ops.expert import sending_over
-        from meshwright.ops.experts import Sends
+        from meshwright.ops.expert_dispatch import sending_over
+        from meshwright.ops.routing import Sends
 
         group, index = build.mesh.group(self.axis), build.mesh.index(self.axis)
         for name, param in build.named_params():

@@ -31,8 +31,8 @@ from meshwright.core.errors import Problem, Problems
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.technique import Axis, Choice, Exactness, Option, Technique
-from meshwright.core.work import Collective, Compute, Num, Resident, Slot, Work, replace
-from meshwright.schedules import GREEDY, SCHEDULES, Places, Span, Timetable
+from meshwright.core.work import Collective, Compute, Num, ParameterSlot, Resident, Work, replace
+from meshwright.schedules import GREEDY, SCHEDULES, BlockSpan, Places, Timetable
 
 ASYNC = "async"
 
@@ -174,7 +174,7 @@ class Pipeline(Technique):
         def place(item: Any) -> Any:
             return replace(item, repeat=repeats[item.layer])
 
-        def slot(item: Slot) -> Slot:
+        def slot(item: ParameterSlot) -> ParameterSlot:
             is_shared = tied and (item.copy_of or f"{item.layer}.{item.name}" in tied)
             late = (*item.late, (self.axis, self.name)) if is_shared else item.late
             copy_of = "" if is_shared else item.copy_of
@@ -191,26 +191,26 @@ class Pipeline(Technique):
             work = work.forbid(places.num_spans != len(self.stages))
         return work.with_facts(schedule=self.timetable, splits_backward=self.timetable.splits_backward)
 
-    def _spans(self, work: Work, places: Places) -> list[Span]:
+    def _spans(self, work: Work, places: Places) -> list[BlockSpan]:
         """What is priced: this stage's chunks, or the one that `chunk` says."""
         stage, blocks = work.size("stage"), work.profile.num_blocks
         if places.chunks == 1:
             first, count = work.size("first_block"), work.size("blocks")
-            return [Span(first, first + count, stage, places)]
+            return [BlockSpan(first, first + count, stage, places)]
         found = []
         chosen = work.sizes.get("chunk")
         for chunk in range(places.chunks) if chosen is None else (chosen,):
             at = places.span(stage, chunk)
             if np.all(len(self.stages) == places.num_spans):
                 bounds = np.cumsum((0, *self.stages))
-                found.append(Span(bounds[at], bounds[at + 1], at, places))
+                found.append(BlockSpan(bounds[at], bounds[at + 1], at, places))
             else:
                 each, more = blocks // places.num_spans, blocks % places.num_spans
                 start = at * each + np.minimum(at, more)
-                found.append(Span(start, start + each + (at < more), at, places))
+                found.append(BlockSpan(start, start + each + (at < more), at, places))
         return found
 
-    def _sends(self, work: Work, spans: list[Span]) -> list[Collective]:
+    def _sends(self, work: Work, spans: list[BlockSpan]) -> list[Collective]:
         layers = work.profile.layers
         return [
             Collective(
@@ -230,7 +230,7 @@ class Pipeline(Technique):
             )
         ]
 
-    def _buffers(self, work: Work, spans: list[Span]) -> list[Resident]:
+    def _buffers(self, work: Work, spans: list[BlockSpan]) -> list[Resident]:
         """What is on its way in and out; and what was handed on, held until its gradient comes back."""
         size: Num = 0
         handed_on: Num = 0
@@ -249,8 +249,8 @@ class Pipeline(Technique):
             build.at("cut", self._cut)
 
     def _cut(self, build: Any) -> None:
-        from meshwright.ops.later import split_backward
-        from meshwright.ops.pipeline import Wire
+        from meshwright.ops.split_backward import split_backward
+        from meshwright.ops.stage_transport import Wire
 
         mesh = build.mesh
         build.timetable, build.stage, build.num_stages = self.timetable, mesh.index(self.axis), self.size
@@ -307,7 +307,7 @@ def _even(blocks: int, count: int) -> tuple[int, ...]:
     return tuple(blocks // count + (stage < blocks % count) for stage in range(count))
 
 
-def _blocks_between(profile: Profile, name: str, spans: list[Span]) -> Num:
+def _blocks_between(profile: Profile, name: str, spans: list[BlockSpan]) -> Num:
     """How many blocks of one kind lie in the spans."""
     at, total = 0, 0
     for layer in profile.block_layers:

@@ -22,7 +22,7 @@ from meshwright.core.errors import Problems
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.technique import Choice, Option, Technique
-from meshwright.core.work import Compute, Life, Num, Phase, Resident, Slot, Work, replace
+from meshwright.core.work import Compute, Life, Num, ParameterSlot, Phase, Resident, Work, replace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,7 @@ class Precision(Technique):
 
 def _casting(work: Work, layers: set[str]) -> list[Compute]:
     """Weights are made 16-bit for each forward and their gradients 32-bit again, then added to those there are."""
-    grouped: dict[tuple[str, bool, str], list[Slot]] = {}
+    grouped: dict[tuple[str, bool, str], list[ParameterSlot]] = {}
     for slot in work.slots:
         if slot.layer in layers:
             grouped.setdefault((slot.layer, slot.cut is None, slot.shared_out), []).append(slot)
@@ -110,7 +110,10 @@ def _casting(work: Work, layers: set[str]) -> list[Compute]:
         calls = work.facts.get("loss_calls", 0) if layer == work.profile.layers[-1].name else 0
         trained = [slot for slot in slots if not slot.frozen]
         back = width + 2 + np.maximum(added, 3 * width * (calls > 1))
-        phases: list[tuple[Phase, list[Slot], Num]] = [("forward", slots, width + 2), ("backward", trained, back)]
+        phases: list[tuple[Phase, list[ParameterSlot], Num]] = [
+            ("forward", slots, width + 2),
+            ("backward", trained, back),
+        ]
         phases += [("recompute", slots, width + 2)] if calls else []
         for phase, those, each in phases:
             common: dict[str, Any] = {"layer": layer, "kind": "memory", "phase": phase, "origin": Precision.name}

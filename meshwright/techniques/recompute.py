@@ -25,11 +25,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from meshwright.core.chain import forwards_again
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import Problem, Problems
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Layer, Op, Poly, Profile
+from meshwright.core.revolve import forwards_again
 from meshwright.core.technique import Choice, Option, PerLayer, Spans, Technique
 from meshwright.core.work import Collective, Compute, Num, Resident, Work, replace
 
@@ -218,9 +218,9 @@ class Recompute(Technique):
         build.at("block", self._wrap)
 
     def _wrap(self, build: Any) -> None:
-        from meshwright.ops.chain import Chain
-        from meshwright.ops.recompute import selectively_recomputed
-        from meshwright.ops.surgery import on_copies, recomputed, writes_in_place
+        from meshwright.ops.module_edits import on_copies, recomputed, writes_in_place
+        from meshwright.ops.recompute_chain import Chain
+        from meshwright.ops.selective_recompute import selectively_recomputed
 
         numbers = [block for first, last in build.spans for block in range(first, last)]
         blocks = dict(zip(numbers, build.model.block_modules(), strict=True))

@@ -22,7 +22,7 @@ from meshwright.core.errors import Problem, Problems
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.technique import Axis, Option, Technique, axis_sizes
-from meshwright.core.work import Collective, Num, Slot, Work, statistics
+from meshwright.core.work import Collective, Num, ParameterSlot, Work, statistics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ class Replicate(Technique):
             yield self.problem("steps that overlap need equally many microbatches everywhere.", "Leave shares out.")
 
     def price(self, work: Work) -> Work:
-        def gradient_bytes(slot: Slot) -> Num:
+        def gradient_bytes(slot: ParameterSlot) -> Num:
             # Where gradients are shared out first, in whatever dtype those sums are made.
             width = work.facts.get("reduce_bytes", slot.element_bytes)
             return slot.stored(slot.gradient_shards) * width
@@ -102,7 +102,7 @@ class Replicate(Technique):
     def _install(self, build: Any) -> None:
         if build.reduction_owner:
             return
-        from meshwright.ops.replicate import Buckets
+        from meshwright.ops.gradient_buckets import Buckets
 
         build.reduction_owner = self.name
         mesh = build.mesh

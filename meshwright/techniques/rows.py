@@ -27,7 +27,7 @@ from meshwright.core.errors import Problems
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Layer, Profile
 from meshwright.core.technique import Axis, Choice, Option, Technique, axis_sizes
-from meshwright.core.work import Collective, Compute, Num, Resident, Slot, Work, replace, statistics
+from meshwright.core.work import Collective, Compute, Num, ParameterSlot, Resident, Work, replace, statistics
 
 _ID_BYTES = 8
 _COPIES = 3
@@ -78,7 +78,7 @@ class Rows(Technique):
             *kept, answers = _for_each_size(ways, lambda size: _fullest(rows, size))
         held = {param.name: count for param, count in zip(_tables_of(layer), kept, strict=True)}
 
-        def slot(item: Slot) -> Slot:
+        def slot(item: ParameterSlot) -> ParameterSlot:
             is_table = item.shared_out == "rows"
             return replace(item, shape=(held[item.name], *item.shape[1:])) if is_table else item
 
@@ -145,7 +145,7 @@ class Rows(Technique):
         build.at("optimizer", lambda build: self._put_back(build, aside))
 
     def _split(self, build: Any) -> None:
-        from meshwright.ops.rows import Lookup
+        from meshwright.ops.table_lookup import Lookup
 
         group, index = build.mesh.group(self.axis), build.mesh.index(self.axis)
         rows = _rows_of(_layer_of(build.profile))
@@ -164,12 +164,12 @@ class Rows(Technique):
 
     def _set_aside(self, build: Any, aside: list[Any]) -> None:
         """Keep what this rank has no row of from wrappers: FSDP's reduction refuses tensors without elements."""
-        from meshwright.ops.rows import take_out_empty
+        from meshwright.ops.table_lookup import take_out_empty
 
         aside += take_out_empty(_module_of(build))
 
     def _put_back(self, build: Any, aside: list[Any]) -> None:
-        from meshwright.ops.rows import put_back
+        from meshwright.ops.table_lookup import put_back
 
         put_back(aside, build.dtype, build.mesh.device)
 

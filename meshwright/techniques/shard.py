@@ -28,7 +28,7 @@ from meshwright.core.errors import Problems
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.technique import Axis, Choice, Exactness, Option, Technique, axis_sizes
-from meshwright.core.work import Collective, Compute, Num, Resident, Slot, Work, replace, statistics
+from meshwright.core.work import Collective, Compute, Num, ParameterSlot, Resident, Work, replace, statistics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ class Shard(Technique):
         tasks, residents = statistics(work, self.axis, self.name), []
         largest, num_blocks = 0, 0
 
-        def padded(slot: Slot) -> Num:
+        def padded(slot: ParameterSlot) -> Num:
             return slot.stored(ways) * ways
 
         # Embedding and head stay gathered while chunks of a stage take turns.
@@ -121,7 +121,7 @@ class Shard(Technique):
             held = np.minimum(1 + self.prefetch, num_blocks) * largest
             residents.append(self._gathered(layer, here, held, "moment"))
 
-        def slot(item: Slot) -> Slot:
+        def slot(item: ParameterSlot) -> ParameterSlot:
             return replace(item, shards=ways, gradient_shards=ways)
 
         def task(item: Any) -> Any:
@@ -145,7 +145,7 @@ class Shard(Technique):
     def _wrap(self, build: Any) -> None:
         import torch
 
-        from meshwright.ops.shard import shard_units
+        from meshwright.ops.fsdp import shard_units
 
         axes = [axis for axis in build.plan.replica_axes if axis != self.axis]
         reduce_dtype = torch.bfloat16 if self.reduce == "bf16" else build.dtype

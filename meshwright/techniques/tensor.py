@@ -26,7 +26,7 @@ from meshwright.core.errors import Problems
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Layer, Profile, Site
 from meshwright.core.technique import Axis, Choice, Option, Technique, listed
-from meshwright.core.work import Collective, Compute, Num, Resident, Slot, Work, replace
+from meshwright.core.work import Collective, Compute, Num, ParameterSlot, Resident, Work, replace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ class Tensor(Technique):
     def price(self, work: Work) -> Work:
         ways = work.size(self.axis)
 
-        def slot(item: Slot) -> Slot:
+        def slot(item: ParameterSlot) -> ParameterSlot:
             if item.cut is not None:
                 shape = list(item.shape)
                 shape[item.cut] = -(-shape[item.cut] // ways)
@@ -159,8 +159,8 @@ class Tensor(Technique):
 
         import torch
 
-        from meshwright.ops.loss import SplitTokenLoss
-        from meshwright.ops.tensor import Region, VocabLookup
+        from meshwright.ops.cross_entropy import SplitTokenLoss
+        from meshwright.ops.tensor_parallel import Region, VocabLookup
 
         group, index = build.mesh.group(self.axis), build.mesh.index(self.axis)
         model = build.model

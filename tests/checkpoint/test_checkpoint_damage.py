@@ -13,7 +13,7 @@ import torch
 from checkpoint_ranks import holds, save, toy
 
 from meshwright.checkpoint.format import list_steps, newest_good, read_manifest, step_folder, verify
-from meshwright.checkpoint.inspect import describe, verify_all
+from meshwright.checkpoint.listing import describe, verify_all
 from meshwright.checkpoint.load import Reader
 from meshwright.core.errors import MeshwrightError
 

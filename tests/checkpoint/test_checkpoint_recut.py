@@ -20,7 +20,7 @@ from meshwright.checkpoint.manifest import DTYPES
 from meshwright.checkpoint.save import begin, commit, write_rank_file
 from meshwright.core.box import Box
 from meshwright.core.errors import MeshwrightError
-from meshwright.runtime.save import as_it_lies
+from meshwright.runtime.checkpointing import as_it_lies
 
 
 def random_bits(shape: tuple[int, ...], dtype: torch.dtype, dice: random.Random) -> torch.Tensor:

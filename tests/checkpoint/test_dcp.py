@@ -15,15 +15,15 @@ import pytest
 import torch
 from checkpoint_ranks import same_bits
 
-from meshwright.checkpoint.convert import import_dcp
 from meshwright.checkpoint.dcp import open_dcp
-from meshwright.checkpoint.hf_names import parts_of_decoder
-from meshwright.checkpoint.inert import inert
+from meshwright.checkpoint.inert_pickle import inert
 from meshwright.checkpoint.load import Reader
 from meshwright.core.box import Box
 from meshwright.core.errors import MeshwrightError
-from meshwright.models.config import preset
-from meshwright.models.decoder import Decoder
+from meshwright.hf.weights_import import import_dcp
+from meshwright.hf.weights_names import parts_of_decoder
+from meshwright.models.presets import preset
+from meshwright.zoo.decoder import Decoder
 
 
 def save(folder: Path, state: dict[str, Any]) -> Path:

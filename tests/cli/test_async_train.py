@@ -16,7 +16,7 @@ from command import clean_environment, losses, mw, write_plan, write_run
 from test_train import tensors
 
 from meshwright.core.codec import field_types
-from meshwright.runtime.config import PlanSection
+from meshwright.run.run_file import PlanSection
 
 ASYNC = {"name": "pipeline", "size": 2, "schedule": "async"}
 ALLOWED = ("--set", f"plan.allow={get_args(field_types(PlanSection)['allow'])[-1]}")

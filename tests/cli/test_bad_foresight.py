@@ -19,8 +19,8 @@ from benchmarks.published_rows import NEEDED
 from meshwright.cli.main import main
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.profile import Profile
-from meshwright.models.names import profile
-from meshwright.probe.names import preset
+from meshwright.machine.named_clusters import preset
+from meshwright.models.named_profile import profile
 
 ROOT = Path(__file__).parents[2]
 DELETED = object()

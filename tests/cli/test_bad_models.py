@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from meshwright.cli.main import main
 from meshwright.core.errors import MeshwrightError
-from meshwright.runtime.check import check
-from meshwright.runtime.config import read_run
-from meshwright.runtime.prepare import prepare
-from meshwright.supervise.pool import RankPool
+from meshwright.launch.rank_pool import RankPool
+from meshwright.run.prepare import prepare
+from meshwright.run.run_file import read_run
+from meshwright.verify.check import check
 
 HERE = Path(__file__).stem
 FACTORY = RUN.replace('name = "byte-tiny"', f'factory = "{HERE}:plain"').replace("sequence = 32", "sequence = 8")

@@ -11,19 +11,19 @@ from dataclasses import replace
 import pytest
 from command import clean_environment
 
-from meshwright.cli.followed import plot, worth_words
+from meshwright.ask import question as asking
+from meshwright.ask.memory_front import MemoryFront, Point
+from meshwright.ask.what_if import ComparedPlans
 from meshwright.cli.main import main
-from meshwright.cli.mesh_picture import axis_lines, mesh_picture, place_of
-from meshwright.cli.plain import accept_any_encoding
-from meshwright.cli.show import short_plan
 from meshwright.core.plan import Plan
 from meshwright.core.technique import technique_named
 from meshwright.core.units import GIB
-from meshwright.probe.names import cluster
-from meshwright.search import question as asking
-from meshwright.search.front import Front, Point
-from meshwright.search.search import Found, search
-from meshwright.search.what_if import Compared
+from meshwright.machine.named_clusters import cluster
+from meshwright.planner.search import SearchResult, search
+from meshwright.report.encoding import accept_any_encoding
+from meshwright.report.follow_up_text import plot, worth_words
+from meshwright.report.mesh_picture import axis_lines, mesh_picture, place_of
+from meshwright.report.terminal import short_plan
 
 TINY = ("plan", "--model", "byte-tiny", "--cluster", "2xlaptop", "--seq", "32", "--batch", "4")
 QUICK = ("--ban", "pipeline", "--ban", "tensor", "--ban", "recompute", "--ban", "precision")
@@ -106,7 +106,7 @@ def test_numbers_of_devices_are_compared(told: Told) -> None:
 
 
 def test_the_batch_is_chosen(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshwright.search.goal.NUM_BATCHES", 3)
+    monkeypatch.setattr("meshwright.ask.batch_goal.NUM_BATCHES", 3)
     words = ["--critical-batch", "2", "--target-steps", "100", "--json"]
     assert main([*TINY[:-1], "auto", *QUICK, *words]) == 0
     value = json.loads(capsys.readouterr().out)
@@ -183,7 +183,7 @@ def test_where_nothing_fits_there_are_ways_out(told: Told) -> None:
 
 
 def test_a_search_that_is_stopped_shows_the_best_so_far(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stopped(*arguments: object, **settings: object) -> Found:
+    def stopped(*arguments: object, **settings: object) -> SearchResult:
         return replace(search(*arguments, **settings), is_interrupted=True, gap_fraction=0.25)  # type: ignore[arg-type]
 
     monkeypatch.setattr(asking, "search", stopped)
@@ -199,7 +199,7 @@ def test_a_search_that_is_stopped_shows_the_best_so_far(told: Told, monkeypatch:
 
 
 def test_control_c_elsewhere_is_told_in_a_word(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stopped(*arguments: object, **settings: object) -> Found:
+    def stopped(*arguments: object, **settings: object) -> SearchResult:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(asking, "search", stopped)
@@ -255,7 +255,7 @@ def test_plans_in_short_words() -> None:
 
 
 def _scored(seconds: float, peak: int, plan: Plan | None = None) -> tuple[Plan, object]:
-    from meshwright.simulate.forecast import Forecast
+    from meshwright.simulator.forecast import Forecast
 
     numbers = dict.fromkeys(("step_seconds", "step_seconds_low", "step_seconds_high"), seconds)
     sizes = dict.fromkeys(("peak_bytes", "peak_reserved_bytes", "memory_bytes"), peak)
@@ -277,13 +277,13 @@ def _scored(seconds: float, peak: int, plan: Plan | None = None) -> tuple[Plan, 
 def test_the_front_is_plotted_from_end_to_end() -> None:
     sizes = [(8.0, 16 * GIB), (4.0, 32 * GIB), (2.0, 64 * GIB)]
     points = tuple(Point(scored=_scored(s, p), budget_bytes=p) for s, p in sizes)  # type: ignore[arg-type]
-    lines = plot(Front(points=points))
+    lines = plot(MemoryFront(points=points))
     assert lines[0] == f"{'8.00 s':>10} |o{'-' * 31}"
     assert lines[11].endswith("o")
     assert [line.count("o") for line in lines[:12]].count(1) == 3
     assert lines[6].index("o") - 12 == 32  # twice from half to full, by logarithms: in the middle
     assert lines[-1].split() == ["16.0", "GiB", "64.0", "GiB"]
-    assert plot(Front(points=points[:1]))
+    assert plot(MemoryFront(points=points[:1]))
 
 
 @pytest.mark.parametrize(
@@ -298,14 +298,14 @@ def test_the_front_is_plotted_from_end_to_end() -> None:
     ],
 )
 def test_what_it_buys_in_words(seconds: float, devices: int, words: str) -> None:
-    from meshwright.models.config import preset
-    from meshwright.models.cost import decoder_profile
+    from meshwright.models.cost_decoder import decoder_profile
+    from meshwright.models.presets import preset
 
     profile = decoder_profile(preset("byte-tiny"), "byte-tiny")
     machine = cluster("8xh100").resized(devices)
     asked = asking.Question(profile=profile, cluster=machine, batch=4, sequence=32, allow="reordered")
     after = _scored(seconds, GIB, made(shard=devices))
-    found = Found(
+    found = SearchResult(
         best=after,  # type: ignore[arg-type]
         ranked=(),
         rejected={},
@@ -314,8 +314,8 @@ def test_what_it_buys_in_words(seconds: float, devices: int, words: str) -> None
         search_seconds=0,
         gap_fraction=0,
     )
-    then = asking.Outcome(words="x", question=asked, found=found)
-    assert words in worth_words(Compared(words="x", before=_scored(1.0, GIB, made(shard=8)), after=then))  # type: ignore[arg-type]
+    then = asking.AskedOutcome(words="x", question=asked, found=found)
+    assert words in worth_words(ComparedPlans(words="x", before=_scored(1.0, GIB, made(shard=8)), after=then))  # type: ignore[arg-type]
 
 
 # Terminals

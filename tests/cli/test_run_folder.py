@@ -19,9 +19,9 @@ from command import clean_environment, write_plan, write_run
 from meshwright.cli.main import main
 from meshwright.core.cluster import Cluster
 from meshwright.core.files import link_problems, write_whole
-from meshwright.probe.names import cluster
-from meshwright.runtime.config import read_run
-from meshwright.runtime.prepare import open_folder, prepare, write_prepared
+from meshwright.machine.named_clusters import cluster
+from meshwright.run.prepare import open_folder, prepare, write_prepared
+from meshwright.run.run_file import read_run
 
 REPLICATE = {"name": "replicate", "size": 2}
 
@@ -93,7 +93,7 @@ def test_damaged_derived_files_are_made_again_and_it_is_said(
     def probe(*, num_devices: int | None, report: Any, quick: bool) -> Cluster:
         return replace(cluster("2xlaptop"), sources={"measured": "made"})
 
-    monkeypatch.setattr("meshwright.probe.machine.probe", probe)
+    monkeypatch.setattr("meshwright.machine.probe.probe", probe)
     config = read_run(write_run(tmp_path), ["run.cluster="])
     open_folder(tmp_path / "run").close()
     first = prepare(config, "", lambda text: None)

@@ -10,8 +10,8 @@ import pytest
 from command import write_plan
 
 from meshwright.cli.main import main
-from meshwright.cli.overlay import PICTURE, overlay
 from meshwright.core.timeline import Timeline
+from meshwright.report.overlay import PICTURE, overlay
 
 REPLICATE = {"name": "replicate", "size": 2}
 STAGES = {"name": "pipeline", "size": 2}

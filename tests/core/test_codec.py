@@ -15,9 +15,9 @@ from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.technique import axis_sizes
 from meshwright.core.units import pretty_bytes, pretty_count, pretty_seconds
-from meshwright.models.config import PRESETS
-from meshwright.models.names import profile_of
-from meshwright.probe.names import cluster
+from meshwright.machine.named_clusters import cluster
+from meshwright.models.named_profile import profile_of
+from meshwright.models.presets import PRESETS
 
 
 def changed(value: Any, path: tuple[Any, ...], new: Any) -> str:

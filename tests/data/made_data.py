@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.data.config import DataSection, MixturePart
+from meshwright.data.data_section import DataSection, MixturePart
 from meshwright.data.megatron import write_index
 
 

@@ -9,8 +9,8 @@ import pytest
 from made_data import write_digit_folder, write_digits, write_flat, write_table
 
 from meshwright.core.errors import MeshwrightError
-from meshwright.data.config import DataSection, MixturePart
-from meshwright.data.source import open_data
+from meshwright.data.data_section import DataSection, MixturePart
+from meshwright.data.open_data import open_data
 
 
 def told(section: DataSection, folder: Path) -> str:

@@ -11,8 +11,11 @@ import numpy as np
 import pytest
 
 from meshwright.core.errors import MeshwrightError, Problem
-from meshwright.data import cache, hashed, read, source
-from meshwright.data.source import Data, open_text
+from meshwright.data import cache
+from meshwright.data import hashed_files as hashed
+from meshwright.data import open_data as source
+from meshwright.data import token_reader as read
+from meshwright.data.open_data import Data, open_text
 
 TEXT = "to be, or not to be\n" * 4
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from made_data import WRITERS, arrays, write_digit_folder, write_digits, write_flat, write_table
 
-from meshwright.data.config import DataSection, MixturePart
-from meshwright.data.opened import Data
-from meshwright.data.source import open_data
+from meshwright.data.data_section import DataSection, MixturePart
+from meshwright.data.dataset import Data
+from meshwright.data.open_data import open_data
 
 
 @pytest.fixture(scope="module", params=list(WRITERS))
@@ -180,5 +180,5 @@ def test_a_mixture_has_its_proportions_at_any_place(tmp_path: Path) -> None:
 
 
 def test_opening_and_preparing_import_no_torch() -> None:
-    code = "import sys, meshwright.data.source, meshwright.data.prepare; sys.exit('torch' in sys.modules)"
+    code = "import sys, meshwright.data.open_data, meshwright.data.prepare; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=False).returncode == 0

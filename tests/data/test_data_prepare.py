@@ -16,10 +16,11 @@ from made_data import arrays, write_tokenizer
 
 from meshwright.cli.main import main
 from meshwright.core.errors import MeshwrightError
-from meshwright.data import hashed, read
-from meshwright.data.config import DataSection
+from meshwright.data import hashed_files as hashed
+from meshwright.data import token_reader as read
+from meshwright.data.data_section import DataSection
+from meshwright.data.open_data import open_data
 from meshwright.data.prepare import prepare
-from meshwright.data.source import open_data
 
 NUM_FILES = 200
 ROOT = Path(__file__).parents[2]

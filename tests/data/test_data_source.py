@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.core.errors import MeshwrightError
-from meshwright.data.source import Batch, Data, open_text
+from meshwright.data.open_data import Batch, Data, open_text
 from meshwright.data.tokenizer import ByteTokenizer
 
 laws = settings(max_examples=40, deadline=None)
@@ -175,6 +175,6 @@ def test_what_is_not_text_decodes_to_a_replacement() -> None:
 
 
 def test_torch_is_not_imported() -> None:
-    code = "import sys, meshwright.data.source; sys.exit('torch' in sys.modules)"
+    code = "import sys, meshwright.data.open_data; sys.exit('torch' in sys.modules)"
     root = Path(__file__).parents[2]
     assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0

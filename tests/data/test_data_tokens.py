@@ -11,10 +11,10 @@ import pytest
 from made_data import write_pair, write_tokenizer
 
 from meshwright.core.errors import MeshwrightError
-from meshwright.data import read
-from meshwright.data.config import DataSection
-from meshwright.data.opened import Data
-from meshwright.data.source import open_data
+from meshwright.data import token_reader as read
+from meshwright.data.data_section import DataSection
+from meshwright.data.dataset import Data
+from meshwright.data.open_data import open_data
 from meshwright.data.tokenizer import open_tokenizer
 
 
@@ -94,7 +94,7 @@ def test_documents_of_several_sequences_and_without_a_document_list(tmp_path: Pa
 
 
 def test_tokens_beyond_the_vocabulary_are_found_once_and_remembered(tmp_path: Path, monkeypatch) -> None:
-    from meshwright.data import flat
+    from meshwright.data import flat_tokens as flat
 
     tokens = np.full(10_000, 7, dtype=np.uint16)
     tokens[[6789, 8000]] = 300, 400

@@ -52,8 +52,8 @@ def in_place_of_a_folder(folder: Path) -> list[str]:
     """A change of a run file: a config.json of ours in place of the Hugging Face folder that it names."""
     from dataclasses import replace
 
-    from meshwright.models.config import preset
-    from meshwright.models.hf import config_for
+    from meshwright.hf.config_json import config_for
+    from meshwright.models.presets import preset
 
     made = config_for(replace(preset("byte-3m"), num_layers=28, max_sequence=1 << 16))
     (folder / "config.json").write_text(json.dumps(made))
@@ -89,8 +89,8 @@ def test_files_shown_in_the_tutorials_are_those_of_the_examples() -> None:
 
 def test_every_data_format_of_the_page_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from meshwright.core.codec import decode
-    from meshwright.data.config import DataSection
-    from meshwright.data.source import open_data
+    from meshwright.data.data_section import DataSection
+    from meshwright.data.open_data import open_data
 
     run_page("docs/data.md", tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -104,8 +104,8 @@ def test_every_data_format_of_the_page_opens(tmp_path: Path, monkeypatch: pytest
 
 
 def test_the_models_page_has_every_preset_and_family() -> None:
-    from meshwright.models.config import PRESETS
-    from meshwright.models.hf_families import FAMILIES
+    from meshwright.hf.families import FAMILIES
+    from meshwright.models.presets import PRESETS
 
     text = text_of("docs/models.md")
     assert [name for name in (*PRESETS, *FAMILIES) if f"`{name}`" not in text] == []
@@ -113,7 +113,7 @@ def test_the_models_page_has_every_preset_and_family() -> None:
 
 def test_the_optimizers_page_says_what_they_are() -> None:
     from meshwright.core.codec import decode
-    from meshwright.runtime.optimizer_config import _FALLS, METHODS, OptimizerConfig
+    from meshwright.optimizers.optimizer_config import _FALLS, METHODS, OptimizerConfig
 
     text = text_of("docs/optimizers.md")
     told = dict(re.findall(r"^\| `(\w+)` \| (elementwise|norm|whole_matrix) \|", text, re.MULTILINE))
@@ -129,7 +129,7 @@ def test_the_readmes_commands_run_and_its_run_files_are_valid(tmp_path: Path) ->
     assert found
     run_blocks(found, tmp_path)
     text = text_of("README.md")
-    from meshwright.runtime.config import read_run
+    from meshwright.run.run_file import read_run
 
     batches, changes = [], in_place_of_a_folder(tmp_path)
     for number, table in enumerate(TOML.findall(text)):
@@ -150,7 +150,7 @@ def test_every_make_target_the_documents_name_exists() -> None:
 
 
 def test_the_example_run_files_are_valid_or_run_by_a_tutorial() -> None:
-    from meshwright.runtime.config import read_run
+    from meshwright.run.run_file import read_run
 
     files = sorted((ROOT / "examples").glob("*.toml"))
     assert len(files) >= 4

@@ -25,7 +25,7 @@ OTHER_WORDS = {
     ("core/profile.py", "tensor"),  # how splitting divides an op: none, sequence, tensor
     ("core/technique.py", "compile"),  # a phase of `apply`
     ("core/work.py", "recompute"),  # a phase of a step
-    ("simulate/cost.py", "recompute"),
+    ("simulator/stage_seconds.py", "recompute"),
 }
 
 
@@ -108,9 +108,9 @@ def test_the_guard_does_notice(code: str) -> None:
 
 
 def test_children_start_in_one_way_alone() -> None:
-    """`core/start.py` leaves the working folder out of what they import."""
+    """`core/process.py` leaves the working folder out of what they import."""
     found = [source.place for source in sources() if "sys.executable" in source.text]
-    assert found == ["core/start.py"]
+    assert found == ["core/process.py"]
 
 
 def test_files_of_a_run_folder_are_written_whole_and_never_through_a_link() -> None:
@@ -118,7 +118,7 @@ def test_files_of_a_run_folder_are_written_whole_and_never_through_a_link() -> N
     careless = re.compile(r"\.write_(?:text|bytes)\(|(?<!fd)\bopen\([^)\n]*, [\"'][wa]")
     found = [
         f"{source.place}:{number}"
-        for source in in_rooms("runtime", "supervise", "checkpoint")
+        for source in in_rooms("runtime", "launch", "checkpoint", "run")
         for number, line in enumerate(source.text.splitlines(), start=1)
         if careless.search(line)
     ]
@@ -143,7 +143,9 @@ def test_a_technique_has_its_card_and_is_one_class(name: str) -> None:
 def test_no_other_room_knows_a_technique_by_name() -> None:
     names = set(technique_names())
     assert len(names) >= 8
-    guarded = in_rooms("core", "ops", "schedules", "simulate", "search", "runtime", "cli")
+    guarded = in_rooms(
+        "core", "ops", "schedules", "simulator", "planner", "ask", "report", "run", "runtime", "cli", "optimizers"
+    )
     wrong = [
         f"{source.place}:{line} says {text!r}"
         for source in guarded
@@ -188,3 +190,12 @@ def test_compiled_functions_return_nothing_they_wrote_in_place() -> None:
     bad = "class F(torch.autograd.Function):\n def forward(ctx, x):\n  return x.exp().mul_(2).to(x.dtype)"
     assert returned_in_place(ast.parse(bad)) == ["F: x.exp().mul_(2)"]
     assert [found for source in sources() for found in returned_in_place(source.tree)] == []
+
+
+def test_a_class_name_means_one_thing() -> None:
+    places: dict[str, list[str]] = {}
+    for source in sources():
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(source.place)
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from meshwright.launch.rank_pool import RankPool
 from meshwright.ops.batch_norm import BatchNorm
-from meshwright.ops.mesh import Mesh
-from meshwright.runtime import parity
-from meshwright.supervise.pool import RankPool
+from meshwright.ops.device_mesh import Mesh
+from meshwright.verify import parity
 
 SIZE = 5
 

@@ -12,10 +12,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.core.codec import decode, encode
 from meshwright.core.profile import Profile
-from meshwright.models.config import ALIASES, PRESETS, Config, preset
-from meshwright.models.make import module_of
-from meshwright.models.names import profile, profile_of
-from meshwright.ops.model import Model
+from meshwright.models.named_profile import profile, profile_of
+from meshwright.models.presets import ALIASES, PRESETS, Config, preset
+from meshwright.ops.model_interface import Model
+from meshwright.zoo.modules import module_of
 
 SEQUENCE, SAMPLES = 32, 2
 

@@ -10,9 +10,9 @@ import torch
 from model_families import FAMILIES, filled
 
 from meshwright.core.errors import MeshwrightError
-from meshwright.models.config import PRESETS, DecoderConfig, preset
-from meshwright.models.decoder import Decoder
-from meshwright.models.layers import rope_frequencies
+from meshwright.models.presets import PRESETS, DecoderConfig, preset
+from meshwright.zoo.decoder import Decoder
+from meshwright.zoo.layers import rope_frequencies
 
 
 def tokens_of(config: DecoderConfig, sequence: int = 12) -> torch.Tensor:

@@ -9,11 +9,11 @@ import pytest
 import torch
 from model_families import MODELS, filled, microbatch
 
-from meshwright.models.config import config_kind
-from meshwright.models.make import module_of
-from meshwright.models.names import profile_of
-from meshwright.ops.model import Inside
-from meshwright.ops.surgery import recomputed
+from meshwright.models.named_profile import profile_of
+from meshwright.models.presets import config_kind
+from meshwright.ops.model_interface import Inside
+from meshwright.ops.module_edits import recomputed
+from meshwright.zoo.modules import module_of
 
 STAGED = [name for name in MODELS if "stages" not in profile_of(MODELS[name], name).uncut]
 

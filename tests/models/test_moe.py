@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from model_families import DEEPSEEK, MIXTRAL
 
-from meshwright.models.config import DecoderConfig
-from meshwright.models.moe import LossScale, MoE
+from meshwright.models.presets import DecoderConfig
+from meshwright.zoo.expert_layers import LossScale, MoE
 
 OPTIONS = {
     "softmax": MIXTRAL,

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from meshwright.ops import attention
 from meshwright.ops.attention import HIDDEN, attend_piece, piece_backward
-from meshwright.ops.context import piece_of
+from meshwright.ops.context_parallel import piece_of
 
 SEQUENCE = 64
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

@@ -13,7 +13,7 @@ from tiny import GPT, MOE, t
 import meshwright as mw
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.plan import Plan
-from meshwright.supervise.pool import RankError, RankPool
+from meshwright.launch.rank_pool import RankError, RankPool
 
 SGD = {"name": "sgd", "lr": 0.05, "momentum": 0.5, "weight_decay": 0.1, "clip": 0.0}
 ADAMW = {"name": "adamw", "lr": 0.01, "weight_decay": 0.5, "clip": 0.0}

@@ -11,16 +11,16 @@ import torch
 
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.plan import Plan
-from meshwright.models.config import DecoderConfig
-from meshwright.models.cost import decoder_profile
-from meshwright.models.decoder import Decoder
-from meshwright.ops.init import seeded
-from meshwright.ops.mesh import Mesh
-from meshwright.runtime import parity
+from meshwright.launch.rank_pool import RankPool
+from meshwright.models.cost_decoder import decoder_profile
+from meshwright.models.presets import DecoderConfig
+from meshwright.ops.device_mesh import Mesh
+from meshwright.ops.initial_weights import seeded
+from meshwright.optimizers.update import OptimizerConfig
+from meshwright.run.model import open_config
 from meshwright.runtime.build import build
-from meshwright.runtime.model import open_config
-from meshwright.runtime.optimizer import OptimizerConfig
-from meshwright.supervise.pool import RankPool
+from meshwright.verify import parity
+from meshwright.zoo.decoder import Decoder
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from full_disk import files_of_at_most
 
-from meshwright.runtime.record import Lines
+from meshwright.runtime.run_record import Lines
 
 
 def lines_of(steps: range) -> bytes:

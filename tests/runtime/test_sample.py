@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 from meshwright.core.plan import Plan
-from meshwright.data.config import DataSection
-from meshwright.data.source import Data, open_data
-from meshwright.runtime import parity
-from meshwright.runtime.config import OptimizerConfig, TrainSection
-from meshwright.runtime.progress import one_line
-from meshwright.runtime.sample import TEMPERATURE, Sampler, gumbel
-from meshwright.supervise.pool import RankPool
+from meshwright.data.data_section import DataSection
+from meshwright.data.open_data import Data, open_data
+from meshwright.launch.rank_pool import RankPool
+from meshwright.run.progress import one_line
+from meshwright.run.run_file import OptimizerConfig, TrainSection
+from meshwright.runtime.text_samples import TEMPERATURE, Sampler, gumbel
+from meshwright.verify import parity
 
 CPU = torch.device("cpu")
 # 259 words for 256 bytes: the pieces of a split vocabulary differ in size, and the last three words are never meant.

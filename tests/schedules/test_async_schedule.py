@@ -10,7 +10,7 @@ from meshwright.schedules import Action, Timetable
 from meshwright.schedules.actions import COMPUTES
 from meshwright.schedules.asynchronous import stream
 from meshwright.schedules.events import halves, sweep
-from meshwright.simulate.makespan import lower_bound, makespan
+from meshwright.simulator.makespan import lower_bound, makespan
 
 ASYNC = Timetable("async")
 laws = settings(max_examples=80, deadline=None)

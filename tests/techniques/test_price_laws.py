@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from meshwright.core.plan import Plan
 from meshwright.core.technique import technique_named, technique_names
 from meshwright.core.work import Work
-from meshwright.models.config import DecoderConfig, preset
-from meshwright.models.cost import decoder_profile
-from meshwright.simulate.price import price, price_sizes, sizes_of
+from meshwright.models.cost_decoder import decoder_profile
+from meshwright.models.presets import DecoderConfig, preset
+from meshwright.simulator.pricing import price, price_sizes, sizes_of
 
 LLAMA = decoder_profile(preset("llama3-8b"), "llama3-8b")
 TINY = decoder_profile(DecoderConfig(**tiny.QWEN), "tiny")

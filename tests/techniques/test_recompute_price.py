@@ -17,20 +17,20 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshwright.core.chain import forwards_again, places_kept
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
+from meshwright.core.revolve import forwards_again, places_kept
 from meshwright.core.technique import Technique
 from meshwright.core.work import Work
-from meshwright.models.config import DecoderConfig
-from meshwright.models.decoder import Decoder
-from meshwright.models.measure import trace_module
-from meshwright.ops.chain import Chain
-from meshwright.ops.recompute import selectively_recomputed
-from meshwright.ops.surgery import recomputed
-from meshwright.probe.names import cluster
-from meshwright.simulate.memory import stage_memory
-from meshwright.simulate.price import price, price_sizes, sizes_of
+from meshwright.foreign.module_profile import trace_module
+from meshwright.machine.named_clusters import cluster
+from meshwright.models.presets import DecoderConfig
+from meshwright.ops.module_edits import recomputed
+from meshwright.ops.recompute_chain import Chain
+from meshwright.ops.selective_recompute import selectively_recomputed
+from meshwright.simulator.peak_memory import stage_memory
+from meshwright.simulator.pricing import price, price_sizes, sizes_of
+from meshwright.zoo.decoder import Decoder
 
 BLOCKS, SAMPLES, SEQUENCE = 8, 2, 64
 WIDER: dict[str, Any] = {

@@ -1,0 +1,1 @@
+"""Questions to the planner: the fastest plan, why, what if, other device counts, other batches. No torch."""

@@ -1,0 +1,229 @@
+"""Which batch reaches a target first: larger batches need fewer steps, which take longer.
+
+steps(B) = least_steps x (1 + critical_batch / B)            (McCandlish et al., arXiv 1812.06162)
+samples(B) = B x steps(B) = least_samples x (1 + B / critical_batch),  critical_batch = least_samples / least_steps
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from meshwright.ask.device_counts import resized
+from meshwright.ask.question import AskedOutcome, Question, Tell, outcome
+from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.profile import Profile
+from meshwright.core.units import pretty_count
+
+NUM_BATCHES = 10
+_MOST_MORE = 5
+"""Further batches tried where the best is the last one."""
+_TOKENS_PER_PARAMETER = 20
+"""Hoffmann et al., arXiv 2203.15556: how much data a model of a size is worth training on."""
+_KNOWN_BATCH_TOKENS, _KNOWN_TOKENS = 3.2e6, 300e9
+"""GPT-3's batch, chosen by its gradient noise, and what it was trained on (arXiv 2005.14165)."""
+_SAMPLES = 8192
+"""The order of critical batches of image classifiers (arXiv 1812.06162, figure 4)."""
+_EPOCH_SAMPLES = 100 * 1.28e6
+"""Images in a hundred epochs of ImageNet: what models of samples are taken to need."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchGoal:
+    critical_batch: float
+    """Samples: half the steps are saved from here on, twice the samples spent."""
+    least_steps: float
+    """With a batch without end."""
+    sources: tuple[str, ...]
+    """Where the two come from, for people."""
+
+    def steps(self, batch: int) -> float:
+        return self.least_steps * (1 + self.critical_batch / batch)
+
+
+def read_goal(
+    profile: Profile,
+    sequence: int,
+    critical_batch: float | None = None,
+    target_steps: float | None = None,
+    target_tokens: float | None = None,
+) -> BatchGoal:
+    """From what is known; what is not is guessed, and said to be."""
+    given = {"--critical-batch": critical_batch, "--target-steps": target_steps, "--target-tokens": target_tokens}
+    problems = [
+        Problem(where=name, what=f"is {value:g}.", fix="Use a number above 0.")
+        for name, value in given.items()
+        if value is not None and not 0 < value < math.inf
+    ]
+    if not problems and None not in given.values():
+        what = "the critical batch is target tokens over target steps: all three cannot be given."
+        problems.append(Problem(where="--critical-batch", what=what, fix="Take one away."))
+    if problems:
+        raise MeshwrightError(problems)
+    samples, sources = _samples(profile, sequence, target_tokens)
+    if target_steps is not None and target_tokens is not None:
+        critical = samples / target_steps
+        sources.append(f"critical batch {critical:,.0f} samples: target tokens over target steps")
+    elif critical_batch is not None:
+        critical = critical_batch
+    else:
+        critical, source = _guess(profile, sequence, samples)
+        sources.append(source)
+    return BatchGoal(critical_batch=critical, least_steps=target_steps or samples / critical, sources=tuple(sources))
+
+
+def _samples(profile: Profile, sequence: int, target_tokens: float | None) -> tuple[float, list[str]]:
+    """Samples that the smallest batches would need."""
+    if target_tokens is not None:
+        return target_tokens / sequence, []
+    if profile.counts == "samples":
+        return _EPOCH_SAMPLES, [f"target: {pretty_count(_EPOCH_SAMPLES)} samples, a guess; say --target-tokens"]
+    tokens = _TOKENS_PER_PARAMETER * profile.num_params
+    words = f"target: {pretty_count(tokens)} tokens, {_TOKENS_PER_PARAMETER} a parameter, a guess; say --target-tokens"
+    return tokens / sequence, [words]
+
+
+def _guess(profile: Profile, sequence: int, samples: float) -> tuple[float, str]:
+    if profile.counts == "samples":
+        words = f"critical batch {_SAMPLES} samples: the order of image classifiers (arXiv 1812.06162)"
+        return _SAMPLES, f"{words}; a guess, measure yours and say --critical-batch"
+    # It follows the data seen, not the model's size (arXiv 2410.21676), about as its square root.
+    tokens = _KNOWN_BATCH_TOKENS * math.sqrt(samples * sequence / _KNOWN_TOKENS)
+    critical = max(1.0, tokens / sequence)
+    words = f"critical batch {critical:,.0f} samples ({pretty_count(tokens)} tokens): GPT-3's 3.2 M for 300 B tokens, "
+    return critical, f"{words}as the square root of the tokens; a guess, measure yours and say --critical-batch"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchRun:
+    """A batch on a number of devices: how long to the target."""
+
+    batch: int
+    devices: int
+    outcome: AskedOutcome
+    steps: float
+
+    @property
+    def seconds(self) -> float:
+        return self.steps * self.outcome.best[1].step_seconds if self.outcome.best else math.inf
+
+    @property
+    def device_hours(self) -> float:
+        return self.seconds * self.devices / 3600
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchGoals:
+    goal: BatchGoal
+    runs: tuple[BatchRun, ...]
+    is_interrupted: bool = False
+
+    @property
+    def soonest(self) -> BatchRun | None:
+        return _least(self.runs)
+
+    @property
+    def cheapest(self) -> BatchRun | None:
+        """Of those that end within ten times of the soonest: one device and batch 1 would always be cheapest."""
+        soonest = self.soonest
+        near = [run for run in self.runs if soonest is not None and run.seconds <= 10 * soonest.seconds]
+        return min(near, key=lambda run: (run.device_hours, run.seconds), default=None)
+
+    def best_of_devices(self) -> dict[int, BatchRun]:
+        """The soonest run of each number of devices."""
+        found: dict[int, BatchRun] = {}
+        for run in self.runs:
+            if math.isfinite(run.seconds) and (run.devices not in found or run.seconds < found[run.devices].seconds):
+                found[run.devices] = run
+        return dict(sorted(found.items()))
+
+
+def _least(runs: tuple[BatchRun, ...] | list[BatchRun]) -> BatchRun | None:
+    ending = [run for run in runs if math.isfinite(run.seconds)]
+    return min(ending, key=lambda run: (run.seconds, run.batch), default=None)
+
+
+def ladder(devices: int) -> tuple[int, ...]:
+    """Ten batches, each twice the one before, around one to a few samples a device, that the devices can share."""
+    odd = devices
+    while odd % 2 == 0:
+        odd //= 2
+    first = odd
+    while first * 8 < devices:
+        first *= 2
+    return tuple(first << i for i in range(NUM_BATCHES))
+
+
+class _Climb:
+    """Asks for batches and remembers."""
+
+    def __init__(self, goal: BatchGoal, tell: Tell):
+        self.goal, self.tell = goal, tell
+        self.runs: list[BatchRun] = []
+
+    def run(self, question: Question, batch: int) -> BatchRun:
+        devices = question.cluster.num_devices
+        self.tell(f"searching batch {batch} on {devices} devices")
+        made = outcome(f"batch {batch}", replace(question, batch=batch))
+        self.runs.append(BatchRun(batch=batch, devices=devices, outcome=made, steps=self.goal.steps(batch)))
+        return self.runs[-1]
+
+    def all_batches(self, question: Question) -> None:
+        own = [self.run(question, batch) for batch in ladder(question.cluster.num_devices)]
+        for _ in range(_MOST_MORE):
+            best, last = _least(own), own[-1]
+            if best is None or best.batch != last.batch:
+                return
+            own.append(self.run(question, 2 * last.batch))
+
+    def near(self, question: Question, batch: int) -> None:
+        """From a batch that is good on other devices, up and down as long as it gets better."""
+        own = [self.run(question, batch)]
+        for following in (self._halves, self._doubles):
+            for each in following(batch):
+                before = min(run.seconds for run in own)
+                own.append(self.run(question, each))
+                if own[-1].seconds >= before:
+                    break
+
+    @staticmethod
+    def _halves(batch: int) -> Iterator[int]:
+        while batch % 2 == 0:
+            batch //= 2
+            yield batch
+
+    @staticmethod
+    def _doubles(batch: int) -> Iterator[int]:
+        for _ in range(_MOST_MORE):
+            batch *= 2
+            yield batch
+
+
+def best_batch(question: Question, goal: BatchGoal, devices: tuple[int, ...], tell: Tell) -> BatchGoals:
+    """All batches on the first number of devices; on the others those near the best."""
+    climb = _Climb(goal, tell)
+    try:
+        for count in devices:
+            cluster = resized(question.cluster, count)
+            assert cluster is not None, f"{count} devices are possible"
+            asked = replace(question, cluster=cluster)
+            best = _least(climb.runs)
+            if best is None:
+                climb.all_batches(asked)
+            else:
+                climb.near(asked, _shared(best.batch, count))
+    except KeyboardInterrupt:
+        return BatchGoals(goal=goal, runs=tuple(climb.runs), is_interrupted=True)
+    return BatchGoals(goal=goal, runs=tuple(climb.runs))
+
+
+def _shared(batch: int, devices: int) -> int:
+    """The batch of the ladder of so many devices that is nearest to one of another."""
+    first = ladder(devices)[0]
+    return first << max(0, round(math.log2(max(1.0, batch / first))))
+
+
+def fewer(devices: int) -> tuple[int, ...]:
+    """All devices, half and a quarter of them."""
+    return (devices, *(devices // part for part in (2, 4) if devices % part == 0))

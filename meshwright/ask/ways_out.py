@@ -1,0 +1,212 @@
+"""Nothing fits: what would, each found by searching and with what it costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from meshwright.ask.device_counts import larger_sizes, resized
+from meshwright.ask.question import AskedOutcome, Question, Tell, outcome
+from meshwright.core.units import pretty_bytes
+from meshwright.planner import wishes
+from meshwright.planner.search import SearchResult
+
+_MOST_DEVICES = 1 << 14
+"""More are not looked at: no way out that anybody has."""
+_HELPS = 0.98
+"""Twice the devices that leave more than this share of the memory needed will not do it."""
+_MARGIN = 1.05
+"""Above what the smallest plan needs: for what an allocator loses in pieces, and for a plan that is not the slowest."""
+_MOST_TRIES = 4
+_MOST_HALVED = 64
+"""Devices up to which the fewest are looked for among whole nodes; above, among doublings, as searches take longer."""
+_ROOM = 0.9
+"""Of the memory that parameters, gradients and states may take and leave room for anything to run."""
+_ENOUGH_WAYS = 3
+_SHORTEST = 128
+"""Tokens: a sequence below is no training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WayOut:
+    what: str
+    """devices, memory, sequence, numerics, wishes."""
+    words: str
+    outcome: AskedOutcome
+
+
+def ways_out(question: Question, found: SearchResult, tell: Tell) -> tuple[tuple[WayOut, ...], tuple[str, ...]]:
+    """Those that lead out, and in words those that do not. `found` is the search that came back empty."""
+    ways: list[WayOut] = []
+    closed: list[str] = []
+    tried: tuple[Callable[[Question, SearchResult, Tell], WayOut | str], ...] = (
+        _more_devices,
+        _more_memory,
+        _shorter,
+        _other_numerics,
+        _fewer_wishes,
+    )
+    for look in tried:
+        way = look(question, found, tell)
+        if isinstance(way, WayOut):
+            ways.append(way)
+        elif way:
+            closed.append(way)
+    if len(ways) < _ENOUGH_WAYS:
+        ways += _fewer_but_larger(question, ways, tell)
+    return tuple(ways), tuple(closed)
+
+
+def _more_devices(question: Question, found: SearchResult, tell: Tell) -> WayOut | str:
+    """Doubling until it fits, then halving the last doubling as far as whole nodes go."""
+    short, enough, least_bytes = question.cluster.num_devices, None, _least_bytes(found)
+    for devices in larger_sizes(question.cluster):
+        if not _is_too_small(question, found, devices):
+            made = _on(question, devices, tell)
+            if made.best is not None:
+                enough = made
+                break
+            now_bytes = _least_bytes(made.found)
+            if devices > _MOST_DEVICES or now_bytes > _HELPS * least_bytes:
+                return f"More such devices do not help: {devices} {_least_words(made)}."
+            least_bytes = now_bytes
+        short = devices
+    if enough is None:
+        return ""
+    while (middle := _between(question, short, enough.question.cluster.num_devices)) is not None:
+        fewer = enough if _is_too_small(question, found, middle) else _on(question, middle, tell)
+        if fewer is enough or fewer.best is None:
+            short = middle
+        else:
+            enough = fewer
+    devices = enough.question.cluster.num_devices
+    words = f"{devices} such devices ({enough.words}; {short} are too few)"
+    return WayOut(what="devices", words=words, outcome=enough)
+
+
+def _least_bytes(found: SearchResult | None) -> float:
+    """What the smallest plan needs; infinite where there is no plan at all."""
+    return found.nearest_miss[1].peak_bytes if found is not None and found.nearest_miss is not None else math.inf
+
+
+def _is_too_small(question: Question, found: SearchResult, devices: int) -> bool:
+    """Even if parameters, gradients and states were shared out evenly: then a search would be for nothing."""
+    return _held_bytes(question, found) / devices > _ROOM * question.machine.device.memory_bytes
+
+
+def _held_bytes(question: Question, found: SearchResult) -> float:
+    """Parameters, gradients and states of all devices together, whatever the plan."""
+    if found.nearest_miss is None:
+        return 0.0
+    told, own = found.nearest_miss[1], question.cluster.num_devices
+    held = sum(told.peak_bytes_by_category.get(name, 0) for name in ("parameters", "gradients", "optimizer"))
+    # Of several devices some may hold the same; one alone has everything once.
+    return held if own == 1 else held * own / 2
+
+
+def _on(question: Question, devices: int, tell: Tell) -> AskedOutcome:
+    cluster = resized(question.cluster, devices)
+    assert cluster is not None, f"{devices} devices are possible"
+    tell(f"searching {cluster.name}")
+    made = outcome(cluster.name, replace(question, cluster=cluster))
+    if made.best is not None or made.found is None or made.found.nearest_miss is not None or question.batch >= devices:
+        return made
+    # No plan at all: so many devices cannot share the batch, and one sample each is the least that they can.
+    words = f"{cluster.name}, batch {devices}"
+    return outcome(words, replace(question, cluster=cluster, batch=devices))
+
+
+def _between(question: Question, short: int, enough: int) -> int | None:
+    """A whole number of nodes halfway; None where there is none, or too many to look for the fewest."""
+    width = resized(question.cluster, enough).devices_per_node  # type: ignore[union-attr]
+    if enough <= width or enough > _MOST_HALVED:
+        return None
+    nodes = (max(short, 0) // width + enough // width) // 2
+    return nodes * width if short < nodes * width < enough else None
+
+
+def _more_memory(question: Question, found: SearchResult, tell: Tell) -> WayOut | str:
+    if found.nearest_miss is None:
+        return ""
+    budget = found.nearest_miss[1].peak_bytes
+    for _ in range(_MOST_TRIES):
+        budget = int(budget * _MARGIN)
+        tell(f"searching with {pretty_bytes(budget)}")
+        made = outcome(pretty_bytes(budget), question.with_memory(budget))
+        if made.best is not None:
+            return WayOut(what="memory", words=f"{pretty_bytes(budget)} of memory each", outcome=made)
+    return ""
+
+
+def _fewer_but_larger(question: Question, ways: list[WayOut], tell: Tell) -> list[WayOut]:
+    """Half the devices that fit, each with twice the memory: between the first two ways."""
+    enough = next((way.outcome.question.cluster.num_devices for way in ways if way.what == "devices"), 0)
+    cluster = resized(question.cluster, enough // 2) if enough // 2 > question.cluster.num_devices else None
+    if cluster is None:
+        return []
+    budget = 2 * question.machine.device.memory_bytes
+    words = f"{cluster.num_devices} such devices with {pretty_bytes(budget)} of memory each"
+    tell(f"searching {words}")
+    made = outcome(words, replace(question, cluster=cluster).with_memory(budget))
+    return [WayOut(what="devices and memory", words=words, outcome=made)] if made.best is not None else []
+
+
+def _shorter(question: Question, found: SearchResult, tell: Tell) -> WayOut | str:
+    """Halving the sequence, after a look whether the shortest would do."""
+    if question.profile.counts != "tokens" or question.sequence <= _SHORTEST or found.nearest_miss is None:
+        return ""
+    if _is_too_small(question, found, question.cluster.num_devices):
+        held = pretty_bytes(_held_bytes(question, found) / question.cluster.num_devices)
+        return f"No shorter sequence helps: parameters, gradients and states alone are {held} a device."
+    lengths: list[int] = []
+    while (length := question.sequence >> len(lengths) + 1) >= _SHORTEST:
+        lengths.append(length)
+    if not lengths:
+        return ""
+    tell(f"searching sequence {lengths[-1]}")
+    enough = outcome(f"sequence {lengths[-1]}", replace(question, sequence=lengths[-1]))
+    if enough.best is None:
+        return f"No shorter sequence fits: {lengths[-1]} tokens {_least_words(enough)}."
+    low, high = 0, len(lengths) - 1
+    while low < high:
+        middle = (low + high) // 2
+        tell(f"searching sequence {lengths[middle]}")
+        made = outcome(f"sequence {lengths[middle]}", replace(question, sequence=lengths[middle]))
+        if made.best is not None:
+            enough, high = made, middle
+        else:
+            low = middle + 1
+    words = f"sequences of {enough.question.sequence} tokens"
+    return WayOut(what="sequence", words=words, outcome=enough)
+
+
+def _least_words(made: AskedOutcome) -> str:
+    if made.found is None or made.found.nearest_miss is None:
+        return "have no plan"
+    return f"still need {pretty_bytes(made.found.nearest_miss[1].peak_bytes)}"
+
+
+def _other_numerics(question: Question, found: SearchResult, tell: Tell) -> WayOut | str:
+    """The first level of exactness beyond the one allowed with which something fits."""
+    levels: tuple[str, ...] = getattr(wishes, "ALLOW", wishes.EXACTNESS)
+    if _is_too_small(question, found, 4 * question.cluster.num_devices):
+        return ""  # no numerics make four out of one
+    beyond = levels[levels.index(question.allow) + 1 :]
+    for level in beyond:
+        tell(f"searching with allow {level}")
+        made = outcome(f"--allow {level}", replace(question, allow=level))
+        if made.best is not None:
+            return WayOut(what="numerics", words=f"--allow {level}", outcome=made)
+    return f"Nor with --allow {beyond[-1]}." if beyond else ""
+
+
+def _fewer_wishes(question: Question, found: SearchResult, tell: Tell) -> WayOut | str:
+    limited = question.machine.device.memory_bytes < question.cluster.device.memory_bytes
+    if not (question.pin or question.ban or limited):
+        return ""
+    tell("searching without pins, bans and limits")
+    made = outcome("without wishes", replace(question, pin=(), ban=(), max_memory_bytes=None))
+    if made.best is None:
+        return "Nor without pins, bans and --max-memory."
+    return WayOut(what="wishes", words="without pins, bans and --max-memory", outcome=made)

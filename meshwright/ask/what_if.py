@@ -1,0 +1,205 @@
+"""`memory=+20GiB`, `outer=x2`, `nodes=+1`: the question with a machine or a batch that one does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from meshwright.ask.amounts import COUNT, FACTOR, MEMORY, RATE, Amount, read_amount
+from meshwright.ask.device_counts import node_width, reshaped, resized
+from meshwright.ask.question import AskedOutcome, Question, outcome, with_devices
+from meshwright.core.cluster import MOST_DEVICES, Link
+from meshwright.core.device import Device
+from meshwright.core.errors import MeshwrightError, Problem, nearest
+from meshwright.planner.search import Scored
+
+Change = Callable[[Question, Amount], "Question | Problem"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhatIfChange:
+    """One change, as it was written and as it is meant."""
+
+    name: str
+    text: str
+    amount: Amount
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedPlans:
+    """What was, what would be."""
+
+    words: str
+    before: Scored | None
+    """None: nothing fits today."""
+    after: AskedOutcome
+
+    @property
+    def rate_ratio(self) -> float | None:
+        """Times as many tokens a second."""
+        best = self.after.best
+        if best is None or self.before is None:
+            return None
+        return best[1].tokens_per_second / self.before[1].tokens_per_second
+
+    @property
+    def device_ratio(self) -> float:
+        """Times as many devices."""
+        return self.after.question.cluster.num_devices / self.before[0].num_ranks if self.before else 1.0
+
+
+def compare(question: Question, changes: Sequence[WhatIfChange], before: Scored | None) -> ComparedPlans:
+    words = ", ".join(str(change) for change in changes)
+    return ComparedPlans(words=words, before=before, after=outcome(words, with_changes(question, changes)))
+
+
+def usual_changes(question: Question) -> tuple[WhatIfChange, ...]:
+    """What people ask first: more memory, the slowest link twice as fast, one more node."""
+    cluster = question.cluster
+    if cluster.others:
+        return read_changes(("memory=+25%", "between=x2"))
+    link = () if cluster.num_devices == 1 else ("outer=x2",) if cluster.num_nodes > 1 else ("inner=x2",)
+    return read_changes(("memory=+25%", *link, "nodes=+1"))
+
+
+def read_changes(texts: Sequence[str]) -> tuple[WhatIfChange, ...]:
+    """Every wrong word is reported at once."""
+    problems: list[Problem] = []
+    found = []
+    for text in texts:
+        where = f"--what-if {text}"
+        name, equals, amount_text = (part.strip() for part in text.partition("="))
+        if name not in CHANGES:
+            what = f'nothing that can be changed is called "{name}".'
+            problems.append(Problem(where=where, what=what, fix=nearest(name, CHANGES)))
+            continue
+        units, example, _ = CHANGES[name]
+        if not equals:
+            problems.append(Problem(where=where, what="has no value.", fix=f"For example {name}={example}."))
+            continue
+        amount = read_amount(amount_text, units, where, f"{name}={example}", problems)
+        if amount is not None:
+            found.append(WhatIfChange(name=name, text=text.strip(), amount=amount))
+    if problems:
+        raise MeshwrightError(problems)
+    return tuple(found)
+
+
+def with_changes(question: Question, changes: Sequence[WhatIfChange]) -> Question:
+    """All of them together; those that cannot be are reported at once."""
+    problems = []
+    for wanted in changes:
+        changed = _tried(CHANGES[wanted.name][2], question, wanted.amount)
+        if isinstance(changed, Problem):
+            problems.append(replace(changed, where=f"--what-if {wanted}"))
+        else:
+            question = changed
+    if problems:
+        raise MeshwrightError(problems)
+    return question
+
+
+def _tried(change: Change, question: Question, amount: Amount) -> Question | Problem:
+    try:
+        return change(question, amount)
+    except MeshwrightError as error:  # no such machine can be: the cluster's own checks say why
+        return Problem(where="", what=" ".join(map(str, error.problems)))
+
+
+def _memory(question: Question, amount: Amount) -> Question | Problem:
+    least = min(group.device.memory_bytes for group in question.machine.groups)
+    if problem := question.memory_problem(amount.of(least), ""):
+        return problem
+    cluster = with_devices(question.machine, lambda d: replace(d, memory_bytes=int(amount.of(d.memory_bytes))))
+    return replace(question, cluster=cluster, max_memory_bytes=None)
+
+
+def _flops(question: Question, amount: Amount) -> Question:
+    def faster(device: Device) -> Device:
+        rates = {dtype: amount.of(rate) for dtype, rate in device.flops_per_second.items()}
+        return replace(device, flops_per_second=rates)
+
+    return replace(question, cluster=with_devices(question.cluster, faster))
+
+
+def _faster(link: Link, amount: Amount) -> Link:
+    return replace(link, bytes_per_second=amount.of(link.bytes_per_second))
+
+
+def _inner(question: Question, amount: Amount) -> Question:
+    cluster = question.cluster
+    others = tuple(replace(group, inner=_faster(group.inner, amount)) for group in cluster.others)
+    return replace(question, cluster=replace(cluster, inner=_faster(cluster.inner, amount), others=others))
+
+
+def _outer(question: Question, amount: Amount) -> Question:
+    cluster = question.cluster
+    others = tuple(replace(group, outer=_faster(group.outer, amount)) for group in cluster.others)
+    return replace(question, cluster=replace(cluster, outer=_faster(cluster.outer, amount), others=others))
+
+
+def _between(question: Question, amount: Amount) -> Question | Problem:
+    cluster = question.cluster
+    if not cluster.others:
+        return Problem(where="", what=f"{cluster.name} has one group, so nothing lies between groups.")
+    link = _faster(cluster.link_between(range(len(cluster.groups))), amount)
+    return replace(question, cluster=replace(cluster, between=link))
+
+
+def _devices(question: Question, amount: Amount) -> Question | Problem:
+    devices, width = amount.of(question.cluster.num_devices), node_width(question.cluster)
+    found = resized(question.cluster, int(devices)) if devices == int(devices) else None
+    if question.cluster.others:
+        return _mixed(question)
+    if found is None:
+        fix = f"Use 1 to {width}, or a multiple of {width} up to {MOST_DEVICES - MOST_DEVICES % width}."
+        return Problem(where="", what=f"{devices:g} devices are no part of a node and no whole nodes.", fix=fix)
+    return replace(question, cluster=found)
+
+
+def _nodes(question: Question, amount: Amount) -> Question | Problem:
+    nodes = amount.of(question.cluster.num_nodes)
+    if question.cluster.others:
+        return _mixed(question)
+    if nodes < 1 or nodes != int(nodes):
+        return Problem(where="", what=f"{nodes:g} nodes.", fix="Use a whole number, at least 1.")
+    return replace(question, cluster=reshaped(question.cluster, question.cluster.devices_per_node, int(nodes)))
+
+
+def _mixed(question: Question) -> Problem:
+    what = f"the groups of {question.cluster.name} differ, so devices alone do not say whose they are."
+    return Problem(where="", what=what, fix="Plan for a --cluster with the groups you mean.")
+
+
+def _batch(question: Question, amount: Amount) -> Question | Problem:
+    batch = amount.of(question.batch)
+    if batch < 1 or batch != int(batch):
+        return Problem(where="", what=f"a batch of {batch:g} samples.", fix="Use a whole number, at least 1.")
+    return replace(question, batch=int(batch))
+
+
+def _seq(question: Question, amount: Amount) -> Question | Problem:
+    sequence, most = amount.of(question.sequence), question.profile.max_sequence
+    if question.profile.counts != "tokens":
+        return Problem(where="", what=f"samples of {question.profile.name} have no sequence.")
+    if not 1 <= sequence <= most or sequence != int(sequence):
+        what = f"a sequence of {sequence:g}; the model has positions for {most}."
+        return Problem(where="", what=what, fix=f"Use a whole number from 1 to {most}.")
+    return replace(question, sequence=int(sequence))
+
+
+CHANGES: dict[str, tuple[dict[str, float], str, Change]] = {
+    "memory": (MEMORY, "+20GiB", _memory),
+    "inner": (RATE, "x2", _inner),
+    "outer": (RATE, "100GB/s", _outer),
+    "between": (RATE, "10GB/s", _between),
+    "nodes": (COUNT, "+1", _nodes),
+    "devices": (COUNT, "16", _devices),
+    "flops": (FACTOR, "x2", _flops),
+    "batch": (COUNT, "256", _batch),
+    "seq": (COUNT, "16384", _seq),
+}
+"""Name -> units, an example, what it does."""

@@ -1,0 +1,224 @@
+"""Why a knob has its value: the best plan with each neighbouring value, and without it at all.
+
+Values come from the technique's own options. The knob is pinned, everything else is left to the search: what an axis
+gives up another takes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from meshwright.ask.question import AskedOutcome, Question, Tell, outcome
+from meshwright.core.codec import field_types
+from meshwright.core.errors import MeshwrightError, Problem, nearest
+from meshwright.core.plan import Plan
+from meshwright.core.technique import Axis, Choice, Option, PerLayer, Technique, technique_named, technique_names
+from meshwright.planner.search import Scored
+from meshwright.planner.wishes import MICROBATCH
+
+BATCH = "batch"
+ABSENT = "absent"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Knob:
+    technique: str
+    """Empty: the batch or the microbatch, named by `field`."""
+    field: str
+
+    def __str__(self) -> str:
+        return f"{self.technique}.{self.field}" if self.technique and self.field else self.technique or self.field
+
+
+@dataclass(frozen=True, kw_only=True)
+class Why:
+    knob: Knob
+    value: str
+    """What the best plan has."""
+    wished: str
+    """The pin or ban that left no choice; empty if search chose."""
+    best: Scored
+    others: tuple[AskedOutcome, ...]
+    notes: tuple[str, ...] = ()
+
+
+def read_knobs(texts: Sequence[str]) -> tuple[Knob, ...]:
+    """Every wrong word is reported at once."""
+    problems: list[Problem] = []
+    found = [knob for text in texts if (knob := _read_knob(text, problems)) is not None]
+    if problems:
+        raise MeshwrightError(problems)
+    return tuple(found)
+
+
+def _read_knob(text: str, problems: list[Problem]) -> Knob | None:
+    name, dot, field = text.strip().partition(".")
+    if name in (BATCH, MICROBATCH) and not dot:
+        return Knob(technique="", field=name)
+    if name not in technique_names():
+        known = (*technique_names(), MICROBATCH, BATCH)
+        what = f'no knob is called "{name}".'
+        problems.append(Problem(where=f"--why {text}", what=what, fix=nearest(name, known)))
+        return None
+    kind: type = technique_named(name)
+    fields = field_types(kind)
+    if dot and field not in fields:
+        fix = nearest(field, fields) if fields else f"Write --why {name}."
+        problems.append(Problem(where=f"--why {text}", what=f'{name} has no "{field}".', fix=fix))
+        return None
+    return Knob(technique=name, field=field)
+
+
+def why(question: Question, best: Scored, knob: Knob, tell: Tell) -> Why:
+    """Searches again for each other value."""
+    notes: list[str] = []
+    others: list[AskedOutcome] = []
+    without = _without(question, knob)
+
+    def ask(words: str, changed: Question) -> AskedOutcome:
+        tell(f"searching with {words}")
+        others.append(outcome(words, changed))
+        return others[-1]
+
+    if not knob.technique:
+        for words, changed in _other_counts(without, best[0], knob):
+            ask(words, changed)
+    else:
+        around: Plan | None = best[0]
+        is_used = best[0].technique(knob.technique) is not None
+        if not is_used:  # the best plan that has it is what its values are compared around
+            made = ask(f"{knob.technique}, set as fits best", _pinned(without, knob.technique))
+            around = made.best[0] if made.best is not None else None
+        for words, changed in _other_values(without, around, knob, notes) if around is not None else ():
+            ask(words, changed)
+        if is_used:
+            ask(f"no {knob.technique}", replace(without, ban=(*without.ban, knob.technique)))
+    return Why(
+        knob=knob,
+        value=_value(best[0], knob, question),
+        wished=", ".join(f"--{kind} {text}" for kind, text in _concerning(question, knob)),
+        best=best,
+        others=tuple(others),
+        notes=tuple(notes),
+    )
+
+
+def _other_counts(question: Question, plan: Plan, knob: Knob) -> list[tuple[str, Question]]:
+    """Half and twice the batch; the next microbatches that divide the batch."""
+    batch = plan.batch
+    if knob.field == BATCH:
+        tried = [each for each in (batch // 2 if batch % 2 == 0 else 0, batch * 2) if each]
+        return [(f"batch {each}", replace(question, batch=each)) for each in tried]
+    small = [n for n in range(1, math.isqrt(batch) + 1) if batch % n == 0]
+    divisors = {*small, *(batch // n for n in small)}
+    sizes = _neighbours(divisors, plan.microbatch)
+    return [(f"microbatch {n}", _pinned(question, f"{MICROBATCH}={n}")) for n in sizes]
+
+
+def _other_values(question: Question, plan: Plan, knob: Knob, notes: list[str]) -> list[tuple[str, Question]]:
+    """Of a technique that the plan uses."""
+    kind = technique_named(knob.technique)
+    # As search asks: what may be tried depends on the samples there are, not on the longest the model takes.
+    profile = replace(question.profile, max_sequence=question.sequence)
+    options = {field: option for option in kind.options(profile, question.cluster) for field in _fields(option)}
+    field = knob.field or (_main_field(tuple(options.values())) if options else "")
+    if field not in options:
+        notes.append(
+            f"Search does not turn {Knob(technique=knob.technique, field=field)}; pin it to try another value."
+        )
+        return []
+    found = []
+    for value in _others(options[field], field, plan, question, kind.name):
+        words = f"{knob.technique}.{field}={_plain(value)}"
+        found.append((words, _pinned(question, words)))
+    return found
+
+
+def _fields(option: Option) -> tuple[str, ...]:
+    return option.fields if isinstance(option, PerLayer) else (option.field,)
+
+
+def _main_field(options: tuple[Option, ...]) -> str:
+    """What a technique's name alone asks about: its size, else how many layers, else its first choice."""
+    for role in (Axis, PerLayer, Choice):
+        for option in options:
+            if isinstance(option, role) and not (isinstance(option, Choice) and len(option.values) < 2):
+                return _fields(option)[0]
+    return _fields(options[0])[0]
+
+
+def _others(option: Option, field: str, plan: Plan, question: Question, name: str) -> list[Any]:
+    """One step up and one step down of what has an order; of the rest every other value."""
+    used = plan.technique(name)
+    now = getattr(used, field) if used is not None else None
+    if isinstance(option, Choice):
+        return [value for value in option.values if value != now]
+    if isinstance(option, PerLayer):
+        return _layer_steps(plan, question, used, field)
+    sizes = tuple(size for size in option.sizes if question.cluster.num_devices % size == 0)
+    if now is None:
+        return list(sizes[:1])
+    # Beyond the largest: asked all the same, to hear which rule it breaks.
+    return [*_neighbours(sizes, now), *([2 * now] if now >= max(sizes, default=0) else [])]
+
+
+def _layer_steps(plan: Plan, question: Question, used: Technique | None, field: str) -> list[int]:
+    """A quarter of a stage's blocks less and more than the fullest stage has now."""
+    most = max(plan.blocks_of_stages(question.profile))
+    now = 0
+    if used is not None:
+        for spans in plan.spans_of_stages(question.profile):
+            counts = used.counts_in(question.profile, spans)
+            now = max(now, sum(count for key, count in counts.items() if key.startswith(f"{used.name}.{field}.")))
+    step = max(1, most // 4)
+    return sorted({max(0, now - step), min(most, now + step)} - {0, now})
+
+
+def _neighbours(sizes: Collection[int], now: int) -> list[int]:
+    below = [size for size in sizes if size < now]
+    above = [size for size in sizes if size > now]
+    return [*([max(below)] if below else []), *([min(above)] if above else [])]
+
+
+def _pinned(question: Question, pin: str) -> Question:
+    return replace(question, pin=(*question.pin, pin))
+
+
+def _concerning(question: Question, knob: Knob) -> Iterator[tuple[str, str]]:
+    """The user's own wishes about the knob's technique: (pin or ban, its text)."""
+    name = knob.technique or knob.field
+    for kind, wishes in (("pin", question.pin), ("ban", question.ban)):
+        for text in wishes:
+            if text.partition("=")[0].partition(".")[0].strip() == name:
+                yield kind, text
+
+
+def _without(question: Question, knob: Knob) -> Question:
+    """Without the user's wishes about it: they would contradict every other value."""
+    gone = set(_concerning(question, knob))
+    return replace(
+        question,
+        pin=tuple(text for text in question.pin if ("pin", text) not in gone),
+        ban=tuple(text for text in question.ban if ("ban", text) not in gone),
+    )
+
+
+def _value(plan: Plan, knob: Knob, question: Question) -> str:
+    if not knob.technique:
+        return str(getattr(plan, knob.field))
+    used = plan.technique(knob.technique)
+    if used is None:
+        return ABSENT
+    options = technique_named(knob.technique).options(question.profile, question.cluster)
+    field = knob.field or (_main_field(options) if options else "")
+    return _plain(getattr(used, field)) if field else "used"
+
+
+def _plain(value: Any) -> str:
+    """As a pin would have it."""
+    if value is None or isinstance(value, bool):
+        return {None: "all", True: "true", False: "false"}[value]
+    return str(list(value)) if isinstance(value, tuple) else str(value)

@@ -1,0 +1,246 @@
+"""From files to one flat array of tokens, where documents start, and which tokens count in the loss.
+
+Every document ends with the tokenizer's separator. A text file is one document; a JSONL file has one per
+line: its prompt (weight 0: given, not to be learnt), then its text (weight 1), then the separator (weight 1:
+where to stop is learnt too). Of a conversation what the assistant said has weight 1.
+All files are read before any problem is reported: one run shows them all.
+
+Files are read in chunks that end at a line (or a row group), so that many processes can share one file. Where
+chunks end depends on the file alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
+from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.units import MIB
+from meshwright.data import columns
+from meshwright.data.file_list import DATASETS, SourceFile
+from meshwright.data.json_records import Records, TextKeys, parse_lines
+from meshwright.data.tokenizer import TokenArray, Tokenizer
+
+MAX_PROBLEMS = 20
+CHUNK_BYTES = 16 * MIB
+_NUL_SEARCH_BYTES = 64 * 1024
+# Sources in other suffixes (an old .py in Latin-1) are taken byte for byte.
+_UTF8_SUFFIXES = (".txt", ".md", ".jsonl")
+_UTF8_MARK = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class FlatTokens:
+    """Flat tokens, and a weight per token (0 or 1) where some do not count; None means that all count."""
+
+    tokens: TokenArray
+    weights: TokenArray | None = None
+    starts: npt.NDArray[np.int64] | None = None
+    """Where documents begin, ascending; None where nobody knows."""
+    num_text_bytes: int = 0
+    num_records: int = 0
+    """Documents, those included that are empty and were left out."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileRange:
+    """From `start` to `stop`: bytes of text or JSONL, row groups of Parquet, rows of a dataset."""
+
+    path: str
+    start: int
+    stop: int
+    kind: str
+    """text, jsonl, parquet or datasets."""
+    is_last: bool
+
+
+def chunks_of(file: SourceFile) -> list[FileRange]:
+    """The chunks of a file in order, none empty. Raises OSError or MeshwrightError where it cannot be opened."""
+    suffix = os.path.splitext(file.path)[1].lower()
+    if file.path.startswith(DATASETS):
+        kind, num_rows = "datasets", columns.num_dataset_rows(file.path)
+        cuts = [*range(0, num_rows, columns.DATASET_CHUNK_ROWS), num_rows]
+    elif suffix == ".parquet":
+        kind, cuts = "parquet", list(range(columns.parquet_file(file.path).num_row_groups + 1))
+    else:
+        kind, cuts = "jsonl" if suffix == ".jsonl" else "text", _line_cuts(file)
+    return [FileRange(path=file.path, start=a, stop=b, kind=kind, is_last=b == cuts[-1]) for a, b in pairwise(cuts)]
+
+
+def _line_cuts(file: SourceFile) -> list[int]:
+    """Offsets of lines about `CHUNK_BYTES` apart, from 0 to the size of the file."""
+    cuts = [0]
+    with open(file.path, "rb") as opened:
+        while cuts[-1] + CHUNK_BYTES < file.size_bytes:
+            opened.seek(cuts[-1] + CHUNK_BYTES)
+            opened.readline()
+            cuts.append(min(opened.tell(), file.size_bytes))
+    return cuts if cuts[-1] == file.size_bytes else [*cuts, file.size_bytes]
+
+
+def read_files(
+    files: Iterable[SourceFile], keys: TextKeys, tokenizer: Tokenizer, problems: list[Problem]
+) -> FlatTokens:
+    """All files joined. Problems are appended, and the result is then meaningless."""
+    return join([_read_file(file, keys, tokenizer, problems) for file in files], tokenizer)
+
+
+def _read_file(file: SourceFile, keys: TextKeys, tokenizer: Tokenizer, problems: list[Problem]) -> FlatTokens:
+    num_known = len(problems)
+    parts = []
+    try:
+        for chunk in chunks_of(file):
+            parts.append(read_chunk(chunk, keys, tokenizer, problems))
+            if len(problems) > num_known and chunk.kind != "jsonl":  # the other chunks would say the same
+                break
+    except OSError as error:
+        problems.append(unreadable(file.path, error))
+    except MeshwrightError as error:
+        problems.extend(error.problems)
+    found = join(parts, tokenizer)
+    if len(problems) == num_known:
+        problems.extend(emptiness(file.path, len(found.tokens), found.num_records))
+    return found
+
+
+def unreadable(path: str, error: OSError) -> Problem:
+    return Problem(where=path, what=f"cannot be read: {(error.strerror or 'unknown error').lower()}.")
+
+
+def emptiness(path: str, num_tokens: int, num_records: int) -> list[Problem]:
+    """A file may hold empty documents, but not only such."""
+    if num_tokens:
+        return []
+    what = f"all of its {num_records:,} documents are empty." if num_records else "holds no record, only blank lines."
+    return [Problem(where=path, what=what, fix="Remove it or fill it.")]
+
+
+def read_chunk(chunk: FileRange, keys: TextKeys, tokenizer: Tokenizer, problems: list[Problem]) -> FlatTokens:
+    """The tokens of one chunk; those of a text that goes on in the next chunk have no separator yet."""
+    if chunk.kind == "parquet":
+        return _encode(columns.read_row_group(chunk.path, chunk.start, keys, problems), tokenizer)
+    if chunk.kind == "datasets":
+        return _encode(columns.read_dataset_rows(chunk.path, chunk.start, chunk.stop, keys, problems), tokenizer)
+    with open(chunk.path, "rb") as file:
+        file.seek(chunk.start)
+        content = file.read(chunk.stop - chunk.start)
+        problem = _binary_problem(chunk, content)
+        if problem:
+            problems.append(problem)
+            return join([], tokenizer)
+        if chunk.kind == "text":
+            return _encode_text(content, tokenizer, begins=chunk.start == 0, ends=chunk.is_last)
+        lines = content.removeprefix(_UTF8_MARK) if chunk.start == 0 else content
+        records = parse_lines(chunk.path, lines, keys, lambda: _num_lines(file, chunk.start), problems)
+    return _encode(records, tokenizer)
+
+
+def _num_lines(file: BinaryIO, stop: int) -> int:
+    file.seek(0)
+    return sum(file.read(min(MIB, stop - start)).count(b"\n") for start in range(0, stop, MIB))
+
+
+def _binary_problem(chunk: FileRange, content: bytes) -> Problem | None:
+    fix = "Convert it to UTF-8 text, or leave it out of the pattern."
+    nul = content.find(0, 0, _NUL_SEARCH_BYTES) if chunk.start == 0 else -1
+    if nul >= 0:
+        return Problem(where=chunk.path, what=f"is not a text file: a NUL byte at offset {nul}.", fix=fix)
+    if os.path.splitext(chunk.path)[1].lower() in _UTF8_SUFFIXES:
+        try:
+            content.decode("utf-8")
+        except UnicodeDecodeError as error:
+            what = f"is not UTF-8: byte 0x{content[error.start]:02x} at offset {chunk.start + error.start}."
+            return Problem(where=chunk.path, what=what, fix=fix)
+    return None
+
+
+def _encode_text(content: bytes, tokenizer: Tokenizer, *, begins: bool, ends: bool) -> FlatTokens:
+    tokens = tokenizer.encode(content)
+    if ends:
+        tokens = np.append(tokens, np.asarray([tokenizer.separator], dtype=tokens.dtype))
+    starts = np.zeros(1 if begins else 0, dtype=np.int64)
+    return FlatTokens(tokens=tokens, starts=starts, num_text_bytes=len(content), num_records=int(begins))
+
+
+def _encode(records: Records, tokenizer: Tokenizer) -> FlatTokens:
+    """All records; conversations are encoded apart from others."""
+    if not any(said is not None for said in records.said):
+        return _encode_texts(records, tokenizer)
+    parts, place = [], 0
+    for is_chat, group in groupby(records.said, key=lambda said: said is not None):
+        said = list(group)
+        part = slice(place, place + len(said))
+        some = Records(texts=records.texts[part], prompts=records.prompts[part], said=said)
+        parts.append(_encode_chats(some, tokenizer) if is_chat else _encode_texts(some, tokenizer))
+        place = part.stop
+    return replace(join(parts, tokenizer), num_records=records.num_records)
+
+
+def _encode_chats(records: Records, tokenizer: Tokenizer) -> FlatTokens:
+    """Each conversation with a separator after it, which does not count: how an answer ends is in the template."""
+    encoded = tokenizer.encode_spans(records.texts, [said or [] for said in records.said])
+    flat = [np.append(tokens, np.asarray([tokenizer.separator], tokens.dtype)) for tokens, _ in encoded]
+    return FlatTokens(
+        tokens=np.concatenate(flat),
+        weights=np.concatenate([np.append(weights, np.uint8(0)) for _, weights in encoded]),
+        starts=np.cumsum([0, *map(len, flat)])[:-1].astype(np.int64),
+        num_text_bytes=sum(map(len, records.texts)),
+    )
+
+
+def _encode_texts(records: Records, tokenizer: Tokenizer) -> FlatTokens:
+    """Each record with its separator; a prompt is encoded apart, so that the border lies between tokens."""
+    has_prompts = any(records.prompts)
+    segments = records.texts
+    if has_prompts:
+        segments = [segment for pair in zip(records.prompts, records.texts, strict=True) for segment in pair]
+    flat, lengths = tokenizer.encode_all(segments)
+    num_documents = len(records.texts)
+    ends = np.cumsum(lengths.reshape(num_documents, -1).sum(axis=1) + 1) if num_documents else lengths
+    is_text = np.ones(len(flat) + num_documents, dtype=bool)
+    is_text[ends - 1] = False
+    tokens = np.full(len(is_text), tokenizer.separator, dtype=flat.dtype)
+    tokens[is_text] = flat
+    weights = None
+    if has_prompts:
+        weights = np.ones(len(tokens), dtype=np.uint8)
+        weights[is_text] = np.repeat(np.tile(np.array([0, 1], dtype=np.uint8), num_documents), lengths)
+    return FlatTokens(
+        tokens=tokens,
+        weights=weights,
+        starts=np.concatenate([[0], ends[:-1]]).astype(np.int64)[:num_documents],
+        num_text_bytes=sum(map(len, segments)),
+        num_records=records.num_records,
+    )
+
+
+def join(parts: list[FlatTokens], tokenizer: Tokenizer) -> FlatTokens:
+    tokens = [part.tokens for part in parts] or [tokenizer.encode(b"")]
+    offsets = np.cumsum([0, *map(len, tokens)])
+    starts = [part.starts + offset for part, offset in zip(parts, offsets, strict=False) if part.starts is not None]
+    weights = None
+    if any(part.weights is not None for part in parts):
+        filled = [np.ones(len(p.tokens), dtype=np.uint8) if p.weights is None else p.weights for p in parts]
+        weights = np.concatenate(filled)
+    return FlatTokens(
+        tokens=np.concatenate(tokens),
+        weights=weights,
+        starts=np.concatenate([*starts, np.empty(0, dtype=np.int64)]),
+        num_text_bytes=sum(part.num_text_bytes for part in parts),
+        num_records=sum(part.num_records for part in parts),
+    )
+
+
+def raise_all(problems: list[Problem]) -> None:
+    """One error with the first problems, and how many more there are; nothing if there are none."""
+    if len(problems) > MAX_PROBLEMS:
+        more = Problem(where="data", what=f"and {len(problems) - MAX_PROBLEMS} more problems like these.")
+        raise MeshwrightError([*problems[:MAX_PROBLEMS], more])
+    if problems:
+        raise MeshwrightError(problems)

@@ -1,0 +1,1 @@
+"""Modules written by others: examined, traced, split and run as a `Model`."""

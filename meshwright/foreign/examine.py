@@ -1,0 +1,451 @@
+"""What somebody else's module is made of: found by running it without values (on fake tensors).
+
+    first ──> block 0 ──> block 1 ──> ... ──> last
+
+The repeated blocks are the ModuleList or Sequential with the most parameters, or several of them side by side. Stages
+may be cut between them if each needs nothing of the others but the one tensor it is handed: each block is given a fresh
+copy of that tensor, and autograd then tells which parameters everything after it depends on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from meshwright.ops.model_interface import Inputs, map_inputs
+
+Dim = tuple[int, int, int]
+"""A size as constant + per sample + per token of the sequence."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputTemplate:
+    """Inputs of any number of samples and any sequence, like an example of them."""
+
+    example: Inputs
+    has_sequence: bool
+
+    @classmethod
+    def like(cls, example: Inputs) -> InputTemplate:
+        first = example[0] if isinstance(example, tuple) else example
+        return cls(example=example, has_sequence=first.ndim >= 2 and not first.is_floating_point())
+
+    @property
+    def sequence(self) -> int:
+        first = self.example[0] if isinstance(self.example, tuple) else self.example
+        return int(first.shape[1]) if self.has_sequence else 1
+
+    def shaped(self, samples: int, sequence: int) -> Inputs:
+        def make(tensor: Tensor) -> Tensor:
+            shape = [samples, *tensor.shape[1:]]
+            if self.has_sequence and tensor.ndim >= 2 and tensor.shape[1] == self.sequence:
+                shape[1] = sequence
+            return torch.zeros(shape, dtype=tensor.dtype, device="cpu")
+
+        return map_inputs(self.example, make)
+
+
+class _Absent:
+    """In place of a tensor that only a block of another stage has. Whatever is done with it fails."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError("the second output of a block on another stage is used")
+
+    def __bool__(self) -> bool:
+        raise AttributeError("the second output of a block on another stage is used")
+
+
+ABSENT = _Absent()
+
+
+@dataclass(frozen=True)
+class Returned:
+    """How a block hands on its tensor: alone, or first in a tuple with other things."""
+
+    kind: type | None = None
+    rest: tuple[Any, ...] = ()
+
+    @classmethod
+    def like(cls, output: Any) -> Returned:
+        """Of `output`, its tensors left out."""
+        plain = (bool, int, float, str, type(None), torch.dtype)
+        if not isinstance(output, tuple):
+            return cls()
+        return cls(type(output), tree_map(lambda each: each if isinstance(each, plain) else ABSENT, tuple(output[1:])))
+
+    def made(self, hidden: Tensor, rest: Sequence[Any] | None = None) -> Any:
+        if self.kind is None:
+            return hidden
+        values = (hidden, *(self.rest if rest is None else rest))
+        return self.kind._make(values) if hasattr(self.kind, "_make") else values
+
+
+@dataclass(kw_only=True)
+class Anatomy:
+    """The blocks of a module, and whether stages may be cut between them."""
+
+    names: tuple[str, ...] = ()
+    """Of the blocks, in the order they run; none where there are none worth the name."""
+    before: tuple[str, ...] = ()
+    """Parameters used before the first block."""
+    after: tuple[str, ...] = ()
+    """Parameters used after the last one; tied ones may be in both."""
+    no_stages: str = ""
+    """Why stages cannot be cut; empty if they can."""
+    returned: dict[int, Returned] = field(default_factory=dict)
+    """What a block returns."""
+    between: set[int] = field(default_factory=set)
+    """Blocks that are not given the very tensor that the one before returned: the forward does something to it."""
+    shapes: list[tuple[Dim, ...]] = field(default_factory=list)
+    """Of what enters the first block, and what leaves each."""
+    calls: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
+    """A block's arguments in the trace."""
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.names)
+
+    def holds(self, name: str) -> bool:
+        """Whether a parameter is of a block."""
+        return name.startswith(tuple(f"{block}." for block in self.names))
+
+
+def list_path(names: Sequence[str]) -> str:
+    """Of the list of blocks, where they are in one."""
+    paths = {name.rpartition(".")[0] for name in names}
+    return paths.pop() if len(paths) == 1 else ""
+
+
+class Coins(TorchFunctionMode):
+    """A number drawn for a whole layer (`torch.rand([])`, as for layer drop) is the given one.
+
+    Recurrent layers, which torch would go through step by step, are one operator where there are no values.
+    """
+
+    def __init__(self, value: float):
+        super().__init__()
+        self.value = value
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_coin(func, args):
+            return torch.tensor(self.value)
+        from meshwright.foreign import trace_ops
+
+        if trace_ops.is_recurrent(func, args):
+            return trace_ops.recur(func.__name__, *args)
+        return func(*args, **(kwargs or {}))
+
+
+def is_coin(func: Any, args: Any) -> bool:
+    return func is torch.rand and not any(args[0] if len(args) == 1 and not isinstance(args[0], int) else args)
+
+
+@contextlib.contextmanager
+def tracing(module: nn.Module, call: Callable[[nn.Module, Inputs], Any], template: InputTemplate) -> Iterator[None]:
+    """Fake tensors inside, if the module runs on them; a forward that looks at values is run with values."""
+    with quiet():
+        try:
+            with FakeTensorMode(allow_non_fake_inputs=True), Coins(0.5):
+                run_apart(module, call, template.shaped(1, min(2, template.sequence)))
+            mode: Any = FakeTensorMode(allow_non_fake_inputs=True)
+        except Exception:
+            if any(value.device.type == "meta" for value in module.parameters()):
+                raise
+            mode = contextlib.nullcontext()
+        with mode:
+            yield
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """What fails on fake tensors is told by us, in a line."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+def run_apart(
+    module: nn.Module, call: Callable[[nn.Module, Inputs], Any], inputs: Inputs
+) -> tuple[Any, dict[str, Tensor]]:
+    """Run a module on other tensors than its own (fake ones, where that is on): (its output, those tensors)."""
+    tensors: dict[str, Tensor] = {}
+    same: dict[int, Tensor] = {}  # tied ones stay one
+    for path, each in module.named_modules():  # one that stands in two places comes once: else it is not put back
+        for name, value in (*each._parameters.items(), *each._buffers.items()):
+            if value is None:
+                continue
+            if id(value) not in same:
+                may_train = isinstance(value, nn.Parameter) and value.is_floating_point()
+                same[id(value)] = _stand_in(value).requires_grad_(may_train)
+            tensors[f"{path}.{name}".lstrip(".")] = same[id(value)]
+
+    class FakeCaller(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = module
+
+        def forward(self) -> Any:
+            return call(self.inner, inputs)
+
+    inner = {f"inner.{name}": value for name, value in tensors.items()}
+    return functional_call(FakeCaller(), inner, (), tie_weights=False), tensors
+
+
+def _stand_in(value: Tensor) -> Tensor:
+    if FakeTensorMode.is_infra_mode() and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+        return torch.empty(value.shape, dtype=value.dtype, device="cpu")
+    return value.detach().clone()
+
+
+def block_names(module: nn.Module) -> list[tuple[str, ...]]:
+    """Lists of blocks to try, the best first: what the module says itself; else those with the most parameters.
+
+    Lists of equal blocks that hang side by side, as a ResNet's layer1 to layer4, may be one after the other.
+    """
+    hint = _blocks_hint(module)
+    lists: dict[str, nn.Module] = {}
+    beside: dict[tuple[str, type], list[str]] = {}
+    for path, each in module.named_modules():
+        if isinstance(each, nn.ModuleList | nn.Sequential) and len(each):
+            kinds = {type(child) for child in each}
+            if len(each) >= 2 and (isinstance(each, nn.Sequential) or len(kinds) == 1):
+                lists[path] = each
+            if path and len(kinds) == 1:
+                beside.setdefault((path.rpartition(".")[0], kinds.pop()), []).append(path)
+    found = [_children(module, path) for path in lists]
+    found += [sum((_children(module, path) for path in paths), ()) for paths in beside.values() if len(paths) > 1]
+    sizes = {names: _size(module, names) for names in found}
+    total = sum(value.numel() for value in module.parameters())
+    best = sorted((names for names in found if 2 * sizes[names] >= total > 0), key=lambda names: -sizes[names])
+    return ([_children(module, hint)] if hint else []) + best[:2]
+
+
+def _children(module: nn.Module, path: str) -> tuple[str, ...]:
+    return tuple(f"{path}.{name}".lstrip(".") for name, _ in module.get_submodule(path).named_children())
+
+
+def _size(module: nn.Module, names: Sequence[str]) -> int:
+    return sum(value.numel() for name in names for value in module.get_submodule(name).parameters())
+
+
+def _blocks_hint(module: nn.Module) -> str:
+    """The path transformers' own pipeline plan gives to the repeated layers."""
+    plan = getattr(module, "_pp_plan", None) or {}
+    lists = [path for path in plan if isinstance(each := _submodule(module, path), nn.ModuleList) and len(each) > 1]
+    return lists[0] if lists else ""
+
+
+def _submodule(module: nn.Module, path: str) -> nn.Module | None:
+    with contextlib.suppress(AttributeError):
+        return module.get_submodule(path)
+    return None
+
+
+def examine(module: nn.Module, call: Callable[[nn.Module, Inputs], Any], template: InputTemplate) -> Anatomy:
+    found = Anatomy(no_stages="it has no list of blocks that holds most of its parameters.")
+    for names in block_names(module):
+        found = _examine(module, names, call, template)
+        if not found.no_stages:
+            break
+    return found
+
+
+def _examine(
+    module: nn.Module, names: tuple[str, ...], call: Callable[[nn.Module, Inputs], Any], template: InputTemplate
+) -> Anatomy:
+    blocks = [module.get_submodule(name) for name in names]
+    if shared := _shared(module, blocks):
+        return Anatomy(no_stages=f"{shared}, so that its blocks do not stand by themselves.")
+    anatomy = Anatomy(names=names)
+    sequence = max(1, min(8, template.sequence // 3))  # three times as long is still no longer than a sample
+    sizes = ((2, 2 * sequence, 1e-9), (3, 2 * sequence, 1 - 1e-7), (2, 3 * sequence, 0.5))
+    traces = []
+    try:
+        with tracing(module, call, template):
+            for samples, length, coin in sizes:  # a layer that is dropped now and then is found by the coins
+                with Coins(coin):
+                    traces.append(_trace(module, blocks, call, template.shaped(samples, length), anatomy))
+    except _RunAgain as why:  # a block's weights are gathered when it runs: it is no unit if that is not once
+        return Anatomy(no_stages=str(why))
+    except _NoStages as why:
+        anatomy.no_stages = str(why)
+        return anatomy
+    except DataDependentOutputException:
+        anatomy.no_stages = "its forward asks for values, and it is examined without any."
+        return anatomy
+    except Exception as error:
+        anatomy.no_stages = f"it does not run on a sample ({type(error).__name__}: {first_line(error)})."
+        return anatomy
+    base, more_samples, longer = traces
+    for shapes in zip(base, more_samples, longer, strict=True):
+        dims = []
+        for size, with_samples, with_sequence in zip(*shapes, strict=True):
+            per_sample = with_samples - size
+            per_token = (with_sequence - size) // sequence if template.has_sequence else 0
+            dims.append((size - 2 * per_sample - 2 * sequence * per_token, per_sample, per_token))
+        anatomy.shapes.append(tuple(dims))
+    return anatomy
+
+
+def _shared(module: nn.Module, blocks: list[nn.Module]) -> str:
+    """A parameter that is in two blocks, or in one and outside of them; empty if there is none."""
+    inside = {id(each) for block in blocks for each in block.modules()}
+    places = [(value, i) for i, block in enumerate(blocks) for value in block.parameters()]
+    places += [(value, -1) for each in module.modules() if id(each) not in inside for value in each.parameters(False)]
+    first: dict[int, int] = {}
+    for value, place in places:
+        if first.setdefault(id(value), place) != place:
+            name = next(name for name, each in module.named_parameters() if each is value)
+            return f"{name} is in more than one place"
+    return ""
+
+
+class _NoStages(Exception):
+    pass
+
+
+class _RunAgain(_NoStages):
+    pass
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [""])[0][:160]
+
+
+def _trace(
+    module: nn.Module,
+    blocks: list[nn.Module],
+    call: Callable[[nn.Module, Inputs], Any],
+    inputs: Inputs,
+    anatomy: Anatomy,
+) -> list[tuple[int, ...]]:
+    """Shapes at every border; _NoStages where the blocks are no chain at all."""
+    entered: list[Tensor] = []
+    left: list[Tensor] = []
+    handed: list[Tensor] = []
+
+    def before(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if index < len(entered):
+            raise _RunAgain(f"block {index} runs more than once.")
+        if index > len(entered):
+            raise _NoStages(f"block {index} does not run right after block {index - 1}.")
+        hidden = args[0] if args else next(iter(kwargs.values()), None)
+        if not isinstance(hidden, Tensor):
+            raise _NoStages(f"block {index} is not handed a tensor first.")
+        if index and hidden is not handed[-1]:
+            anatomy.between.add(index)
+        anatomy.calls[index] = (args, kwargs)
+        entered.append(hidden)
+
+    def after(index: int, output: Any) -> Any:
+        hidden = output[0] if isinstance(output, tuple) and output else output
+        if not isinstance(hidden, Tensor) or not hidden.is_floating_point():
+            raise _NoStages(f"block {index} does not hand on a tensor of numbers.")
+        returned = Returned.like(output)
+        known = anatomy.returned.setdefault(index, returned)
+        if known != returned:  # something in it depends on the size of the sample
+            anatomy.returned[index] = replace(returned, rest=tuple(ABSENT for _ in returned.rest))
+        left.append(hidden)
+        fresh = hidden.detach().requires_grad_()
+        handed.append(fresh)
+        return returned.made(fresh, output[1:] if returned.kind is not None else ())
+
+    with hooked(blocks, before, after):
+        output, tensors = run_apart(module, call, inputs)
+    if len(entered) != len(blocks):
+        raise _NoStages(f"only {len(entered)} of its {len(blocks)} blocks run every time.")
+    anatomy.no_stages = _dependence(module, anatomy, tensors, left, handed, floats(output))
+    return [tuple(tensor.shape) for tensor in (entered[0], *left)]
+
+
+@contextlib.contextmanager
+def hooked(blocks: Sequence[nn.Module], before: Any, after: Any) -> Iterator[None]:
+    handles = []
+    for index, block in enumerate(blocks):
+        handles.append(
+            block.register_forward_pre_hook(lambda _, args, kwargs, i=index: before(i, args, kwargs), with_kwargs=True)
+        )
+        handles.append(block.register_forward_hook(lambda _, args, output, i=index: after(i, output)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def floats(output: Any) -> list[Tensor]:
+    """The tensors of an output that may carry a gradient."""
+    if isinstance(output, Tensor):
+        return [output] if output.requires_grad else []
+    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, list | tuple) else ()
+    return [tensor for value in values for tensor in floats(value)]
+
+
+def _dependence(
+    module: nn.Module,
+    anatomy: Anatomy,
+    tensors: dict[str, Tensor],
+    left: list[Tensor],
+    handed: list[Tensor],
+    output: list[Tensor],
+) -> str:
+    """Why stages cannot be cut, if so; else which parameters the two ends use is written down."""
+    names = [name for name, _ in module.named_parameters() if tensors[name].requires_grad]
+
+    def used(outputs: list[Tensor]) -> list[str]:
+        """Parameters these depend on; a tensor handed on by a block counts by that block's name."""
+        outputs = [each for each in outputs if each.requires_grad]
+        if not outputs:
+            return []
+        wanted = [tensors[name] for name in names] + handed
+        ones = [torch.ones_like(each) for each in outputs]
+        found = torch.autograd.grad(outputs, wanted, ones, allow_unused=True, retain_graph=True)
+        return [label for label, gradient in zip([*names, *anatomy.names], found, strict=True) if gradient is not None]
+
+    before: tuple[str, ...] = ()
+    anatomy.before = anatomy.after = ()
+    for index, hidden in enumerate(left):
+        name = anatomy.names[index]
+        given = anatomy.names[index - 1] if index else ""
+        found = used([hidden])
+        others = [each for each in found if each != given and not each.startswith(f"{name}.")]
+        if index == 0:
+            before = tuple(each for each in others if each not in anatomy.names and not anatomy.holds(each))
+            others = [each for each in others if each not in before]
+        if others:
+            return f"block {index} also depends on {others[0]}, and not only on what it is handed."
+        if given and given not in found:
+            return f"what block {index} hands on has no gradient for what it is handed."
+    late = used(output)
+    if anatomy.names[-1] not in late:
+        return "what follows the blocks has no gradient for what the last one hands on."
+    late.remove(anatomy.names[-1])
+    inside = [name for name in late if name in anatomy.names or anatomy.holds(name)]
+    if inside:
+        return f"what follows the blocks also depends on {inside[0]}."
+    # A parameter that nothing uses stays at the end, where it is in nobody's way.
+    idle = [name for name in names if not anatomy.holds(name) and name not in before]
+    aliases = Counter(id(value) for _, value in module.named_parameters(remove_duplicate=False))
+    own = dict(module.named_parameters())
+    for name in late:
+        if name in before and aliases[id(own[name])] == 1:
+            return f"{name} is used before and after the blocks, and has only one name to be held by in two stages."
+    anatomy.before = before
+    anatomy.after = tuple(late + [name for name in idle if name not in late])
+    return ""

@@ -1,0 +1,277 @@
+"""The profile of somebody else's module: parameters exactly, its work as the tracer finds it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.core.profile import Layer, Op, Param, Poly, Profile, Site
+from meshwright.foreign.examine import Anatomy, InputTemplate, block_names, examine, floats, list_path, quiet
+from meshwright.foreign.regions import SplitRegion
+from meshwright.foreign.trace import Subject, Traced, TracedLayer, Untraceable, equal_runs, standing_aside, trace
+from meshwright.ops.batch_norm import BatchNorm
+from meshwright.ops.model_interface import Inputs
+
+ENDS = ("first", "last")
+Loss = Callable[[Any, Tensor], Tensor]
+
+
+def profile_of_module(
+    module: nn.Module,
+    call: Callable[[nn.Module, Inputs], Any],
+    template: InputTemplate,
+    anatomy: Anatomy,
+    regions: Mapping[str, list[SplitRegion]],
+    *,
+    name: str,
+    uncut: Mapping[str, str],
+    loss: Loss | None = None,
+) -> Profile:
+    blocks = [module.get_submodule(block) for block in anatomy.names]
+    # What is done between blocks would be counted at the one that stands for its equals.
+    same = list(range(len(blocks))) if anatomy.between else equal_runs(blocks, anatomy.shapes)
+    traced = _traced(module, call, template, anatomy, regions, same, loss)
+    first, *inner, last = traced.ops
+    layers = [_end(module, anatomy, regions, 0, first)]
+    ops_of = dict(zip(dict.fromkeys(same), inner, strict=True))
+    layers += _blocks(module, anatomy, regions, [ops_of[at] for at in same])
+    layers.append(_end(module, anatomy, regions, 1, last))
+    hidden = anatomy.shapes[0][-1][0] if anatomy.shapes else 0
+    return Profile(
+        name=name,
+        layers=tuple(layers),
+        hidden_size=max(1, hidden),
+        max_sequence=template.sequence,
+        counts="tokens" if template.has_sequence else "samples",
+        stream="parameters",
+        block_path=_block_path(anatomy.names),
+        uncut=dict(uncut),
+        unpriced=traced.unpriced,
+    )
+
+
+def _block_path(names: tuple[str, ...]) -> str:
+    path = list_path(names)
+    is_numbered = names == tuple(f"{path}.{i}".lstrip(".") for i in range(len(names)))
+    return path if is_numbered else ",".join(names)
+
+
+def trace_module(module: nn.Module, example: Inputs, *, name: str, loss: Loss | None = None) -> Profile:
+    """A module's profile from sample inputs of the right shapes; it needs no weights. Nothing of it is cut."""
+
+    def call(module: nn.Module, inputs: Inputs) -> Any:
+        return module(*inputs) if isinstance(inputs, tuple) else module(inputs)
+
+    template = InputTemplate.like(example)
+    anatomy = _examined(module, call, template)
+    return profile_of_module(module, call, template, anatomy, {}, name=name, uncut={}, loss=loss)
+
+
+def _examined(module: nn.Module, call: Callable[[nn.Module, Inputs], Any], template: InputTemplate) -> Anatomy:
+    """Equal blocks are looked at once, where that one hands on what it is given in the shape it came in."""
+    names = next(iter(block_names(module)), ())
+    same = equal_runs([module.get_submodule(name) for name in names], [None] * (len(names) + 1))
+    with standing_aside(module, {names[at]: names[first] for at, first in enumerate(same) if at != first}):
+        anatomy = examine(module, call, template)
+    shapes = anatomy.shapes
+    is_chain = anatomy.names == names and not anatomy.between
+    if shapes and is_chain and all(shapes[first] == shapes[first + 1] for at, first in enumerate(same) if at != first):
+        return anatomy
+    return examine(module, call, template)
+
+
+def _traced(
+    module: nn.Module,
+    call: Callable[[nn.Module, Inputs], Any],
+    template: InputTemplate,
+    anatomy: Anatomy,
+    regions: Mapping[str, list[SplitRegion]],
+    same: list[int],
+    loss: Loss | None,
+) -> Traced:
+    names = anatomy.names
+    outside = [(f"{path}.", region) for path, found in regions.items() if path not in names for region in found]
+    ends = TracedLayer(path="", columns=tuple(path + region.columns[0] for path, region in outside),
+                 rows=tuple(path + region.row for path, region in outside))  # fmt: skip
+    places = [ends]
+    for at in dict.fromkeys(same):
+        found = regions.get(names[at], ())
+        columns = tuple(region.columns[0] for region in found)
+        places.append(
+            TracedLayer(path=names[at], is_block=True, columns=columns, rows=tuple(region.row for region in found))
+        )
+    places.append(ends)
+    notes: dict[str, None] = {}
+
+    def step(module: nn.Module, inputs: Inputs, is_fake: bool) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_fake):
+            output = call(module, inputs)
+        return _number(output, loss, notes)
+
+    subject = Subject(
+        module=module,
+        step=step,
+        inputs=template.shaped,
+        places=places,
+        aside={names[at]: names[first] for at, first in enumerate(same) if at != first},
+    )
+    try:
+        with quiet():
+            traced = trace(subject, template.sequence, template.has_sequence)
+    except Untraceable as why:
+        told = f"{why} It has no weights to run it with: nothing is counted. Make it without that, or with weights."
+        return Traced(ops=[()] * len(places), unpriced=(told,))
+    traced.unpriced += tuple(notes)
+    return traced
+
+
+def _number(output: Any, loss: Loss | None, notes: dict[str, None]) -> Tensor:
+    """What to go backward from: the loss, for targets of the shape that scores have, or the sum of the output."""
+    found = floats(output)
+    if loss is not None and found:
+        scores = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+        scores = scores if isinstance(scores, Tensor) else found[0]
+        for make in (_whole_targets, torch.zeros_like):
+            try:
+                return loss(output, make(scores)).sum()
+            except Exception:  # not of the kind it is for
+                continue
+        notes["the loss: it took none of the targets made up for it"] = None
+    total = torch.zeros(())
+    for each in found:
+        total = total + each.sum()
+    return total
+
+
+def _whole_targets(scores: Tensor) -> Tensor:
+    return torch.zeros(scores.shape[:-1], dtype=torch.int64)
+
+
+def end_names(module: nn.Module, anatomy: Anatomy) -> tuple[list[str], list[str]]:
+    """Parameters before the blocks and after them, a tied one in both."""
+    if not anatomy.num_blocks:
+        return [name for name, _ in module.named_parameters()], []
+    outside = [name for name, _ in module.named_parameters(remove_duplicate=False) if not anatomy.holds(name)]
+    same = {id(value): name for name, value in module.named_parameters()}
+    canonical = {name: same[id(value)] for name, value in module.named_parameters(remove_duplicate=False)}
+    if not anatomy.before and not anatomy.after:  # no stages: it does not matter
+        return [name for name in outside if canonical[name] == name], []
+    before = [name for name in outside if canonical[name] == name and name in anatomy.before]
+    # Of two names of one parameter, the second is the one used late.
+    aliases = {canonical[name]: name for name in outside if canonical[name] != name}
+    after = [aliases[name] if name in before else name for name in anatomy.after if name in canonical]
+    return before, after
+
+
+def _end(
+    module: nn.Module, anatomy: Anatomy, regions: Mapping[str, list[SplitRegion]], which: int, ops: tuple[Op, ...]
+) -> Layer:
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    first: dict[int, str] = {}
+    for name, value in parameters.items():
+        first.setdefault(id(value), name)
+    names = end_names(module, anatomy)
+    params = []
+    for name in names[which]:
+        canonical = first[id(parameters[name])]
+        tied = f"{ENDS[0]}.{canonical}" if canonical != name and canonical in names[0] else ""
+        params.append(Param(name=name, shape=tuple(parameters[name].shape), tied=tied))
+    sites: tuple[Site, ...] = ()
+    for path, found in regions.items():
+        own = {f"{path}.{cut.name}" for region in found for cut in region.cuts}
+        if own.intersection(names[which]):
+            params = _cut_params(params, found, f"{path}.")
+            sites += _sites(found, names[which], f"{path}.")
+    boundary = Poly()
+    if which == 0 and anatomy.shapes:
+        boundary = _boundary(anatomy, 0)
+    owners = dict.fromkeys(name.rpartition(".")[0] for name in names[which])
+    sites += _statistics([module.get_submodule(owner) for owner in owners])
+    return Layer(name=ENDS[which], params=tuple(params), ops=ops, sites=sites, boundary=boundary, unit="ends")
+
+
+def _times(poly: Poly, factor: float) -> Poly:
+    return Poly(one=poly.one * factor, b=poly.b * factor, bs=poly.bs * factor, bss=poly.bss * factor)
+
+
+def _boundary(anatomy: Anatomy, index: int) -> Poly:
+    """Elements of a product of dims, each constant + per sample + per token; only products that make sense."""
+    total = Poly(one=1.0)
+    for one, sample, token in anatomy.shapes[index]:
+        if sample:
+            total = Poly(b=total.one * sample, bs=total.bs)
+        elif token:
+            total = Poly(b=total.b * one, bs=total.b * token)
+        else:
+            total = _times(total, one)
+    return total
+
+
+def _blocks(
+    module: nn.Module,
+    anatomy: Anatomy,
+    regions: Mapping[str, list[SplitRegion]],
+    ops: list[tuple[Op, ...]],
+) -> list[Layer]:
+    if not anatomy.num_blocks:
+        return []
+    layers: list[Layer] = []
+    names: Counter[str] = Counter()
+    last_key = None
+    for index, path in enumerate(anatomy.names):
+        block, found = module.get_submodule(path), regions.get(path, [])
+        whole = [Param(name=each, shape=tuple(value.shape)) for each, value in block.named_parameters()]
+        params = tuple(_cut_params(whole, found))
+        boundary = _boundary(anatomy, index + 1) if anatomy.shapes else Poly()
+        sites = _sites(found, [param.name for param in params]) + _statistics(list(block.modules()))
+        key = (type(block), params, boundary, sites, ops[index])
+        if key == last_key:
+            layers[-1] = Layer(**{**_fields(layers[-1]), "repeat": layers[-1].repeat + 1})
+            continue
+        last_key = key
+        kind = type(block).__name__
+        names[kind] += 1
+        title = kind if names[kind] == 1 else f"{kind}_{names[kind]}"
+        layers.append(Layer(name=title, params=params, ops=ops[index], sites=sites, boundary=boundary, is_block=True))
+    return layers
+
+
+def _fields(layer: Layer) -> dict[str, Any]:
+    return {name: getattr(layer, name) for name in layer.__dataclass_fields__}
+
+
+def _cut_params(params: list[Param], found: list[SplitRegion], prefix: str = "") -> list[Param]:
+    """The parameters of a block, or of what has them with a prefix, with where they may be cut."""
+    cuts = {prefix + cut.name: (cut.dim, region.units) for region in found for cut in region.cuts}
+    inside = {prefix + name for region in found for name in region.inside}
+    return [
+        replace(param, cut=cuts[param.name][0], units=cuts[param.name][1])
+        if param.name in cuts
+        else replace(param, inside=param.inside or param.name in inside)
+        for param in params
+    ]
+
+
+def _sites(found: list[SplitRegion], names: list[str], prefix: str = "") -> tuple[Site, ...]:
+    """Parameters are taken to be used in the order they are listed in, as is usual; it matters for frozen ones only."""
+    sites: list[Site] = []
+    for region in found:
+        after = names.index(prefix + region.cuts[0].name)
+        sites += [Site(kind="enter", elements=elements, after=after) for elements in region.enters]
+        sites += [Site(kind="exit", elements=elements, tail=region.is_tail) for elements in region.exits]
+    return tuple(sites)
+
+
+def _statistics(modules: list[nn.Module]) -> tuple[Site, ...]:
+    norms = [module for module in modules if isinstance(module, BatchNorm)]
+    return tuple(Site(kind="statistics", elements=Poly(one=2 * norm.weight.numel())) for norm in norms)
+
+
+def hidden_shape(anatomy: Anatomy, block: int, samples: int, sequence: int) -> tuple[int, ...]:
+    dims = anatomy.shapes[block]
+    return tuple(one + sample * samples + token * sequence for one, sample, token in dims)

@@ -1,0 +1,542 @@
+"""Where the inside of somebody else's block can be split over ranks, each place proved by numbers before it is used.
+
+    x ──> columns (linears that read x) ──> ... ──> row (a linear)          x ──> a stack of experts
+
+Candidates come from what each linear's input depends on. The proof runs the block whole and in pieces, on random
+weights in float64, as ranks would run it: what the pieces give after `row` must add up to what the whole gives, and so
+must the gradients of what enters and of the parameters used in between; nothing else before the region may depend on
+it. So whatever a forward does in between (heads, norms, gates, masks), a wrong cut is never made; it is refused, with
+the reason. (Float32 where a block knows no float64. Many compute their norms in float32 anyway: a wrong cut is wrong by
+far more.)
+
+Where several matrices are fused in one weight (query, key and value; gate and up), each is cut by itself: `groups`.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.core.profile import Poly
+
+_MOST_WAYS = 16
+"""Pieces tried where a block does not say how many heads it has."""
+_TOLERANCE = 1e-4
+_HEADS = re.compile(r"head|group", re.IGNORECASE)
+_NOT_HEADS = re.compile(r"dim|size|per_|_groups$", re.IGNORECASE)
+Counts = tuple[tuple[str, str], ...]
+"""(module, attribute) that counts heads or columns, and is to be divided; `config.x`: of a copy of its config."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cutting:
+    """A parameter that is cut along `dim`: each of `groups` by itself, where several matrices are fused in it."""
+
+    name: str
+    dim: int
+    groups: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slicing:
+    """A tensor given to a module, one of whose dims counts heads, or samples x heads."""
+
+    module: str
+    argument: int | str
+    dim: int
+    heads: int
+
+    def slice(self, value: Tensor, index: int, ways: int) -> Tensor:
+        size = self.heads // ways
+        apart = value.unflatten(self.dim, (-1, self.heads))
+        return apart.narrow(self.dim + 1, index * size, size).flatten(self.dim, self.dim + 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitRegion:
+    """A region of a block, by the names of its modules inside of the block."""
+
+    columns: tuple[str, ...]
+    row: str
+    """The last linear; or the stack of experts, which is then the only column, too."""
+    units: int
+    """Into how many pieces it may be cut; and into any divisor of that."""
+    cuts: tuple[Cutting, ...]
+    inside: tuple[str, ...] = ()
+    """Parameters between them that stay whole and see a part of the gradient."""
+    counts: Counts = ()
+    slices: tuple[Slicing, ...] = ()
+    is_tail: bool = False
+    """Nothing that backward needs comes after `row` in its block."""
+    enters: tuple[Poly, ...] = ()
+    """Elements of each tensor that enters, as measured."""
+    exits: tuple[Poly, ...] = ()
+
+    def split(self, block: nn.Module, index: int, ways: int) -> None:
+        """Make the block's own numbers those of a piece."""
+        for path, attribute in self.counts:
+            set_count(block.get_submodule(path), attribute, ways)
+        for each in self.slices:
+            _slice_argument(block, each, index, ways)
+
+
+def linear_dims(module: nn.Module) -> tuple[int, int] | None:
+    """(dim of inputs, dim of outputs) of a linear's weight; None for what is not one."""
+    if isinstance(module, nn.Linear):
+        return 1, 0
+    if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):  # transformers' GPT-2: lies the other way round
+        return 0, 1
+    return None
+
+
+def _stacks(module: nn.Module) -> list[str]:
+    """The parameters of a stack of experts, the last of them leading back; empty for what is none."""
+    named = [name for name, value in module._parameters.items() if value is not None and value.ndim == 3]
+    return named if len(named) >= 2 else []
+
+
+def _nodes(block: nn.Module) -> dict[str, nn.Module]:
+    return {name: each for name, each in block.named_modules() if linear_dims(each) is not None or _stacks(each)}
+
+
+def _sizes(module: nn.Module) -> tuple[int, int]:
+    dims = linear_dims(module)
+    assert dims is not None
+    return module.weight.shape[dims[0]], module.weight.shape[dims[1]]
+
+
+@dataclass(kw_only=True)
+class _Values:
+    """A block with random weights, and what it is called with."""
+
+    block: nn.Module
+    args: list[Any]
+    kwargs: dict[str, Any]
+
+    def run(self) -> None:
+        self.block(*self.args, **self.kwargs)
+
+    def given(self) -> list[Tensor]:
+        """What may carry a gradient to something before the block."""
+        return [each for each in _tensors((self.args, self.kwargs)) if each.requires_grad]
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [tensor for each in values for tensor in _tensors(each)]
+
+
+def find_regions(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[SplitRegion], str]:
+    """The regions that hold, and why others do not (empty if all do)."""
+    why = ""
+    for dtype in (torch.float64, torch.float32):
+        fill = functools.partial(_real, dtype=dtype, generator=torch.Generator().manual_seed(0))
+        try:
+            values = _Values(block=_filled(block, fill), args=[], kwargs={})
+            seen: list[tuple[dict[str, _Seen], str]] = []
+            for _ in range(2):
+                values.args, values.kwargs = [fill(a) for a in args], {key: fill(v) for key, v in kwargs.items()}
+                seen.append(_watch(values))
+        except Exception as error:
+            why = f"its block does not run by itself ({type(error).__name__}: {_first_line(error)})."
+            continue
+        (order, last), (again, _) = seen
+        for module in values.block.modules():  # without randomness; statistics stay those of the batch
+            module.training = isinstance(module, nn.modules.batchnorm._BatchNorm)
+        steady = {name for name, each in order.items() if name in again and each.shapes == again[name].shapes}
+        return _proved(values, order, steady, last)
+    return [], why
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [""])[0][:120]
+
+
+def _filled(block: nn.Module, fill: Callable[[Any], Any]) -> nn.Module:
+    """A copy with random weights."""
+    real = copy.deepcopy(block)
+    for module in real.modules():
+        for name, value in list(module._parameters.items()):
+            if value is not None:
+                module._parameters[name] = nn.Parameter(
+                    fill(value).detach() * 0.3, requires_grad=value.is_floating_point()
+                )
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None:
+                module._buffers[name] = fill(buffer)
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return real
+
+
+def _real(value: Any, dtype: torch.dtype, generator: torch.Generator) -> Any:
+    if isinstance(value, tuple | list):
+        return type(value)(_real(each, dtype, generator) for each in value)
+    if not isinstance(value, Tensor):
+        return value
+    if value.is_floating_point():
+        made = torch.empty(value.shape, dtype=dtype).normal_(0, 1, generator=generator)
+        return made.requires_grad_(value.requires_grad)
+    if value.dtype == torch.bool and value.ndim and value.shape[-1] > 1:
+        # A mask lets every other token through, whether true stands for seen or for hidden.
+        return (torch.arange(value.shape[-1]) % 2 == 0).expand(value.shape).clone()
+    return torch.full(value.shape, value.dtype == torch.bool, dtype=value.dtype)
+
+
+@dataclass(kw_only=True)
+class _Seen:
+    """How a linear, or a stack of experts, was called."""
+
+    after: set[str]
+    """Those whose output its input depends on, and not only through another."""
+    shapes: list[torch.Size] = field(default_factory=list)
+
+
+def _watch(values: _Values) -> tuple[dict[str, _Seen], str]:
+    """The linears in order; and the last one, if autograd keeps nothing after it."""
+    seen: dict[str, _Seen] = {}
+    outputs: dict[str, Tensor] = {}
+    kept_after = 0
+
+    def pack(tensor: Tensor) -> Tensor:
+        nonlocal kept_after
+        kept_after += 1
+        return tensor
+
+    def before(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = [each for each in _tensors((args, kwargs)) if each.is_floating_point()]
+        found = [_gradients(each.sum(), list(outputs.values())) for each in given]
+        after = {other for row in found for other, gradient in zip(outputs, row, strict=True) if gradient is not None}
+        seen.setdefault(name, _Seen(after=after)).shapes += [each.shape for each in given]
+
+    def leave(name: str, output: Tensor) -> Tensor:
+        nonlocal kept_after
+        kept_after = 0
+        outputs[name] = output.detach().requires_grad_()
+        return outputs[name].clone()  # its own leaf could not be changed in place
+
+    with ExitStack() as hooks, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        for name, module in _nodes(values.block).items():
+            enter = module.register_forward_pre_hook(
+                lambda _, args, kwargs, n=name: before(n, args, kwargs), with_kwargs=True
+            )
+            exit = module.register_forward_hook(lambda _, args, output, n=name: leave(n, output))
+            hooks.callback(enter.remove)
+            hooks.callback(exit.remove)
+        values.run()
+    return seen, list(seen)[-1] if seen and not kept_after else ""
+
+
+def _proved(values: _Values, order: dict[str, _Seen], steady: set[str], last: str) -> tuple[list[SplitRegion], str]:
+    block, found, reasons = values.block, list[SplitRegion](), list[str]()
+    tried: set[str] = set()
+    for row, seen in order.items():
+        module = block.get_submodule(row)
+        columns = (row,) if _stacks(module) else tuple(n for n in order if n in seen.after and n not in tried)
+        is_linear = all(linear_dims(block.get_submodule(name)) is not None for name in (row, *columns))
+        if not columns or (is_linear and _sizes(module)[1] != _sizes(block.get_submodule(columns[0]))[0]):
+            continue
+        if not is_linear and columns != (row,):
+            continue
+        tried |= {row, *columns}
+        if not steady.issuperset({row, *columns}):
+            reasons.append(f"how many tokens {row} is given depends on their values")
+            continue
+        region = _prove(values, columns, row)
+        if region is None:
+            reasons.append(f"pieces of {', '.join(columns)} are not pieces of what {row} reads")
+        else:
+            found.append(replace(region, is_tail=row == last))
+    alone = [name for name in order if name not in tried]
+    if alone:
+        module = block.get_submodule(alone[0])
+        sizes = f" ({' -> '.join(map(str, _sizes(module)))})" if linear_dims(module) else ""
+        reasons.append(f"{alone[0]}{sizes} has no linear after it that leads back from its size")
+    return found, "; ".join(reasons) + "." if reasons else ""
+
+
+def _layouts(block: nn.Module, columns: tuple[str, ...], row: str) -> Iterator[tuple[tuple[Cutting, ...], int, int]]:
+    """Ways in which the region's weights may lie: (cuts, what pieces must divide, columns of one matrix)."""
+    module = block.get_submodule(row)
+    dot = f"{row}." if row else ""
+    stacks = _stacks(module)
+    if stacks:
+        *ups, down = stacks
+        for dim, back in ((1, 2), (2, 1)):
+            num_in = module._parameters[down].shape[back]
+            widths = {module._parameters[name].shape[dim] for name in ups}
+            for groups in _fused(min(widths), num_in) if len(ups) == 1 else [()]:
+                cuts = tuple(Cutting(name=f"{dot}{name}", dim=dim, groups=groups) for name in ups)
+                yield (*cuts, Cutting(name=f"{dot}{down}", dim=back)), math.gcd(num_in, *widths, *groups), num_in
+        return
+    num_in, dims = _sizes(module)[0], linear_dims(module)
+    assert dims is not None
+    row_cut = Cutting(name=f"{dot}weight", dim=dims[0])
+    outputs = [_sizes(block.get_submodule(name))[1] for name in columns]
+    for groups in _fused(outputs[0], num_in) if len(columns) == 1 else [()]:
+        found = [cut for name in columns for cut in _column_cuts(block.get_submodule(name), name, groups)]
+        yield (*found, row_cut), math.gcd(num_in, *outputs, *groups), num_in
+
+
+def _column_cuts(column: nn.Module, name: str, groups: tuple[int, ...]) -> Iterator[Cutting]:
+    dims = linear_dims(column)
+    assert dims is not None
+    yield Cutting(name=f"{name}.weight", dim=dims[1], groups=groups)
+    if getattr(column, "bias", None) is not None:
+        yield Cutting(name=f"{name}.bias", dim=0, groups=groups)
+
+
+def _fused(width: int, num_in: int) -> list[tuple[int, ...]]:
+    """Matrices that a weight wider than what it leads to may hold: equal ones, queries with fewer keys and values, or
+    one, whose rows belong together as they lie."""
+    found: list[tuple[int, ...]] = []
+    if width > num_in and width % num_in == 0:
+        found.append((num_in,) * (width // num_in))
+    if num_in < width < 3 * num_in and (width - num_in) % 2 == 0:
+        found.append((num_in, (width - num_in) // 2, (width - num_in) // 2))
+    return [*found, ()]
+
+
+def _prove(values: _Values, columns: tuple[str, ...], row: str) -> SplitRegion | None:
+    block = values.block
+    base = _holder(*columns, row)
+    nf = tuple((name, "nf") for name in columns if hasattr(block.get_submodule(name), "nf"))
+    whole = _run(values, columns, row)
+    for cuts, most, num_in in _layouts(block, columns, row):
+        sizes = {num_in, *(size for cut in cuts for size in cut.groups), *(_width(block, cut) for cut in cuts)}
+        heads, options = _numbers(block, base, sizes)
+        hints = [math.gcd(*heads)] if heads else []
+        hints += [most // size for size in _head_sizes(block.get_submodule(base)) if most % size == 0]
+        ways = sorted({n for n in (*hints, *range(2, _MOST_WAYS + 1)) if 2 <= n <= most and most % n == 0})
+        slices = _sliceable(values, base, max(heads, default=0))
+        trials = [(counts, ()) for counts in options] + [(counts, slices) for counts in options if slices]
+        for counts, sliced in trials:
+            trial = SplitRegion(columns=columns, row=row, units=1, cuts=cuts, counts=counts + nf, slices=sliced)
+            if not any(_holds(values, whole, trial, n) is not None for n in ways if _is_prime(n)):
+                continue
+            for n in reversed(ways):
+                inside = _holds(values, whole, trial, n)
+                if inside is not None:
+                    return replace(trial, units=n, inside=inside)
+    return None
+
+
+def _is_prime(number: int) -> bool:
+    return all(number % factor for factor in range(2, number))
+
+
+def _width(block: nn.Module, cut: Cutting) -> int:
+    return block.get_parameter(cut.name).shape[cut.dim]
+
+
+def _numbers(block: nn.Module, base: str, sizes: set[int]) -> tuple[list[int], list[Counts]]:
+    """Counts of heads near a region, and sets of numbers that may have to be divided."""
+    own: dict[tuple[str, str], int] = {}
+    config: dict[tuple[str, str], int] = {}
+    for path, module in block.get_submodule(base).named_modules():
+        at = f"{base}.{path}".strip(".")
+        if linear_dims(module) is None:
+            own |= {(at, name): n for name, n in vars(module).items() if type(n) is int and n > 1}
+        told = vars(getattr(module, "config", None) or object) if hasattr(module, "config") else {}
+        config |= {(at, f"config.{name}"): n for name, n in told.items() if type(n) is int and n > 1}
+
+    def heads(numbers: dict[tuple[str, str], int]) -> list[tuple[str, str]]:
+        return [at for at in numbers if _HEADS.search(at[1]) and not _NOT_HEADS.search(at[1])]
+
+    few, named = heads(own), heads(config)
+    many = [at for at, n in own.items() if n in sizes and at not in few]
+    options = [(), tuple(few), tuple(few + many), tuple(few + named), tuple(few + many + named)]
+    return [own[at] for at in few], list(dict.fromkeys(options))
+
+
+def _head_sizes(module: nn.Module) -> list[int]:
+    names = ("head_dim", "head_size", "attention_head_size", "d_head", "key_value_proj_dim")
+    return [value for name in names if type(value := getattr(module, name, None)) is int and value > 0]
+
+
+def _holder(*names: str) -> str:
+    """The path of the innermost module that holds all of them."""
+    parts = [name.split(".")[:-1] for name in names]
+    shared = []
+    for level in zip(*parts, strict=False):
+        if len(set(level)) > 1:
+            break
+        shared.append(level[0])
+    return ".".join(shared)
+
+
+def _sliceable(values: _Values, base: str, heads: int) -> tuple[Slicing, ...]:
+    """What the region's holder is given that has a dim of heads."""
+    given: dict[int | str, Any] = {}
+
+    def look(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given.update(dict(enumerate(args)) | kwargs)
+        raise _Reached
+
+    handle = values.block.get_submodule(base).register_forward_pre_hook(look, with_kwargs=True)
+    try:
+        values.run()
+    except _Reached:
+        pass
+    finally:
+        handle.remove()
+    samples = next((value.shape[0] for value in given.values() if isinstance(value, Tensor) and value.ndim), 1)
+    found = []
+    for name, value in given.items() if heads > 1 else ():
+        if isinstance(value, Tensor) and not value.requires_grad:
+            dims = [dim for dim, size in enumerate(value.shape) if size in (heads, samples * heads)]
+            found += [Slicing(module=base, argument=name, dim=dim, heads=heads) for dim in dims[:1]]
+    return tuple(found)
+
+
+class _Reached(Exception):
+    """Ends a forward when all is seen that it was run for."""
+
+
+@dataclass(kw_only=True)
+class _Ran:
+    """A region's run: what entered it, what `row` read and gave (without its bias)."""
+
+    originals: list[Tensor] = field(default_factory=list)
+    entered: list[Tensor] = field(default_factory=list)
+    """In their places, without a past."""
+    read: Tensor = field(default_factory=lambda: torch.zeros(()))
+    out: Tensor = field(default_factory=lambda: torch.zeros(()))
+
+
+def entering(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """What enters a region by a module: a linear's input; all that experts are given that carries a gradient."""
+    if linear_dims(module) is not None:
+        return list(args[:1])
+    return [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.requires_grad]
+
+
+def _run(values: _Values, columns: tuple[str, ...], row: str) -> _Ran:
+    ran, block = _Ran(), values.block
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        fresh: dict[int, Tensor] = {}
+        for each in entering(module, args, kwargs):
+            known = next((i for i, other in enumerate(ran.originals) if other is each), len(ran.originals))
+            if known == len(ran.originals):
+                ran.originals.append(each)
+                ran.entered.append(each.detach().clone().requires_grad_())
+            fresh[id(each)] = ran.entered[known]
+        return tuple(fresh.get(id(a), a) for a in args), {key: fresh.get(id(v), v) for key, v in kwargs.items()}
+
+    def leave(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        bias = getattr(module, "bias", None) if linear_dims(module) is not None else None
+        ran.read, ran.out = args[0], output if bias is None else output - bias
+        raise _Reached
+
+    with ExitStack() as hooks:
+        for name in columns:
+            hooks.callback(block.get_submodule(name).register_forward_pre_hook(enter, with_kwargs=True).remove)
+        hooks.callback(block.get_submodule(row).register_forward_hook(leave).remove)
+        try:
+            values.run()
+        except _Reached:
+            return ran
+    raise AssertionError(f"{row} does not run")
+
+
+def _holds(values: _Values, whole: _Ran, trial: SplitRegion, ways: int) -> tuple[str, ...] | None:
+    """Parameters in between, if the pieces add up to the whole and nothing before sees another gradient; else None."""
+    block = values.block
+    cut = {each.name for each in trial.cuts} | {f"{trial.row}.bias"}
+    others = {name: value for name, value in block.named_parameters() if name not in cut}
+    direction = torch.empty_like(whole.out).normal_(0, 1, generator=torch.Generator().manual_seed(1))
+
+    def gradients(ran: _Ran) -> list[Tensor | None]:
+        return list(_gradients((ran.out * direction).sum(), [*ran.entered, *others.values(), *values.given()]))
+
+    wanted = gradients(whole)
+    first, last = len(whole.entered), len(whole.entered) + len(others)
+    inside = tuple(name for name, gradient in zip(others, wanted[first:last], strict=True) if gradient is not None)
+    earlier = [_gradients(each.sum(), [others[name] for name in inside]) for each in whole.originals]
+    if any(gradient is not None for gradient in (*wanted[last:], *(g for row in earlier for g in row))):
+        return None  # a second way from before the region to its inside, past the columns
+    total, sums = torch.zeros_like(whole.out), [None if g is None else torch.zeros_like(g) for g in wanted]
+    for index in range(ways):
+        try:
+            with _piece(block, trial, index, ways):
+                ran = _run(values, trial.columns, trial.row)
+        except Exception:
+            return None
+        if trial.columns != (trial.row,):  # known after one piece
+            mine = whole.read.chunk(ways, -1)[index]
+            if ran.read.shape != mine.shape or not _is_close(ran.read, mine):
+                return None
+        parts = gradients(ran)
+        if ran.out.shape != total.shape or [g is None for g in parts] != [g is None for g in wanted]:
+            return None
+        total = total + ran.out.detach()
+        sums = [None if s is None or g is None else s + g for s, g in zip(sums, parts, strict=True)]
+    pairs = [(total, whole.out), *((s, w) for s, w in zip(sums, wanted, strict=True) if s is not None)]
+    return inside if all(w is not None and _is_close(s, w) for s, w in pairs) else None
+
+
+def _is_close(found: Tensor, wanted: Tensor) -> bool:
+    with torch.no_grad():
+        return float((found - wanted).abs().max()) <= _TOLERANCE * float(wanted.abs().max())
+
+
+def _gradients(aim: Tensor, leaves: list[Any]) -> tuple[Tensor | None, ...]:
+    if not leaves or not aim.requires_grad:
+        return (None,) * len(leaves)
+    return torch.autograd.grad(aim, leaves, allow_unused=True, retain_graph=True)
+
+
+@contextmanager
+def _piece(block: nn.Module, trial: SplitRegion, index: int, ways: int) -> Iterator[None]:
+    """The block with one piece of the region, the rest of it whole."""
+    with ExitStack() as undo:
+        for each in trial.cuts:
+            path, _, name = each.name.rpartition(".")
+            held, value = block.get_submodule(path)._parameters, block.get_parameter(each.name)
+            groups = value.detach().split(each.groups or (value.shape[each.dim],), each.dim)
+            part = torch.cat([group.chunk(ways, each.dim)[index] for group in groups], each.dim)
+            held[name] = nn.Parameter(part)
+            undo.callback(held.__setitem__, name, value)
+        for path, attribute in trial.counts:
+            module = block.get_submodule(path)
+            undo.callback(setattr, module, attribute.partition(".")[0], getattr(module, attribute.partition(".")[0]))
+            if _count(module, attribute) % ways:
+                raise ValueError(f"{attribute} cannot be divided")
+            set_count(module, attribute, ways)
+        for slicing in trial.slices:
+            undo.callback(_slice_argument(block, slicing, index, ways))
+        yield
+
+
+def _count(module: nn.Module, attribute: str) -> int:
+    owner, _, name = attribute.rpartition(".")
+    return int(vars(getattr(module, owner) if owner else module)[name])
+
+
+def set_count(module: nn.Module, attribute: str, ways: int) -> None:
+    owner, _, name = attribute.rpartition(".")
+    if owner:  # others read the same one
+        setattr(module, owner, copy.copy(getattr(module, owner)))
+    vars(getattr(module, owner) if owner else module)[name] = _count(module, attribute) // ways
+
+
+def _slice_argument(block: nn.Module, each: Slicing, index: int, ways: int) -> Callable[[], None]:
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        held: Any = dict(enumerate(args)) | kwargs
+        if isinstance(held.get(each.argument), Tensor):
+            held[each.argument] = each.slice(held[each.argument], index, ways)
+        return tuple(held[i] for i in range(len(args))), {key: held[key] for key in kwargs}
+
+    return block.get_submodule(each.module).register_forward_pre_hook(hook, with_kwargs=True).remove

@@ -1,0 +1,261 @@
+"""Records of a few sizes -> ops, as polynomials in samples and sequence."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from meshwright.core.profile import FusedCost, Op, Poly
+from meshwright.foreign.trace_fuse import fuse
+from meshwright.foreign.trace_record import Label, OpEvent, Record, Storage, Touch
+
+Points = Sequence[tuple[int, int]]
+"""(samples, sequence) of each record."""
+
+
+NEGLIGIBLE = 0.02
+"""Of what is alive at a layer's fullest moment."""
+TOLD = ("flops", "backward_flops", "saved")
+"""Of what no polynomial fits, these; traffic of tables that all samples share never fits exactly."""
+WITH_STATISTICS = {"rms_norm", "rms_norm_backward", "native_layer_norm", "native_layer_norm_backward"}
+WITH_STATISTICS |= {"native_batch_norm", "native_batch_norm_backward"}
+"""Of 16-bit numbers they keep a few in float32, which are not told apart."""
+
+
+class Key(NamedTuple):
+    """One op of one layer."""
+
+    layer: int
+    path: str
+    kind: str
+    cut: str
+    is_wide: bool
+    shape: tuple[int, ...] = ()
+
+
+Sums = dict[str, float]
+Peaks = dict[tuple[int, bool], int]
+"""(layer, whether backward) -> number of the event at which most is alive."""
+
+
+@dataclass
+class Summary:
+    ops: dict[Key, Sums]
+    working: dict[tuple[int, str, bool], float]
+    """(layer, cut, is wide) -> elements at its fullest moment."""
+    peaks: Peaks
+    num_events: int
+
+
+def summarise(record: Record, sequence: int, peaks: Peaks | None = None) -> Summary:
+    """`peaks`: of a record of the same events, so that the same moment is looked at."""
+    ops: dict[Key, Sums] = defaultdict(lambda: defaultdict(float))
+    for event in record.events:
+        if not event.is_dropped:
+            _add_event(ops, event, sequence)
+    _add_saved(ops, record.storages)
+    _add_fused(ops, record, sequence)
+    working, peaks = _working(record, peaks)
+    return Summary(ops=dict(ops), working=working, peaks=peaks, num_events=len(record.events))
+
+
+def _key(event: OpEvent, is_wide: bool, sequence: int) -> Key:
+    """A product's gradient is of the product's op."""
+    own = event.forward if event.kind == "matmul" and event.forward is not None else event
+    label = own.label
+    shape: tuple[int, ...] = ()
+    if own.kind in ("matmul", "attention"):
+        is_wide = own.writes[0].is_wide
+        shape = tuple(0 if size == sequence else size for size in own.shape)
+    if event.kind == "attention" and event.is_backward and event.forward is not None:
+        shape = tuple(0 if size == sequence else size for size in event.forward.shape)
+    kind = "memory" if own.kind == "unknown" else own.kind
+    return Key(label.layer, _folded(label.path), kind, label.cut, is_wide, shape)
+
+
+def _folded(path: str) -> str:
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)
+
+
+def _add_event(ops: dict[Key, Sums], event: OpEvent, sequence: int) -> None:
+    way = "backward_" if event.is_backward else ""
+    touches = [*event.reads, *event.writes]
+    wide = _bytes(touches, True) > _bytes(touches, False)
+    main = ops[_key(event, wide, sequence)]
+    main[f"{way}kernels"] += event.products
+    main[f"{way}flops"] += event.flops
+    if not event.is_backward:
+        main["matrices"] += event.matrices
+        main["count"] += 1
+    for is_wide, moved in _moved(event, touches):
+        ops[_key(event, is_wide, sequence)][f"{way}moved"] += moved
+
+
+def _bytes(touches: Iterable[Touch], is_wide: bool) -> float:
+    return sum(touch.elements * (4 if is_wide else 2) for touch in touches if touch.is_wide == is_wide)
+
+
+def _moved(event: OpEvent, touches: list[Touch]) -> list[tuple[bool, float]]:
+    """Elements of either width; a product is one op of one width, whatever it reads."""
+    if event.kind in ("matmul", "attention"):
+        is_wide = (event.forward or event).writes[0].is_wide
+        total = _bytes(touches, True) + _bytes(touches, False)
+        return [(is_wide, total / (4 if is_wide else 2))]
+    floats = [touch for touch in touches if not touch.is_index]
+    narrow, wide = _bytes(floats, False), _bytes(floats, True)
+    total = _bytes(touches, False) + _bytes(touches, True)
+    if event.name in WITH_STATISTICS and narrow > wide:
+        wide = 0.0
+    if not narrow or not wide:
+        return [(not narrow, total / (2 if narrow else 4))] if touches else []
+    counted = total - narrow - wide  # go with what is wide, being of its size
+    return [(False, narrow / 2), (True, (wide + counted) / 4)]
+
+
+def _saved_key(label: Label, is_wide: bool) -> Key:
+    return Key(label.layer, _folded(label.path), "loss" if label.role == "loss" else "memory", label.cut, is_wide)
+
+
+def _add_saved(ops: dict[Key, Sums], storages: Iterable[Storage]) -> None:
+    for storage in storages:
+        if storage.saver is not None and not storage.is_given:
+            ops[_saved_key(storage.saver, storage.is_wide)]["saved"] += storage.elements
+
+
+def _add_fused(ops: dict[Key, Sums], record: Record, sequence: int) -> None:
+    fused = fuse(record)
+    for event in record.events:
+        if event.kind in ("matmul", "attention") or event.is_dropped:
+            continue
+        way = "backward_" if event.is_backward else ""
+        touches = [*event.reads, *event.writes]
+        main = _key(event, _bytes(touches, True) > _bytes(touches, False), sequence)
+        ops[main][f"fused_{way}kernels"] += fused.kernels.get(event.number, 0)
+        for is_wide, moved in _moved(event, fused.moved.get(event.number, [])):
+            ops[_key(event, is_wide, sequence)][f"fused_{way}moved"] += moved
+    for storage in record.storages:
+        if storage.saver is not None and not storage.is_given and id(storage) not in fused.forgotten:
+            ops[_saved_key(storage.saver, storage.is_wide)]["fused_saved"] += storage.elements
+    for event, storage in fused.kept_instead:
+        ops[_saved_key(event.label, storage.is_wide)]["fused_saved"] += storage.elements
+
+
+def _working(record: Record, peaks: Peaks | None) -> tuple[dict[tuple[int, str, bool], float], Peaks]:
+    """Live bytes that nobody keeps, where they are most; not parameters, inputs or parameters' gradients."""
+    count = len(record.events)
+    passing = [
+        s
+        for s in record.storages
+        if not (s.is_given or s.is_input or s.is_gradient or s.saver is not None or not s.bytes)
+    ]
+    change = np.zeros(count + 1)
+    for storage in passing:
+        change[min(storage.birth, count)] += storage.bytes
+        change[min(storage.death, count)] -= storage.bytes
+    alive = np.cumsum(change)
+    if peaks is None:
+        peaks = {}
+        for event in record.events:
+            place = event.label.layer, event.is_backward
+            if place not in peaks or alive[event.number] > alive[peaks[place]]:
+                peaks[place] = event.number
+    found: dict[tuple[int, str, bool], float] = {}
+    for layer in {layer for layer, _ in peaks}:
+        moments = [peaks[layer, way] for way in (False, True) if (layer, way) in peaks]
+        fullest = max(moments, key=lambda number: alive[number])
+        for storage in passing:
+            if storage.birth <= fullest < storage.death and storage.bytes > NEGLIGIBLE * alive[fullest]:
+                part = layer, storage.label.cut, storage.is_wide
+                found[part] = found.get(part, 0.0) + storage.elements
+    return found, peaks
+
+
+def fit(points: Points, values: Sequence[float], has_sequence: bool) -> Poly:
+    """The polynomial through the values at these (samples, sequence)."""
+    if not any(values):
+        return Poly()
+    terms = np.array([[1.0, b, b * s, b * s * s] if has_sequence else [1.0, b] for b, s in points])
+    largest = np.abs(terms).max(axis=0)
+    solved = np.linalg.lstsq(terms / largest, np.array(values), rcond=None)[0]
+    scale = max(map(abs, values))
+    clean = [float(x / top) if x > 1e-7 * scale else 0.0 for x, top in zip(solved, largest, strict=True)]
+    names = ("one", "b", "bs", "bss") if has_sequence else ("one", "b")
+    return Poly(**{name: _round(x) for name, x in zip(names, clean, strict=True)})
+
+
+def _round(value: float) -> float:
+    near = round(value * 24) / 24  # elements, and halves, quarters and thirds of them
+    return near if abs(value - near) < 1e-5 * max(1.0, abs(value)) else value
+
+
+def is_fitted(poly: Poly, points: Points, values: Sequence[float]) -> bool:
+    return all(abs(poly(b, s) - value) <= 0.05 * abs(value) + 1 for (b, s), value in zip(points, values, strict=True))
+
+
+def ops_of(
+    layer: int, summaries: Sequence[Summary], points: Points, has_sequence: bool, rows: frozenset[str]
+) -> tuple[tuple[Op, ...], list[str]]:
+    """The layer's ops, and the names of those that no polynomial fits. `rows`: linears whose inputs a cut divides."""
+    largest = summaries[-1]
+    unfitted: list[str] = []
+    totals = {name: sum(sums.get(name, 0.0) for sums in largest.ops.values()) for name in TOLD}
+    ops = []
+    for key in (key for key in largest.ops if key.layer == layer):
+        name = f"{key.path or 'own'}.{key.kind}" + (".wide" if key.is_wide else "")
+
+        def of(quantity: str, key: Key = key, name: str = name) -> Poly:
+            values = [summary.ops.get(key, {}).get(quantity, 0.0) for summary in summaries]
+            found = fit(points, values, has_sequence)
+            matters = quantity in TOLD and values[-1] > NEGLIGIBLE * totals[quantity]
+            if matters and not is_fitted(found, points, values):
+                unfitted.append(name)
+            return found
+
+        ops.append(_op(key, name, largest.ops[key], of, rows))
+    for (place, cut, is_wide), _ in sorted(largest.working.items()):
+        if place == layer:
+            values = [summary.working.get((place, cut, is_wide), 0.0) for summary in summaries]
+            dtype = "float32" if is_wide else "compute"
+            name = f"moment.{cut}" + (".wide" if is_wide else "")
+            working = fit(points, values, has_sequence)
+            ops.append(Op(name=name, kind="memory", working=working, dtype=dtype, cut=cut))  # type: ignore[arg-type]
+    return tuple(ops), list(dict.fromkeys(unfitted))
+
+
+def _op(key: Key, name: str, sums: Sums, of: Any, rows: frozenset[str]) -> Op:
+    is_product = key.kind in ("matmul", "attention")
+    fused = None
+    if not is_product:
+        fused = FusedCost(
+            moved=of("fused_moved"),
+            backward_moved=of("fused_backward_moved"),
+            saved=of("fused_saved"),
+            kernels=sums.get("fused_kernels", 0.0),
+            backward_kernels=sums.get("fused_backward_kernels", 0.0),
+        )
+    matrices = Poly(one=1.0)
+    if key.kind == "matmul" and sums.get("count"):
+        total, count = of("matrices"), sums["count"]
+        matrices = Poly(one=total.one / count, b=total.b / count, bs=total.bs / count, bss=total.bss / count)
+    return Op(
+        name=name,
+        kind=key.kind,  # type: ignore[arg-type]
+        flops=of("flops"),
+        backward_flops=of("backward_flops"),
+        moved=of("moved"),
+        backward_moved=of("backward_moved"),
+        saved=of("saved"),
+        dtype="float32" if key.is_wide else "compute",
+        cut=key.cut,  # type: ignore[arg-type]
+        shape=key.shape,
+        matrices=matrices,
+        cut_dim="k" if key.path in rows else "n" if matrices == Poly(one=1.0) else "matrices",
+        kernels=sums.get("kernels", 0.0),
+        backward_kernels=sums.get("backward_kernels", 0.0),
+        fused=fused,
+    )

@@ -1,0 +1,243 @@
+"""Hugging Face `config.json` to our decoder and back, by known keys only. No torch, and nothing of the folder is run.
+
+A model whose every setting our decoder computes becomes a `DecoderConfig`. For any other there is a reason, and it runs
+as transformers' own module. Unknown keys are a reason too, unless they are off: they may change what is computed.
+Dropout and expert capacity are of training only and are not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from meshwright.core.codec import decode_into
+from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.plain_files import json_object, read_plain
+from meshwright.hf.families import FAMILIES, HARMLESS, HINTS, LLAMA3, NEEDS, NULLABLE, WITH_EXPERTS, Family
+from meshwright.models.presets import DecoderConfig
+
+CONFIG = "config.json"
+MAX_CONFIG_BYTES = 4 << 20
+MOST_LAYERS = 10_000
+MOST_EXPERTS = 100_000
+MOST = 2**31 - 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HFModel:
+    architecture: str
+    config: DecoderConfig | None
+    reason: str = ""
+    """Why our decoder cannot be this model; empty when it can."""
+    raw: dict[str, Any] = field(repr=False)
+
+
+def read_folder(folder: str | Path) -> HFModel:
+    """What the folder's config.json says; everything wrong with it at once."""
+    folder = Path(folder)
+    where = str(folder / CONFIG)
+    raw = json_object(read_plain(folder, CONFIG, MAX_CONFIG_BYTES), where)
+    if raw.get("auto_map"):
+        what = "asks for code of its own (auto_map); custom code is not run."
+        fix = "Use a folder of an architecture that transformers itself has, without auto_map."
+        raise MeshwrightError([Problem(where=where, what=what, fix=fix)])
+    architecture = _architecture(raw, where)
+    family = FAMILIES.get(architecture)
+    if family is None:
+        named = architecture or "no architecture"
+        return HFModel(architecture=architecture, config=None, reason=f"config.json names {named}.", raw=raw)
+    return _Reading(raw, family, where).model(architecture)
+
+
+def _architecture(raw: Mapping[str, Any], where: str) -> str:
+    given = raw.get("architectures") or [""]
+    if not isinstance(given, list) or len(given) != 1 or not isinstance(given[0], str) or len(given[0]) > 200:
+        what = "expected a list of one class name."
+        raise MeshwrightError([Problem(where=f"{where}: architectures", what=what)])
+    return given[0]
+
+
+class _Reading:
+    """One config.json: the problems and the reasons are collected while its keys are looked at."""
+
+    def __init__(self, raw: dict[str, Any], family: Family, where: str):
+        self.raw, self.family, self.where = raw, family, where
+        self.problems: list[Problem] = []
+        self.reasons: list[str] = []
+
+    def model(self, architecture: str) -> HFModel:
+        read = {key: self.value(name, key) for name, key in self.family.keys.items()}
+        fields = {name: read[key] for name, key in self.family.keys.items()}
+        self.unsupported()
+        if self.family.has_rope:
+            fields |= self.rope() | self.window()
+        if "num_experts" in fields and self.raw.get("output_router_logits") is True:
+            fields["balance"] = self.number(float, "router_aux_loss_coef", self.raw.get("router_aux_loss_coef", 0.001))
+        if self.problems:
+            raise MeshwrightError(self.problems)
+        if self.reasons:
+            reason = "Our decoder cannot be it: " + "; ".join(self.reasons[:5]) + "."
+            return HFModel(architecture=architecture, config=None, reason=reason, raw=self.raw)
+        return HFModel(architecture=architecture, config=self.decoder(fields), raw=self.raw)
+
+    def refuse(self, key: str, what: str, fix: str = "") -> None:
+        self.problems.append(Problem(where=f"{self.where}: {key}", what=what, fix=fix))
+
+    def number(self, hint: type, key: str, value: Any) -> Any:
+        return decode_into(hint, value, f"{self.where}: {key}", self.problems)
+
+    def value(self, name: str, key: str) -> Any:
+        """A key as its field's type and within sane bounds; None where the family has a rule for it."""
+        if key not in self.raw and key not in self.family.defaults:
+            self.refuse(key, "is missing.")
+            return None
+        value = self.raw.get(key, self.family.defaults.get(key))
+        if value is None and key in NULLABLE:
+            return None
+        hint = HINTS.get(name, int)
+        value = self.number(hint, key, value)
+        most = {"num_layers": MOST_LAYERS, "num_experts": MOST_EXPERTS}.get(name, MOST)
+        if hint is int and value is not None and not 1 <= value <= most:
+            self.refuse(key, f"is {value}.", f"Use 1 to {most}.")
+        if hint is float and value is not None and not 0.0 <= value <= 1.0:
+            self.refuse(key, f"is {value}.", "Use 0 to 1.")
+        return value
+
+    def unsupported(self) -> None:
+        for key, allowed in self.family.only.items():
+            value = self.raw.get(key, allowed[0])
+            if value not in allowed and value is not None:
+                self.reasons.append(f"{key} is {_shown(value)}")
+        known = {*self.family.keys.values(), *self.family.only, *self.family.defaults, *HARMLESS}
+        if self.family.has_rope:
+            known |= {"rope_theta", "rope_scaling", "rope_parameters"}
+        if self.family.has_mixed_windows:
+            known |= {"use_sliding_window", "layer_types"}
+        for key, value in self.raw.items():
+            if key not in known and value not in (None, False, "", [], {}):
+                self.reasons.append(f"{key[:80]} is {_shown(value)}, which is not known here")
+
+    def rope(self) -> dict[str, Any]:
+        """Both spellings: transformers 5 keeps theta and scaling together as `rope_parameters`."""
+        given: Any = self.raw.get("rope_parameters") or self.raw.get("rope_scaling") or {}
+        if not isinstance(given, dict):
+            self.refuse("rope_parameters", f"expected a table of keys and values, found {_shown(given)}.")
+            return {}
+        theta = given.get("rope_theta", self.raw.get("rope_theta", self.family.default_theta))
+        fields = {"rope_theta": self.number(float, "rope_theta", theta)}
+        if fields["rope_theta"] is not None and not fields["rope_theta"] > 0:
+            self.refuse("rope_theta", f"is {theta}.", "Use a number above 0.")
+        kind = given.get("rope_type", given.get("type", "default"))
+        left = {k: v for k, v in given.items() if k not in ("rope_type", "type", "rope_theta") and v is not None}
+        if left.pop("partial_rotary_factor", 1.0) != 1.0:
+            self.reasons.append("only a part of each head is rotated")
+        if kind == "llama3":
+            fields["rope_scaling"] = "llama3"
+            for name, key in LLAMA3.items():
+                hint = int if name == "rope_original_sequence" else float
+                fields[name] = self.number(hint, key, left.pop(key, None))
+        elif kind != "default":
+            self.reasons.append(f"its rope_type is {_shown(kind)}")
+        elif any(isinstance(value, dict) for value in left.values()):
+            self.reasons.append("layers differ in their rope parameters")
+        if kind == "llama3" and left:
+            self.reasons.append(f"rope has the unknown keys {', '.join(map(str, left))[:80]}")
+        return fields
+
+    def window(self) -> dict[str, Any]:
+        width = self.raw.get("sliding_window", self.family.defaults.get("sliding_window"))
+        if self.family.has_mixed_windows:
+            width = width if self.raw.get("use_sliding_window", False) else None
+            kinds = self.layer_kinds(width)
+            if len(kinds) > 1:
+                self.reasons.append("some layers have a sliding window and some do not")
+            width = width if kinds == {"sliding_attention"} else None
+        if width is None:
+            return {}
+        width = self.number(int, "sliding_window", width)
+        if width is not None and not 1 <= width <= MOST:
+            self.refuse("sliding_window", f"is {width}.", f"Use 1 to {MOST}.")
+        return {"sliding_window": width}
+
+    def layer_kinds(self, width: Any) -> set[str]:
+        given = self.raw.get("layer_types")
+        if isinstance(given, list) and all(isinstance(kind, str) for kind in given):
+            return set(given)
+        first, layers = self.raw.get("max_window_layers", 28), self.raw.get("num_hidden_layers")
+        if width is None or not isinstance(first, int) or not isinstance(layers, int) or first >= layers:
+            return {"full_attention"}
+        return {"sliding_attention"} if first <= 0 else {"full_attention", "sliding_attention"}
+
+    def decoder(self, fields: dict[str, Any]) -> DecoderConfig:
+        fields["num_kv_heads"] = fields["num_kv_heads"] or fields["num_heads"]
+        fields["ffn_size"] = fields["ffn_size"] or 4 * fields["hidden_size"]
+        if fields.get("head_size") in (None, fields["hidden_size"] // fields["num_heads"]):
+            fields["head_size"] = 0
+        try:
+            return DecoderConfig(**fields, **self.family.implied)
+        except MeshwrightError as error:
+            keys = {**self.family.keys, **LLAMA3}
+            raise MeshwrightError(
+                Problem(where=f"{self.where}: {keys.get(p.where, p.where)}", what=p.what, fix=p.fix)
+                for p in error.problems
+            ) from None
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def family_of(config: DecoderConfig) -> str:
+    """The architecture that computes what this decoder does, or a problem for each field that none can hold."""
+    misfits = {name: _misfits(name, config) for name in NEEDS if (name in WITH_EXPERTS) == (config.num_experts > 0)}
+    name = min(misfits, key=lambda each: len(misfits[each]))
+    if misfits[name]:
+        raise MeshwrightError(
+            Problem(where=part, what=f"is {getattr(config, part)!r}; no Hugging Face family here holds that.", fix=fix)
+            for part, fix in misfits[name].items()
+        )
+    return name
+
+
+def _misfits(architecture: str, config: DecoderConfig) -> dict[str, str]:
+    needs = dict(NEEDS[architecture])
+    if architecture == "GPT2LMHeadModel":
+        needs |= {"num_kv_heads": (config.num_heads,), "head_size": (0, config.hidden_size // config.num_heads)}
+    if architecture == "LlamaForCausalLM":  # its class insists; Mistral's does not
+        needs["hidden_size"] = (config.hidden_size // config.num_heads * config.num_heads,)
+    return {
+        part: f"The nearest, {architecture}, needs {' or '.join(map(repr, allowed))}."
+        for part, allowed in needs.items()
+        if getattr(config, part) not in allowed
+    }
+
+
+def config_for(config: DecoderConfig) -> dict[str, Any]:
+    """The config.json of this decoder, in the spelling that transformers 4 and 5 both read."""
+    architecture = family_of(config)
+    family = FAMILIES[architecture]
+    kind = architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel").lower()
+    made: dict[str, Any] = {"architectures": [architecture], "model_type": kind}
+    made |= {key: getattr(config, name) for name, key in family.keys.items()}
+    made |= {key: allowed[0] for key, allowed in family.only.items() if key != "partial_rotary_factor"}
+    made |= {"bos_token_id": None, "eos_token_id": None}
+    if not family.has_rope:
+        return made
+    made["head_dim"] = config.size_of_head
+    made["rope_theta"] = config.rope_theta
+    if config.rope_scaling == "llama3":
+        made["rope_scaling"] = {"rope_type": "llama3", **{key: getattr(config, n) for n, key in LLAMA3.items()}}
+    if config.num_experts:
+        made["intermediate_size"] = config.expert_ffn_size
+        made |= {"router_aux_loss_coef": config.balance, "output_router_logits": config.balance > 0}
+    if "sliding_window" in family.defaults:
+        made["sliding_window"] = config.sliding_window or None
+    if family.has_mixed_windows:
+        made["use_sliding_window"] = config.sliding_window > 0
+        made["max_window_layers"] = 0 if config.sliding_window else config.num_layers
+        kind = "sliding_attention" if config.sliding_window else "full_attention"
+        made["layer_types"] = [kind] * config.num_layers
+    return made

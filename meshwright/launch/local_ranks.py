@@ -1,0 +1,257 @@
+"""Run one module as N ranks on this machine, watch them, and give one exit code and one message.
+
+    every rank ends with 0                 -> 0
+    SIGINT, SIGTERM, SIGHUP or SIGUSR1/2   -> SIGTERM to the ranks, who save and end with 75     -> 75
+    a second one, or no end within grace   -> SIGKILL
+    a rank fails                           -> 1 s for the others to say why, SIGTERM, 2 s, SIGKILL -> 1 or 2
+
+No rank outlives `launch`: each has its own process group, killed in a `finally`, and by the kernel if we die.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from meshwright.core.errors import MeshwrightError
+from meshwright.core.files import memory_file, open_to_append
+from meshwright.launch.child import Child, rank_environment, start_child
+from meshwright.launch.failure import Failure, cause, failure_from_error, failure_from_exit, log_tail
+from meshwright.launch.rank_job import PREEMPTED_EXIT_CODE, Job
+from meshwright.launch.rank_job import STOP_SIGNALS as RANK_SIGNALS
+
+GRACE_SECONDS = 30.0  # what Slurm and Kubernetes allow between their SIGTERM and their SIGKILL
+POLL_SECONDS = 0.02
+LAST_WORDS_SECONDS = 1.0  # after one rank failed, for the others to fail by themselves
+TERMINATE_SECONDS = 2.0  # between our SIGTERM and our SIGKILL to what is left
+ECHO_SECONDS = 0.5  # wrappers forward a signal that the terminal also sent; that is one request, not two
+STOP_SIGNALS = (signal.SIGINT, signal.SIGHUP, *RANK_SIGNALS)
+KEPT_ATTEMPTS = 5  # whose logs stay in `attempt-N` folders
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchOutcome:
+    """How a launch ended: what to exit with, and every failure by rank."""
+
+    exit_code: int
+    failures: tuple[Failure, ...]
+    num_ranks: int
+
+    def message(self) -> str:
+        """One message, about the failure that caused the others."""
+        if self.exit_code == PREEMPTED_EXIT_CODE:
+            return "stopped as asked. The same command resumes."
+        if not self.failures:
+            return f"all {self.num_ranks} ranks finished."
+        failure = cause(self.failures)
+        text = failure.sentence(self.num_ranks)
+        return f"{text}\nSee {failure.log}" if failure.log is not None and failure.log.exists() else text
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal asked us to stop before there was anything to save."""
+
+
+def raise_stopped(number: int, frame: FrameType | None) -> None:
+    raise Stopped
+
+
+class StopRequests:
+    """Counts the signals that ask us to stop. The handler only notes them; `watch` acts."""
+
+    def __init__(self) -> None:
+        self.first_seconds = math.inf
+        self.is_urgent = False
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        self.is_urgent = self.is_urgent or now > self.first_seconds + ECHO_SECONDS
+        self.first_seconds = min(self.first_seconds, now)
+
+
+@dataclass(kw_only=True)
+class Ending:
+    """When the ranks that still run are asked to end, and when they are made to, and why."""
+
+    terminate_at: float = math.inf
+    kill_at: float = math.inf
+    why: str = ""
+    is_asked: bool = False
+
+    def by(self, terminate_at: float, kill_at: float, why: str) -> None:
+        """Bring the end forward; a later end than the one already set changes nothing."""
+        self.terminate_at = min(self.terminate_at, terminate_at)
+        if kill_at < self.kill_at:
+            self.kill_at, self.why = kill_at, why
+
+    def act(self, now: float, alive: Sequence[Child]) -> None:
+        if now >= self.kill_at:
+            for child in alive:
+                child.kill(self.why)
+        elif now >= self.terminate_at and not self.is_asked:
+            self.is_asked = True
+            for child in alive:
+                child.terminate(self.why)
+
+
+def launch(
+    module: str,
+    arguments: Mapping[str, Any],
+    num_ranks: int,
+    *,
+    log_folder: Path,
+    threads_per_rank: int | None = None,
+    grace_seconds: float = GRACE_SECONDS,
+    environment: Mapping[str, str] | None = None,
+    show_rank_zero: bool = True,
+    stop: StopRequests | None = None,
+) -> LaunchOutcome:
+    """Run `module` as `num_ranks` ranks (the module ends in `run_rank(main)`) and wait for the end.
+
+    Rank 0 writes to our own terminal unless `show_rank_zero` is off; the others write to `log_folder/rank-K.log`. Logs
+    of the launch before move to `log_folder/attempt-N`. `arguments` must be JSON. `stop`: from `stop_signals`, where
+    the caller has taken the signals already.
+    """
+    if num_ranks < 1:
+        raise MeshwrightError(f"launch: {num_ranks} ranks cannot run anything. Use 1 or more.")
+    log_folder = log_folder.absolute()
+    log_folder.mkdir(parents=True, exist_ok=True)
+    set_logs_aside(log_folder)
+    threads = threads_per_rank or max(1, len(os.sched_getaffinity(0)) // num_ranks)
+    children: list[Child] = []
+    with contextlib.ExitStack() as held:
+        stop = stop or held.enter_context(stop_signals())
+        rendezvous = held.enter_context(memory_file())
+        try:
+            for job in jobs(arguments, num_ranks, log_folder, rendezvous):
+                job_file = held.enter_context(memory_file(json.dumps(asdict(job))))
+                variables = rank_environment(job.rank, num_ranks, threads, environment)
+                is_shown = show_rank_zero and job.rank == 0
+                children.append(start_rank(module, job, job_file, variables, is_shown))
+            watch(children, stop, grace_seconds)
+        finally:
+            for child in children:
+                child.end()
+    return judge(children, log_folder, is_stopped=stop.first_seconds < math.inf)
+
+
+def jobs(arguments: Mapping[str, Any], num_ranks: int, log_folder: Path, rendezvous: str) -> Iterator[Job]:
+    for rank in range(num_ranks):
+        yield Job(
+            arguments=dict(arguments),
+            rank=rank,
+            num_ranks=num_ranks,
+            rendezvous=rendezvous,
+            error_file=str(error_file(log_folder, rank)),
+            log_file=str(log_file(log_folder, rank)),
+        )
+
+
+def set_logs_aside(log_folder: Path) -> None:
+    """Move the logs of the launch before into a numbered folder, where they say anything, and drop the oldest."""
+    files = [path for path in log_folder.iterdir() if re.fullmatch(r"rank-\d+\.(log|error\.json)", path.name)]
+    numbers = (re.fullmatch(r"attempt-(\d+)", path.name) for path in log_folder.iterdir())
+    attempts = sorted(int(number[1]) for number in numbers if number)
+    if any(path.lstat().st_size for path in files):
+        aside = log_folder / f"attempt-{attempts[-1] + 1 if attempts else 1}"
+        aside.mkdir()
+        for path in files:
+            path.rename(aside / path.name)
+        for number in attempts[: max(0, len(attempts) + 1 - KEPT_ATTEMPTS)]:
+            shutil.rmtree(log_folder / f"attempt-{number}", ignore_errors=True)
+    else:
+        for path in files:
+            path.unlink()
+
+
+def log_file(log_folder: Path, rank: int) -> Path:
+    return log_folder / f"rank-{rank}.log"
+
+
+def error_file(log_folder: Path, rank: int) -> Path:
+    return log_folder / f"rank-{rank}.error.json"
+
+
+def start_rank(module: str, job: Job, job_file: str, environment: Mapping[str, str], is_shown: bool) -> Child:
+    """Start one rank with its stop signals blocked; `run_rank` unblocks them once there is a flag to set."""
+    with contextlib.ExitStack() as stack:
+        # Append mode: the rank also opens the file, to add the traceback of what ended it.
+        log = None if is_shown else stack.enter_context(os.fdopen(open_to_append(Path(job.log_file)), "ab"))
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, RANK_SIGNALS)
+        stack.callback(signal.pthread_sigmask, signal.SIG_SETMASK, mask)
+        return start_child(job.rank, (module, job_file), environment=environment, stdout=log, stderr=log)
+
+
+def watch(children: Sequence[Child], stop: StopRequests, grace_seconds: float) -> None:
+    """Wait until every rank has ended, and see to it that they do."""
+    ending = Ending()
+    while alive := [child for child in children if child.exit_code is None]:
+        now = time.monotonic()
+        if stop.first_seconds < math.inf:
+            why = f"it did not stop within {grace_seconds:g} s of the stop signal"
+            ending.by(stop.first_seconds, stop.first_seconds + grace_seconds, why)
+        if stop.is_urgent:
+            ending.by(now, now, "a second stop signal came before it had stopped")
+        failed = [child.rank for child in children if child.exit_code not in (None, 0, PREEMPTED_EXIT_CODE)]
+        if failed:
+            terminate_at = now + LAST_WORDS_SECONDS
+            ending.by(terminate_at, terminate_at + TERMINATE_SECONDS, f"rank {failed[0]} had failed")
+        ending.act(now, alive)
+        time.sleep(POLL_SECONDS)
+
+
+def judge(children: Sequence[Child], log_folder: Path, is_stopped: bool) -> LaunchOutcome:
+    """One exit code from all the ranks' codes and error files."""
+    failures = tuple(failure for child in children if (failure := failure_of(child, log_folder)))
+    some_saved = any(child.exit_code == PREEMPTED_EXIT_CODE for child in children)
+    some_saved = some_saved or (is_stopped and all(child.never_began for child in children))  # nothing to save
+    # A rank that stopped as asked closes its connections; a peer that noticed has not failed by itself.
+    all_followed = all(failure.is_secondary for failure in failures)
+    if some_saved and (not failures or (is_stopped and all_followed)):
+        exit_code = PREEMPTED_EXIT_CODE
+    else:
+        exit_code = cause(failures).exit_code if failures else 0
+    return LaunchOutcome(exit_code=exit_code, failures=failures, num_ranks=len(children))
+
+
+def failure_of(child: Child, log_folder: Path) -> Failure | None:
+    code = child.exit_code
+    if code is None or code in (0, PREEMPTED_EXIT_CODE):
+        return None
+    log = log_file(log_folder, child.rank)
+    try:
+        error = json.loads(error_file(log_folder, child.rank).read_text())
+    except (OSError, ValueError):
+        return failure_from_exit(child.rank, code, child.why_ended, log_tail(log), log)
+    return failure_from_error(child.rank, error, log)
+
+
+@contextlib.contextmanager
+def stop_signals(numbers: Sequence[signal.Signals] = STOP_SIGNALS, *, raises: bool = False) -> Iterator[StopRequests]:
+    """Note the stop signals instead of dying of them (or raise `Stopped`); the old handlers come back afterwards."""
+    requests = StopRequests()
+    if threading.current_thread() is not threading.main_thread():
+        yield requests  # only the main thread may set handlers
+        return
+    before = {number: signal.getsignal(number) for number in numbers}
+    # `nohup` sets SIGHUP to ignored, and means it.
+    taken = {number: old for number, old in before.items() if old is not signal.SIG_IGN}
+    for number in taken:
+        signal.signal(number, raise_stopped if raises else requests.on_signal)
+    try:
+        yield requests
+    finally:
+        for number, old in taken.items():
+            signal.signal(number, signal.SIG_DFL if old is None else old)

@@ -1,0 +1,135 @@
+"""The child's side of a launch: read the job, poll a flag to stop, say what went wrong.
+
+    parent                                  rank
+    job file, signals blocked  ───────────> read_job, take the signals, main(job, stop)
+    SIGTERM (once)             ───────────> stop.is_set: finish the step, save, return 75
+    error file, exit status    <─────────── an exception, as JSON; the traceback in the rank's log
+
+The signals are blocked from before the process exists until `run_rank` has its flag. By that the parent knows a rank
+that still imports torch, and ends it at once: it has nothing to save. Importable without torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from meshwright.core.errors import MeshwrightError
+from meshwright.core.files import open_to_append, write_whole
+from meshwright.launch.failure import error_as_json
+
+PREEMPTED_EXIT_CODE = 75
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+"""What asks a rank to stop. Slurm sends the latter two (`--signal`), to every process of a step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What one rank is told: its arguments, its place, and where to meet, to log and to report."""
+
+    arguments: Mapping[str, Any]
+    rank: int
+    num_ranks: int
+    rendezvous: str
+    error_file: str
+    log_file: str
+
+
+class StopFlag:
+    """Set by a signal, polled by the loop. While there is nothing to save, a signal ends the process instead."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._leaves_at_once = False
+
+    @property
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        self._is_set = True
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._is_set = True
+
+    def take(self, numbers: Iterable[signal.Signals]) -> None:
+        """Have these signals set the flag; those that are ignored (`nohup`) stay so."""
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        taken = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+        threading.Thread(target=self._watch, args=(reader, taken), name="stop signals", daemon=True).start()
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        for number in taken:
+            signal.signal(number, self.on_signal)
+
+    def leave_at_once(self, is_allowed: bool) -> None:
+        """From now on a signal may end this process where it stands: since the last checkpoint, no step was made."""
+        self._leaves_at_once = is_allowed
+        if is_allowed and self._is_set:
+            os._exit(PREEMPTED_EXIT_CODE)
+
+    def _watch(self, reader: int, numbers: Sequence[int]) -> None:
+        """Sees a signal even while the main thread is inside native code (a collective), where no handler runs."""
+        while True:
+            if os.read(reader, 1)[0] in numbers and self._leaves_at_once:
+                os._exit(PREEMPTED_EXIT_CODE)
+
+
+def read_job(argv: Sequence[str]) -> Job:
+    """The job in the file named by the only argument."""
+    if len(argv) != 2:
+        raise MeshwrightError(f"a rank takes one argument, the path of its job file, and got {len(argv) - 1}.")
+    return Job(**json.loads(Path(argv[1]).read_text()))
+
+
+def show_stacks_on_crash() -> None:
+    """Stacks of all threads to stderr on a crash in native code, and on SIGQUIT to see where a rank hangs."""
+    faulthandler.enable(all_threads=True)
+    faulthandler.register(signal.SIGQUIT, all_threads=True)
+
+
+def run_rank(main: Callable[[Job, StopFlag], int]) -> NoReturn:
+    """Run `main(job, stop)` as this rank, and exit with what it returns or with the error it raises.
+
+    Leaves by `os._exit`: gloo's threads may be stuck on a dead peer and would hold up an orderly exit.
+    """
+    job = read_job(sys.argv)
+    show_stacks_on_crash()
+    stop = StopFlag()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    stop.take(STOP_SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    exit_code = 1
+    try:
+        exit_code = main(job, stop)
+    except BaseException as error:
+        exit_code = report_error(job, error)
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(exit_code)
+
+
+def report_error(job: Job, error: BaseException) -> int:
+    """Write the error file and the traceback; the exit code. A plain `sys.exit(number)` is no error."""
+    if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
+        return error.code or 0
+    report = error_as_json(error)
+    try:
+        write_whole(Path(job.error_file), json.dumps(report))
+        with os.fdopen(open_to_append(Path(job.log_file)), "a", errors="backslashreplace") as log:
+            log.write(report["traceback"])
+    except OSError:  # a full disk must not hide the error
+        sys.stderr.write(report["traceback"])
+    return int(report["exit_code"])

@@ -1,0 +1,251 @@
+"""Rank processes that stay: torch is imported once (2 s), then a run on N ranks costs milliseconds.
+
+    with RankPool(4) as pool:
+        sums = pool.run("package.module:function", {"seed": 1}, num_ranks=2)     # one JSON value per rank
+
+Each rank calls `function(rank=, num_ranks=, rendezvous=, **arguments)`; `rendezvous` is a path, new for every
+run, for torch's FileStore. After a failure the peers may be stuck in a collective, so all workers are killed
+and the next run starts new ones. Use a pool from one thread: workers die with the thread that started them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, cast
+
+from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.files import memory_file
+from meshwright.launch.child import Child, rank_environment, start_child
+from meshwright.launch.failure import Failure, cause, failure_from_error, failure_from_exit, log_tail
+
+START_SECONDS = 120.0  # importing torch takes 2 s, and far longer from a cold or busy disk
+POLL_SECONDS = 0.05
+LAST_WORDS_SECONDS = 1.0  # after one rank failed, for the others to fail by themselves
+STACKS_SECONDS = 5.0  # at most, for a hung worker to write where it hangs into its log
+
+
+class RankError(MeshwrightError):
+    """A function failed in a rank. The text is the cause and its traceback; `failures` has every rank's."""
+
+    def __init__(self, failures: Sequence[Failure], num_ranks: int):
+        self.failures = tuple(failures)
+        first = cause(failures)
+        text = f"{first.sentence(num_ranks)}\n{first.details}".rstrip()
+        super().__init__((Problem(where="", what=text),), exit_code=first.exit_code)
+
+
+@dataclass(kw_only=True)
+class Worker:
+    """One worker seen from here: its process, its log, and the part of an answer that has come so far."""
+
+    child: Child
+    log: Path
+    log_start: int = 0
+    received: bytes = b""
+    is_ready: bool = False
+
+    @property
+    def descriptor(self) -> int:
+        return cast(IO[bytes], self.child.process.stdout).fileno()
+
+    @property
+    def has_shown_stacks(self) -> bool:
+        """Whether faulthandler, asked by SIGQUIT, has come to the main thread, the last that it shows."""
+        return "Current thread" in log_tail(self.log, self.log_start)
+
+    def ask(self, request: Mapping[str, Any]) -> None:
+        self.log_start = self.log.stat().st_size
+        requests = cast(IO[bytes], self.child.process.stdin)
+        with contextlib.suppress(BrokenPipeError):  # it is dead, which `collect` will notice and explain
+            requests.write(json.dumps(request).encode() + b"\n")
+            requests.flush()
+
+    def read(self) -> bytes:
+        """What has arrived, kept in `received`; empty at the end of the pipe."""
+        chunk = os.read(self.descriptor, 1 << 16)
+        self.received += chunk
+        return chunk
+
+    def take_answer(self) -> dict[str, Any] | None:
+        line, newline, rest = self.received.partition(b"\n")
+        if not newline:
+            return None
+        self.received = rest
+        return cast(dict[str, Any], json.loads(line))
+
+    def failure(self, why_ended: str = "") -> Failure:
+        """How it ended without an answer."""
+        tail = log_tail(self.log, self.log_start)
+        code = self.child.exit_code
+        if code is None:
+            message = f"killed by us: {why_ended}"
+            return Failure(
+                rank=self.child.rank,
+                kind="signal",
+                message=message,
+                details=tail,
+                is_secondary=False,
+                log=self.log,
+            )
+        return failure_from_exit(self.child.rank, code, self.child.why_ended, tail, self.log)
+
+
+class RankPool:
+    """Up to `num_ranks` warm rank processes, started when first needed."""
+
+    def __init__(self, num_ranks: int, *, log_folder: Path | None = None, threads_per_rank: int = 1):
+        if num_ranks < 1 or threads_per_rank < 1:
+            raise MeshwrightError(f"rank pool: {num_ranks} ranks of {threads_per_rank} threads. Use 1 or more of each.")
+        self.num_ranks = num_ranks
+        self.threads_per_rank = threads_per_rank
+        self._log_folder = log_folder
+        if log_folder is not None:
+            log_folder.mkdir(parents=True, exist_ok=True)
+        self._held = contextlib.ExitStack()  # logs in memory, where no folder is given
+        self._workers: dict[int, Worker] = {}
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def start(self, num_ranks: int) -> None:
+        """Start the first `num_ranks` workers that do not run, without waiting until they are ready."""
+        if not 1 <= num_ranks <= self.num_ranks:
+            raise MeshwrightError(f"rank pool: {num_ranks} ranks asked of a pool of {self.num_ranks}.")
+        for rank in range(num_ranks):
+            worker = self._workers.get(rank)
+            if worker is not None and worker.child.exit_code is not None:
+                worker.child.end()
+                worker = None
+            self._workers[rank] = worker or self._start_worker(rank)
+
+    def run(
+        self,
+        function: str,
+        arguments: Mapping[str, Any],
+        num_ranks: int,
+        timeout_seconds: float = 120,
+    ) -> list[Any]:
+        """Call `function` ("package.module:name") on the first `num_ranks` ranks; their values by rank.
+
+        Values cross as JSON, so a tuple comes back as a list. Starting workers is not counted as time of it.
+        """
+        self.start(num_ranks)
+        workers = [self._workers[rank] for rank in range(num_ranks)]
+        new = [worker for worker in workers if not worker.is_ready]
+        self._collect(new, num_ranks, START_SECONDS, "starting up")
+        for worker in new:
+            worker.is_ready = True
+        with memory_file() as rendezvous:
+            request = {
+                "function": function,
+                "arguments": dict(arguments),
+                "num_ranks": num_ranks,
+                "rendezvous": rendezvous,
+            }
+            for worker in workers:
+                worker.ask(request | {"rank": worker.child.rank})
+            answers = self._collect(workers, num_ranks, timeout_seconds, function)
+        for rank in range(num_ranks):
+            if answers[rank].get("is_worn"):
+                self._workers.pop(rank).child.end()
+        return [answers[rank]["value"] for rank in range(num_ranks)]
+
+    def close(self) -> None:
+        """End every worker. The pool may not be used afterwards."""
+        self._end_workers()
+        self._held.close()
+
+    def _start_worker(self, rank: int) -> Worker:
+        if self._log_folder is not None:
+            log = self._log_folder / f"worker-{rank}.log"
+        else:
+            log = Path(self._held.enter_context(memory_file()))
+        environment = rank_environment(rank, self.num_ranks, self.threads_per_rank)
+        words = ("meshwright.launch.pool_worker", str(self.threads_per_rank))
+        pipe = subprocess.PIPE
+        with log.open("ab") as stream:
+            start = stream.tell()
+            child = start_child(rank, words, environment=environment, stdin=pipe, stdout=pipe, stderr=stream)
+        return Worker(child=child, log=log, log_start=start)
+
+    def _end_workers(self) -> None:
+        for worker in self._workers.values():
+            worker.child.end()
+        self._workers.clear()
+
+    def _collect(
+        self, workers: Sequence[Worker], num_ranks: int, timeout_seconds: float, what: str
+    ) -> dict[int, dict[str, Any]]:
+        """One answer from each worker, or a `RankError` with all workers ended."""
+        is_whole = False
+        try:
+            answers, failures = collect(workers, timeout_seconds)
+            silent = [worker for worker in workers if worker.child.rank not in answers]
+            if silent and not failures:
+                failures = silence(silent, f"no answer from {what} within {timeout_seconds:g} s")
+            if failures:
+                raise RankError(failures, num_ranks)
+            is_whole = True
+            return answers
+        finally:
+            if not is_whole:  # also on Ctrl-C: a late answer must not be taken for the next run's
+                self._end_workers()
+
+
+def collect(workers: Sequence[Worker], timeout_seconds: float) -> tuple[dict[int, dict[str, Any]], list[Failure]]:
+    """Answers by rank and failures, until all are in, time is over, or shortly after the first failure."""
+    answers: dict[int, dict[str, Any]] = {}
+    failures: list[Failure] = []
+    waiting = {worker.child.rank: worker for worker in workers}
+    deadline = time.monotonic() + timeout_seconds
+    with selectors.DefaultSelector() as selector:
+        for worker in workers:
+            selector.register(worker.descriptor, selectors.EVENT_READ, worker)
+        while waiting and time.monotonic() < deadline:
+            ended = {rank for rank, worker in waiting.items() if worker.child.exit_code is not None}
+            talking: set[int] = set()
+            for key, _ in selector.select(POLL_SECONDS):
+                if key.data.read():
+                    talking.add(key.data.child.rank)
+                else:
+                    selector.unregister(key.fd)
+            for rank, worker in tuple(waiting.items()):
+                answer = worker.take_answer()
+                if answer is not None and "error" not in answer:
+                    answers[rank] = answer
+                elif answer is not None:
+                    failures.append(failure_from_error(rank, answer["error"], worker.log))
+                elif rank in ended and rank not in talking:
+                    failures.append(worker.failure())
+                else:
+                    continue
+                del waiting[rank]
+            if failures:
+                deadline = min(deadline, time.monotonic() + LAST_WORDS_SECONDS)
+    return answers, failures
+
+
+def silence(workers: Sequence[Worker], why: str) -> list[Failure]:
+    """Failures of workers that run but do not answer, with the stacks that show where they hang."""
+    for worker in workers:
+        if worker.is_ready:  # before that, SIGQUIT would kill it
+            os.kill(worker.child.process.pid, signal.SIGQUIT)
+    deadline = time.monotonic() + STACKS_SECONDS
+    while any(worker.is_ready and not worker.has_shown_stacks for worker in workers) and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+    return [worker.failure(why) for worker in workers]

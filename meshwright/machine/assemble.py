@@ -1,0 +1,310 @@
+"""How the readings of all measuring processes become a Cluster. No torch."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from meshwright.core.cluster import Beside, Cluster, Errors, HostResources, Link
+from meshwright.core.device import Device
+from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.machine.compute_fit import (
+    AttentionFit,
+    Matmuls,
+    Traffic,
+    fit_attention,
+    fit_matmuls,
+    fit_traffic,
+    nine_in_ten,
+)
+from meshwright.machine.figure_sources import sources_of
+from meshwright.machine.link_fit import fit_links, link_seconds
+from meshwright.machine.measured_blocks import forecast_seconds, whole_block
+from meshwright.machine.named_clusters import preset, preset_of_device
+from meshwright.machine.readings import Reading
+
+MEASURED = Errors(compute=0.15, launch=0.5, inner=0.2, outer=0.4, idle=0.15)
+_LEAST_ERROR = 0.03
+"""Nothing is known better: clocks drift by as much from minute to minute."""
+_LEAST_COMPUTE_ERROR, _MOST_COMPUTE_ERROR = 0.15, 0.3
+_MOST_HELD = 2.0
+"""Times as slow as clean kernels that a block's traffic may be found; more is no matter of rates."""
+# A card may boost a little past its data sheet; a quarter past it is a broken clock or a wrong preset.
+_LARGEST_SHARE_OF_PEAK = 1.25
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fits:
+    matmuls: Matmuls | None
+    attention: AttentionFit
+    traffic: Traffic
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Held:
+    """A decoder block held against its forecast."""
+
+    ratio: float
+    """Measured over forecast, before anything is put right."""
+    traffic_slowdown: float = 1.0
+    """Times as long as its traffic takes than that of the kernels timed alone."""
+
+
+def assemble(readings: Sequence[Reading], *, host_bytes: int) -> Cluster:
+    """One Cluster named `this machine`. Devices are taken as equal: the median, the slower of two."""
+    problems = [problem for rank, reading in enumerate(readings) for problem in _implausible(rank, reading)]
+    if problems:
+        raise MeshwrightError(problems)
+    typical, num_devices = _typical(readings), len(readings)
+    on_gpu = typical.kind == "cuda"
+    sheet = preset_of_device(typical.device_name) if on_gpu else preset("laptop")
+    if on_gpu and sheet is not None:
+        _check_against(typical, sheet.device)
+    device = _plain_device(typical, sheet, host_bytes // num_devices)
+    device, fits = _fitted(device, typical)
+    inner, inner_error, inner_source = _inner(typical, num_devices, sheet)
+    known = sheet or preset("l40s")
+    block = _held(device, typical)
+    if block is not None:
+        device = replace(device, bandwidth_fraction=min(1.0, device.bandwidth_fraction / block.traffic_slowdown))
+    compute_error, compute_source = _compute_error(block)
+    told = {
+        "errors.compute": compute_source,
+        "inner": inner_source,
+        "outer": f'one node: not measured, from the preset "{known.name}"',
+    }
+    return Cluster(
+        name="this machine",
+        device=device,
+        inner=inner,
+        outer=known.outer,
+        devices_per_node=num_devices,
+        host=_host(readings, host_bytes),
+        beside=replace(known.beside if sheet is not None else Beside(), **typical.beside),
+        sources=sources_of(typical, device, sheet, fits, block) | told,
+        errors=replace(MEASURED, compute=compute_error, inner=inner_error),
+    )
+
+
+def _typical(readings: Sequence[Reading]) -> Reading:
+    """All as one: of times the median or the slower of two, of memory the least."""
+    first = readings[0]
+
+    def slow(points: str) -> Any:
+        """Of rows that end in seconds."""
+        rows = zip(*(getattr(r, points) for r in readings), strict=True)
+        return tuple((*row[0][:-1], statistics.median_high([each[-1] for each in row])) for row in rows)
+
+    def rates(rows: Sequence[Sequence[float]]) -> Any:
+        return (*rows[0][:2], *(statistics.median_low([row[place] for row in rows]) for place in (2, 3)))
+
+    def low(name: str) -> dict[str, float]:
+        return {key: statistics.median_low([getattr(r, name)[key] for r in readings]) for key in getattr(first, name)}
+
+    def high(name: str) -> dict[str, float]:
+        shared = [key for key in getattr(first, name) if all(key in getattr(r, name) for r in readings)]
+        return {key: statistics.median_high([getattr(r, name)[key] for r in readings]) for key in shared}
+
+    links = {
+        kind: tuple((size, statistics.median(r.links[kind][i][1] for r in readings)) for i, (size, _) in enumerate(at))
+        for kind, at in first.links.items()
+    }
+    return replace(
+        first,
+        flops_per_second=low("flops_per_second"),
+        copies=low("copies"),
+        beside=high("beside"),
+        blocks=high("blocks"),
+        matmuls=slow("matmuls"),
+        odd_slowdown=statistics.median_high([r.odd_slowdown for r in readings]),
+        memory=slow("memory"),
+        attention=tuple(map(rates, zip(*(r.attention for r in readings), strict=True))),
+        launch_seconds=statistics.median_high([r.launch_seconds for r in readings]),
+        kernel_seconds=statistics.median_high([r.kernel_seconds for r in readings]),
+        memory_bytes=min(r.memory_bytes for r in readings),
+        reserved_bytes=max(r.reserved_bytes for r in readings),
+        links=links,
+    )
+
+
+def _implausible(rank: int, reading: Reading) -> Iterator[Problem]:
+    """Everything is divided by these later: a zero here is a broken clock, not a slow machine."""
+    rates = {f"flops_per_second.{name}": rate for name, rate in reading.flops_per_second.items()}
+    rates |= {f"copies.{way}": rate for way, rate in reading.copies.items()}
+    for size, tokens, forward, backward in reading.attention:
+        where = f"attention of heads of {size:.0f} over {tokens:.0f} tokens"
+        rates |= {where: forward, f"{where}, backward": backward}
+    for name, num_bytes, seconds in reading.memory:
+        rates[f"memory.{name} of {num_bytes:.0f} bytes"] = num_bytes / seconds if seconds > 0 else 0.0
+    for m, n, k, seconds in reading.matmuls:
+        rates[f"matmul of {m:.0f} x {n:.0f} x {k:.0f}"] = 2 * m * n * k / seconds if seconds > 0 else 0.0
+    for name, rate in rates.items():
+        if not 1e6 < rate < 1e17:
+            what = f"measured {rate:.3g}, which is no machine's rate."
+            yield Problem(where=f"probe.device {rank}.{name}", what=what)
+    for name, seconds in {"launch_seconds": reading.launch_seconds, **_blocks(reading)}.items():
+        if not 1e-8 < seconds < 60.0:
+            yield Problem(where=f"probe.device {rank}.{name}", what=f"measured {seconds:.3g} s.")
+    if not 0.1 < reading.odd_slowdown < 100:
+        what = f"measured {reading.odd_slowdown:.3g}, which is no machine's."
+        yield Problem(where=f"probe.device {rank}.odd_slowdown", what=what)
+    for needed in ("attention", "memory"):
+        if not getattr(reading, needed):
+            yield Problem(where=f"probe.device {rank}.{needed}", what="was not measured.")
+
+
+def _blocks(reading: Reading) -> dict[str, float]:
+    return {f"blocks.{mode}": seconds for mode, seconds in reading.blocks.items()}
+
+
+def _check_against(reading: Reading, sheet: Device) -> None:
+    shares = {
+        f"{name} matmul": rate / sheet.flops_per_second[name]
+        for name, rate in reading.flops_per_second.items()
+        if name in sheet.flops_per_second
+    }
+    # Small tensors may come from the cache.
+    largest = max(num_bytes for _, num_bytes, _ in reading.memory)
+    rates = [num_bytes / seconds for _, num_bytes, seconds in reading.memory if num_bytes > largest / 4]
+    shares["memory"] = statistics.median(rates) / sheet.memory_bytes_per_second
+    problems = [
+        Problem(where=f"probe.{name}", what=f"measured {share:.0%} of the data sheet's figure.")
+        for name, share in shares.items()
+        if share > _LARGEST_SHARE_OF_PEAK
+    ]
+    if problems:
+        raise MeshwrightError(problems)
+
+
+def _plain_device(typical: Reading, sheet: Cluster | None, host_bytes_each: int) -> Device:
+    """What needs no fit. A known card keeps its dense peak, so that MFU means what others mean."""
+    on_gpu = typical.kind == "cuda"
+    keeps = on_gpu and sheet is not None
+    return Device(
+        kind=typical.kind,
+        memory_bytes=typical.memory_bytes if on_gpu else host_bytes_each,
+        memory_bytes_per_second=sheet.device.memory_bytes_per_second if keeps and sheet else 1.0,
+        flops_per_second=sheet.device.flops_per_second if keeps and sheet else typical.flops_per_second,
+        num_processors=typical.num_processors,
+        unaligned_slowdown=max(1.0, typical.odd_slowdown),
+        bandwidth_fraction=1.0,
+        launch_seconds=typical.launch_seconds,
+        kernel_seconds=typical.kernel_seconds,
+        reserved_bytes=typical.reserved_bytes,
+        copy_bytes_per_second=typical.copies,
+        power_watts=typical.power_watts,
+    )
+
+
+def _fitted(device: Device, typical: Reading) -> tuple[Device, Fits]:
+    on_gpu = device.kind == "cuda"
+    dtype = _main_dtype(device)
+    peak = device.flops_per_second[dtype]
+    traffic, attention = fit_traffic(typical.memory), fit_attention(typical.attention, peak)
+    rate = traffic.bytes_per_second
+    if device.memory_bytes_per_second == 1.0:  # no data sheet: what was measured is all there is
+        device = replace(device, memory_bytes_per_second=rate)
+    device = replace(
+        device,
+        matmul_fraction=min(1.0, typical.flops_per_second[dtype] / peak),
+        bandwidth_fraction=min(1.0, rate / device.memory_bytes_per_second),
+        memory_half_bytes=traffic.half_bytes,
+        attention_fraction=attention.fraction,
+        attention_backward_fraction=attention.backward_fraction,
+        attention_half_tokens=attention.half_tokens,
+        small_head_fraction=attention.small_head_fraction,
+    )
+    if not typical.matmuls:
+        return device, Fits(matmuls=None, attention=attention, traffic=traffic)
+    matmuls = fit_matmuls(typical.matmuls, device, dtype, 2 if on_gpu else 4)
+    device = replace(
+        device, matmul_fraction=matmuls.fraction, k_half=matmuls.k_half, residuals=_rounded(matmuls.residuals)
+    )
+    return device, Fits(matmuls=matmuls, attention=attention, traffic=traffic)
+
+
+def _main_dtype(device: Device) -> str:
+    wanted = ("bf16", "fp16", "fp32") if device.kind == "cuda" else ("fp32",)
+    return next(name for name in wanted if name in device.flops_per_second)
+
+
+def _rounded(
+    residuals: tuple[tuple[float, float, float, float], ...],
+) -> tuple[tuple[float, float, float, float], ...]:
+    return tuple((m, n, k, round(ratio, 4)) for m, n, k, ratio in residuals)
+
+
+def _held(device: Device, typical: Reading) -> Held | None:
+    """A whole decoder block against its forecast; None: not measured.
+
+    On a GPU what it takes beyond its forecast is put down to its traffic: its matmuls and its attention were timed at
+    shapes like its own, while the kernels timed for traffic are cleaner than many of a step (strided, widening,
+    reducing). On a CPU one timing of a block scatters too much to correct others by.
+    """
+    seconds = typical.blocks.get("eager", 0.0)
+    if not seconds:
+        return None
+    said = forecast_seconds(whole_block(device.kind), device)
+    ratio = seconds / said.total
+    if device.kind != "cuda":
+        return Held(ratio=ratio)
+    slowdown = (seconds - said.arithmetic) / said.traffic
+    return Held(ratio=ratio, traffic_slowdown=min(max(slowdown, 1 / _MOST_HELD), _MOST_HELD))
+
+
+def _compute_error(block: Held | None) -> tuple[float, str]:
+    """And where it comes from.
+
+    A step is a sum of hundreds of ops: single shapes' errors average out, and what is left is how far the sum of a
+    block's parts was from the whole.
+    """
+    if block is None:
+        return MEASURED.compute, "assumed: no block was measured"
+    limits = f"at least {_LEAST_COMPUTE_ERROR:.0%} and at most {_MOST_COMPUTE_ERROR:.0%}"
+    source = f"how far a block was from the sum of its parts, {limits}"
+    return round(min(_MOST_COMPUTE_ERROR, max(_LEAST_COMPUTE_ERROR, abs(block.ratio - 1))), 3), source
+
+
+def _host(readings: Sequence[Reading], host_bytes: int) -> HostResources:
+    def total(name: str) -> float:
+        return math.fsum(getattr(reading, name) for reading in readings)
+
+    return HostResources(
+        memory_bytes=host_bytes,
+        memory_bytes_per_second=total("host_memory_bytes_per_second"),
+        adam_elements_per_second=total("adam_elements_per_second"),
+        disk_read_bytes_per_second=total("disk_read_bytes_per_second"),
+        disk_write_bytes_per_second=total("disk_write_bytes_per_second"),
+    )
+
+
+def _inner(typical: Reading, num_devices: int, sheet: Cluster | None) -> tuple[Link, float, str]:
+    """The link, how far off it may be, and where it comes from."""
+    if num_devices == 1:
+        if sheet is not None:
+            return sheet.inner, sheet.errors.inner, f'one device: not measured, from the preset "{sheet.name}"'
+        source = "one device of unknown kind: not measured, PCIe 4.0 x16 assumed"
+        return preset("l40s").inner, 1.0, source
+    on_cpu = typical.kind == "cpu"
+    known = sheet.inner.bytes_per_second if sheet is not None and not on_cpu else 0.0
+    link = fit_links(typical.links, num_devices, shared=on_cpu, sheet_bytes_per_second=known)
+    too_fast = [
+        Problem(where=f"probe.{kind}", what=f"measured {share:.0%} of the data sheet's figure.")
+        for kind, share in link.fractions.items()
+        if share > _LARGEST_SHARE_OF_PEAK
+    ]
+    if too_fast:
+        raise MeshwrightError(too_fast)
+    # Of sums, as for compute: a step has many collectives of all sizes, and small ones scatter by times themselves.
+    ratios = [
+        sum(link_seconds(link, kind, size, num_devices) for size, _ in points) / sum(seconds for _, seconds in points)
+        for kind, points in typical.links.items()
+    ]
+    backend = "gloo" if on_cpu else "NCCL"
+    link = replace(link, name=sheet.inner.name if sheet is not None else backend)
+    count = sum(map(len, typical.links.values()))
+    source = f"measured: {backend}, {len(typical.links)} kinds of collective, {count} timings on {num_devices} devices"
+    return link, round(min(2.0, max(_LEAST_ERROR, nine_in_ten(ratios))), 3), source

@@ -1,0 +1,171 @@
+"""One measuring process: `python -m meshwright.machine.measure`, started by `machine.probe`, one a device.
+
+All processes enter each section together, so that cores, memory and links are contended as they will be in
+training. Rank 0 says where it is; the last line on stdout is the Reading as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.core.codec import encode
+from meshwright.launch.cpu_bf16 import limit_isa_for_bf16
+from meshwright.machine.machine_name import cpu_names
+from meshwright.machine.measure_compute import (
+    attention_points,
+    flops_by_dtype,
+    matmul_points,
+    memory_points,
+    odd_slowdown,
+)
+from meshwright.machine.measure_host import (
+    adam_elements_per_second,
+    beside,
+    copy_rates,
+    disk_rates,
+    host_memory_bytes_per_second,
+    power_watts,
+    versions,
+)
+from meshwright.machine.measure_launch import block_seconds, kernel_seconds, launch_seconds
+from meshwright.machine.measure_links import collective_points
+from meshwright.machine.readings import Reading
+from meshwright.machine.timing import Bench
+
+_WARM_SECONDS = 3.0
+
+
+def read(bench: Bench, folder: Path) -> Reading:
+    memory_bytes, reserved_bytes = _gpu_bytes(bench) if bench.on_gpu else (0, _own_bytes())
+    if bench.on_gpu and not bench.is_quick:
+        bench.together("warming up")
+        _warm_up(bench)
+    return Reading(
+        kind=bench.device.type,
+        device_name=torch.cuda.get_device_name(bench.device)
+        if bench.on_gpu
+        else next(iter(cpu_names()), "unknown CPU"),
+        versions=versions(bench),
+        power_watts=power_watts(bench),
+        num_threads=torch.get_num_threads(),
+        isa_limit=bench.isa_limit or "",
+        num_processors=_num_processors(bench),
+        memory_bytes=memory_bytes,
+        reserved_bytes=reserved_bytes,
+        **_compute(bench),
+        **_around(bench, folder),
+    )
+
+
+def _compute(bench: Bench) -> dict[str, Any]:
+    found: dict[str, Any] = {"flops_per_second": flops_by_dtype(bench)}
+    bench.together("matmuls by shape")
+    found["matmuls"] = tuple(matmul_points(bench))
+    if bench.on_gpu:
+        found["odd_slowdown"] = odd_slowdown(bench)
+        torch.cuda.empty_cache()
+    bench.together("attention")
+    found["attention"] = tuple(attention_points(bench))
+    bench.together("memory")
+    found["memory"] = tuple(memory_points(bench))
+    bench.together("op launch")
+    found["kernel_seconds"] = kernel_seconds(bench) if bench.on_gpu else 0.0
+    found["launch_seconds"], found["num_launches"] = launch_seconds(bench)
+    bench.together("a block")
+    found["blocks"] = block_seconds(bench)
+    if bench.on_gpu:
+        torch.cuda.empty_cache()
+    return found
+
+
+def _around(bench: Bench, folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if bench.on_gpu:
+        bench.together("copies")
+    found["copies"] = copy_rates(bench)
+    found["beside"] = beside(bench)
+    bench.together("host")
+    found["host_memory_bytes_per_second"] = host_memory_bytes_per_second(bench)
+    found["adam_elements_per_second"] = adam_elements_per_second(bench)
+    found["links"] = collective_points(bench)
+    bench.together("disk")
+    read_rate, write_rate = disk_rates(bench, folder) if bench.rank == 0 else (0.0, 0.0)
+    return found | {"disk_read_bytes_per_second": read_rate, "disk_write_bytes_per_second": write_rate}
+
+
+def _warm_up(bench: Bench) -> None:
+    """A card that was idle is cooler, and faster, than it will be."""
+    matrix = torch.randn(8192, 8192, device=bench.device, dtype=torch.bfloat16)
+    end = time.perf_counter() + _WARM_SECONDS
+    while time.perf_counter() < end:
+        for _ in range(10):
+            torch.mm(matrix, matrix)
+        bench.memory_work()
+        bench.finish()
+
+
+def _gpu_bytes(bench: Bench) -> tuple[int, int]:
+    """The card's memory, and what is gone once a context and cuBLAS exist (to other processes too)."""
+    tiny = torch.ones(8, 8, device=bench.device)
+    torch.mm(tiny, tiny)
+    bench.finish()
+    free_bytes, total_bytes = torch.cuda.mem_get_info(bench.device)
+    return total_bytes, total_bytes - free_bytes - torch.cuda.memory_reserved(bench.device)
+
+
+def _num_processors(bench: Bench) -> int:
+    return torch.cuda.get_device_properties(bench.device).multi_processor_count if bench.on_gpu else 0
+
+
+def _own_bytes() -> int:
+    """Resident bytes of this process with torch imported and no tensor yet: the second field is in pages."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m meshwright.machine.measure")
+    parser.add_argument("--count", action="store_true", help="say how many GPUs torch sees, and stop")
+    parser.add_argument("--kind", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--num-devices", type=int, default=1)
+    parser.add_argument("--store", default="")
+    parser.add_argument("--folder", type=Path, default=Path("."), help="whose disk is measured")
+    parser.add_argument("--section-seconds", type=float, default=2.0)
+    given = parser.parse_args()
+    if given.count:
+        print(json.dumps({"num_gpus": torch.cuda.device_count()}), flush=True)
+        return
+    device = torch.device("cpu") if given.kind == "cpu" else torch.device("cuda", given.rank)
+    if given.kind == "cuda":
+        torch.cuda.set_device(device)
+    isa_limit = limit_isa_for_bf16() if given.kind == "cpu" else ""
+    if given.num_devices > 1:
+        dist.init_process_group(
+            "gloo" if given.kind == "cpu" else "cpu:gloo,cuda:nccl",
+            init_method=f"file://{given.store}",
+            rank=given.rank,
+            world_size=given.num_devices,
+            timeout=timedelta(seconds=120),
+        )
+    bench = Bench(
+        device=device,
+        rank=given.rank,
+        num_devices=given.num_devices,
+        section_seconds=given.section_seconds,
+        isa_limit=isa_limit,
+    )
+    print(json.dumps({"reading": encode(read(bench, given.folder))}), flush=True)
+    if given.num_devices > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

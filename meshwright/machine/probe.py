@@ -1,0 +1,167 @@
+"""This machine as a Cluster, measured. The parent imports no torch: it starts a process a device and waits.
+
+The processes write to files in a temporary folder, not to pipes: nobody blocks on a full one, and what a
+dying process said is still there to be shown.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from meshwright.core.cluster import Cluster
+from meshwright.core.codec import decode
+from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.files import memory_file
+from meshwright.core.process import child_command, child_environment
+from meshwright.machine.readings import Reading
+
+Files = Mapping[str, Path]
+"""Where the processes meet (`store`), and what each one prints (`0.out`, `0.err`)."""
+MAX_DEFAULT_CPU_DEVICES = 8
+_SECTION_SECONDS = 2.0
+_QUICK_SECTION_SECONDS = 0.1
+_DEADLINE_SECONDS = 300.0
+_TAIL_CHARACTERS = 1500
+_MODULE = "meshwright.machine.measure"
+# Character devices that exist only where torch could find a GPU (NVIDIA, AMD, WSL). Asking torch costs 2 s.
+_GPU_DEVICE_FILES = ("nvidia[0-9]*", "kfd", "dxg")
+
+
+def probe(*, num_devices: int | None = None, report: Callable[[str], None], quick: bool = False) -> Cluster:
+    """Measure compute by shape, memory, launches, host, disk and links, on all devices at once.
+
+    `num_devices` defaults to every GPU, or without one to every usable core (at most 8). `quick` takes a few
+    seconds, its figures scatter by a tenth or two; the whole takes a minute on a CPU, three on a GPU.
+    """
+    from meshwright.machine.assemble import assemble  # needs numpy, which takes longer to import than a refusal
+
+    host_bytes = available_host_bytes()
+    return assemble(read_machine(num_devices=num_devices, report=report, quick=quick), host_bytes=host_bytes)
+
+
+def read_machine(
+    *, num_devices: int | None = None, report: Callable[[str], None], quick: bool = False
+) -> list[Reading]:
+    """What `probe` is made of: one reading a device."""
+    if num_devices is not None and num_devices < 1:
+        raise _problem(f"{num_devices} devices were asked for; at least 1 is needed.")
+    num_gpus = count_gpus()
+    num_cores = len(os.sched_getaffinity(0))
+    if num_devices is not None and 0 < num_gpus < num_devices:
+        raise _problem(f"{num_devices} devices were asked for; torch sees {num_gpus} GPUs.")
+    count = num_devices or num_gpus or min(num_cores, MAX_DEFAULT_CPU_DEVICES)
+    kind = "cuda" if num_gpus else "cpu"
+    num_threads = max(1, num_cores // count)
+    threads = f", {num_threads} threads each" if kind == "cpu" else ""
+    report(f"measuring {count} {kind} device{'s' if count > 1 else ''}{threads}")
+    with contextlib.ExitStack() as held:
+        names = ("store", *(f"{rank}.{stream}" for rank in range(count) for stream in ("out", "err")))
+        files = {name: Path(held.enter_context(memory_file())) for name in names}
+        section_seconds = _QUICK_SECTION_SECONDS if quick else _SECTION_SECONDS
+        arguments = [
+            *("--kind", kind, "--num-devices", str(count)),
+            *("--store", str(files["store"]), "--section-seconds", str(section_seconds)),
+            *("--folder", str(Path.cwd())),
+        ]
+        return _measure(files, arguments, count, num_threads, report)
+
+
+def available_host_bytes(
+    meminfo: Path = Path("/proc/meminfo"), cgroup_limit: Path = Path("/sys/fs/cgroup/memory.max")
+) -> int:
+    """MemAvailable, or the container's limit where that is less."""
+    try:
+        lines = meminfo.read_text().splitlines()
+        kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        raise _problem(f"{meminfo} does not say how much memory is available.", "Probe on Linux.") from None
+    try:
+        return min(kib * 1024, int(cgroup_limit.read_text()))
+    except (OSError, ValueError):  # no container, or the limit reads "max"
+        return kib * 1024
+
+
+def count_gpus() -> int:
+    """GPUs that torch sees, asked in a child process; 0 at once where the kernel has no device file of one."""
+    if not any(True for pattern in _GPU_DEVICE_FILES for _ in Path("/dev").glob(pattern)):
+        return 0
+    command = child_command(_MODULE, "--count")
+    done = subprocess.run(command, env=_environment(1), capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise _problem(f"torch could not be asked for its GPUs:\n{done.stderr[-_TAIL_CHARACTERS:].strip()}")
+    return int(json.loads(done.stdout.splitlines()[-1])["num_gpus"])
+
+
+def _environment(num_threads: int) -> dict[str, str]:
+    # gloo looks its own host name up unless told the interface, which fails or takes seconds in containers.
+    own = {"OMP_NUM_THREADS": str(num_threads), "GLOO_SOCKET_IFNAME": "lo"}
+    return {**os.environ, **own, **child_environment()}
+
+
+def _measure(
+    files: Files, arguments: Sequence[str], count: int, num_threads: int, report: Callable[[str], None]
+) -> list[Reading]:
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(count):
+            with files[f"{rank}.out"].open("wb") as out, files[f"{rank}.err"].open("wb") as err:
+                command = child_command(_MODULE, *arguments, "--rank", str(rank))
+                processes.append(subprocess.Popen(command, env=_environment(num_threads), stdout=out, stderr=err))
+        _wait(processes, files, report)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+    return [_reading(files, rank) for rank in range(count)]
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], files: Files, report: Callable[[str], None]) -> None:
+    """Until all have ended well, one has failed, or the deadline; passes rank 0's progress on."""
+    deadline = time.monotonic() + _DEADLINE_SECONDS
+    num_shown = 0
+    while True:
+        codes = [process.poll() for process in processes]
+        lines = _lines(files, 0)
+        for line in lines[num_shown:]:
+            if "progress" in line:
+                report(str(line["progress"]))
+        num_shown = len(lines)
+        failed = [rank for rank, code in enumerate(codes) if code]
+        if failed:
+            raise _failure(files, failed[0], f"ended with code {codes[failed[0]]}")
+        if all(code == 0 for code in codes):
+            return
+        if time.monotonic() > deadline:
+            rank = codes.index(None)
+            raise _failure(files, rank, f"did not end within {_DEADLINE_SECONDS:.0f} s")
+        time.sleep(0.02)
+
+
+def _lines(files: Files, rank: int) -> list[dict[str, object]]:
+    """The whole JSON lines so far; anything else a library printed is not ours."""
+    text = files[f"{rank}.out"].read_text(encoding="utf-8", errors="replace")
+    return [json.loads(line) for line in text.split("\n")[:-1] if line.startswith('{"')]
+
+
+def _reading(files: Files, rank: int) -> Reading:
+    for line in reversed(_lines(files, rank)):
+        if "reading" in line:
+            return decode(Reading, line["reading"], f"probe.device {rank}")
+    raise _failure(files, rank, "ended without a reading")
+
+
+def _failure(files: Files, rank: int, what: str) -> MeshwrightError:
+    tail = files[f"{rank}.err"].read_text(encoding="utf-8", errors="replace")[-_TAIL_CHARACTERS:].strip()
+    said = f" It said:\n{tail}" if tail else " It said nothing."
+    return _problem(f"the process measuring device {rank} {what}.{said}")
+
+
+def _problem(what: str, fix: str = "") -> MeshwrightError:
+    return MeshwrightError([Problem(where="probe", what=what, fix=fix)])

@@ -1,0 +1,44 @@
+"""AdamW (Loshchilov & Hutter 2019), by torch's fused kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from meshwright.optimizers.rule import ParameterPiece, UpdateRule
+
+
+class AdamW(UpdateRule):
+    def __init__(self, *given: Any):
+        super().__init__(*given)
+        self.remember("exp_avg", "exp_avg_sq")
+        config = self.config
+        self.inner = torch.optim.AdamW(
+            torch_groups(self.pieces), lr=1.0, betas=(config.beta1, config.beta2), eps=config.epsilon, fused=True
+        )
+        for index, value in enumerate(self.values):
+            count = torch.zeros((), dtype=torch.float32, device=value.device)
+            self.inner.state[value] = {"step": count, **{kind: kept[index] for kind, kept in self.state.items()}}
+
+    def step(self, lr: float, count: int) -> None:
+        torch_step(self.inner, lr)
+
+    def set_num_steps(self, count: int) -> None:
+        for values in self.inner.state.values():
+            values["step"].fill_(count)
+
+
+def torch_groups(pieces: list[ParameterPiece]) -> list[dict[str, Any]]:
+    """Pieces with the same rate and decay, as torch's optimizers take them."""
+    groups: dict[tuple[float, float], list[torch.Tensor]] = {}
+    for piece in pieces:
+        groups.setdefault((piece.lr_scale, piece.weight_decay), []).append(piece.value)
+    found = [{"params": values, "lr_scale": key[0], "weight_decay": key[1]} for key, values in groups.items()]
+    return found or [{"params": [], "lr_scale": 1.0}]
+
+
+def torch_step(inner: torch.optim.Optimizer, lr: float) -> None:
+    for group in inner.param_groups:
+        group["lr"] = lr * group["lr_scale"]
+    inner.step()

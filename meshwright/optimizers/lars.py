@@ -1,0 +1,47 @@
+"""LARS: SGD with momentum, each matrix at a rate of 0.001 of its length over its gradient's (You et al. 2017).
+
+Norms and biases take the plain rate.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from meshwright.optimizers.global_sums import Norms
+from meshwright.optimizers.rule import ParameterPiece, UpdateRule
+from meshwright.runtime.build import Build
+
+TRUST = 0.001
+"""How far a matrix may move in a step at rate 1, relative to its own length."""
+
+
+class Lars(UpdateRule):
+    def __init__(self, config: Any, pieces: Any, build: Build, shapes: Any):
+        super().__init__(config, pieces, build, shapes)
+        if config.momentum:
+            self.remember("momentum_buffer")
+        self.norms = Norms(build.mesh, shapes, pieces, 2)
+
+    def step(self, lr: float, count: int) -> None:
+        gradients = self.gradients()
+        norms = self.norms(self.values, gradients)
+        if not gradients:
+            return
+        updates = torch._foreach_mul(self.values, [piece.weight_decay for piece in self.pieces])
+        torch._foreach_add_(updates, gradients)
+        trusts = [_trust(piece, *pair) for piece, pair in zip(self.pieces, norms, strict=True)]
+        torch._foreach_mul_(updates, [-rate * trust for rate, trust in zip(self.rates(lr), trusts, strict=True)])
+        if self.config.momentum:
+            moving = self.state["momentum_buffer"]
+            torch._foreach_mul_(moving, self.config.momentum)
+            torch._foreach_add_(moving, updates)
+            updates = moving
+        torch._foreach_add_(self.values, updates)
+
+
+def _trust(piece: ParameterPiece, weight: float, gradient: float) -> float:
+    if not (piece.is_matrix and weight and gradient):
+        return 1.0
+    return TRUST * weight / (gradient + piece.weight_decay * weight)

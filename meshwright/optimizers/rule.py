@@ -1,0 +1,98 @@
+"""What every optimizer is given and what it must answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshwright.core.box import Box
+from meshwright.optimizers.optimizer_config import OptimizerConfig
+from meshwright.runtime.build import Build
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ParameterPiece:
+    """This rank's piece of a trained parameter, as a plain tensor; `value.grad` is its part of the gradient."""
+
+    name: str
+    value: Tensor
+    box: Box
+    is_owned: bool
+    """This rank answers for it: exactly one of the replicas does."""
+    lr_scale: float
+    weight_decay: float
+
+    @property
+    def is_matrix(self) -> bool:
+        return self.value.ndim >= 2
+
+
+class OptimizerState(NamedTuple):
+    """Something remembered between steps."""
+
+    kind: str
+    name: str
+    value: Tensor
+    box: Box
+    """Where the value lies in the whole of what is remembered of this kind for this parameter."""
+    is_first: bool = True
+    """Of the pieces of a parameter that remember this same value, the one that writes it."""
+
+
+class UpdateRule:
+    """One optimizer over a rank's pieces."""
+
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        pieces: list[ParameterPiece],
+        build: Build,
+        shapes: Mapping[str, tuple[int, ...]],
+    ):
+        """`shapes`: of every trained parameter on any rank, in one order; empty for elementwise updates."""
+        self.config, self.pieces = config, pieces
+        self.values = [piece.value for piece in pieces]
+        self.state: dict[str, list[Tensor]] = {}
+
+    def step(self, lr: float, count: int) -> None:
+        """Update the pieces by their gradients; `count` is 1 in the first step."""
+        raise NotImplementedError
+
+    def kept(self) -> Iterable[OptimizerState]:
+        for kind, values in self.state.items():
+            for piece, value in zip(self.pieces, values, strict=True):
+                yield OptimizerState(kind, piece.name, value, piece.box)
+
+    def set_num_steps(self, count: int) -> None:
+        """Steps taken so far, for those that count by themselves."""
+
+    def remember(self, *kinds: str) -> None:
+        """One zero of each kind for every element; there from the start, so that a checkpoint can be read into it."""
+        for kind in kinds:
+            self.state[kind] = [torch.zeros_like(value) for value in self.values]
+
+    def gradients(self) -> list[Tensor]:
+        """Zeros for a parameter that took no part in the step; whatever the rule makes of it is undone."""
+        return [torch.zeros_like(value) if value.grad is None else value.grad for value in self.values]
+
+    def rates(self, lr: float) -> list[float]:
+        return [lr * piece.lr_scale for piece in self.pieces]
+
+    def decay(self, lr: float) -> None:
+        """Decoupled weight decay (Loshchilov & Hutter 2019)."""
+        kept = [1 - rate * piece.weight_decay for rate, piece in zip(self.rates(lr), self.pieces, strict=True)]
+        torch._foreach_mul_(self.values, kept)
+
+
+def squares(tensors: list[Tensor], device: torch.device) -> Tensor:
+    """Sum of squares of each, in float64."""
+    found = torch.zeros(len(tensors), dtype=torch.float64, device=device)
+    filled = [index for index, tensor in enumerate(tensors) if tensor.numel()]
+    if filled:
+        norms = torch.stack(torch._foreach_norm([tensors[index] for index in filled]))
+        found[torch.tensor(filled, device=device)] = norms.double().square()
+    return found

@@ -1,0 +1,23 @@
+"""SGD with momentum, by torch's fused kernel; decay is added to the gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from meshwright.optimizers.adamw import torch_groups, torch_step
+from meshwright.optimizers.rule import UpdateRule
+
+
+class SGD(UpdateRule):
+    def __init__(self, *given: Any):
+        super().__init__(*given)
+        self.inner = torch.optim.SGD(torch_groups(self.pieces), lr=1.0, momentum=self.config.momentum, fused=True)
+        if self.config.momentum:
+            self.remember("momentum_buffer")
+            for value, kept in zip(self.values, self.state["momentum_buffer"], strict=True):
+                self.inner.state[value] = {"momentum_buffer": kept}
+
+    def step(self, lr: float, count: int) -> None:
+        torch_step(self.inner, lr)

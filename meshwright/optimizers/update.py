@@ -1,0 +1,134 @@
+"""An optimizer over a rank's pieces, clipping by the exact global norm."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor
+
+from meshwright.core.box import Box
+from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.ops.control import gather_json
+from meshwright.ops.fsdp import local
+from meshwright.optimizers import RULES
+from meshwright.optimizers.optimizer_config import OptimizerConfig
+from meshwright.optimizers.rule import ParameterPiece, squares
+from meshwright.runtime.build import Build
+
+__all__ = ["Optimizer", "OptimizerConfig"]
+
+
+class Optimizer:
+    """A rule on plain tensors that share their memory with this rank's pieces.
+
+    Plain, because a sharded parameter is a DTensor: its dispatch costs more than the update of a small piece, and not
+    every fused kernel has a rule for it.
+    """
+
+    def __init__(self, config: OptimizerConfig, build: Build):
+        self.config, self.build = config, build
+        trained = [(name, parameter) for name, parameter in build.named_parameters() if parameter.requires_grad]
+        self.parameters = [parameter for _, parameter in trained]
+        shapes: dict[str, tuple[int, ...]] = {}
+        if config.groups or config.kind != "elementwise":
+            shapes = _all_shapes(build, [name for name, _ in trained])
+        _check_groups(config, list(shapes))
+        self.pieces = [_piece(config, build, name, local(parameter.detach())) for name, parameter in trained]
+        self.rule = RULES[config.name](config, self.pieces, build, shapes)
+        self.num_steps = 0
+
+    def zero_gradients(self) -> None:
+        for tensor in (*self.parameters, *(piece.value for piece in self.pieces)):
+            tensor.grad = None
+        self.build.zero_filled.clear()
+
+    def take_gradients(self) -> None:
+        """After the backward passes: give each piece its part of the gradient."""
+        with torch.no_grad():  # taking a piece out of a DTensor is then not itself recorded for autograd
+            for parameter, piece in zip(self.parameters, self.pieces, strict=True):
+                piece.value.grad = None if parameter.grad is None else local(parameter.grad)
+
+    def unused(self) -> list[str]:
+        """Parameters that took no part in this step's backward passes, on this rank."""
+        pairs = zip(self.parameters, self.pieces, strict=True)
+        return [piece.name for p, piece in pairs if p.grad is None or id(p) in self.build.zero_filled]
+
+    def skip(self, names: Collection[str]) -> None:
+        """Leave parameters out of this step, as torch does with those that have no gradient."""
+        for piece in self.pieces:
+            if piece.name in names:
+                piece.value.grad = None
+
+    def squared_norm(self) -> Tensor:
+        """This rank's share of the squared global gradient norm: pieces it answers for."""
+        mine = [piece.value.grad for piece in self.pieces if piece.is_owned and piece.value.grad is not None]
+        return squares(mine, self.build.mesh.device).sum()
+
+    @torch.no_grad()
+    def update(self, lr: float, norm: float) -> None:
+        if self.config.clip and norm > self.config.clip:
+            gradients = [piece.value.grad for piece in self.pieces if piece.value.grad is not None]
+            if gradients:  # a stage may have nothing to train
+                torch._foreach_mul_(gradients, self.config.clip / norm)
+        self.num_steps += 1
+        skipped = {piece.name for piece in self.pieces if piece.value.grad is None}
+        untouched = [piece.value for piece in self.pieces if piece.name in skipped]
+        untouched += [kept.value for kept in self.rule.kept() if kept.name in skipped] if skipped else []
+        before = [value.clone() for value in untouched]
+        self.rule.step(lr, self.num_steps)
+        for value, old in zip(untouched, before, strict=True):
+            value.copy_(old)
+
+    def state(self) -> Iterable[tuple[str, str, Tensor, Box]]:
+        """(kind, parameter, this rank's piece, its place) of everything the update remembers, but its step count."""
+        return ((kept.kind, kept.name, kept.value, kept.box) for kept in self.rule.kept())
+
+    def owned_state(self) -> Iterable[tuple[str, str, Tensor, Box]]:
+        """What this rank writes of it: every element is one rank's."""
+        for kept in self.rule.kept():
+            if kept.is_first and self.build.owns(kept.name):
+                yield kept.kind, kept.name, kept.value, kept.box
+
+    def set_num_steps(self, count: int) -> None:
+        self.num_steps = count
+        self.rule.set_num_steps(count)
+
+
+def _all_shapes(build: Build, names: list[str]) -> dict[str, tuple[int, ...]]:
+    """Every trained parameter of every stage, in one order. All ranks call it together."""
+    mine = {name: build.boxes[name].shape for name in names if build.owns(name)}
+    found = {name: tuple(shape) for told in gather_json(build.mesh.control, mine) for name, shape in told.items()}
+    return dict(sorted(found.items()))
+
+
+def _check_groups(config: OptimizerConfig, names: list[str]) -> None:
+    problems = []
+    for index, group in enumerate(config.groups):
+        for pattern in group.patterns:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                what = f"{pattern!r} matches none of the {len(names)} parameters that train."
+                close = get_close_matches(pattern, names, n=1, cutoff=0.0)  # hundreds of names are no help
+                fix = f"There is {close[0]!r}, for example." if close else ""
+                problems.append(Problem(where=f"optimizer.groups[{index}].match", what=what, fix=fix))
+    if problems:
+        raise MeshwrightError(problems)
+
+
+def _piece(config: OptimizerConfig, build: Build, name: str, value: Tensor) -> ParameterPiece:
+    decay, scale = config.weight_decay if value.ndim >= 2 else 0.0, 1.0
+    for group in config.groups:
+        if any(fnmatchcase(name, pattern) for pattern in group.patterns):
+            scale = group.lr_scale
+            decay = decay if group.weight_decay is None else group.weight_decay
+            break
+    return ParameterPiece(
+        name=name,
+        value=value,
+        box=build.boxes[name],
+        is_owned=build.owns(name),
+        lr_scale=scale,
+        weight_decay=decay,
+    )

@@ -1,0 +1,1 @@
+"""Profile and cluster to ranked plans, with a certified gap. No torch."""

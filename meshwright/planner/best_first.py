@@ -1,0 +1,370 @@
+"""Candidates in the order of their bounds, looked at ever closer until nothing that is left can win."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from meshwright.core.plan import Plan
+from meshwright.planner.axis_orders import orders_of
+from meshwright.planner.bounds import Leaf, bound_all
+from meshwright.planner.candidates import Candidates, floors
+from meshwright.planner.priced_rows import Pick, SearchInputs
+from meshwright.planner.result import Alternative, Scored, SearchResult
+from meshwright.planner.settings import dials
+from meshwright.planner.solve import Solved, smallest_plan, solve
+from meshwright.planner.space import grids
+from meshwright.planner.stage_bounds import order_bounds
+from meshwright.planner.unit_axes import folded
+from meshwright.planner.wishes import Wishes
+from meshwright.simulator.forecast import Forecast, forecast, slowest_of
+
+CLOSE_LOOKS, MOST_LOOKS = 48, 1200
+"""Candidates looked at closely before an epsilon counts, and at all. What bounds leave open then is said as the gap."""
+BATCHES = ((8, 8), (16, 8), (64, 16), (256, 16), (8192, 32))
+"""Candidates bounded closer and solved together: few at first, when every look may make the rest needless."""
+
+FEW_ORDERS = 8
+"""Orders of a candidate's axes that are bounded at once; more, only if it may win with each axis at its best."""
+
+_TRIED = 20
+"""Candidates tried before an alternative or a near miss is given up."""
+_COMPARED = 1.1
+"""Times the best up to which others are simulated, for people who want to compare."""
+_ROUNDING = 1e-9
+"""Sums in another order: a bound may differ from the same plan's forecast by this share."""
+_RETRIES, _LITTLE = 6, 1 << 27
+"""Times that a plan which fits by its bytes, but not in pieces, is solved again with less memory; and bytes that are
+not worth another."""
+
+
+class Pool:
+    """All candidates with their bounds, and the plans made of some."""
+
+    def __init__(
+        self,
+        question: SearchInputs,
+        wishes: Wishes,
+        *,
+        batch: int,
+        sequence: int,
+        epsilon: float,
+        rescues: bool,
+    ):
+        self.question, self.sequence, self.epsilon = question, sequence, epsilon
+        profile, cluster = question.profile, question.cluster
+        self.memory_bytes = cluster.device.memory_bytes
+        self.rejected: Counter[str] = Counter()
+        # What may be tried depends on the samples there are, not on the longest the model takes.
+        asked = replace(profile, max_sequence=sequence)
+        self.turned = folded(profile, cluster, dials(asked, cluster, wishes, rescues=rescues), sequence)
+        self.grids = tuple(
+            grids(
+                profile,
+                cluster,
+                self.turned,
+                batch=batch,
+                sequence=sequence,
+                microbatch=wishes.microbatch,
+                rejected=self.rejected,
+            )
+        )
+        self.leaves: list[Leaf] = []
+        self.candidates = Candidates.none()
+        self.left_out: dict[str, float] = {}
+        """Compute dtypes not looked at -> no plan in them is faster than this."""
+        self.solved: list[tuple[Solved, int]] = []
+        self.scored: dict[tuple[Plan, bool], Scored | None] = {}
+        self.waiting: list[tuple[float, int, int, Pick]] = []
+        """Candidates with any order of their axes, or a given one: (bound, number, leaf, pick)."""
+        self.numbers = itertools.count()
+        self.best: Scored | None = None
+        self.next = 0
+        self.order = np.zeros(0, dtype=int)
+        """Candidates not yet looked at, those from `next` on, in the order of their bounds."""
+        self.is_interrupted = False
+
+    def _add(self, dtype: str) -> None:
+        """Bound all that computes in a dtype."""
+        asked = self.question
+        slower = slowest_of(asked.cluster, asked.cluster.num_devices) * (1 - _ROUNDING)
+        for grid in self.grids:
+            for leaf in bound_all(
+                asked.profile,
+                asked.cluster,
+                grid,
+                self.turned,
+                optimizer=asked.optimizer,
+                wanted=lambda each: each == dtype,
+            ):
+                takes = self._takes_sequence(leaf)
+                self.candidates = self.candidates.and_those_of(leaf, len(self.leaves), takes, slower)
+                self.leaves.append(leaf)
+        self.candidates = self.candidates.joined()
+        left = np.flatnonzero(self.candidates.fits(self.memory_bytes))
+        left = left[~np.isin(left, self.order[: self.next])]
+        seen = self.order[: self.next]
+        order = left[np.argsort(self.candidates.least_seconds[left], kind="stable")]
+        self.order = np.concatenate([seen, order]).astype(int)
+
+    def _reject(self, reason: str, count: int = 1) -> None:
+        if count:
+            self.rejected[reason] += count
+
+    def _takes_sequence(self, leaf: Leaf) -> np.ndarray:
+        """New candidates that can run samples of this length; the others are counted with the reason."""
+        takes = leaf.is_new
+        for which, problem in leaf.sequence_problems(self.sequence):
+            self._reject(str(problem), int(np.sum(takes & which)))
+            takes = takes & ~which
+        return takes
+
+    @property
+    def may_be_rescued(self) -> bool:
+        """Whether what no policy can save would fit."""
+        return bool(np.any(self.candidates.runs & (self.candidates.base_bytes <= self.memory_bytes)))
+
+    @property
+    def limit_seconds(self) -> float:
+        """Only what is bound to be below is looked at."""
+        if self.best is None:
+            return np.inf
+        margin = self.epsilon if len(self.solved) >= CLOSE_LOOKS else 0.0
+        return self.best[1].step_seconds * (1 - margin)
+
+    def run(self, top: int) -> None:
+        try:
+            for dtype, floor in floors(self.question, self.grids, self.turned, self.sequence):
+                if floor >= self.limit_seconds:
+                    self.left_out[dtype] = floor
+                    continue
+                self._add(dtype)
+                self._run(top)
+        except KeyboardInterrupt:
+            self.is_interrupted = True
+
+    def _run(self, top: int) -> None:
+        for sizes in itertools.chain(BATCHES, itertools.repeat(BATCHES[-1])):
+            if len(self.solved) >= MOST_LOOKS or not self._look(*sizes, self.limit_seconds):
+                break
+        for _ in range(2 * top):  # for people who want to compare
+            missing = top - len(self._plans())
+            if missing <= 0 or not self._look(missing, missing, np.inf):
+                break
+
+    def _look(self, num_wide: int, num_close: int, limit: float) -> bool:
+        """At the candidates with the least bounds below the limit; False if there are none."""
+        wide: list[tuple[int, Pick]] = []
+        free: list[tuple[int, Pick]] = []
+        close: list[tuple[int, Pick]] = []
+        while len(wide) < num_wide and len(free) < num_wide and len(close) < num_close:
+            ahead = self.candidates.least_seconds[self.order[self.next]] if self.next < len(self.order) else np.inf
+            queued = self.waiting[0][0] if self.waiting else np.inf
+            if min(ahead, queued) >= limit or not np.isfinite(min(ahead, queued)):
+                break
+            if queued <= ahead:
+                _, _, leaf, pick = heapq.heappop(self.waiting)
+                (close if pick.axis_order is not None else free).append((leaf, pick))
+            else:
+                candidate = self.order[self.next]
+                at = int(self.candidates.leaf_of[candidate])
+                pick = Pick(int(self.candidates.index_of[candidate]), None, self.memory_bytes)
+                ordered = self._ordered(at, pick)
+                wide += [(at, each) for each in (ordered if len(ordered) <= FEW_ORDERS else [pick])]
+                self.next += 1
+        self._bound(wide)
+        self._bound([(at, each) for at, pick in free for each in self._ordered(at, pick)])
+        self._solve(close)
+        return bool(wide or free or close)
+
+    def _ordered(self, at: int, pick: Pick) -> list[Pick]:
+        """With every order of its axes."""
+        return [
+            pick._replace(axis_order=order)
+            for order in orders_of(self.leaves[at].grid, pick.candidate, self.question.cluster)
+        ]
+
+    def _bound(self, picks: Iterable[tuple[int, Pick]]) -> None:
+        for at, mine in _by_leaf(picks).items():
+            bounds = order_bounds(self.question, self.leaves[at], mine)
+            for pick, bound in zip(mine, bounds, strict=True):
+                heapq.heappush(self.waiting, (float(bound) * (1 - _ROUNDING), next(self.numbers), at, pick))
+
+    def _solve(self, picks: Iterable[tuple[int, Pick]]) -> None:
+        for at, mine in _by_leaf(picks).items():
+            for found in solve(self.question, self.leaves[at], mine, self.limit_seconds * _COMPARED):
+                self.solved.append((found, at))
+                self._score(found, at)
+
+    def _score(self, found: Solved, at: int) -> None:
+        """Forecast the one solved last, if it may be the best; if it then does not fit, again with less memory."""
+        if found.plan is None:
+            self._reject("does not fit in memory" if np.isinf(found.least_seconds) else "slower")
+        elif found.seconds < self.limit_seconds * (1 + _ROUNDING):
+            scored = self._forecast(found.plan)
+            if scored is None or scored[1].step_seconds > self.limit_seconds:
+                return
+            scored = self._forecast(found.plan, replays=scored[1].fits)
+            assert scored is not None
+            if scored[1].fits:
+                self._take(scored)
+            else:
+                self.solved[-1] = self._with_less(found, scored[1], at), at
+
+    def _take(self, scored: Scored) -> None:
+        if self.best is None or _rank(scored) < _rank(self.best):
+            self.best = scored
+
+    def _with_less(self, found: Solved, told: Forecast, at: int) -> Solved:
+        """The fastest that fits in pieces too, between the least memory that is too much and one that will do. What
+        needs more than a plan that does not fit is taken not to fit either."""
+        used = told.peak_reserved_bytes + told.peak_bytes - told.peak_allocated_bytes
+        over = max(used - self.memory_bytes, told.peak_bytes - self.memory_bytes, _LITTLE)
+        high = float(min(told.peak_bytes - 1, found.pick.memory_bytes - 1))
+        low, best = high - over, None
+        for _ in range(_RETRIES):
+            room = low if best is None else (low + high) / 2
+            (less,) = solve(self.question, self.leaves[at], [found.pick._replace(memory_bytes=room)])
+            scored = None if less.plan is None else self._forecast(less.plan, replays=True)
+            if scored is None:
+                break
+            if scored[1].fits:
+                self._take(scored)
+                low, best = max(room, scored[1].peak_bytes), less
+            else:
+                high = min(high, scored[1].peak_bytes - 1.0)
+                low = min(low, high) - over * (best is None)
+            if high - low < _LITTLE:
+                break
+        (most,) = solve(self.question, self.leaves[at], [found.pick._replace(memory_bytes=high)])
+        if best is None:
+            self._reject("does not fit in memory in pieces")
+            return replace(most, plan=None, seconds=np.inf)
+        return replace(best, least_seconds=min(most.least_seconds, best.seconds))
+
+    def _forecast(self, plan: Plan, *, replays: bool = False) -> Scored | None:
+        """None (and the reason counted) if the plan's own check objects. `replays`: with the allocator, which takes too
+        long for all."""
+        known = (plan, replays)
+        if known not in self.scored:
+            profile, cluster = self.question.profile, self.question.cluster
+            problems = plan.check(profile, cluster) or plan.check_sequence(self.sequence)
+            self.scored[known] = None
+            if problems:
+                self._reject(str(problems[0]))
+            else:
+                settings: dict[str, Any] = {"sequence": self.sequence, "optimizer": self.question.optimizer}
+                self.scored[known] = plan, forecast(profile, plan, cluster, **settings, replays=replays)
+        return self.scored[known]
+
+    def _plans(self) -> list[Plan]:
+        """What was solved and is not faster than the best (and so too large), fastest first, each once."""
+        least = 0.0 if self.best is None else self.best[1].step_seconds * (1 - _ROUNDING)
+        solved = [found for found, _ in self.solved if found.plan is not None and found.seconds >= least]
+        plans = {found.plan: found.seconds for found in solved if found.plan is not None}
+        return sorted(plans, key=lambda plan: (plans[plan], str(plan)))
+
+    def found(self, top: int) -> SearchResult:
+        ranked: list[Scored] = []
+        for plan in self._plans() if self.best is not None else ():
+            scored = self._forecast(plan)
+            if scored is not None and scored[1].fits:
+                ranked.append(scored)
+            if len(ranked) >= 2 * top:  # a few more: where stages have chunks, they are sorted by bounds
+                break
+        if self.best is not None:  # the others' memory is not replayed: none of them is above it
+            best = self.best
+            ranked = [best, *(each for each in sorted(ranked, key=_rank) if _rank(each) > _rank(best))][:top]
+        unfitting = self.candidates.runs & ~self.candidates.fits(self.memory_bytes)
+        self._reject("does not fit in memory", int(np.sum(unfitting)))
+        self._reject("slower", len(self.order) - len({(at, f.pick.candidate) for f, at in self.solved}))
+        unfit = None if self.best is None else self._unfit(self.best)
+        return SearchResult(
+            best=self.best,
+            ranked=tuple(ranked),
+            rejected=dict(self.rejected.most_common()),
+            nearest_miss=None if self.best else self._nearest_miss(),
+            evaluated=self.candidates.num_new,
+            search_seconds=0.0,
+            gap_fraction=self._gap(),
+            alternatives=self._alternatives(self.best[0]) if self.best else (),
+            faster_unfit=unfit,
+            is_interrupted=self.is_interrupted,
+        )
+
+    def _gap(self) -> float | None:
+        if self.best is None:
+            return None
+        left = [found.least_seconds * (1 - _ROUNDING) for found, _ in self.solved]
+        left += [self.waiting[0][0]] if self.waiting else []
+        left += [float(self.candidates.least_seconds[self.order[self.next]])] if self.next < len(self.order) else []
+        gap = 1.0 - min(left, default=np.inf) / self.best[1].step_seconds
+        return float(gap) if gap > 2 * _ROUNDING else 0.0
+
+    def _smallest(self, candidate: int) -> Scored | None:
+        """The plan of a candidate that needs least, whether it fits or not."""
+        at, index = int(self.candidates.leaf_of[candidate]), int(self.candidates.index_of[candidate])
+        grid = self.leaves[at].grid
+        plan = smallest_plan(self.question, self.leaves[at], index, grid.axis_order)
+        return self._forecast(plan)
+
+    def _nearest_miss(self) -> Scored | None:
+        candidates = np.flatnonzero(self.candidates.runs)
+        order = np.lexsort((self.candidates.least_seconds[candidates], self.candidates.least_bytes[candidates]))
+        tried = (self._smallest(int(candidate)) for candidate in candidates[order][:_TRIED])
+        return min((each for each in tried if each is not None), key=lambda each: each[1].peak_bytes, default=None)
+
+    def _unfit(self, best: Scored) -> Scored | None:
+        """Of those that would be faster and can be made to fit in nothing that is there, the fastest."""
+        candidates = np.flatnonzero(
+            self.candidates.runs
+            & ~self.candidates.fits(self.memory_bytes)
+            & (self.candidates.least_seconds < best[1].step_seconds)
+        )
+        order = np.argsort(self.candidates.least_seconds[candidates], kind="stable")
+        for candidate in candidates[order][:_TRIED]:
+            scored = self._smallest(int(candidate))
+            if scored is not None and not scored[1].fits and scored[1].step_seconds < best[1].step_seconds:
+                return scored
+        return None
+
+    def _alternatives(self, best: Plan) -> tuple[Alternative, ...]:
+        """What the decision for or against each technique is worth: of the plans looked at, or bound to be."""
+        used = {technique.name for technique in best.techniques}
+        plans = self._plans()
+        found = []
+        for name in (dial.kind.name for dial in self.turned):
+            others = [plan for plan in plans if (plan.technique(name) is None) == (name in used)]
+            scored = next((s for plan in others[:_TRIED] if (s := self._forecast(plan)) and s[1].fits), None)
+            least = None if scored else self._least_without(name) if name in used else self._least_with(name)
+            found.append(Alternative(technique=name, is_used=name in used, found=scored, least_seconds=least))
+        return tuple(found)
+
+    def _least_with(self, name: str) -> float | None:
+        return self._least_of([leaf.has(name) for leaf in self.leaves])
+
+    def _least_without(self, name: str) -> float | None:
+        bounds = [self._least_of([~leaf.has(name) for leaf in self.leaves]), *self.left_out.values()]
+        return min((bound for bound in bounds if bound is not None), default=None)
+
+    def _least_of(self, masks: list[np.ndarray]) -> float | None:
+        """No candidate so marked that may fit is faster; None: there is none."""
+        which = np.concatenate(masks) & self.candidates.fits(self.memory_bytes)
+        return float(self.candidates.least_seconds[which].min()) if which.any() else None
+
+
+def _by_leaf(picks: Iterable[tuple[int, Pick]]) -> dict[int, list[Pick]]:
+    grouped: dict[int, list[Pick]] = defaultdict(list)
+    for at, pick in picks:
+        grouped[at].append(pick)
+    return grouped
+
+
+def _rank(scored: Scored) -> tuple[float, str]:
+    return scored[1].step_seconds, str(scored[0])

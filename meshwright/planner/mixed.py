@@ -1,0 +1,413 @@
+"""The fastest plan on groups of different devices: replicas or stages across the groups, or only some of the groups.
+
+    ranks of one of a group ──search──> plans inside a replica ──deal──> shares ─┐
+                                                                                 ├─> forecast
+    all ranks of one kind ──search──> plans with stages ──split──> blocks ───────┘
+
+What lies inside a replica or a stage is found by the search for clusters of one kind, once for each kind of device, and
+what each place gets is exact for that. So the best found is no proof: the gap is told against what the devices could
+do without memory, messages or waiting (`mixed_bound`), which is a loose bound.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from meshwright.core.cluster import Cluster
+from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.plan import Plan
+from meshwright.core.profile import Profile
+from meshwright.core.work import ADAM, Updating
+from meshwright.planner.device_groups import (
+    Side,
+    Sides,
+    choices,
+    joined,
+    kinds,
+    limited,
+    members,
+    numbers_of,
+    orders,
+    sides_of,
+)
+from meshwright.planner.group_axes import sharer, stage_cutter, without
+from meshwright.planner.mixed_bound import alone_seconds, together_seconds
+from meshwright.planner.search import Alternative, Scored, SearchResult, search
+from meshwright.planner.uneven_shares import (
+    block_weights,
+    deal,
+    largest_parts,
+    remembered,
+    span_times,
+    split,
+    with_stages,
+)
+from meshwright.planner.wishes import Wishes, read_wishes
+from meshwright.simulator.forecast import Forecast, forecast
+from meshwright.simulator.mixed_groups import replica_pipe, rests_seconds, seen_from
+from meshwright.simulator.priced_stages import cutter_of
+
+NEAR, FAR = 1.03, 1.05
+"""Times the best so far: what could at best be slower than the first is not looked at closely; where it is slower than
+the second, and than what came before, nor are smaller replicas or more stages."""
+FINE = 4
+"""Microbatches that a replica should have, so that a faster one can be given more."""
+EACH_KIND = 64
+"""Devices up to which what lies inside is searched for on every kind of them, and for more microbatches than would be
+best alone; beyond, on the fastest, and on those with less memory."""
+ABOUT = 0.95
+"""Of the largest memory, that counts as large."""
+INSIDE = 4
+"""Plans taken at least from each search for what lies inside a replica or a stage: half of those asked for, if more."""
+MOVES = 48
+"""Forecasts for moving single blocks from stage to stage after they were dealt out."""
+SOME = 1.15
+"""Times the best so far that a plan of few stages may take for that to be tried."""
+
+
+def search_mixed(
+    profile: Profile,
+    cluster: Cluster,
+    *,
+    batch: int,
+    sequence: int,
+    optimizer: Updating = ADAM,
+    allow: str = "lossy",
+    pin: Sequence[str] = (),
+    ban: Sequence[str] = (),
+    top: int = 10,
+    microbatch: int | None = None,
+    **settings: Any,
+) -> SearchResult:
+    """As `search`, for clusters of several groups. `settings` are handed on to it."""
+    started = time.perf_counter()
+    common = {"sequence": sequence, "optimizer": optimizer, "allow": allow, "microbatch": microbatch, **settings}
+    merged = cluster.merged()
+    if not merged.others:
+        return search(profile, merged, batch=batch, pin=pin, ban=ban, top=top, **common)
+    if (limit := settings.get("max_memory_bytes")) is not None:
+        cluster = limited(cluster, limit)
+    wishes = read_wishes(pin, ban, allow=allow, microbatch=microbatch)
+    task = _Task(
+        profile=profile,
+        cluster=cluster,
+        batch=batch,
+        pin=tuple(pin),
+        ban=tuple(ban),
+        wishes=wishes,
+        common=common,
+        inside=max(INSIDE, top // 2),
+    )
+    sides = sides_of(cluster)
+    try:
+        task.measure(sides)
+        for chosen in choices(sides):
+            task.try_groups(chosen)
+    except KeyboardInterrupt:
+        task.is_interrupted = True
+    if not task.scored and not task.missed and task.problems:
+        raise MeshwrightError(task.problems)
+    return replace(task.found(top), search_seconds=time.perf_counter() - started)
+
+
+@dataclass(kw_only=True)
+class _Task:
+    profile: Profile
+    cluster: Cluster
+    batch: int
+    pin: tuple[str, ...]
+    ban: tuple[str, ...]
+    wishes: Wishes
+    common: dict[str, Any]
+    inside: int
+    """Plans taken from each search."""
+    scored: dict[Plan, Forecast] = field(default_factory=dict)
+    missed: dict[Plan, Forecast] = field(default_factory=dict)
+    """Plans that do not fit."""
+    problems: list[Problem] = field(default_factory=list)
+    rejected: Counter[str] = field(default_factory=Counter)
+    alone: list[tuple[Side, float]] = field(default_factory=list)
+    """Least seconds of one device of each kind."""
+    least_seconds: float = 0.0
+    """No plan is faster."""
+    evaluated: int = 0
+    is_interrupted: bool = False
+
+    @property
+    def best_seconds(self) -> float:
+        return min((told.step_seconds for told in self.scored.values()), default=math.inf)
+
+    def try_groups(self, sides: Sides) -> None:
+        """Plans whose ranks take all devices of these."""
+        if len(sides) == 1:
+            self._alone(sides[0])
+            return
+        num_devices = sum(side.num_devices for side in sides)
+        common = math.gcd(*(side.num_devices for side in sides))
+        for way in (self._replicas, self._stages):
+            before = math.inf
+            for ranks_each in (size for size in range(common, 0, -1) if common % size == 0):
+                at_best = way(sides, ranks_each, num_devices // ranks_each)
+                # A model that fits on no replica fits on none of fewer ranks.
+                is_hopeless = at_best == math.inf if math.isfinite(before) else False
+                if is_hopeless or (math.isfinite(at_best) and at_best > max(before, FAR * self.best_seconds)):
+                    break
+                before = min(before, at_best)
+
+    def measure(self, sides: Sides) -> None:
+        """How fast each kind of device can be at all."""
+        wanted = {"pin": (), "ban": (), "top": 1, "microbatch": None, "max_memory_bytes": None}
+        free = {key: value for key, value in wanted.items() if key in self.common or key in ("pin", "ban", "top")}
+        settings = (self.batch, self._sequence, self._optimizer)
+        for side in kinds(sides):
+            seconds = alone_seconds(
+                self.profile, side, *settings, lambda machine: self._inside(machine, self.batch, **free)
+            )
+            self.alone.append((side, seconds))
+        if self.problems:  # nothing was pinned: they are about the question itself
+            raise MeshwrightError(self.problems)
+        self.least_seconds = self._together(sides)
+
+    def _alone_seconds(self, side: Side) -> float:
+        return next(seconds for kind, seconds in self.alone if kind.is_like(side))
+
+    def _together(self, sides: Sides) -> float:
+        return together_seconds([self._alone_seconds(side) for side in sides], [side.num_devices for side in sides])
+
+    def _fastest_first(self, sides: Sides) -> list[Side]:
+        return sorted(kinds(sides), key=self._alone_seconds)
+
+    def _looks(self, sides: Sides, search_on: Callable[[Side], SearchResult | None]) -> tuple[float, list[Plan]]:
+        """Plans found on kinds of device, and what the best of them could take here, if its times followed the speed of
+        the devices. Where that is too slow, the slower and smaller kinds are left."""
+        at_best, plans = math.inf, list[Plan]()
+        count, least_bytes = sum(each.num_devices for each in sides), math.inf
+        large = ABOUT * max(side.cluster.device.memory_bytes for side in sides)
+        for side in self._fastest_first(sides):
+            if count > EACH_KIND and side.cluster.device.memory_bytes >= ABOUT * least_bytes:
+                continue  # what fits on those before fits here
+            least_bytes = min(least_bytes, side.cluster.device.memory_bytes)
+            found = search_on(side)
+            if found is None or found.best is None:
+                continue
+            alike = together_seconds([self._alone_seconds(side)], [count])
+            at_best = min(at_best, found.best[1].step_seconds * self._together(sides) / alike)
+            plans += [plan for plan, _ in found.ranked]
+            if at_best > NEAR * self.best_seconds and side.cluster.device.memory_bytes >= large:
+                return at_best, []
+        return at_best, list(dict.fromkeys(plans))
+
+    def _alone(self, side: Side) -> None:
+        found = self._inside(side.cluster, self.batch, pin=self.pin, ban=self.ban, top=self.inside)
+        if found is None:
+            return
+        for plan, told in found.ranked:
+            self.scored[replace(plan, groups=side.numbers)] = told
+        if found.nearest_miss is not None:
+            self.missed[replace(found.nearest_miss[0], groups=side.numbers)] = found.nearest_miss[1]
+
+    def _inside(self, cluster: Cluster, batch: int, **wanted: Any) -> SearchResult | None:
+        """Plans for devices of one kind; None where what is pinned cannot be on so many."""
+        if self.is_interrupted:
+            return None
+        try:
+            found = search(self.profile, cluster, batch=batch, **{**self.common, **wanted})
+        except MeshwrightError as error:
+            self.problems += [problem for problem in error.problems if problem not in self.problems]
+            return None
+        self.evaluated += found.evaluated
+        self.rejected.update(found.rejected)
+        self.is_interrupted = found.is_interrupted
+        return found
+
+    def _replicas(self, sides: Sides, ranks_each: int, count: int) -> float:
+        """Replicas of `ranks_each` ranks across the groups; what they could take at best."""
+        kind = sharer()
+        pinned = dict(self.wishes.pinned.get(kind.name, {}))
+        if kind.name in self.wishes.banned or pinned.get("size", count) != count or count > self.batch:
+            return math.inf
+        inner = {"pin": without(self.pin, kind), "ban": [*self.ban, kind.name], "top": self.inside}
+        at_best, plans = math.inf, list[Plan]()
+        whole_parts = largest_parts(self.batch, self.batch // count)
+        parts = [*whole_parts]
+        for within in parts:
+            looked, found = self._looks(sides, partial(self._inside_replica, ranks_each, within, inner))
+            is_coarse = within in whole_parts and all(plan.num_microbatches < FINE for plan in found)
+            if within >= FINE and found and is_coarse and ranks_each <= EACH_KIND:
+                parts += largest_parts(self.batch, within // FINE)[-1:]  # too few to be dealt out by speed
+            # Per sample: a part may be less than a replica's share.
+            at_best, plans = min(at_best, looked * self.batch / (within * count)), [*plans, *found]
+        for plan in dict.fromkeys(replace(plan, batch=self.batch) for plan in plans):
+            outer = kind(**{**pinned, "size": count})
+            order = (outer.axis, *plan.axis_order)
+            whole = replace(plan, techniques=(*plan.techniques, outer), axis_order=order)
+            self._share_out(whole, sides)
+        return at_best
+
+    def _inside_replica(self, ranks_each: int, within: int, wanted: dict[str, Any], side: Side) -> SearchResult | None:
+        return self._inside(side.sized(ranks_each), within, **wanted)
+
+    def _share_out(self, plan: Plan, sides: Sides) -> None:
+        here = joined(sides, self.cluster.between)
+        count = plan.mesh[plan.axis_order[0]]
+        ranks_each = plan.num_ranks // count
+        total, rest = divmod(self.batch, plan.num_replicas // count * plan.microbatch)
+        if rest or total < count:
+            self.rejected["a microbatch for each replica is more than the batch"] += 1
+            return
+        if not plan.shares:
+            about = max(1, total // count)
+            pipes = [
+                replica_pipe(self.profile, plan, here, group, about, self._sequence, self._optimizer)
+                for group in range(len(sides))
+            ]
+            rests = rests_seconds(pipes)
+            times = [remembered(pipe.seconds_of, rest) for pipe, rest in zip(pipes, rests, strict=True)]
+            lying = members(sides, ranks_each)
+            shares = deal(total, [times[at] for at in lying])
+            if max(times[at](share) for at, share in zip(lying, shares, strict=True)) > self.best_seconds:
+                self.rejected["slower"] += 1
+                return
+            plan = plan.with_shares(shares if len(set(shares)) > 1 else ())
+        self._score(plan, sides)
+
+    def _stages(self, sides: Sides, ranks_each: int, count: int) -> float:
+        """Stages of `ranks_each` ranks across the groups, in every order of them; what they could take at best."""
+        kind = stage_cutter()
+        pinned = self.wishes.pinned.get(kind.name, {})
+        if kind.name in self.wishes.banned or pinned.get("size", count) != count or count > self.profile.num_blocks:
+            return math.inf
+        pin = [*without(self.pin, kind, "size"), f"{kind.name}.size={count}"]
+        wanted = {"pin": pin, "ban": self.ban, "top": self.inside}
+        at_best, plans = self._looks(
+            sides, lambda side: self._inside(side.sized(ranks_each * count), self.batch, **wanted)
+        )
+        for plan in plans:
+            order = (kind.axis, *(axis for axis in plan.axis_order if axis != kind.axis))
+            for arranged in orders(sides):
+                self._split(replace(plan, axis_order=order), arranged, is_pinned="stages" in pinned)
+        return at_best
+
+    def _split(self, plan: Plan, sides: Sides, *, is_pinned: bool) -> None:
+        """Deal out the blocks; where a stage is then too full, with fewer in it; then move single ones."""
+        if is_pinned:
+            self._score(plan, sides)
+            return
+        here = joined(sides, self.cluster.between)
+        cutter = cutter_of(plan)
+        assert cutter is not None
+        size = plan.mesh[cutter.axis]
+        ranks_each = plan.num_ranks // size
+        units = members(sides, ranks_each)
+        places = cutter.timetable.places(size)  # type: ignore[attr-defined]
+        groups = [units[places.stage(span)] for span in range(places.num_spans)]
+        if places.num_spans > self.profile.num_blocks:
+            return
+        weights = block_weights(self.profile, self._sequence)
+        seen = {group: seen_from(here, group) for group in set(units)}
+        settings: dict[str, Any] = {"sequence": self._sequence, "optimizer": self._optimizer}
+        times = span_times(self.profile, plan, seen, groups, weights, **settings)
+        most = [self.profile.num_blocks] * places.num_spans
+        while stages := split(weights, times, most):
+            edges = [0, *itertools.accumulate(stages)]
+            busy = [0.0] * size
+            for span, (alone, each) in enumerate(times):
+                busy[places.stage(span)] += alone + each * sum(weights[edges[span] : edges[span + 1]])
+            if max(busy) * plan.num_microbatches > self.best_seconds:
+                self.rejected["slower"] += 1
+                return
+            told = self._score(with_stages(plan, stages), sides)
+            if told is None or told.fits:
+                break
+            for chunk in range(places.chunks):
+                fullest = places.span(told.worst_stage, chunk)
+                most[fullest] = stages[fullest] - 1
+        if stages:
+            self._move(with_stages(plan, stages), stages, sides)
+
+    def _move(self, plan: Plan, stages: tuple[int, ...], sides: Sides) -> None:
+        """One block at a time from one span to another, as long as that helps and is not too many to try."""
+        best = self._score(plan, sides)
+        pairs = list(itertools.permutations(range(len(stages)), 2))
+        tried = 0
+        near = SOME if len(pairs) < MOVES else NEAR
+        while best is not None and best.fits and best.step_seconds <= near * self.best_seconds and tried < MOVES:
+            better = None
+            for giver, taker in pairs[: MOVES - tried]:
+                if stages[giver] > 1:
+                    tried += 1
+                    moved = tuple(n - (at == giver) + (at == taker) for at, n in enumerate(stages))
+                    told = self._score(with_stages(plan, moved), sides)
+                    if told is not None and told.fits and told.step_seconds < best.step_seconds:
+                        best, better = told, moved
+            if better is None:
+                return
+            stages = better
+
+    @property
+    def _sequence(self) -> int:
+        return int(self.common["sequence"])
+
+    @property
+    def _optimizer(self) -> Updating:
+        return self.common["optimizer"]
+
+    def _score(self, plan: Plan, sides: Sides) -> Forecast | None:
+        """Its forecast, or None (and the reason counted) if the plan's own check objects."""
+        numbers = numbers_of(sides)
+        plan = replace(plan, groups=() if numbers == tuple(range(len(self.cluster.groups))) else numbers)
+        if plan in self.scored or plan in self.missed:
+            return self.scored.get(plan) or self.missed[plan]
+        self.evaluated += 1
+        problems = plan.check(self.profile, self.cluster) or plan.check_sequence(self._sequence)
+        if problems:
+            self.rejected[str(problems[0])] += 1
+            return None
+        told = self._forecast(plan, replays=False)
+        (self.scored if told.fits else self.missed)[plan] = told
+        return told
+
+    def _forecast(self, plan: Plan, *, replays: bool) -> Forecast:
+        settings: dict[str, Any] = {"sequence": self._sequence, "optimizer": self._optimizer, "replays": replays}
+        return forecast(self.profile, plan, self.cluster, **settings)
+
+    def found(self, top: int) -> SearchResult:
+        ranked: list[Scored] = []
+        for plan in sorted(self.scored, key=lambda plan: (self.scored[plan].step_seconds, str(plan))):
+            told = self._forecast(plan, replays=True)
+            if told.fits:
+                ranked.append((plan, told))
+            else:
+                self.rejected["does not fit in memory in pieces"] += 1
+                self.missed[plan] = told
+            if len(ranked) == top:
+                break
+        best = ranked[0] if ranked else None
+        nearest = min(self.missed.items(), key=lambda each: each[1].peak_bytes - each[1].memory_bytes, default=None)
+        gap = max(0.0, 1.0 - self.least_seconds / best[1].step_seconds) if best else None
+        return SearchResult(
+            best=best,
+            ranked=tuple(ranked),
+            rejected=dict(self.rejected.most_common()),
+            nearest_miss=None if best else nearest,
+            evaluated=self.evaluated,
+            search_seconds=0.0,
+            gap_fraction=gap,
+            alternatives=tuple(self._alternatives(best[0])) if best else (),
+            is_interrupted=self.is_interrupted,
+        )
+
+    def _alternatives(self, best: Plan) -> Iterator[Alternative]:
+        used = {technique.name for technique in best.techniques}
+        for name in sorted(used | {t.name for plan in self.scored for t in plan.techniques}):
+            plans = [plan for plan in self.scored if (plan.technique(name) is None) == (name in used)]
+            first = min(plans, key=lambda plan: (self.scored[plan].step_seconds, str(plan)), default=None)
+            if first is not None:  # else none was looked at, which says nothing
+                yield Alternative(technique=name, is_used=name in used, found=(first, self.scored[first]))

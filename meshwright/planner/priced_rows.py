@@ -1,0 +1,179 @@
+"""Stages of candidates, priced: one array of rows for many stages with many numbers of blocks and policies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from meshwright.core.cluster import Cluster
+from meshwright.core.profile import Profile
+from meshwright.core.technique import Spans
+from meshwright.core.work import Num, Updating
+from meshwright.planner.bounds import Leaf
+from meshwright.planner.policies import Kinds
+from meshwright.simulator.axis_links import route
+from meshwright.simulator.peak_memory import stage_memory
+from meshwright.simulator.pricing import price_sizes
+from meshwright.simulator.stage_seconds import stage_cost
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchInputs:
+    """What is the same for all candidates."""
+
+    profile: Profile
+    cluster: Cluster
+    optimizer: Updating
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, int], Kinds]:
+        return {}
+
+    def kinds(self, first: int, blocks: int) -> Kinds:
+        """Of so many blocks from `first` on, how many are of each kind."""
+        if (first, blocks) not in self._known:
+            self._known[first, blocks] = self.profile.blocks_within(first, blocks)
+        return self._known[first, blocks]
+
+    @cached_property
+    def is_one_kind(self) -> bool:
+        return len(self.profile.block_layers) == 1
+
+
+class Pick(NamedTuple):
+    """A candidate of a leaf, with the order of its axes and the bytes its ranks may have."""
+
+    candidate: int
+    axis_order: tuple[str, ...] | None
+    """None: any, each axis as if it lay innermost."""
+    memory_bytes: float
+
+
+class Cell(NamedTuple):
+    """A stage with so many blocks."""
+
+    at: int
+    """Which of the picks."""
+    stage: int
+    kinds: Kinds
+    first_block: int
+    blocks: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Priced:
+    """Columns over rows."""
+
+    forward: np.ndarray
+    backward: np.ndarray
+    weight: np.ndarray
+    tail: np.ndarray
+    send: np.ndarray
+    peak_bytes: np.ndarray
+    kept_bytes: np.ndarray
+    late_bytes: np.ndarray
+
+
+def policy_fields(leaf: Leaf) -> list[tuple[str, str]]:
+    """(technique, policy) of all that are solved for."""
+    return [(name, policy) for name, each in leaf.policies.items() for policy in each]
+
+
+def kinds_of(problem: SearchInputs, spans: Spans) -> Kinds:
+    each = [problem.kinds(first, last - first) for first, last in spans]
+    return each[0] if len(each) == 1 else tuple(sum(counts) for counts in zip(*each, strict=True))
+
+
+def size_of(spans: Spans) -> int:
+    return sum(last - first for first, last in spans)
+
+
+class PricedRows:
+    """The price of cells, each with its choices, one row for each."""
+
+    def __init__(
+        self,
+        problem: SearchInputs,
+        leaf: Leaf,
+        picks: Sequence[Pick],
+        cells: Sequence[Cell],
+        choices: Sequence[np.ndarray],
+        chunk: int | None = None,
+    ):
+        """`chunk`: of each cell only this chunk of layers."""
+        grid = leaf.grid
+        counts = [len(each) for each in choices]
+        index = np.array([picks[cell.at].candidate for cell in cells])
+        place = np.array([(cell.stage, cell.first_block, cell.blocks) for cell in cells])
+        self.length = sum(counts)
+        sizes = grid.sizes(np.repeat(index, counts), *(np.repeat(place[:, i], counts) for i in range(3)))
+        if chunk is not None:
+            sizes["chunk"] = chunk
+        together = np.concatenate(choices)
+        for at, (name, policy) in enumerate(policy_fields(leaf)):
+            for kind, layer in enumerate(problem.profile.block_layers):
+                sizes[f"{name}.{policy}.{layer.name}"] = together[:, kind, at]
+        for technique in leaf.techniques:
+            if technique.policies and technique.name not in leaf.policies:  # the user has named its blocks
+                rows = [
+                    technique.counts_in(problem.profile, _spans_of(leaf, picks[cell.at], cell), chunk) for cell in cells
+                ]
+                sizes |= {name: np.repeat([row[name] for row in rows], counts) for name in rows[0]}
+        self.work = work = price_sizes(problem.profile, leaf.techniques, sizes, optimizer=problem.optimizer)
+        roads = _roads(problem.cluster, grid.axis_order, sizes, [picks[cell.at].axis_order for cell in cells], counts)
+        self.cost = stage_cost(work, problem.cluster, roads)
+        self.memory = stage_memory(work, problem.cluster.device)
+
+    def columns(self) -> Priced:
+        weight = self.column(self.cost.seconds("weight"))
+        return Priced(
+            forward=self.column(self.cost.seconds("forward")),
+            backward=self.column(self.cost.seconds("backward")) + weight,
+            weight=weight,
+            tail=self.column(self.cost.seconds("step")),
+            send=self.column(self.cost.send_seconds),
+            peak_bytes=self.column(self.memory.peak_bytes()),
+            kept_bytes=self.column(self.memory.microbatch_bytes() * self.memory.in_flight),
+            late_bytes=self.column(self.memory.late_bytes()),
+        )
+
+    def column(self, value: Num) -> np.ndarray:
+        return np.broadcast_to(np.asarray(value, dtype=float), (self.length,))
+
+
+def _spans_of(leaf: Leaf, pick: Pick, cell: Cell) -> Spans:
+    cut = leaf.grid.cuts[pick.candidate]
+    return ((cell.first_block, cell.first_block + cell.blocks),) if leaf.grid.may_choose else cut[cell.stage]
+
+
+def _roads(
+    cluster: Cluster,
+    axes: tuple[str, ...],
+    sizes: Mapping[str, Num],
+    orders: Sequence[tuple[str, ...] | None],
+    counts: Sequence[int],
+) -> dict[str, Any]:
+    """Routes by row; rows may differ in the order of their axes."""
+    if not axes:
+        return {}
+    distinct = list(dict.fromkeys(orders))
+    which = np.repeat([distinct.index(order) for order in orders], counts)
+    found = {}
+    for axis in axes:
+        strides = [_stride(axis, order, sizes) for order in distinct]
+        every = np.stack([np.broadcast_to(each, which.shape) for each in strides])
+        stride = strides[0] if len(distinct) == 1 else every[which, np.arange(len(which))]
+        found[axis] = route(cluster, sizes[axis], stride)
+    return found
+
+
+def _stride(axis: str, order: tuple[str, ...] | None, sizes: Mapping[str, Num]) -> Num:
+    """Ranks of the axes inside this one; any order: none."""
+    stride: Num = 1
+    for each in () if order is None else order[order.index(axis) + 1 :]:
+        stride = stride * sizes[each]
+    return stride

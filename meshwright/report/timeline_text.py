@@ -1,0 +1,146 @@
+"""A timeline as lines of text: a row for each distinct rank, and the memory of the fullest below."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshwright.core.timeline import Span, Timeline
+from meshwright.core.units import pretty_bytes, pretty_seconds
+from meshwright.report.timeline_lanes import (
+    by_column,
+    fullest,
+    is_near,
+    kind_of,
+    length,
+    memory_bytes,
+    period,
+    said,
+    shown_devices,
+    united,
+)
+
+Line = list[tuple[str, str]]
+"""Pieces of text, each with a style that a terminal may give it."""
+
+LETTERS = {
+    "forward": ("F", "blue"),
+    "backward": ("B", "green"),
+    "weight": ("W", "yellow"),
+    "update": ("U", "magenta"),
+    "collective": ("=", "red"),
+    "idle": (".", "dim"),
+}
+_WORDS = {"weight": "weight half", "collective": "collective alone"}
+_LEAST = 0.02
+"""Shares of a column that are not shown."""
+_MEMORY_ROWS = 4
+_EIGHTHS = " ▁▂▃▄▅▆▇█"
+_PLAIN = " ......##"
+_LABEL = 12
+_END = 11
+"""Columns left and right of the drawing."""
+
+
+def draw(timeline: Timeline, *, width: int = 100, plain: bool = False) -> list[Line]:
+    """`plain`: letters, digits and signs that every encoding has."""
+    columns = max(20, width - _LABEL - _END)
+    total = timeline.seconds or 1.0
+    lines: list[Line] = [[("; ".join(said(timeline)), "dim")]] if said(timeline) else []
+    by_device: dict[int, list[Span]] = {device: [] for device in timeline.devices}
+    for span in timeline.spans:
+        by_device[span.device].append(span)
+    used: set[str] = set()
+    for device in shown_devices(timeline):
+        spans = by_device[device]
+        cells = _cells(spans, total, columns)
+        used |= set(cells)
+        busy = length(united((s.start_seconds, s.end_seconds) for s in spans if s.lane == "compute")) / total
+        label = (f"rank {device}".ljust(_LABEL), "")
+        lines.append([label, *_joined(cells), (f" busy {busy:4.0%}".rjust(_END), "")])
+    lines.append(_axis(total, columns))
+    if marked := period(timeline):
+        lines.append(_mark(marked, total, columns))
+    if timeline.memory:
+        lines += _memory(timeline, total, columns, plain)
+    lines.append(_legend(used))
+    return lines
+
+
+def _cells(spans: Sequence[Span], total: float, columns: int) -> list[str]:
+    """What takes most of each column's time; collectives only where nothing is computed."""
+    amounts: list[dict[str, float]] = [{} for _ in range(columns)]
+    for span in spans:
+        kind = kind_of(span)
+        if kind == "message":
+            continue
+        start, end = span.start_seconds / total * columns, span.end_seconds / total * columns
+        for column in range(int(start), min(columns, int(end) + 1)):
+            covered = min(end, column + 1) - max(start, column)
+            amounts[column][kind] = amounts[column].get(kind, 0.0) + max(0.0, covered)
+    cells: list[str] = []
+    owed: dict[str, float] = {}
+    for amount in amounts:
+        computing = sum(share for kind, share in amount.items() if kind != "collective")
+        amount["collective"] = min(amount.get("collective", 0.0), max(0.0, 1.0 - computing))
+        amount["idle"] = max(0.0, 1.0 - sum(amount.values()))
+        # What a column has too little room for is owed to the next: many short spans show in their proportion.
+        owed = {kind: share + owed.get(kind, 0.0) for kind, share in amount.items() if share > _LEAST}
+        cells.append(max(owed, key=lambda kind: owed[kind]))
+        owed[cells[-1]] -= 1.0
+    return cells
+
+
+def _joined(cells: Sequence[str]) -> Line:
+    pieces: Line = []
+    for cell in cells:
+        letter, style = LETTERS[cell]
+        if pieces and pieces[-1][1] == style:
+            pieces[-1] = pieces[-1][0] + letter, style
+        else:
+            pieces.append((letter, style))
+    return pieces
+
+
+def _axis(total: float, columns: int) -> Line:
+    return [(f"{'':{_LABEL}}0{pretty_seconds(total):>{columns - 1}}", "dim")]
+
+
+def _mark(marked: tuple[float, float], total: float, columns: int) -> Line:
+    """One step among several that overlap."""
+    first, last = (min(columns - 1, int(each / total * columns)) for each in marked)
+    text = f" one step: {pretty_seconds(marked[1] - marked[0])} "
+    inside = text.center(max(0, last - first - 1), "-")
+    return [(f"{'':{_LABEL + first}}|{inside}|", "")]
+
+
+def _memory(timeline: Timeline, total: float, columns: int, plain: bool) -> list[Line]:
+    device, peak = fullest(timeline)
+    has = memory_bytes(timeline)
+    limit = has if is_near(has, peak) else 0
+    top = max(peak, limit) or 1
+    levels = [0 if point is None else point.bytes for point in by_column(timeline, device, total, columns)]
+    blocks = _PLAIN if plain else _EIGHTHS
+    lines: list[Line] = []
+    for row in reversed(range(_MEMORY_ROWS)):
+        text = ""
+        for level in levels:
+            filled = level / top * _MEMORY_ROWS - row
+            text += blocks[max(0, min(8, round(filled * 8)))]
+        label = ("memory", f"of rank {device}", "", "")[_MEMORY_ROWS - 1 - row]
+        lines.append([(label.ljust(_LABEL), ""), (text, "cyan")])
+    if limit:
+        rule = ("-" if plain else "┄") * columns
+        lines.insert(_MEMORY_ROWS - min(_MEMORY_ROWS, -(-limit * _MEMORY_ROWS // top)), [(" " * _LABEL + rule, "red")])
+    says = f"{'':{_LABEL}}at most {pretty_bytes(peak)}"
+    if has:
+        says += f"; a device has {pretty_bytes(has)} ({'the line' if limit else 'far above'})"
+    return [*lines, [(says, "")]]
+
+
+def _legend(used: set[str]) -> Line:
+    pieces: Line = [(" " * _LABEL, "")]
+    for kind, (letter, style) in LETTERS.items():
+        if kind in used:
+            between = "   " if len(pieces) > 1 else ""
+            pieces += [(between, ""), (letter, style), (f" {_WORDS.get(kind, kind)}", "")]
+    return pieces

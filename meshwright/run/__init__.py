@@ -1,0 +1,1 @@
+"""A training run without a console: its file, its preparation, its result. No torch."""

@@ -1,0 +1,266 @@
+"""The model of a run, from wherever it comes: described for planning, then opened with its weights.
+
+One of ours, by name or by a Hugging Face folder that maps onto it, is described without torch. Anything else is built
+and looked at (foreign/adapt.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from meshwright.core.codec import decode, encode
+from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.profile import Profile
+from meshwright.models.dimensions import DecoderConfig
+from meshwright.models.frozen_parameters import check_patterns, freeze, frozen_by
+from meshwright.models.named_profile import profile_of
+from meshwright.models.presets import Config, config_kind
+from meshwright.run.model_section import ModelSection
+
+if TYPE_CHECKING:
+    from meshwright.ops.initial_weights import Source
+    from meshwright.ops.model_interface import Model
+
+TAKES = {"decoder": "tokens", "vit": "images", "conv": "images", "dlrm": "table"}
+"""What kind of data a model of ours learns from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelDescription:
+    kind: str
+    config: Config | None
+    profile: Profile
+    vocab_size: int
+    """0: not known, or no tokens."""
+    num_scores: int = 0
+    """Classes that somebody else's module tells apart; 0: not known."""
+    sample_shape: tuple[int, ...] = ()
+    """Of an image, by that module's sample inputs; empty where they are none."""
+    num_inputs: int = 0
+    """Tensors that module is called with; 0: whatever its data gives."""
+
+    @property
+    def takes(self) -> str:
+        if self.kind == "module":
+            return "tokens" if self.profile.counts == "tokens" else "images" if self.sample_shape else ""
+        return TAKES.get(self.kind, "")
+
+
+@dataclass(kw_only=True)
+class OpenedModel:
+    """A model that lies on the meta device, and where its weights come from."""
+
+    model: Model
+    profile: Profile
+    source: Source
+
+
+def describe(section: ModelSection, sequence: int) -> ModelDescription:
+    return _describe(json.dumps(encode(section)), sequence)
+
+
+@lru_cache(maxsize=4)
+def _describe(text: str, sequence: int) -> ModelDescription:
+    section = decode(ModelSection, json.loads(text), "model")
+    config = section.config()
+    if config is not None:
+        profile = profile_of(config, section.title)
+        vocab = int(getattr(config, "vocab_size", 0))
+    else:
+        made, profile = _adapted(section, sequence)
+        vocab = made.vocab_size or int(getattr(getattr(made.module, "config", None), "vocab_size", 0) or 0)
+    if section.freeze or section.train:
+        check_patterns(profile, section.freeze, section.train)
+    is_frozen = _is_frozen(section, config, made if config is None else None)
+    profile = freeze(profile, is_frozen)
+    if config is not None:
+        return ModelDescription(kind=config_kind(config), config=config, profile=profile, vocab_size=vocab)
+    _require_used([name for name in made.idle if not is_frozen(name)], section.title)
+    example = made.template.example
+    is_image = not isinstance(example, tuple) and example.is_floating_point() and example.ndim == 4
+    return ModelDescription(
+        kind="module",
+        config=None,
+        profile=profile,
+        vocab_size=vocab,
+        num_scores=made.num_scores,
+        sample_shape=tuple(example.shape[1:]) if is_image else (),
+        num_inputs=len(example) if isinstance(example, tuple) else 1,
+    )
+
+
+def _require_used(idle: list[str], title: str) -> None:
+    """A parameter without a gradient would be decayed by one plan and waited for by another."""
+    if idle:
+        what = f"its scores do not depend on {', '.join(idle[:4])}{' and others' if idle[4:] else ''}."
+        fix = f"Remove them, or set model.freeze = {json.dumps(idle[:4])}."
+        raise MeshwrightError([Problem(where=f"model {title}", what=what, fix=fix)])
+
+
+def _is_frozen(section: ModelSection, config: Config | None, made: Any) -> Callable[[str], bool]:
+    """By the run file, or by the module itself."""
+    by_name = frozen_by(section.freeze, section.train)
+    if made is None:
+        return by_name
+    own = {name for name, value in made.module.named_parameters() if not value.requires_grad}
+    return lambda name: name in own or by_name(name)
+
+
+def open_model(section: ModelSection, sequence: int, seed: int) -> OpenedModel:
+    import torch
+
+    from meshwright.ops.initial_weights import from_tensors, seeded
+    from meshwright.zoo.modules import module_of
+
+    config = section.config()
+    if config is not None:
+        profile = describe(section, sequence).profile
+        with torch.device("meta"):
+            model = module_of(config)
+        source = seeded(model.init_value, seed)
+        if section.hf:
+            from meshwright.hf.weights_read import source_of_folder
+
+            assert isinstance(config, DecoderConfig)
+            source = source_of_folder(section.hf, config)
+    else:
+        torch.manual_seed(seed)  # the module draws its own first weights, the same on every rank
+        model, profile = _adapted(section, sequence)
+        if section.hf:
+            from meshwright.hf.weights_read import source_of_named
+
+            source = source_of_named(section.hf, model.module)
+        else:
+            source = from_tensors({n: p.detach() for n, p in model.module.named_parameters()})
+            model.empty()
+    is_frozen = _is_frozen(section, config, model if config is None else None)
+    if config is None:
+        profile = freeze(profile, is_frozen)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad and not is_frozen(model.public_name(name)))
+    return OpenedModel(model=model, profile=profile, source=source)
+
+
+def _adapted(section: ModelSection, sequence: int) -> Any:
+    with contextlib.redirect_stdout(sys.stderr):  # ours is for results, whatever their code prints
+        return _made(section, sequence)
+
+
+def _made(section: ModelSection, sequence: int) -> Any:
+    from meshwright.foreign.adapt import adapt
+    from meshwright.foreign.factory import call_factory, transformers_module
+
+    if section.factory:
+        module, loss, example = call_factory(section.factory, section.arguments, sequence)
+        return adapt(module, example, name=section.title, loss=loss)
+    module, example = transformers_module(section.hf, sequence)
+    return adapt(module, example, name=section.title)
+
+
+def check_sequence(described: ModelDescription, sequence: int) -> list[Problem]:
+    """Whether samples of this length fit the model."""
+    profile = described.profile
+    if profile.counts == "samples":
+        return []
+    if sequence < 1:
+        what = f"is {sequence}." if sequence else "missing: how many tokens a sample has."
+        return [Problem(where="data.sequence", what=what, fix="Use at least 1.")]
+    if sequence > profile.max_sequence:
+        what = f"is {sequence}; {profile.name} has positions for {profile.max_sequence}."
+        return [Problem(where="data.sequence", what=what)]
+    return []
+
+
+def fitting(described: ModelDescription, data: Any) -> None:
+    """Whether the data is of the kind and size that the model takes; raises all that is wrong."""
+    problems: list[Problem] = []
+    name, where = described.profile.name, data.files[0].path if data.files else "data"
+    if described.takes and data.kind != described.takes:
+        what = f"the files hold {data.kind}; {name} learns from {described.takes}."
+        raise MeshwrightError([Problem(where=where, what=what)])
+    config: Any = described.config
+    if data.kind == "tokens" and described.vocab_size:
+        problems += data.check_vocabulary(described.vocab_size)
+    if described.num_inputs:
+        problems += _input_problems(described, data.batch(0, 1, 0, 1).inputs, where)
+    num_targets = data.vocab_size if data.kind == "tokens" and described.num_scores else data.num_classes
+    if described.num_scores > 1 and num_targets > described.num_scores:
+        what = f"targets go up to {num_targets - 1}; {name} has scores for {described.num_scores}."
+        problems.append(Problem(where=where, what=what, fix="Give the module's last layer more outputs."))
+    if data.kind == "images" and described.sample_shape not in ((), tuple(data.sample_shape)):
+        what = f"images are {_by(data.sample_shape)}; the sample inputs of {name} {_by(described.sample_shape)}."
+        fix = "Resize them, or return sample inputs like them from the factory."
+        problems.append(Problem(where=where, what=what, fix=fix))
+    if data.kind == "images" and config is not None:
+        wanted = (config.channels, config.image_size, config.image_size)
+        if tuple(data.sample_shape) != wanted:
+            what = f"images are {_by(data.sample_shape)}; {name} takes {_by(wanted)} (channels, height, width)."
+            changes = f"{{ channels = {data.sample_shape[0]}, image_size = {data.sample_shape[1]} }}"
+            problems.append(Problem(where=where, what=what, fix=f"Resize them, or set model.change = {changes}."))
+        if data.num_classes > config.num_classes:
+            what = f"the data has {data.num_classes} classes, {name} {config.num_classes}."
+            fix = f"Set model.change.num_classes = {data.num_classes}."
+            problems.append(Problem(where=where, what=what, fix=fix))
+    if data.kind == "table" and config is not None:
+        problems += _table_problems(config, data.sample_shape, name, where)
+    if problems:
+        raise MeshwrightError(problems)
+
+
+def _input_problems(described: ModelDescription, inputs: Any, where: str) -> list[Problem]:
+    num_given, num_taken = len(inputs) if isinstance(inputs, tuple) else 1, described.num_inputs
+    if num_given == num_taken:
+        return []
+    what = f"a sample is {num_given} tensors; {described.profile.name} is called with {num_taken}."
+    packed = 'Documents come with their numbers: set data.packing = "stream", or write'
+    fix = f"{packed if described.takes == 'tokens' else 'Write'} a module that takes {num_given}."
+    return [Problem(where=where, what=what, fix=fix)]
+
+
+def _table_problems(config: Any, shape: tuple[int, ...], name: str, where: str) -> list[Problem]:
+    dense, columns, *sizes = shape
+    if dense != config.num_dense or columns != len(config.tables):
+        what = f"has {dense} dense and {columns} id columns; {name} takes {config.num_dense} and {len(config.tables)}."
+        fix = f"Set model.change = {{ num_dense = {dense}, tables = {list(sizes)} }}."
+        return [Problem(where=where, what=what, fix=fix)]
+    return [
+        Problem(where=where, what=f"id column {i} has ids up to {size - 1}; its table has {rows} rows.")
+        for i, (size, rows) in enumerate(zip(sizes, config.tables, strict=True))
+        if size > rows
+    ]
+
+
+def _by(shape: Any) -> str:
+    return " x ".join(map(str, shape))
+
+
+def about(section: ModelSection) -> dict[str, Any]:
+    """What a checkpoint tells of its model, so that it can be exported by itself."""
+    config = section.config()
+    told: dict[str, Any] = {"model_kind": "module" if config is None else config_kind(config)}
+    if config is not None:
+        told["model_config"] = encode(config)
+    if section.hf:
+        from meshwright.hf.config_json import read_folder
+
+        told["hf_config"] = read_folder(section.hf).raw
+        told["hf_folder"] = section.hf
+    return told
+
+
+def open_config(config: Config, name: str, seed: int) -> OpenedModel:
+    """A model of ours from its dimensions, filled from a seed."""
+    import torch
+
+    from meshwright.ops.initial_weights import seeded
+    from meshwright.zoo.modules import module_of
+
+    with torch.device("meta"):
+        model = module_of(config)
+    return OpenedModel(model=model, profile=profile_of(config, name), source=seeded(model.init_value, seed))

@@ -1,0 +1,328 @@
+"""From a run file to a plan with its forecast: everything decided before a process starts. No torch."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+from meshwright.core.cluster import Cluster
+from meshwright.core.codec import encode, load_artefact
+from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.files import link_problems, open_to_append, write_whole
+from meshwright.core.ledger import Predicted
+from meshwright.core.placement import placed
+from meshwright.core.plan import Plan
+from meshwright.core.profile import Profile
+from meshwright.core.units import counted, pretty_bytes
+from meshwright.data.open_data import Data
+from meshwright.data.open_data import open_data as open_files
+from meshwright.machine.machine_name import machine_name
+from meshwright.planner.search import SearchResult, search
+from meshwright.planner.wishes import allowance, is_allowed, read_wishes
+from meshwright.run.model import describe, fitting
+from meshwright.run.run_file import RunConfig
+from meshwright.run.verdict import Promise
+from meshwright.simulator.forecast import Forecast, forecast
+from meshwright.simulator.simulate import simulate
+
+Report = Callable[[str], None]
+_BYTES_PER_TOKEN = 20
+"""Of a batch in host memory: input and target as int64, the weight as float32."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedRun:
+    profile: Profile
+    cluster: Cluster
+    plan: Plan
+    forecast: Forecast
+    found: SearchResult | None
+    """How the search went; None for a plan that was given."""
+
+
+def prepare(config: RunConfig, plan_file: str, report: Report, geometry: tuple[int, int] | None = None) -> PreparedRun:
+    """Find the machine, then the plan. What an earlier start of this run decided is kept while it still holds.
+
+    `geometry`: (devices in a node, nodes) where somebody else has already started the ranks.
+    """
+    profile = describe(config.model, config.data.sequence).profile
+    given = plan_to_run(config, plan_file)
+    cluster = _cluster(config, report, geometry, given)
+    found = None
+    plan = plan_to_run(config, plan_file, cluster) or _earlier(config, profile, cluster, report)
+    if plan is None:
+        found = _search(config, profile, cluster)
+        assert found.best is not None
+        plan = found.best[0]
+    if problems := _against_training(config, plan):
+        raise MeshwrightError(problems)
+    predicted = forecast(profile, plan, cluster, sequence=config.sequence, optimizer=config.train.optimizer)
+    return PreparedRun(profile=profile, cluster=cluster, plan=plan, forecast=predicted, found=found)
+
+
+def load_plan(config: RunConfig, plan_file: str, cluster: Cluster | None = None) -> Plan | None:
+    """The plan a user gave, if any, checked against the model, the samples (and the machines)."""
+    plan, problems = _given(config, plan_file, cluster)
+    if problems:
+        raise MeshwrightError(problems)
+    return plan
+
+
+def plan_to_run(config: RunConfig, plan_file: str, cluster: Cluster | None = None) -> Plan | None:
+    """The same, checked against the training too: its optimizer, and how far its numbers may depart."""
+    plan, problems = _given(config, plan_file, cluster)
+    if plan is None:
+        read_wishes(config.plan.pin, config.plan.ban, allow=config.plan.allow)  # what search would refuse later
+        return None
+    problems += [
+        Problem(
+            where=f"{plan_file or config.plan.file}: {technique.name}",
+            what=f'{technique} is {allowance(technique)}, and plan.allow is "{config.plan.allow}".',
+            fix=f'Set plan.allow = "{allowance(technique)}", or plan again without it.',
+        )
+        for technique in plan.techniques
+        if not is_allowed(technique, config.plan.allow)
+    ]
+    problems += _against_training(config, plan)
+    if problems:
+        raise MeshwrightError(problems)
+    return plan
+
+
+def _given(config: RunConfig, plan_file: str, cluster: Cluster | None) -> tuple[Plan | None, list[Problem]]:
+    plan_file = plan_file or config.plan.file
+    if not plan_file:
+        return None, []
+    plan = load_artefact(Plan, plan_file)
+    profile = describe(config.model, config.data.sequence).profile
+    problems = list(plan.check(profile, cluster) or plan.check_sequence(config.sequence))
+    if plan.batch != config.train.batch:
+        what = f"the plan is for {plan.batch} samples, train.batch is {config.train.batch}."
+        problems.append(Problem(where="batch", what=what, fix="Plan again, or change train.batch."))
+    return plan, [replace(problem, where=f"{plan_file}: {problem.where}") for problem in problems]
+
+
+def _against_training(config: RunConfig, plan: Plan) -> list[Problem]:
+    problems = config.train.optimizer.problems_with(plan)
+    return [replace(problem, where=f"train.{problem.where}") for problem in problems]
+
+
+def problems_here(config: RunConfig, plan: Plan | None) -> list[Problem]:
+    """What keeps this machine from running it, found before data is prepared or a process is started."""
+    from meshwright.machine.named_clusters import cluster
+    from meshwright.machine.probe import available_host_bytes, count_gpus
+
+    problems = []
+    named = cluster(config.run.cluster) if config.run.cluster else None
+    if named is not None and named.device.kind == "cuda":
+        needed = plan.num_ranks if plan is not None else config.run.ranks or named.num_devices
+        if (here := count_gpus()) < needed:
+            what = f"{config.run.cluster} means {counted(needed, 'GPU')}; this machine has {here or 'none'}."
+            fix = "Leave run.cluster out to use this machine, or start the command on every node (docs/hosts.md)."
+            problems.append(Problem(where="run.cluster", what=what, fix=fix))
+    rows = config.train.batch // (plan.num_replicas if plan is not None else 1)
+    if (needed := rows * config.sequence * _BYTES_PER_TOKEN) > (available := available_host_bytes()):
+        devices = 1 if plan is not None else config.run.ranks or (named.num_devices if named else 1)
+        if needed // devices > available:
+            what = f"a rank's part of the batch takes {pretty_bytes(needed // devices)} of host memory; "
+            what += f"{pretty_bytes(available)} are available."
+            problems.append(Problem(where="train.batch", what=what, fix="Use a smaller batch, or more ranks."))
+    return problems
+
+
+def is_machine_known(config: RunConfig) -> bool:
+    """Whether a plan can be found, or judged, without measuring first."""
+    return bool(config.run.cluster) or _measured_before(config, config.run.ranks) is not None
+
+
+def open_data(config: RunConfig, cache: Path | None = None) -> Data:
+    """The run's data, made ready in its folder the first time and mapped from there afterwards."""
+    data = open_files(config.data, cache=cache or Path(config.run.folder) / "data")
+    fitting(describe(config.model, config.data.sequence), data)
+    return data
+
+
+def _cluster(config: RunConfig, report: Report, geometry: tuple[int, int] | None, given: Plan | None) -> Cluster:
+    from meshwright.machine.named_clusters import cluster
+    from meshwright.machine.plausible import warnings_of
+    from meshwright.machine.probe import probe
+
+    ranks = config.run.ranks
+    if config.run.cluster:
+        named = cluster(config.run.cluster)
+        for line in warnings_of(named):
+            report(f"warning: {config.run.cluster}: {line}")
+        if geometry is not None:
+            return named.resized(*geometry)
+        return named.resized(ranks) if ranks and ranks != named.num_devices else named
+    most = ranks or len(os.sched_getaffinity(0))
+    if given is not None and given.num_ranks <= most:
+        ranks = given.num_ranks  # ranks share the cores and the memory: it is measured with as many as will run
+    known = _measured_before(config, ranks, report)
+    if known is not None:
+        return known
+    report("measuring this machine")
+    measured = probe(num_devices=ranks or None, report=report, quick=True)
+    return replace(measured, sources={**measured.sources, "machine": machine_name()})
+
+
+def _measured_before(config: RunConfig, ranks: int, report: Report = lambda text: None) -> Cluster | None:
+    """This machine, as an earlier start of this run has measured it with so many ranks."""
+    earlier = _derived(Cluster, Path(config.run.folder) / "cluster.json", "this machine is measured again", report)
+    if earlier is None:
+        return None
+    is_same = earlier.sources.get("machine") == machine_name()
+    return earlier if is_same and (not ranks or earlier.num_devices == ranks) else None
+
+
+def _derived(kind: type[T], path: Path, consequence: str, report: Report) -> T | None:
+    """What an earlier start has written; None where it is missing, or damaged, which is said: it can be made again."""
+    if not path.exists():
+        return None
+    try:
+        return load_artefact(kind, path)
+    except MeshwrightError as error:
+        report(f"{path} is damaged, so {consequence}: {str(error.problems[0]).removeprefix(f'{path}: ')}")
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanWishes:
+    """What the user asked of the search that found the plan."""
+
+    allow: str
+    pin: tuple[str, ...]
+    ban: tuple[str, ...]
+
+
+def wishes_of(config: RunConfig) -> PlanWishes:
+    return PlanWishes(allow=config.plan.allow, pin=config.plan.pin, ban=config.plan.ban)
+
+
+def _earlier(config: RunConfig, profile: Profile, cluster: Cluster, report: Report) -> Plan | None:
+    """The plan this run has used so far, if it still fits the batch, the machine and what the user asks for."""
+    folder, again = Path(config.run.folder), "a plan is searched for again"
+    if _derived(PlanWishes, folder / "wishes.json", again, report) != wishes_of(config):
+        return None
+    plan = _derived(Plan, folder / "plan.json", again, report)
+    if plan is None or plan.check(profile, cluster) or plan.check_sequence(config.sequence):
+        return None
+    is_same = plan.batch == config.train.batch and plan.num_ranks == placed(plan, cluster).num_devices
+    return plan if is_same else None
+
+
+def write_prepared(config: RunConfig, prepared: PreparedRun) -> None:
+    """Every artefact between two stages lies in the folder, to be read, edited and used again."""
+    folder = Path(config.run.folder)
+    timeline = simulate(
+        prepared.profile,
+        prepared.plan,
+        prepared.cluster,
+        sequence=config.sequence,
+        optimizer=config.train.optimizer,
+    )
+    for name in ("result.json", "comparison.json", "measured.timeline.json", "measured.trace.json", "timeline.svg"):
+        (folder / name).unlink(missing_ok=True)  # of an earlier start
+    texts = {
+        "cluster.json": prepared.cluster.to_json(),
+        "plan.json": prepared.plan.to_json(),
+        "wishes.json": json.dumps(encode(wishes_of(config))),
+        "forecast.json": json.dumps(encode(prepared.forecast), indent=1),
+        "predicted.timeline.json": timeline.to_json(),
+        "predicted.trace.json": timeline.to_chrome(),
+    }
+    for name, text in texts.items():
+        write_whole(folder / name, text + "\n")
+
+
+def job_arguments(config: RunConfig, prepared: PreparedRun) -> dict[str, Any]:
+    """What every rank is told."""
+    return {
+        "config": encode(config),
+        "plan": encode(prepared.plan),
+        "device": prepared.cluster.device.kind,
+        "tokens_per_second": prepared.forecast.tokens_per_second,
+        "promise": encode(promise_of(config, prepared)),
+    }
+
+
+def promise_of(config: RunConfig, prepared: PreparedRun) -> Promise:
+    """For the comparison, while it runs and at its end."""
+    forecast, plan, profile = prepared.forecast, prepared.plan, prepared.profile
+    is_cpu = prepared.cluster.device.kind == "cpu"
+    return Promise(
+        machine=machine_name(),
+        model=config.model.title,
+        model_fingerprint=profile.fingerprint,
+        plan=encode(plan),
+        plan_fingerprint=plan.fingerprint,
+        cluster=prepared.cluster,
+        sequence=config.sequence,
+        batch=config.train.batch,
+        predicted=Predicted(
+            step_seconds=forecast.step_seconds,
+            step_seconds_low=forecast.step_seconds_low,
+            step_seconds_high=forecast.step_seconds_high,
+            # As it is measured: what torch allocates on a GPU, all that a process holds on a CPU.
+            peak_bytes=forecast.peak_bytes if is_cpu else forecast.peak_allocated_bytes,
+            reserved_bytes=0 if is_cpu else forecast.peak_reserved_bytes,
+            seconds_by_origin=forecast.seconds_by_origin,
+            seconds_by_cause=forecast.seconds_by_cause,
+        ),
+        bytes_by_category=forecast.peak_bytes_by_category,
+        has_one_stage=len(plan.blocks_of_stages(profile)) == 1,
+        is_first_fullest=forecast.worst_stage == 0,
+    )
+
+
+def _search(config: RunConfig, profile: Profile, cluster: Cluster) -> SearchResult:
+    found = search(
+        profile,
+        cluster,
+        batch=config.train.batch,
+        sequence=config.sequence,
+        optimizer=config.train.optimizer,
+        allow=config.plan.allow,
+        pin=config.plan.pin,
+        ban=config.plan.ban,
+    )
+    if found.best is None:
+        from meshwright.ask.explain import explain
+
+        raise MeshwrightError("no plan fits.\n" + "\n".join(explain(found, cluster)), exit_code=1)
+    return found
+
+
+def open_folder(folder: Path) -> IO[str]:
+    """Make the run folder and lock it for this process. The lock goes when the process does."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if links := link_problems(folder):
+            raise MeshwrightError(links)
+        write_whole(folder / ".write-test", "x" * 4096)
+        (folder / ".write-test").unlink()
+        lock = os.fdopen(open_to_append(folder / ".lock", os.O_RDWR), "r+", encoding="utf-8", errors="replace")
+    except OSError as error:
+        what = f"cannot write there: {error.strerror}."
+        raise MeshwrightError([Problem(where=f"run.folder {folder}", what=what)]) from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.seek(0)
+        owner = lock.read().strip() or "another process"
+        what = f"is in use by {owner}."
+        raise MeshwrightError(
+            [Problem(where=f"run.folder {folder}", what=what, fix="Stop it, or choose another folder.")]
+        ) from None
+    lock.seek(0)
+    lock.truncate()
+    lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+    lock.flush()
+    return lock

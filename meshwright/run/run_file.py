@@ -1,0 +1,202 @@
+"""A run file: TOML as short as the user's intent, strict about every key, complaining by line. No torch."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from meshwright.core.codec import decode_into
+from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.data.data_section import DataSection
+from meshwright.optimizers.optimizer_config import OptimizerConfig
+from meshwright.run.model import check_sequence, describe
+from meshwright.run.model_section import ModelSection
+
+__all__ = ["DataSection", "ModelSection", "OptimizerConfig", "PlanSection", "RunConfig", "RunSection", "TrainSection"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSection:
+    batch: int
+    """Samples per step, the same whatever the plan."""
+    steps: int
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    seed: int = 0
+    evaluate_every: int = 0
+    """Steps between evaluations on held-out data; 0: only at the end."""
+    evaluate_batches: int = 8
+    save_minutes: float = 10.0
+    """Minutes between checkpoints, beside those of `save_every` and the one at the end; 0: none by time."""
+    save_every: int = 0
+    """Steps between checkpoints; 0: by time alone."""
+    keep: int = 2
+    """Checkpoints kept."""
+    sample_every: int = 0
+    """Steps between texts that the model writes, to be read by people; 0: none."""
+    sample_tokens: int = 64
+    """The most tokens such a text goes on for; each costs a forward pass of a microbatch."""
+    sample_prompt: str = ""
+    """How the texts begin; empty: as a new document."""
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.sample_every < 0:
+            problems.append(Problem(where="sample_every", what=f"is {self.sample_every}.", fix="Use zero or more."))
+        if self.sample_tokens < 1:
+            problems.append(Problem(where="sample_tokens", what=f"is {self.sample_tokens}.", fix="Use at least 1."))
+        if problems:
+            raise MeshwrightError(problems)
+
+    def require_tokenizer(self, data: Any) -> None:
+        """Raises where texts are to be written and the data cannot say how."""
+        if self.sample_every and data.tokenizer is None:
+            what = f"the data holds {data.kind} without a tokenizer, so no text can be written."
+            fix = "Set it to 0, or train on text or on token files of `mw data prepare`."
+            raise MeshwrightError([Problem(where="train.sample_every", what=what, fix=fix)])
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSection:
+    file: str = ""
+    """A plan to use as it is."""
+    allow: Literal["exact", "reordered", "lossy", "approximate"] = "lossy"
+    pin: tuple[str, ...] = ()
+    """Settings the search must keep, such as "replicate=2"."""
+    ban: tuple[str, ...] = ()
+    """Techniques the search must not use."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSection:
+    folder: str
+    cluster: str = ""
+    """A cluster by name or file; empty: this machine, measured."""
+    ranks: int = 0
+    """Processes to start; 0: one for each device found."""
+    timeline_steps: int = 2
+    """Steps recorded for the measured timeline."""
+    track: tuple[Literal["wandb", "mlflow", "trackio"], ...] = ()
+    """Tools that follow the run, beside metrics.jsonl and TensorBoard."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    model: ModelSection
+    data: DataSection
+    train: TrainSection
+    run: RunSection
+    plan: PlanSection = PlanSection()
+
+    @property
+    def sequence(self) -> int:
+        """Tokens in a sample; 1 where it has none."""
+        return self.data.sequence or 1
+
+    def __post_init__(self) -> None:
+        least_one = {
+            "train.batch": self.train.batch,
+            "train.steps": self.train.steps,
+            "train.evaluate_batches": self.train.evaluate_batches,
+            "train.keep": self.train.keep,
+        }
+        not_negative = {
+            "run.ranks": self.run.ranks,
+            "run.timeline_steps": self.run.timeline_steps,
+            "train.save_every": self.train.save_every,
+            "train.save_minutes": self.train.save_minutes,
+            "train.evaluate_every": self.train.evaluate_every,
+        }
+        problems = [
+            Problem(where=where, what=f"is {value}.", fix="Use at least 1.")
+            for where, value in least_one.items()
+            if value < 1
+        ]
+        problems += [
+            Problem(where=where, what=f"is {value}.", fix="Use zero or more.")
+            for where, value in not_negative.items()
+            if value < 0
+        ]
+        if not self.run.folder.strip():
+            problems.append(Problem(where="run.folder", what="is empty.", fix="Name a folder for this run."))
+        try:
+            problems += check_sequence(describe(self.model, self.data.sequence), self.data.sequence)
+        except MeshwrightError as error:
+            problems += [replace(problem, where=problem.where or "model") for problem in error.problems]
+        if problems:
+            raise MeshwrightError(problems)
+
+
+def read_run(path: str | Path, changes: Sequence[str] = ()) -> RunConfig:
+    """A run file with `--set a.b=c` changes, or one error with all that is wrong, each with its line."""
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise MeshwrightError([Problem(where=str(path), what=f"cannot be read: {reason}.")]) from None
+    try:
+        table = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # also of numbers too long to read, and tables nested too deeply
+        raise MeshwrightError([Problem(where=str(path), what=f"is not valid TOML: {error}.")]) from None
+    problems: list[Problem] = []
+    changed = {_change(table, change, problems) for change in changes}
+    config = decode_into(RunConfig, table, "", problems)
+    if problems:
+        raise MeshwrightError(_placed(problems, text, path, changed))
+    return config
+
+
+def _change(table: dict[str, Any], change: str, problems: list[Problem]) -> str:
+    name, equals, value = change.partition("=")
+    keys = name.strip().split(".")
+    if not equals or not all(keys):
+        problems.append(Problem(where=f"--set {change}", what="is not of the form a.b=c."))
+        return ""
+    try:
+        parsed = tomllib.loads(f"x = {value}")["x"]
+    except (ValueError, RecursionError):
+        parsed = value  # plain text needs no quotes on a command line
+    for key in keys[:-1]:
+        inner = table.setdefault(key, {})
+        if not isinstance(inner, dict):
+            problems.append(Problem(where=f"--set {change}", what=f"{key} is not a table."))
+            return ""
+        table = inner
+    table[keys[-1]] = parsed
+    return ".".join(keys)
+
+
+def _placed(problems: list[Problem], text: str, path: Path, changed: set[str]) -> list[Problem]:
+    """The same problems with the file and line of each."""
+    placed = []
+    for problem in problems:
+        key = problem.where.strip(".")
+        line = None if key in changed or key.startswith("--set") else line_of(text, key)
+        place = f"{path}:{line}: {key}" if line else f"--set {key}" if key in changed else f"{path}: {key}"
+        placed.append(replace(problem, where=key if key.startswith("--set") else place))
+    return placed
+
+
+_HEADER = re.compile(r"^\s*\[\s*([^\[\]]+?)\s*\]\s*(#.*)?$")
+_KEY = re.compile(r"^\s*([A-Za-z0-9_.\"-]+)\s*=")
+
+
+def line_of(text: str, key: str) -> int | None:
+    """The line that sets `key` (a dotted path), or that of its nearest table."""
+    parts = re.sub(r"\[\d+\]", "", key).split(".")
+    best, depth, table = None, 0, ()
+    for number, line in enumerate(text.splitlines(), start=1):
+        if header := _HEADER.match(line):
+            table = tuple(header.group(1).replace('"', "").split("."))
+            here = table
+        elif match := _KEY.match(line):
+            here = (*table, *match.group(1).replace('"', "").split("."))
+        else:
+            continue
+        if list(here) == parts[: len(here)] and len(here) > depth:
+            best, depth = number, len(here)
+    return best

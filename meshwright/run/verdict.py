@@ -1,0 +1,251 @@
+"""A run beside its forecast: as forecast or not, by how much, and the likely reason. No torch.
+
+A reason rests on a number the run itself has told (`Facts`) and is printed with it. Where nothing in the run explains a
+miss, the part of the forecast with the widest error bar is named, with what it would have to be.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from meshwright.core.cluster import Cluster
+from meshwright.core.codec import encode
+from meshwright.core.ledger import LEAST_STEPS, NOT_KNOWN, Predicted
+from meshwright.core.units import pretty_bytes, pretty_seconds
+from meshwright.run.step_times import WARM_UP_STEPS, Facts
+
+MEMORY_FRACTION = 0.1
+"""By which memory may differ and still be as forecast, which has no interval of its own."""
+_LEAST_WAITED = 0.1
+"""Of the time without a core: some of it every thread has."""
+_LEAST_DRIFT = 0.1
+_LEAST_SPREAD = 1.3
+"""Slow steps over fast ones, that chance does not make."""
+_LEAST_SHARE = 0.3
+"""Of what a step took too long, that a part of it must explain to be named."""
+_ENOUGH_SHARE = 0.5
+"""Of the same: where reasons explain it, parts are not looked for."""
+CAUSES = {
+    "compute": "compute",
+    "launch": "launching from the host",
+    "inner": "collectives inside a node",
+    "outer": "collectives between nodes",
+    "idle": "waiting for other ranks",
+}
+_PROBE = "`mw probe -o this.cluster.json` measures this machine with care; set run.cluster to that file."
+_QUIET = "Run again, and `mw probe`, when nothing else runs here."
+Verdict = Literal["as forecast", "slower", "faster"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Promise:
+    """What is said of a run before it starts."""
+
+    machine: str
+    model: str
+    model_fingerprint: str
+    plan: Mapping[str, Any]
+    plan_fingerprint: str
+    cluster: Cluster
+    sequence: int
+    batch: int
+    predicted: Predicted
+    bytes_by_category: Mapping[str, int]
+    has_one_stage: bool
+    """All ranks do the same, so what one of them is busy with can be compared."""
+    is_first_fullest: bool
+    """Rank 0 holds as much as any other."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reason:
+    name: str
+    what: str
+    """In words, with its number."""
+    seconds: float
+    """Of a step, that it explains."""
+    next: str = ""
+    """What to do about it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    verdict: Verdict
+    ratio: float
+    """Measured over forecast."""
+    memory_verdict: str
+    """`as forecast`, `more`, `less`, or `not known` yet."""
+    memory_ratio: float
+    """0 where it is not known."""
+    reasons: tuple[Reason, ...]
+
+
+def compare(promise: Promise, facts: Facts, *, is_whole: bool) -> Comparison:
+    """`is_whole`: the memory is that of the fullest rank, not of rank 0 alone."""
+    predicted, measured = promise.predicted, facts.step_seconds
+    verdict: Verdict = "as forecast"
+    if not predicted.step_seconds_low <= measured <= predicted.step_seconds_high:
+        verdict = "slower" if measured > predicted.step_seconds else "faster"
+    memory_ratio = 0.0
+    if predicted.peak_bytes and (is_whole or promise.is_first_fullest):
+        memory_ratio = facts.peak_bytes / predicted.peak_bytes
+    reasons: list[Reason] = []
+    if verdict != "as forecast":
+        reasons = _reasons(promise, facts, is_slower=verdict == "slower")
+    return Comparison(
+        verdict=verdict,
+        ratio=measured / predicted.step_seconds,
+        memory_verdict=_memory_verdict(memory_ratio),
+        memory_ratio=memory_ratio,
+        reasons=tuple(reasons),
+    )
+
+
+def _memory_verdict(ratio: float) -> str:
+    if not ratio:
+        return NOT_KNOWN
+    if abs(ratio - 1) <= MEMORY_FRACTION:
+        return "as forecast"
+    return "more" if ratio > 1 else "less"
+
+
+def _reasons(promise: Promise, facts: Facts, *, is_slower: bool) -> list[Reason]:
+    """What happened, most of it first; then which part took it; else where the forecast knows least. Two at most."""
+    off = abs(facts.step_seconds - promise.predicted.step_seconds)
+    happened = [*_disturbances(promise, facts)] if is_slower else []
+    found = sorted(happened, key=lambda reason: -reason.seconds)[:2]
+    if sum(reason.seconds for reason in found) < _ENOUGH_SHARE * off:
+        parts = [reason for reason in _parts(promise, facts, is_slower) if reason.seconds >= _LEAST_SHARE * off]
+        found += sorted(parts, key=lambda reason: -reason.seconds)[:1]
+        found += [*_strange_figures(promise)]
+    return found[:2] or [_doubt(promise, facts)]
+
+
+def _disturbances(promise: Promise, facts: Facts) -> Iterator[Reason]:
+    high, median = promise.predicted.step_seconds_high, facts.step_seconds
+    if facts.data_seconds >= 0.1 * (median - promise.predicted.step_seconds):
+        what = f"a step waits {pretty_seconds(facts.data_seconds)} for its samples, which no forecast has"
+        next_step = "Put the data on a faster disk, or write tokens with `mw data prepare` first."
+        yield Reason(name="data", what=what, seconds=facts.data_seconds, next=next_step)
+    if facts.waited_fraction >= _LEAST_WAITED:
+        what = f"rank 0 was ready and had no core {facts.waited_fraction:.0%} of the time: the cores have more to do"
+        yield Reason(name="cores", what=what, seconds=facts.waited_fraction * median, next=_QUIET)
+    fast, slow = facts.step_seconds_p10, facts.step_seconds_p90
+    if fast <= high and slow >= _LEAST_SPREAD * fast:
+        what = f"one step in ten took {pretty_seconds(fast)} or less, which the forecast allows, one in ten "
+        what += f"{pretty_seconds(slow)} or more: something disturbs them now and then"
+        yield Reason(name="spread", what=what, seconds=median - fast, next=_QUIET)
+    yield from _drifts(facts)
+    if facts.num_retries:
+        limit = promise.cluster.device.memory_bytes
+        what = f"the allocator ran full {facts.num_retries} times in {facts.num_measured} steps and gave back what it "
+        what += f"had cached ({pretty_bytes(facts.reserved_bytes)} of {pretty_bytes(limit)} reserved)"
+        next_step = "Plan for less memory: a smaller microbatch, or recomputation."
+        # How long one takes is not known; once a step, it is taken to explain all.
+        often = min(1.0, facts.num_retries / facts.num_measured)
+        seconds = often * (median - promise.predicted.step_seconds)
+        yield Reason(name="retries", what=what, seconds=seconds, next=next_step)
+
+
+def _drifts(facts: Facts) -> Iterator[Reason]:
+    if facts.num_measured < LEAST_STEPS:
+        return
+    early, late, median = facts.early_step_seconds, facts.late_step_seconds, facts.step_seconds
+    course = f"{pretty_seconds(early)} in the first third of them, {pretty_seconds(late)} in the last"
+    if late < (1 - _LEAST_DRIFT) * early:
+        what = f"steps still get faster, {course} (the very first took {pretty_seconds(facts.first_step_seconds)}): "
+        yield Reason(name="warm-up", what=f"{what}warming up is not over", seconds=max(0.0, median - late))
+    elif early < (1 - _LEAST_DRIFT) * late:
+        what = f"steps get slower, {course}: a device that throttles, or other work that has begun"
+        yield Reason(name="slowing", what=what, seconds=max(0.0, median - early))
+
+
+def _parts(promise: Promise, facts: Facts, is_slower: bool) -> Iterator[Reason]:
+    """Which part of a profiled step differs from the forecast, scaled to a step that is not profiled."""
+    if not facts.parts or not promise.has_one_stage:
+        return
+    causes = promise.predicted.seconds_by_cause
+    told = {
+        "compute": ("compute takes", causes.get("compute", 0.0) + causes.get("launch", 0.0)),
+        "collective": ("collectives take", causes.get("inner", 0.0) + causes.get("outer", 0.0)),
+    }
+    for name, (words, seconds) in told.items():
+        found = facts.parts.get(name, 0.0) * facts.step_seconds
+        what = f"{words} {pretty_seconds(found)} of a step ({facts.parts.get(name, 0.0):.0%} of a profiled one), "
+        what += f"{pretty_seconds(seconds)} by the forecast"
+        yield Reason(name=name, what=what, seconds=found - seconds if is_slower else seconds - found, next=_PROBE)
+
+
+def _strange_figures(promise: Promise) -> Iterator[Reason]:
+    """A forecast with figures that nobody measured."""
+    cluster = promise.cluster
+    if "measured" not in cluster.sources:
+        error = f"compute ±{cluster.errors.compute:.0%}"
+        what = f"the forecast has the figures of {cluster.name} ({error}), which were not measured on this machine"
+        yield Reason(name="figures", what=what, seconds=0.0, next=_PROBE)
+
+
+def _doubt(promise: Promise, facts: Facts) -> Reason:
+    """The part that makes most of the interval."""
+    predicted, errors = promise.predicted, promise.cluster.errors
+    causes = {name: seconds for name, seconds in predicted.seconds_by_cause.items() if seconds > 0}
+    worst = max(causes, key=lambda name: getattr(errors, name) * causes[name])
+    off = facts.step_seconds - predicted.step_seconds
+    share, error = causes[worst] / predicted.step_seconds, getattr(errors, worst)
+    what = f"nothing in the run explains it; the forecast knows least of {CAUSES[worst]} "
+    what += f"({share:.0%} of its step, ±{error:.0%})"
+    if causes[worst] + off > 0:
+        what += f", which alone would have to take {1 + off / causes[worst]:.2f} times as long"
+    return Reason(name=worst, what=what, seconds=abs(off), next=_PROBE)
+
+
+def paragraph(promise: Promise, facts: Facts, comparison: Comparison, folder: str) -> str:
+    """For people: forecast, measured, ratio, and where they differ why and what next."""
+    predicted = promise.predicted
+    warm = min(facts.num_left_out, WARM_UP_STEPS)
+    profiled = f", and {facts.num_left_out - warm} profiled" if facts.num_left_out > warm else ""
+    few = "only " if facts.num_measured < LEAST_STEPS else ""
+    when = f"{few}{facts.num_measured} steps (left out: the first {warm}, warming up{profiled})"
+    spread = f"{pretty_seconds(facts.step_seconds_p10)} to {pretty_seconds(facts.step_seconds_p90)}"
+    interval = f"{pretty_seconds(predicted.step_seconds_low)} to {pretty_seconds(predicted.step_seconds_high)}"
+    said = "as forecast" if comparison.verdict == "as forecast" else f"{comparison.verdict} than forecast"
+    text = (
+        f"{said}: a step takes {pretty_seconds(facts.step_seconds)} (eight in ten {spread}) over {when}; forecast "
+        f"{pretty_seconds(predicted.step_seconds)} ({interval}), ratio {comparison.ratio:.2f}"
+    )
+    if comparison.verdict != "as forecast":
+        text += ", outside the interval"
+    text += f".{_memory_words(promise, facts, comparison)}"
+    if comparison.reasons:
+        text += f" Likely reason: {'; also, '.join(reason.what for reason in comparison.reasons)}."
+        text += _next(comparison, "" if few else folder)
+    return text
+
+
+def _memory_words(promise: Promise, facts: Facts, comparison: Comparison) -> str:
+    if comparison.memory_verdict == NOT_KNOWN:
+        return ""
+    told = f"{pretty_bytes(facts.peak_bytes)}, forecast {pretty_bytes(promise.predicted.peak_bytes)}"
+    text = f" Memory of the fullest rank {told}"
+    if comparison.memory_verdict == "as forecast":
+        return f"{text}."
+    largest = max(promise.bytes_by_category, key=lambda name: promise.bytes_by_category[name])
+    most = f"{largest.replace('_', ' ')}, {pretty_bytes(promise.bytes_by_category[largest])}"
+    times = f"{comparison.memory_ratio:.2f} times"
+    return f"{text}: {comparison.memory_verdict} than forecast, {times}; its largest part was {most}."
+
+
+def _next(comparison: Comparison, folder: str) -> str:
+    """`folder` is empty where the run is too short to be learned from."""
+    steps = [reason.next for reason in comparison.reasons if reason.next][:1]
+    steps += [f"`mw plan RUN.toml --from-run {shlex.quote(folder)}` plans with what was measured."] if folder else []
+    return f" Next: {' '.join(steps)}" if steps else ""
+
+
+def as_data(comparison: Comparison, facts: Facts, text: str) -> dict[str, Any]:
+    """What programs read: verdicts, ratios, reasons, and the numbers they rest on."""
+    found: dict[str, Any] = encode(comparison)
+    return found | {"facts": encode(facts), "text": text}

@@ -1,0 +1,101 @@
+"""Between a running model and its checkpoints: which pieces this rank writes, and where it reads its own from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.checkpoint.durable import discard
+from meshwright.checkpoint.load import Reader
+from meshwright.checkpoint.save import begin, commit, write_rank_file
+from meshwright.core.box import Box
+from meshwright.core.errors import MeshwrightError
+from meshwright.ops.control import gather_json, share_json
+from meshwright.ops.initial_weights import Source
+from meshwright.optimizers.update import Optimizer
+from meshwright.runtime.build import Build
+
+
+def _pieces(build: Build, optimizer: Optimizer) -> Iterable[tuple[str, Box, Tensor]]:
+    for name, value in build.local_parameters():
+        if build.owns(name):
+            yield from as_it_lies(f"parameter.{name}", build.boxes[name], value)
+    for kind, name, value, box in optimizer.owned_state():
+        yield from as_it_lies(f"optimizer.{kind}.{name}", box, value)
+    if build.answers_for_buffers():
+        for name, value in build.lasting_buffers():
+            yield f"buffer.{name}", Box.whole(tuple(value.shape)), value
+
+
+def as_it_lies(name: str, box: Box, value: Tensor) -> Iterable[tuple[str, Box, Tensor]]:
+    """A piece as boxes that any other plan can read."""
+    if box.order is None:
+        yield name, box, value
+        return
+    dim, boxes = box.order[0], box.in_order()
+    for each, part in zip(boxes, value.split([each.size[dim] for each in boxes], dim), strict=True):
+        yield name, each, part
+
+
+def save(root: Path, step: int, build: Build, optimizer: Optimizer, state: Mapping[str, Any], keep: int) -> str:
+    """Write a checkpoint together. Returns "" or, on every rank, why it could not be written; the run goes on."""
+    mesh = build.mesh
+    tmp = share_json(mesh.control, _attempt(lambda: str(begin(root, step))) if mesh.rank == 0 else None)
+    if "error" in tmp:
+        return tmp["error"]
+    folder = Path(tmp["value"])
+    written = _attempt(lambda: write_rank_file(folder, mesh.rank, _pieces(build, optimizer)))
+    entries = gather_json(mesh.control, written)
+    failed = [entry["error"] for entry in entries if "error" in entry]
+    done: dict[str, Any] = {"error": failed[0]} if failed else {}
+    if failed and mesh.rank == 0:
+        discard(folder)  # gives its space back
+    if not failed and mesh.rank == 0:
+        parts = [entry["value"] for entry in entries]
+        done = _attempt(lambda: str(commit(root, step, folder, parts, state, keep)))
+    return share_json(mesh.control, done).get("error", "")
+
+
+def _attempt(action: Callable[[], Any]) -> dict[str, Any]:
+    try:
+        return {"value": action()}
+    except (MeshwrightError, OSError) as error:
+        return {"error": str(error)}
+
+
+def source_of(reader: Reader, first: Source, buffers: Collection[str]) -> Source:
+    """Parameters from a checkpoint, buffers as they first are (`restore_buffers` comes after)."""
+    known = set(reader.tensor_names())
+
+    def read(name: str, box: Box, dtype: torch.dtype) -> Tensor:
+        key = f"parameter.{name}"
+        if key not in known and not box.is_empty and name in buffers:
+            return first(name, box, dtype)
+        out = torch.empty(box.size, dtype=dtype)
+        if not box.is_empty:
+            reader.read_into(key, box, out)
+        return out
+
+    return read
+
+
+def restore_buffers(reader: Reader, build: Build) -> None:
+    for name, value in build.lasting_buffers():
+        if f"buffer.{name}" in reader.tensor_names():
+            staged = torch.empty(value.shape, dtype=value.dtype)
+            reader.read_into(f"buffer.{name}", Box.whole(tuple(value.shape)), staged)
+            value.copy_(staged)
+
+
+def restore_optimizer(reader: Reader, build: Build, optimizer: Optimizer) -> None:
+    for kind, name, value, box in optimizer.state():
+        if not box.is_empty:
+            for _, each, part in as_it_lies(name, box, value):
+                staged = torch.empty(each.size, dtype=value.dtype)
+                reader.read_into(f"optimizer.{kind}.{name}", each, staged)
+                part.copy_(staged)
+    optimizer.set_num_steps(reader.step)

@@ -1,0 +1,234 @@
+"""One rank's training run: open, resume, step, evaluate, save. `Trainer.steps` is a generator: anyone may drive it."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright.checkpoint.load import Reader
+from meshwright.core.codec import encode
+from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.plan import Plan
+from meshwright.data.batch import Batch
+from meshwright.data.open_data import Data
+from meshwright.ops.device_mesh import Mesh
+from meshwright.optimizers.update import Optimizer
+from meshwright.run.model import OpenedModel
+from meshwright.run.run_file import TrainSection
+from meshwright.runtime.async_stream import loop_of
+from meshwright.runtime.build import build
+from meshwright.runtime.checkpointing import restore_buffers, restore_optimizer, save, source_of
+from meshwright.runtime.loop import Samples, StepResult
+from meshwright.runtime.text_samples import Sampler
+
+_MOST_FILES = 10_000
+"""Named in a checkpoint, so that it can be said which of them changed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainStep:
+    step: int
+    loss: float
+    gradient_norm: float
+    lr: float
+    seconds: float
+    data_seconds: float
+    """Of these, waiting for samples."""
+    tokens_per_second: float
+    num_tokens: float
+    """That were learnt from; samples, where they have no sequence."""
+    must_stop: bool
+    must_save: bool
+    """`train.save_minutes` have passed on rank 0 since the last checkpoint, and no step is under way."""
+
+
+@dataclass(kw_only=True)
+class _Fed:
+    """A step whose result is not known yet."""
+
+    lr: float
+    num_tokens: float
+    data_seconds: float
+    seconds: float = 0.0
+
+
+class Trainer:
+    def __init__(
+        self,
+        plan: Plan,
+        opened: OpenedModel,
+        data: Data,
+        settings: TrainSection,
+        mesh: Mesh,
+        *,
+        checkpoint: Path | None = None,
+        about: Mapping[str, Any] | None = None,
+    ):
+        """Weights come from a checkpoint, or from where the model has them. `about` is kept in checkpoints."""
+        self.plan, self.data, self.settings, self.mesh = plan, data, settings, mesh
+        self.about = dict(about or {})
+        self.model_fingerprint = opened.profile.fingerprint
+        reader = Reader(checkpoint) if checkpoint is not None else None
+        # Weights that were imported are where a run begins; any other checkpoint is where it goes on.
+        goes_on = reader is not None and not reader.state.get("weights_only")
+        if reader is not None and goes_on:
+            self._check_state(reader.state)
+        buffers = {name for name, _ in opened.model.named_buffers()}
+        source = opened.source if reader is None else source_of(reader, opened.source, buffers)
+        self.build = build(plan, opened.model, opened.profile, mesh, source)
+        self.optimizer = Optimizer(settings.optimizer, self.build)
+        if reader is not None and goes_on:
+            restore_buffers(reader, self.build)
+            restore_optimizer(reader, self.build, self.optimizer)
+        self.loop = loop_of(self.build, self.optimizer)
+        self.sampler: Sampler | None = None
+        self.step = reader.step if reader is not None and goes_on else 0
+        self.cursor = int(reader.state["cursor"]) if reader is not None and goes_on else 0
+        self.part, self.num_parts = mesh.part(plan.sample_axes)
+        self.saved_seconds = time.monotonic()
+
+    def _check_state(self, state: Any) -> None:
+        """A run goes on with what it began with; the plan, the batch and the number of steps may change."""
+        fix = "Restore it, or start a new run folder."
+        known = state.get("files")
+        is_known = isinstance(known, Mapping) and known and all(isinstance(each, list) for each in known.values())
+        changed = self.data.changed_files(known) if is_known else ()
+        data = f"{_listed(changed)} changed" if changed else "files, sequence, seed or packing changed"
+        problems = [
+            Problem(where=name, what=f"is not what this run was trained with so far: {what}.", fix=fix)
+            for name, what, now in (
+                ("data", data, self.data.fingerprint),
+                ("seed", "train.seed changed", self.settings.seed),
+                ("model", "its dimensions changed", self.model_fingerprint),
+                ("optimizer", "another optimizer has other state", self.settings.optimizer.name),
+            )
+            if state.get(name) != now
+        ]
+        if problems:
+            raise MeshwrightError(problems)
+
+    def steps(self, stop: Any = None) -> Iterator[TrainStep]:
+        """Train until `settings.steps`, or until some rank's stop flag is set.
+
+        Where the plan's steps overlap, a step is told of late; but when something is due after it, all are at rest.
+        """
+        fed: deque[_Fed] = deque()
+        must_stop = must_save = False
+        while not must_stop and self.step + len(fed) < self.settings.steps:
+            start = time.perf_counter()
+            results = self._feed(fed, stop is not None and stop.is_set)
+            must_stop = any(result.must_stop for result in results)
+            must_save = any(result.must_save for result in results)
+            if must_stop or must_save or self._is_pause(self.step + len(fed)):
+                results += self.loop.flush()
+                must_stop = any(result.must_stop for result in results)
+            fed[-1].seconds = time.perf_counter() - start
+            for result in results:
+                known = fed.popleft()
+                self.cursor += self.plan.batch
+                self.step += 1
+                yield TrainStep(
+                    step=self.step - 1,
+                    loss=result.loss,
+                    gradient_norm=result.gradient_norm,
+                    lr=known.lr,
+                    seconds=known.seconds,
+                    data_seconds=known.data_seconds,
+                    tokens_per_second=known.num_tokens / known.seconds,
+                    num_tokens=known.num_tokens,
+                    must_stop=must_stop and not fed,
+                    must_save=must_save and not fed,
+                )
+
+    def _feed(self, fed: deque[_Fed], is_told: bool) -> list[StepResult]:
+        """Begin the next step; the results that have become known."""
+        settings, at = self.settings, self.step + len(fed)
+        # Randomness depends on the step and the samples alone: nothing to save, nothing to resume.
+        torch.manual_seed(_seed(settings.seed, at, self.part))
+        cursor = self.cursor + len(fed) * self.plan.batch
+        start = time.perf_counter()
+        batch = self.data.batch(cursor, self.plan.batch, self.part, self.num_parts, self.plan.shares)
+        waited = time.perf_counter() - start
+        lr = settings.optimizer.lr_at(at, settings.steps)
+        fed.append(_Fed(lr=lr, num_tokens=batch.num_tokens, data_seconds=waited))
+        # One clock decides: rank 0's.
+        save = self.mesh.rank == 0 and 0 < settings.save_minutes * 60 <= time.monotonic() - self.saved_seconds
+        return self.loop.feed(self._samples(batch), lr, stop=is_told, save=save)
+
+    def _is_pause(self, step: int) -> bool:
+        """Whether somebody looks at the weights after that many steps."""
+        settings = self.settings
+        every = (settings.save_every, settings.evaluate_every, settings.sample_every)
+        return step == settings.steps or any(is_due(step, each) for each in every)
+
+    def evaluate(self) -> dict[str, float]:
+        """Held-out loss by the names people know it by: bits per byte of text, top-1 of images."""
+        if not self.data.num_held_out:
+            return {}
+        place = (self.plan.batch, self.part, self.num_parts)
+        batches = self.data.held_out_batches(*place, limit=self.settings.evaluate_batches, shares=self.plan.shares)
+        total, tokens, hits = self.loop.evaluate(self._samples(batch) for batch in batches)
+        mean = total / (tokens or 1.0)
+        found = {"held_out_loss": mean}
+        if self.data.num_bytes_per_token:
+            found["held_out_bits_per_byte"] = mean / math.log(2) / self.data.num_bytes_per_token
+        if hits is not None:
+            found["held_out_top1"] = hits / (tokens or 1.0)
+        return found
+
+    def sample(self) -> str | None:
+        """A text the model writes now, the same on every rank; None where it has no scores for every token."""
+        self.loop.require_rest()
+        if self.sampler is None:
+            self.sampler = Sampler(self.build, self.data, self.settings)
+        return self.sampler.text(self.step)
+
+    def save(self, root: Path) -> str:
+        self.loop.require_rest()
+        files = self.data.file_states
+        state = {
+            "cursor": self.cursor,
+            "seed": self.settings.seed,
+            "data": self.data.fingerprint,
+            "files": files if len(files) <= _MOST_FILES else {},
+            "model": self.model_fingerprint,
+            "optimizer": self.settings.optimizer.name,
+            "plan": encode(self.plan),
+            **self.about,
+        }
+        reason = save(root, self.step, self.build, self.optimizer, state, self.settings.keep)
+        self.saved_seconds = time.monotonic()
+        return reason
+
+    def _samples(self, batch: Batch) -> Samples:
+        device = self.mesh.device
+
+        def put(array: Any) -> torch.Tensor:
+            return torch.from_numpy(array).to(device, non_blocking=True)
+
+        arrays = batch.inputs
+        inputs = tuple(map(put, arrays)) if isinstance(arrays, tuple) else put(arrays)
+        targets, weights = put(batch.targets), put(batch.weights)
+        return Samples(inputs=inputs, targets=targets, weights=weights, num_tokens=batch.num_tokens)
+
+
+def _seed(seed: int, step: int, part: int) -> int:
+    digest = hashlib.blake2b(f"{seed}/{step}/{part}".encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "little")
+
+
+def _listed(names: Sequence[str], most: int = 5) -> str:
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def is_due(step: int, every: int) -> bool:
+    return bool(every) and step % every == 0

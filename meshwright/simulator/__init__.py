@@ -1,0 +1,1 @@
+"""Plan to `Work`, seconds, bytes, `Timeline` and `Forecast`. No torch."""

@@ -1,0 +1,249 @@
+"""Work -> bytes of one stage's rank, layer by layer, and at its fullest moment. Numbers may be arrays over candidates.
+
+A microbatch passes through the layers, and each leaves what its backward will need; backward frees it from the end. So
+while a layer runs, the microbatch has what was kept up to there:
+
+    peak = always + (microbatches in flight - 1) x what each keeps
+         + the largest over layers of (kept up to there + what is there while the layer runs + gradients made so far)
+
+Gradients that are made anew in each step count from the layer's first backward on. Where a stage has several chunks, or
+makes weights' gradients later, a whole microbatch is counted at every layer: never too little.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from meshwright.core.cluster import Device
+from meshwright.core.work import Num, Resident, Work
+from meshwright.schedules import Timetable
+
+NCCL_BYTES = 600_000_000
+"""Of a GPU that a communicator takes: 544 to 688 MB on four A100s (nccl#964)."""
+
+ByCategory = dict[str, Num]
+
+
+def timetable_of(work: Work) -> Timetable:
+    """Without stages every schedule that frees a microbatch before the next is the same."""
+    return work.facts.get("schedule", Timetable())
+
+
+class LayerInstances(NamedTuple):
+    """Instances of one layer that are alike: where recomputation takes the first ones, a layer is two places."""
+
+    layer: str
+    count: Num
+    kept: tuple[Resident, ...]
+    """From a microbatch's forward to its backward."""
+    running: tuple[Resident, ...]
+    """While an instance runs."""
+    gradients: tuple[Resident, ...]
+    """From the first backward to the end of the step."""
+
+    def gradient_bytes(self, item: Resident) -> Num:
+        return np.minimum(item.repeat, self.count) * item.bytes
+
+
+class Moment(NamedTuple):
+    """While an instance of a place runs."""
+
+    place: int
+    is_forward: bool
+    is_last: bool
+    """The place's last instance, which backward takes first; or the first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageMemory:
+    always: Mapping[str, Num]
+    """Bytes by category, `non_torch` among them."""
+    places: tuple[LayerInstances, ...]
+    """In the order of forward."""
+    in_flight: Num
+    """The most microbatches held at once."""
+    num_microbatches: Num
+    is_by_place: bool = True
+    """False: chunks take turns, so a whole microbatch and all gradients are counted at every place."""
+    setup: tuple[Resident, ...] = field(default=(), repr=False)
+    """What is always there, tensor by tensor."""
+
+    def base_bytes(self) -> Num:
+        return sum(self.always.values(), start=0)
+
+    def microbatch_bytes(self) -> Num:
+        return sum((_bytes(item) for place in self.places for item in place.kept), start=0)
+
+    def peak_bytes(self) -> Num:
+        return self._peak_bytes
+
+    @cached_property
+    def _peak_bytes(self) -> Num:  # asked several times for each forecast
+        largest: Num = 0
+        for held, is_forward, gradients in self._fullest_actions():
+            for _, size in self._moments(held, is_forward, gradients):
+                largest = np.maximum(largest, size)
+        return np.ceil(self.base_bytes() + largest)
+
+    def late_bytes(self) -> Num:
+        """While the last layer instance there is runs: everything kept is there then. Never above the peak."""
+        last: Num = 0
+        for held, is_forward, gradients in self._fullest_actions():
+            here: Num = 0
+            for moment, size in self._moments(held, is_forward, gradients):
+                if moment.is_last:
+                    here = np.where(self.places[moment.place].count > 0, size, here)
+            last = np.maximum(last, here)
+        return self.base_bytes() + last
+
+    def allocated_bytes(self) -> Num:
+        """At the peak, as torch counts: without what it does not know of."""
+        return self.peak_bytes() - self.always["non_torch"]
+
+    def by_category(self) -> dict[str, int]:
+        """At the peak, of one candidate (numbers, not arrays)."""
+        each = [self.during(*action) for action in self._fullest_actions()]
+        fullest = max(each, key=lambda found: sum(found.values()))
+        return {category: math.ceil(size) for category, size in sorted(fullest.items()) if size > 0}
+
+    def during(self, held: float, is_forward: bool, gradients: float) -> dict[str, float]:
+        """The fullest moment of one action, by category. `held`: microbatches, this one included; `gradients`: 1 where
+        an earlier backward of the step has made them."""
+        moments = list(self._moments(held, is_forward, gradients))
+        if not moments:
+            return self.between(held, gradients)
+        at, is_forward, is_last = max(moments, key=lambda each: float(each[1]))[0]
+        found = self.between(held - 1, gradients)
+
+        def add(item: Resident, size: Num) -> None:
+            found[item.category] = found.get(item.category, 0.0) + float(size)
+
+        for index, place in enumerate(self.places):
+            for item in place.kept if index <= at or not self.is_by_place else ():
+                if index == at and not is_forward and self.is_by_place and item.category == "logits":
+                    continue
+                is_one = index == at and not is_last and self.is_by_place
+                add(item, _once(item) if is_one else _bytes(item))
+            for item in place.gradients if index >= at and not is_forward and self.is_by_place else ():
+                size = _once(item) if index == at and is_last else place.gradient_bytes(item)
+                add(item, size * (1 - gradients))
+        for item in self.places[at].running:
+            if _is_there(item, is_forward):
+                add(item, _once(item))
+        return found
+
+    def between(self, held: float, gradients: float) -> dict[str, float]:
+        """While no microbatch runs."""
+        found = {name: float(size) for name, size in self.always.items()}
+        for place in self.places:
+            for item in place.kept:
+                found[item.category] = found.get(item.category, 0.0) + float(held * _bytes(item))
+            for item in place.gradients:
+                size = place.gradient_bytes(item) * (gradients if self.is_by_place else 1)
+                found[item.category] = found.get(item.category, 0.0) + float(size)
+        return found
+
+    def _fullest_actions(self) -> tuple[tuple[Num, bool, Num], ...]:
+        """(microbatches held, whether forward, gradients) of those that may be. From the second backward on all
+        gradients are there; with no more microbatches than are held at once, one fewer is held by then."""
+        is_long = (self.num_microbatches > self.in_flight) * 1
+        fewer = np.maximum(self.in_flight - (self.num_microbatches > 1), 1)
+        return (
+            (self.in_flight, True, is_long),
+            (self.in_flight, False, is_long),
+            (fewer, False, (self.num_microbatches > 1) * 1),
+        )
+
+    @cached_property
+    def _sums(self) -> tuple[list[Num], list[Num]]:
+        """By place: what a microbatch keeps, and gradients."""
+        kept = [sum((_bytes(item) for item in place.kept), start=0) for place in self.places]
+        made = [sum((place.gradient_bytes(item) for item in place.gradients), start=0) for place in self.places]
+        return kept, made
+
+    def _moments(self, held: Num, is_forward: bool, gradients: Num) -> Iterator[tuple[Moment, Num]]:
+        """With the bytes beside those that are always there."""
+        kept, made = self._sums
+        whole, all_made = sum(kept, start=0), sum(made, start=0)
+        before: Num = 0
+        for at, place in enumerate(self.places):
+            runs = sum((_once(item) for item in place.running if _is_there(item, is_forward)), start=0)
+            runs = runs + (held - 1) * whole
+            later = sum(made[at + 1 :], start=0)
+            is_here = (place.count > 0) * 1
+            for is_last in (True,) if is_forward or not self.is_by_place else (True, False):
+                here = before + (kept[at] if is_last else sum((_once(item) for item in place.kept), start=0))
+                if not is_forward and self.is_by_place:
+                    # By the time weights' gradients are made, that of the logits is all that is left of the loss.
+                    here = here - sum((_bytes(item) for item in place.kept if item.category == "logits"), start=0)
+                if not self.is_by_place:
+                    size = whole + all_made
+                elif is_forward:
+                    size = here + gradients * all_made
+                else:
+                    one = sum((_once(item) for item in place.gradients), start=0)
+                    so_far = later + (one if is_last else made[at])
+                    size = here + gradients * all_made + (1 - gradients) * so_far
+                yield Moment(at, is_forward, is_last), is_here * (runs + size)
+            before = before + kept[at]
+
+
+def stage_memory(work: Work, device: Device) -> StageMemory:
+    timetable = timetable_of(work)
+    always: ByCategory = {"non_torch": device.reserved_bytes + communicator_bytes(work, device)}
+    by_layer: dict[str, list[Resident]] = {layer.name: [] for layer in work.profile.layers}
+    setup = []
+    for item in work.residents:
+        if item.life == "always":
+            always[item.category] = always.get(item.category, 0) + item.repeat * item.bytes
+            setup.append(item)
+        else:
+            by_layer[item.layer].append(item)
+    return StageMemory(
+        always=always,
+        places=tuple(place for name, items in by_layer.items() for place in _places(name, items)),
+        in_flight=timetable.held(work.size("stage"), work.size("num_stages"), work.size("num_microbatches")),
+        num_microbatches=work.size("num_microbatches"),
+        is_by_place=timetable.chunks == 1 and not timetable.splits_backward and not timetable.overlaps_steps,
+        setup=tuple(setup),
+    )
+
+
+def communicator_bytes(work: Work, device: Device) -> Num:
+    """One for each axis along which ranks talk."""
+    axes = {task.axis for task in work.collectives} if device.kind == "cuda" else set()
+    return sum(((work.size(axis) > 1) * NCCL_BYTES for axis in axes), start=0)
+
+
+def _places(layer: str, items: list[Resident]) -> list[LayerInstances]:
+    def place(turn: int) -> LayerInstances:
+        kept = tuple(item for item in items if item.life == "microbatch" and item.turn == turn)
+        running = tuple(
+            item for item in items if item.life in ("moment", "forward", "backward") and item.turn in (turn, 0)
+        )
+        gradients = tuple(item for item in items if item.life == "step")
+        count: Num = 0
+        for item in kept or running or gradients:
+            count = np.maximum(count, item.repeat)
+        return LayerInstances(layer, count, kept, running, gradients)
+
+    return [place(turn) for turn in sorted({0, *(item.turn for item in items)})]
+
+
+def _is_there(item: Resident, is_forward: bool) -> bool:
+    return item.life == "moment" or (item.life == "forward") == is_forward
+
+
+def _bytes(item: Resident) -> Num:
+    return item.repeat * item.bytes
+
+
+def _once(item: Resident) -> Num:
+    """One layer instance runs at a time, however many there are."""
+    return item.bytes * (item.repeat > 0)

@@ -1,0 +1,293 @@
+"""A plan as spans on lanes: what each stage does when, before it runs. The same type as a measured one.
+
+Ranks that differ only along other axes do the same at the same time, so each stage shows one: its first rank.
+How collectives lie inside a microbatch's work follows from what is known of them, not from each layer:
+
+    forward     compute        |  F       |            backward    compute        |  B       |
+                collective  | beside | alone|                      collective |alone| beside   |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from meshwright.core.cluster import Cluster
+from meshwright.core.plan import Plan
+from meshwright.core.profile import Profile
+from meshwright.core.timeline import Span, Timeline
+from meshwright.core.work import ADAM, Updating
+from meshwright.schedules.chunk_placement import Places
+from meshwright.schedules.events import ScheduleEvent, halves, sweep
+from meshwright.simulator.async_events import NUM_STEPS, UPDATE, period_of, stream_events
+from meshwright.simulator.forecast import slowest_of
+from meshwright.simulator.mixed_groups import drawn_plan
+from meshwright.simulator.priced_stages import Stage, Staged, cutter_of
+from meshwright.simulator.residents import memory_points
+from meshwright.simulator.stage_seconds import Charge, Part, StageCost
+
+_PARTS: dict[str, tuple[Part, ...]] = {
+    "forward": ("forward",),
+    "backward": ("backward", "weight"),
+    "backward_input": ("backward",),
+    "backward_weight": ("weight",),
+}
+
+MOST_DRAWN = 2048
+"""Stages x microbatches in a timeline (at least one microbatch a stage): beyond, nobody sees them one by one."""
+
+
+def simulate(profile: Profile, plan: Plan, cluster: Cluster, *, sequence: int, optimizer: Updating = ADAM) -> Timeline:
+    """One step, every microbatch simulated, none extrapolated. Of very many only the first, as `environment` says.
+
+    Where steps overlap, several of them; `environment` says from when to when one is.
+    """
+    staged, drawn, first_rank = drawn_plan(profile, plan, cluster, sequence=sequence, optimizer=optimizer)
+    drawing = _drawing(staged, drawn, slowest_of(cluster, plan.num_ranks), first_rank)
+    spans = [*drawing.works(), *drawing.messages(), *drawing.tails()]
+    ranks_each = plan.num_ranks // len(drawing.stages)
+    return Timeline(
+        source="predicted",
+        plan_fingerprint=plan.fingerprint,
+        spans=tuple(sorted(spans, key=lambda span: (span.start_seconds, span.device))),
+        memory=tuple(memory_points(drawing.stages, drawing.devices, drawing.events, drawing.ends, drawing.seconds)),
+        environment={
+            "cluster": cluster.name,
+            "profile": profile.name,
+            "plan": str(plan),
+            "sequence": str(sequence),
+            "microbatches": f"{drawing.count} of {drawn.num_microbatches}",
+            "ranks": str(plan.num_ranks),
+            "ranks_each": str(ranks_each),
+            "memory_bytes": str(cluster.device.memory_bytes),
+            **drawing.period(),
+        },
+    )
+
+
+def _drawing(staged: Staged, plan: Plan, slower: float, first_rank: int) -> _Drawing:
+    """`slower`: times all of it takes, since every rank waits for the slowest."""
+    stages, timetable = staged.unfolded, staged.timetable
+    num_steps = NUM_STEPS if timetable.overlaps_steps else 1
+    count = min(plan.num_microbatches, max(MOST_DRAWN // (num_steps * len(stages)), len(stages)))
+    seconds = {kind: [slower * each for each in by_span] for kind, by_span in halves(*staged.columns).items()}
+    events = timetable.events(len(stages), count)
+    if timetable.overlaps_steps:
+        events = stream_events(len(stages), count)
+        seconds[UPDATE] = [slower * stage.tail_seconds for stage in stages]
+    sends = [slower * each for each in staged.sends_seconds or (staged.send_seconds,) * len(staged.spans)]
+    ends, finished = sweep(events, seconds, sends)
+    cutter = cutter_of(plan)
+    return _Drawing(
+        stages=stages,
+        devices=[first_rank + rank for rank in _first_ranks(plan, len(stages))],
+        places=timetable.places(len(stages)),
+        count=count,
+        events=events,
+        ends=ends,
+        finished=finished,
+        seconds=seconds,
+        sends_seconds=sends,
+        sender=cutter.name if cutter is not None else "",
+        slower=slower,
+    )
+
+
+def _first_ranks(plan: Plan, num_stages: int) -> list[int]:
+    cutter, stride = cutter_of(plan), plan.num_ranks
+    for axis, size in plan.mesh.items():
+        stride //= size
+        if cutter is not None and axis == cutter.axis:
+            return [stage * stride for stage in range(num_stages)]
+    return [0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Drawing:
+    """Everything that is known of when things happen."""
+
+    stages: tuple[Stage, ...]
+    devices: list[int]
+    places: Places
+    count: int
+    """Microbatches of each step."""
+    events: tuple[ScheduleEvent, ...]
+    ends: list[float]
+    finished: list[float]
+    """When each stage's last event is over."""
+    seconds: Mapping[str, Sequence[float]]
+    sends_seconds: list[float]
+    """Over each boundary between spans."""
+    sender: str
+    slower: float
+
+    @property
+    def is_stream(self) -> bool:
+        return UPDATE in self.seconds
+
+    def works(self) -> Iterator[Span]:
+        """Of every event, shared out between techniques as the stage's time is."""
+        known: dict[tuple[int, str], list[_Piece]] = {}
+        for event, end in zip(self.events, self.ends, strict=True):
+            took = self.seconds[event.kind][event.span]
+            if event.kind == UPDATE:
+                yield from self._tail(event.stage, end - took, end, None)
+                continue
+            run = self.stages[event.stage].run.start
+            if (run, event.kind) not in known:
+                known[run, event.kind] = _pieces(self.stages[event.stage].cost, event.kind)
+            name, device = self._name(event), self.devices[event.stage]
+            for piece in known[run, event.kind]:
+                yield _span(device, piece, name, end - took, took)
+
+    def messages(self) -> Iterator[Span]:
+        """What an event waits for was sent by the stage it waits for."""
+        for event in self.events:
+            for source in event.waits_for:
+                sent = self.events[source]
+                piece = _Piece("collective", self.sender, 0.0, 1.0)
+                way = "send_" + self._name(sent).replace("_input", "")
+                device, to_device = self.devices[sent.stage], self.devices[event.stage]
+                took = self.sends_seconds[min(event.span, sent.span)]
+                yield _span(device, piece, way, self.ends[source], took, to_device)
+
+    def tails(self) -> Iterator[Span]:
+        """After the last backward: what is left of the exchange, and the update, which ends everywhere at once."""
+        if self.is_stream:
+            return
+        end = max(self.finished) + self.slower * max(stage.tail_seconds for stage in self.stages)
+        first: dict[int, float] = {}
+        for event, over in zip(self.events, self.ends, strict=True):
+            first.setdefault(event.stage, over - self.seconds[event.kind][event.span])
+        for stage, finished in enumerate(self.finished):
+            yield from self._tail(stage, finished, end, first[stage])
+
+    def _tail(self, stage: int, start: float, end: float, first: float | None) -> Iterator[Span]:
+        """`first`: when the step began, for what runs beside its first microbatch."""
+        cost, device, slower = self.stages[stage].cost, self.devices[stage], self.slower
+        updates = _charged(cost.charges, ("step",), is_collective=False)
+        update_start = end - slower * sum(updates.values())
+        for origin, seconds in updates.items():
+            yield _span(device, _Piece("compute", origin, 0.0, slower * seconds), "update", update_start)
+            update_start += slower * seconds
+        beside = {charge: each for charge, each in _beside(cost).items() if charge.per_step}
+        late = {key: each for key, each in beside.items() if key.part == "backward"}
+        begin = max(0.0, start - slower * sum(each.seconds - each.shown for each in late.values()))
+        for key, each in late.items():
+            yield _span(device, _Piece("collective", key.origin, 0.0, slower * each.seconds), "exchange", begin)
+            begin += slower * each.seconds
+        early = {key: each for key, each in beside.items() if key.part == "forward"}
+        for key, each in early.items():
+            if first is not None and each.seconds > each.shown:
+                hidden = slower * (each.seconds - each.shown)
+                yield _span(device, _Piece("collective", key.origin, 0.0, hidden), "exchange", first)
+                first += hidden
+            yield _span(device, _Piece("collective", key.origin, 0.0, slower * each.shown), "exchange", begin)
+            begin += slower * each.shown
+        for origin, seconds in _charged(cost.bare, ("step",), is_collective=True).items():
+            yield _span(device, _Piece("collective", origin, 0.0, slower * seconds), "exchange", begin)
+            begin += slower * seconds
+
+    def _name(self, event: ScheduleEvent) -> str:
+        chunk = self.places.chunk(event.span)
+        return f"{event.kind} {event.microbatch}" + (f".{chunk}" if chunk else "")
+
+    def period(self) -> dict[str, str]:
+        """Where steps overlap: from when to when one of them is."""
+        if not self.is_stream:
+            return {}
+        start, end = period_of(self.events, self.ends)
+        return {"period_start_seconds": f"{start:.9g}", "period_end_seconds": f"{end:.9g}", "steps": str(NUM_STEPS)}
+
+
+class _Piece(NamedTuple):
+    lane: str
+    origin: str
+    start: float
+    """From the beginning of what it is a piece of, in shares of that."""
+    share: float
+
+
+def _span(device: int, piece: _Piece, name: str, start: float, took: float = 1.0, to_device: int | None = None) -> Span:
+    return Span(
+        device=device,
+        lane=piece.lane,  # type: ignore[arg-type]
+        name=name,
+        start_seconds=max(0.0, float(start + piece.start * took)),
+        seconds=max(0.0, float(piece.share * took)),
+        origin=piece.origin,
+        to_device=to_device,
+    )
+
+
+def _pieces(cost: StageCost, kind: str) -> list[_Piece]:
+    """Of one microbatch's work: compute, what runs beside it (with what shows of it), and what stops it."""
+    parts = _PARTS[kind]
+    computes = _charged(cost.charges, parts, is_collective=False)
+    alone = _charged(cost.bare, parts, is_collective=True)
+    hidden = {key: each for key, each in _beside(cost).items() if key.part in parts and not key.per_step}
+    shown = sum(each.shown for each in hidden.values())
+    total = sum(computes.values()) + sum(alone.values()) + shown
+    if not total:
+        return []
+    # Forward fetches before it computes, backward sends away what it has computed.
+    is_forward = kind == "forward"
+    compute_start = shown if is_forward else sum(alone.values())
+    beside_start = 0.0 if is_forward else max(0.0, total - sum(each.seconds for each in hidden.values()))
+    alone_start = total - sum(alone.values()) if is_forward else 0.0
+    found: list[_Piece] = []
+    for lane, start, amounts in (
+        ("compute", compute_start, list(computes.items())),
+        ("collective", beside_start, [(key.origin, each.seconds) for key, each in hidden.items()]),
+        ("collective", alone_start, list(alone.items())),
+    ):
+        for origin, seconds in amounts:
+            found.append(_Piece(lane, origin, start / total, seconds / total))
+            start += seconds
+    return found
+
+
+def _charged(charges: Mapping[Charge, object], parts: tuple[Part, ...], *, is_collective: bool) -> dict[str, float]:
+    """Seconds by technique, of compute or of collectives."""
+    found: dict[str, float] = {}
+    for charge, seconds in sorted(charges.items(), key=lambda item: (item[0].axis, item[0].origin)):
+        if charge.part in parts and bool(charge.axis) == is_collective and float(seconds) > 0:  # type: ignore[arg-type]
+            found[charge.origin] = found.get(charge.origin, 0.0) + float(seconds)  # type: ignore[arg-type]
+    return found
+
+
+class _Beside(NamedTuple):
+    """Collectives beside compute, by whose they are and when."""
+
+    origin: str
+    axis: str
+    part: Part
+    per_step: bool
+
+
+class _Took(NamedTuple):
+    seconds: float
+    shown: float
+    """Of them, those that compute waits for."""
+
+
+def _beside(cost: StageCost) -> dict[_Beside, _Took]:
+    whole: dict[_Beside, float] = {}
+    for item in cost.hidden:
+        key = _Beside(item.task.origin, item.task.axis, item.part, bool(item.task.per_step))
+        whole[key] = whole.get(key, 0.0) + float(item.total_seconds)
+    by_charge: dict[Charge, float] = {}
+    for key, seconds in whole.items():
+        by_charge[_charge(key)] = by_charge.get(_charge(key), 0.0) + seconds
+    found = {}
+    for key, seconds in whole.items():
+        charge = _charge(key)
+        shown = float(cost.charges.get(charge, 0.0)) - float(cost.bare.get(charge, 0.0))
+        if seconds > 0:
+            found[key] = _Took(seconds, min(seconds, max(0.0, shown) * seconds / by_charge[charge]))
+    return found
+
+
+def _charge(key: _Beside) -> Charge:
+    return Charge(key.origin, key.axis, "step" if key.per_step else key.part)

@@ -1,0 +1,255 @@
+"""Work -> seconds of one stage: the only place where counts meet rates. Numbers may be arrays over candidates.
+
+Compute: the slower of arithmetic and memory traffic, plus a launch (roofline). Collectives: alpha-beta over the
+axis's route. A hidden collective costs only what compute cannot cover:
+
+    per microbatch   compute  |  F1  |  F2  |  F3  |         exposed = what each layer's compute is too short for,
+                     gather |G1||G2|  |G3|                              and the first, which nothing can cover
+    per step         compute  ... B3 | B2 | B1 |             exposed = what the last backward is too short for,
+                     sums             |R3| |R2| |R1|                    and the last layer's, ready when it ends
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from meshwright.core.cluster import Beside, Cluster
+from meshwright.core.device import Device
+from meshwright.core.work import Collective, Compute, Num, Work
+from meshwright.simulator.axis_links import Route
+from meshwright.simulator.op_seconds import compute_seconds, host_seconds
+
+Part = Literal["forward", "backward", "weight", "step"]
+"""forward and backward (recomputation belongs to it) come once a microbatch, and the weight half of backward where it
+is apart; step once."""
+
+COLLECTIVE_LAUNCHES = 3
+"""Ops that the host could launch while it starts a collective: checks, an event on each stream, the call itself."""
+LAUNCH = "launch"
+"""Origin of the time in which a device waits for its host."""
+
+_PART: dict[str, Part] = {
+    "forward": "forward",
+    "recompute": "backward",
+    "backward": "backward",
+    "weight": "weight",
+    "step": "step",
+}
+
+
+class Charge(NamedTuple):
+    """Why time passes: the technique (empty: the model itself), the axis it talks over (empty: compute), when."""
+
+    origin: str
+    axis: str
+    part: Part
+
+
+class Hidden(NamedTuple):
+    """A collective that may run beside compute."""
+
+    task: Collective
+    each_seconds: Num
+    total_seconds: Num
+    shared: Num
+
+    @property
+    def part(self) -> Part:
+        """What it runs beside."""
+        return _PART[self.task.phase]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageCost:
+    charges: Mapping[Charge, Num]
+    """Seconds that pass: per microbatch for forward and backward, per step for step."""
+    send_seconds: Num
+    """From the end of a stage's work to the neighbour that waits for it."""
+    roads: Mapping[str, Route]
+    hidden: tuple[Hidden, ...] = ()
+    """Collectives beside compute, whole: `charges` has what shows of them."""
+    bare: Mapping[Charge, Num] = field(default_factory=dict)
+    """Charges without them."""
+
+    def seconds(self, part: Part) -> Num:
+        total: Num = 0.0
+        for charge, seconds in self.charges.items():
+            if charge.part == part:
+                total = total + seconds
+        return total
+
+    def bare_seconds(self) -> Num:
+        """Of one microbatch, all of it, without what shows of collectives beside compute or of a slow host."""
+        return _sum(seconds for charge, seconds in self.bare.items() if charge.part != "step")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskTally:
+    """Tasks gone through so far. Plans that differ in their last techniques share a tally of the rest."""
+
+    tasks: tuple[Compute | Collective, ...] = ()
+    charges: Mapping[Charge, Num] = field(default_factory=dict)
+    cover: Mapping[tuple[str, Part], Num] = field(default_factory=dict)
+    """(layer, part) -> seconds of compute that collectives may hide behind."""
+    host: Mapping[Part, Num] = field(default_factory=dict)
+    """Seconds the host needs to launch all of it."""
+    hidden: tuple[Hidden, ...] = ()
+    send_seconds: Num = 0.0
+
+    def begins(self, tasks: tuple[Compute | Collective, ...]) -> bool:
+        """Whether these very tasks come first in `tasks`."""
+        return len(self.tasks) <= len(tasks) and all(map(operator.is_, self.tasks, tasks))
+
+
+Known = dict[int, tuple[Compute, Num, Num]]
+"""By the identity of a compute task: the task, its seconds and its host's."""
+
+
+def tally(
+    work: Work,
+    device: Device,
+    roads: Mapping[str, Route],
+    done: TaskTally | None = None,
+    known: Known | None = None,
+) -> TaskTally:
+    """Go through the tasks of `work` that `done` has not; a tally of other tasks is no help and is left. What is known
+    of a task, from another work that has it too, is not asked again."""
+    known = {} if known is None else known
+    done = done if done is not None and done.begins(work.tasks) else TaskTally()
+    charges, cover, host, hidden = dict(done.charges), dict(done.cover), dict(done.host), list(done.hidden)
+    send = done.send_seconds
+    for task in work.tasks[len(done.tasks) :]:
+        part = _PART[task.phase]
+        if isinstance(task, Compute):
+            if id(task) not in known:
+                seconds = task.repeat * compute_seconds(task, device)
+                known[id(task)] = task, seconds, task.repeat * host_seconds(task, device)
+            _, seconds, launching = known[id(task)]
+            cover[task.layer, part] = cover.get((task.layer, part), 0.0) + seconds
+            _add(charges, Charge(task.origin, "", part), seconds)
+            host[part] = host.get(part, 0.0) + launching
+            continue
+        road = roads[task.axis]
+        if device.kind != "cpu":
+            calls = (not task.per_step) * (road.size > 1) * task.repeat * COLLECTIVE_LAUNCHES
+            host[part] = host.get(part, 0.0) + calls * device.launch_seconds
+        each = road.seconds(task.kind, task.bytes)
+        if task.kind == "send":
+            send = np.maximum(send, each * (task.repeat > 0))
+        elif task.hidden:
+            hidden.append(Hidden(task, each, task.repeat * each, road.shared))
+        else:
+            _add(charges, Charge(task.origin, task.axis, "step" if task.per_step else part), task.repeat * each)
+    return TaskTally(tasks=work.tasks, charges=charges, cover=cover, host=host, hidden=tuple(hidden), send_seconds=send)
+
+
+def stage_cost(
+    work: Work,
+    cluster: Cluster,
+    roads: Mapping[str, Route],
+    done: TaskTally | None = None,
+    known: Known | None = None,
+) -> StageCost:
+    """`roads` are the mesh's, from `links.routes`; `done` a tally that begins this work, if there is one."""
+    total = tally(work, cluster.device, roads, done, known)
+    charges = dict(total.charges)
+    order = [layer.name for layer in work.profile.layers]
+    for part in ("forward", "backward"):
+        group = [item for item in total.hidden if item.part == part]
+        _charge_by_layer(charges, total.cover, [i for i in group if not i.task.per_step], order, part, cluster.beside)
+        _charge_once(charges, total.cover, [i for i in group if i.task.per_step], order, part, cluster.beside)
+    _charge_waiting(charges, total.host)
+    return StageCost(
+        charges=charges, send_seconds=total.send_seconds, roads=roads, hidden=total.hidden, bare=total.charges
+    )
+
+
+def _charge_waiting(charges: dict[Charge, Num], host: Mapping[Part, Num]) -> None:
+    """Where the device waits for its host, which runs ahead while it is the faster one. Before the update it waits too:
+    whether the gradients are finite is asked there."""
+    lead: Num = 0.0
+    for part in ("forward", "backward", "weight", "step"):
+        seconds = host.get(part, 0.0)
+        busy = _sum(spent for charge, spent in charges.items() if charge.part == part)
+        lead = 0.0 if part == "step" else lead
+        waits = np.maximum(0.0, seconds - lead - busy)
+        lead = lead + busy + waits - seconds
+        if part in host:
+            charges[Charge(LAUNCH, "", part)] = waits
+
+
+def _add(charges: dict[Charge, Num], charge: Charge, seconds: Num) -> None:
+    charges[charge] = charges.get(charge, 0.0) + seconds
+
+
+def _charge_by_layer(
+    charges: dict[Charge, Num],
+    cover: Mapping[tuple[str, Part], Num],
+    group: list[Hidden],
+    order: list[str],
+    part: Part,
+    beside: Beside,
+) -> None:
+    """Collectives of a layer run beside its neighbours' compute; the first layer's has nothing to hide behind."""
+    for layer, mine, bare in _in_turn(group, order if part == "forward" else order[::-1]):
+        _expose(charges, mine, cover.get((layer, part), 0.0), bare, part, beside)
+
+
+def _in_turn(group: list[Hidden], order: list[str]) -> Iterator[tuple[str, list[Hidden], Num]]:
+    """Layer, its collectives, and their seconds where it is the first that this stage has (else none)."""
+    unseen: Num = True
+    for layer in order:
+        mine = [item for item in group if item.task.layer == layer]
+        if mine:
+            is_here = mine[0].task.repeat > 0
+            yield layer, mine, _sum(item.each_seconds for item in mine) * (unseen & is_here)
+            unseen = unseen & np.logical_not(is_here)
+
+
+def _charge_once(
+    charges: dict[Charge, Num],
+    cover: Mapping[tuple[str, Part], Num],
+    group: list[Hidden],
+    order: list[str],
+    part: Part,
+    beside: Beside,
+) -> None:
+    """Once a step, beside one microbatch's pass; the first layer's is needed first, or ready last."""
+    if not group:
+        return
+    bare = _sum(seconds for _, _, seconds in _in_turn(group, order))
+    window = _sum(seconds for (_, when), seconds in cover.items() if when == part)
+    _expose(charges, group, window, bare, "step", beside)
+
+
+def _expose(
+    charges: dict[Charge, Num], group: list[Hidden], window: Num, bare: Num, part: Part, beside: Beside
+) -> None:
+    """Charge each technique its share of what stays visible of `group` beside `window` seconds of compute.
+
+    Side by side both are slower; what ends first leaves the other alone (Mist's peeling, for two).
+    """
+    total = _sum(item.total_seconds for item in group)
+    both = np.minimum(total * beside.collective_by_compute, window * beside.compute_by_collective)
+    visible = both - both / beside.compute_by_collective + total - both / beside.collective_by_compute + bare
+    visible = np.minimum(total, visible)
+    fraction = visible / np.maximum(total, 1e-30)
+    for item in group:
+        shown: Num = 1.0
+        if isinstance(item.shared, np.ndarray):
+            shown = np.where(item.shared, 1.0, fraction)
+        elif not item.shared:
+            shown = fraction
+        _add(charges, Charge(item.task.origin, item.task.axis, part), item.total_seconds * shown)
+
+
+def _sum(values: Iterable[Num]) -> Num:
+    total: Num = 0.0
+    for value in values:
+        total = total + value
+    return total

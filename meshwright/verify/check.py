@@ -1,0 +1,263 @@
+"""`mw check`: does this plan train the model exactly as one device would, and move the bytes priced? No torch.
+
+The ranks are real processes in a pool; one device is the independent reference (`verify/reference.py`). Only the
+schedule's length is cut: the same techniques, sizes and microbatches, but no more of them than it takes to fill every
+stage twice, and three at least.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from meshwright.core.codec import encode
+from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.plan import Plan
+from meshwright.core.profile import Profile
+from meshwright.core.technique import EXACTNESS
+from meshwright.core.units import pretty_bytes
+from meshwright.launch.rank_pool import RankPool
+from meshwright.machine.probe import available_host_bytes
+from meshwright.run.model import describe
+from meshwright.run.run_file import RunConfig
+from meshwright.simulator.pricing import price
+
+TOLERANCE = 1e-9
+"""Largest difference of any element over the quantity's global norm, every step, in float64."""
+MOST_SPREAD = 1e-3
+"""One device that departs from itself by more sets no tolerance."""
+DTYPE = {"exact": "float64", "rounded": "float32"}
+STEPS = 4
+_JOBS = "meshwright.verify.check_ranks"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckResult:
+    """One comparison with one device."""
+
+    exactness: str
+    what: str
+    """What was compared, in words."""
+    plan: Plan
+    worst_error: float
+    tolerance: float
+    tolerance_from: str
+    departures: tuple[dict[str, Any], ...]
+    """Where ranks left the reference, in the order it happened: step, quantity, layer, error, tolerance, rank."""
+    traffic: tuple[str, ...]
+    """Messages that were not priced, or priced and not sent."""
+    num_messages: int
+
+    @property
+    def passed(self) -> bool:
+        return not self.departures and not self.traffic
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    plan: Plan
+    steps: int
+    parts: tuple[CheckResult, ...]
+    """In float64 without what rounds; with dropout, where only one device can keep it; the whole plan, if it rounds."""
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        return all(part.passed for part in self.parts)
+
+
+def exactness_of(plan: Plan) -> str:
+    return max((t.exactness for t in plan.techniques), key=EXACTNESS.index, default="exact")
+
+
+def shortened(plan: Plan, num_stages: int) -> Plan:
+    """The same plan with no more microbatches than fill every stage twice, three at least."""
+    count = min(plan.num_microbatches, max(3, 2 * num_stages))
+    if plan.shares:
+        return plan.with_shares(tuple(min(each, count) for each in plan.shares))
+    return replace(plan, batch=plan.num_replicas * plan.microbatch * count)
+
+
+def check(
+    config: RunConfig,
+    plan: Plan,
+    *,
+    steps: int = STEPS,
+    report: Callable[[str], None] = lambda text: None,
+    pool: RankPool | None = None,
+) -> Checked:
+    """Compare the plan's training with one device's. What the plan cannot run at all is a `MeshwrightError`."""
+    start = time.monotonic()
+    profile = describe(config.model, config.data.sequence).profile
+    _require(config, plan, profile)
+    if "samples" not in profile.uncut:
+        plan = shortened(plan, len(plan.blocks_of_stages(profile)))
+    _check_memory(profile, plan, config.sequence, steps)
+    own = pool or RankPool(plan.num_ranks, threads_per_rank=1)
+    try:
+        parts = _Comparing(config, plan, steps, own, report).parts()
+    finally:
+        if pool is None:
+            own.close()
+    return Checked(plan=plan, steps=steps, parts=tuple(parts), seconds=time.monotonic() - start)
+
+
+def _require(config: RunConfig, plan: Plan, profile: Profile) -> None:
+    exactness = exactness_of(plan)
+    if exactness not in DTYPE:
+        named = ", ".join(str(each) for each in plan.techniques if each.exactness == exactness)
+        what = f"{named} is {exactness}: one device computes other numbers, so there is no parity."
+        fix = "Check the plan with exact settings in its place; its own algorithm is proved by the project's tests."
+        raise MeshwrightError([Problem(where="plan", what=what, fix=fix)])
+    problems = list(plan.check(profile) or plan.check_sequence(config.sequence))
+    problems += config.train.optimizer.problems_with(plan)
+    if problems:
+        raise MeshwrightError(problems)
+
+
+def keeps_dropout(plan: Plan) -> bool:
+    """Whether the plan draws the random numbers of one device, seeded rank by rank: ranks differ in their samples
+    only."""
+    is_local = set(plan.mesh) == set(plan.replica_axes)
+    return is_local and all(technique.draws_alike for technique in plan.techniques)
+
+
+class _Comparing:
+    """The comparisons of one plan, on one pool."""
+
+    def __init__(self, config: RunConfig, plan: Plan, steps: int, pool: RankPool, report: Callable[[str], None]):
+        self.config, self.plan, self.steps, self.pool, self.report = config, plan, steps, pool, report
+
+    def parts(self) -> list[CheckResult]:
+        plan = self.plan
+        rounds = exactness_of(plan) != "exact"
+        exact = replace(plan, techniques=tuple(filter(None, (t.as_exact() for t in plan.techniques))))
+        with tempfile.TemporaryDirectory(prefix="mw-check-") as folder:
+            answer = self._reference(exact, Path(folder), keeps_dropout(exact) and not rounds, rounds)
+            parts = [self._exact(exact, answer, Path(folder), "without what rounds, " if rounds else "")]
+            if rounds:
+                parts.append(self._rounded(plan, answer, Path(folder)))
+        # Techniques that replay a forward must replay its random numbers; with axes, one rank shows that they do.
+        alone = tuple(t for t in exact.techniques if not t.axis and t.draws_alike)
+        if answer["is_random"] and answer["dropout"] == "off" and alone:
+            local = replace(exact, techniques=alone, axis_order=(), groups=(), batch=plan.microbatch * 3)
+            with tempfile.TemporaryDirectory(prefix="mw-check-") as folder:
+                answer = self._reference(local, Path(folder), True, False)
+                parts.append(self._exact(local, answer, Path(folder), "one rank, dropout kept, "))
+        return parts
+
+    def _arguments(self, folder: Path, plan: Plan) -> dict[str, Any]:
+        return {
+            "config": encode(self.config),
+            "folder": str(folder / "reference"),
+            "steps": self.steps,
+            "cache": str(folder / "tokens"),
+            "plan": encode(plan),
+        }
+
+    def _reference(self, plan: Plan, folder: Path, keeps: bool, rounds: bool) -> dict[str, Any]:
+        more = " and in bf16" if rounds else ""
+        self.report(f"one device in plain torch: {self.steps} steps of {plan.batch} samples in float64{more}")
+        arguments = {**self._arguments(folder, plan), "keeps_dropout": keeps, "rounds": rounds}
+        (answer,) = self.pool.run(f"{_JOBS}:reference_job", arguments, 1, timeout_seconds=3600)
+        return dict(answer)
+
+    def _ranks(self, plan: Plan, exactness: str, answer: dict[str, Any], folder: Path, tolerance: float) -> list[Any]:
+        self.report(f"{plan.num_ranks} ranks: {plan}")
+        arguments = {**self._arguments(folder, plan), "tolerance": tolerance, "answer": answer}
+        arguments |= {"exactness": exactness, "dtype": DTYPE[exactness]}
+        return self.pool.run(f"{_JOBS}:parity_job", arguments, plan.num_ranks, timeout_seconds=3600)
+
+    def _exact(self, plan: Plan, answer: dict[str, Any], folder: Path, what: str) -> CheckResult:
+        spread = answer["spread"]
+        tolerance, source = TOLERANCE, "float64"
+        if TOLERANCE / 10 < spread <= MOST_SPREAD:
+            tolerance, source = 10 * spread, f"10 x what one device departs from itself, {spread:.1e}"
+        elif spread > MOST_SPREAD:
+            source = f"float64; one device departs by {spread:.1e} from itself"
+        answers = self._ranks(plan, "exact", answer, folder, tolerance)
+        departures = _listed(answers)
+        for step in answer["wrong_rates"]:
+            departures.append(_departure(step, "learning rate", "all", float("inf"), 1e-9))
+        if answer["is_random"] and answer["dropout"] == "off":
+            what += "dropout off, "
+        return _part("exact", f"{what}in float64", plan, answers, departures, tolerance, source, _worst(answers))
+
+    def _rounded(self, plan: Plan, answer: dict[str, Any], folder: Path) -> CheckResult:
+        """By the whole gradient of the first step, by every loss, and by every update."""
+        answers = self._ranks(plan, "rounded", answer, folder, 0.0)
+        control = answer["rounded"]
+        distance, bias = _of_sums([a["sums"] for a in answers])
+        known_distance, known_bias = _of_sums([control["sums"]])
+        tolerance = max(4 * known_distance, 1e-2)
+        found = [("gradient", distance, tolerance), ("gradient's length", abs(bias), max(4 * abs(known_bias), 1e-2))]
+        departures = [_departure(0, name, "all", error, limit) for name, error, limit in found if not error <= limit]
+        for step, exact in enumerate(control["exact"]):
+            limit = max(4 * abs(control["losses"][step] - exact), abs(exact) / 128)
+            errors = [abs(a["losses"][step] - exact) for a in answers]
+            if not max(errors) <= limit:
+                departures.append(_departure(step, "loss", "all", max(errors), limit))
+        source = f"4 x that of one device in bf16 by autocast, {known_distance:.1e}"
+        what = "the whole plan: first gradient, losses, updates"
+        return _part("rounded", what, plan, answers, departures + _listed(answers), tolerance, source, distance)
+
+
+def _departure(step: int, quantity: str, layer: str, error: float, tolerance: float) -> dict[str, Any]:
+    return {"step": step, "quantity": quantity, "layer": layer, "error": error, "tolerance": tolerance, "rank": 0,
+            "order": -1}  # fmt: skip
+
+
+def _listed(answers: Sequence[Any]) -> list[dict[str, Any]]:
+    return [{**found, "rank": rank} for rank, answer in enumerate(answers) for found in answer["departures"]]
+
+
+def _worst(answers: Sequence[Any]) -> float:
+    return max(answer["worst"] for answer in answers)
+
+
+def _of_sums(sums: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """Distance between two gradients over the second one's norm, and how much longer the first is along the second."""
+    distance, norm, product = (sum(each) for each in zip(*sums, strict=True))
+    return ((distance / norm) ** 0.5, product / norm - 1) if norm else (distance**0.5, 0.0)
+
+
+def _part(
+    exactness: str, what: str, plan: Plan, answers: Sequence[Any], departures: list[dict[str, Any]], tolerance: float,
+    source: str, worst: float,
+) -> CheckResult:  # fmt: skip
+    return CheckResult(
+        exactness=exactness,
+        what=what,
+        plan=plan,
+        worst_error=worst,
+        tolerance=tolerance,
+        tolerance_from=source,
+        departures=tuple(sorted(departures, key=lambda d: (d["step"], d["order"], d["rank"]))),
+        traffic=tuple(f"rank {rank}: {line}" for rank, a in enumerate(answers) for line in a["traffic"]),
+        num_messages=sum(answer["num_messages"] for answer in answers),
+    )
+
+
+def _check_memory(profile: Profile, plan: Plan, sequence: int, steps: int) -> None:
+    """What the ranks hold in float64, all on this machine, and one device beside them; and what it writes."""
+    stages = range(len(plan.blocks_of_stages(profile)))
+    works = [price(profile, plan, sequence=sequence, stage=stage, element_bytes=8) for stage in stages]
+    held = sum(float(r.repeat * r.bytes) for work in works for r in work.residents if r.life == "always")
+    fix = "Check a shallower model: --set model.change='{num_layers = 4}'."
+    needed = {
+        "memory": (max(held * plan.num_ranks / len(works), profile.num_params * 8 * 6), available_host_bytes()),
+        tempfile.gettempdir(): (profile.num_params * 17 * steps, shutil.disk_usage(tempfile.gettempdir()).free),
+    }
+    problems = [
+        Problem(where=where, what=f"a comparison needs about {pretty_bytes(wanted)}; {pretty_bytes(there)} are free.",
+                fix=fix)
+        for where, (wanted, there) in needed.items()
+        if wanted > there
+    ]  # fmt: skip
+    if problems:
+        raise MeshwrightError(problems)

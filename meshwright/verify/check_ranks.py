@@ -1,0 +1,315 @@
+"""What the pool's ranks do for `mw check`: the reference on one, the comparison on all."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+from math import isclose
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from meshwright.core.codec import decode
+from meshwright.core.plan import Plan
+from meshwright.data.batch import part_rows
+from meshwright.ops.control import gather_json
+from meshwright.ops.model_interface import Inputs, map_inputs, split_inputs
+from meshwright.ops.traffic import Traffic
+from meshwright.run.model import OpenedModel, describe, open_model
+from meshwright.run.prepare import open_data
+from meshwright.run.run_file import RunConfig
+from meshwright.runtime.loop import Samples
+from meshwright.simulator.pricing import price
+from meshwright.verify.parity import (
+    DTYPES,
+    SamplesOf,
+    compare,
+    compare_rounded,
+    enter,
+    gradient_sums,
+    leave,
+    observe,
+    open_session,
+    write_plain,
+)
+from meshwright.verify.reference import (
+    UPDATE_TOLERANCE,
+    BatchOf,
+    MeanDraws,
+    Plain,
+    WideCasts,
+    draws,
+    gradient,
+    learning_rate,
+    train,
+)
+from meshwright.verify.reference_model import plain_model, without_dropout
+
+
+def _samples(config: RunConfig, batch: int, cache: str, dtype: str) -> SamplesOf:
+    data = open_data(replace(config, data=replace(config.data, held_out_fraction=0.0)), Path(cache))
+
+    def put(array: Any) -> torch.Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor.to(DTYPES[dtype]) if tensor.is_floating_point() else tensor
+
+    def samples(step: int, part: int, num_parts: int) -> Samples:
+        rows = data.batch(step * batch, batch, part, num_parts)
+        return Samples(
+            inputs=tuple(map(put, rows.inputs)) if isinstance(rows.inputs, tuple) else put(rows.inputs),
+            targets=put(rows.targets),
+            weights=put(rows.weights),
+            num_tokens=rows.num_tokens,
+        )
+
+    return samples
+
+
+def _open(config: RunConfig, dtype: str, dropout: str) -> OpenedModel:
+    """The run's model; its running statistics in the dtype of the comparison."""
+    opened = open_model(config.model, config.data.sequence, config.train.seed)
+    if dropout == "off":
+        without_dropout(opened.model)
+    for module in opened.model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
+                module._buffers[name] = buffer.to(DTYPES[dtype])
+    return opened
+
+
+def _drawing(answer: Mapping[str, Any]) -> Any:
+    """The mode for a model that draws random numbers also without its dropout modules, if numbers may not differ."""
+    return MeanDraws() if answer["draws_means"] else nullcontext()
+
+
+def reference_job(
+    *, rank: int, num_ranks: int, rendezvous: str, config: Any, folder: str, steps: int, plan: Any, cache: str,
+    keeps_dropout: bool, rounds: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """The independent reference, and two controls of it: other microbatches, and bf16.
+
+    Answers whether the model `is_random`, how the ranks are to run it (`dropout`, `draws_means`), how far one device
+    departs from itself (`spread`, and `noise` of a gradient's elements), and what bf16 costs one device.
+    """
+    run, made = decode(RunConfig, config, ""), decode(Plan, plan, "plan")
+    try:
+        return _referred(run, made, Path(folder), steps, cache, keeps_dropout, rounds)
+    except Exception:  # what is wrong with a module, our own loop says in better words
+        whole = Plan(batch=made.batch, microbatch=made.batch)
+        opened, optimizer = _open(run, "float64", "off"), run.train.optimizer
+        session = open_session(whole, opened, optimizer, dtype="float64", device=torch.device("cpu"))
+        session.loop.step(_samples(run, made.batch, cache, "float64")(0, 0, 1), 0.0)
+        raise
+
+
+def _referred(
+    run: RunConfig, made: Plan, folder: Path, steps: int, cache: str, keeps_dropout: bool, rounds: bool
+) -> dict[str, Any]:
+    plain = _plain(run, torch.float64)
+    batch_of = _batches(run, made.batch, cache, "float64")
+    first = split_inputs(batch_of(0)[0], made.microbatch)[0]
+    answer: dict[str, Any] = {"is_random": draws(plain, first), "dropout": "on", "draws_means": False}
+    # Batch norms see the whole batch at once; ranks that draw for their own rows cannot be one device then.
+    sees_batch = "samples" in describe(run.model, run.data.sequence).profile.uncut
+    keeps = keeps_dropout and answer["is_random"] and not (sees_batch and made.num_replicas > 1)
+    quiet = plain
+    if answer["is_random"]:
+        quiet = _plain(run, torch.float64, dropout=False)
+        answer["draws_means"] = draws(quiet, first) and not keeps
+        answer["dropout"] = "on" if keeps else "off"
+    with MeanDraws() if answer["is_random"] else nullcontext():
+        answer |= _spread(quiet, batch_of(0), made, sees_batch)
+    size = made.batch if sees_batch else made.microbatch
+    settings: dict[str, Any] = {"microbatch": size, "noise": max(1e-15, 10 * answer["noise"])}
+    settings["update_tolerance"] = answer["update_tolerance"] = min(1e-2, max(UPDATE_TOLERANCE, 1e4 * answer["noise"]))
+    optimizer, parts = run.train.optimizer, made.num_replicas
+    if keeps:
+        rows = [part_rows(made.batch, part, parts, made.shares) for part in range(parts)]
+        write_plain(folder, plain, batch_of, optimizer, steps, **settings, parts=rows, seed=run.train.seed)
+    else:
+        with _drawing(answer):
+            losses = write_plain(folder, quiet, batch_of, optimizer, steps, **settings)
+            if rounds:
+                answer["rounded"] = _rounded_control(run, made, folder, cache, losses, size)
+    total = run.train.steps
+    sampled = sorted({*range(min(total, 200)), *range(0, total, max(1, total // 1000)), total - 1})
+    wrong = [s for s in sampled if not isclose(optimizer.lr_at(s, total), learning_rate(optimizer, s, total))]
+    answer["wrong_rates"] = wrong[:1]
+    return answer
+
+
+def _plain(run: RunConfig, dtype: torch.dtype, dropout: bool = True) -> Plain:
+    return plain_model(run.model, sequence=run.data.sequence, seed=run.train.seed, dtype=dtype, dropout=dropout)
+
+
+def _batches(run: RunConfig, batch: int, cache: str, dtype: str) -> BatchOf:
+    samples = _samples(run, batch, cache, dtype)
+
+    def batch_of(step: int) -> tuple[Inputs, torch.Tensor, torch.Tensor]:
+        given = samples(step, 0, 1)
+        return given.inputs, given.targets, given.weights
+
+    return batch_of
+
+
+def _spread(plain: Plain, batch: Any, plan: Plan, sees_batch: bool) -> dict[str, float]:
+    """How far one device departs from itself in the first gradient: with the samples in another order and in other
+    microbatches, and without the module's own casts to float32."""
+    saved = {name: each.clone() for name, each in plain.buffers.items()}
+    rows = plan.batch if sees_batch else plan.microbatch
+    other_rows = plan.batch if sees_batch or rows < plan.batch else max(1, plan.batch // 2)
+    inputs, targets, weights = batch
+    flipped = map_inputs(inputs, lambda tensor: tensor.flip(0)), targets.flip(0), weights.flip(0)
+    loss, gradients = gradient(plain, batch, rows)
+    others = [gradient(plain, flipped, other_rows)]
+    with suppress(RuntimeError), WideCasts():  # a module may insist on float32
+        others.append(gradient(plain, batch, rows))
+    for name, each in plain.buffers.items():
+        each.copy_(saved[name])
+    norm = sum(float(g.square().sum()) for g in gradients.values()) ** 0.5
+    size = max((float(g.abs().max()) for g in gradients.values() if g.numel()), default=0.0)
+    largest = spread = 0.0
+    for other_loss, found in others:
+        largest = max([largest, *(float((g - found[n]).abs().max()) for n, g in gradients.items() if g.numel())])
+        spread = max(spread, largest / (norm or 1.0), abs(loss - other_loss) / (abs(loss) or 1.0))
+    return {"spread": spread, "noise": largest / (size or 1.0)}
+
+
+def _rounded_control(
+    run: RunConfig, plan: Plan, folder: Path, cache: str, losses: list[float], size: int
+) -> dict[str, Any]:
+    """What bf16 by torch's autocast costs one device: of the losses, and of the first gradient."""
+    plain = _plain(run, torch.float32, dropout=False)
+    batch_of = _batches(run, plan.batch, cache, "float32")
+    found, sums = [], (0.0, 1.0, 1.0)
+    settings: dict[str, Any] = {"steps": len(losses), "microbatch": size, "cast": torch.bfloat16}
+    for result in train(plain, batch_of, run.train.optimizer, **settings):
+        found.append(result.loss)
+        if result.step == 0:
+            with safe_open(folder / "step-0.safetensors", framework="pt") as reference:
+                wanted = {n: reference.get_tensor(f"gradient/{n}") for n in result.gradients}
+            sums = gradient_sums(result.gradients, wanted)
+    return {"sums": sums, "losses": found, "exact": losses}
+
+
+def parity_job(
+    *, rank: int, num_ranks: int, rendezvous: str, config: Any, folder: str, steps: int, dtype: str, cache: str,
+    plan: Any, tolerance: float, answer: dict[str, Any], exactness: str,
+) -> dict[str, Any]:  # fmt: skip
+    """This rank of the plan against the reference, as the reference's `answer` says; then what it sends and holds."""
+    run, made = decode(RunConfig, config, ""), decode(Plan, plan, "plan")
+    samples = _samples(run, made.batch, cache, dtype)
+    optimizer = run.train.optimizer
+    if made.mesh:
+        enter(rank, num_ranks, rendezvous)
+    session = open_session(
+        made, _open(run, dtype, answer["dropout"]), optimizer, dtype=dtype, device=torch.device("cpu")
+    )
+    result: dict[str, Any] = {"worst": 0.0, "losses": [], "sums": (0.0, 0.0, 0.0)}
+    with _drawing(answer):
+        if exactness == "exact":
+            seed = run.train.seed if answer["is_random"] and answer["dropout"] == "on" else None
+            limits: dict[str, Any] = {"tolerance": tolerance, "update_tolerance": answer["update_tolerance"]}
+            result["worst"], departures = compare(session, Path(folder), samples, steps, optimizer, **limits, seed=seed)
+        else:
+            rounded = compare_rounded(session, Path(folder), samples, steps, optimizer)
+            departures = rounded.departures
+            result |= {"losses": rounded.losses, "sums": rounded.sums}
+        traffic, sizes = observe(session, samples, optimizer)
+    priced, at_most, priced_sizes = promised(session, run, made, dtype)
+    lines = differences(lengthened(rounded_up(traffic, priced, at_most), priced, _missing_bytes(session)), priced)
+    if _is_largest(session):
+        lines += [
+            f"{name}: {sizes[name]:,} bytes held, {priced_sizes[name]:,} priced"
+            for name in sizes
+            if sizes[name] != priced_sizes[name]
+        ]
+    if made.mesh:
+        leave()
+    found = [{**vars(departure), "order": i} for i, departure in enumerate(departures)]
+    return result | {"departures": found, "traffic": lines, "num_messages": sum(traffic.values())}
+
+
+def _is_largest(session: Any) -> bool:
+    """Price speaks of the largest rank: the first along every axis that cuts (rows may not divide evenly)."""
+    cutting = {axis for axes in session.build.cut_axes.values() for axis in axes}
+    wire = session.build.wire
+    cutting -= {wire.axis} if wire is not None else set()
+    return all(session.mesh.index(axis) == 0 for axis in cutting)
+
+
+Message = tuple[str, str, int]
+
+
+def promised(session: Any, run: RunConfig, plan: Plan, dtype: str) -> tuple[Traffic, set[Message], dict[str, int]]:
+    """Messages that `price` promises this rank, which of them may be shorter, and resident bytes."""
+    wire = session.build.wire
+    work = price(
+        session.build.profile,
+        plan,
+        sequence=run.sequence,
+        stage=session.mesh.index(wire.axis) if wire is not None else 0,
+        optimizer=run.train.optimizer,
+        element_bytes=DTYPES[dtype].itemsize,
+    )
+    num_microbatches = plan.microbatches_of(session.mesh.part(plan.sample_axes)[0])
+    traffic: Traffic = Counter()
+    at_most: set[Message] = set()
+    for task in work.collectives:
+        count = int(task.repeat) * (1 if task.per_step else num_microbatches)
+        if count:
+            message = (task.kind, task.axis, int(task.bytes))
+            traffic[message] += count
+            at_most |= {message} if task.at_most else set()
+    sizes: dict[str, int] = {"parameters": 0, "gradients": 0, "optimizer": 0}
+    for item in work.residents:
+        if item.category in sizes:
+            sizes[item.category] += int(item.repeat * item.bytes)
+    return traffic, at_most, sizes
+
+
+def rounded_up(seen: Traffic, priced: Traffic, at_most: set[Message]) -> Traffic:
+    """What was seen, a message shorter than a promise of "at most" as that promise."""
+    settled: Traffic = Counter()
+    for message, count in seen.items():
+        kind, axis, size = message
+        bounds = [bound for bound in at_most if bound[:2] == (kind, axis) and bound[2] >= size]
+        settled[message if message in priced or not bounds else min(bounds)] += count
+    return settled
+
+
+def _missing_bytes(session: Any) -> int:
+    """How much shorter a message of this rank may be than that of the rank with the largest pieces: price speaks of
+    that one, and rows may not divide evenly. All ranks call it together."""
+    pieces = {name: piece.numel() * piece.element_size() for name, piece in session.build.local_parameters()}
+    told = gather_json(session.mesh.control, pieces)
+    missing = sum(max(each.get(name, 0) for each in told) - size for name, size in pieces.items())
+    return missing * max(session.mesh.sizes.values(), default=1)
+
+
+def lengthened(seen: Traffic, priced: Traffic, missing: int) -> Traffic:
+    """What was seen, a message that is shorter than a priced one by `missing` bytes at most as that one."""
+    settled, unsent = seen.copy(), priced - seen
+    for (kind, axis, size), count in (seen - priced).items():
+        for longer in sorted(unsent):
+            if longer[:2] == (kind, axis) and size < longer[2] <= size + missing:
+                moved = min(count, unsent[longer])
+                settled[kind, axis, size] -= moved
+                settled[longer] += moved
+                unsent[longer] -= moved
+                count -= moved
+    return +settled
+
+
+def differences(seen: Traffic, priced: Traffic) -> list[str]:
+    lines = [
+        f"{n} x {kind} of {size:,} bytes on {axis} not priced" for (kind, axis, size), n in (seen - priced).items()
+    ]
+    return lines + [
+        f"{n} x {kind} of {size:,} bytes on {axis} priced and not sent"
+        for (kind, axis, size), n in (priced - seen).items()
+    ]

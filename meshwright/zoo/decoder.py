@@ -1,0 +1,180 @@
+"""One decoder transformer for GPT-2, Llama, Mistral, Qwen, Mixtral and the like.
+
+It knows nothing of parallelism. Three facts let techniques cut it: it is a list of layers (`embed`, `blocks`, `head`)
+any of which may be absent, so a stage is the same class with fewer layers and the same parameter names; a block has two
+regions (`attention`, `mlp`) whose weights may be split; and the head turns hidden states into a loss through two
+replaceable steps (`score`, `token_loss`). All but attention looks at one token at a time, so a rank may have only some
+tokens of each sequence (`own_tokens`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.models.presets import DecoderConfig
+from meshwright.ops.cross_entropy import token_loss
+from meshwright.ops.model_interface import Inputs, Inside, Model, ModelPart, Spans, is_within
+from meshwright.zoo.expert_layers import LossScale, MoE
+from meshwright.zoo.layers import (
+    GELU,
+    Linear,
+    Norm,
+    SwiGLU,
+    TransformerBlock,
+    attention_mask,
+    linear,
+    places_in_documents,
+    rope_table,
+)
+
+
+class Embed(nn.Module):
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        self.tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        learned = config.positions == "learned"
+        self.positions = nn.Embedding(config.max_sequence, config.hidden_size) if learned else None
+        self.dtype: torch.dtype | None = None
+        """Activations' dtype; None: the weights'."""
+
+    def forward(self, tokens: Tensor, places: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        if self.positions is not None:
+            x = x + self.offsets(x, places)
+        return x if self.dtype is None else x.to(self.dtype)
+
+    def offsets(self, x: Tensor, places: Tensor) -> Tensor:
+        """Positions of the samples' tokens, in the shape of x (which may hold only a part of the sequence)."""
+        assert self.positions is not None
+        return self.positions(places)
+
+
+def score(head: DecoderHead, x: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+    """Sum over tokens of weight x loss."""
+    return (head.token_loss(linear(x, head.output.weight), targets) * weights).sum()
+
+
+class DecoderHead(nn.Module):
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        self.norm = Norm(config.hidden_size, config.norm, config.norm_epsilon)
+        self.output = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.score: Callable[[DecoderHead, Tensor, Tensor, Tensor], Tensor] = score
+        self.token_loss: Callable[[Tensor, Tensor], Tensor] = token_loss
+
+    def forward(self, x: Tensor, targets: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
+        x = self.norm(x)
+        if targets is None or weights is None:
+            return self.output(x)
+        return self.score(self, x, targets, weights)
+
+
+class Decoder(Model):
+    kind = "decoder"
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        self.config = config
+        self.scale = LossScale()
+        self.mask: Callable[[int, int, Tensor | None, torch.device], Tensor | None] = attention_mask
+        self.embed: Embed | None = Embed(config)
+        self.blocks = nn.ModuleDict({str(i): TransformerBlock(config, self._mlp(i)) for i in range(config.num_layers)})
+        self.head: DecoderHead | None = DecoderHead(config)
+        if config.tied:
+            self.head.output.weight = self.embed.tokens.weight
+
+    def _mlp(self, block: int) -> nn.Module:
+        config = self.config
+        if config.num_experts and block >= config.num_dense_layers:
+            return MoE(config, self.scale)
+        if config.mlp == "swiglu":
+            return SwiGLU(config.hidden_size, config.ffn_size, config.bias)
+        return GELU(config)
+
+    def forward(
+        self,
+        inputs: Inputs,
+        targets: Tensor | None = None,
+        weights: Tensor | None = None,
+        received: Tensor | None = None,
+    ) -> Tensor:
+        """Tokens, or (tokens, documents): a token then sees its own document only, whose positions start at 0."""
+        tokens, documents = inputs if isinstance(inputs, tuple) else (inputs, None)
+        if documents is None:
+            places = torch.arange(tokens.shape[1], device=tokens.device)
+        else:
+            places = places_in_documents(documents)
+        mask = self.mask(tokens.shape[1], self.config.sliding_window, documents, tokens.device)
+        places = self.own_tokens(places, -1)
+        x = received
+        if x is None:
+            assert self.embed is not None, "a later stage is given what the stage before it made"
+            x = self.embed(self.own_tokens(tokens, 1), places)
+        cosine, sine = rope_table(self.config, places, x) if self.config.positions == "rope" else (None, None)
+        for name, block in self.blocks.items():
+            if self.runs(int(name)):
+                x = block(x, cosine, sine, mask)
+        if self.head is None or not self.runs(self.config.num_layers - 1):
+            return x
+        if targets is None or weights is None:
+            return self.head(x)
+        return self.head(x, self.own_tokens(targets, 1), self.own_tokens(weights, 1))
+
+    def keep(self, spans: Spans) -> None:
+        for name in list(self.blocks):
+            if not is_within(spans, int(name)):
+                del self.blocks[name]
+        if not is_within(spans, 0):
+            self.embed = None
+        if not is_within(spans, self.config.num_layers - 1):
+            self.head = None
+
+    def parts(self) -> Iterable[ModelPart]:
+        if self.embed is not None:
+            yield ModelPart(name="embed", kind="embed", module=self.embed)
+        for name, block in self.blocks.items():
+            kind = "dense_blocks" if int(name) < self.config.num_dense_layers else "blocks"
+            yield ModelPart(name=f"blocks.{name}", kind=kind, module=block, is_block=True)
+        if self.head is not None:
+            yield ModelPart(name="head", kind="head", module=self.head)
+
+    def regions(self) -> Iterable[Inside]:
+        for block in self.blocks.values():
+            assert isinstance(block, TransformerBlock)
+            yield from block.regions()
+
+    def ends(self) -> tuple[Any, Any]:
+        return self.embed, self.head
+
+    def boundary(self, inputs: Inputs, block: int) -> tuple[int, ...]:
+        tokens = inputs[0] if isinstance(inputs, tuple) else inputs
+        return tokens.shape[0], tokens.shape[1], self.config.hidden_size
+
+    def set_compute_dtype(self, dtype: torch.dtype) -> None:
+        super().set_compute_dtype(dtype)
+        if self.embed is not None:
+            self.embed.dtype = dtype
+
+    def set_split(self, index: int, ways: int) -> None:
+        self.scale.ways = ways
+
+    @property
+    def loss_scale(self) -> float:
+        return self.scale.value
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        self.scale.value = value
+
+    def init_value(self, name: str) -> float | tuple[float, float]:
+        if name.endswith("norm.weight"):
+            return 1.0
+        if name.endswith(".bias"):
+            return 0.0
+        residual = name.endswith(("attention.output.weight", "down.weight", "experts.down"))
+        depth = (2 * self.config.num_layers) ** 0.5 if residual else 1.0
+        return 0.0, self.config.init_std / depth

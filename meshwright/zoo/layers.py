@@ -1,0 +1,219 @@
+"""The layers our transformers are made of. They know nothing of parallelism."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.models.presets import DecoderConfig
+from meshwright.ops.model_interface import Inside
+from meshwright.ops.routing import Gated, fresh, precise
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Weights follow the activations' dtype, so lower precision is decided in one place: the embedding."""
+    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+class Linear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+class RMSNormFunction(torch.autograd.Function):
+    """x / its root mean square x weight, keeping x. (Off CUDA, torch's is many steps that keep x twice.)"""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        wide = x.to(precise(x))
+        square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
+        inverse = square.div_(x.shape[-1]).add_(epsilon).rsqrt_()
+        ctx.save_for_backward(x, weight, inverse)
+        return fresh((wide * inverse).mul_(weight).to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, inverse = ctx.saved_tensors
+        normal = x.to(inverse.dtype) * inverse
+        grad, wide = grad.to(inverse.dtype), weight.to(inverse.dtype)
+        along = grad * normal
+        into_weight = along.flatten(0, -2).sum(0)
+        mean = (along @ wide).div_(-x.shape[-1]).unsqueeze(-1)
+        into_x = (grad * wide).addcmul_(normal, mean).mul_(inverse)
+        return into_x.to(x.dtype), into_weight.to(weight.dtype), None
+
+
+class Norm(nn.Module):
+    def __init__(self, size: int, kind: str, epsilon: float):
+        super().__init__()
+        self.epsilon = epsilon
+        self.weight = nn.Parameter(torch.empty(size))
+        self.bias = nn.Parameter(torch.empty(size)) if kind == "layer" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape, weight = self.weight.shape, self.weight.to(x.dtype)
+        if self.bias is None:
+            if x.is_cuda:
+                return F.rms_norm(x, shape, weight, self.epsilon)
+            return RMSNormFunction.apply(x, weight, self.epsilon)
+        return F.layer_norm(x, shape, weight, self.bias.to(x.dtype), self.epsilon)
+
+
+def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Rotary positions, halves convention (as in Hugging Face checkpoints). x: (batch, heads, sequence, head)."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
+
+
+class Rotate(torch.autograd.Function):
+    """Turned back going backward, in as many steps; autograd would fill and add halves of zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        ctx.save_for_backward(cosine, sine)
+        return rotate(x, cosine, sine)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cosine, sine = ctx.saved_tensors
+        return rotate(grad, cosine, -sine), None, None
+
+
+def rope_frequencies(config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> Tensor:
+    pairs = torch.arange(0, config.size_of_head, 2, device=device, dtype=dtype)
+    plain = config.rope_theta ** (-pairs / config.size_of_head)
+    if config.rope_scaling == "none":
+        return plain
+    # Llama 3.1: long waves are stretched, short ones left alone, those between blended.
+    turns = config.rope_original_sequence * plain / (2 * math.pi)
+    low, high = config.rope_low_frequency, config.rope_high_frequency
+    blend = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return plain * (blend + (1.0 - blend) / config.rope_factor)
+
+
+def rope_table(config: DecoderConfig, places: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine for tokens at `places` ((sequence,), or (batch, sequence)), to be multiplied with heads."""
+    # Angles in float32 at least: bf16 cannot tell position 1000 from 1001.
+    dtype = precise(like)
+    angle = places.to(dtype).unsqueeze(-1) * rope_frequencies(config, places.device, dtype)
+    if places.dim() == 2:
+        angle = angle.unsqueeze(1)  # the heads
+    return angle.cos().to(like.dtype), angle.sin().to(like.dtype)
+
+
+def places_in_documents(documents: Tensor) -> Tensor:
+    """Position of each token in its own document; documents: (batch, sequence), equal numbers side by side."""
+    index = torch.arange(documents.shape[1], device=documents.device).expand(documents.shape)
+    begins = torch.ones_like(documents, dtype=torch.bool)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return index - torch.where(begins, index, 0).cummax(dim=1).values
+
+
+def attention_mask(sequence: int, window: int, documents: Tensor | None, device: torch.device) -> Tensor | None:
+    """Who may look at whom ((sequence, sequence), or with a batch and heads before); None: all that came before."""
+    if documents is None and not 0 < window < sequence:
+        return None
+    mask = torch.ones(sequence, sequence, dtype=torch.bool, device=device).tril_()
+    if 0 < window < sequence:
+        mask = mask.triu_(1 - window)
+    if documents is not None:
+        mask = mask & (documents.unsqueeze(2) == documents.unsqueeze(1))
+        mask = mask.unsqueeze(1)
+    return mask
+
+
+class Attention(nn.Module):
+    def __init__(self, config: DecoderConfig, is_causal: bool = True):
+        super().__init__()
+        d, h = config.hidden_size, config.size_of_head
+        self.head_size, self.is_causal = h, is_causal
+        self.query = Linear(d, config.num_heads * h, bias=config.qkv_bias)
+        self.key = Linear(d, config.num_kv_heads * h, bias=config.qkv_bias)
+        self.value = Linear(d, config.num_kv_heads * h, bias=config.qkv_bias)
+        self.query_norm = Norm(h, "rms", config.norm_epsilon) if config.qk_norm else None
+        self.key_norm = Norm(h, "rms", config.norm_epsilon) if config.qk_norm else None
+        self.output = Linear(config.num_heads * h, d, bias=config.bias)
+
+    def heads(self, x: Tensor, projection: Linear, norm: Norm | None) -> Tensor:
+        """(batch, sequence, hidden) -> (batch, heads, sequence, head); however many heads this rank has."""
+        x = projection(x).unflatten(-1, (-1, self.head_size))
+        return (x if norm is None else norm(x)).transpose(1, 2)
+
+    def forward(
+        self, x: Tensor, cosine: Tensor | None = None, sine: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        query = self.heads(x, self.query, self.query_norm)
+        key = self.heads(x, self.key, self.key_norm)
+        value = self.heads(x, self.value, None)
+        if cosine is not None and sine is not None:
+            query, key = Rotate.apply(query, cosine, sine), Rotate.apply(key, cosine, sine)
+        return self.output(self.attend(query, key, value, mask).transpose(1, 2).flatten(2))
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """What each token makes of the values it may see; all (batch, heads, sequence, head)."""
+        grouped = query.shape[1] != key.shape[1]
+        if grouped and query.is_cuda and (query.dtype == torch.float32 or mask is not None):
+            # The one fused kernel left knows no groups; without it scores are sequence x sequence in memory.
+            times = query.shape[1] // key.shape[1]
+            key, value, grouped = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1), False
+        is_causal = self.is_causal and mask is None
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=is_causal, enable_gqa=grouped
+        )
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, hidden_size: int, ffn_size: int, bias: bool = False):
+        super().__init__()
+        self.gate = Linear(hidden_size, ffn_size, bias=False)
+        self.up = Linear(hidden_size, ffn_size, bias=False)
+        self.down = Linear(ffn_size, hidden_size, bias=bias)
+
+    @property
+    def row(self) -> nn.Module:
+        """Where the pieces of a split add up."""
+        return self.down
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(Gated.apply(self.gate(x), self.up(x)))
+
+
+class GELU(nn.Module):
+    def __init__(self, config: DecoderConfig, approximate: str = "tanh"):
+        super().__init__()
+        self.approximate = approximate
+        self.up = Linear(config.hidden_size, config.ffn_size, bias=config.bias)
+        self.down = Linear(config.ffn_size, config.hidden_size, bias=config.bias)
+
+    @property
+    def row(self) -> nn.Module:
+        return self.down
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x), approximate=self.approximate))
+
+
+class TransformerBlock(nn.Module):
+    """`attention` and `mlp` are the two regions whose weights may be split."""
+
+    def __init__(self, config: DecoderConfig, mlp: nn.Module, is_causal: bool = True):
+        super().__init__()
+        self.attention_norm = Norm(config.hidden_size, config.norm, config.norm_epsilon)
+        self.attention = Attention(config, is_causal)
+        self.mlp_norm = Norm(config.hidden_size, config.norm, config.norm_epsilon)
+        self.mlp = mlp
+
+    def regions(self) -> tuple[Inside, ...]:
+        first = Inside(entries=(self.attention,), row=self.attention.output)
+        return first, Inside(entries=(self.mlp,), row=self.mlp.row)
+
+    def forward(
+        self, x: Tensor, cosine: Tensor | None = None, sine: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        """Rotary tables and mask are the same for all blocks, so they come from outside."""
+        x = x + self.attention(self.attention_norm(x), cosine, sine, mask)
+        return x + self.mlp(self.mlp_norm(x))

@@ -1,0 +1,128 @@
+"""Every pair of techniques: `check` objects, or the pair trains one device's model and moves what was priced.
+
+What is found is the compatibility matrix of the docs. `pytest tests/parity/test_pairs.py --write-matrix` writes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+
+from meshwright.core.plan import Plan
+from meshwright.core.technique import Technique, technique_names
+from meshwright.models.cost_decoder import decoder_profile
+from meshwright.models.presets import DecoderConfig
+
+Run = Callable[..., list[dict[str, Any]]]
+MATRIX = Path(__file__).parents[2] / "docs" / "techniques" / "matrix.md"
+MODEL = tiny.QWEN | {"num_layers": 2}
+NAMES = technique_names()
+PAIRS = (*combinations(NAMES, 2), *((name, name) for name in NAMES))
+"""A technique with itself: alone."""
+
+SETTINGS: dict[str, tuple[Technique, ...]] = {
+    "chunked_loss": (tiny.CHUNKED,),
+    "compile": (tiny.COMPILE,),
+    "context": (tiny.RING,),
+    "expert": (tiny.EXPERT,),
+    "pipeline": (tiny.PIPELINE, tiny.INTERLEAVED),
+    "precision": (tiny.BF16,),
+    "recompute": (tiny.RECOMPUTE_SOME,),
+    "replicate": (tiny.REPLICATE,),
+    "rows": (tiny.ROWS,),
+    "shard": (tiny.SHARD3, tiny.SHARD1),
+    "tensor": (tiny.SEQUENCED, tiny.TENSOR),
+}
+
+
+def plans_of(first: str, second: str) -> list[Plan]:
+    """The pair in all its settings, each with two microbatches."""
+    chosen = product(SETTINGS[first], SETTINGS[second]) if first != second else zip(SETTINGS[first])
+    plans = []
+    for techniques in chosen:
+        whole = tiny.plan_of(*techniques)
+        plans.append(tiny.plan_of(*techniques, microbatch=tiny.BATCH // whole.num_replicas // 2))
+    return plans
+
+
+def verdict(plan: Plan, ran: Run) -> str:
+    """`exact`, `rounded`, or why not; an AssertionError where the pair is allowed and wrong."""
+    model = tiny.MOE if plan.technique("expert") else MODEL
+    if tiny.INTERLEAVED in plan.techniques:
+        model = model | {"num_layers": 4}
+    problems = plan.check(decoder_profile(DecoderConfig(**model), "tiny"))
+    if problems:
+        return "; ".join(map(str, problems))
+    assert plan.num_microbatches == 2
+    exact = all(each.exactness == "exact" for each in plan.techniques)
+    answers = ran(plan, model, dtype="float64" if exact else "float32")
+    assert tiny.departures(answers, tiny.bounds(tiny.EXACT) if exact else tiny.ROUNDED) == []
+    assert tiny.price_differences(answers) == []
+    if plan.technique("compile"):
+        assert all(answer["num_graphs"] > 0 for answer in answers), "nothing was compiled"
+    return "exact" if exact else "rounded"
+
+
+def render(found: dict[frozenset[str], list[str]]) -> str:
+    """A table, and the reasons below it."""
+    signs, reasons = {"exact": "✓", "rounded": "≈"}, []
+    rows = []
+    for row in NAMES:
+        cells = []
+        for column in NAMES:
+            verdicts = found[frozenset((row, column))]
+            refused = [each for each in verdicts if each not in signs]
+            if refused and refused[0] not in reasons:
+                reasons.append(refused[0])
+            worst = f"✗ {reasons.index(refused[0]) + 1}" if refused else signs[max(verdicts)]
+            cells.append(worst)
+        rows.append(f"| **{row}** | {' | '.join(cells)} |")
+    settings = [f"- {name}: {', '.join(f'`{each}`' for each in SETTINGS[name])}" for name in NAMES]
+    lines = [
+        "# Which techniques go together",
+        "",
+        "Found by `tests/parity/test_pairs.py`, which trains every pair on a tiny model, compared with one device:",
+        "✓ the same numbers (1e-9 in float64), ≈ the same algorithm in fewer bits, ✗ refused by `check`. Each pair",
+        "also sends exactly the bytes that its price says. The diagonal is a technique alone.",
+        "",
+        f"| | {' | '.join(NAMES)} |",
+        f"|---{'|---' * len(NAMES)}|",
+        *rows,
+        "",
+        "In these settings:",
+        "",
+        *settings,
+    ]
+    if reasons:
+        lines += ["", "Refused:", "", *(f"{number}. {text}" for number, text in enumerate(reasons, 1))]
+    return "\n".join(lines) + "\n"
+
+
+def test_every_technique_has_settings_here() -> None:
+    assert set(SETTINGS) == set(NAMES)
+    for name, chosen in SETTINGS.items():
+        assert chosen
+        assert {each.name for each in chosen} == {name}
+
+
+@pytest.mark.parametrize(("first", "second"), PAIRS, ids=["+".join(pair) for pair in PAIRS])
+def test_a_pair_is_refused_or_right(first: str, second: str, ran: Run) -> None:
+    plans = plans_of(first, second)
+    assert plans
+    for plan in plans:
+        assert verdict(plan, ran)
+
+
+def test_the_matrix_in_the_docs_is_what_is_found(ran: Run, request: pytest.FixtureRequest) -> None:
+    found = {frozenset(pair): [verdict(plan, ran) for plan in plans_of(*pair)] for pair in PAIRS}
+    text = render(found)
+    before, title, triples = MATRIX.read_text(encoding="utf-8").partition("\n## Three at a time")
+    if request.config.getoption("--write-matrix"):
+        MATRIX.write_text(text + title + triples, encoding="utf-8")
+        before = text
+    assert before == text, "run pytest tests/parity/test_pairs.py --write-matrix"

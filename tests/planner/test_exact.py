@@ -1,0 +1,146 @@
+"""The search against brute force: every plan of a small space, forecast one by one by the same simulator."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from small_spaces import Draw, Space
+
+from meshwright.core.plan import Plan
+from meshwright.planner.even_split import balanced_stages
+from meshwright.planner.search import SearchResult, search
+from meshwright.planner.solve import REACH
+from meshwright.simulator.forecast import Forecast, forecast
+
+SPACES = 7
+"""Of a case; each is asked about with up to four amounts of memory. Of large ones fewer, with more amounts."""
+
+FEWEST = 15
+"""Questions of a case, at least."""
+
+ONE_CHUNK = ("1f1b", "zero_bubble_h1")
+IN_CHUNKS = ("interleaved", "zbv")
+CASES = {
+    "one device": Draw(shapes=("laptop", "h100"), names=("recompute",), most=40),
+    "anything": Draw(most=40),
+    "anything more": Draw(most=40),
+    "anything again": Draw(most=60),
+    "large spaces": Draw(most=200, fewest=100),
+    "replicas": Draw(names=("replicate",), shapes=("2xh100", "4xh100", "2xlaptop"), most=40),
+    "shards": Draw(names=("shard", "recompute"), shapes=("2xh100", "4xh100"), num_axes=(0, 1), most=60),
+    "split layers": Draw(names=("tensor",), shapes=("2xh100", "4xh100", "2x2xh100"), most=40),
+    "split layers, recomputed": Draw(names=("tensor", "recompute"), shapes=("2xh100", "4xh100"), most=60),
+    "three devices": Draw(shapes=("3xh100",), names=("pipeline",), num_axes=(0, 1), blocks=(3, 4), most=60),
+    "stages": Draw(names=("pipeline",), shapes=("2xh100", "4xh100"), blocks=(2, 3, 4), most=60),
+    "stages of one chunk": Draw(
+        names=("pipeline", "recompute"), shapes=("2xh100",), num_axes=(0,), schedules=ONE_CHUNK, blocks=(2, 3), most=60
+    ),
+    "stages and replicas": Draw(
+        names=("pipeline", "replicate", "recompute"),
+        shapes=("4xh100",),
+        num_axes=(0,),
+        schedules=ONE_CHUNK,
+        blocks=(2, 3),
+        most=60,
+    ),
+    "four stages": Draw(
+        names=("pipeline", "recompute"), shapes=("4xh100",), num_axes=(0,), schedules=ONE_CHUNK, blocks=(4,), fewest=100
+    ),
+    "chunks": Draw(
+        names=("pipeline",), shapes=("2xh100",), num_axes=(0,), schedules=IN_CHUNKS, blocks=(4,), fewest=1, most=120
+    ),
+    "chunks, recomputed": Draw(
+        names=("pipeline", "recompute"), shapes=("2xh100",), num_axes=(0,), schedules=IN_CHUNKS, blocks=(4,), fewest=101
+    ),
+    "two nodes": Draw(shapes=("2x2xh100",), num_axes=(2,), most=60, fewest=8),
+    "two nodes with stages": Draw(shapes=("2x2xh100",), names=("pipeline",), num_axes=(1,), most=60, fewest=8),
+    "three axes": Draw(shapes=("2x4xh100",), num_axes=(3,), blocks=(2,), most=100, fewest=8),
+    "rounded": Draw(names=("precision", "recompute"), shapes=("h100", "2xh100"), num_axes=(1,), most=80),
+    "rescues": Draw(
+        names=("recompute",), shapes=("laptop", "2xh100"), axes=("replicate",), blocks=(4,), rescues=True, most=100
+    ),
+}
+
+
+def _asked(space: Space) -> SearchResult:
+    return search(space.profile, space.machine, **space.question, epsilon=0.0, top=1)
+
+
+def _limits(told: dict[Plan, Forecast], draw: random.Random, count: int, *, is_rescue: bool) -> list[int]:
+    """Bytes at which something stops fitting, and one less; and all that anything needs. Of rescues: where only they
+    fit."""
+    peaks = sorted({each.peak_bytes for each in told.values()})
+    if is_rescue:
+        usual = min(each.peak_bytes for plan, each in told.items() if not _is_rescue(plan))
+        return [peak for peak in peaks if peak < usual][:count]
+    some = [draw.choice(peaks) for _ in range(count - 2)]
+    return sorted({peaks[-1], *some, some[0] - 1})
+
+
+def _is_rescue(plan: Plan) -> bool:
+    return any(getattr(technique, "slots", 0) for technique in plan.techniques)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_search_finds_what_brute_force_finds(name: str) -> None:
+    asked, is_large = 0, CASES[name].fewest >= 100
+    num_spaces, num_limits = (3, 10) if is_large else (2 * SPACES, 3) if CASES[name].rescues else (SPACES, 4)
+    for number in range(num_spaces):
+        seed = 100 * list(CASES).index(name) + number
+        space, plans = CASES[name].space(seed)
+        told = {
+            plan: forecast(space.profile, plan, space.machine, sequence=space.sequence, replays=False) for plan in plans
+        }
+        for limit in _limits(told, random.Random(seed), num_limits, is_rescue=space.rescues):
+            fitting = {plan: each.step_seconds for plan, each in told.items() if each.peak_bytes <= limit}
+            found = _asked(space.with_memory(limit))
+            words = f"seed {seed}, {limit} bytes, {len(plans)} plans: "
+            asked += 1
+            if not fitting:
+                assert found.best is None or _is_rescue(found.best[0]), words + str(found.best)
+                assert found.gap_fraction is None or found.best is not None
+                continue
+            best = min(fitting, key=lambda plan: fitting[plan])
+            words += f"best is {best}, found {found.best and found.best[0]}"
+            assert found.best is not None, words
+            assert found.best[1].step_seconds == pytest.approx(fitting[best], rel=1e-9), words
+            assert found.gap_fraction == 0.0, words
+    assert asked >= FEWEST, f"{asked} questions only"
+
+
+def _is_near(stages: tuple[int, ...], even: tuple[int, ...]) -> bool:
+    return len(stages) == 1 or all(abs(a - b) <= REACH for a, b in zip(stages, even, strict=True))
+
+
+MANY_BLOCKS = {
+    "policies": Draw(shapes=("laptop",), names=("recompute",), blocks=(12, 14), most=400),
+    "policies of split layers": Draw(
+        shapes=("2xh100",), names=("tensor", "recompute"), num_axes=(0,), blocks=(12,), most=400
+    ),
+    "stages": Draw(shapes=("3xh100",), names=("pipeline",), num_axes=(0,), schedules=ONE_CHUNK, blocks=(14,), most=400),
+}
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", MANY_BLOCKS)
+def test_where_not_all_is_tried_the_gap_says_so(name: str, seed: int) -> None:
+    """More blocks than choices are listed for, or splits simulated. Stages lie within `REACH` of about even."""
+    space, plans = replace(MANY_BLOCKS[name], kinds=(1,), fewest=60).space(seed)
+    even = balanced_stages(space.profile, 3, space.sequence)
+    plans = [plan for plan in plans if _is_near(plan.blocks_of_stages(space.profile), even)]
+    told = {
+        plan: forecast(space.profile, plan, space.machine, sequence=space.sequence, replays=False) for plan in plans
+    }
+    for limit in _limits(told, random.Random(seed), 5, is_rescue=False):
+        seconds = [each.step_seconds for each in told.values() if each.peak_bytes <= limit]
+        found = _asked(space.with_memory(limit))
+        if not seconds:
+            assert found.best is None or _is_rescue(found.best[0])
+            continue
+        assert found.best is not None
+        assert found.gap_fraction is not None
+        best = found.best[1].step_seconds
+        assert best * (1 - found.gap_fraction) <= min(seconds) * (1 + 1e-9), limit
+        assert best <= min(seconds) * 1.005, limit

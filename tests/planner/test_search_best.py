@@ -1,0 +1,219 @@
+"""What a search comes back with."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from small_spaces import Space, bare
+
+from meshwright.ask.explain import explain
+from meshwright.core.cluster import Cluster
+from meshwright.core.plan import Plan
+from meshwright.machine.named_clusters import cluster
+from meshwright.models.cost_decoder import decoder_profile
+from meshwright.models.presets import PRESETS, preset
+from meshwright.planner.even_split import balanced_stages
+from meshwright.planner.search import SearchResult, found_as_json, search
+from meshwright.simulator.forecast import Forecast, forecast
+
+TINY = decoder_profile(PRESETS["byte-tiny"], "byte-tiny")
+SEQUENCE, BATCH = 32, 8
+
+
+def _with_memory(machine: Cluster, num_bytes: int) -> Cluster:
+    # As a CPU: a GPU's allocator and communicators would take more than all of it.
+    return replace(machine, device=replace(machine.device, kind="cpu", memory_bytes=num_bytes, reserved_bytes=0))
+
+
+def _slow(machine: Cluster) -> Cluster:
+    """Links slow enough for every choice of axis to matter to a tiny model."""
+    slower = {
+        name: replace(getattr(machine, name), bytes_per_second=1e8, latency_seconds=1e-6) for name in ("inner", "outer")
+    }
+    return replace(machine, device=replace(machine.device, launch_seconds=1e-9), **slower)
+
+
+MACHINES = {
+    "node": _with_memory(cluster("4xh100"), 600_000),
+    "slow": _with_memory(_slow(cluster("2x2xh100")), 300_000),
+    "laptop": _with_memory(cluster("4xlaptop"), 400_000),
+}
+
+
+NAMES = ("pipeline", "recompute", "replicate", "shard", "tensor")
+
+
+def _space(name: str) -> Space:
+    return Space(profile=TINY, machine=MACHINES[name], batch=BATCH, sequence=SEQUENCE, names=NAMES, microbatch=2)
+
+
+@cache
+def _brute_force(name: str) -> dict[Plan, Forecast]:
+    space = _space(name)
+    return {plan: forecast(TINY, plan, space.machine, sequence=SEQUENCE) for plan in space.plans()}
+
+
+def _search(machine: Cluster, **wishes: object) -> SearchResult:
+    return search(TINY, machine, batch=BATCH, sequence=SEQUENCE, **wishes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_search_finds_what_brute_force_finds(name: str) -> None:
+    """And says how many it chose from; `test_exact.py` asks many more questions."""
+    every = _brute_force(name)
+    fitting = [told.step_seconds for told in every.values() if told.fits]
+    assert 0 < len(fitting) < len(every), "the memory limit must matter"
+    found = search(TINY, MACHINES[name], **_space(name).question)
+    assert found.evaluated == len({bare(plan) for plan in every})
+    assert found.gap_fraction == 0.0
+    assert found.best is not None
+    assert found.ranked[0] == found.best
+    seconds = [told.step_seconds for _, told in found.ranked]
+    assert seconds[0] == pytest.approx(min(fitting), rel=1e-9)
+    assert seconds == sorted(seconds)
+    assert len({plan for plan, _ in found.ranked}) == len(found.ranked) > 1
+    for plan, told in found.ranked:
+        assert told.fits
+        assert forecast(TINY, plan, MACHINES[name], sequence=SEQUENCE) == told
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_without_room_the_nearest_miss_is_the_smallest(name: str) -> None:
+    machine = _with_memory(MACHINES[name], 1000)
+    found = search(TINY, machine, **_space(name).question)
+    assert found.best is None
+    assert found.gap_fraction is None
+    assert found.ranked == ()
+    assert found.nearest_miss is not None
+    assert found.nearest_miss[1].peak_bytes <= min(told.peak_bytes for told in _brute_force(name).values())
+    assert "Nothing fits" in explain(found, machine)[0]
+
+
+def test_whoever_does_not_want_to_wait_gets_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = _search(MACHINES["slow"], epsilon=0.0)
+    asked = []
+
+    def impatient(*args: Any, **settings: Any) -> Forecast:
+        asked.append(args)
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        return forecast(*args, **settings)
+
+    monkeypatch.setattr("meshwright.planner.best_first.forecast", impatient)
+    found = _search(MACHINES["slow"], epsilon=0.0)
+    assert found.is_interrupted
+    assert not whole.is_interrupted
+    assert found.best is not None
+    assert whole.best is not None
+    assert found.gap_fraction is not None
+    # What the rest of the search would have found lies within what is said.
+    best, least = found.best[1].step_seconds, whole.best[1].step_seconds
+    assert best * (1 - found.gap_fraction) <= least <= best
+    assert found.best[1].fits
+
+
+def test_a_known_model_on_a_known_node() -> None:
+    profile, machine = decoder_profile(preset("llama3-8b"), "llama3-8b"), cluster("8xh100")
+    found = search(profile, machine, batch=128, sequence=8192)
+    assert found.best is not None
+    plan, told = found.best
+    assert told.fits
+    assert plan.num_ranks == 8
+    assert any(t.exactness == "rounded" for t in plan.techniques)
+    assert 0.3 < told.mfu < 0.7
+    assert len({plan for plan, _ in found.ranked}) == len(found.ranked) == 10
+    assert found.search_seconds < 5.0  # 0.5 on a quiet core; the machine may be busy
+    lines = explain(found, machine)
+    assert any("slower" in line for line in lines)
+
+
+@pytest.mark.parametrize("sequence", [8191, 8190])
+def test_no_plan_is_ranked_that_cannot_take_the_sequence(sequence: int) -> None:
+    profile, machine = decoder_profile(preset("llama3-70b"), "llama3-70b"), cluster("32xh100")
+    found = search(profile, machine, batch=64, sequence=sequence)
+    assert found.ranked
+    assert all(plan.check_sequence(sequence) == () for plan, _ in found.ranked)
+    assert any(f"a sequence of {sequence} cannot be cut" in reason for reason in found.rejected)
+    # Hidden behind those that cannot: the plans that only differ in the setting that objects.
+    assert all(each.found is not None for each in found.alternatives if each.technique == "tensor")
+
+
+def test_too_large_a_model_says_by_how_much() -> None:
+    profile, machine = decoder_profile(preset("llama3-70b"), "llama3-70b"), cluster("h100")
+    found = search(profile, machine, batch=8, sequence=8192)
+    told = json.loads(json.dumps(found_as_json(found), allow_nan=False))
+    assert told["best"] is None
+    assert told["ranked"] == []
+    assert told["nearest_miss"]["forecast"]["fits"] is False
+    assert any("too much" in line for line in explain(found, machine))
+
+
+def test_a_laptop_computes_in_full_precision() -> None:
+    found = search(decoder_profile(preset("gpt2-124m"), "gpt2-124m"), cluster("2xlaptop"), batch=8, sequence=256)
+    assert found.best is not None
+    assert all(t.exactness == "exact" for t in found.best[0].techniques)
+
+
+@pytest.mark.parametrize(
+    ("shape", "batch", "sequence", "blocks"),
+    [("4xh100", 16, 128, 1), ("7xh100", 14, 64, 4), ("laptop", 16, 128, 4), ("4xh100", 1, 128, 4)],
+)
+def test_odd_questions_have_an_answer(shape: str, batch: int, sequence: int, blocks: int) -> None:
+    """One layer, seven devices, one CPU, one sample."""
+    profile = decoder_profile(replace(preset("byte-3m"), num_layers=blocks), "odd")
+    found = search(profile, cluster(shape), batch=batch, sequence=sequence)
+    assert found.best is not None
+    plan, told = found.best
+    assert told.fits
+    assert plan.num_ranks == cluster(shape).num_devices
+    assert plan.batch == batch
+    assert not plan.check(profile, cluster(shape))
+
+
+def test_a_million_tokens_a_sample() -> None:
+    profile, machine = decoder_profile(preset("llama3-8b"), "llama3-8b"), cluster("64xh100")
+    found = search(profile, machine, batch=8, sequence=1 << 20)
+    plan, told = found.best or found.nearest_miss or (None, None)
+    assert plan is not None
+    assert told is not None
+    assert told.fits == (found.best is not None)
+    assert plan.sequence_parts > 1
+    assert not plan.check_sequence(1 << 20)
+
+
+def test_a_batch_nobody_can_share_is_explained() -> None:
+    machine = cluster("7xh100")
+    found = _search(machine, ban=["pipeline"])
+    assert found.best is None
+    assert found.nearest_miss is None
+    assert any("batch" in reason for reason in found.rejected)
+    assert "No plan uses all 7 devices" in explain(found, machine)[0]
+
+
+@pytest.mark.parametrize(("blocks", "stages"), [(32, 2), (126, 16), (126, 64), (5, 5), (32, 7)])
+def test_stages_are_balanced(blocks: int, stages: int) -> None:
+    profile = decoder_profile(replace(preset("llama3-8b"), num_layers=blocks), "x")
+    split = balanced_stages(profile, stages, 8192)
+    assert sum(split) == blocks
+    assert len(split) == stages
+    assert min(split) >= 1
+    assert split[-1] <= max(split)
+    assert np.ptp(split[:-1]) <= 1
+
+
+def test_planning_never_imports_torch() -> None:
+    program = (
+        "import sys; from meshwright.planner.search import search;"
+        "from meshwright.machine.named_clusters import cluster;"
+        "from meshwright.models.presets import preset; from meshwright.models.cost_decoder import decoder_profile;"
+        "found = search(decoder_profile(preset('byte-3m'), 'm'), cluster('2xlaptop'), batch=8, sequence=64);"
+        "assert found.best and 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
