@@ -53,7 +53,7 @@ _OLD = "torch.distributed._shard.sharded_tensor.metadata"
 _IN_METADATA = frozenset(
     {
         *(f"{_DCP}.metadata.{name}" for name in ("Metadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
-        *(f"{_DCP}.metadata.{kind}StorageMetadata" for kind in ("Tensor", "StoredBox", "Bytes")),
+        *(f"{_DCP}.metadata.{kind}StorageMetadata" for kind in ("Tensor", "Chunk", "Bytes")),
         f"{_DCP}.metadata.TensorProperties",
         f"{_DCP}.filesystem._StorageInfo",
         f"{_DCP}.filesystem._StoragePrefix",

@@ -211,8 +211,8 @@ def test_reading_manifests_needs_no_torch(tmp_path: Path) -> None:
     final = save(tmp_path, 1, toy(1))
     assert read_manifest(final).step == 1
     code = (
-        "import sys, pathlib; from meshwright.checkpoint import format, inspect; "
+        "import sys, pathlib; from meshwright.checkpoint import format, listing; "
         "assert not format.verify(pathlib.Path(sys.argv[1])); "
-        "assert inspect.describe(pathlib.Path(sys.argv[1]).parent); assert 'torch' not in sys.modules"
+        "assert listing.describe(pathlib.Path(sys.argv[1]).parent); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, str(final)], check=True, timeout=60)
