@@ -12,12 +12,14 @@ import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from meshwright.core.block_ranges import count_between
 from meshwright.core.block_ranges import read as read_ranges
 from meshwright.core.codec import decode_fields, encode
 from meshwright.core.errors import MeshwrightError, Problem, Problems, nearest
+from meshwright.core.plugins import plugins
 from meshwright.core.work import Work
 
 if TYPE_CHECKING:
@@ -255,24 +257,40 @@ def axis_sizes(cluster: Cluster) -> tuple[int, ...]:
 
 
 @cache
-def technique_names() -> tuple[str, ...]:
-    """All names, without importing a technique file."""
+def _own_names() -> tuple[str, ...]:
     package = importlib.import_module("meshwright.techniques")
-    return tuple(sorted(module.name for module in pkgutil.iter_modules(package.__path__)))
+    return tuple(module.name for module in pkgutil.iter_modules(package.__path__))
+
+
+def _defined_in(module: ModuleType) -> list[type[Technique]]:
+    values = vars(module).values()
+    return [
+        value
+        for value in values
+        if isinstance(value, type) and issubclass(value, Technique) and value.__module__ == module.__name__
+    ]
+
+
+def technique_names() -> tuple[str, ...]:
+    """All names: one for each file of `techniques/` (which is not imported), and those of plugins."""
+    added = [technique.name for module in plugins() for technique in _defined_in(module)]
+    return tuple(sorted((*_own_names(), *added)))
+
+
+def technique_named(name: str) -> type[Technique]:
+    if name in _own_names():
+        return _own_technique(name)
+    for module in plugins():
+        for technique in _defined_in(module):
+            if technique.name == name:
+                return technique
+    what = f'no technique is called "{name}".'
+    raise MeshwrightError([Problem(where="", what=what, fix=nearest(name, technique_names()))])
 
 
 @cache
-def technique_named(name: str) -> type[Technique]:
-    if name not in technique_names():
-        raise MeshwrightError(
-            [Problem(where="", what=f'no technique is called "{name}".', fix=nearest(name, technique_names()))]
-        )
-    module = importlib.import_module(f"meshwright.techniques.{name}")
-    found = [
-        value
-        for value in vars(module).values()
-        if isinstance(value, type) and issubclass(value, Technique) and value.__module__ == module.__name__
-    ]
+def _own_technique(name: str) -> type[Technique]:
+    found = _defined_in(importlib.import_module(f"meshwright.techniques.{name}"))
     assert len(found) == 1, f"techniques/{name}.py must define exactly one technique, not {len(found)}"
     assert found[0].name == name, f"techniques/{name}.py calls its technique {found[0].name!r}"
     return found[0]
