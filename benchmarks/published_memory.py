@@ -124,7 +124,7 @@ class Keeping:
         numbers = samples * tokens * work.profile.hidden_size
         is_one_step = self.has_fused_norm or any(param.name.endswith("norm.bias") for param in layer.params)
         stream = self.stream_bytes + (0.0 if is_one_step else self.norm_bytes)
-        beside = stream / work.facts.get("sequence_ways", 1) + self.inner_bytes / ways
+        beside = stream / work.facts.sequence_ways + self.inner_bytes / ways
         return _scores(work, layer) * self._kernel().kept_bytes + numbers * beside
 
     def _kernel(self) -> Scores:
@@ -133,7 +133,7 @@ class Keeping:
 
 def _in_parts(work: Work, item: Resident) -> Resident:
     is_whole = item.category == "activations" and item.life == "microbatch" and item.cut == "none" and item.turn == 0
-    return replace(item, bytes=item.bytes / work.facts.get("sequence_ways", 1)) if is_whole else item
+    return replace(item, bytes=item.bytes / work.facts.sequence_ways) if is_whole else item
 
 
 def _scores(work: Work, layer: Layer) -> Any:

@@ -44,8 +44,8 @@ def settle(work: Work) -> Work:
         residents.append(Resident(category="optimizer", bytes=state_bytes, **common))
         residents += _gradients(work, slot)
         older_bytes: Num = 0
-        if "older_versions" in work.facts:
-            older_bytes = work.facts["older_versions"] * stored * slot.element_bytes
+        if np.any(work.facts.older_versions):
+            older_bytes = work.facts.older_versions * stored * slot.element_bytes
             residents.append(Resident(category="buffers", bytes=older_bytes, **common))
         tasks.append(
             Compute(
@@ -73,9 +73,9 @@ def _gradients(work: Work, slot: ParameterSlot) -> list[Resident]:
     last = [each.layer for each in work.slots if each.copy_of == f"{slot.layer}.{slot.name}"]
     common["layer"] = [slot.layer, *last][-1]
     size = slot.stored(slot.gradient_shards) * slot.element_bytes
-    if "keeps_gradients" not in work.facts:
+    if not np.any(work.facts.keeps_gradients):
         return [Resident(**common, bytes=size, life="step")]
-    kept = work.facts["keeps_gradients"] * (slot.gradient_shards == 1)
+    kept = work.facts.keeps_gradients * (slot.gradient_shards == 1)
     return [
         Resident(**common, bytes=size * (1 - kept), life="step"),
         Resident(**common, bytes=size * kept, life="always"),
@@ -84,7 +84,7 @@ def _gradients(work: Work, slot: ParameterSlot) -> list[Resident]:
 
 def _made_gradients(work: Work) -> list[Resident]:
     """A weight's gradient as it is computed, on its way into the one that is kept: one weight at a time."""
-    width = work.facts.get("compute_bytes", 0)
+    width = work.facts.widths.compute if work.facts.computes_narrow else 0
     tied = {slot.copy_of for slot in work.slots if slot.copy_of}
     largest: dict[str, tuple[Num, Num]] = {}
     for slot in work.slots:

@@ -158,6 +158,77 @@ class ParameterSlot:
         return -(-self.shape[0] // shards) * _product(self.shape[1:])
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Widths:
+    """Bytes of one element, by its role in a step."""
+
+    state: int = 4
+    """Parameters, and what the optimizer keeps of them."""
+    compute: int = 4
+    """What is multiplied, and what comes out."""
+    stream: int = 4
+    """What flows from layer to layer."""
+    gather: int = 4
+    """Weights, as ranks gather them from each other."""
+    reduce: int = 4
+    """Gradients, as they are summed over ranks."""
+
+
+class ScheduleTraits(Protocol):
+    """What a price depends on of the order in which stages work (`schedules.Timetable`)."""
+
+    @property
+    def chunks(self) -> int:
+        """Runs of layers that each stage has."""
+
+    @property
+    def splits_backward(self) -> bool:
+        """Weight gradients are computed apart from input gradients."""
+
+    @property
+    def overlaps_steps(self) -> bool:
+        """A step begins before the one before it has ended everywhere."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkFacts:
+    """What the techniques priced so far have decided, for those that are priced after them."""
+
+    compute_dtype: str = "fp32"
+    widths: Widths = Widths()
+    schedule: ScheduleTraits | None = None
+    """None: the model is not cut into stages."""
+    inside_ways: Num = 1
+    """Ranks that share the inside of each layer."""
+    sequence_ways: Num = 1
+    """Ranks that share the sequence between the insides of layers."""
+    loss_calls: int = 0
+    """Pieces in which the loss is computed, each of them twice; 0: in one piece, once."""
+    replays: Mapping[str, Num] = field(default_factory=dict)
+    """Layer -> its instances whose forward runs again during backward."""
+    replays_blocks: bool = False
+    """Which blocks run again is decided while backward runs."""
+    keeps_gradients: Num = 0
+    """1 where whole gradients stay allocated from step to step."""
+    older_versions: Num = 0
+    """Versions of the trained parameters kept beside the newest one."""
+    forbidden: Num = False
+    """Candidates that `check` objects to."""
+
+    @property
+    def computes_narrow(self) -> bool:
+        """Results have fewer bytes than the parameters, which are copied to be used."""
+        return self.widths.compute < self.widths.state
+
+    @property
+    def chunks(self) -> int:
+        return 1 if self.schedule is None else self.schedule.chunks
+
+    @property
+    def splits_backward(self) -> bool:
+        return self.schedule is not None and self.schedule.splits_backward
+
+
 class Updating(Protocol):
     """What an optimizer asks of a rank: bytes it remembers, messages of its own."""
 
@@ -176,8 +247,7 @@ class Work:
     slots: tuple[ParameterSlot, ...] = ()
     tasks: tuple[Compute | Collective, ...] = ()
     residents: tuple[Resident, ...] = ()
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    """What earlier techniques leave for later ones: compute_dtype, reduce_units, schedule..."""
+    facts: WorkFacts = WorkFacts()
 
     def size(self, name: str) -> Num:
         return self.sizes.get(name, 1)
@@ -196,12 +266,17 @@ class Work:
     def with_residents(self, *residents: Resident) -> Work:
         return replace(self, residents=self.residents + residents)
 
-    def with_facts(self, **facts: Any) -> Work:
-        return replace(self, facts={**self.facts, **facts})
+    def with_facts(self, **changes: object) -> Work:
+        """With fields of `WorkFacts` changed."""
+        return replace(self, facts=replace(self.facts, **changes))
+
+    def with_widths(self, **changes: int) -> Work:
+        """With fields of `Widths` changed."""
+        return self.with_facts(widths=replace(self.facts.widths, **changes))
 
     def forbid(self, which: Num) -> Work:
         """`check` will object to these candidates: search need not look at them."""
-        return self.with_facts(forbidden=self.facts.get("forbidden", False) | which)
+        return self.with_facts(forbidden=self.facts.forbidden | which)
 
     def map_tasks(self, change: Callable[[Any], Any]) -> Work:
         return replace(self, tasks=tuple(change(task) for task in self.tasks))
@@ -323,7 +398,7 @@ def base_work(profile: Profile, sizes: Mapping[str, Num], *, element_bytes: int,
         slots=tuple(slots),
         tasks=tuple(tasks),
         residents=tuple(residents),
-        facts={"compute_dtype": "fp32"},
+        facts=WorkFacts(widths=Widths(**dict.fromkeys(Widths.__slots__, element_bytes))),
     )
 
 
@@ -380,7 +455,7 @@ def _op_residents(layer: Layer, op: Op, counts: tuple[Num, Num, Num], element_by
 def statistics(work: Work, axis: str, origin: str) -> list[Collective]:
     """What batch norms send along an axis whose ranks see different samples: means and variances gathered forward, sums
     of gradients reduced backward."""
-    width, ways = max(4, work.slots[0].element_bytes), work.size(axis)
+    width, ways = max(4, work.facts.widths.state), work.size(axis)
     messages: tuple[tuple[Kind, Phase, Num], ...] = (("all_gather", "forward", ways), ("all_reduce", "backward", 1))
     told = [
         Collective(
@@ -397,7 +472,7 @@ def statistics(work: Work, axis: str, origin: str) -> list[Collective]:
         if site.kind == "statistics"
         for kind, phase, count in messages
     ]
-    replays = work.facts.get("replays", {})
+    replays = work.facts.replays
     again = [each for each in told if each.phase == "forward" and each.layer in replays]
     return [*told, *(replace(each, phase="recompute", repeat=replays[each.layer]) for each in again)]
 

@@ -129,10 +129,10 @@ def bound_all(
     swaps = sum(dial.kind.phase == PHASES[0] for dial in ordered)
 
     def walk(depth: int, work: Work, chosen: tuple[Technique, ...], done: TaskTally) -> Iterator[Leaf]:
-        if depth == swaps and not wanted(work.facts["compute_dtype"]):
+        if depth == swaps and not wanted(work.facts.compute_dtype):
             return
         if depth == len(ordered):
-            forbidden = rows.table(work.facts.get("forbidden", False)).max(axis=(1, 2)) > 0
+            forbidden = rows.table(work.facts.forbidden).max(axis=(1, 2)) > 0
             cost = stage_cost(settled := settle(work), cluster, rows.roads, done, known)
             timetable, memory = timetable_of(settled), least_memory(settled, cluster)
             yield Leaf(
@@ -158,7 +158,7 @@ def bound_all(
         if dial.kind.name in may_skip:
             yield from walk(depth + 1, work, chosen, done)
         for technique, after in priced:
-            if not np.all(after.facts.get("forbidden", False)):
+            if not np.all(after.facts.forbidden):
                 yield from walk(depth + 1, after, (*chosen, technique), done)
 
     start = base_work(profile, rows.sizes, element_bytes=ELEMENT_BYTES, optimizer=optimizer)

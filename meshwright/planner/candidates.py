@@ -69,7 +69,7 @@ def floors(asked: SearchInputs, grids: Sequence[Grid], dials: Sequence[Dial], se
         work = base_work(asked.profile, sizes, element_bytes=ELEMENT_BYTES, optimizer=asked.optimizer)
         for dial, settings in zip(swaps, ways, strict=True):
             work = work if settings is None else dial.example(settings).price(work)
-        dtypes.add(str(work.facts["compute_dtype"]))
+        dtypes.add(work.facts.compute_dtype)
     batch = grids[0].batch if grids else 1
     flops = sum(
         batch * layer.repeat * (op.flops(1, sequence) + op.backward_flops(1, sequence))

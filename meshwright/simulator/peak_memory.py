@@ -32,7 +32,8 @@ ByCategory = dict[str, Num]
 
 def timetable_of(work: Work) -> Timetable:
     """Without stages every schedule that frees a microbatch before the next is the same."""
-    return work.facts.get("schedule", Timetable())
+    schedule = work.facts.schedule
+    return schedule if isinstance(schedule, Timetable) else Timetable()
 
 
 class LayerInstances(NamedTuple):

@@ -117,7 +117,7 @@ def stage_plan(
         stages=tuple(stages),
         spans=tuple(stage.all_seconds for stage in stages for _ in range(stage.run.count)),
         timetable=timetable_of(work),
-        compute_dtype=str(work.facts["compute_dtype"]),
+        compute_dtype=work.facts.compute_dtype,
         send_seconds=max(float(stage.cost.send_seconds) for stage in stages),
     )
     return staged if len(cut[0]) == 1 else _in_chunks(staged, profile, plan, cluster, sequence, optimizer, change)

@@ -62,8 +62,7 @@ class ChunkedLoss(Technique):
                 return replace(item, bytes=item.bytes / self.chunks, life="moment")
             return item
 
-        facts = {"loss_calls": self.chunks}
-        return work.with_tasks(*again).map_residents(shrink).with_facts(**facts)
+        return work.with_tasks(*again).map_residents(shrink).with_facts(loss_calls=self.chunks)
 
     def apply(self, build: Any) -> None:
         build.at("swap", self._swap)

@@ -42,7 +42,7 @@ class Compile(Technique):
         return ()
 
     def price(self, work: Work) -> Work:
-        if work.facts.get("splits_backward") or work.facts.get("replays_blocks"):
+        if work.facts.splits_backward or work.facts.replays_blocks:
             work = work.forbid(True)
         if self.backend != "inductor":
             return work

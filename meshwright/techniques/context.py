@@ -178,5 +178,4 @@ def _attending_back(work: Work, layer: Layer) -> Num:
 
 def _widths(work: Work) -> tuple[Num, Num]:
     """Bytes of an element as it is computed, and as it is summed."""
-    parameter = work.slots[0].element_bytes
-    return work.facts.get("stream_bytes", parameter), max(4, parameter)
+    return work.facts.widths.stream, max(4, work.facts.widths.state)

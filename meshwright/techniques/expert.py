@@ -64,7 +64,7 @@ class Expert(Technique):
         ways = work.size(self.axis)
         layers = [layer for layer in work.profile.layers if _experts_of(layer)]
         shared = {(layer.name, param.name): param for layer in layers for param in _experts_of(layer)}
-        width = work.facts.get("compute_bytes", work.slots[0].element_bytes)
+        width = work.facts.widths.compute
 
         def slot(item: ParameterSlot) -> ParameterSlot:
             if item.shared_out != "experts":

@@ -189,7 +189,7 @@ class Pipeline(Technique):
         work = work.forbid(places.num_spans > work.profile.num_blocks)
         if self.stages:
             work = work.forbid(places.num_spans != len(self.stages))
-        return work.with_facts(schedule=self.timetable, splits_backward=self.timetable.splits_backward)
+        return work.with_facts(schedule=self.timetable)
 
     def _spans(self, work: Work, places: Places) -> list[BlockSpan]:
         """What is priced: this stage's chunks, or the one that `chunk` says."""
@@ -326,4 +326,4 @@ def _handed_on(work: Work, block: Num) -> Num:
     for layer in work.profile.block_layers:
         total = total + ((block > at) & (block <= at + layer.repeat)) * layer.boundary(b, s)
         at += layer.repeat
-    return total * work.facts.get("stream_bytes", work.slots[0].element_bytes)
+    return total * work.facts.widths.stream

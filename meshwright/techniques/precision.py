@@ -82,8 +82,8 @@ class Precision(Technique):
         ]
         work = work.map_tasks(task).map_residents(resident).with_residents(*casts, *copies)
         work = work.with_tasks(*_casting(work, multiplying))
-        facts = {"stream_bytes": 2} if work.profile.stream == "compute" else {}
-        return work.with_facts(compute_dtype="bf16", compute_bytes=2, **facts)
+        stream = 2 if work.profile.stream == "compute" else work.facts.widths.stream
+        return work.with_facts(compute_dtype="bf16").with_widths(compute=2, gather=2, stream=stream)
 
     def apply(self, build: Any) -> None:
         build.at("swap", self._swap)
@@ -102,12 +102,12 @@ def _casting(work: Work, layers: set[str]) -> list[Compute]:
     for slot in work.slots:
         if slot.layer in layers:
             grouped.setdefault((slot.layer, slot.cut is None, slot.shared_out), []).append(slot)
-    width = work.slots[0].element_bytes
+    width = work.facts.widths.state
     added = 3 * width * (work.size("num_microbatches") > 1)
     tasks = []
     for (layer, is_whole, shared_out), slots in grouped.items():
         # A loss in pieces does so for each of them, and replays its forward.
-        calls = work.facts.get("loss_calls", 0) if layer == work.profile.layers[-1].name else 0
+        calls = work.facts.loss_calls if layer == work.profile.layers[-1].name else 0
         trained = [slot for slot in slots if not slot.frozen]
         back = width + 2 + np.maximum(added, 3 * width * (calls > 1))
         phases: list[tuple[Phase, list[ParameterSlot], Num]] = [

@@ -109,9 +109,8 @@ class Recompute(Technique):
         work = work.with_facts(replays=replays)  # for what talks inside blocks and is priced later
         if not self.slots:
             return work
-        chunks = getattr(work.facts.get("schedule"), "chunks", 1)
         # Counts alone do not say how a stage's chunks share them.
-        is_unknown = chunks > 1 and not any(name.startswith(f"{self.name}.again.") for name in work.sizes)
+        is_unknown = work.facts.chunks > 1 and not any(name.startswith(f"{self.name}.again.") for name in work.sizes)
         return work.with_facts(replays_blocks=True).forbid(is_unknown | (self.slots >= work.profile.num_blocks))
 
     def _in_chains(self, work: Work, layer: Layer, full: Num) -> tuple[Num, Num]:
@@ -241,9 +240,9 @@ def _is_kept(item: Resident, layer: str) -> bool:
 
 
 def _boundary_bytes(work: Work, layer: Layer) -> Num:
-    width = work.facts.get("stream_bytes", work.slots[0].element_bytes)
+    width = work.facts.widths.stream
     elements = layer.boundary(work.size("microbatch"), work.size("sequence"))
-    return elements * width / work.facts.get("sequence_ways", 1)
+    return elements * width / work.facts.sequence_ways
 
 
 def _revived(work: Work, layer: Layer, count: Num, share: Num, own: dict[str, Any]) -> list[Resident]:
@@ -265,7 +264,7 @@ def _revived(work: Work, layer: Layer, count: Num, share: Num, own: dict[str, An
 def _dear_bytes(work: Work, layer: Layer) -> Num:
     """What products, attention and collectives of a block made, as far as its backward depends on it."""
     each = np.maximum(work.repeat_of(layer.name), 1)
-    wide = work.slots[0].element_bytes
+    wide = work.facts.widths.state
     last, total = _last_product(layer.ops), 0.0
     for task in work.tasks:
         if task.layer != layer.name or task.phase != "forward" or task.per_step:
@@ -290,7 +289,7 @@ def _product_bytes(work: Work, task: Compute, wide: int) -> Num:
     # A partial sum is read by the collective alone that completes it.
     if task.cut != "tensor" or task.cut_dim != "k":
         return size
-    return size * (np.equal(work.facts.get("inside_ways", 1), 1) | np.not_equal(task.matrices, 1))
+    return size * (np.equal(work.facts.inside_ways, 1) | np.not_equal(task.matrices, 1))
 
 
 def _attended_bytes(work: Work, task: Compute, wide: int) -> Num:

@@ -75,8 +75,7 @@ class Replicate(Technique):
     def price(self, work: Work) -> Work:
         def gradient_bytes(slot: ParameterSlot) -> Num:
             # Where gradients are shared out first, in whatever dtype those sums are made.
-            width = work.facts.get("reduce_bytes", slot.element_bytes)
-            return slot.stored(slot.gradient_shards) * width
+            return slot.stored(slot.gradient_shards) * work.facts.widths.reduce
 
         reductions = [
             Collective(

@@ -74,14 +74,14 @@ class Shard(Technique):
 
     def price(self, work: Work) -> Work:
         ways = work.size(self.axis)
-        is_apart = bool(work.facts.get("splits_backward"))
+        is_apart = work.facts.splits_backward
         if is_apart and self.stage == 3:
             work = work.forbid(ways > 1)
-        if self.stage == 3 and work.facts.get("replays_blocks"):
+        if self.stage == 3 and work.facts.replays_blocks:
             work = work.forbid(ways > 1)  # their weights are gone by then
-        gather_bytes = work.facts.get("compute_bytes", work.slots[0].element_bytes)
+        gather_bytes = work.facts.widths.gather
         blocks = {layer.name for layer in work.profile.layers if layer.is_block}
-        reduce_bytes = 2 if self.reduce == "bf16" else work.slots[0].element_bytes
+        reduce_bytes = 2 if self.reduce == "bf16" else work.facts.widths.state
         common: dict[str, Any] = {"axis": self.axis, "origin": self.name}
         tasks, residents = statistics(work, self.axis, self.name), []
         largest, num_blocks = 0, 0
@@ -90,7 +90,7 @@ class Shard(Technique):
             return slot.stored(ways) * ways
 
         # Embedding and head stay gathered while chunks of a stage take turns.
-        is_chunked = getattr(work.facts.get("schedule"), "chunks", 1) > 1
+        is_chunked = work.facts.chunks > 1
         for layer, repeat, elements in work.units(padded):
             whole: dict[str, Any] = {"layer": layer, "bytes": elements * gather_bytes, "kind": "all_gather"}
             whole["hidden"] = self.prefetch > 0
@@ -131,7 +131,7 @@ class Shard(Technique):
 
         kept = tuple(item for item in work.residents if item.category != "gathered")
         work = replace(work, residents=(*kept, *residents)).map_tasks(task).with_tasks(*tasks).map_slots(slot)
-        return work.with_facts(reduce_bytes=reduce_bytes)
+        return work.with_widths(reduce=reduce_bytes)
 
     def _gathered(self, layer: str, repeat: Any, size: Any, life: Any) -> Resident:
         return Resident(layer=layer, category="gathered", repeat=repeat, bytes=size, life=life, origin=self.name)

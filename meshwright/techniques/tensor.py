@@ -102,7 +102,7 @@ class Tensor(Technique):
 
         def resident(item: Resident) -> Resident:
             # Over a split vocabulary what the loss keeps is made in place of a copy of the logits in float32.
-            is_copy = item.category == "logits" and item.life == "forward" and "compute_bytes" in work.facts
+            is_copy = item.category == "logits" and item.life == "forward" and work.facts.computes_narrow
             return replace(item, bytes=item.bytes / share(item) * (np.equal(ways, 1) if is_copy else 1))
 
         talk = [
@@ -121,16 +121,16 @@ class Tensor(Technique):
         common["repeat"] = work.repeat_of(layer.name)
         if site.kind == "loss":
             # Largest logit, then sum of exponents with the target's logit; again if the loss is recomputed.
-            calls = work.facts.get("loss_calls", 0)
+            calls = work.facts.loss_calls
             common |= {"kind": "all_reduce", "repeat": common["repeat"] * max(calls, 1)}
-            width = max(4, work.slots[0].element_bytes)  # float32 at least
+            width = max(4, work.facts.widths.state)  # float32 at least
             size = site.elements(b, s) * width // max(calls, 1)
             return [
                 Collective(**common, phase=phase, bytes=size * times)
                 for phase in (("forward", "recompute") if calls else ("forward",))
                 for times in (1, 2)
             ]
-        common["bytes"] = site.elements(b, s) * work.facts.get("stream_bytes", work.slots[0].element_bytes)
+        common["bytes"] = site.elements(b, s) * work.facts.widths.stream
         kinds = ("all_gather", "reduce_scatter") if site.kind == "enter" else ("reduce_scatter", "all_gather")
         if not self.sequence:
             kinds = ("", "all_reduce") if site.kind == "enter" else ("all_reduce", "")

@@ -386,4 +386,4 @@ def test_what_slots_cannot_go_with_is_refused_and_not_searched(other: Technique)
     for slots, is_refused in ((2, True), (0, False)):
         plan = Plan(techniques=(tiny.t("recompute", slots=slots), other), batch=2)
         assert bool(plan.check(profile)) == is_refused
-        assert bool(np.any(price(profile, plan, sequence=16).facts.get("forbidden", False))) == is_refused
+        assert bool(np.any(price(profile, plan, sequence=16).facts.forbidden)) == is_refused
