@@ -65,6 +65,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--write-matrix", action="store_true", help="write docs/techniques/matrix.md instead of comparing it"
     )
+    parser.addoption("--all-goldens", action="store_true", help="compare the goldens that take long, too")
+    parser.addoption("--write-goldens", action="store_true", help="write tests/golden instead of comparing it")
 
 
 @pytest.fixture(scope="session", autouse=True)
