@@ -47,7 +47,7 @@ from meshwright.simulator.pricing import price
 from meshwright.verify import reference
 from meshwright.verify.reference import Plain
 from meshwright.verify.reference_model import plain_of
-from meshwright.zoo.modules import module_of
+from meshwright.zoo import module_of
 
 Case = dict[str, Any]
 KINDS = {

@@ -12,7 +12,7 @@ from meshwright.core.cluster import Cluster, parse_cluster_name
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.profile import Profile
 from meshwright.machine.named_clusters import cluster as named_cluster
-from meshwright.machine.plausible import warnings_of
+from meshwright.machine.named_clusters import warnings_of
 from meshwright.report.terminal import progress
 from meshwright.run.model import describe
 from meshwright.run.model_section import ModelSection

@@ -11,7 +11,7 @@ from pathlib import Path
 from meshwright.core.cluster import Cluster, Link
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.units import pretty_bytes, pretty_rate, pretty_seconds
-from meshwright.machine.plausible import warnings_of
+from meshwright.machine.named_clusters import warnings_of
 from meshwright.machine.probe import probe
 from meshwright.report.terminal import progress, stdout, unwritable, write_output
 
@@ -107,7 +107,7 @@ def _from_runs(arguments: Namespace) -> Cluster:
     """What the ledger teaches, and how much better it is."""
     from meshwright.core.ledger import ledger_path, read
     from meshwright.machine.from_runs import learn
-    from meshwright.machine.machine_name import machine_name
+    from meshwright.machine.probe import machine_name
 
     if arguments.quick:
         raise MeshwrightError("--quick is for measuring; --from-runs measures nothing.")

@@ -318,10 +318,9 @@ def one_kernel_each(in_loss: Callable[[], Any], unfused: Callable[[], Any]) -> I
     """`in_loss` and `unfused` mark what is run inside of them."""
     from meshwright.ops import cross_entropy as loss
     from meshwright.ops import routing as experts
-    from meshwright.zoo import expert_layers as moe
     from meshwright.zoo import layers
 
-    token_loss, through = loss.TokenLoss.apply, moe.through_experts
+    token_loss, through = loss.TokenLoss.apply, layers.through_experts
 
     def in_token_loss(*args: Any) -> Tensor:
         with in_loss():
@@ -346,7 +345,7 @@ def one_kernel_each(in_loss: Callable[[], Any], unfused: Callable[[], Any]) -> I
         stack.enter_context(_Stand(in_loss))
         for owner, name, stand_in in (
             (loss.TokenLoss, "apply", in_token_loss),
-            (moe, "through_experts", through_experts),
+            (layers, "through_experts", through_experts),
             (layers.RMSNormFunction, "apply", rms_norm),
             (experts, "_rows_times", rows_times),
             (experts, "_outer", outer),

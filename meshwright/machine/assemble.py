@@ -1,4 +1,4 @@
-"""How the readings of all measuring processes become a Cluster. No torch."""
+"""How the readings of all measuring processes become a Cluster, with the source of each figure in words. No torch."""
 
 from __future__ import annotations
 
@@ -11,27 +11,31 @@ from typing import Any
 from meshwright.core.cluster import Beside, Cluster, Errors, HostResources, Link
 from meshwright.core.device import Device
 from meshwright.core.errors import MeshwrightError, Problem
-from meshwright.machine.compute_fit import (
+from meshwright.core.profile import Layer
+from meshwright.core.work import ADAM, Compute, Phase, base_work
+from meshwright.machine.fits import (
     AttentionFit,
     Matmuls,
     Traffic,
     fit_attention,
+    fit_links,
     fit_matmuls,
     fit_traffic,
+    link_seconds,
     nine_in_ten,
 )
-from meshwright.machine.figure_sources import sources_of
-from meshwright.machine.link_fit import fit_links, link_seconds
-from meshwright.machine.measured_blocks import forecast_seconds, whole_block
 from meshwright.machine.named_clusters import preset, preset_of_device
 from meshwright.machine.readings import Reading
+from meshwright.models.cost_decoder import decoder_profile
+from meshwright.models.dimensions import DecoderConfig
+from meshwright.simulator.op_seconds import compute_seconds
 
 MEASURED = Errors(compute=0.15, launch=0.5, inner=0.2, outer=0.4, idle=0.15)
 _LEAST_ERROR = 0.03
 """Nothing is known better: clocks drift by as much from minute to minute."""
 _LEAST_COMPUTE_ERROR, _MOST_COMPUTE_ERROR = 0.15, 0.3
-_MOST_HELD = 2.0
-"""Times as slow as clean kernels that a block's traffic may be found; more is no matter of rates."""
+_MOST_TRAFFIC_SLOWDOWN = 2.0
+"""Largest correction of the memory rate by a block: a larger difference is not a matter of rates."""
 # A card may boost a little past its data sheet; a quarter past it is a broken clock or a wrong preset.
 _LARGEST_SHARE_OF_PEAK = 1.25
 
@@ -44,13 +48,13 @@ class Fits:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Held:
-    """A decoder block held against its forecast."""
+class BlockComparison:
+    """A decoder block's time against its forecast."""
 
     ratio: float
-    """Measured over forecast, before anything is put right."""
+    """Measured over forecast, before any correction."""
     traffic_slowdown: float = 1.0
-    """Times as long as its traffic takes than that of the kernels timed alone."""
+    """How many times as long its memory traffic takes as that of the kernels timed alone."""
 
 
 def assemble(readings: Sequence[Reading], *, host_bytes: int) -> Cluster:
@@ -67,11 +71,21 @@ def assemble(readings: Sequence[Reading], *, host_bytes: int) -> Cluster:
     device, fits = _fitted(device, typical)
     inner, inner_error, inner_source = _inner(typical, num_devices, sheet)
     known = sheet or preset("l40s")
-    block = _held(device, typical)
+    block = _compare_block(device, typical)
     if block is not None:
         device = replace(device, bandwidth_fraction=min(1.0, device.bandwidth_fraction / block.traffic_slowdown))
-    compute_error, compute_source = _compute_error(block)
-    told = {
+    # A step is a sum of hundreds of ops: errors of single shapes average out, and what is left is how far the sum of a
+    # block's parts was from the whole.
+    compute_error, compute_source = MEASURED.compute, "assumed: no block was measured"
+    if block is not None:
+        compute_error = round(min(_MOST_COMPUTE_ERROR, max(_LEAST_COMPUTE_ERROR, abs(block.ratio - 1))), 3)
+        limits = f"at least {_LEAST_COMPUTE_ERROR:.0%} and at most {_MOST_COMPUTE_ERROR:.0%}"
+        compute_source = f"how far a block was from the sum of its parts, {limits}"
+
+    def total(name: str) -> float:
+        return math.fsum(getattr(reading, name) for reading in readings)
+
+    more_sources = {
         "errors.compute": compute_source,
         "inner": inner_source,
         "outer": f'one node: not measured, from the preset "{known.name}"',
@@ -82,9 +96,15 @@ def assemble(readings: Sequence[Reading], *, host_bytes: int) -> Cluster:
         inner=inner,
         outer=known.outer,
         devices_per_node=num_devices,
-        host=_host(readings, host_bytes),
+        host=HostResources(
+            memory_bytes=host_bytes,
+            memory_bytes_per_second=total("host_memory_bytes_per_second"),
+            adam_elements_per_second=total("adam_elements_per_second"),
+            disk_read_bytes_per_second=total("disk_read_bytes_per_second"),
+            disk_write_bytes_per_second=total("disk_write_bytes_per_second"),
+        ),
         beside=replace(known.beside if sheet is not None else Beside(), **typical.beside),
-        sources=sources_of(typical, device, sheet, fits, block) | told,
+        sources=sources_of(typical, device, sheet, fits, block) | more_sources,
         errors=replace(MEASURED, compute=compute_error, inner=inner_error),
     )
 
@@ -145,7 +165,9 @@ def _implausible(rank: int, reading: Reading) -> Iterator[Problem]:
         if not 1e6 < rate < 1e17:
             what = f"measured {rate:.3g}, which is no machine's rate."
             yield Problem(where=f"probe.device {rank}.{name}", what=what)
-    for name, seconds in {"launch_seconds": reading.launch_seconds, **_blocks(reading)}.items():
+    times = {"launch_seconds": reading.launch_seconds}
+    times |= {f"blocks.{mode}": seconds for mode, seconds in reading.blocks.items()}
+    for name, seconds in times.items():
         if not 1e-8 < seconds < 60.0:
             yield Problem(where=f"probe.device {rank}.{name}", what=f"measured {seconds:.3g} s.")
     if not 0.1 < reading.odd_slowdown < 100:
@@ -154,10 +176,6 @@ def _implausible(rank: int, reading: Reading) -> Iterator[Problem]:
     for needed in ("attention", "memory"):
         if not getattr(reading, needed):
             yield Problem(where=f"probe.device {rank}.{needed}", what="was not measured.")
-
-
-def _blocks(reading: Reading) -> dict[str, float]:
-    return {f"blocks.{mode}": seconds for mode, seconds in reading.blocks.items()}
 
 
 def _check_against(reading: Reading, sheet: Device) -> None:
@@ -201,7 +219,8 @@ def _plain_device(typical: Reading, sheet: Cluster | None, host_bytes_each: int)
 
 def _fitted(device: Device, typical: Reading) -> tuple[Device, Fits]:
     on_gpu = device.kind == "cuda"
-    dtype = _main_dtype(device)
+    wanted = ("bf16", "fp16", "fp32") if on_gpu else ("fp32",)
+    dtype = next(name for name in wanted if name in device.flops_per_second)
     peak = device.flops_per_second[dtype]
     traffic, attention = fit_traffic(typical.memory), fit_attention(typical.attention, peak)
     rate = traffic.bytes_per_second
@@ -220,24 +239,12 @@ def _fitted(device: Device, typical: Reading) -> tuple[Device, Fits]:
     if not typical.matmuls:
         return device, Fits(matmuls=None, attention=attention, traffic=traffic)
     matmuls = fit_matmuls(typical.matmuls, device, dtype, 2 if on_gpu else 4)
-    device = replace(
-        device, matmul_fraction=matmuls.fraction, k_half=matmuls.k_half, residuals=_rounded(matmuls.residuals)
-    )
+    residuals = tuple((m, n, k, round(ratio, 4)) for m, n, k, ratio in matmuls.residuals)
+    device = replace(device, matmul_fraction=matmuls.fraction, k_half=matmuls.k_half, residuals=residuals)
     return device, Fits(matmuls=matmuls, attention=attention, traffic=traffic)
 
 
-def _main_dtype(device: Device) -> str:
-    wanted = ("bf16", "fp16", "fp32") if device.kind == "cuda" else ("fp32",)
-    return next(name for name in wanted if name in device.flops_per_second)
-
-
-def _rounded(
-    residuals: tuple[tuple[float, float, float, float], ...],
-) -> tuple[tuple[float, float, float, float], ...]:
-    return tuple((m, n, k, round(ratio, 4)) for m, n, k, ratio in residuals)
-
-
-def _held(device: Device, typical: Reading) -> Held | None:
+def _compare_block(device: Device, typical: Reading) -> BlockComparison | None:
     """A whole decoder block against its forecast; None: not measured.
 
     On a GPU what it takes beyond its forecast is put down to its traffic: its matmuls and its attention were timed at
@@ -247,37 +254,13 @@ def _held(device: Device, typical: Reading) -> Held | None:
     seconds = typical.blocks.get("eager", 0.0)
     if not seconds:
         return None
-    said = forecast_seconds(whole_block(device.kind), device)
-    ratio = seconds / said.total
+    forecast = forecast_seconds(WHOLE_BLOCKS[device.kind], device)
+    ratio = seconds / forecast.total
     if device.kind != "cuda":
-        return Held(ratio=ratio)
-    slowdown = (seconds - said.arithmetic) / said.traffic
-    return Held(ratio=ratio, traffic_slowdown=min(max(slowdown, 1 / _MOST_HELD), _MOST_HELD))
-
-
-def _compute_error(block: Held | None) -> tuple[float, str]:
-    """And where it comes from.
-
-    A step is a sum of hundreds of ops: single shapes' errors average out, and what is left is how far the sum of a
-    block's parts was from the whole.
-    """
-    if block is None:
-        return MEASURED.compute, "assumed: no block was measured"
-    limits = f"at least {_LEAST_COMPUTE_ERROR:.0%} and at most {_MOST_COMPUTE_ERROR:.0%}"
-    source = f"how far a block was from the sum of its parts, {limits}"
-    return round(min(_MOST_COMPUTE_ERROR, max(_LEAST_COMPUTE_ERROR, abs(block.ratio - 1))), 3), source
-
-
-def _host(readings: Sequence[Reading], host_bytes: int) -> HostResources:
-    def total(name: str) -> float:
-        return math.fsum(getattr(reading, name) for reading in readings)
-
-    return HostResources(
-        memory_bytes=host_bytes,
-        memory_bytes_per_second=total("host_memory_bytes_per_second"),
-        adam_elements_per_second=total("adam_elements_per_second"),
-        disk_read_bytes_per_second=total("disk_read_bytes_per_second"),
-        disk_write_bytes_per_second=total("disk_write_bytes_per_second"),
+        return BlockComparison(ratio=ratio)
+    slowdown = (seconds - forecast.arithmetic) / forecast.traffic
+    return BlockComparison(
+        ratio=ratio, traffic_slowdown=min(max(slowdown, 1 / _MOST_TRAFFIC_SLOWDOWN), _MOST_TRAFFIC_SLOWDOWN)
     )
 
 
@@ -308,3 +291,150 @@ def _inner(typical: Reading, num_devices: int, sheet: Cluster | None) -> tuple[L
     count = sum(map(len, typical.links.values()))
     source = f"measured: {backend}, {len(typical.links)} kinds of collective, {count} timings on {num_devices} devices"
     return link, round(min(2.0, max(_LEAST_ERROR, nine_in_ten(ratios))), 3), source
+
+
+_CACHED_BYTES_PER_SECOND = 8e9
+"""Few disks read faster; memory that stands for one does."""
+
+
+def sources_of(
+    reading: Reading, device: Device, sheet: Cluster | None, fits: Fits, block: BlockComparison | None
+) -> dict[str, str]:
+    """Where each figure of a measured cluster comes from, in words."""
+    on_gpu = reading.kind == "cuda"
+    # Said once, of all that is called measured.
+    how = ", ".join(f"{name} {version}" for name, version in reading.versions.items())
+    if reading.power_watts:
+        how += f", capped at {reading.power_watts:.0f} W"
+    if not on_gpu:
+        how += f", {reading.num_threads} threads per device"
+    sources = {"device": reading.device_name, "measured": how} | dict.fromkeys(device.flops_per_second, "measured")
+    sources["memory_bytes_per_second"] = "measured"
+    if on_gpu and sheet is not None:
+        for name, peak in device.flops_per_second.items():
+            rate = reading.flops_per_second.get(name)
+            reached = f"; large matmuls reach {rate / peak:.1%}" if rate else ""
+            sources[name] = f'dense peak, from the preset "{sheet.name}"{reached}'
+        sources["memory_bytes_per_second"] = f'from the preset "{sheet.name}"'
+    if reading.isa_limit:
+        sources["bf16"] += f", ONEDNN_MAX_CPU_ISA={reading.isa_limit}: without it a bf16 matmul may end the process"
+    num_kernels = len({name for name, *_ in reading.memory})
+    available = "MemAvailable (or the container's limit), divided among the devices"
+    sources |= {
+        "memory_bytes": "the card's" if on_gpu else available,
+        "reserved_bytes": "measured before any tensor",
+        "bandwidth_fraction": f"measured: {len(reading.memory)} timings of {num_kernels} kernels, nine in ten within "
+        f"{fits.traffic.scatter_fraction:.1%}",
+        "attention_fraction": f"measured: {len(reading.attention)} lengths and head sizes, nine in ten within "
+        f"{fits.attention.scatter_fraction:.1%}",
+        "launch_seconds": f"measured: a tiny block forward and backward, {reading.num_launches:.0f} launches",
+        "matmul_fraction": "measured",
+    }
+    if fits.matmuls is not None:
+        count, scatter = len(fits.matmuls.residuals), fits.matmuls.scatter_fraction
+        sources["residuals"] = f"measured: {count} products; nine in ten within {scatter:.1%} of what the others say"
+    if on_gpu:
+        sources["unaligned_slowdown"] = "measured: a matmul with an odd number of outputs, forward and backward"
+    sources["host"] = "measured: copies and fused AdamW on this host's cores"
+    if reading.disk_write_bytes_per_second:
+        sources["disk"] = "measured: a file written to the disk and read again"
+        if reading.disk_read_bytes_per_second > _CACHED_BYTES_PER_SECOND:
+            sources["disk"] += "; so fast that it was probably still in memory"
+    if reading.copies:
+        sources["copy_bytes_per_second"] = "measured: 256 MiB of pinned memory"
+    if reading.beside:
+        sources["beside"] = f"measured: {', '.join(reading.beside)}; the rest assumed"
+    if block is not None:
+        ratio = f"{block.ratio:.3f} times its forecast"
+        sources["block"] = f"measured: a decoder block forward and backward takes {ratio}"
+        if "compiled" in reading.blocks:
+            share = reading.blocks["compiled"] / reading.blocks["eager"]
+            sources["block"] += f"; compiled, {share:.3f} of its own time"
+        if block.traffic_slowdown != 1.0:
+            slowdown = f"in a block {block.traffic_slowdown:.2f} times as slow, and taken so"
+            sources["bandwidth_fraction"] += f"; {slowdown}"
+    return sources
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockSize:
+    """A decoder block that is measured whole."""
+
+    config: DecoderConfig
+    batch: int
+    sequence: int
+
+
+def _config(hidden: int, heads: int, ffn: int) -> DecoderConfig:
+    return DecoderConfig(
+        num_layers=1,
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=max(1, heads // 4),
+        ffn_size=ffn,
+        vocab_size=256,
+    )
+
+
+TINY = BlockSize(config=_config(64, 4, 128), batch=1, sequence=16)
+"""Nothing but launches."""
+WHOLE_BLOCKS = {
+    "cuda": BlockSize(config=_config(2048, 32, 8192), batch=4, sequence=4096),
+    "cpu": BlockSize(config=_config(512, 8, 1376), batch=1, sequence=512),
+}
+"""By kind of device."""
+
+
+def num_kernels(size: BlockSize) -> float:
+    """Launches of its forward and backward, as forecasts count them."""
+    return float(sum(task.kernels for task in block_tasks(size, on_gpu=False)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockSeconds:
+    arithmetic: float
+    """Of matmuls and attention."""
+    traffic: float
+    """Of everything else."""
+
+    @property
+    def total(self) -> float:
+        return self.arithmetic + self.traffic
+
+
+def forecast_seconds(size: BlockSize, device: Device) -> BlockSeconds:
+    """Forward and backward, by the same rates as any forecast."""
+    tasks = block_tasks(size, on_gpu=device.kind == "cuda")
+    by_kind = [(task.kind == "memory", float(compute_seconds(task, device))) for task in tasks]
+    return BlockSeconds(
+        arithmetic=sum(seconds for is_traffic, seconds in by_kind if not is_traffic),
+        traffic=sum(seconds for is_traffic, seconds in by_kind if is_traffic),
+    )
+
+
+def block_tasks(size: BlockSize, *, on_gpu: bool) -> list[Compute]:
+    whole = decoder_profile(size.config, "block")
+    layers: tuple[Layer, ...] = whole.block_layers
+    sizes = {"microbatch": size.batch, "sequence": size.sequence}
+    work = base_work(replace(whole, layers=layers), sizes, element_bytes=4, optimizer=ADAM)
+    if not on_gpu:
+        return list(work.computes)
+    # Its weights are fp32: made bf16 where they are used, their gradients fp32 again.
+    weights = [slot.elements for slot in work.slots]
+    passes: tuple[Phase, ...] = ("forward", "backward")
+    casts = [
+        Compute(
+            layer="blocks",
+            name="cast",
+            kind="memory",
+            phase=phase,
+            repeat=1,
+            moved_bytes=6.0 * sum(weights),
+            kernels=float(len(weights)),
+        )
+        for phase in passes
+    ]
+    return casts + [
+        replace(task, dtype="bf16", moved_bytes=task.moved_bytes / 2) if task.dtype == "compute" else task
+        for task in work.computes
+    ]

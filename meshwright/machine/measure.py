@@ -18,10 +18,12 @@ import torch.distributed as dist
 
 from meshwright.core.codec import encode
 from meshwright.launch.cpu_bf16 import limit_isa_for_bf16
-from meshwright.machine.machine_name import cpu_names
 from meshwright.machine.measure_compute import (
     attention_points,
+    block_seconds,
     flops_by_dtype,
+    kernel_seconds,
+    launch_seconds,
     matmul_points,
     memory_points,
     odd_slowdown,
@@ -29,14 +31,14 @@ from meshwright.machine.measure_compute import (
 from meshwright.machine.measure_host import (
     adam_elements_per_second,
     beside,
+    collective_points,
     copy_rates,
     disk_rates,
     host_memory_bytes_per_second,
     power_watts,
     versions,
 )
-from meshwright.machine.measure_launch import block_seconds, kernel_seconds, launch_seconds
-from meshwright.machine.measure_links import collective_points
+from meshwright.machine.probe import cpu_names
 from meshwright.machine.readings import Reading
 from meshwright.machine.timing import Bench
 
@@ -44,61 +46,72 @@ _WARM_SECONDS = 3.0
 
 
 def read(bench: Bench, folder: Path) -> Reading:
-    memory_bytes, reserved_bytes = _gpu_bytes(bench) if bench.on_gpu else (0, _own_bytes())
-    if bench.on_gpu and not bench.is_quick:
-        bench.together("warming up")
-        _warm_up(bench)
+    """All figures of one device, section by section."""
+    memory_bytes = num_processors = 0
+    device_name = next(iter(cpu_names()), "unknown CPU")
+    # Resident bytes of this process with torch imported and no tensor yet: the second field is in pages.
+    reserved_bytes = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+    if bench.on_gpu:
+        device_name = torch.cuda.get_device_name(bench.device)
+        num_processors = torch.cuda.get_device_properties(bench.device).multi_processor_count
+        tiny = torch.ones(8, 8, device=bench.device)
+        torch.mm(tiny, tiny)
+        bench.finish()
+        # What is gone once a context and cuBLAS exist (to other processes too).
+        free_bytes, memory_bytes = torch.cuda.mem_get_info(bench.device)
+        reserved_bytes = memory_bytes - free_bytes - torch.cuda.memory_reserved(bench.device)
+        if not bench.is_quick:
+            bench.together("warming up")
+            _warm_up(bench)
     return Reading(
         kind=bench.device.type,
-        device_name=torch.cuda.get_device_name(bench.device)
-        if bench.on_gpu
-        else next(iter(cpu_names()), "unknown CPU"),
+        device_name=device_name,
         versions=versions(bench),
         power_watts=power_watts(bench),
         num_threads=torch.get_num_threads(),
         isa_limit=bench.isa_limit or "",
-        num_processors=_num_processors(bench),
+        num_processors=num_processors,
         memory_bytes=memory_bytes,
         reserved_bytes=reserved_bytes,
-        **_compute(bench),
-        **_around(bench, folder),
+        **_compute_figures(bench),
+        **_other_figures(bench, folder),
     )
 
 
-def _compute(bench: Bench) -> dict[str, Any]:
-    found: dict[str, Any] = {"flops_per_second": flops_by_dtype(bench)}
+def _compute_figures(bench: Bench) -> dict[str, Any]:
+    figures: dict[str, Any] = {"flops_per_second": flops_by_dtype(bench)}
     bench.together("matmuls by shape")
-    found["matmuls"] = tuple(matmul_points(bench))
+    figures["matmuls"] = tuple(matmul_points(bench))
     if bench.on_gpu:
-        found["odd_slowdown"] = odd_slowdown(bench)
+        figures["odd_slowdown"] = odd_slowdown(bench)
         torch.cuda.empty_cache()
     bench.together("attention")
-    found["attention"] = tuple(attention_points(bench))
+    figures["attention"] = tuple(attention_points(bench))
     bench.together("memory")
-    found["memory"] = tuple(memory_points(bench))
+    figures["memory"] = tuple(memory_points(bench))
     bench.together("op launch")
-    found["kernel_seconds"] = kernel_seconds(bench) if bench.on_gpu else 0.0
-    found["launch_seconds"], found["num_launches"] = launch_seconds(bench)
+    figures["kernel_seconds"] = kernel_seconds(bench) if bench.on_gpu else 0.0
+    figures["launch_seconds"], figures["num_launches"] = launch_seconds(bench)
     bench.together("a block")
-    found["blocks"] = block_seconds(bench)
+    figures["blocks"] = block_seconds(bench)
     if bench.on_gpu:
         torch.cuda.empty_cache()
-    return found
+    return figures
 
 
-def _around(bench: Bench, folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _other_figures(bench: Bench, folder: Path) -> dict[str, Any]:
+    figures: dict[str, Any] = {}
     if bench.on_gpu:
         bench.together("copies")
-    found["copies"] = copy_rates(bench)
-    found["beside"] = beside(bench)
+    figures["copies"] = copy_rates(bench)
+    figures["beside"] = beside(bench)
     bench.together("host")
-    found["host_memory_bytes_per_second"] = host_memory_bytes_per_second(bench)
-    found["adam_elements_per_second"] = adam_elements_per_second(bench)
-    found["links"] = collective_points(bench)
+    figures["host_memory_bytes_per_second"] = host_memory_bytes_per_second(bench)
+    figures["adam_elements_per_second"] = adam_elements_per_second(bench)
+    figures["links"] = collective_points(bench)
     bench.together("disk")
     read_rate, write_rate = disk_rates(bench, folder) if bench.rank == 0 else (0.0, 0.0)
-    return found | {"disk_read_bytes_per_second": read_rate, "disk_write_bytes_per_second": write_rate}
+    return figures | {"disk_read_bytes_per_second": read_rate, "disk_write_bytes_per_second": write_rate}
 
 
 def _warm_up(bench: Bench) -> None:
@@ -110,24 +123,6 @@ def _warm_up(bench: Bench) -> None:
             torch.mm(matrix, matrix)
         bench.memory_work()
         bench.finish()
-
-
-def _gpu_bytes(bench: Bench) -> tuple[int, int]:
-    """The card's memory, and what is gone once a context and cuBLAS exist (to other processes too)."""
-    tiny = torch.ones(8, 8, device=bench.device)
-    torch.mm(tiny, tiny)
-    bench.finish()
-    free_bytes, total_bytes = torch.cuda.mem_get_info(bench.device)
-    return total_bytes, total_bytes - free_bytes - torch.cuda.memory_reserved(bench.device)
-
-
-def _num_processors(bench: Bench) -> int:
-    return torch.cuda.get_device_properties(bench.device).multi_processor_count if bench.on_gpu else 0
-
-
-def _own_bytes() -> int:
-    """Resident bytes of this process with torch imported and no tensor yet: the second field is in pages."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 def main() -> None:

@@ -1,14 +1,16 @@
-"""What lies around the device: copies to it and beside its compute, the host's memory and optimizer, the disk."""
+"""What lies around the device: copies to it and beside its compute, collectives by size, the host's memory and
+optimizer, the disk."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import shutil
+import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch.distributed as dist
 
 from meshwright.core.units import GIB, MIB
 from meshwright.machine.timing import Bench
+from meshwright.ops.gloo_collectives import all_gather, reduce_scatter
 
 _CHUNK_BYTES = 32 * MIB
 _NVIDIA_SMI = ("nvidia-smi", "--query-gpu=power.limit,driver_version", "--format=csv,noheader,nounits")
@@ -77,9 +80,12 @@ def beside(bench: Bench) -> dict[str, float]:
     """How many times as long a thing takes while another runs on the same device, as in `Beside`."""
     if not bench.on_gpu:
         return {}
-    pairs = {"copy": _copying(bench)}
+    host = torch.empty(16 * MIB, dtype=torch.uint8, pin_memory=True)
+    here = torch.empty(16 * MIB, dtype=torch.uint8, device=bench.device)
+    pairs: dict[str, Callable[[], Any]] = {"copy": lambda: here.copy_(host, non_blocking=True)}
     if bench.num_devices > 1:
-        pairs["collective"] = _summing(bench)
+        message = torch.zeros(4 * MIB, device=bench.device)
+        pairs["collective"] = lambda: dist.all_reduce(message)
     matrix = torch.randn(4096, 4096, device=bench.device, dtype=torch.bfloat16)
     out = torch.empty_like(matrix)
 
@@ -94,17 +100,6 @@ def beside(bench: Bench) -> dict[str, float]:
         found["collective_by_copy"] = _slower_beside(bench, pairs["collective"], pairs["copy"])
         found["copy_by_collective"] = _slower_beside(bench, pairs["copy"], pairs["collective"])
     return {name: max(1.0, value) for name, value in found.items()}
-
-
-def _copying(bench: Bench) -> Callable[[], Any]:
-    host = torch.empty(16 * MIB, dtype=torch.uint8, pin_memory=True)
-    here = torch.empty(16 * MIB, dtype=torch.uint8, device=bench.device)
-    return lambda: here.copy_(host, non_blocking=True)
-
-
-def _summing(bench: Bench) -> Callable[[], Any]:
-    message = torch.zeros(4 * MIB, device=bench.device)
-    return lambda: dist.all_reduce(message)
 
 
 def _slower_beside(bench: Bench, op: Callable[[], Any], other: Callable[[], Any]) -> float:
@@ -151,35 +146,76 @@ def disk_rates(bench: Bench, folder: Path) -> tuple[float, float]:
     Written to the disk and, as far as the system obeys, dropped from memory before it is read.
     """
     most = _CHUNK_BYTES if bench.is_quick else GIB
-    with contextlib.suppress(OSError):
-        if shutil.disk_usage(folder).free > 4 * most:
-            with _scratch(folder) as file:
-                return _disk_rates(file, most, bench.section_seconds)
+    with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+        if shutil.disk_usage(folder).free <= 4 * most:
+            return 0.0, 0.0
+        file, name = tempfile.mkstemp(prefix=".meshwright-probe-", dir=folder)
+        stack.callback(os.close, file)
+        os.unlink(name)  # gone whatever happens to this process
+        chunk, written = os.urandom(_CHUNK_BYTES), 0
+        start = time.perf_counter()
+        while written < most and time.perf_counter() - start < bench.section_seconds:
+            written += os.write(file, chunk)
+        os.fsync(file)
+        write_seconds = time.perf_counter() - start
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.lseek(file, 0, os.SEEK_SET)
+        start, seen = time.perf_counter(), 0
+        while got := len(os.read(file, _CHUNK_BYTES)):
+            seen += got
+            if time.perf_counter() - start > bench.section_seconds:
+                break
+        return seen / (time.perf_counter() - start), written / write_seconds
     return 0.0, 0.0
 
 
-@contextlib.contextmanager
-def _scratch(folder: Path) -> Iterator[int]:
-    file, name = tempfile.mkstemp(prefix=".meshwright-probe-", dir=folder)
-    os.unlink(name)  # gone whatever happens to this process
-    try:
-        yield file
-    finally:
-        os.close(file)
+SIZES = (4 * 1024, 32 * 1024, 256 * 1024, 2 * MIB, 8 * MIB)
+_CUDA_SIZES = (*SIZES, 64 * MIB, 512 * MIB)
+"""Bytes of the whole message: what every rank holds after a gather, or before a sum."""
+_MOST_SAMPLES = 100
 
 
-def _disk_rates(file: int, most: int, budget_seconds: float) -> tuple[float, float]:
-    chunk, written = os.urandom(_CHUNK_BYTES), 0
-    start = time.perf_counter()
-    while written < most and time.perf_counter() - start < budget_seconds:
-        written += os.write(file, chunk)
-    os.fsync(file)
-    write_seconds = time.perf_counter() - start
-    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.lseek(file, 0, os.SEEK_SET)
-    start, seen = time.perf_counter(), 0
-    while got := len(os.read(file, _CHUNK_BYTES)):
-        seen += got
-        if time.perf_counter() - start > budget_seconds:
-            break
-    return seen / (time.perf_counter() - start), written / write_seconds
+def collective_points(bench: Bench) -> dict[str, tuple[tuple[int, float], ...]]:
+    """Kind -> (bytes, seconds); nothing on one device."""
+    points: dict[str, tuple[tuple[int, float], ...]] = {}
+    if bench.num_devices == 1:
+        return points
+    sizes = _CUDA_SIZES if bench.on_gpu and not bench.is_quick else SIZES
+    for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"):
+        bench.together(kind)
+        points[kind] = tuple((size, _collective_seconds(bench, kind, size, len(sizes))) for size in sizes)
+    return points
+
+
+def _collective_seconds(bench: Bench, kind: str, num_bytes: int, num_sizes: int) -> float:
+    """Of one collective, as our own ranks call it."""
+    ranks, rank = bench.num_devices, bench.rank
+    each = max(1, num_bytes // 4 // ranks)
+    whole = torch.zeros(each * ranks, device=bench.device)
+    part = torch.zeros(each, device=bench.device)
+    other = torch.empty_like(whole)
+    group = dist.group.WORLD
+    assert group is not None
+
+    def send_to_next() -> None:
+        """Every rank to the next, all at once."""
+        there = dist.P2POp(dist.isend, whole, (rank + 1) % ranks)
+        here = dist.P2POp(dist.irecv, other, (rank - 1) % ranks)
+        for work in dist.batch_isend_irecv([there, here]):
+            work.wait()
+
+    calls: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: dist.all_reduce(whole),
+        "all_gather": lambda: all_gather(whole, part, group),
+        "reduce_scatter": lambda: reduce_scatter(part, whole, group),
+        "all_to_all": lambda: dist.all_to_all_single(other, whole),
+        "send": send_to_next,
+    }
+    op = calls[kind]
+    for _ in range(2):
+        op()
+    # The number of calls is agreed first: a rank that makes one call less hangs the others.
+    guess = bench.agreed(bench.sample_seconds(op, 3))
+    budget = bench.section_seconds / num_sizes
+    num_samples = max(5, min(_MOST_SAMPLES, int(budget / max(guess, 1e-6))))
+    return statistics.median(bench.sample_seconds(op, 1) for _ in range(num_samples))

@@ -1,17 +1,20 @@
 """A cluster by name (`64x8xh100`) or from a file. Stdlib only: `mw plan` on a named cluster must start fast.
 
-Presets hold one device each, from its data sheet; the counts in the name put them in nodes.
+Presets hold one device each, from its data sheet; the counts in the name put them in nodes. `warnings_of` says what
+looks wrong in a cluster file: figures that no such card has.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 
 from meshwright.core.cluster import Cluster, Errors, parse_cluster_name
 from meshwright.core.codec import load_artefact
 from meshwright.core.errors import MeshwrightError, Problem, nearest
+from meshwright.core.units import pretty_bytes, pretty_rate
 
 PRESETS_FOLDER = Path(__file__).parent / "presets"
 ALIASES = {"a100": "a100-80", "a100-pcie": "a100-pcie-80", "v100-32": "v100", "rtx-a6000": "a6000"}
@@ -70,50 +73,109 @@ def cluster(name_or_path: str) -> Cluster:
     text = name_or_path.strip()
     if text.lower().endswith(".json"):
         return load_artefact(Cluster, text)
+    groups: list[Cluster] = []
     problems: list[Problem] = []
-    groups = [_named(part.strip(), name_or_path, problems) for part in text.lower().split("+")]
+    for part in text.lower().split("+"):
+        try:
+            groups.append(_group_named(part.strip() or name_or_path))
+        except MeshwrightError as error:
+            problems.extend(error.problems)
     # A known name wins over a file that happens to be called `h100`.
     if problems and Path(text).is_file():
         return load_artefact(Cluster, text)
     if problems:
         raise MeshwrightError(problems)
-    return _joined([group for group in groups if group is not None], text.lower())
+    first, *rest = groups
+    if not rest:
+        return first
+    # What a cluster says once (errors, jitter) is the widest of its groups.
+    bounds = {f.name: max(getattr(each.errors, f.name) for each in groups) for f in fields(Errors)}
+    return replace(
+        first,
+        name=text.lower(),
+        errors=Errors(**bounds),
+        jitter_fraction=max(each.jitter_fraction for each in groups),
+        others=tuple(each.groups[0] for each in rest),
+        sources={f"{each.name} {key}": source for each in groups for key, source in each.sources.items()},
+    )
 
 
-def _named(text: str, whole: str, problems: list[Problem]) -> Cluster | None:
-    """One group by name, or None and what is wrong with it."""
+def _group_named(text: str) -> Cluster:
     parsed, known = parse_cluster_name(text), preset_names()
     if parsed is None:
         fix = f"Write 8xh100, 64x8xh100, 8xh100+8xa100 or a .json file. {nearest(text, known)}"
-        problems.append(Problem(where="cluster", what=f'"{text or whole}" is no cluster name.', fix=fix))
-        return None
+        raise MeshwrightError([Problem(where="cluster", what=f'"{text}" is no cluster name.', fix=fix)])
     num_nodes, devices_per_node, device = parsed
     if device not in known:
-        problems.append(Problem(where="cluster", what=f'no device is called "{device}".', fix=nearest(device, known)))
-        return None
+        what = f'no device is called "{device}".'
+        raise MeshwrightError([Problem(where="cluster", what=what, fix=nearest(device, known))])
     if num_nodes < 1 or devices_per_node < 1:
         what = f'"{text}" has {num_nodes} x {devices_per_node} devices; both counts must be at least 1.'
-        problems.append(Problem(where="cluster", what=what))
-        return None
-    try:
-        return preset(device).resized(devices_per_node, num_nodes, name=text)
-    except MeshwrightError as error:
-        problems.extend(error.problems)
-        return None
+        raise MeshwrightError([Problem(where="cluster", what=what)])
+    return preset(device).resized(devices_per_node, num_nodes, name=text)
 
 
-def _joined(clusters: list[Cluster], name: str) -> Cluster:
-    """One cluster of several groups. What a cluster says once (errors, jitter) is the widest of them."""
-    first, *rest = clusters
-    if not rest:
-        return first
-    bounds = {f.name: max(getattr(each.errors, f.name) for each in clusters) for f in fields(Errors)}
-    sources = {f"{each.name} {key}": text for each in clusters for key, text in each.sources.items()}
-    return replace(
-        first,
-        name=name,
-        errors=Errors(**bounds),
-        jitter_fraction=max(each.jitter_fraction for each in clusters),
-        others=tuple(each.groups[0] for each in rest),
-        sources=sources,
-    )
+_LEAST_SPARSE, _MOST_SPARSE = 1.9, 2.1
+"""Times the dense rate: data sheets print it first, and no training reaches it."""
+_MOST_OF_SHEET = 1.25
+_MOST_OF_MEMORY = 1.02
+_SAME_CARD = 1.1
+
+
+def warnings_of(cluster: Cluster) -> tuple[str, ...]:
+    """Against the data sheet of the same card, where it can be told which that is."""
+    if cluster.others:
+        return tuple(line for at in range(len(cluster.groups)) for line in warnings_of(cluster.view(at)))
+    sheet = _sheet_of(cluster)
+    return () if sheet is None or cluster.device.kind == "cpu" else tuple(_differences(cluster, sheet))
+
+
+def _sheet_of(cluster: Cluster) -> Cluster | None:
+    """By what torch called the card, by the cluster's name, or by what no sparsity changes: fp32 and memory."""
+    if found := preset_of_device(cluster.sources.get("device", "")):
+        return found
+    parsed = parse_cluster_name(cluster.name.lower())
+    if parsed is not None and parsed[2] in preset_names():
+        return preset(parsed[2])
+    one = cluster.device
+    for sheet in (preset(name) for name in preset_names() if name not in ALIASES):
+        other = sheet.device
+        pairs = (
+            (one.flops_per_second["fp32"], other.flops_per_second["fp32"]),
+            (one.memory_bytes, other.memory_bytes),
+            (one.memory_bytes_per_second, other.memory_bytes_per_second),
+        )
+        if one.kind == other.kind and all(1 / _SAME_CARD < a / b < _SAME_CARD for a, b in pairs):
+            return sheet
+    return None
+
+
+def _differences(cluster: Cluster, sheet: Cluster) -> Iterator[str]:
+    device, known = cluster.device, sheet.device
+    for dtype, rate in device.flops_per_second.items():
+        dense = known.flops_per_second.get(dtype)
+        if dense is None or rate <= _MOST_OF_SHEET * dense:
+            continue
+        share, says = rate / dense, f"{sheet.name} has {pretty_rate(dense, 'FLOP/s')}"
+        what = f"{rate / dense:.2f} times the data sheet's: {says}"
+        if _LEAST_SPARSE <= share <= _MOST_SPARSE:
+            what = f"the rate with sparsity, which no training reaches: {says} without; every forecast is too fast"
+        yield f"device.flops_per_second.{dtype} is {pretty_rate(rate, 'FLOP/s')}, {what}."
+    if device.memory_bytes_per_second > _MOST_OF_SHEET * known.memory_bytes_per_second:
+        yield (
+            f"device.memory_bytes_per_second is {pretty_rate(device.memory_bytes_per_second, 'B/s')}; "
+            f"{sheet.name} has {pretty_rate(known.memory_bytes_per_second, 'B/s')}."
+        )
+    if device.memory_bytes > _MOST_OF_MEMORY * known.memory_bytes:
+        yield (
+            f"device.memory_bytes is {pretty_bytes(device.memory_bytes)}; {sheet.name} has "
+            f"{pretty_bytes(known.memory_bytes)}: plans may be called fitting that do not fit."
+        )
+    for name, link, own in (("inner", cluster.inner, sheet.inner), ("outer", cluster.outer, sheet.outer)):
+        share = link.bytes_per_second / own.bytes_per_second
+        if share > _MOST_OF_SHEET:
+            both = " (is that both ways together?)" if _LEAST_SPARSE <= share <= _MOST_SPARSE else ""
+            yield (
+                f"{name}.bytes_per_second is {pretty_rate(link.bytes_per_second, 'B/s')}{both}; {own.name or 'it'} of "
+                f"{sheet.name} gives one device {pretty_rate(own.bytes_per_second, 'B/s')} one way."
+            )

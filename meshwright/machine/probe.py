@@ -69,7 +69,25 @@ def read_machine(
             *("--store", str(files["store"]), "--section-seconds", str(section_seconds)),
             *("--folder", str(Path.cwd())),
         ]
-        return _measure(files, arguments, count, num_threads, report)
+        processes: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank in range(count):
+                with files[f"{rank}.out"].open("wb") as out, files[f"{rank}.err"].open("wb") as err:
+                    command = child_command(_MODULE, *arguments, "--rank", str(rank))
+                    processes.append(subprocess.Popen(command, env=_environment(num_threads), stdout=out, stderr=err))
+            _wait(processes, files, report)
+        finally:
+            for process in processes:
+                if process.poll() is None:
+                    process.kill()
+                process.wait()
+        readings = []
+        for rank in range(count):
+            last = next((line for line in reversed(_lines(files, rank)) if "reading" in line), None)
+            if last is None:
+                raise _failure(files, rank, "ended without a reading")
+            readings.append(decode(Reading, last["reading"], f"probe.device {rank}"))
+        return readings
 
 
 def available_host_bytes(
@@ -104,24 +122,6 @@ def _environment(num_threads: int) -> dict[str, str]:
     return {**os.environ, **own, **child_environment()}
 
 
-def _measure(
-    files: Files, arguments: Sequence[str], count: int, num_threads: int, report: Callable[[str], None]
-) -> list[Reading]:
-    processes: list[subprocess.Popen[bytes]] = []
-    try:
-        for rank in range(count):
-            with files[f"{rank}.out"].open("wb") as out, files[f"{rank}.err"].open("wb") as err:
-                command = child_command(_MODULE, *arguments, "--rank", str(rank))
-                processes.append(subprocess.Popen(command, env=_environment(num_threads), stdout=out, stderr=err))
-        _wait(processes, files, report)
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
-    return [_reading(files, rank) for rank in range(count)]
-
-
 def _wait(processes: Sequence[subprocess.Popen[bytes]], files: Files, report: Callable[[str], None]) -> None:
     """Until all have ended well, one has failed, or the deadline; passes rank 0's progress on."""
     deadline = time.monotonic() + _DEADLINE_SECONDS
@@ -150,13 +150,6 @@ def _lines(files: Files, rank: int) -> list[dict[str, object]]:
     return [json.loads(line) for line in text.split("\n")[:-1] if line.startswith('{"')]
 
 
-def _reading(files: Files, rank: int) -> Reading:
-    for line in reversed(_lines(files, rank)):
-        if "reading" in line:
-            return decode(Reading, line["reading"], f"probe.device {rank}")
-    raise _failure(files, rank, "ended without a reading")
-
-
 def _failure(files: Files, rank: int, what: str) -> MeshwrightError:
     tail = files[f"{rank}.err"].read_text(encoding="utf-8", errors="replace")[-_TAIL_CHARACTERS:].strip()
     said = f" It said:\n{tail}" if tail else " It said nothing."
@@ -165,3 +158,23 @@ def _failure(files: Files, rank: int, what: str) -> MeshwrightError:
 
 def _problem(what: str, fix: str = "") -> MeshwrightError:
     return MeshwrightError([Problem(where="probe", what=what, fix=fix)])
+
+
+def machine_name(root: Path = Path("/")) -> str:
+    """What this machine is called, well enough to know it again: `AMD EPYC 9654; 96 cores; 8 x NVIDIA H100 80GB HBM3`.
+
+    Without its driver's word a GPU has no name.
+    """
+    num_gpus = len(list((root / "dev").glob("nvidia[0-9]*")))
+    texts = [path.read_text(encoding="utf-8") for path in (root / "proc/driver/nvidia/gpus").glob("*/information")]
+    lines = [line for text in texts for line in text.splitlines() if line.startswith("Model:")]
+    names = sorted({line.partition(":")[2].strip() for line in lines})
+    gpus = f"{num_gpus} x {', '.join(names)}" if names else f"{num_gpus} GPUs"
+    return f"{', '.join(cpu_names(root))}; {os.cpu_count()} cores; {gpus}"
+
+
+def cpu_names(root: Path = Path("/")) -> list[str]:
+    """As the kernel calls its processors."""
+    info = root / "proc/cpuinfo"
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    return sorted({line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")})

@@ -14,8 +14,8 @@ from meshwright.core.files import refuse_link
 from meshwright.core.ledger import LEAST_STEPS, Entry, read
 from meshwright.core.units import counted, pretty_bytes, pretty_seconds
 from meshwright.machine.from_runs import LEAST_RUNS, Learned, learn, learn_one
-from meshwright.machine.machine_name import machine_name
 from meshwright.machine.named_clusters import preset_of_device
+from meshwright.machine.probe import machine_name
 from meshwright.run.run_ledger import COMPARISON
 from meshwright.run.verdict import CAUSES
 

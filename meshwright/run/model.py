@@ -116,7 +116,7 @@ def open_model(section: ModelSection, sequence: int, seed: int) -> OpenedModel:
     import torch
 
     from meshwright.ops.initial_weights import from_tensors, seeded
-    from meshwright.zoo.modules import module_of
+    from meshwright.zoo import module_of
 
     config = section.config()
     if config is not None:
@@ -259,7 +259,7 @@ def open_config(config: Config, name: str, seed: int) -> OpenedModel:
     import torch
 
     from meshwright.ops.initial_weights import seeded
-    from meshwright.zoo.modules import module_of
+    from meshwright.zoo import module_of
 
     with torch.device("meta"):
         model = module_of(config)

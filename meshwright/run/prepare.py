@@ -22,7 +22,7 @@ from meshwright.core.profile import Profile
 from meshwright.core.units import counted, pretty_bytes
 from meshwright.data.open_data import Data
 from meshwright.data.open_data import open_data as open_files
-from meshwright.machine.machine_name import machine_name
+from meshwright.machine.probe import machine_name
 from meshwright.planner.search import SearchResult, search
 from meshwright.planner.wishes import allowance, is_allowed, read_wishes
 from meshwright.run.model import describe, fitting
@@ -150,8 +150,7 @@ def open_data(config: RunConfig, cache: Path | None = None) -> Data:
 
 
 def _cluster(config: RunConfig, report: Report, geometry: tuple[int, int] | None, given: Plan | None) -> Cluster:
-    from meshwright.machine.named_clusters import cluster
-    from meshwright.machine.plausible import warnings_of
+    from meshwright.machine.named_clusters import cluster, warnings_of
     from meshwright.machine.probe import probe
 
     ranks = config.run.ranks

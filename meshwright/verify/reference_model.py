@@ -27,7 +27,7 @@ from meshwright.ops.batch_norm import BatchNorm
 from meshwright.run.model import OpenedModel, open_model
 from meshwright.run.model_section import ModelSection
 from meshwright.verify.reference import Plain, Tensors, WideCasts
-from meshwright.zoo.expert_layers import MoE
+from meshwright.zoo.layers import MoE
 
 LONGEST_EAGER = 512
 """Tokens up to which transformers' attention is the plain softmax of scores."""

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from meshwright.models.presets import DecoderConfig
 from meshwright.ops.cross_entropy import token_loss
 from meshwright.ops.model_interface import Inputs, Inside, Model, ModelPart, Spans, is_within
-from meshwright.zoo.expert_layers import LossScale, MoE
 from meshwright.zoo.layers import (
     GELU,
     Linear,
+    LossScale,
+    MoE,
     Norm,
     SwiGLU,
     TransformerBlock,

@@ -1,4 +1,7 @@
-"""What ViT, VGG and ResNet have in common: a stem, blocks, a head that classifies, and a loss for each image."""
+"""ViT, VGG and ResNet: a stem, blocks, a head that classifies, and a loss for each image.
+
+As they were published, but for VGG's dropout, which is left out.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,16 @@ from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.models.cost_conv import resnet_kinds, vgg_kinds
+from meshwright.models.dimensions import BottleneckShape, ConvShape
+from meshwright.models.presets import ResNetConfig, VGGConfig, ViTConfig
 from meshwright.ops.batch_norm import BatchNorm
 from meshwright.ops.cross_entropy import token_loss
-from meshwright.ops.model_interface import Inputs, Model, ModelPart, Spans, is_within
+from meshwright.ops.model_interface import Inputs, Inside, Model, ModelPart, Spans, is_within
+from meshwright.zoo.layers import GELU, Norm, TransformerBlock
 
 
 class ImageModel(Model):
@@ -58,12 +66,9 @@ class ImageModel(Model):
         if targets is None or weights is None:
             return logits
         if not self.training:
-            self._count_hits(logits, targets, weights)
+            hits = (logits.argmax(-1) == targets).to(torch.float64) @ weights.to(torch.float64)
+            self.hits = hits if self.hits is None else self.hits + hits
         return (token_loss(logits, targets) * weights).sum()
-
-    def _count_hits(self, logits: Tensor, targets: Tensor, weights: Tensor) -> None:
-        right = (logits.argmax(-1) == targets).to(torch.float64) @ weights.to(torch.float64)
-        self.hits = right if self.hits is None else self.hits + right
 
     def take_hits(self) -> Tensor | None:
         """Zero on a stage without the head: it has seen no answers."""
@@ -117,3 +122,167 @@ def _start(name: str, parameter: Tensor, std: float | None) -> float | tuple[flo
     if std is None and parameter.dim() == 4:
         std = (2.0 / (parameter.shape[0] * parameter.shape[2] * parameter.shape[3])) ** 0.5
     return 0.0, std or parameter.shape[1] ** -0.5
+
+
+class PatchStem(nn.Module):
+    def __init__(self, config: ViTConfig):
+        super().__init__()
+        d, patch = config.hidden_size, config.patch_size
+        self.patches = nn.Conv2d(config.channels, d, kernel_size=patch, stride=patch)
+        self.token = nn.Parameter(torch.empty(d))
+        self.positions = nn.Parameter(torch.empty(config.num_tokens, d))
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patches(images).flatten(2).transpose(1, 2)
+        token = self.token.to(x.dtype).expand(x.shape[0], 1, -1)
+        # The stream is of the images' dtype, whatever the patches were computed in.
+        return torch.cat((token, x), dim=1).to(images.dtype) + self.positions.to(images.dtype)
+
+
+class ImageHead(nn.Module):
+    def __init__(self, config: ViTConfig):
+        super().__init__()
+        self.norm = Norm(config.hidden_size, "layer", config.norm_epsilon)
+        self.output = nn.Linear(config.hidden_size, config.num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # A copy of the class token, so that the patches need not be kept.
+        return self.output(self.norm(x[:, 0].contiguous()))
+
+
+class ViT(ImageModel):
+    kind = "vit"
+
+    def __init__(self, config: ViTConfig):
+        encoder = config.encoder
+        blocks = [TransformerBlock(encoder, GELU(encoder, "none"), is_causal=False) for _ in range(config.num_layers)]
+        super().__init__(PatchStem(config), blocks, ImageHead(config), config.init_std)
+        self.config = config
+
+    def kind_of(self, block: int) -> str:
+        return "blocks"
+
+    def entry(self, block: int) -> tuple[int, ...]:
+        return self.config.num_tokens, self.config.hidden_size
+
+    def regions(self) -> Iterable[Inside]:
+        for block in self.blocks.values():
+            assert isinstance(block, TransformerBlock)
+            yield from block.regions()
+
+
+class ConvLayer(nn.Conv2d):
+    """3x3, then relu, then perhaps half the size."""
+
+    def __init__(self, size: ConvShape):
+        super().__init__(size.channels, size.width, kernel_size=3, padding=1)
+        self.pools = size.pools
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu_(super().forward(x))
+        return F.max_pool2d(x, 2) if self.pools else x
+
+
+class Pair(nn.Module):
+    """Two linears with a relu between: what can be split."""
+
+    def __init__(self, num_in: int, size: int):
+        super().__init__()
+        self.up = nn.Linear(num_in, size)
+        self.down = nn.Linear(size, size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.relu_(self.up(x)))
+
+
+class Dense(nn.Module):
+    def __init__(self, config: VGGConfig):
+        super().__init__()
+        self.pair = Pair(config.flat_size, config.fc_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.pair(x.flatten(1)))
+
+
+class VGG(ImageModel):
+    kind = "conv"
+
+    def __init__(self, config: VGGConfig):
+        first, *rest = config.convs
+        blocks = [*map(ConvLayer, rest), Dense(config)]
+        super().__init__(ConvLayer(first), blocks, nn.Linear(config.fc_size, config.num_classes))
+        self.config = config
+        self.kinds = vgg_kinds(config)
+
+    def kind_of(self, block: int) -> str:
+        return self.kinds[block]
+
+    def entry(self, block: int) -> tuple[int, ...]:
+        before = self.config.convs[block]  # the stem is the first of them
+        size = before.size // 2 if before.pools else before.size
+        return before.width, size, size
+
+    def regions(self) -> Iterable[Inside]:
+        for block in self.blocks.values():
+            if isinstance(block, Dense):
+                yield Inside(entries=(block.pair,), row=block.pair.down)
+
+
+def _conv(num_in: int, num_out: int, size: int, stride: int = 1) -> nn.Conv2d:
+    return nn.Conv2d(num_in, num_out, size, stride, padding=size // 2, bias=False)
+
+
+class BottleneckBlock(nn.Module):
+    def __init__(self, size: BottleneckShape):
+        super().__init__()
+        self.narrow = _conv(size.channels, size.width, 1)
+        self.narrow_norm = BatchNorm(size.width)
+        self.middle = _conv(size.width, size.width, 3, size.stride)
+        self.middle_norm = BatchNorm(size.width)
+        self.wide = _conv(size.width, size.out, 1)
+        self.wide_norm = BatchNorm(size.out)
+        self.shortcut = _conv(size.channels, size.out, 1, size.stride) if size.enters else None
+        self.shortcut_norm = BatchNorm(size.out) if size.enters else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = F.relu_(self.narrow_norm(self.narrow(x)))
+        out = F.relu_(self.middle_norm(self.middle(out)))
+        out = self.wide_norm(self.wide(out))
+        if self.shortcut is not None and self.shortcut_norm is not None:
+            x = self.shortcut_norm(self.shortcut(x))
+        return F.relu_(out + x)
+
+
+class ConvStem(nn.Module):
+    def __init__(self, config: ResNetConfig):
+        super().__init__()
+        self.conv = _conv(config.channels, config.stem_width, 7, 2)
+        self.norm = BatchNorm(config.stem_width)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return F.max_pool2d(F.relu_(self.norm(self.conv(images))), 3, 2, padding=1)
+
+
+class ConvHead(nn.Module):
+    def __init__(self, config: ResNetConfig):
+        super().__init__()
+        self.output = nn.Linear(config.bottlenecks[-1].out, config.num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.output(x.mean((2, 3)))
+
+
+class ResNet(ImageModel):
+    kind = "conv"
+
+    def __init__(self, config: ResNetConfig):
+        super().__init__(ConvStem(config), [*map(BottleneckBlock, config.bottlenecks)], ConvHead(config))
+        self.config = config
+        self.kinds = resnet_kinds(config)
+
+    def kind_of(self, block: int) -> str:
+        return self.kinds[block]
+
+    def entry(self, block: int) -> tuple[int, ...]:
+        size = self.config.bottlenecks[block]
+        return size.channels, size.size, size.size

@@ -14,7 +14,7 @@ from meshwright.foreign.trace import Subject, TracedLayer
 from meshwright.foreign.trace_fit import Summary
 from meshwright.models.presets import Config, DecoderConfig, DLRMConfig
 from meshwright.ops.model_interface import Inputs
-from meshwright.zoo.modules import module_of
+from meshwright.zoo import module_of
 
 
 def subject_of(config: Config) -> Subject:

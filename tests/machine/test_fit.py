@@ -7,8 +7,7 @@ import math
 import pytest
 
 from meshwright.core.device import Device
-from meshwright.machine.compute_fit import fit_attention, fit_matmuls, fit_traffic, nine_in_ten
-from meshwright.machine.link_fit import bus_bytes, fit_links, line
+from meshwright.machine.fits import bus_bytes, fit_attention, fit_links, fit_matmuls, fit_traffic, line, nine_in_ten
 
 PEAK = 1e15
 PLAIN = Device(

@@ -19,8 +19,8 @@ from meshwright.core.ledger import Entry, Measured, Predicted, append
 from meshwright.core.plan import Plan
 from meshwright.core.technique import technique_named
 from meshwright.machine.from_runs import learn, learn_one
-from meshwright.machine.machine_name import machine_name
 from meshwright.machine.named_clusters import cluster
+from meshwright.machine.probe import machine_name
 from meshwright.models.named_profile import profile
 from meshwright.simulator.forecast import Forecast, forecast
 

@@ -12,8 +12,7 @@ import pytest
 from meshwright.cli.main import main
 from meshwright.core.cluster import Cluster
 from meshwright.core.plan import Plan
-from meshwright.machine.named_clusters import ALIASES, preset, preset_names
-from meshwright.machine.plausible import warnings_of
+from meshwright.machine.named_clusters import ALIASES, preset, preset_names, warnings_of
 from meshwright.run.prepare import prepare
 from meshwright.run.run_file import read_run
 

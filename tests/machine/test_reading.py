@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.core.errors import MeshwrightError
-from meshwright.machine.assemble import assemble
-from meshwright.machine.link_fit import bus_bytes, fit_links
-from meshwright.machine.measured_blocks import BlockSeconds, block_tasks, forecast_seconds, whole_block
+from meshwright.machine.assemble import WHOLE_BLOCKS, BlockSeconds, assemble, block_tasks, forecast_seconds
+from meshwright.machine.fits import bus_bytes, fit_links
 from meshwright.machine.named_clusters import preset
 from meshwright.machine.readings import Reading
 
@@ -122,7 +121,7 @@ def test_odd_sizes_are_slower_by_what_was_measured() -> None:
 
 def block_forecast(reading: Reading) -> BlockSeconds:
     """Of the device before it is held to a block."""
-    return forecast_seconds(whole_block(reading.kind), assemble([reading], host_bytes=10**11).device)
+    return forecast_seconds(WHOLE_BLOCKS[reading.kind], assemble([reading], host_bytes=10**11).device)
 
 
 @pytest.mark.parametrize(("off", "error"), [(1.0, 0.15), (1.04, 0.15), (1.22, 0.22), (0.8, 0.2), (1.6, 0.3)])
@@ -141,7 +140,7 @@ def test_on_a_gpu_a_block_sets_the_rate_of_its_traffic() -> None:
     found = assemble([slow], host_bytes=10**11).device
     assert found.bandwidth_fraction == pytest.approx(plain.bandwidth_fraction / 1.25)
     assert found.matmul_fraction == plain.matmul_fraction
-    assert forecast_seconds(whole_block("cuda"), found).total == pytest.approx(slow.blocks["eager"], rel=0.01)
+    assert forecast_seconds(WHOLE_BLOCKS["cuda"], found).total == pytest.approx(slow.blocks["eager"], rel=0.01)
     # Far slower than any rate explains, and faster than the memory is.
     much = assemble([replace(H200, blocks={"eager": 5 * said.total})], host_bytes=10**11).device
     assert much.bandwidth_fraction == pytest.approx(plain.bandwidth_fraction / 2)
@@ -159,9 +158,9 @@ def test_on_a_cpu_a_block_corrects_nothing() -> None:
 
 def test_a_blocks_weights_are_cast_both_ways() -> None:
     weights = 2 * 2048**2 + 2 * 512 * 2048 + 3 * 8192 * 2048 + 2 * 2048
-    casts = [task for task in block_tasks(whole_block("cuda"), on_gpu=True) if task.name == "cast"]
+    casts = [task for task in block_tasks(WHOLE_BLOCKS["cuda"], on_gpu=True) if task.name == "cast"]
     assert [task.moved_bytes for task in casts] == [6 * weights, 6 * weights]
-    assert sum(task.name == "cast" for task in block_tasks(whole_block("cpu"), on_gpu=False)) == 0
+    assert sum(task.name == "cast" for task in block_tasks(WHOLE_BLOCKS["cpu"], on_gpu=False)) == 0
 
 
 def test_a_kind_whose_times_do_not_grow_is_as_fast_as_the_others() -> None:

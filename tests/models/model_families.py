@@ -11,7 +11,7 @@ from meshwright.core.box import Box
 from meshwright.models.presets import PRESETS, Config, DecoderConfig, DLRMConfig, config_kind
 from meshwright.ops.initial_weights import seeded
 from meshwright.ops.model_interface import Inputs
-from meshwright.zoo.modules import module_of
+from meshwright.zoo import module_of
 
 LLAMA = DecoderConfig(
     num_layers=3, hidden_size=64, num_heads=4, num_kv_heads=2, ffn_size=160, vocab_size=96, max_sequence=64

@@ -15,7 +15,7 @@ from meshwright.core.profile import Profile
 from meshwright.models.named_profile import profile, profile_of
 from meshwright.models.presets import ALIASES, PRESETS, Config, preset
 from meshwright.ops.model_interface import Model
-from meshwright.zoo.modules import module_of
+from meshwright.zoo import module_of
 
 SEQUENCE, SAMPLES = 32, 2
 

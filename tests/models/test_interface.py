@@ -13,7 +13,7 @@ from meshwright.models.named_profile import profile_of
 from meshwright.models.presets import config_kind
 from meshwright.ops.model_interface import Inside
 from meshwright.ops.module_edits import recomputed
-from meshwright.zoo.modules import module_of
+from meshwright.zoo import module_of
 
 STAGED = [name for name in MODELS if "stages" not in profile_of(MODELS[name], name).uncut]
 

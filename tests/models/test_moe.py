@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from model_families import DEEPSEEK, MIXTRAL
 
 from meshwright.models.presets import DecoderConfig
-from meshwright.zoo.expert_layers import LossScale, MoE
+from meshwright.zoo.layers import LossScale, MoE
 
 OPTIONS = {
     "softmax": MIXTRAL,

@@ -15,7 +15,7 @@ from meshwright.core.codec import decode
 from meshwright.core.plan import Plan
 from meshwright.models.presets import DecoderConfig, DLRMConfig
 from meshwright.verify import parity
-from meshwright.zoo.modules import module_of
+from meshwright.zoo import module_of
 
 VOCAB, SEQUENCE = 36, 16
 

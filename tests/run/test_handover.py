@@ -18,8 +18,8 @@ from meshwright.core.errors import MeshwrightError
 from meshwright.core.ledger import Entry, Measured, Predicted, append
 from meshwright.core.plan import Plan
 from meshwright.core.timeline import Span
-from meshwright.machine.machine_name import machine_name
 from meshwright.machine.named_clusters import cluster
+from meshwright.machine.probe import machine_name
 from meshwright.models.named_profile import profile
 from meshwright.run.learned_cluster import cluster_from_run, cluster_of_run
 from meshwright.run.prepare import plan_to_run, prepare
