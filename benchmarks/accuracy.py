@@ -26,7 +26,7 @@ from benchmarks.accuracy_tables import cpu_section, gpu_section, grid, number, p
 from benchmarks.published import report
 from benchmarks.published_plans import remembering, simulated
 from benchmarks.published_rows import read_rows
-from benchmarks.published_scores import Scored, score, summary
+from benchmarks.published_scores import ScoredPlan, score, summary
 from meshwright.core.errors import MeshwrightError
 
 FOLDER = Path(__file__).parent / "results"
@@ -172,7 +172,7 @@ def scored_table(path: Path) -> dict[str, Any]:
     }
 
 
-def _worst(each: Scored) -> dict[str, Any]:
+def _worst(each: ScoredPlan) -> dict[str, Any]:
     names = ("model", "hardware", "gpus")
     return {
         "source": each.source,

@@ -28,7 +28,7 @@ if __package__ in (None, ""):  # `python benchmarks/published.py`
 
 from benchmarks.published_plans import Forecaster, remembering, simulated
 from benchmarks.published_rows import read_rows
-from benchmarks.published_scores import Scored, by_source, score, summary
+from benchmarks.published_scores import ScoredPlan, by_source, score, summary
 from meshwright.core.errors import MeshwrightError, Problem
 
 COLUMNS = (
@@ -50,7 +50,7 @@ MOST_REASONS = 6
 """Reasons shown for each source; --json has them all."""
 
 
-def report(all_scored: Sequence[Scored]) -> dict[str, dict[str, Any]]:
+def report(all_scored: Sequence[ScoredPlan]) -> dict[str, dict[str, Any]]:
     """Source -> scores, the worst median first; sources without times last."""
     found = {source: summary(rows) for source, rows in by_source(all_scored).items()}
 
@@ -84,7 +84,7 @@ def table(found: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _facts(each: Scored) -> dict[str, Any]:
+def _facts(each: ScoredPlan) -> dict[str, Any]:
     guess, row = each.guess, each.row
     return {
         "file": each.source,
@@ -107,10 +107,10 @@ def _facts(each: Scored) -> dict[str, Any]:
     }
 
 
-def write_rows(all_scored: Sequence[Scored], path: Path) -> None:
+def write_rows(all_scored: Sequence[ScoredPlan], path: Path) -> None:
     """Every row with its forecast and errors, worst time first, then worst memory, then what is unscored."""
 
-    def badness(each: Scored) -> tuple[bool, float, float]:
+    def badness(each: ScoredPlan) -> tuple[bool, float, float]:
         return bool(each.reason), -(each.time_error or 0.0), -(each.memory_error or 0.0)
 
     facts = [_facts(each) for each in sorted(all_scored, key=badness)]

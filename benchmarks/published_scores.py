@@ -19,7 +19,7 @@ LEAST_SWEEP = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scored:
+class ScoredPlan:
     """A row with its forecast, or the reason why it has none."""
 
     row: Row
@@ -80,7 +80,7 @@ class Scored:
         return (*(row.text(column) for column in columns), row.batch if row.has_batch else None)
 
 
-def score_row(row: Row, forecaster: Forecaster) -> Scored:
+def score_row(row: Row, forecaster: Forecaster) -> ScoredPlan:
     dense = False
     try:
         row.check_numbers()
@@ -91,29 +91,29 @@ def score_row(row: Row, forecaster: Forecaster) -> Scored:
             dense = False  # nor could anybody else score it
             raise Unscored(f"nothing measured (status {row.text('status') or 'empty'})")
         case = case_of(row, real.memory_rank)
-        scored = Scored(row=row, is_dense=dense, case=case, real=real, guess=forecaster(case))
+        scored = ScoredPlan(row=row, is_dense=dense, case=case, real=real, guess=forecaster(case))
     except Unscored as unscored:
-        return Scored(row=row, is_dense=dense, reason=str(unscored))
+        return ScoredPlan(row=row, is_dense=dense, reason=str(unscored))
     except MeshwrightError as error:
-        return Scored(row=row, is_dense=dense, reason=reason_of(error.problems[0]))
+        return ScoredPlan(row=row, is_dense=dense, reason=reason_of(error.problems[0]))
     if scored.time_error is None and scored.memory_error is None and not scored.verdict:
         reason = "nothing that can be compared (time left out, memory or recomputation not told)"
-        return Scored(row=row, is_dense=dense, reason=reason)
+        return ScoredPlan(row=row, is_dense=dense, reason=reason)
     return scored
 
 
-def score(rows: Iterable[Row], forecaster: Forecaster) -> list[Scored]:
+def score(rows: Iterable[Row], forecaster: Forecaster) -> list[ScoredPlan]:
     return [score_row(row, forecaster) for row in rows]
 
 
-def by_source(all_scored: Iterable[Scored]) -> dict[str, list[Scored]]:
-    found: dict[str, list[Scored]] = defaultdict(list)
+def by_source(all_scored: Iterable[ScoredPlan]) -> dict[str, list[ScoredPlan]]:
+    found: dict[str, list[ScoredPlan]] = defaultdict(list)
     for each in all_scored:
         found[each.source].append(each)
     return dict(found)
 
 
-def summary(rows: Sequence[Scored]) -> dict[str, Any]:
+def summary(rows: Sequence[ScoredPlan]) -> dict[str, Any]:
     """Of one source."""
     times = [each.time_error for each in rows if each.time_error is not None]
     memory = [each.memory_error for each in rows if each.memory_error is not None]
@@ -146,9 +146,9 @@ def _rounded(value: Any) -> float:
     return round(float(value), 4)
 
 
-def sweeps(rows: Iterable[Scored]) -> list[list[Scored]]:
+def sweeps(rows: Iterable[ScoredPlan]) -> list[list[ScoredPlan]]:
     """Rows with a time, of which only the plan differs, three or more together, and not all of one plan."""
-    found: dict[tuple[Any, ...], list[Scored]] = defaultdict(list)
+    found: dict[tuple[Any, ...], list[ScoredPlan]] = defaultdict(list)
     for each in rows:
         if each.time_error is not None:
             found[each.sweep].append(each)
@@ -160,13 +160,13 @@ def sweeps(rows: Iterable[Scored]) -> list[list[Scored]]:
     ]
 
 
-def _columns(sweep: Sequence[Scored]) -> tuple[list[float], list[float]]:
+def _columns(sweep: Sequence[ScoredPlan]) -> tuple[list[float], list[float]]:
     """Forecast and measured seconds."""
     pairs = [(each.guess.step_seconds, each.real_seconds) for each in sweep if each.guess and each.real_seconds]
     return [guess for guess, _ in pairs], [real for _, real in pairs]
 
 
-def regret(sweep: Sequence[Scored]) -> float:
+def regret(sweep: Sequence[ScoredPlan]) -> float:
     """What it costs to run the plan that we would pick: the fastest forecast of those that we say fit.
 
     Of equal forecasts the one that measured worst, for nothing tells us which to take.
@@ -184,7 +184,7 @@ def kendall_tau(first: Sequence[float], second: Sequence[float]) -> float | None
     return float(np.sum(a * b) / np.sqrt(untied)) if untied else None
 
 
-def mean_tau(rows: Sequence[Scored]) -> float | None:
+def mean_tau(rows: Sequence[ScoredPlan]) -> float | None:
     """Over sweeps, each counting as many times as it has plans."""
     taus = [(kendall_tau(*_columns(sweep)), len(sweep)) for sweep in sweeps(rows)]
     known = [(tau, count) for tau, count in taus if tau is not None]

@@ -25,22 +25,22 @@ from typing import Any
 
 from benchmarks.published_plans import remembering, simulated
 from benchmarks.published_rows import Row, read_rows
-from benchmarks.published_scores import Scored, by_source, mean_tau, regret, score, sweeps
+from benchmarks.published_scores import ScoredPlan, by_source, mean_tau, regret, score, sweeps
 from meshwright.core.errors import MeshwrightError
 
 SOURCES = {"hagemann2023_layouts": "Hagemann", "hf_ultrascale_playbook": "playbook", "vtrain_measured": "vTrain"}
 GOAL_MEAN, GOAL_WORST = 0.03, 0.10
 MOST_WORST = 10
 
-Sweep = list[Scored]
-Fact = Callable[[Scored], str]
+Sweep = list[ScoredPlan]
+Fact = Callable[[ScoredPlan], str]
 
 
 def _column(name: str) -> Fact:
     return lambda each: each.row.text(name) or "-"
 
 
-def _fullness(each: Scored) -> str:
+def _fullness(each: ScoredPlan) -> str:
     """How much of the device the plan takes, by our forecast."""
     assert each.guess is not None
     share = each.guess.allocated_bytes / (float(each.row.text("gpu_mem_gb") or 80) * 2**30)
@@ -64,24 +64,24 @@ FACTS: dict[str, Fact] = {
 """By which errors are told apart; the last are pairs: latency where microbatches are small, and the bubble."""
 
 
-def seconds(each: Scored) -> tuple[float, float]:
+def seconds(each: ScoredPlan) -> tuple[float, float]:
     """Forecast and measured, of a row that has both."""
     assert each.guess is not None
     assert each.real_seconds
     return each.guess.step_seconds, each.real_seconds
 
 
-def picked(sweep: Sequence[Scored]) -> Scored:
+def picked(sweep: Sequence[ScoredPlan]) -> ScoredPlan:
     """As `regret` picks."""
     fitting = [each for each in sweep if each.guess and each.guess.fits] or list(sweep)
     return min(fitting, key=lambda each: (seconds(each)[0], -seconds(each)[1]))
 
 
-def best(sweep: Sequence[Scored]) -> Scored:
+def best(sweep: Sequence[ScoredPlan]) -> ScoredPlan:
     return min(sweep, key=lambda each: seconds(each)[1])
 
 
-def by_kernel(members: Iterable[Scored]) -> list[Sweep]:
+def by_kernel(members: Iterable[ScoredPlan]) -> list[Sweep]:
     """Sweeps in which the attention kernel is the same too."""
     groups: dict[str, Sweep] = defaultdict(list)
     for each in members:
@@ -94,7 +94,7 @@ def facts_of(sweep: Sweep) -> dict[str, Any]:
     ours, first = picked(sweep), best(sweep)
     row = first.row
 
-    def told(each: Scored) -> dict[str, Any]:
+    def told(each: ScoredPlan) -> dict[str, Any]:
         said, real = seconds(each)
         kernel = each.row.text("attention_kernel")
         plan = (each.guess.plan if each.guess else "") + (f" ({kernel})" if kernel else "")
@@ -115,7 +115,7 @@ def facts_of(sweep: Sweep) -> dict[str, Any]:
     }
 
 
-def ran_out(rows: Sequence[Scored], sweep: Sweep) -> bool:
+def ran_out(rows: Sequence[ScoredPlan], sweep: Sweep) -> bool:
     """Whether a plan of the sweep that ran out of memory would have been picked before any that ran."""
     key, ours = sweep[0].sweep, seconds(picked(sweep))[0]
     return any(
@@ -124,7 +124,7 @@ def ran_out(rows: Sequence[Scored], sweep: Sweep) -> bool:
     )
 
 
-def source_scores(rows: Sequence[Scored]) -> dict[str, Any]:
+def source_scores(rows: Sequence[ScoredPlan]) -> dict[str, Any]:
     found = sweeps(rows)
     regrets = [regret(sweep) for sweep in found]
     same = [regret(sweep) for sweep in by_kernel(rows)]
@@ -164,7 +164,7 @@ def corrected_regret(found: Sequence[Sweep], fact: Fact, off: Mapping[str, float
         for each in sweep:
             own[fact(each)].append(off[each.row.text("row_id")])
 
-        def corrected(each: Scored, own: Mapping[str, list[float]] = own) -> float:
+        def corrected(each: ScoredPlan, own: Mapping[str, list[float]] = own) -> float:
             value = fact(each)
             count = len(total[value]) - len(own[value])
             known = (sum(total[value]) - sum(own[value])) / count if count else 0.0
@@ -176,7 +176,7 @@ def corrected_regret(found: Sequence[Sweep], fact: Fact, off: Mapping[str, float
     return statistics.mean(regrets)
 
 
-def causes(rows: Sequence[Scored]) -> list[dict[str, Any]]:
+def causes(rows: Sequence[ScoredPlan]) -> list[dict[str, Any]]:
     """Settings by the regret that would go if their own error did, most first."""
     found = sweeps(rows)
     off, before = offsets(found), statistics.mean(map(regret, found))
@@ -194,7 +194,7 @@ def causes(rows: Sequence[Scored]) -> list[dict[str, Any]]:
     return sorted(made, key=lambda each: each["regret_left"])
 
 
-def report(all_scored: Sequence[Scored]) -> dict[str, Any]:
+def report(all_scored: Sequence[ScoredPlan]) -> dict[str, Any]:
     groups = {source: rows for source, rows in by_source(all_scored).items() if sweeps(rows)}
     every = [facts_of(sweep) for rows in groups.values() for sweep in sweeps(rows)]
     regrets = [each["regret"] for each in every]

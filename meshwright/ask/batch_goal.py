@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from meshwright.ask.device_counts import resized
-from meshwright.ask.question import AskedOutcome, Question, Tell, outcome
+from meshwright.ask.question import Outcome, Question, Tell, outcome
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.profile import Profile
 from meshwright.core.units import pretty_count
@@ -101,12 +101,12 @@ class BatchRun:
 
     batch: int
     devices: int
-    outcome: AskedOutcome
+    outcome: Outcome
     steps: float
 
     @property
     def seconds(self) -> float:
-        return self.steps * self.outcome.best[1].step_seconds if self.outcome.best else math.inf
+        return self.steps * self.outcome.best.forecast.step_seconds if self.outcome.best else math.inf
 
     @property
     def device_hours(self) -> float:

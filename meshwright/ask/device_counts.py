@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from meshwright.ask.question import AskedOutcome, Question, Tell, outcome
+from meshwright.ask.question import Outcome, Question, Tell, outcome
 from meshwright.core.cluster import MOST_DEVICES, Cluster, parse_cluster_name
 
 MOST_SIZES = 8
@@ -74,12 +74,12 @@ def _next_nodes(devices: int, width: int) -> int:
 @dataclass(frozen=True, kw_only=True)
 class DeviceCount:
     devices: int
-    outcome: AskedOutcome
+    outcome: Outcome
 
     @property
     def rate(self) -> float:
         """Tokens (or samples) a second; 0 where there is no plan."""
-        return self.outcome.best[1].tokens_per_second if self.outcome.best else 0.0
+        return self.outcome.best.forecast.tokens_per_second if self.outcome.best else 0.0
 
     def device_hours(self, tokens: float) -> float:
         return tokens / self.rate * self.devices / 3600 if self.rate else float("inf")

@@ -2,40 +2,50 @@
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
 
 from meshwright.core.cluster import Cluster
-from meshwright.core.codec import encode
 from meshwright.core.plan import Plan
 from meshwright.core.units import pretty_bytes, pretty_seconds
-from meshwright.planner.mixed_words import explain_mixed
-from meshwright.planner.search import Alternative, Scored, SearchResult
+from meshwright.planner.search import Alternative, ScoredPlan, SearchResult
 
 _AS_FAST = 1.005
 """Below, nobody could tell the difference."""
 
 
-def explain(found: SearchResult, cluster: Cluster) -> list[str]:
-    if found.best is not None:
-        return [*_why_it_won(found, found.best), *explain_mixed(found, cluster)]
-    if found.nearest_miss is not None:
-        return _why_nothing_fits(found.nearest_miss)
+def explain(result: SearchResult, cluster: Cluster) -> list[str]:
+    if result.best is not None:
+        return [*_why_it_won(result, result.best), *explain_groups(result, cluster)]
+    if result.nearest_miss is not None:
+        return _why_nothing_fits(result.nearest_miss)
     lines = [f"No plan uses all {cluster.num_devices} devices of {cluster.name} for this batch."]
-    lines += [f"{count} x {reason}" for reason, count in found.rejected.items()]
+    lines += [f"{count} x {reason}" for reason, count in result.rejected.items()]
     return [*lines, "Try a batch with more divisors, another number of devices, or fewer pins and bans."]
 
 
-def _why_it_won(found: SearchResult, best: Scored) -> list[str]:
-    lines = [f"bottleneck: {best[1].bottleneck}", f"proof: {gap_words(found)}"]
-    runner_up = next((scored for scored in found.ranked if scored[0] != best[0]), None)
-    if runner_up is not None:
-        lines.append(f"runner-up: {_slower(runner_up, best)} with {'; '.join(differences(best[0], runner_up[0]))}")
-    unfit = faster_unfit(found)
+def _why_it_won(result: SearchResult, best: ScoredPlan) -> list[str]:
+    lines = [f"bottleneck: {best.forecast.bottleneck}", f"proof: {gap_words(result)}"]
+    second = runner_up(result)
+    if second is not None:
+        lines.append(f"runner-up: {_slower(second, best)} with {'; '.join(differences(best.plan, second.plan))}")
+    unfit = faster_unfit(result)
     if unfit is not None:
-        gain = 1 - unfit[1].step_seconds / best[1].step_seconds
-        changes = "; ".join(differences(best[0], unfit[0]))
+        gain = 1 - unfit.forecast.step_seconds / best.forecast.step_seconds
+        changes = "; ".join(differences(best.plan, unfit.plan))
         lines.append(f"faster but too large: {percent(gain)} faster with {changes}; {missing_words(unfit)}")
-    return lines + _worths(found, best)
+    # What the winner's techniques are worth, and what the others would cost.
+    for is_used, words in ((True, "without"), (False, "with")):
+        worths = [
+            f"{each.technique} {_worth(each, result, best)}" for each in result.alternatives if each.is_used is is_used
+        ]
+        if worths:
+            lines.append(f"{words}: {', '.join(worths)}")
+    return lines
+
+
+def runner_up(result: SearchResult) -> ScoredPlan | None:
+    """The fastest plan after the best."""
+    return next((scored for scored in result.ranked if result.best and scored.plan != result.best.plan), None)
 
 
 def differences(plan: Plan, other: Plan) -> tuple[str, ...]:
@@ -44,68 +54,57 @@ def differences(plan: Plan, other: Plan) -> tuple[str, ...]:
     return tuple(line for line in plan.diff(other) if has_same_axes or not line.startswith("axis_order"))
 
 
-def gap_words(found: SearchResult) -> str:
+def gap_words(result: SearchResult) -> str:
     """What the certificate says."""
-    count = f"{found.evaluated:,} plan{'s' if found.evaluated != 1 else ''}"
-    if found.gap_fraction is None:
+    count = f"{result.evaluated:,} plan{'s' if result.evaluated != 1 else ''}"
+    if result.gap_fraction is None:
         return f"none for {count}"
-    if found.gap_fraction == 0:
+    if result.gap_fraction == 0:
         return f"none of {count} is faster"
-    return f"none of {count} is more than {percent(found.gap_fraction)} faster"
+    return f"none of {count} is more than {percent(result.gap_fraction)} faster"
 
 
-def faster_unfit(found: SearchResult) -> Scored | None:
+def faster_unfit(result: SearchResult) -> ScoredPlan | None:
     """The fastest plan that does not fit, where it would beat the best."""
-    unfit = found.faster_unfit
-    if unfit is None or found.best is None or unfit[1].step_seconds >= found.best[1].step_seconds:
+    unfit = result.faster_unfit
+    if unfit is None or result.best is None or unfit.forecast.step_seconds >= result.best.forecast.step_seconds:
         return None
     return unfit
 
 
-def missing_bytes(scored: Scored) -> int:
+def missing_bytes(scored: ScoredPlan) -> int:
     """What a plan that does not fit has too much; 0 where only the pieces between its tensors are too much."""
-    return max(0, scored[1].peak_bytes - scored[1].memory_bytes)
+    return max(0, scored.forecast.peak_bytes - scored.forecast.memory_bytes)
 
 
-def missing_words(scored: Scored) -> str:
+def missing_words(scored: ScoredPlan) -> str:
     over = missing_bytes(scored)
     return f"{pretty_bytes(over)} of memory too much" if over else "too much in pieces"
 
 
-def _worths(found: SearchResult, best: Scored) -> list[str]:
-    """Two lines: what the winner's techniques are worth, and what the others would cost."""
-    lines = []
-    for is_used, words in ((True, "without"), (False, "with")):
-        asked = [each for each in found.alternatives if each.is_used is is_used]
-        told = [f"{each.technique} {_worth(each, found, best)}" for each in asked]
-        if told:
-            lines.append(f"{words}: {', '.join(told)}")
-    return lines
-
-
-def _worth(alternative: Alternative, found: SearchResult, best: Scored) -> str:
-    other = alternative_of(alternative, found)
+def _worth(alternative: Alternative, result: SearchResult, best: ScoredPlan) -> str:
+    other = alternative_of(alternative, result)
     if other is not None:
         return _slower(other, best)
     if alternative.least_seconds is None:
         return "nothing fits"
-    ratio = alternative.least_seconds / best[1].step_seconds
+    ratio = alternative.least_seconds / best.forecast.step_seconds
     return "not looked for" if ratio < _AS_FAST else f"at least {percent(ratio - 1)} slower"
 
 
-def alternative_of(alternative: Alternative, found: SearchResult) -> Scored | None:
+def alternative_of(alternative: Alternative, result: SearchResult) -> ScoredPlan | None:
     """The best plan that decides otherwise: what search gave for it, or one that is ranked."""
     others = [
         scored
-        for scored in found.ranked
-        if (scored[0].technique(alternative.technique) is not None) is not alternative.is_used
+        for scored in result.ranked
+        if (scored.plan.technique(alternative.technique) is not None) is not alternative.is_used
     ]
-    others += [alternative.found] if alternative.found is not None else []
-    return min(others, key=lambda scored: scored[1].step_seconds, default=None)
+    others += [alternative.scored] if alternative.scored is not None else []
+    return min(others, key=lambda scored: scored.forecast.step_seconds, default=None)
 
 
-def _slower(other: Scored, best: Scored) -> str:
-    ratio = other[1].step_seconds / best[1].step_seconds
+def _slower(other: ScoredPlan, best: ScoredPlan) -> str:
+    ratio = other.forecast.step_seconds / best.forecast.step_seconds
     if ratio < _AS_FAST:
         return "as fast"
     return f"{percent(ratio - 1)} slower" if ratio < 2 else f"{ratio:.1f} x slower"
@@ -116,7 +115,7 @@ def percent(fraction: float) -> str:
     return f"{100 * fraction:.2g} %" if abs(fraction) < 0.1 else f"{100 * fraction:.0f} %"
 
 
-def _why_nothing_fits(miss: Scored) -> list[str]:
+def _why_nothing_fits(miss: ScoredPlan) -> list[str]:
     plan, forecast = miss
     kept = forecast.peak_bytes_by_category
     largest = max(kept, key=lambda category: kept[category])
@@ -128,34 +127,25 @@ def _why_nothing_fits(miss: Scored) -> list[str]:
     ]
 
 
-def explained_as_json(found: SearchResult) -> dict[str, Any]:
-    """The same for programs; beside what `found_as_json` says."""
-    best = found.best
-    if best is None:
-        return {}
-    runner_up = next((scored for scored in found.ranked if scored[0] != best[0]), None)
-    unfit = faster_unfit(found)
-    return {
-        "bottleneck": best[1].bottleneck,
-        "certificate": gap_words(found),
-        "runner_up": None if runner_up is None else _beside(runner_up, best),
-        "faster_unfit": None if unfit is None else _beside(unfit, best) | {"missing_bytes": missing_bytes(unfit)},
-        "alternatives": [
-            {
-                "technique": each.technique,
-                "is_used": each.is_used,
-                "step_seconds": None if other is None else other[1].step_seconds,
-            }
-            for each in found.alternatives
-            for other in (alternative_of(each, found),)
-        ],
-    }
-
-
-def _beside(other: Scored, best: Scored) -> dict[str, Any]:
-    return {
-        "plan": encode(other[0]),
-        "forecast": encode(other[1]),
-        "differences": list(differences(best[0], other[0])),
-        "times_step_seconds": other[1].step_seconds / best[1].step_seconds,
-    }
+def explain_groups(result: SearchResult, cluster: Cluster) -> list[str]:
+    """Of a mixed cluster: which groups the plan uses, and what the other ways to use them would take."""
+    if result.best is None or not cluster.merged().others:
+        return []
+    plan, predicted = result.best
+    names = cluster.group_names
+    used = plan.groups or tuple(range(len(names)))
+    idle = [name for at, name in enumerate(names) if at not in used]
+    lines = [f"Its ranks take {', then '.join(names[at] for at in used)}."]
+    if idle:
+        others = [each for other, each in result.ranked if set(other.groups or range(len(names))) > set(used)]
+        worse = (
+            f"; with them a step takes {others[0].step_seconds / predicted.step_seconds:.2f} x as long"
+            if others
+            else ""
+        )
+        lines.append(f"It leaves {' and '.join(idle)} idle{worse}.")
+    if len(set(plan.shares)) > 1:
+        words = ", ".join(f"{len(list(run))} x {share}" for share, run in itertools.groupby(plan.shares))
+        lines.append(f"Replicas run {words} microbatches of {plan.microbatch}, so that all end at about the same time.")
+    lines.append("The gap is against devices that need no memory and send nothing, so it is wide.")
+    return lines

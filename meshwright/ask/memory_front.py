@@ -13,9 +13,9 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from meshwright.ask.question import AskedOutcome, Question, Tell, outcome
+from meshwright.ask.question import Question, Tell, outcome
 from meshwright.core.units import MIB
-from meshwright.planner.search import Scored
+from meshwright.planner.search import ScoredPlan
 
 MOST_POINTS = 10
 _MOST_SEARCHES = 24
@@ -28,17 +28,17 @@ _NARROW = 1.01
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    scored: Scored
+    scored: ScoredPlan
     budget_bytes: int
     """Up to here no plan is faster."""
 
     @property
     def seconds(self) -> float:
-        return self.scored[1].step_seconds
+        return self.scored.forecast.step_seconds
 
     @property
     def peak_bytes(self) -> int:
-        return self.scored[1].peak_bytes
+        return self.scored.forecast.peak_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class MemoryFront:
     is_interrupted: bool = False
 
 
-def front(question: Question, tell: Tell, best: Scored | None = None) -> MemoryFront:
+def front(question: Question, tell: Tell, best: ScoredPlan | None = None) -> MemoryFront:
     """`best`: what the question itself has given, if anything fits; it is a point too."""
     points: list[Point] = []
     if best is not None:
@@ -86,21 +86,17 @@ def _least(question: Question, enough_bytes: int) -> Point | None:
     """Where nothing fits, search names the plan that needs least; what an allocator loses in pieces comes on top."""
     taken = max(group.device.reserved_bytes for group in question.cluster.groups)
     nothing = outcome("", question.with_memory(taken + MIB))
-    if nothing.best is not None or nothing.found is None or nothing.found.nearest_miss is None:
-        return _as_point(nothing)
-    budget = nothing.found.nearest_miss[1].peak_bytes
+    if nothing.best is not None:
+        return Point(scored=nothing.best, budget_bytes=nothing.question.cluster.device.memory_bytes)
+    if nothing.result is None or nothing.result.nearest_miss is None:
+        return None
+    budget = nothing.result.nearest_miss.forecast.peak_bytes
     while budget < enough_bytes:
-        found = _point(question, budget)
-        if found is not None:
-            return found
+        point = _point(question, budget)
+        if point is not None:
+            return point
         budget = math.ceil(budget * 1.02)
     return None
-
-
-def _as_point(found: AskedOutcome) -> Point | None:
-    if found.best is None:
-        return None
-    return Point(scored=found.best, budget_bytes=found.question.cluster.device.memory_bytes)
 
 
 def _added(points: list[Point], new: Point | None) -> list[Point]:

@@ -1,4 +1,4 @@
-"""What is asked of the search, as a value: so that it can be asked again with something changed."""
+"""A question to the search, as a value: so that it can be asked again with something changed."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from meshwright.core.device import Device
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.profile import Profile
 from meshwright.core.units import pretty_bytes
-from meshwright.core.work import ADAM, Updating
-from meshwright.planner.search import Scored, SearchResult, search
+from meshwright.core.work import ADAM, EachElement
+from meshwright.optimizers.optimizer_config import OptimizerConfig
+from meshwright.planner.search import ScoredPlan, SearchResult, search
 
 Tell = Callable[[str], None]
-"""Hears what is being searched now."""
+"""Is called with what is being searched now, for a person who waits."""
 
 
 def with_devices(cluster: Cluster, change: Callable[[Device], Device]) -> Cluster:
@@ -30,7 +31,7 @@ class Question:
     batch: int
     sequence: int
     allow: str
-    optimizer: Updating = ADAM
+    optimizer: OptimizerConfig | EachElement = ADAM
     pin: tuple[str, ...] = ()
     ban: tuple[str, ...] = ()
     max_memory_bytes: int | None = None
@@ -72,46 +73,41 @@ class Question:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AskedOutcome:
-    """One question asked beside the first one, and what came of it."""
+class Outcome:
+    """The result of a question that differs from the first one in something."""
 
     words: str
     """What is different, for people."""
     question: Question
-    found: SearchResult | None = None
+    result: SearchResult | None = None
     refusal: str = ""
     """Why it could not even be searched."""
 
     @property
-    def best(self) -> Scored | None:
-        return self.found.best if self.found is not None else None
+    def best(self) -> ScoredPlan | None:
+        return self.result.best if self.result is not None else None
 
     @property
     def reason(self) -> str:
         """Why there is no plan; empty if there is one."""
-        if self.refusal or self.found is None:
+        if self.refusal or self.result is None or self.result.best is not None:
             return self.refusal
-        return "" if self.found.best is not None else why_none(self.found)
+        miss = self.result.nearest_miss
+        if miss is not None:
+            peak_bytes = miss.forecast.peak_bytes
+            over = peak_bytes - miss.forecast.memory_bytes
+            missing = f"{pretty_bytes(over)} too much" if over > 0 else "too much in pieces"
+            return f"does not fit: the least is {pretty_bytes(peak_bytes)}, {missing}"
+        rejected = self.result.rejected
+        return max(rejected, key=lambda reason: rejected[reason], default="no plan uses all devices")
 
 
-def outcome(words: str, question: Question) -> AskedOutcome:
+def outcome(words: str, question: Question) -> Outcome:
     """Ask; what cannot be is a reason, not an error. An interrupted search ends everything that follows from it."""
     try:
-        found = question.ask()
+        result = question.ask()
     except MeshwrightError as error:
-        return AskedOutcome(words=words, question=question, refusal=" ".join(map(str, error.problems)))
-    if found.is_interrupted:
+        return Outcome(words=words, question=question, refusal=" ".join(map(str, error.problems)))
+    if result.is_interrupted:
         raise KeyboardInterrupt
-    return AskedOutcome(words=words, question=question, found=found)
-
-
-def why_none(found: SearchResult) -> str:
-    """Why a search came back without a plan, in a few words."""
-    if found.nearest_miss is not None:
-        told = found.nearest_miss[1]
-        over = told.peak_bytes - told.memory_bytes
-        missing = f"{pretty_bytes(over)} too much" if over > 0 else "too much in pieces"
-        return f"does not fit: the least is {pretty_bytes(told.peak_bytes)}, {missing}"
-    if found.rejected:
-        return max(found.rejected, key=lambda reason: found.rejected[reason])
-    return "no plan uses all devices"
+    return Outcome(words=words, question=question, result=result)

@@ -1,4 +1,4 @@
-"""Nothing fits: what would, each found by searching and with what it costs."""
+"""Nothing fits: what would, each way searched for and with what it costs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from meshwright.ask.device_counts import larger_sizes, resized
-from meshwright.ask.question import AskedOutcome, Question, Tell, outcome
+from meshwright.ask.question import Outcome, Question, Tell, outcome
 from meshwright.core.units import pretty_bytes
 from meshwright.planner import wishes
 from meshwright.planner.search import SearchResult
@@ -33,11 +33,18 @@ class WayOut:
     what: str
     """devices, memory, sequence, numerics, wishes."""
     words: str
-    outcome: AskedOutcome
+    outcome: Outcome
 
 
-def ways_out(question: Question, found: SearchResult, tell: Tell) -> tuple[tuple[WayOut, ...], tuple[str, ...]]:
-    """Those that lead out, and in words those that do not. `found` is the search that came back empty."""
+@dataclass(frozen=True, kw_only=True)
+class WaysOut:
+    open: tuple[WayOut, ...]
+    closed: tuple[str, ...]
+    """Those that do not lead out, in words."""
+
+
+def ways_out(question: Question, result: SearchResult, tell: Tell) -> WaysOut:
+    """`result`: of the search that came back empty."""
     ways: list[WayOut] = []
     closed: list[str] = []
     tried: tuple[Callable[[Question, SearchResult, Tell], WayOut | str], ...] = (
@@ -48,26 +55,26 @@ def ways_out(question: Question, found: SearchResult, tell: Tell) -> tuple[tuple
         _fewer_wishes,
     )
     for look in tried:
-        way = look(question, found, tell)
+        way = look(question, result, tell)
         if isinstance(way, WayOut):
             ways.append(way)
         elif way:
             closed.append(way)
     if len(ways) < _ENOUGH_WAYS:
         ways += _fewer_but_larger(question, ways, tell)
-    return tuple(ways), tuple(closed)
+    return WaysOut(open=tuple(ways), closed=tuple(closed))
 
 
-def _more_devices(question: Question, found: SearchResult, tell: Tell) -> WayOut | str:
+def _more_devices(question: Question, result: SearchResult, tell: Tell) -> WayOut | str:
     """Doubling until it fits, then halving the last doubling as far as whole nodes go."""
-    short, enough, least_bytes = question.cluster.num_devices, None, _least_bytes(found)
+    short, enough, least_bytes = question.cluster.num_devices, None, _least_bytes(result)
     for devices in larger_sizes(question.cluster):
-        if not _is_too_small(question, found, devices):
+        if not _is_too_small(question, result, devices):
             made = _on(question, devices, tell)
             if made.best is not None:
                 enough = made
                 break
-            now_bytes = _least_bytes(made.found)
+            now_bytes = _least_bytes(made.result)
             if devices > _MOST_DEVICES or now_bytes > _HELPS * least_bytes:
                 return f"More such devices do not help: {devices} {_least_words(made)}."
             least_bytes = now_bytes
@@ -75,7 +82,7 @@ def _more_devices(question: Question, found: SearchResult, tell: Tell) -> WayOut
     if enough is None:
         return ""
     while (middle := _between(question, short, enough.question.cluster.num_devices)) is not None:
-        fewer = enough if _is_too_small(question, found, middle) else _on(question, middle, tell)
+        fewer = enough if _is_too_small(question, result, middle) else _on(question, middle, tell)
         if fewer is enough or fewer.best is None:
             short = middle
         else:
@@ -85,32 +92,39 @@ def _more_devices(question: Question, found: SearchResult, tell: Tell) -> WayOut
     return WayOut(what="devices", words=words, outcome=enough)
 
 
-def _least_bytes(found: SearchResult | None) -> float:
+def _least_bytes(result: SearchResult | None) -> float:
     """What the smallest plan needs; infinite where there is no plan at all."""
-    return found.nearest_miss[1].peak_bytes if found is not None and found.nearest_miss is not None else math.inf
+    return (
+        result.nearest_miss.forecast.peak_bytes if result is not None and result.nearest_miss is not None else math.inf
+    )
 
 
-def _is_too_small(question: Question, found: SearchResult, devices: int) -> bool:
+def _is_too_small(question: Question, result: SearchResult, devices: int) -> bool:
     """Even if parameters, gradients and states were shared out evenly: then a search would be for nothing."""
-    return _held_bytes(question, found) / devices > _ROOM * question.machine.device.memory_bytes
+    return _held_bytes(question, result) / devices > _ROOM * question.machine.device.memory_bytes
 
 
-def _held_bytes(question: Question, found: SearchResult) -> float:
+def _held_bytes(question: Question, result: SearchResult) -> float:
     """Parameters, gradients and states of all devices together, whatever the plan."""
-    if found.nearest_miss is None:
+    if result.nearest_miss is None:
         return 0.0
-    told, own = found.nearest_miss[1], question.cluster.num_devices
+    told, own = result.nearest_miss.forecast, question.cluster.num_devices
     held = sum(told.peak_bytes_by_category.get(name, 0) for name in ("parameters", "gradients", "optimizer"))
     # Of several devices some may hold the same; one alone has everything once.
     return held if own == 1 else held * own / 2
 
 
-def _on(question: Question, devices: int, tell: Tell) -> AskedOutcome:
+def _on(question: Question, devices: int, tell: Tell) -> Outcome:
     cluster = resized(question.cluster, devices)
     assert cluster is not None, f"{devices} devices are possible"
     tell(f"searching {cluster.name}")
     made = outcome(cluster.name, replace(question, cluster=cluster))
-    if made.best is not None or made.found is None or made.found.nearest_miss is not None or question.batch >= devices:
+    if (
+        made.best is not None
+        or made.result is None
+        or made.result.nearest_miss is not None
+        or question.batch >= devices
+    ):
         return made
     # No plan at all: so many devices cannot share the batch, and one sample each is the least that they can.
     words = f"{cluster.name}, batch {devices}"
@@ -126,10 +140,10 @@ def _between(question: Question, short: int, enough: int) -> int | None:
     return nodes * width if short < nodes * width < enough else None
 
 
-def _more_memory(question: Question, found: SearchResult, tell: Tell) -> WayOut | str:
-    if found.nearest_miss is None:
+def _more_memory(question: Question, result: SearchResult, tell: Tell) -> WayOut | str:
+    if result.nearest_miss is None:
         return ""
-    budget = found.nearest_miss[1].peak_bytes
+    budget = result.nearest_miss.forecast.peak_bytes
     for _ in range(_MOST_TRIES):
         budget = int(budget * _MARGIN)
         tell(f"searching with {pretty_bytes(budget)}")
@@ -152,12 +166,12 @@ def _fewer_but_larger(question: Question, ways: list[WayOut], tell: Tell) -> lis
     return [WayOut(what="devices and memory", words=words, outcome=made)] if made.best is not None else []
 
 
-def _shorter(question: Question, found: SearchResult, tell: Tell) -> WayOut | str:
+def _shorter(question: Question, result: SearchResult, tell: Tell) -> WayOut | str:
     """Halving the sequence, after a look whether the shortest would do."""
-    if question.profile.counts != "tokens" or question.sequence <= _SHORTEST or found.nearest_miss is None:
+    if question.profile.counts != "tokens" or question.sequence <= _SHORTEST or result.nearest_miss is None:
         return ""
-    if _is_too_small(question, found, question.cluster.num_devices):
-        held = pretty_bytes(_held_bytes(question, found) / question.cluster.num_devices)
+    if _is_too_small(question, result, question.cluster.num_devices):
+        held = pretty_bytes(_held_bytes(question, result) / question.cluster.num_devices)
         return f"No shorter sequence helps: parameters, gradients and states alone are {held} a device."
     lengths: list[int] = []
     while (length := question.sequence >> len(lengths) + 1) >= _SHORTEST:
@@ -181,16 +195,16 @@ def _shorter(question: Question, found: SearchResult, tell: Tell) -> WayOut | st
     return WayOut(what="sequence", words=words, outcome=enough)
 
 
-def _least_words(made: AskedOutcome) -> str:
-    if made.found is None or made.found.nearest_miss is None:
+def _least_words(made: Outcome) -> str:
+    if made.result is None or made.result.nearest_miss is None:
         return "have no plan"
-    return f"still need {pretty_bytes(made.found.nearest_miss[1].peak_bytes)}"
+    return f"still need {pretty_bytes(made.result.nearest_miss.forecast.peak_bytes)}"
 
 
-def _other_numerics(question: Question, found: SearchResult, tell: Tell) -> WayOut | str:
+def _other_numerics(question: Question, result: SearchResult, tell: Tell) -> WayOut | str:
     """The first level of exactness beyond the one allowed with which something fits."""
     levels: tuple[str, ...] = getattr(wishes, "ALLOW", wishes.EXACTNESS)
-    if _is_too_small(question, found, 4 * question.cluster.num_devices):
+    if _is_too_small(question, result, 4 * question.cluster.num_devices):
         return ""  # no numerics make four out of one
     beyond = levels[levels.index(question.allow) + 1 :]
     for level in beyond:
@@ -201,7 +215,7 @@ def _other_numerics(question: Question, found: SearchResult, tell: Tell) -> WayO
     return f"Nor with --allow {beyond[-1]}." if beyond else ""
 
 
-def _fewer_wishes(question: Question, found: SearchResult, tell: Tell) -> WayOut | str:
+def _fewer_wishes(question: Question, result: SearchResult, tell: Tell) -> WayOut | str:
     limited = question.machine.device.memory_bytes < question.cluster.device.memory_bytes
     if not (question.pin or question.ban or limited):
         return ""

@@ -2,16 +2,83 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from meshwright.ask.amounts import COUNT, FACTOR, MEMORY, RATE, Amount, read_amount
 from meshwright.ask.device_counts import node_width, reshaped, resized
-from meshwright.ask.question import AskedOutcome, Question, outcome, with_devices
-from meshwright.core.cluster import MOST_DEVICES, Link
+from meshwright.ask.question import Outcome, Question, outcome, with_devices
+from meshwright.core.cluster import MOST_DEVICES, Cluster, DeviceGroup, Link
 from meshwright.core.device import Device
 from meshwright.core.errors import MeshwrightError, Problem, nearest
-from meshwright.planner.search import Scored
+from meshwright.core.units import GIB, MIB
+from meshwright.planner.search import ScoredPlan
+
+_FORM = re.compile(r"^([+x*-]?)([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]{1,2})?)\s*([A-Za-z/%]*)$")
+_MOST = 1e18
+"""Above, floats and people lose count."""
+
+MEMORY = {"B": 1, "KiB": 1024, "MiB": MIB, "GiB": GIB, "TiB": 1024**4, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+RATE = {
+    **{f"{unit}/s": size for unit, size in (("kB", 1e3), ("MB", 1e6), ("GB", 1e9), ("TB", 1e12))},
+    **{f"{unit}/s": size for unit, size in (("Mb", 1e6 / 8), ("Gb", 1e9 / 8), ("Mbit", 1e6 / 8), ("Gbit", 1e9 / 8))},
+}
+COUNT = {"": 1.0}
+FACTOR: dict[str, float] = {}
+"""Nothing but times and percent."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Amount:
+    how: str
+    """`+` and `-` add, `x` multiplies, `` sets."""
+    value: float
+
+    def of(self, before: float) -> float:
+        if self.how == "x":
+            return before * self.value
+        return {"": self.value, "+": before + self.value, "-": before - self.value}[self.how]
+
+
+def read_amount(text: str, units: dict[str, float], where: str, example: str, problems: list[Problem]) -> Amount | None:
+    """`units`: what may stand behind the number, and how much it is of ours."""
+    match = _FORM.match(text.strip())
+    if match is None:
+        problems.append(Problem(where=where, what=f'"{text}" is no amount.', fix=f"For example {example}."))
+        return None
+    sign, number, unit = match.groups()
+    how, value = sign.replace("*", "x"), float(number)
+    if value > _MOST or (how in ("", "x") and value == 0):
+        problems.append(Problem(where=where, what=f"{number} cannot be.", fix=f"For example {example}."))
+        return None
+    if unit == "%" and how in ("+", "-"):
+        return Amount(how="x", value=1 + (value if how == "+" else -value) / 100)
+    if how == "x" and not unit:
+        return Amount(how=how, value=value)
+    known = _unit(unit, units)
+    if known is None or how == "x":
+        what = f'"{unit}" is no unit of it.' if unit else "has no unit."
+        problems.append(Problem(where=where, what=f"{text}: {what}", fix=f"For example {example}."))
+        return None
+    return Amount(how=how, value=value * known)
+
+
+def _unit(unit: str, units: dict[str, float]) -> float | None:
+    """In any case of letters where that leaves no doubt: a bit is a b, a byte a B."""
+    if unit in units:
+        return units[unit]
+    close = {size for name, size in units.items() if name.lower() == unit.lower()}
+    return close.pop() if len(close) == 1 else None
+
+
+def read_memory(text: str, where: str, problems: list[Problem]) -> int | None:
+    """`70GiB` -> bytes."""
+    if text.strip()[:1] in "+-x*":
+        problems.append(Problem(where=where, what=f"{text} is no size of a memory.", fix="For example 70GiB."))
+        return None
+    amount = read_amount(text, MEMORY, where, "70GiB", problems)
+    return int(amount.value) if amount is not None else None
+
 
 Change = Callable[[Question, Amount], "Question | Problem"]
 
@@ -33,9 +100,9 @@ class ComparedPlans:
     """What was, what would be."""
 
     words: str
-    before: Scored | None
+    before: ScoredPlan | None
     """None: nothing fits today."""
-    after: AskedOutcome
+    after: Outcome
 
     @property
     def rate_ratio(self) -> float | None:
@@ -43,15 +110,15 @@ class ComparedPlans:
         best = self.after.best
         if best is None or self.before is None:
             return None
-        return best[1].tokens_per_second / self.before[1].tokens_per_second
+        return best.forecast.tokens_per_second / self.before.forecast.tokens_per_second
 
     @property
     def device_ratio(self) -> float:
         """Times as many devices."""
-        return self.after.question.cluster.num_devices / self.before[0].num_ranks if self.before else 1.0
+        return self.after.question.cluster.num_devices / self.before.plan.num_ranks if self.before else 1.0
 
 
-def compare(question: Question, changes: Sequence[WhatIfChange], before: Scored | None) -> ComparedPlans:
+def compare(question: Question, changes: Sequence[WhatIfChange], before: ScoredPlan | None) -> ComparedPlans:
     words = ", ".join(str(change) for change in changes)
     return ComparedPlans(words=words, before=before, after=outcome(words, with_changes(question, changes)))
 
@@ -68,7 +135,7 @@ def usual_changes(question: Question) -> tuple[WhatIfChange, ...]:
 def read_changes(texts: Sequence[str]) -> tuple[WhatIfChange, ...]:
     """Every wrong word is reported at once."""
     problems: list[Problem] = []
-    found = []
+    changes = []
     for text in texts:
         where = f"--what-if {text}"
         name, equals, amount_text = (part.strip() for part in text.partition("="))
@@ -82,10 +149,10 @@ def read_changes(texts: Sequence[str]) -> tuple[WhatIfChange, ...]:
             continue
         amount = read_amount(amount_text, units, where, f"{name}={example}", problems)
         if amount is not None:
-            found.append(WhatIfChange(name=name, text=text.strip(), amount=amount))
+            changes.append(WhatIfChange(name=name, text=text.strip(), amount=amount))
     if problems:
         raise MeshwrightError(problems)
-    return tuple(found)
+    return tuple(changes)
 
 
 def with_changes(question: Question, changes: Sequence[WhatIfChange]) -> Question:
@@ -129,16 +196,18 @@ def _faster(link: Link, amount: Amount) -> Link:
     return replace(link, bytes_per_second=amount.of(link.bytes_per_second))
 
 
-def _inner(question: Question, amount: Amount) -> Question:
-    cluster = question.cluster
-    others = tuple(replace(group, inner=_faster(group.inner, amount)) for group in cluster.others)
-    return replace(question, cluster=replace(cluster, inner=_faster(cluster.inner, amount), others=others))
+def _link_of_groups(name: str) -> Change:
+    """Of `inner` or `outer`, in all groups."""
 
+    def change(question: Question, amount: Amount) -> Question:
+        def faster(owner: Cluster | DeviceGroup) -> dict[str, Link]:
+            return {name: _faster(getattr(owner, name), amount)}
 
-def _outer(question: Question, amount: Amount) -> Question:
-    cluster = question.cluster
-    others = tuple(replace(group, outer=_faster(group.outer, amount)) for group in cluster.others)
-    return replace(question, cluster=replace(cluster, outer=_faster(cluster.outer, amount), others=others))
+        cluster = question.cluster
+        others = tuple(replace(group, **faster(group)) for group in cluster.others)  # type: ignore[arg-type]
+        return replace(question, cluster=replace(cluster, others=others, **faster(cluster)))  # type: ignore[arg-type]
+
+    return change
 
 
 def _between(question: Question, amount: Amount) -> Question | Problem:
@@ -151,13 +220,13 @@ def _between(question: Question, amount: Amount) -> Question | Problem:
 
 def _devices(question: Question, amount: Amount) -> Question | Problem:
     devices, width = amount.of(question.cluster.num_devices), node_width(question.cluster)
-    found = resized(question.cluster, int(devices)) if devices == int(devices) else None
+    cluster = resized(question.cluster, int(devices)) if devices == int(devices) else None
     if question.cluster.others:
         return _mixed(question)
-    if found is None:
+    if cluster is None:
         fix = f"Use 1 to {width}, or a multiple of {width} up to {MOST_DEVICES - MOST_DEVICES % width}."
         return Problem(where="", what=f"{devices:g} devices are no part of a node and no whole nodes.", fix=fix)
-    return replace(question, cluster=found)
+    return replace(question, cluster=cluster)
 
 
 def _nodes(question: Question, amount: Amount) -> Question | Problem:
@@ -193,8 +262,8 @@ def _seq(question: Question, amount: Amount) -> Question | Problem:
 
 CHANGES: dict[str, tuple[dict[str, float], str, Change]] = {
     "memory": (MEMORY, "+20GiB", _memory),
-    "inner": (RATE, "x2", _inner),
-    "outer": (RATE, "100GB/s", _outer),
+    "inner": (RATE, "x2", _link_of_groups("inner")),
+    "outer": (RATE, "100GB/s", _link_of_groups("outer")),
     "between": (RATE, "10GB/s", _between),
     "nodes": (COUNT, "+1", _nodes),
     "devices": (COUNT, "16", _devices),

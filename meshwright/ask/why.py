@@ -11,12 +11,12 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from meshwright.ask.question import AskedOutcome, Question, Tell, outcome
+from meshwright.ask.question import Outcome, Question, Tell, outcome
 from meshwright.core.codec import field_types
 from meshwright.core.errors import MeshwrightError, Problem, nearest
 from meshwright.core.plan import Plan
 from meshwright.core.technique import Axis, Choice, Option, PerLayer, Technique, technique_named, technique_names
-from meshwright.planner.search import Scored
+from meshwright.planner.search import ScoredPlan
 from meshwright.planner.wishes import MICROBATCH
 
 BATCH = "batch"
@@ -40,18 +40,18 @@ class Why:
     """What the best plan has."""
     wished: str
     """The pin or ban that left no choice; empty if search chose."""
-    best: Scored
-    others: tuple[AskedOutcome, ...]
+    best: ScoredPlan
+    others: tuple[Outcome, ...]
     notes: tuple[str, ...] = ()
 
 
 def read_knobs(texts: Sequence[str]) -> tuple[Knob, ...]:
     """Every wrong word is reported at once."""
     problems: list[Problem] = []
-    found = [knob for text in texts if (knob := _read_knob(text, problems)) is not None]
+    knobs = [knob for text in texts if (knob := _read_knob(text, problems)) is not None]
     if problems:
         raise MeshwrightError(problems)
-    return tuple(found)
+    return tuple(knobs)
 
 
 def _read_knob(text: str, problems: list[Problem]) -> Knob | None:
@@ -72,33 +72,33 @@ def _read_knob(text: str, problems: list[Problem]) -> Knob | None:
     return Knob(technique=name, field=field)
 
 
-def why(question: Question, best: Scored, knob: Knob, tell: Tell) -> Why:
+def why(question: Question, best: ScoredPlan, knob: Knob, tell: Tell) -> Why:
     """Searches again for each other value."""
     notes: list[str] = []
-    others: list[AskedOutcome] = []
+    others: list[Outcome] = []
     without = _without(question, knob)
 
-    def ask(words: str, changed: Question) -> AskedOutcome:
+    def ask(words: str, changed: Question) -> Outcome:
         tell(f"searching with {words}")
         others.append(outcome(words, changed))
         return others[-1]
 
     if not knob.technique:
-        for words, changed in _other_counts(without, best[0], knob):
+        for words, changed in _other_counts(without, best.plan, knob):
             ask(words, changed)
     else:
-        around: Plan | None = best[0]
-        is_used = best[0].technique(knob.technique) is not None
+        around: Plan | None = best.plan
+        is_used = best.plan.technique(knob.technique) is not None
         if not is_used:  # the best plan that has it is what its values are compared around
             made = ask(f"{knob.technique}, set as fits best", _pinned(without, knob.technique))
-            around = made.best[0] if made.best is not None else None
+            around = made.best.plan if made.best is not None else None
         for words, changed in _other_values(without, around, knob, notes) if around is not None else ():
             ask(words, changed)
         if is_used:
             ask(f"no {knob.technique}", replace(without, ban=(*without.ban, knob.technique)))
     return Why(
         knob=knob,
-        value=_value(best[0], knob, question),
+        value=_value(best.plan, knob, question),
         wished=", ".join(f"--{kind} {text}" for kind, text in _concerning(question, knob)),
         best=best,
         others=tuple(others),
@@ -130,11 +130,9 @@ def _other_values(question: Question, plan: Plan, knob: Knob, notes: list[str]) 
             f"Search does not turn {Knob(technique=knob.technique, field=field)}; pin it to try another value."
         )
         return []
-    found = []
-    for value in _others(options[field], field, plan, question, kind.name):
-        words = f"{knob.technique}.{field}={_plain(value)}"
-        found.append((words, _pinned(question, words)))
-    return found
+    values = _others(options[field], field, plan, question, kind.name)
+    words = [f"{knob.technique}.{field}={_plain(value)}" for value in values]
+    return [(each, _pinned(question, each)) for each in words]
 
 
 def _fields(option: Option) -> tuple[str, ...]:

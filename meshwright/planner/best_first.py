@@ -16,7 +16,7 @@ from meshwright.planner.axis_orders import orders_of
 from meshwright.planner.bounds import Leaf, bound_all
 from meshwright.planner.candidates import Candidates, floors
 from meshwright.planner.priced_rows import Pick, SearchInputs
-from meshwright.planner.result import Alternative, Scored, SearchResult
+from meshwright.planner.result import Alternative, ScoredPlan, SearchResult
 from meshwright.planner.settings import dials
 from meshwright.planner.solve import Solved, smallest_plan, solve
 from meshwright.planner.space import grids
@@ -80,11 +80,11 @@ class Pool:
         self.left_out: dict[str, float] = {}
         """Compute dtypes not looked at -> no plan in them is faster than this."""
         self.solved: list[tuple[Solved, int]] = []
-        self.scored: dict[tuple[Plan, bool], Scored | None] = {}
+        self.scored: dict[tuple[Plan, bool], ScoredPlan | None] = {}
         self.waiting: list[tuple[float, int, int, Pick]] = []
         """Candidates with any order of their axes, or a given one: (bound, number, leaf, pick)."""
         self.numbers = itertools.count()
-        self.best: Scored | None = None
+        self.best: ScoredPlan | None = None
         self.next = 0
         self.order = np.zeros(0, dtype=int)
         """Candidates not yet looked at, those from `next` on, in the order of their bounds."""
@@ -136,7 +136,7 @@ class Pool:
         if self.best is None:
             return np.inf
         margin = self.epsilon if len(self.solved) >= CLOSE_LOOKS else 0.0
-        return self.best[1].step_seconds * (1 - margin)
+        return self.best.forecast.step_seconds * (1 - margin)
 
     def run(self, top: int) -> None:
         try:
@@ -208,16 +208,16 @@ class Pool:
             self._reject("does not fit in memory" if np.isinf(found.least_seconds) else "slower")
         elif found.seconds < self.limit_seconds * (1 + _ROUNDING):
             scored = self._forecast(found.plan)
-            if scored is None or scored[1].step_seconds > self.limit_seconds:
+            if scored is None or scored.forecast.step_seconds > self.limit_seconds:
                 return
-            scored = self._forecast(found.plan, replays=scored[1].fits)
+            scored = self._forecast(found.plan, replays=scored.forecast.fits)
             assert scored is not None
-            if scored[1].fits:
+            if scored.forecast.fits:
                 self._take(scored)
             else:
-                self.solved[-1] = self._with_less(found, scored[1], at), at
+                self.solved[-1] = self._with_less(found, scored.forecast, at), at
 
-    def _take(self, scored: Scored) -> None:
+    def _take(self, scored: ScoredPlan) -> None:
         if self.best is None or _rank(scored) < _rank(self.best):
             self.best = scored
 
@@ -234,11 +234,11 @@ class Pool:
             scored = None if less.plan is None else self._forecast(less.plan, replays=True)
             if scored is None:
                 break
-            if scored[1].fits:
+            if scored.forecast.fits:
                 self._take(scored)
-                low, best = max(room, scored[1].peak_bytes), less
+                low, best = max(room, scored.forecast.peak_bytes), less
             else:
-                high = min(high, scored[1].peak_bytes - 1.0)
+                high = min(high, scored.forecast.peak_bytes - 1.0)
                 low = min(low, high) - over * (best is None)
             if high - low < _LITTLE:
                 break
@@ -248,7 +248,7 @@ class Pool:
             return replace(most, plan=None, seconds=np.inf)
         return replace(best, least_seconds=min(most.least_seconds, best.seconds))
 
-    def _forecast(self, plan: Plan, *, replays: bool = False) -> Scored | None:
+    def _forecast(self, plan: Plan, *, replays: bool = False) -> ScoredPlan | None:
         """None (and the reason counted) if the plan's own check objects. `replays`: with the allocator, which takes too
         long for all."""
         known = (plan, replays)
@@ -260,21 +260,22 @@ class Pool:
                 self._reject(str(problems[0]))
             else:
                 settings: dict[str, Any] = {"sequence": self.sequence, "optimizer": self.question.optimizer}
-                self.scored[known] = plan, forecast(profile, plan, cluster, **settings, replays=replays)
+                predicted = forecast(profile, plan, cluster, **settings, replays=replays)
+                self.scored[known] = ScoredPlan(plan, predicted)
         return self.scored[known]
 
     def _plans(self) -> list[Plan]:
         """What was solved and is not faster than the best (and so too large), fastest first, each once."""
-        least = 0.0 if self.best is None else self.best[1].step_seconds * (1 - _ROUNDING)
+        least = 0.0 if self.best is None else self.best.forecast.step_seconds * (1 - _ROUNDING)
         solved = [found for found, _ in self.solved if found.plan is not None and found.seconds >= least]
         plans = {found.plan: found.seconds for found in solved if found.plan is not None}
         return sorted(plans, key=lambda plan: (plans[plan], str(plan)))
 
     def found(self, top: int) -> SearchResult:
-        ranked: list[Scored] = []
+        ranked: list[ScoredPlan] = []
         for plan in self._plans() if self.best is not None else ():
             scored = self._forecast(plan)
-            if scored is not None and scored[1].fits:
+            if scored is not None and scored.forecast.fits:
                 ranked.append(scored)
             if len(ranked) >= 2 * top:  # a few more: where stages have chunks, they are sorted by bounds
                 break
@@ -293,7 +294,7 @@ class Pool:
             evaluated=self.candidates.num_new,
             search_seconds=0.0,
             gap_fraction=self._gap(),
-            alternatives=self._alternatives(self.best[0]) if self.best else (),
+            alternatives=self._alternatives(self.best.plan) if self.best else (),
             faster_unfit=unfit,
             is_interrupted=self.is_interrupted,
         )
@@ -304,33 +305,39 @@ class Pool:
         left = [found.least_seconds * (1 - _ROUNDING) for found, _ in self.solved]
         left += [self.waiting[0][0]] if self.waiting else []
         left += [float(self.candidates.least_seconds[self.order[self.next]])] if self.next < len(self.order) else []
-        gap = 1.0 - min(left, default=np.inf) / self.best[1].step_seconds
+        gap = 1.0 - min(left, default=np.inf) / self.best.forecast.step_seconds
         return float(gap) if gap > 2 * _ROUNDING else 0.0
 
-    def _smallest(self, candidate: int) -> Scored | None:
+    def _smallest(self, candidate: int) -> ScoredPlan | None:
         """The plan of a candidate that needs least, whether it fits or not."""
         at, index = int(self.candidates.leaf_of[candidate]), int(self.candidates.index_of[candidate])
         grid = self.leaves[at].grid
         plan = smallest_plan(self.question, self.leaves[at], index, grid.axis_order)
         return self._forecast(plan)
 
-    def _nearest_miss(self) -> Scored | None:
+    def _nearest_miss(self) -> ScoredPlan | None:
         candidates = np.flatnonzero(self.candidates.runs)
         order = np.lexsort((self.candidates.least_seconds[candidates], self.candidates.least_bytes[candidates]))
         tried = (self._smallest(int(candidate)) for candidate in candidates[order][:_TRIED])
-        return min((each for each in tried if each is not None), key=lambda each: each[1].peak_bytes, default=None)
+        return min(
+            (each for each in tried if each is not None), key=lambda each: each.forecast.peak_bytes, default=None
+        )
 
-    def _unfit(self, best: Scored) -> Scored | None:
+    def _unfit(self, best: ScoredPlan) -> ScoredPlan | None:
         """Of those that would be faster and can be made to fit in nothing that is there, the fastest."""
         candidates = np.flatnonzero(
             self.candidates.runs
             & ~self.candidates.fits(self.memory_bytes)
-            & (self.candidates.least_seconds < best[1].step_seconds)
+            & (self.candidates.least_seconds < best.forecast.step_seconds)
         )
         order = np.argsort(self.candidates.least_seconds[candidates], kind="stable")
         for candidate in candidates[order][:_TRIED]:
             scored = self._smallest(int(candidate))
-            if scored is not None and not scored[1].fits and scored[1].step_seconds < best[1].step_seconds:
+            if (
+                scored is not None
+                and not scored.forecast.fits
+                and scored.forecast.step_seconds < best.forecast.step_seconds
+            ):
                 return scored
         return None
 
@@ -341,9 +348,9 @@ class Pool:
         found = []
         for name in (dial.kind.name for dial in self.turned):
             others = [plan for plan in plans if (plan.technique(name) is None) == (name in used)]
-            scored = next((s for plan in others[:_TRIED] if (s := self._forecast(plan)) and s[1].fits), None)
+            scored = next((s for plan in others[:_TRIED] if (s := self._forecast(plan)) and s.forecast.fits), None)
             least = None if scored else self._least_without(name) if name in used else self._least_with(name)
-            found.append(Alternative(technique=name, is_used=name in used, found=scored, least_seconds=least))
+            found.append(Alternative(technique=name, is_used=name in used, scored=scored, least_seconds=least))
         return tuple(found)
 
     def _least_with(self, name: str) -> float | None:
@@ -366,5 +373,5 @@ def _by_leaf(picks: Iterable[tuple[int, Pick]]) -> dict[int, list[Pick]]:
     return grouped
 
 
-def _rank(scored: Scored) -> tuple[float, str]:
-    return scored[1].step_seconds, str(scored[0])
+def _rank(scored: ScoredPlan) -> tuple[float, str]:
+    return scored.forecast.step_seconds, str(scored.plan)

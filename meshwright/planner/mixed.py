@@ -39,7 +39,7 @@ from meshwright.planner.device_groups import (
 )
 from meshwright.planner.group_axes import sharer, stage_cutter, without
 from meshwright.planner.mixed_bound import alone_seconds, together_seconds
-from meshwright.planner.search import Alternative, Scored, SearchResult, search
+from meshwright.planner.search import Alternative, ScoredPlan, SearchResult, search
 from meshwright.planner.uneven_shares import (
     block_weights,
     deal,
@@ -198,7 +198,7 @@ class _Task:
             if found is None or found.best is None:
                 continue
             alike = together_seconds([self._alone_seconds(side)], [count])
-            at_best = min(at_best, found.best[1].step_seconds * self._together(sides) / alike)
+            at_best = min(at_best, found.best.forecast.step_seconds * self._together(sides) / alike)
             plans += [plan for plan, _ in found.ranked]
             if at_best > NEAR * self.best_seconds and side.cluster.device.memory_bytes >= large:
                 return at_best, []
@@ -211,7 +211,7 @@ class _Task:
         for plan, told in found.ranked:
             self.scored[replace(plan, groups=side.numbers)] = told
         if found.nearest_miss is not None:
-            self.missed[replace(found.nearest_miss[0], groups=side.numbers)] = found.nearest_miss[1]
+            self.missed[replace(found.nearest_miss.plan, groups=side.numbers)] = found.nearest_miss.forecast
 
     def _inside(self, cluster: Cluster, batch: int, **wanted: Any) -> SearchResult | None:
         """Plans for devices of one kind; None where what is pinned cannot be on so many."""
@@ -379,11 +379,11 @@ class _Task:
         return forecast(self.profile, plan, self.cluster, **settings)
 
     def found(self, top: int) -> SearchResult:
-        ranked: list[Scored] = []
+        ranked: list[ScoredPlan] = []
         for plan in sorted(self.scored, key=lambda plan: (self.scored[plan].step_seconds, str(plan))):
             told = self._forecast(plan, replays=True)
             if told.fits:
-                ranked.append((plan, told))
+                ranked.append(ScoredPlan(plan, told))
             else:
                 self.rejected["does not fit in memory in pieces"] += 1
                 self.missed[plan] = told
@@ -391,16 +391,16 @@ class _Task:
                 break
         best = ranked[0] if ranked else None
         nearest = min(self.missed.items(), key=lambda each: each[1].peak_bytes - each[1].memory_bytes, default=None)
-        gap = max(0.0, 1.0 - self.least_seconds / best[1].step_seconds) if best else None
+        gap = max(0.0, 1.0 - self.least_seconds / best.forecast.step_seconds) if best else None
         return SearchResult(
             best=best,
             ranked=tuple(ranked),
             rejected=dict(self.rejected.most_common()),
-            nearest_miss=None if best else nearest,
+            nearest_miss=None if best or nearest is None else ScoredPlan(*nearest),
             evaluated=self.evaluated,
             search_seconds=0.0,
             gap_fraction=gap,
-            alternatives=tuple(self._alternatives(best[0])) if best else (),
+            alternatives=tuple(self._alternatives(best.plan)) if best else (),
             is_interrupted=self.is_interrupted,
         )
 
@@ -410,4 +410,4 @@ class _Task:
             plans = [plan for plan in self.scored if (plan.technique(name) is None) == (name in used)]
             first = min(plans, key=lambda plan: (self.scored[plan].step_seconds, str(plan)), default=None)
             if first is not None:  # else none was looked at, which says nothing
-                yield Alternative(technique=name, is_used=name in used, found=(first, self.scored[first]))
+                yield Alternative(technique=name, is_used=name in used, scored=ScoredPlan(first, self.scored[first]))

@@ -19,10 +19,10 @@ from meshwright.core.work import ADAM, Updating
 from meshwright.planner.best_first import Pool
 from meshwright.planner.impossible_pins import pin_problems
 from meshwright.planner.priced_rows import SearchInputs
-from meshwright.planner.result import Alternative, Scored, SearchResult, found_as_json
+from meshwright.planner.result import Alternative, ScoredPlan, SearchResult
 from meshwright.planner.wishes import read_wishes
 
-__all__ = ["EPSILON", "Alternative", "Scored", "SearchResult", "found_as_json", "search"]
+__all__ = ["EPSILON", "Alternative", "ScoredPlan", "SearchResult", "search"]
 
 EPSILON = 0.01
 """Share of a step below which a faster plan is not looked for any longer, after the first looks."""

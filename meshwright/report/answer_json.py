@@ -1,57 +1,108 @@
-"""What follows an answer of `mw plan`, for programs."""
+"""An `Answer` for programs: what `mw plan --json` prints."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
+from meshwright.ask.answer import Answer
 from meshwright.ask.batch_goal import BatchGoals, BatchRun
 from meshwright.ask.device_counts import DeviceCounts
-from meshwright.ask.explain import differences
-from meshwright.ask.memory_front import MemoryFront
-from meshwright.ask.question import AskedOutcome
-from meshwright.ask.ways_out import WayOut
+from meshwright.ask.explain import alternative_of, differences, faster_unfit, gap_words, missing_bytes, runner_up
+from meshwright.ask.question import Outcome
 from meshwright.ask.what_if import ComparedPlans
-from meshwright.ask.why import Why
 from meshwright.core.codec import encode
-from meshwright.planner.search import Scored
+from meshwright.planner.search import ScoredPlan, SearchResult
 
 
-def _scored(scored: Scored | None) -> dict[str, Any]:
-    if scored is None:
-        return {"plan": None, "forecast": None}
-    return {"plan": encode(scored[0]), "forecast": encode(scored[1])}
+def answer_as_json(answer: Answer) -> dict[str, Any]:
+    """Parts that were not asked for are left out."""
+    parts: dict[str, Any] = {}
+    if answer.batch_goals is not None:
+        parts["goal"] = _goals(answer.batch_goals)
+    if answer.device_counts is not None:
+        parts["sizes"] = _device_counts(answer.device_counts, answer.request.tokens)
+    if answer.result is not None:
+        parts |= result_as_json(answer.result) | {"explain": explanation_as_json(answer.result)}
+    if answer.ways_out is not None:
+        ways = [{"what": way.what, "way": way.words, **_outcome(way.outcome)} for way in answer.ways_out.open]
+        parts["ways_out"] = {"open": ways, "closed": list(answer.ways_out.closed)}
+    if answer.why:
+        parts["why"] = [
+            {
+                "knob": str(why.knob),
+                "value": why.value,
+                "wished": why.wished,
+                "others": [_outcome(other) for other in why.others],
+                "notes": list(why.notes),
+            }
+            for why in answer.why
+        ]
+    if answer.what_if is not None:
+        parts["what_if"] = _compared(answer.what_if)
+    if answer.front is not None:
+        parts["front"] = [{"budget_bytes": point.budget_bytes, **encode(point.scored)} for point in answer.front.points]
+    return parts
 
 
-def _outcome(outcome: AskedOutcome) -> dict[str, Any]:
-    return {"words": outcome.words, **_scored(outcome.best), "reason": outcome.reason}
-
-
-def why_as_json(why: Why) -> dict[str, Any]:
+def result_as_json(result: SearchResult) -> dict[str, Any]:
     return {
-        "knob": str(why.knob),
-        "value": why.value,
-        "wished": why.wished,
-        "others": [_outcome(other) for other in why.others],
-        "notes": list(why.notes),
+        "best": encode(result.best),
+        "ranked": encode(result.ranked),
+        "rejected": result.rejected,
+        "nearest_miss": encode(result.nearest_miss),
+        "evaluated": result.evaluated,
+        "search_seconds": result.search_seconds,
+        "gap_fraction": result.gap_fraction,
     }
 
 
-def what_if_as_json(compared: ComparedPlans) -> dict[str, Any]:
+def explanation_as_json(result: SearchResult) -> dict[str, Any]:
+    """Why the best plan won; empty where there is none."""
+    best = result.best
+    if best is None:
+        return {}
+
+    def against(other: ScoredPlan) -> dict[str, Any]:
+        return {
+            **encode(other),
+            "differences": list(differences(best.plan, other.plan)),
+            "times_step_seconds": other.forecast.step_seconds / best.forecast.step_seconds,
+        }
+
+    second, unfit = runner_up(result), faster_unfit(result)
+    return {
+        "bottleneck": best.forecast.bottleneck,
+        "certificate": gap_words(result),
+        "runner_up": None if second is None else against(second),
+        "faster_unfit": None if unfit is None else against(unfit) | {"missing_bytes": missing_bytes(unfit)},
+        "alternatives": [
+            {
+                "technique": each.technique,
+                "is_used": each.is_used,
+                "step_seconds": None if other is None else other.forecast.step_seconds,
+            }
+            for each in result.alternatives
+            for other in (alternative_of(each, result),)
+        ],
+    }
+
+
+def _outcome(outcome: Outcome) -> dict[str, Any]:
+    scored = encode(outcome.best) or {"plan": None, "forecast": None}
+    return {"words": outcome.words, **scored, "reason": outcome.reason}
+
+
+def _compared(compared: ComparedPlans) -> dict[str, Any]:
     before, best = compared.before, compared.after.best
     return {
         **_outcome(compared.after),
-        "differences": list(differences(before[0], best[0])) if before and best else [],
+        "differences": list(differences(before.plan, best.plan)) if before and best else [],
         "times_tokens_per_second": compared.rate_ratio,
         "times_devices": compared.device_ratio,
     }
 
 
-def front_as_json(front: MemoryFront) -> list[dict[str, Any]]:
-    return [{"budget_bytes": point.budget_bytes, **_scored(point.scored)} for point in front.points]
-
-
-def sizes_as_json(sizes: DeviceCounts, tokens: float) -> dict[str, Any]:
+def _device_counts(sizes: DeviceCounts, tokens: float) -> dict[str, Any]:
     return {
         "tokens": tokens,
         "tried": [
@@ -68,13 +119,19 @@ def sizes_as_json(sizes: DeviceCounts, tokens: float) -> dict[str, Any]:
     }
 
 
-def goals_as_json(goals: BatchGoals) -> dict[str, Any]:
+def _goals(goals: BatchGoals) -> dict[str, Any]:
     def run(each: BatchRun | None) -> dict[str, Any] | None:
         if each is None:
             return None
-        told = {"batch": each.batch, "devices": each.devices, "steps": each.steps, **_outcome(each.outcome)}
         ends = each.outcome.best is not None
-        return told | {"seconds": each.seconds if ends else None, "device_hours": each.device_hours if ends else None}
+        return {
+            "batch": each.batch,
+            "devices": each.devices,
+            "steps": each.steps,
+            **_outcome(each.outcome),
+            "seconds": each.seconds if ends else None,
+            "device_hours": each.device_hours if ends else None,
+        }
 
     return {
         "critical_batch": goals.goal.critical_batch,
@@ -84,11 +141,4 @@ def goals_as_json(goals: BatchGoals) -> dict[str, Any]:
         "soonest": run(goals.soonest),
         "cheapest": run(goals.cheapest),
         "is_interrupted": goals.is_interrupted,
-    }
-
-
-def ways_out_as_json(ways: Sequence[WayOut], closed: Sequence[str]) -> dict[str, Any]:
-    return {
-        "open": [{"what": way.what, "way": way.words, **_outcome(way.outcome)} for way in ways],
-        "closed": list(closed),
     }

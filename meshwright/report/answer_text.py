@@ -1,67 +1,98 @@
-"""The answer of `mw plan`: the ranked table, where the winner's time and memory go, its mesh on the machine, why."""
+"""An `Answer` for people: the ranked table, where the winner's time and memory go, its mesh on the machine, why it won;
+then what else was asked: why, what if, other numbers of devices, other batches, the front."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping
 
 from rich.console import Console
 from rich.table import Table
 
-from meshwright.ask.explain import explain
+from meshwright.ask.answer import Answer
+from meshwright.ask.batch_goal import BatchGoals, BatchRun
+from meshwright.ask.device_counts import DeviceCounts
+from meshwright.ask.explain import differences, percent
+from meshwright.ask.memory_front import MemoryFront
 from meshwright.ask.question import Question
-from meshwright.ask.ways_out import WayOut
-from meshwright.core.units import pretty_bytes, pretty_count, pretty_seconds
-from meshwright.planner.search import Scored, SearchResult
+from meshwright.ask.ways_out import WaysOut
+from meshwright.ask.what_if import ComparedPlans
+from meshwright.ask.why import Why
+from meshwright.core.units import counted, pretty_bytes, pretty_count, pretty_seconds
+from meshwright.planner.search import ScoredPlan, SearchResult
 from meshwright.report.mesh_picture import mesh_picture
 from meshwright.report.terminal import print_ranked, short_plan
 
 _BAR = 24
 _WIDE = 110
 """Columns from which two tables stand side by side."""
+_AS_FAST = 0.005
+_WORTH_IT = 0.9
+"""Share of a device's rate that further devices should keep for them to be worth having."""
+_PLOT_WIDTH, _PLOT_HEIGHT = 64, 12
 
 
-def print_head(console: Console, question: Question, found: SearchResult) -> None:
+def print_answer(console: Console, answer: Answer, printed: Answer | None = None) -> None:
+    """The parts that it has beyond `printed`, an earlier state of the same answer."""
+    before = printed or Answer(request=answer.request, question=answer.question)
+    if answer.batch_goals is not None and before.batch_goals is None:
+        _print_goals(console, answer.batch_goals)
+    if answer.device_counts is not None and before.device_counts is None:
+        _print_device_counts(console, answer.device_counts, answer.request.tokens)
+    if answer.result is not None and before.result is None:
+        _print_result(console, answer, answer.result)
+    if answer.ways_out is not None and before.ways_out is None:
+        _print_ways_out(console, answer.ways_out)
+    for why in answer.why[len(before.why) :]:
+        _print_why(console, why)
+    if answer.what_if is not None and before.what_if is None:
+        _print_what_if(console, answer.what_if)
+    if answer.front is not None and before.front is None:
+        _print_front(console, answer.front, answer.question.machine.device.memory_bytes)
+    if answer.suggested and not before.suggested:
+        console.print()
+        for compared in answer.suggestions:
+            console.print(f"what if {compared.words}: {worth_words(compared)}", markup=False)
+        if not answer.suggestions:
+            flags = ", ".join(f"--what-if {change}" for change in answer.suggested)
+            console.print(f"what if: ask {flags}", markup=False)
+        console.print()
+
+
+def _print_result(console: Console, answer: Answer, result: SearchResult) -> None:
+    question, best = answer.question, result.best
     profile, cluster = question.profile, question.machine
     length = f"sequence {question.sequence}, " if profile.counts == "tokens" else ""
     limit = f", at most {pretty_bytes(question.max_memory_bytes)} a device" if question.max_memory_bytes else ""
     console.print(
         f"{profile.name} ({pretty_count(profile.num_params)} parameters) on {cluster.name}{limit}, "
-        f"{length}batch {question.batch}: {found.evaluated:,} plans in {found.search_seconds:.2f} s\n",
+        f"{length}batch {question.batch}: {result.evaluated:,} plans in {result.search_seconds:.2f} s\n",
         markup=False,
     )
-
-
-def print_answer(console: Console, question: Question, found: SearchResult) -> None:
-    if found.best is not None:
-        print_ranked(console, found.ranked)
-        console.print()
-        _print_winner(console, question, found.best)
-        console.print()
-    if found.is_interrupted:
-        console.print(f"stopped before {'the end: the best so far' if found.best else 'a plan was found'}\n")
-        if found.best is None:
-            return
-    for line in explain(found, question.machine):
-        console.print(line, markup=False)
-    for what in question.profile.unpriced:
-        console.print(f"not counted, or roughly: {what}", markup=False)
-
-
-def print_short(console: Console, found: SearchResult) -> None:
-    """The winner in a line, before something else about it."""
-    if found.best is None:
+    if answer.request.is_narrow and best is not None:  # the winner in a line, before something else about it
+        memory = f"{pretty_bytes(best.forecast.peak_bytes)} of {pretty_bytes(best.forecast.memory_bytes)}"
+        step = pretty_seconds(best.forecast.step_seconds)
+        console.print(f"best: {short_plan(best.plan)}", markup=False)
+        console.print(f"{step} a step, {_rate(best)}, {memory}; {best.forecast.bottleneck}\n")
         return
-    plan, told = found.best
-    console.print(f"best: {short_plan(plan)}", markup=False)
-    memory = f"{pretty_bytes(told.peak_bytes)} of {pretty_bytes(told.memory_bytes)}"
-    console.print(f"{pretty_seconds(told.step_seconds)} a step, {_rate(found.best)}, {memory}; {told.bottleneck}\n")
+    if best is not None:
+        print_ranked(console, result.ranked)
+        console.print()
+        _print_winner(console, question, best)
+        console.print()
+    if result.is_interrupted:
+        console.print(f"stopped before {'the end: the best so far' if best else 'a plan was found'}\n")
+        if best is None:
+            return
+    for line in answer.explanation:
+        console.print(line, markup=False)
 
 
-def _rate(scored: Scored) -> str:
-    return f"{pretty_count(scored[1].tokens_per_second)} {scored[1].counts}/s"
+def _rate(scored: ScoredPlan) -> str:
+    return f"{pretty_count(scored.forecast.tokens_per_second)} {scored.forecast.counts}/s"
 
 
-def _print_winner(console: Console, question: Question, best: Scored) -> None:
+def _print_winner(console: Console, question: Question, best: ScoredPlan) -> None:
     plan, told = best
     console.print(f"Plan 1: a step of {plan.batch_words}\n")
     time = _bars("the step", told.seconds_by_origin, told.step_seconds, pretty_seconds)
@@ -82,7 +113,9 @@ def _print_winner(console: Console, question: Question, best: Scored) -> None:
         console.print(line, markup=False, no_wrap=True, overflow="ignore", crop=False)
 
 
-def _bars(title: str, parts: Mapping[str, float], total: float, pretty: object, free: float = 0) -> Table:
+def _bars(
+    title: str, parts: Mapping[str, float], total: float, pretty: Callable[[float], str], free: float = 0
+) -> Table:
     """Largest first; `free` is what is left of the total."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column(title, no_wrap=True)
@@ -93,13 +126,13 @@ def _bars(title: str, parts: Mapping[str, float], total: float, pretty: object, 
     for name, size in [*rows, *([("free", free)] if free else [])]:
         share = size / total
         bar = ("░" if name == "free" else "█") * round(_BAR * min(share, 1)) or "▏"
-        table.add_row(name, bar, f"{share:.0%}".replace("%", " %"), pretty(size))  # type: ignore[operator]
+        table.add_row(name, bar, f"{share:.0%}".replace("%", " %"), pretty(size))
     return table
 
 
-def print_ways_out(console: Console, ways: Sequence[WayOut], closed: Sequence[str]) -> None:
-    console.print("\nWays out, each searched:" if ways else "\nNo way out was found.")
-    for number, way in enumerate(ways, start=1):
+def _print_ways_out(console: Console, ways: WaysOut) -> None:
+    console.print("\nWays out, each searched:" if ways.open else "\nNo way out was found.")
+    for number, way in enumerate(ways.open, start=1):
         assert way.outcome.best is not None, "a way out leads to a plan"
         plan, told = way.outcome.best
         each = told.tokens_per_second / plan.num_ranks
@@ -109,5 +142,219 @@ def print_ways_out(console: Console, ways: Sequence[WayOut], closed: Sequence[st
             f"   {short_plan(plan)}",
             markup=False,
         )
-    for line in closed:
+    for line in ways.closed:
         console.print(line, markup=False)
+
+
+def _table(*columns: str, last: str = "plan") -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 1))
+    for name in columns:
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    table.add_column(last, overflow="fold")
+    return table
+
+
+def _against(other: ScoredPlan, best: ScoredPlan) -> str:
+    """By tokens a second, so that another batch compares too."""
+    ratio = best.forecast.tokens_per_second / other.forecast.tokens_per_second
+    if abs(ratio - 1) < _AS_FAST:
+        return "as fast"
+    if ratio < 1:
+        return f"{percent(1 / ratio - 1)} faster"
+    return f"{percent(ratio - 1)} slower" if ratio < 2 else f"{ratio:.1f} x slower"
+
+
+def _print_why(console: Console, why: Why) -> None:
+    wished = f" (you asked: {why.wished})" if why.wished else ""
+    console.print(f"why {why.knob} is {why.value}{wished}", style="bold", markup=False)
+    table = _table("", "step", "memory", "", last="what differs, or why not")
+    plan, told = why.best
+    table.add_row(f"{why.value} (best)", pretty_seconds(told.step_seconds), pretty_bytes(told.peak_bytes), "", "")
+    for other in why.others:
+        if other.best is None:
+            table.add_row(other.words, "", "", "", other.reason)
+            continue
+        differs = "; ".join(differences(plan, other.best.plan))
+        step, memory = other.best.forecast.step_seconds, other.best.forecast.peak_bytes
+        against = _against(other.best, why.best)
+        table.add_row(other.words, pretty_seconds(step), pretty_bytes(memory), against, differs)
+    console.print(table)
+    for note in why.notes:
+        console.print(note, markup=False)
+    possible = [other for other in why.others if other.best is not None]
+    nearest = max(possible, key=lambda other: other.best.forecast.tokens_per_second if other.best else 0, default=None)
+    if nearest is None or nearest.best is None:
+        console.print("Nothing else is possible.\n")
+        return
+    memory = nearest.best.forecast.peak_bytes - why.best.forecast.peak_bytes
+    more = f", with {pretty_bytes(abs(memory))} {'more' if memory > 0 else 'less'} memory" if memory else ""
+    console.print(f"The next best, {nearest.words}, is {_against(nearest.best, why.best)}{more}.\n", markup=False)
+
+
+def _print_what_if(console: Console, compared: ComparedPlans) -> None:
+    console.print(f"what if {compared.words}", style="bold", markup=False)
+    after, before = compared.after, compared.before
+    if after.best is None:
+        console.print(f"no plan then: {after.reason}\n", markup=False)
+        return
+    table = _table("", "devices", "step", f"{after.best.forecast.counts}/s", "memory")
+    for words, scored in (("now", before), ("then", after.best)):
+        if scored is None:
+            table.add_row(words, "", "nothing fits", "", "", "")
+            continue
+        plan, told = scored
+        memory = f"{pretty_bytes(told.peak_bytes)} of {pretty_bytes(told.memory_bytes)}"
+        rate = pretty_count(told.tokens_per_second)
+        table.add_row(words, str(plan.num_ranks), pretty_seconds(told.step_seconds), rate, memory, short_plan(plan))
+    console.print(table)
+    if before is not None:
+        for line in differences(before.plan, after.best.plan) or ("the same plan",):
+            console.print(f"  {line}", markup=False)
+    console.print(worth_words(compared) + "\n", markup=False)
+
+
+def worth_words(compared: ComparedPlans) -> str:
+    """What it buys in percent, and for each device where their number changes."""
+    if compared.after.best is None:
+        return f"no plan: {compared.after.reason}"
+    ratio, devices = compared.rate_ratio, compared.device_ratio
+    counts = compared.after.best.forecast.counts
+    if ratio is None:
+        return f"something fits: {pretty_count(compared.after.best.forecast.tokens_per_second)} {counts}/s"
+    gain = "buys nothing" if abs(ratio - 1) < _AS_FAST else f"{percent(ratio - 1)} more {counts}/s"
+    if ratio < 1 - _AS_FAST:
+        gain = f"{percent(1 - ratio)} fewer {counts}/s"
+    if devices == 1:
+        return gain
+    each = ratio / devices
+    if devices < 1:
+        verdict = "each does more" if each > 1 + _AS_FAST else "each does as much" if each > 1 - _AS_FAST else "a loss"
+        return f"{gain} with {percent(1 - devices)} fewer devices: {percent(each)} of a device's rate now, {verdict}"
+    verdict = "worth it" if each >= _WORTH_IT else "hardly worth it" if ratio > 1 + _AS_FAST else "not worth it"
+    return f"{gain} for {percent(devices - 1)} more devices: {percent(each)} of a device's rate now, {verdict}"
+
+
+def _print_device_counts(console: Console, sizes: DeviceCounts, tokens: float) -> None:
+    counts = next((size.outcome.best.forecast.counts for size in sizes.tried if size.outcome.best), "tokens")
+    amount = f"{pretty_count(tokens).replace(' ', '')} {counts}"
+    table = _table("devices", "", "step", f"{counts}/s", "a device", f"device-hours for {amount}")
+    for size in sizes.tried:
+        best = size.outcome.best
+        if best is None:
+            table.add_row(str(size.devices), size.outcome.words, "", "", "", "", size.outcome.reason)
+            continue
+        table.add_row(
+            str(size.devices),
+            size.outcome.words,
+            pretty_seconds(best.forecast.step_seconds),
+            pretty_count(size.rate),
+            pretty_count(size.rate / size.devices),
+            _hours(size.device_hours(tokens)),
+            short_plan(best.plan),
+        )
+    console.print(table)
+    fastest, cheapest = sizes.fastest, sizes.cheapest
+    if fastest is None or cheapest is None:
+        console.print("Nothing fits on any of them.\n")
+        return
+    if fastest.devices == cheapest.devices:
+        console.print(f"Fastest and cheapest: {counted(fastest.devices, 'device')}.\n")
+        return
+    more = fastest.device_hours(tokens) / cheapest.device_hours(tokens) - 1
+    console.print(
+        f"Fastest: {counted(fastest.devices, 'device')}. Cheapest: {cheapest.devices}; the fastest takes "
+        f"{percent(more)} more device-hours and is {fastest.rate / cheapest.rate:.2g} x as fast.\n",
+        markup=False,
+    )
+
+
+def _print_goals(console: Console, goals: BatchGoals) -> None:
+    for source in goals.goal.sources:
+        console.print(source, markup=False)
+    soonest, cheapest = goals.soonest, goals.cheapest
+    table = _table("devices", "batch", "steps", "step", "to the target", "device-hours", last="")
+    for run in sorted(goals.runs, key=lambda run: (run.devices, run.batch)):
+        marks = [word for word, other in (("soonest", soonest), ("cheapest", cheapest)) if run is other]
+        table.add_row(*_run_cells(run), ", ".join(marks) or run.outcome.reason)
+    console.print(table)
+    if soonest is None or cheapest is None:
+        console.print("Nothing fits with any batch.\n")
+        return
+    console.print(f"Batch {soonest.batch} on {counted(soonest.devices, 'device')} ends soonest.", markup=False)
+    for words in _fewer_words(goals, soonest):
+        console.print(words, markup=False)
+    console.print()
+
+
+def _run_cells(run: BatchRun) -> tuple[str, ...]:
+    counts = (str(run.devices), str(run.batch), f"{run.steps:,.0f}")
+    if run.outcome.best is None:
+        return (*counts, "", "", "")
+    step = pretty_seconds(run.outcome.best.forecast.step_seconds)
+    return (*counts, step, _long(run.seconds), _hours(run.device_hours))
+
+
+def _hours(hours: float) -> str:
+    return f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}"
+
+
+def _long(seconds: float) -> str:
+    return f"{seconds / 86400:,.1f} days" if seconds >= 2 * 86400 else pretty_seconds(seconds)
+
+
+def _fewer_words(goals: BatchGoals, soonest: BatchRun) -> list[str]:
+    """Where fewer devices end sooner, or later but for less."""
+    by_devices = goals.best_of_devices()
+    most = max(by_devices)
+    lines = []
+    if soonest.devices < most:
+        times = by_devices[most].seconds / soonest.seconds
+        lines.append(f"Fewer devices end sooner: {most} take {times:.2f} x as long as {soonest.devices}.")
+    for devices, run in by_devices.items():
+        if devices >= soonest.devices or run.device_hours >= soonest.device_hours:
+            continue
+        saved, later = 1 - run.device_hours / soonest.device_hours, run.seconds / soonest.seconds
+        words = f"{counted(devices, 'device')} with batch {run.batch} end {later:.2f} x as late"
+        lines.append(f"{words} for {percent(saved)} fewer device-hours.")
+    return lines
+
+
+def _print_front(console: Console, front: MemoryFront, memory_bytes: int) -> None:
+    console.print("the time-memory front: the fastest plan for each memory", style="bold")
+    if not front.points:
+        console.print("No plan runs, however much memory there is.\n")
+        return
+    for line in plot(front) if len(front.points) > 1 else ():
+        console.print(line, markup=False, no_wrap=True, overflow="ignore", crop=False)
+    table = _table("memory", "step", "")
+    fastest = front.points[-1]
+    for point in front.points:
+        slower = point.seconds / fastest.seconds - 1
+        words = f"{percent(slower)} slower" if slower else "fastest"
+        here = "" if point.peak_bytes <= memory_bytes else " (not here)"
+        cells = (pretty_bytes(point.peak_bytes) + here, pretty_seconds(point.seconds), words)
+        table.add_row(*cells, short_plan(point.scored.plan))
+    console.print(table)
+    console.print(f"More than {pretty_bytes(fastest.peak_bytes)} buys nothing.\n")
+
+
+def plot(front: MemoryFront) -> list[str]:
+    """Seconds over bytes, both by their logarithms, in plain characters."""
+    points = front.points
+    low, high = points[0].peak_bytes, points[-1].peak_bytes
+    slow, fast = points[0].seconds, points[-1].seconds
+
+    def place(value: float, start: float, end: float, size: int) -> int:
+        return round(math.log(value / start) / math.log(end / start) * (size - 1)) if start != end else 0
+
+    columns = [place(point.peak_bytes, low, high, _PLOT_WIDTH) for point in points]
+    heights = [place(point.seconds, slow, fast, _PLOT_HEIGHT) for point in points]
+    rows = [[" "] * _PLOT_WIDTH for _ in range(_PLOT_HEIGHT)]
+    for start, end, height in zip(columns, columns[1:], heights, strict=False):
+        rows[height][start:end] = "-" * (end - start)
+    for column, height in zip(columns, heights, strict=True):
+        rows[height][column] = "o"
+    labels = {0: pretty_seconds(slow), _PLOT_HEIGHT - 1: pretty_seconds(fast)}
+    lines = [f"{labels.get(i, ''):>10} |{''.join(row)}".rstrip() for i, row in enumerate(rows)]
+    ends = f"{pretty_bytes(low)}{pretty_bytes(high):>{_PLOT_WIDTH - len(pretty_bytes(low))}}"
+    return [*lines, f"{'':>10} +{'-' * _PLOT_WIDTH}", f"{'':>12}{ends}"]

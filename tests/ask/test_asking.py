@@ -14,14 +14,22 @@ from dataclasses import replace
 import pytest
 
 from meshwright.ask import question as asking
-from meshwright.ask.amounts import MEMORY, RATE, read_amount, read_memory
 from meshwright.ask.batch_goal import best_batch, fewer, ladder, read_goal
 from meshwright.ask.device_counts import compare_sizes, larger_sizes, resized, sizes_between
-from meshwright.ask.explain import differences, explain, explained_as_json
+from meshwright.ask.explain import differences, explain
 from meshwright.ask.memory_front import MOST_POINTS, front
 from meshwright.ask.question import Question, outcome
 from meshwright.ask.ways_out import ways_out
-from meshwright.ask.what_if import compare, read_changes, usual_changes, with_changes
+from meshwright.ask.what_if import (
+    MEMORY,
+    RATE,
+    compare,
+    read_amount,
+    read_changes,
+    read_memory,
+    usual_changes,
+    with_changes,
+)
 from meshwright.ask.why import read_knobs, why
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.plan import Plan
@@ -30,7 +38,8 @@ from meshwright.core.units import GIB
 from meshwright.machine.named_clusters import cluster
 from meshwright.models.cost_decoder import decoder_profile
 from meshwright.models.presets import preset
-from meshwright.planner.search import Alternative, Scored, SearchResult
+from meshwright.planner.search import Alternative, ScoredPlan, SearchResult
+from meshwright.report.answer_json import explanation_as_json
 from meshwright.simulator.forecast import Forecast
 
 LLAMA = decoder_profile(preset("llama3-8b"), "llama3-8b")
@@ -48,7 +57,7 @@ def ask(name: str = "8xh100", **changes: object) -> Question:
 
 def made(
     seconds: float, *, peak: int = GIB, memory: int = 80 * GIB, plan: Plan | None = None, tokens: float = 1e6
-) -> Scored:
+) -> ScoredPlan:
     """A plan and a forecast that say what they are told to."""
     told = Forecast(
         step_seconds=seconds,
@@ -66,10 +75,10 @@ def made(
         seconds_by_cause={"compute": seconds},
         worst_stage=0,
     )
-    return plan or Plan(), told
+    return ScoredPlan(plan or Plan(), told)
 
 
-def found_of(best: Scored | None, nearest: Scored | None = None, **more: object) -> SearchResult:
+def found_of(best: ScoredPlan | None, nearest: ScoredPlan | None = None, **more: object) -> SearchResult:
     settings: dict[str, object] = {"ranked": (best,) if best else (), "rejected": {}, "evaluated": 7}
     settings |= {"search_seconds": 0.1, "gap_fraction": 0.0 if best else None} | more
     return SearchResult(best=best, nearest_miss=nearest, **settings)  # type: ignore[arg-type]
@@ -431,7 +440,8 @@ def test_ways_out_are_searched_and_the_fewest(monkeypatch: pytest.MonkeyPatch) -
 
     made_up(monkeypatch, answer)
     asked = ask("8xh100")
-    ways, closed = ways_out(asked, asked.ask(), silent)
+    out = ways_out(asked, asked.ask(), silent)
+    ways, closed = out.open, out.closed
     by_kind = {way.what: way.outcome for way in ways}
     assert by_kind["devices"].question.cluster.num_devices == 16  # 8 have 112 GiB too much, 16 need 57
     least = need(asked.cluster, {"sequence": 8192})
@@ -448,7 +458,7 @@ def test_the_longest_sequence_that_fits_is_found(monkeypatch: pytest.MonkeyPatch
 
     made_up(monkeypatch, answer)
     asked = ask(pin=("recompute",))
-    ways, _ = ways_out(asked, asked.ask(), silent)
+    ways = ways_out(asked, asked.ask(), silent).open
     # 80 GiB are 1,280 tokens: of 4096, 2048, 1024, ... the third.
     assert {way.what: way.outcome.question.sequence for way in ways}["sequence"] == 1024
 
@@ -460,7 +470,7 @@ def test_a_model_that_is_too_large_really_gets_ways_out() -> None:
     asked = Question(profile=TINY, cluster=small, batch=4, sequence=32, allow="reordered")
     found = asked.ask()
     assert found.best is None
-    ways, _ = ways_out(asked, found, silent)
+    ways = ways_out(asked, found, silent).open
     told = {way.what: way.outcome for way in ways}
     assert {"devices", "memory"} <= told.keys()
     for way in ways:
@@ -480,8 +490,8 @@ def test_the_runner_up_the_unfit_and_the_gap_are_told() -> None:
     winner, second = made(1.0, plan=best), made(1.1, plan=other)
     unfit = made(0.8, plan=replace(best, microbatch=8), peak=95 * GIB)
     alternatives = (
-        Alternative(technique="tensor", is_used=True, found=made(2.5)),
-        Alternative(technique="recompute", is_used=False, found=None),
+        Alternative(technique="tensor", is_used=True, scored=made(2.5)),
+        Alternative(technique="recompute", is_used=False, scored=None),
     )
     found = found_of(winner, ranked=(winner, second), gap_fraction=0.008, faster_unfit=unfit, alternatives=alternatives)
     text = "\n".join(explain(found, cluster("8xh100")))
@@ -490,7 +500,7 @@ def test_the_runner_up_the_unfit_and_the_gap_are_told() -> None:
     assert "20 % faster with microbatch: 2 -> 8; 15.0 GiB of memory too much" in text
     assert "without: tensor 2.5 x slower" in text
     assert "with: recompute nothing fits" in text
-    told = explained_as_json(found)
+    told = explanation_as_json(found)
     assert told["runner_up"]["times_step_seconds"] == pytest.approx(1.1)
     assert told["faster_unfit"]["missing_bytes"] == 15 * GIB
     assert math.isclose(told["alternatives"][0]["step_seconds"], 2.5)

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.published_plans import Case, Guess
 from benchmarks.published_rows import Row
-from benchmarks.published_scores import Scored, score
+from benchmarks.published_scores import ScoredPlan, score
 from benchmarks.search_regret import report, table
 
 SMALL = {
@@ -42,7 +42,7 @@ def a_second_each(case: Case) -> Guess:
     )
 
 
-def scored(*cells: tuple[int, int, float | None]) -> list[Scored]:
+def scored(*cells: tuple[int, int, float | None]) -> list[ScoredPlan]:
     """(batch, microbatch, measured seconds; None: out of memory)."""
     rows = []
     for number, (batch, microbatch, seconds) in enumerate(cells):

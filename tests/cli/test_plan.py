@@ -19,9 +19,9 @@ from meshwright.core.plan import Plan
 from meshwright.core.technique import technique_named
 from meshwright.core.units import GIB
 from meshwright.machine.named_clusters import cluster
-from meshwright.planner.search import SearchResult, search
+from meshwright.planner.search import ScoredPlan, SearchResult, search
+from meshwright.report.answer_text import plot, worth_words
 from meshwright.report.encoding import accept_any_encoding
-from meshwright.report.follow_up_text import plot, worth_words
 from meshwright.report.mesh_picture import axis_lines, mesh_picture, place_of
 from meshwright.report.terminal import short_plan
 
@@ -254,7 +254,7 @@ def test_plans_in_short_words() -> None:
     assert short_plan(Plan(batch=4)) == "one device, microbatch 1 x 4"
 
 
-def _scored(seconds: float, peak: int, plan: Plan | None = None) -> tuple[Plan, object]:
+def _scored(seconds: float, peak: int, plan: Plan | None = None) -> ScoredPlan:
     from meshwright.simulator.forecast import Forecast
 
     numbers = dict.fromkeys(("step_seconds", "step_seconds_low", "step_seconds_high"), seconds)
@@ -271,12 +271,12 @@ def _scored(seconds: float, peak: int, plan: Plan | None = None) -> tuple[Plan, 
         seconds_by_cause={},
         worst_stage=0,
     )
-    return plan or Plan(), told
+    return ScoredPlan(plan or Plan(), told)
 
 
 def test_the_front_is_plotted_from_end_to_end() -> None:
     sizes = [(8.0, 16 * GIB), (4.0, 32 * GIB), (2.0, 64 * GIB)]
-    points = tuple(Point(scored=_scored(s, p), budget_bytes=p) for s, p in sizes)  # type: ignore[arg-type]
+    points = tuple(Point(scored=_scored(s, p), budget_bytes=p) for s, p in sizes)
     lines = plot(MemoryFront(points=points))
     assert lines[0] == f"{'8.00 s':>10} |o{'-' * 31}"
     assert lines[11].endswith("o")
@@ -306,7 +306,7 @@ def test_what_it_buys_in_words(seconds: float, devices: int, words: str) -> None
     asked = asking.Question(profile=profile, cluster=machine, batch=4, sequence=32, allow="reordered")
     after = _scored(seconds, GIB, made(shard=devices))
     found = SearchResult(
-        best=after,  # type: ignore[arg-type]
+        best=after,
         ranked=(),
         rejected={},
         nearest_miss=None,
@@ -314,8 +314,8 @@ def test_what_it_buys_in_words(seconds: float, devices: int, words: str) -> None
         search_seconds=0,
         gap_fraction=0,
     )
-    then = asking.AskedOutcome(words="x", question=asked, found=found)
-    assert words in worth_words(ComparedPlans(words="x", before=_scored(1.0, GIB, made(shard=8)), after=then))  # type: ignore[arg-type]
+    then = asking.Outcome(words="x", question=asked, result=found)
+    assert words in worth_words(ComparedPlans(words="x", before=_scored(1.0, GIB, made(shard=8)), after=then))
 
 
 # Terminals

@@ -20,7 +20,8 @@ from meshwright.machine.named_clusters import cluster
 from meshwright.models.cost_decoder import decoder_profile
 from meshwright.models.presets import PRESETS, preset
 from meshwright.planner.even_split import balanced_stages
-from meshwright.planner.search import SearchResult, found_as_json, search
+from meshwright.planner.search import SearchResult, search
+from meshwright.report.answer_json import result_as_json
 from meshwright.simulator.forecast import Forecast, forecast
 
 TINY = decoder_profile(PRESETS["byte-tiny"], "byte-tiny")
@@ -142,13 +143,13 @@ def test_no_plan_is_ranked_that_cannot_take_the_sequence(sequence: int) -> None:
     assert all(plan.check_sequence(sequence) == () for plan, _ in found.ranked)
     assert any(f"a sequence of {sequence} cannot be cut" in reason for reason in found.rejected)
     # Hidden behind those that cannot: the plans that only differ in the setting that objects.
-    assert all(each.found is not None for each in found.alternatives if each.technique == "tensor")
+    assert all(each.scored is not None for each in found.alternatives if each.technique == "tensor")
 
 
 def test_too_large_a_model_says_by_how_much() -> None:
     profile, machine = decoder_profile(preset("llama3-70b"), "llama3-70b"), cluster("h100")
     found = search(profile, machine, batch=8, sequence=8192)
-    told = json.loads(json.dumps(found_as_json(found), allow_nan=False))
+    told = json.loads(json.dumps(result_as_json(found), allow_nan=False))
     assert told["best"] is None
     assert told["ranked"] == []
     assert told["nearest_miss"]["forecast"]["fits"] is False

@@ -17,8 +17,9 @@ from meshwright.core.device import Device
 from meshwright.machine.named_clusters import cluster
 from meshwright.models.cost_decoder import decoder_profile
 from meshwright.models.presets import PRESETS
-from meshwright.planner.search import SearchResult, found_as_json, search
+from meshwright.planner.search import SearchResult, search
 from meshwright.planner.wishes import ALLOW
+from meshwright.report.answer_json import result_as_json
 from meshwright.simulator.forecast import forecast
 
 FEW = settings(max_examples=6)
@@ -149,4 +150,4 @@ def test_the_same_question_has_the_same_answer_to_the_byte(seed: int, share: flo
 
 
 def _told(found: SearchResult) -> str:
-    return json.dumps({**found_as_json(found), "search_seconds": 0})
+    return json.dumps({**result_as_json(found), "search_seconds": 0})

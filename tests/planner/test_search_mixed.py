@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from meshwright.ask.explain import explain_groups
 from meshwright.core.cluster import Cluster, DeviceGroup, Link
 from meshwright.core.device import Device
 from meshwright.core.plan import Plan
@@ -18,7 +19,6 @@ from meshwright.machine.named_clusters import cluster
 from meshwright.models.cost_decoder import decoder_profile
 from meshwright.models.presets import DecoderConfig
 from meshwright.planner.mixed import search_mixed
-from meshwright.planner.mixed_words import explain_mixed
 from meshwright.planner.search import SearchResult, search
 from meshwright.planner.uneven_shares import deal, split
 from meshwright.simulator.forecast import Forecast, forecast
@@ -212,11 +212,11 @@ def test_a_group_that_only_slows_the_rest_is_left_idle() -> None:
     plan, told = best_of(found)
     assert plan.groups == (1,)
     assert told.step_seconds == best_of(search(PROFILE, here.view(1), batch=8, ban=SIMPLE, **WISHES))[1].step_seconds
-    lines = explain_mixed(found, here)
+    lines = explain_groups(found, here)
     assert lines[0] == "Its ranks take new."
     assert lines[1].startswith("It leaves old idle")
-    assert explain_mixed(found, here.view(0)) == []
-    assert explain_mixed(found, mixed((1, 1.0), (1, 1.0))) == []
+    assert explain_groups(found, here.view(0)) == []
+    assert explain_groups(found, mixed((1, 1.0), (1, 1.0))) == []
 
 
 def test_pins_hold_across_groups() -> None:

@@ -1,0 +1,351 @@
+"""A request and its answer as values: the fastest plan, why it won, what anything else would give.
+
+    request = read_request(profile, cluster, batch=128, sequence=8192, why=["tensor"], what_if=["memory=+20GiB"])
+    answer = answer_of(request)          # an `Answer`; report/answer_text.py and report/answer_json.py render it
+
+`plan` does both at once. Nothing here prints: a renderer gets the `Answer`, and whoever waits is told by a function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from meshwright.ask.batch_goal import BatchGoal, BatchGoals, best_batch, fewer, read_goal
+from meshwright.ask.device_counts import DeviceCounts, compare_sizes, node_width, resized, sizes_between
+from meshwright.ask.explain import explain
+from meshwright.ask.memory_front import MemoryFront, front
+from meshwright.ask.question import Question, Tell
+from meshwright.ask.ways_out import WaysOut, ways_out
+from meshwright.ask.what_if import (
+    ComparedPlans,
+    WhatIfChange,
+    compare,
+    read_amount,
+    read_changes,
+    read_memory,
+    usual_changes,
+    with_changes,
+)
+from meshwright.ask.why import Knob, Why, read_knobs, why
+from meshwright.core.cluster import Cluster
+from meshwright.core.codec import read_artefact, to_json
+from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.profile import Profile
+from meshwright.core.work import ADAM, EachElement
+from meshwright.optimizers.optimizer_config import OptimizerConfig
+from meshwright.planner.search import ScoredPlan, SearchResult
+from meshwright.planner.wishes import read_wishes
+
+AUTO = "auto"
+DEFAULT_BATCH = 64
+TOKENS_TO_COMPARE = 1e9
+"""Tokens for which the device-hours of several numbers of devices are compared, where no target is given."""
+_QUICK_SECONDS = 2.0
+"""After a search this quick, the usual changes are searched too; after a longer one they are only named."""
+_COUNTS = {"": 1.0, "k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """Everything that is asked at once about one model on one cluster."""
+
+    question: Question
+    top: int = 8
+    """Plans to rank."""
+    devices: tuple[int, ...] = ()
+    """Numbers of devices to compare; empty: those of the cluster."""
+    tokens: float = TOKENS_TO_COMPARE
+    """For which numbers of devices are compared."""
+    goal: BatchGoal | None = None
+    """What a batch is to reach soonest; None: the batch is given."""
+    knobs: tuple[Knob, ...] = ()
+    """Settings whose value is to be explained."""
+    changes: tuple[WhatIfChange, ...] = ()
+    """Of the machines or the batch, all taken together."""
+    has_front: bool = False
+    """Whether the fastest plan for each memory is asked for."""
+    suggests: bool = False
+    """Whether to add what people ask next, where nothing particular is asked."""
+
+    @property
+    def is_narrow(self) -> bool:
+        """One thing is asked about the best plan, not everything."""
+        return bool(self.knobs or self.changes or self.has_front)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What came of a request. A part that was not asked for, or not reached, is empty."""
+
+    request: PlanRequest
+    question: Question
+    """The one that `result` answers: with the devices and the batch that are best, where they were to be chosen."""
+    result: SearchResult | None = None
+    """None: stopped while devices or batch were chosen."""
+    batch_goals: BatchGoals | None = None
+    device_counts: DeviceCounts | None = None
+    ways_out: WaysOut | None = None
+    """Where nothing fits, and nothing else is asked."""
+    why: tuple[Why, ...] = ()
+    what_if: ComparedPlans | None = None
+    front: MemoryFront | None = None
+    suggested: tuple[WhatIfChange, ...] = ()
+    suggestions: tuple[ComparedPlans, ...] = ()
+    """Of each change that is suggested; empty where searching for them would take too long."""
+    is_interrupted: bool = False
+    """The user did not want to wait for the rest."""
+    version: int = 1
+
+    @property
+    def best(self) -> ScoredPlan | None:
+        return self.result.best if self.result is not None else None
+
+    @property
+    def explanation(self) -> list[str]:
+        """Why the best plan won, or why nothing fits: a few lines of words."""
+        return explain(self.result, self.question.machine) if self.result is not None else []
+
+    def to_json(self) -> str:
+        return to_json(self)
+
+    @classmethod
+    def from_json(cls, text: str, source: str = "answer") -> Answer:
+        return read_artefact(cls, text, source)
+
+
+def _tell_nobody(text: str) -> None:
+    pass
+
+
+def plan(
+    profile: Profile,
+    cluster: Cluster,
+    *,
+    batch: int | str,
+    sequence: int,
+    optimizer: OptimizerConfig | EachElement = ADAM,
+    allow: str = "lossy",
+    pin: Sequence[str] = (),
+    ban: Sequence[str] = (),
+    max_memory: int | str | None = None,
+    top: int = 8,
+    why: Sequence[str] = (),
+    what_if: Sequence[str] = (),
+    front: bool = False,
+    devices: int | str | None = None,
+    critical_batch: float | str | None = None,
+    target_steps: float | str | None = None,
+    target_tokens: float | str | None = None,
+    progress: Tell = _tell_nobody,
+) -> Answer:
+    """The fastest plan that fits, and all that is asked about it.
+
+    Texts are as on the command line: `pin=["tensor=2"]`, `max_memory="70GiB"`, `why=["microbatch"]`,
+    `what_if=["memory=+20GiB"]`, `devices="16..64"`, `batch="auto"`. Everything that is wrong is raised at once.
+    """
+    request = read_request(
+        profile,
+        cluster,
+        batch=batch,
+        sequence=sequence,
+        optimizer=optimizer,
+        allow=allow,
+        pin=pin,
+        ban=ban,
+        max_memory=max_memory,
+        top=top,
+        why=why,
+        what_if=what_if,
+        front=front,
+        devices=devices,
+        critical_batch=critical_batch,
+        target_steps=target_steps,
+        target_tokens=target_tokens,
+    )
+    return answer_of(request, progress)
+
+
+def answer_of(request: PlanRequest, progress: Tell = _tell_nobody) -> Answer:
+    *_, whole = answers(request, progress)
+    return whole
+
+
+def answers(request: PlanRequest, progress: Tell = _tell_nobody) -> Iterator[Answer]:
+    """The answer as it grows, after each part; the last one is the whole."""
+    question = request.question
+    answer = Answer(request=request, question=question)
+    if request.goal is not None:
+        counts = request.devices[::-1] or fewer(question.cluster.num_devices)
+        possible = tuple(count for count in counts if resized(question.cluster, count) is not None)
+        goals = best_batch(question, request.goal, possible, progress)
+        question = question if goals.soonest is None else goals.soonest.outcome.question
+        answer = replace(answer, batch_goals=goals, question=question, is_interrupted=goals.is_interrupted)
+        yield answer
+    elif request.devices:
+        sizes = compare_sizes(question, request.devices, progress)
+        if sizes.fastest is not None:
+            question = sizes.fastest.outcome.question
+        else:
+            question = replace(question, cluster=resized(question.cluster, request.devices[-1]) or question.cluster)
+        answer = replace(answer, device_counts=sizes, question=question, is_interrupted=sizes.is_interrupted)
+        yield answer
+    if answer.is_interrupted:
+        return
+    progress("searching; Ctrl-C shows the best so far")
+    result = question.ask(top=request.top)
+    answer = replace(answer, result=result, is_interrupted=result.is_interrupted)
+    yield answer
+    if answer.is_interrupted:
+        return
+    known = answer
+    try:
+        for known in _follow_up(answer, result, progress):
+            yield known
+    except KeyboardInterrupt:
+        yield replace(known, is_interrupted=True)
+
+
+def _follow_up(answer: Answer, result: SearchResult, progress: Tell) -> Iterator[Answer]:
+    """What is asked about the best plan; where nothing is, what people ask next."""
+    request, question = answer.request, answer.question
+    if result.best is None and not (request.changes or request.has_front):
+        answer = replace(answer, ways_out=ways_out(question, result, progress))
+        yield answer
+    for knob in request.knobs:
+        if result.best is not None:
+            answer = replace(answer, why=(*answer.why, why(question, result.best, knob, progress)))
+            yield answer
+    if request.changes:
+        answer = replace(answer, what_if=compare(question, request.changes, result.best))
+        yield answer
+    if request.has_front:
+        made = front(question, progress, result.best)
+        answer = replace(answer, front=made, is_interrupted=made.is_interrupted)
+        yield answer
+    if request.suggests and not request.is_narrow and result.best is not None:
+        changes = usual_changes(question)
+        is_quick = result.search_seconds < _QUICK_SECONDS
+        compared = tuple(compare(question, (change,), result.best) for change in changes) if is_quick else ()
+        yield replace(answer, suggested=changes, suggestions=compared)
+
+
+def read_request(
+    profile: Profile | None,
+    cluster: Cluster | None,
+    *,
+    batch: int | str,
+    sequence: int,
+    optimizer: OptimizerConfig | EachElement = ADAM,
+    allow: str = "lossy",
+    pin: Sequence[str] = (),
+    ban: Sequence[str] = (),
+    max_memory: int | str | None = None,
+    top: int = 8,
+    why: Sequence[str] = (),
+    what_if: Sequence[str] = (),
+    front: bool = False,
+    devices: int | str | None = None,
+    critical_batch: float | str | None = None,
+    target_steps: float | str | None = None,
+    target_tokens: float | str | None = None,
+    suggests: bool = False,
+    default_batch: int = DEFAULT_BATCH,
+    problems: Sequence[Problem] = (),
+) -> PlanRequest:
+    """Everything that is wrong is raised at once, with the `problems` that the caller knows of; then model and cluster
+    may be None. `default_batch`: where the batch is to be chosen and none fits."""
+    wrong = list(problems)
+
+    def tried(read: Callable[[], T]) -> T | None:
+        try:
+            return read()
+        except MeshwrightError as error:
+            wrong.extend(error.problems)
+            return None
+
+    is_auto = batch == AUTO
+    knobs = tried(lambda: read_knobs(why)) or ()
+    changes = tried(lambda: read_changes(what_if)) or ()
+    limit = read_memory(max_memory, "--max-memory", wrong) if isinstance(max_memory, str) else max_memory
+    range_ = _read_range(str(devices), wrong) if devices else None
+    targets: list[float | None] = []
+    given = {"critical_batch": critical_batch, "target_steps": target_steps, "target_tokens": target_tokens}
+    for name, value in given.items():
+        targets.append(_read_target(f"--{name.replace('_', '-')}", value, wrong))
+        # Tokens also say how many device-hours a range of devices is compared by.
+        if value and not is_auto and not (name == "target_tokens" and devices):
+            what, fix = "says how to choose a batch, which is given.", f"Add --batch {AUTO}."
+            wrong.append(Problem(where=f"--{name.replace('_', '-')}", what=what, fix=fix))
+    tried(lambda: read_wishes(pin, ban, allow=allow))
+    if wrong or profile is None or cluster is None:
+        raise MeshwrightError(list(dict.fromkeys(wrong)))
+    counts = _devices(cluster, range_, wrong) if range_ else ()
+    if len(counts) == 1:
+        cluster, counts = resized(cluster, counts[0]) or cluster, ()
+    question = Question(
+        profile=profile,
+        cluster=cluster,
+        batch=batch if isinstance(batch, int) else default_batch,
+        sequence=sequence,
+        optimizer=optimizer,
+        allow=allow,
+        pin=tuple(pin),
+        ban=tuple(ban),
+        max_memory_bytes=limit,
+    )
+    if limit is not None and (problem := question.memory_problem(limit, "--max-memory")):
+        raise MeshwrightError([*wrong, problem])
+    goal = tried(lambda: read_goal(profile, sequence, *targets)) if is_auto else None
+    tried(lambda: with_changes(question, changes))
+    if wrong:
+        raise MeshwrightError(list(dict.fromkeys(wrong)))
+    return PlanRequest(
+        question=question,
+        top=top,
+        devices=counts,
+        tokens=targets[2] or TOKENS_TO_COMPARE,
+        goal=goal,
+        knobs=knobs,
+        changes=changes,
+        has_front=front,
+        suggests=suggests,
+    )
+
+
+def _read_range(text: str, problems: list[Problem]) -> tuple[int, int] | None:
+    """`16..64`, or `16` alone."""
+    first, dots, last = (part.strip() for part in text.partition(".."))
+    if not (first.isascii() and first.isdigit() and (last.isascii() and last.isdigit() if dots else True)):
+        problem = Problem(where="--devices", what=f'"{text}" is no range.', fix="For example --devices 16..64.")
+        problems.append(problem)
+        return None
+    low, high = int(first), int(last or first)
+    if low < 1 or low > high:
+        what = f"{text} goes from {low} to {high}."
+        fix = f"Write --devices {high}..{low}." if 1 <= high < low else "Use at least 1 device."
+        problems.append(Problem(where="--devices", what=what, fix=fix))
+        return None
+    return low, high
+
+
+def _read_target(flag: str, value: float | str | None, problems: list[Problem]) -> float | None:
+    if not isinstance(value, str):
+        return value
+    amount = read_amount(value, _COUNTS, flag, f"{flag} 1000", problems)
+    if amount is not None and amount.how:
+        problems.append(Problem(where=flag, what=f'"{value}" is no number.', fix=f"For example {flag} 1000."))
+    return amount.value if amount is not None else None
+
+
+def _devices(cluster: Cluster, range_: tuple[int, int], problems: list[Problem]) -> tuple[int, ...]:
+    counts = sizes_between(cluster, *range_)
+    if range_[0] == range_[1] and not counts and resized(cluster, range_[0]) is not None:
+        return (range_[0],)  # no power of two, and asked for by name
+    if not counts:
+        width = node_width(cluster)
+        what = f"{range_[0]} to {range_[1]} has no part of a node and no whole nodes of {width} devices."
+        problems.append(Problem(where="--devices", what=what, fix=f"Use 1 to {width}, or multiples of {width}."))
+    return counts
