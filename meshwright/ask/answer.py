@@ -271,14 +271,9 @@ def read_request(
     changes = tried(lambda: read_changes(what_if)) or ()
     limit = read_memory(max_memory, "--max-memory", wrong) if isinstance(max_memory, str) else max_memory
     range_ = _read_range(str(devices), wrong) if devices else None
-    targets: list[float | None] = []
-    given = {"critical_batch": critical_batch, "target_steps": target_steps, "target_tokens": target_tokens}
-    for name, value in given.items():
-        targets.append(_read_target(f"--{name.replace('_', '-')}", value, wrong))
-        # Tokens also say how many device-hours a range of devices is compared by.
-        if value and not is_auto and not (name == "target_tokens" and devices):
-            what, fix = "says how to choose a batch, which is given.", f"Add --batch {AUTO}."
-            wrong.append(Problem(where=f"--{name.replace('_', '-')}", what=what, fix=fix))
+    may_have_target = (is_auto, is_auto, is_auto or bool(devices))  # by tokens, ranges of devices are compared too
+    flags = {"--critical-batch": critical_batch, "--target-steps": target_steps, "--target-tokens": target_tokens}
+    targets = [_read_target(*flag, may, wrong) for flag, may in zip(flags.items(), may_have_target, strict=True)]
     tried(lambda: read_wishes(pin, ban, allow=allow))
     if wrong or profile is None or cluster is None:
         raise MeshwrightError(list(dict.fromkeys(wrong)))
@@ -331,7 +326,10 @@ def _read_range(text: str, problems: list[Problem]) -> tuple[int, int] | None:
     return low, high
 
 
-def _read_target(flag: str, value: float | str | None, problems: list[Problem]) -> float | None:
+def _read_target(flag: str, value: float | str | None, may_be: bool, problems: list[Problem]) -> float | None:
+    if value and not may_be:
+        what, fix = "says how to choose a batch, which is given.", f"Add --batch {AUTO}."
+        problems.append(Problem(where=flag, what=what, fix=fix))
     if not isinstance(value, str):
         return value
     amount = read_amount(value, _COUNTS, flag, f"{flag} 1000", problems)
