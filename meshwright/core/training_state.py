@@ -52,6 +52,7 @@ def settle(work: Work) -> Work:
                 layer=slot.layer,
                 name=slot.name,
                 kind="memory",
+                role="optimizer",
                 phase="step",
                 repeat=slot.repeat,
                 # read gradient for the norm; read gradient, read and write parameter and state for the update; an older
@@ -61,7 +62,12 @@ def settle(work: Work) -> Work:
             )
         )
     trained = sum(slot.repeat for slot in work.slots if not (slot.frozen or slot.copy_of))
-    launches: dict[str, Any] = {"name": "update", "kind": "memory", "kernels": UPDATE_LAUNCHES * trained}
+    launches: dict[str, Any] = {
+        "name": "update",
+        "kind": "memory",
+        "role": "optimizer",
+        "kernels": UPDATE_LAUNCHES * trained,
+    }
     tasks.append(Compute(**launches, layer="", phase="step", repeat=1))
     return work.with_tasks(*tasks).with_residents(*residents, *_made_gradients(work))
 

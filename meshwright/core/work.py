@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from meshwright.core.profile import Cut, CutDim, Layer, Op, Poly, Profile
+from meshwright.core.profile import Cut, CutDim, Layer, Op, Poly, Profile, Role
 
 Num = Any
 """An int or float, or a NumPy array of them with one entry per candidate."""
@@ -45,6 +45,7 @@ class Compute:
     kind: str
     phase: Phase
     repeat: Num
+    role: Role = ""
     flops: Num = 0.0
     moved_bytes: Num = 0.0
     dtype: str = "fp32"
@@ -56,6 +57,8 @@ class Compute:
     cut_dim: CutDim = "n"
     kernels: Num = 1.0
     """Launched, one after the other; of a matmul, how many products."""
+    shared_out: str = ""
+    """As in `Param`: of the weights it is about."""
 
     @property
     def per_step(self) -> bool:
@@ -414,6 +417,7 @@ def _op_tasks(layer: Layer, op: Op, counts: tuple[Num, Num, Num], element_bytes:
             layer=layer.name,
             name=op.name,
             kind=op.kind,
+            role=op.role,
             phase=phase,
             repeat=layer.repeat,
             flops=flops(*counts),

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from meshwright.core.profile import FusedCost, Op, Poly
+from meshwright.core.profile import FusedCost, Op, Poly, Role
 from meshwright.foreign.trace_fuse import fuse
 from meshwright.foreign.trace_record import Label, OpEvent, Record, Storage, Touch
 
@@ -22,6 +22,17 @@ NEGLIGIBLE = 0.02
 """Of what is alive at a layer's fullest moment."""
 TOLD = ("flops", "backward_flops", "saved")
 """Of what no polynomial fits, these; traffic of tables that all samples share never fits exactly."""
+ROLES: dict[str, Role] = {
+    **dict.fromkeys(("rms_norm", "native_layer_norm", "native_batch_norm", "native_group_norm"), "norm"),
+    **dict.fromkeys(("gelu", "silu", "relu", "relu_", "sigmoid", "tanh", "leaky_relu", "hardtanh"), "activation"),
+    **dict.fromkeys(("elu", "softplus", "mish"), "activation"),
+    **dict.fromkeys(("rows_times", "outer", "_grouped_mm", "grouped_mm"), "experts"),
+    "convolution": "convolution",
+    "embedding": "embedding",
+    **dict.fromkeys(("max_pool2d_with_indices", "avg_pool2d"), "pool"),
+    "_to_copy": "cast",
+}
+"""Roles by the names of the operators that a module calls; the first that it calls any of is its own."""
 WITH_STATISTICS = {"rms_norm", "rms_norm_backward", "native_layer_norm", "native_layer_norm_backward"}
 WITH_STATISTICS |= {"native_batch_norm", "native_batch_norm_backward"}
 """Of 16-bit numbers they keep a few in float32, which are not told apart."""
@@ -46,6 +57,8 @@ Peaks = dict[tuple[int, bool], int]
 @dataclass
 class Summary:
     ops: dict[Key, Sums]
+    operators: dict[Key, set[str]]
+    """Names of the operators that each op calls going forward."""
     working: dict[tuple[int, str, bool], float]
     """(layer, cut, is wide) -> elements at its fullest moment."""
     peaks: Peaks
@@ -55,13 +68,15 @@ class Summary:
 def summarise(record: Record, sequence: int, peaks: Peaks | None = None) -> Summary:
     """`peaks`: of a record of the same events, so that the same moment is looked at."""
     ops: dict[Key, Sums] = defaultdict(lambda: defaultdict(float))
+    operators: dict[Key, set[str]] = defaultdict(set)
     for event in record.events:
         if not event.is_dropped:
-            _add_event(ops, event, sequence)
+            key = _add_event(ops, event, sequence)
+            operators[key] |= set() if event.is_backward else {event.name}
     _add_saved(ops, record.storages)
     _add_fused(ops, record, sequence)
     working, peaks = _working(record, peaks)
-    return Summary(ops=dict(ops), working=working, peaks=peaks, num_events=len(record.events))
+    return Summary(ops=dict(ops), operators=operators, working=working, peaks=peaks, num_events=len(record.events))
 
 
 def _key(event: OpEvent, is_wide: bool, sequence: int) -> Key:
@@ -82,11 +97,12 @@ def _folded(path: str) -> str:
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)
 
 
-def _add_event(ops: dict[Key, Sums], event: OpEvent, sequence: int) -> None:
+def _add_event(ops: dict[Key, Sums], event: OpEvent, sequence: int) -> Key:
     way = "backward_" if event.is_backward else ""
     touches = [*event.reads, *event.writes]
     wide = _bytes(touches, True) > _bytes(touches, False)
-    main = ops[_key(event, wide, sequence)]
+    key = _key(event, wide, sequence)
+    main = ops[key]
     main[f"{way}kernels"] += event.products
     main[f"{way}flops"] += event.flops
     if not event.is_backward:
@@ -94,6 +110,18 @@ def _add_event(ops: dict[Key, Sums], event: OpEvent, sequence: int) -> None:
         main["count"] += 1
     for is_wide, moved in _moved(event, touches):
         ops[_key(event, is_wide, sequence)][f"{way}moved"] += moved
+    return key
+
+
+def _role(key: Key, operators: set[str]) -> Role:
+    if key.kind == "attention":
+        return "attention"
+    if key.kind == "loss":
+        return "loss"
+    named: Role = next((role for name, role in ROLES.items() if name in operators), "")
+    if key.kind == "matmul":  # whether one factor is a weight is not recorded
+        return named if named in ("experts", "convolution") else "matmul"
+    return named if key.path else "block"
 
 
 def _bytes(touches: Iterable[Touch], is_wide: bool) -> float:
@@ -216,7 +244,8 @@ def ops_of(
                 unfitted.append(name)
             return found
 
-        ops.append(_op(key, name, largest.ops[key], of, rows))
+        role = _role(key, largest.operators.get(key, set()))
+        ops.append(replace(_op(key, name, largest.ops[key], of, rows), role=role))
     for (place, cut, is_wide), _ in sorted(largest.working.items()):
         if place == layer:
             values = [summary.working.get((place, cut, is_wide), 0.0) for summary in summaries]

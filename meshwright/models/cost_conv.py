@@ -74,8 +74,8 @@ def _pool(given: float, passed: float) -> tuple[Op, Op]:
     """Keeps the pooled image, and where each of its pixels came from (int64)."""
     back = 2.0 * given + 5.0 * passed
     return (
-        memory("pool", given + 5.0 * passed, passed, "none", back=back, backward_kernels=1.0),
-        kept("pool.places", 2.0 * passed, wide=True),
+        memory("pool", given + 5.0 * passed, passed, "none", role="pool", back=back, backward_kernels=1.0),
+        kept("pool.places", 2.0 * passed, role="pool", wide=True),
     )
 
 
@@ -136,9 +136,9 @@ def _norm(name: str, width: int, size: int) -> tuple[tuple[Param, ...], tuple[Op
     params = (Param(name=f"{name}.weight", shape=(width,)), Param(name=f"{name}.bias", shape=(width,)))
     # Read for its statistics, then to be normed, which are remembered in a few steps of small vectors; going back it is
     # read with its gradient for sums, then for the input's gradient.
-    op = memory(name, 3.0 * elements, 0.0, "none", back=5.0 * elements, kernels=8.0, backward_kernels=1.0)
+    op = memory(name, 3.0 * elements, 0.0, "none", role="norm", back=5.0 * elements, kernels=8.0, backward_kernels=1.0)
     op = replace(once(op, 30.0 * width, 8.0 * width), saved=Poly(bs=elements))
-    statistics = replace(kept(f"{name}.statistics", 0.0, wide=True), saved=Poly(one=2.0 * width))
+    statistics = replace(kept(f"{name}.statistics", 0.0, role="norm", wide=True), saved=Poly(one=2.0 * width))
     return params, (op, statistics), Site(kind="statistics", elements=Poly(one=2.0 * width))
 
 
@@ -171,9 +171,18 @@ def _bottleneck(size: BottleneckShape, name: str, repeat: int) -> Layer:
         params=tuple(param for params, _, _ in pieces for param in params),
         ops=(
             *ops,
-            memory("residual", 3.0 * size.out * outer, 0.0, "none", working=3.0 * size.out * outer),
+            memory("residual", 3.0 * size.out * outer, 0.0, "none", role="residual", working=3.0 * size.out * outer),
             # Two read the block's input: their gradients are added.
-            memory("input", 0.0, 0.0, "none", back=3.0 * size.channels * inner, kernels=0.0, backward_kernels=1.0),
+            memory(
+                "input",
+                0.0,
+                0.0,
+                "none",
+                role="input",
+                back=3.0 * size.channels * inner,
+                kernels=0.0,
+                backward_kernels=1.0,
+            ),
         ),
         sites=tuple(site for _, _, site in pieces),
         boundary=Poly(bs=size.out * outer),
@@ -211,7 +220,9 @@ def resnet_profile(config: ResNetConfig, name: str) -> Profile:
     params, ops = _classifier(last.out, config.num_classes, "output.")
     # Back: a gradient for every pixel, divided by their number.
     pixels = last.out * last.size_out**2
-    pool = memory("pool", pixels + last.out, last.out, "none", back=pixels + last.out, backward_kernels=1.0)
+    pool = memory(
+        "pool", pixels + last.out, last.out, "none", role="pool", back=pixels + last.out, backward_kernels=1.0
+    )
     layers.append(Layer(name="head", params=params, ops=(pool, *ops)))
     return Profile(
         name=name,

@@ -42,7 +42,7 @@ def _norm_op(config: DecoderConfig, name: str, *, follows_add: bool = False, joi
     fused = (d, 5.0 * d, 0.0, 2.0) if follows_add else (2.0 * d, 5.0 * d, 1.0, 2.0)
     back, kernels = (8.0 * d, 2.0) if joins else (5.0 * d, 1.0)
     weights = 2.0 * d if config.norm == "layer" else d
-    op = memory(name, 2.0 * d, d, "sequence", back=back, backward_kernels=kernels, fused=fused)
+    op = memory(name, 2.0 * d, d, "sequence", role="norm", back=back, backward_kernels=kernels, fused=fused)
     return once(op, weights, 2.0 * weights)
 
 
@@ -69,7 +69,15 @@ def _attention(config: DecoderConfig, is_causal: bool) -> tuple[tuple[Param, ...
     # One whole input serves query, key and value: kept once, and not divided by splitting. Its gradients are added.
     ops = [
         memory(
-            "attention.input", 0.0, d, "none", back=6.0 * d, kernels=0.0, backward_kernels=2.0, fused=(0, 3.0 * d, 0, 0)
+            "attention.input",
+            0.0,
+            d,
+            "none",
+            role="input",
+            back=6.0 * d,
+            kernels=0.0,
+            backward_kernels=2.0,
+            fused=(0, 3.0 * d, 0, 0),
         ),
         matmul("attention.query", q, d),
         matmul("attention.key", kv, d),
@@ -83,6 +91,7 @@ def _attention(config: DecoderConfig, is_causal: bool) -> tuple[tuple[Param, ...
         Op(
             name="attention.core",
             kind="attention",
+            role="attention",
             flops=Poly(bss=seen * 4.0 * q),
             backward_flops=Poly(bss=seen * 10.0 * q),
             moved=Poly(bs=2.0 * (q + kv + config.num_heads)),
@@ -92,7 +101,7 @@ def _attention(config: DecoderConfig, is_causal: bool) -> tuple[tuple[Param, ...
             shape=(config.num_heads, h, 0),
         )
     )
-    ops.append(kept("attention.statistics", config.num_heads, "tensor", wide=True))
+    ops.append(kept("attention.statistics", config.num_heads, "tensor", role="attention", wide=True))
     ops.append(matmul("attention.output", d, q, cut_dim="k"))
     if config.bias:
         ops.append(bias("attention.output.bias", d, "none"))
@@ -104,9 +113,19 @@ def _turned(config: DecoderConfig, n: float, q: float) -> list[Op]:
     ops = []
     if config.qk_norm:
         fused = (n, 4.0 * n, 1.0, 2.0) if config.positions == "rope" else (2.0 * n, 5.0 * n, 2.0, 4.0)
-        ops.append(kept("attention.qk_norm.statistics", n / config.size_of_head, "tensor", wide=True))
+        ops.append(kept("attention.qk_norm.statistics", n / config.size_of_head, "tensor", role="norm", wide=True))
         ops.append(
-            memory("attention.qk_norm", 2.0 * n, n, "tensor", back=5.0 * n, kernels=2, backward_kernels=2, fused=fused)
+            memory(
+                "attention.qk_norm",
+                2.0 * n,
+                n,
+                "tensor",
+                role="norm",
+                back=5.0 * n,
+                kernels=2,
+                backward_kernels=2,
+                fused=fused,
+            )
         )
     if config.positions != "rope":
         return ops
@@ -120,13 +139,14 @@ def _turned(config: DecoderConfig, n: float, q: float) -> list[Op]:
             9.0 * n,
             0.0,
             "tensor",
+            role="rope",
             back=(9.0 + 2.0 * copied) * n,
             kernels=14.0,
             backward_kernels=16.0 + 2.0 * copied,
             fused=(n, n, 0.0, 1.0) if config.qk_norm else (2.0 * n, 2.0 * n, 1.0, 1.0),
         )
     )
-    ops.append(memory("attention.layout", 2.0 * q, q, "tensor"))
+    ops.append(memory("attention.layout", 2.0 * q, q, "tensor", role="layout"))
     return ops
 
 
@@ -145,8 +165,21 @@ def plain_mlp(config: DecoderConfig) -> Mlp:
         if config.bias:
             params.append(Param(name="mlp.up.bias", shape=(f,), cut=0, units=f))
             ops.append(bias("mlp.up.bias", f, "tensor"))
-        ops.append(memory("mlp.gelu", 2.0 * f, 2.0 * f, "tensor", back=3.0 * f, backward_kernels=1.0, working=2.0 * f))
-        ops.insert(0, memory("mlp.input", 0.0, d, "none", kernels=0.0, working=d, fused=(0, float(d), 0, 0)))
+        ops.append(
+            memory(
+                "mlp.gelu",
+                2.0 * f,
+                2.0 * f,
+                "tensor",
+                role="activation",
+                back=3.0 * f,
+                backward_kernels=1.0,
+                working=2.0 * f,
+            )
+        )
+        ops.insert(
+            0, memory("mlp.input", 0.0, d, "none", role="input", kernels=0.0, working=d, fused=(0, float(d), 0, 0))
+        )
     params.append(Param(name="mlp.down.weight", shape=(d, f), cut=1, units=f))
     ops.append(matmul("mlp.down", d, f, cut_dim="k"))
     if config.bias:
@@ -167,7 +200,7 @@ def block_layer(config: DecoderConfig, name: str, repeat: int, mlp: Mlp, is_caus
     d = config.hidden_size
     attention_params, attention_ops = _attention(config, is_causal)
     mlp_params, mlp_ops = mlp
-    add = memory("residual", 3.0 * d, 0.0, "sequence")  # its gradient goes both ways as it is
+    add = memory("residual", 3.0 * d, 0.0, "sequence", role="residual")  # its gradient goes both ways as it is
     first, second = _norm_params(config, "attention_norm"), _norm_params(config, "mlp_norm")
     middle = len(first) + len(attention_params)
     before_mlp = middle + len(second)
@@ -208,17 +241,21 @@ def _embed(config: DecoderConfig) -> Layer:
     lookup = gather("lookup", 2.0 * d + 4.0, 0.0, "none", 1.0, 1.0)
     moment = Poly(bs=d)
     lookup = replace(lookup, backward_moved=Poly(one=v * d, bs=d + 4.0), working=moment)
-    ops = [lookup, kept("tokens", 2.0, wide=True)]  # numbers of tokens are int64
+    ops = [lookup, kept("tokens", 2.0, role="embedding", wide=True)]  # numbers of tokens are int64
     if config.positions == "rope":
         # The tables of cosines and sines: small, but steps all the same.
         steps = 11.0 if config.rope_scaling == "none" else 20.0
-        turns = memory("rotary", 0.0, 0.0, "none", kernels=steps, wide=True)
+        turns = memory("rotary", 0.0, 0.0, "none", role="rope", kernels=steps, wide=True)
         ops.append(replace(turns, moved=Poly(one=config.size_of_head)))
     else:
         ops += _learned_positions(config)
     if config.tied:  # the head's gradient is added
         table = Poly(one=3.0 * v * d)
-        ops.append(replace(memory("tied", 0.0, 0.0, "none", kernels=0, backward_kernels=1), backward_moved=table))
+        ops.append(
+            replace(
+                memory("tied", 0.0, 0.0, "none", role="embedding", kernels=0, backward_kernels=1), backward_moved=table
+            )
+        )
     return Layer(
         name="embed",
         params=tuple(params),
@@ -230,13 +267,13 @@ def _embed(config: DecoderConfig) -> Layer:
 
 def _learned_positions(config: DecoderConfig) -> list[Op]:
     d = float(config.hidden_size)
-    numbers = memory("places", 0.0, 0.0, "none", wide=True)
+    numbers = memory("places", 0.0, 0.0, "none", role="embedding", wide=True)
     lookup = gather("positions", 0.0, 0.0, "none", 1.0, 1.0)
     table = Poly(one=config.max_sequence * d)
     return [
         replace(numbers, moved=Poly(one=2.0)),
         replace(lookup, moved=Poly(one=d), backward_moved=table),
-        memory("add_positions", 2.0 * d, 0.0, "none", back=d, backward_kernels=1.0),
+        memory("add_positions", 2.0 * d, 0.0, "none", role="embedding", back=d, backward_kernels=1.0),
     ]
 
 
@@ -249,7 +286,7 @@ def _head(config: DecoderConfig) -> Layer:
         params=(*norm, weight),
         ops=(
             _norm_op(config, "norm", joins=False),
-            replace(kept("output.input", d), working=Poly(bs=d)),
+            replace(kept("output.input", d, role="input"), working=Poly(bs=d)),
             matmul("output", v, d),
             *cross_entropy(v, "tensor"),
         ),

@@ -53,8 +53,8 @@ def _tables(config: DLRMConfig) -> Layer:
     read, written = cast("vectors", count * d, "none", back=True)
     read = replace(read, kernels=count, backward_kernels=count)
     # Put side by side; going back, the dense vector's two gradients are added.
-    stack = memory("stack", 2.0 * vectors, 0.0, "none", back=3.0 * d, backward_kernels=1.0)
-    ops = (lookup, read, written, stack, kept("ids", 2.0 * count, wide=True))
+    stack = memory("stack", 2.0 * vectors, 0.0, "none", role="layout", back=3.0 * d, backward_kernels=1.0)
+    ops = (lookup, read, written, stack, kept("ids", 2.0 * count, role="embedding", wide=True))
     params = tuple(
         Param(name=f"tables.{i}.weight", shape=(rows, d), shared_out="rows") for i, rows in enumerate(config.tables)
     )
@@ -67,6 +67,7 @@ def _top(config: DLRMConfig) -> Layer:
     pairs = Op(
         name="pairs",
         kind="matmul",
+        role="matmul",
         flops=Poly(bs=2.0 * count * count * d),
         backward_flops=Poly(bs=4.0 * count * count * d),
         moved=Poly(bs=2.0 * count * d + count * count),
@@ -77,16 +78,20 @@ def _top(config: DLRMConfig) -> Layer:
         matrices=Poly(bs=1.0),
         backward_kernels=2.0,
     )
-    pair_sum = memory("vectors", 0.0, 0.0, "none", back=3.0 * count * d, kernels=0.0, backward_kernels=1.0)
+    pair_sum = memory(
+        "vectors", 0.0, 0.0, "none", role="input", back=3.0 * count * d, kernels=0.0, backward_kernels=1.0
+    )
     # The last linear has no relu: its one logit goes to the loss.
-    loss = memory("cross_entropy", 3.0, 2.0, "none", back=8.0, backward_kernels=3.0, wide=True)
-    weighing = memory("weighing", 8.5, 1.0, "none", back=3.5, kernels=4.0, backward_kernels=2.0, wide=True)
+    loss = memory("cross_entropy", 3.0, 2.0, "none", role="loss", back=8.0, backward_kernels=3.0, wide=True)
+    weighing = memory("weighing", 8.5, 1.0, "none", role="loss", back=3.5, kernels=4.0, backward_kernels=2.0, wide=True)
     chosen = count * (count - 1) / 2.0
     ops[-1:] = [replace(loss, kind="loss"), weighing]
-    choose = gather("chosen", 2.0 * chosen, count * count * 2.0 + chosen, "none", 1.0, 1.0)
+    choose = gather("chosen", 2.0 * chosen, count * count * 2.0 + chosen, "none", 1.0, 1.0, role="layout")
     choose = once(choose, 8.0 * chosen, 8.0 * chosen)
-    features_ = memory("features", 2.0 * features, features, "none", back=float(count * count), kernels=2.0)
-    where = replace(kept("pairs.places", 0.0, wide=True), saved=Poly(one=4.0 * chosen))  # two int64
+    features_ = memory(
+        "features", 2.0 * features, features, "none", role="layout", back=float(count * count), kernels=2.0
+    )
+    where = replace(kept("pairs.places", 0.0, role="layout", wide=True), saved=Poly(one=4.0 * chosen))  # two int64
     features_ = once(replace(features_, backward_kernels=1.0), 8.0 * chosen, 0.0)
     pairs_ = (pairs, pair_sum, choose, features_, where)
     return Layer(name="top", params=tuple(params), ops=(*pairs_, *ops))

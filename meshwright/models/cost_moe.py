@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from meshwright.core.profile import Op, Param, Poly, Site
-from meshwright.models.cost_ops import Mlp, gather, kept, matmul, memory, swiglu, two_readers
+from meshwright.models.cost_ops import Mlp, gather, kept, matmul, memory, swiglu, two_readers, with_role
 from meshwright.models.presets import DecoderConfig
 
 
@@ -38,16 +38,16 @@ def experts_mlp(config: DecoderConfig) -> Mlp:
     moment = Poly(bs=3.0 * sent * max(d, f) + shared * d)
     ops = [
         two_readers(d, more=2 * shared),
-        *_routing(config, sent),
-        *_sending(config, sent),
-        matmul("mlp.experts.gate", f, d, rows=sent, matrices=count),
-        matmul("mlp.experts.up", f, d, rows=sent, matrices=count),
+        *with_role("router", _routing(config, sent)),
+        *with_role("dispatch", _sending(config, sent)),
+        matmul("mlp.experts.gate", f, d, rows=sent, matrices=count, role="experts"),
+        matmul("mlp.experts.up", f, d, rows=sent, matrices=count, role="experts"),
         replace(swiglu("mlp.experts.swiglu", sent * f, is_compiled=False), working=moment),
-        matmul("mlp.experts.down", d, f, rows=sent, matrices=count, cut_dim="k"),
-        *_returning(config, sent),
+        matmul("mlp.experts.down", d, f, rows=sent, matrices=count, role="experts", cut_dim="k"),
+        *with_role("dispatch", _returning(config, sent)),
     ]
     if config.balance:
-        ops += _balancing(config, sent)
+        ops += with_role("router", _balancing(config, sent))
     if config.num_shared_experts:
         size = config.num_shared_experts * f
         params += [
@@ -60,7 +60,7 @@ def experts_mlp(config: DecoderConfig) -> Mlp:
             matmul("mlp.shared.up", size, d),
             replace(swiglu("mlp.shared.swiglu", size), working=Poly()),  # the experts' moment is the larger one
             matmul("mlp.shared.down", d, size, cut_dim="k"),
-            memory("mlp.shared.sum", 3.0 * d, 0.0, "none"),
+            memory("mlp.shared.sum", 3.0 * d, 0.0, "none", role="residual"),
         ]
     return tuple(params), tuple(ops)
 

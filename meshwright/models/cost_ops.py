@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from meshwright.core.profile import Cut, CutDim, FusedCost, Layer, Op, Param, Poly
+from meshwright.core.profile import Cut, CutDim, FusedCost, Layer, Op, Param, Poly, Role
 
 Mlp = tuple[tuple[Param, ...], tuple[Op, ...]]
 
 
-def matmul(name: str, n: int, k: int, *, rows: float = 1.0, matrices: int = 1, cut_dim: CutDim = "n") -> Op:
+def matmul(
+    name: str, n: int, k: int, *, rows: float = 1.0, matrices: int = 1, cut_dim: CutDim = "n", role: Role = "linear"
+) -> Op:
     """y = x W: the backward is two more of the same size. Who produces x keeps it.
 
     `rows` of x for each token, each times one of `matrices`.
@@ -19,6 +21,7 @@ def matmul(name: str, n: int, k: int, *, rows: float = 1.0, matrices: int = 1, c
     return Op(
         name=name,
         kind="matmul",
+        role=role,
         flops=Poly(bs=2.0 * rows * n * k),
         backward_flops=Poly(bs=4.0 * rows * n * k),
         moved=Poly(one=weights, bs=rows * (n + k)),
@@ -37,6 +40,7 @@ def memory(
     saved: float,
     cut: Cut,
     *,
+    role: Role = "",
     back: float = 0.0,
     kernels: float = 1.0,
     backward_kernels: float = 0.0,
@@ -51,6 +55,7 @@ def memory(
     op = Op(
         name=name,
         kind="memory",
+        role=role,
         moved=Poly(bs=moved),
         backward_moved=Poly(bs=back),
         saved=Poly(bs=saved),
@@ -81,31 +86,37 @@ def once(op: Op, moved: float, back: float) -> Op:
     )
 
 
-def gather(name: str, moved: float, back: float, cut: Cut, kernels: float, backward_kernels: float) -> Op:
-    op = memory(name, moved, 0.0, cut, back=back, kernels=kernels, backward_kernels=backward_kernels)
+def gather(
+    name: str, moved: float, back: float, cut: Cut, kernels: float, backward_kernels: float, role: Role = "embedding"
+) -> Op:
+    op = memory(name, moved, 0.0, cut, role=role, back=back, kernels=kernels, backward_kernels=backward_kernels)
     return replace(op, kind="gather")
 
 
-def kept(name: str, elements: float, cut: Cut = "none", *, wide: bool = False) -> Op:
+def with_role(role: Role, ops: Iterable[Op]) -> list[Op]:
+    return [replace(op, role=role) for op in ops]
+
+
+def kept(name: str, elements: float, cut: Cut = "none", *, role: Role = "", wide: bool = False) -> Op:
     """Only keeps something: what somebody else reads or writes."""
-    return memory(name, 0.0, elements, cut, kernels=0.0, wide=wide)
+    return memory(name, 0.0, elements, cut, role=role, kernels=0.0, wide=wide)
 
 
 def bias(name: str, n: float, cut: Cut, count: int = 1) -> Op:
     """Its gradient is a sum over rows, a kernel by itself; forward it is part of the product."""
-    return once(memory(name, 0.0, 0.0, cut, back=n, kernels=0.0, backward_kernels=count), 0.0, n)
+    return once(memory(name, 0.0, 0.0, cut, role="bias", back=n, kernels=0.0, backward_kernels=count), 0.0, n)
 
 
 def relu(name: str, n: float, cut: Cut, working: float = 0.0) -> Op:
     """In place: keeps its output."""
-    return memory(name, 2.0 * n, n, cut, back=3.0 * n, backward_kernels=1.0, working=working)
+    return memory(name, 2.0 * n, n, cut, role="activation", back=3.0 * n, backward_kernels=1.0, working=working)
 
 
 def cast(name: str, n: float, cut: Cut, *, back: bool, saved: float = 0.0) -> tuple[Op, Op]:
     """Under autocast, of a float32 tensor that a product reads: what is read, and what is written (and kept)."""
     both = n if back else 0.0
-    read = memory(name, n, 0.0, cut, back=both, backward_kernels=float(back), wide=True)
-    return read, memory(f"{name}.narrow", n, saved, cut, back=both, kernels=0.0)
+    read = memory(name, n, 0.0, cut, role="cast", back=both, backward_kernels=float(back), wide=True)
+    return read, memory(f"{name}.narrow", n, saved, cut, role="cast", back=both, kernels=0.0)
 
 
 def two_readers(d: float, more: int = 0) -> Op:
@@ -113,7 +124,16 @@ def two_readers(d: float, more: int = 0) -> Op:
     adds = 1.0 + more
     fused = (0.0, 2.0 * d, 0.0, 0.0)
     return memory(
-        "mlp.input", 0.0, d, "none", back=3.0 * adds * d, kernels=0.0, backward_kernels=adds, working=d, fused=fused
+        "mlp.input",
+        0.0,
+        d,
+        "none",
+        role="input",
+        back=3.0 * adds * d,
+        kernels=0.0,
+        backward_kernels=adds,
+        working=d,
+        fused=fused,
     )
 
 
@@ -121,7 +141,16 @@ def swiglu(name: str, f: float, cut: Cut = "tensor", *, is_compiled: bool = True
     """Keeps gate, up and their product; going back, silu is computed again."""
     fused = (3.0 * f, 5.0 * f, 1.0, 1.0) if is_compiled else None
     return memory(
-        name, 5.0 * f, 3.0 * f, cut, back=11.0 * f, kernels=2.0, backward_kernels=4.0, working=3.0 * f, fused=fused
+        name,
+        5.0 * f,
+        3.0 * f,
+        cut,
+        role="activation",
+        back=11.0 * f,
+        kernels=2.0,
+        backward_kernels=4.0,
+        working=3.0 * f,
+        fused=fused,
     )
 
 
@@ -168,7 +197,7 @@ def ends_here(op: Op) -> Op:
 
 def conv(name: str, channels: int, width: int, kernel: int, size_in: int, size_out: int) -> Op:
     """A convolution of squares, as the matmul it is."""
-    op = matmul(name, width, channels * kernel * kernel, rows=size_out * size_out)
+    op = matmul(name, width, channels * kernel * kernel, rows=size_out * size_out, role="convolution")
     weights, passed = op.moved.one, channels * size_in * size_in + width * size_out * size_out
     return replace(
         op, cut="none", moved=Poly(one=weights, bs=passed), backward_moved=Poly(one=2 * weights, bs=2 * passed)
@@ -180,10 +209,12 @@ def cross_entropy(num_scores: int, cut: Cut = "none") -> tuple[Op, ...]:
     v = float(num_scores)
     # Targets are int64.
     moved, back = 3.0 * v + 6.0, 5.0 * v + 8.0
-    loss = memory("cross_entropy", moved, v + 2.0, cut, back=back, kernels=4.0, backward_kernels=5.0, wide=True)
-    scores = memory("scores", v, 0.0, cut, back=v, kernels=0.0, working=v)
+    loss = memory(
+        "cross_entropy", moved, v + 2.0, cut, role="loss", back=back, kernels=4.0, backward_kernels=5.0, wide=True
+    )
+    scores = memory("scores", v, 0.0, cut, role="loss", back=v, kernels=0.0, working=v)
     # Losses times weights, summed.
-    weighing = memory("weighing", 4.0, 1.0, "none", back=2.0, kernels=2.0, backward_kernels=1.0, wide=True)
+    weighing = memory("weighing", 4.0, 1.0, "none", role="loss", back=2.0, kernels=2.0, backward_kernels=1.0, wide=True)
     return replace(loss, kind="loss"), replace(scores, kind="loss"), weighing
 
 

@@ -37,10 +37,27 @@ def _stem(config: ViTConfig) -> Layer:
             *cast("images", image, "none", back=False, saved=image),
             ends_here(conv("patches", config.channels, d, patch, size, size // patch)),
             # The class token joins in, the stream becomes float32, positions are added.
-            memory("joined", 3.0 * passed, 0.0, "none", back=float(passed), backward_kernels=1.0, working=passed),
+            memory(
+                "joined",
+                3.0 * passed,
+                0.0,
+                "none",
+                role="embedding",
+                back=float(passed),
+                backward_kernels=1.0,
+                working=passed,
+            ),
             once(
                 memory(
-                    "positions", 3.0 * passed, 0.0, "none", back=2.0 * passed, kernels=2, backward_kernels=2, wide=True
+                    "positions",
+                    3.0 * passed,
+                    0.0,
+                    "none",
+                    role="embedding",
+                    back=2.0 * passed,
+                    kernels=2,
+                    backward_kernels=2,
+                    wide=True,
                 ),
                 passed,
                 passed,
@@ -59,10 +76,20 @@ def _head(config: ViTConfig) -> Layer:
         params=(*norm, *output),
         ops=(
             # A copy of the class token; going back, a gradient of zeros for all others.
-            memory("class", 2.0 * d, 0.0, "none", back=(tokens + 1.0) * d, backward_kernels=1.0, wide=True),
+            memory(
+                "class", 2.0 * d, 0.0, "none", role="layout", back=(tokens + 1.0) * d, backward_kernels=1.0, wide=True
+            ),
             once(
                 memory(
-                    "norm", 2.0 * d, d + 2.0, "none", back=5.0 * d, backward_kernels=1.0, working=tokens * d, wide=True
+                    "norm",
+                    2.0 * d,
+                    d + 2.0,
+                    "none",
+                    role="norm",
+                    back=5.0 * d,
+                    backward_kernels=1.0,
+                    working=tokens * d,
+                    wide=True,
                 ),
                 2.0 * d,
                 4.0 * d,
@@ -82,17 +109,17 @@ def _block(config: ViTConfig) -> Layer:
     ops: list[Op] = []
     d = config.hidden_size
     for op in layer.ops:
-        if op.name == "residual":
+        if op.role == "residual":
             ops += _wide_add(d)
         elif op.name == "attention.input":
             read, written = cast("attention.input", 3 * d, "none", back=True, saved=3.0 * d)
             ops += [replace(read, kernels=3.0, backward_kernels=3.0), written]
             ops.append(replace(op, name="attention.input.sum", dtype="float32", saved=Poly()))
-        elif op.name == "mlp.input":
+        elif op.role == "input":
             ops += cast("mlp.input", d, "none", back=True, saved=d)
             ops.append(replace(op, name="mlp.input.moment", dtype="float32", saved=Poly()))
         else:
-            ops.append(_wide_norm(op) if op.cut == "sequence" else op)
+            ops.append(_wide_norm(op) if op.role == "norm" else op)
     return replace(layer, ops=tuple(replace(op, fused=None) for op in ops))
 
 
@@ -103,8 +130,8 @@ def _wide_norm(op: Op) -> Op:
 
 def _wide_add(d: int) -> tuple[Op, Op]:
     """A 16-bit tensor added to the float32 stream, its gradient cast."""
-    wide = memory("residual", 2.0 * d, 0.0, "sequence", back=float(d), backward_kernels=1.0, wide=True)
-    return wide, memory("residual.narrow", float(d), 0.0, "sequence", back=float(d), kernels=0.0)
+    wide = memory("residual", 2.0 * d, 0.0, "sequence", role="residual", back=float(d), backward_kernels=1.0, wide=True)
+    return wide, memory("residual.narrow", float(d), 0.0, "sequence", role="residual", back=float(d), kernels=0.0)
 
 
 def vit_profile(config: ViTConfig, name: str) -> Profile:

@@ -49,11 +49,10 @@ class ChunkedLoss(Technique):
 
     def price(self, work: Work) -> Work:
         layer = work.profile.layers[-1].name
-        logits = {task.name for task in work.computes if task.layer == layer and task.kind == "loss"}
         again = tuple(
             replace(task, phase="recompute", origin=self.name)
             for task in work.computes
-            if task.layer == layer and task.phase == "forward" and (task.name in logits or task.kind == "matmul")
+            if task.layer == layer and task.phase == "forward" and task.kind in ("loss", "matmul")
         )
 
         def shrink(item: Resident) -> Resident:

@@ -112,7 +112,7 @@ class Context(Technique):
             for elements in (query + keys, query)
         ]
         # The output is kept with its heads here and with its tokens here; by some layouts it is kept twice anyway.
-        again = query - sum(each.saved.bs for each in layer.ops if each.name == "attention.layout")
+        again = query - sum(each.saved.bs for each in layer.ops if each.role == "layout")
         size = (work.size(self.axis) > 1) * tokens * width
         traded = self._held(layer, "buffers", here, size * 2 * (query + keys), "moment")
         return told, [traded, self._held(layer, "activations", here, size * again, "microbatch")]

@@ -63,7 +63,7 @@ class Expert(Technique):
     def price(self, work: Work) -> Work:
         ways = work.size(self.axis)
         layers = [layer for layer in work.profile.layers if _experts_of(layer)]
-        shared = {(layer.name, param.name): param for layer in layers for param in _experts_of(layer)}
+        products = {(layer.name, op.name): op for layer in layers for op in layer.ops if op.role == "experts"}
         width = work.facts.widths.compute
 
         def slot(item: ParameterSlot) -> ParameterSlot:
@@ -76,12 +76,11 @@ class Expert(Technique):
 
         def task(item: Any) -> Any:
             """As many rows as on one device, but through fewer experts, whose weights are read."""
-            if isinstance(item, Compute) and item.name == "cast experts":
+            if isinstance(item, Compute) and item.role == "weight_cast" and item.shared_out == "experts":
                 return item.divided(ways)
-            param = shared.get((item.layer, item.name)) if isinstance(item, Compute) else None
-            if param is None:
+            op = products.get((item.layer, item.name)) if isinstance(item, Compute) else None
+            if op is None:
                 return item
-            op = next(op for each in layers if each.name == item.layer for op in each.ops if op.name == param.name)
             weights = (op.backward_moved if item.phase == "backward" else op.moved).one * width
             moved = item.moved_bytes - weights + weights / ways
             return replace(item, moved_bytes=moved, matrices=item.matrices / ways)

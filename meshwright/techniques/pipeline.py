@@ -279,28 +279,17 @@ def _spans_of_stages(
 
 
 def _halved(work: Work) -> Work:
-    """Of a linear layer's backward, half is its weight's gradient."""
-    linear = {
-        (layer.name, param.name.removesuffix(".weight"))
-        for layer in work.profile.block_layers
-        for param in layer.params
-        if len(param.shape) == 2
-    }
+    """Of the backward of a block's linear layer, half is its weight's gradient."""
+    blocks = {layer.name for layer in work.profile.block_layers}
     tasks: list[Any] = []
     for task in work.tasks:
-        if isinstance(task, Compute) and task.phase == "backward" and _is_linear(task, linear):
+        is_back = task.phase == "backward" and task.layer in blocks
+        if is_back and isinstance(task, Compute) and task.role == "linear":
             half = replace(task, flops=task.flops / 2, moved_bytes=task.moved_bytes / 2, kernels=task.kernels / 2)
             tasks += [half, replace(half, phase="weight")]
         else:
             tasks.append(task)
     return replace(work, tasks=tuple(tasks))
-
-
-def _is_linear(task: Compute, linear: set[tuple[str, str]]) -> bool:
-    if task.kind != "matmul" or task.dtype == "float32":
-        return False
-    # What was counted in a module of others has no names: nearly all of it is linear layers.
-    return (task.layer, task.name) in linear or task.name.startswith("work.")
 
 
 def _even(blocks: int, count: int) -> tuple[int, ...]:

@@ -116,11 +116,13 @@ def _casting(work: Work, layers: set[str]) -> list[Compute]:
         ]
         phases += [("recompute", slots, width + 2)] if calls else []
         for phase, those, each in phases:
-            common: dict[str, Any] = {"layer": layer, "kind": "memory", "phase": phase, "origin": Precision.name}
+            common: dict[str, Any] = {"layer": layer, "kind": "memory", "role": "weight_cast", "phase": phase}
             tasks.append(
                 Compute(
                     **common,
-                    name=f"cast {shared_out}".rstrip(),
+                    name="cast",
+                    origin=Precision.name,
+                    shared_out=shared_out,
                     repeat=slots[0].repeat * max(calls, 1),
                     moved_bytes=sum(slot.elements for slot in those) * each,
                     cut="none" if is_whole else "tensor",

@@ -306,7 +306,7 @@ def _last_product(ops: tuple[Op, ...]) -> str:
     """The product that makes a block's output, or what is only added to it: nothing in backward asks for it. Empty
     where an op that runs after it keeps something, or may do so."""
     keeping = [op for op in ops if op.saved != Poly() and op.kernels > 0]  # others keep what was there before
-    if any(op.name.startswith("own.") for op in keeping):  # of a traced block's own forward no order is known
+    if any(op.role == "block" for op in keeping):  # of a traced block's own forward no order is known
         return ""
     products = [place for place, op in enumerate(ops) if op.kind == "matmul"]
     last = ops[products[-1]] if products else None

@@ -126,7 +126,7 @@ class Shard(Technique):
 
         def task(item: Any) -> Any:
             """Shards are cast before they are gathered."""
-            is_cast = isinstance(item, Compute) and item.name.startswith("cast") and item.phase != "backward"
+            is_cast = isinstance(item, Compute) and item.role == "weight_cast" and item.phase != "backward"
             return item.divided(ways) if is_cast else item
 
         kept = tuple(item for item in work.residents if item.category != "gathered")

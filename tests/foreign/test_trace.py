@@ -48,6 +48,14 @@ def test_a_linear_after_a_linear() -> None:
     assert profile.unpriced == ()
 
 
+def test_ops_of_modules_have_roles() -> None:
+    layers = [nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4)]
+    roles = {op.role for layer in traced(nn.Sequential(*layers), 1, 8).layers for op in layer.ops if op.kernels}
+    assert {"norm", "matmul", "activation"} <= roles
+    images = traced(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2)), 1, 3, 8, 8)
+    assert {op.role for op in ops_of(images, "matmul")} == {"convolution", "matmul"}
+
+
 class Twice(nn.Module):
     def __init__(self) -> None:
         super().__init__()
