@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import math
 import pkgutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from types import ModuleType
@@ -20,7 +20,7 @@ from meshwright.core.block_ranges import read as read_ranges
 from meshwright.core.codec import decode_fields, encode
 from meshwright.core.errors import MeshwrightError, Problem, Problems, nearest
 from meshwright.core.plugins import plugins
-from meshwright.core.work import Work
+from meshwright.core.work import Circumstances, Num, Work
 
 if TYPE_CHECKING:
     from meshwright.core.cluster import Cluster
@@ -109,6 +109,11 @@ class Technique:
         """A step begins before the one before it has been taken everywhere."""
         return False
 
+    @property
+    def replays_blocks(self) -> bool:
+        """Which blocks run again is decided while backward runs."""
+        return False
+
     @classmethod
     def options(cls, profile: Profile, cluster: Cluster) -> tuple[Option, ...]:
         """What search may try; empty if the technique makes no sense here."""
@@ -123,8 +128,31 @@ class Technique:
         """The same with exact numbers; None where nothing is left of it then."""
         return self if self.exactness == "exact" else None
 
-    def check(self, plan: Plan, profile: Profile, cluster: Cluster | None) -> Problems:
+    def refusals(self, given: Circumstances) -> Iterable[tuple[Num, Problem]]:
+        """(where it applies, problem) for combinations that cannot run: `check` tests them for one plan, and `forbid`
+        for all candidates of a search."""
         return ()
+
+    def refused(self, plan: Plan, profile: Profile) -> Problems:
+        """The refusals that apply to a plan."""
+        given = Circumstances(
+            size=plan.mesh.get(self.axis, 1),
+            num_microbatches=plan.num_microbatches,
+            num_blocks=profile.num_blocks,
+            splits_backward=plan.splits_backward,
+            overlaps_steps=plan.overlaps_steps,
+            replays_blocks=any(technique.replays_blocks for technique in plan.techniques),
+        )
+        return tuple(problem for applies, problem in self.refusals(given) if applies)
+
+    def forbid(self, work: Work) -> Work:
+        """The refusals, for all candidates that `work` is about."""
+        for applies, _ in self.refusals(work.circumstances(self.axis)):
+            work = work.forbid(applies)
+        return work
+
+    def check(self, plan: Plan, profile: Profile, cluster: Cluster | None) -> Problems:
+        return self.refused(plan, profile)
 
     def check_sequence(self, sequence: int) -> Problems:
         """What is wrong for samples of this length (which a plan does not know)."""

@@ -216,7 +216,7 @@ class WorkFacts:
     older_versions: Num = 0
     """Versions of the trained parameters kept beside the newest one."""
     forbidden: Num = False
-    """Candidates that `check` objects to."""
+    """Candidates that search need not look at."""
 
     @property
     def computes_narrow(self) -> bool:
@@ -230,6 +230,23 @@ class WorkFacts:
     @property
     def splits_backward(self) -> bool:
         return self.schedule is not None and self.schedule.splits_backward
+
+    @property
+    def overlaps_steps(self) -> bool:
+        return self.schedule is not None and self.schedule.overlaps_steps
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Circumstances:
+    """What a technique's refusals depend on beside its settings: of one plan, or arrays over candidates."""
+
+    size: Num
+    """Ranks along the technique's axis."""
+    num_microbatches: Num
+    num_blocks: int
+    splits_backward: bool
+    overlaps_steps: bool
+    replays_blocks: bool
 
 
 class Updating(Protocol):
@@ -278,8 +295,18 @@ class Work:
         return self.with_facts(widths=replace(self.facts.widths, **changes))
 
     def forbid(self, which: Num) -> Work:
-        """`check` will object to these candidates: search need not look at them."""
+        """Search need not look at these candidates: a technique refuses them, or they are never better."""
         return self.with_facts(forbidden=self.facts.forbidden | which)
+
+    def circumstances(self, axis: str) -> Circumstances:
+        return Circumstances(
+            size=self.size(axis),
+            num_microbatches=self.size("num_microbatches"),
+            num_blocks=self.profile.num_blocks,
+            splits_backward=self.facts.splits_backward,
+            overlaps_steps=self.facts.overlaps_steps,
+            replays_blocks=self.facts.replays_blocks,
+        )
 
     def map_tasks(self, change: Callable[[Any], Any]) -> Work:
         return replace(self, tasks=tuple(change(task) for task in self.tasks))

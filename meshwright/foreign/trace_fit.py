@@ -59,6 +59,8 @@ class Summary:
     ops: dict[Key, Sums]
     operators: dict[Key, set[str]]
     """Names of the operators that each op calls going forward."""
+    blocks: frozenset[int]
+    """Which layers are blocks."""
     working: dict[tuple[int, str, bool], float]
     """(layer, cut, is wide) -> elements at its fullest moment."""
     peaks: Peaks
@@ -75,8 +77,11 @@ def summarise(record: Record, sequence: int, peaks: Peaks | None = None) -> Summ
             operators[key] |= set() if event.is_backward else {event.name}
     _add_saved(ops, record.storages)
     _add_fused(ops, record, sequence)
+    blocks = frozenset(event.label.layer for event in record.events if event.label.is_block)
     working, peaks = _working(record, peaks)
-    return Summary(ops=dict(ops), operators=operators, working=working, peaks=peaks, num_events=len(record.events))
+    return Summary(
+        ops=dict(ops), operators=operators, blocks=blocks, working=working, peaks=peaks, num_events=len(record.events)
+    )
 
 
 def _key(event: OpEvent, is_wide: bool, sequence: int) -> Key:
@@ -113,15 +118,16 @@ def _add_event(ops: dict[Key, Sums], event: OpEvent, sequence: int) -> Key:
     return key
 
 
-def _role(key: Key, operators: set[str]) -> Role:
+def _role(key: Key, summary: Summary) -> Role:
     if key.kind == "attention":
         return "attention"
     if key.kind == "loss":
         return "loss"
+    operators = summary.operators.get(key, set())
     named: Role = next((role for name, role in ROLES.items() if name in operators), "")
     if key.kind == "matmul":  # whether one factor is a weight is not recorded
         return named if named in ("experts", "convolution") else "matmul"
-    return named if key.path else "block"
+    return "block" if not key.path and key.layer in summary.blocks else named
 
 
 def _bytes(touches: Iterable[Touch], is_wide: bool) -> float:
@@ -244,7 +250,7 @@ def ops_of(
                 unfitted.append(name)
             return found
 
-        role = _role(key, largest.operators.get(key, set()))
+        role = _role(key, largest)
         ops.append(replace(_op(key, name, largest.ops[key], of, rows), role=role))
     for (place, cut, is_wide), _ in sorted(largest.working.items()):
         if place == layer:

@@ -10,17 +10,17 @@ Exactness: exact up to the order of operations inside a fused kernel.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from meshwright.core.cluster import Cluster
-from meshwright.core.errors import Problems
-from meshwright.core.plan import Plan
+from meshwright.core.errors import Problem
 from meshwright.core.profile import Profile
 from meshwright.core.technique import Choice, Option, Technique
-from meshwright.core.work import Compute, Num, Resident, Work, replace
+from meshwright.core.work import Circumstances, Compute, Num, Resident, Work, replace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,15 +35,14 @@ class Compile(Technique):
     def options(cls, profile: Profile, cluster: Cluster) -> tuple[Option, ...]:
         return (Choice("backend", ("inductor",)),) if cluster.device.kind == "cuda" else ()
 
-    def check(self, plan: Plan, profile: Profile, cluster: Cluster | None) -> Problems:
-        if plan.splits_backward:
-            what = "a compiled backward is one piece, and this schedule takes its halves apart."
-            return (self.problem(what, "Use another schedule, or leave it out."),)
-        return ()
+    def refusals(self, given: Circumstances) -> Iterator[tuple[Num, Problem]]:
+        what = "a compiled backward is one piece, and this schedule takes its halves apart."
+        yield given.splits_backward, self.problem(what, "Use another schedule, or leave it out.")
+        what = "slots decides while backward runs which blocks run again; a compiled block cannot."
+        yield given.replays_blocks, self.problem(what, "Use slots = 0, or leave it out.")
 
     def price(self, work: Work) -> Work:
-        if work.facts.splits_backward or work.facts.replays_blocks:
-            work = work.forbid(True)
+        work = self.forbid(work)
         if self.backend != "inductor":
             return work
         traffic, launches, kept = _left(work)

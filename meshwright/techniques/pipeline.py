@@ -19,7 +19,7 @@ Exactness: exact; approximate with async, which search does not choose by itself
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, Literal
@@ -31,7 +31,7 @@ from meshwright.core.errors import Problem, Problems
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.technique import Axis, Choice, Exactness, Option, Technique
-from meshwright.core.work import Collective, Compute, Num, ParameterSlot, Resident, Work, replace
+from meshwright.core.work import Circumstances, Collective, Compute, Num, ParameterSlot, Resident, Work, replace
 from meshwright.schedules import GREEDY, SCHEDULES, BlockSpan, Places, Timetable
 
 ASYNC = "async"
@@ -106,31 +106,33 @@ class Pipeline(Technique):
         problems = [*self._setting_problems()]
         if problems:
             return tuple(problems)
-        chunks = self.timetable.chunks
-        count = self.size * chunks
+        count = self.size * self.timetable.chunks
+        problems = [*self.refused(plan, profile)]
         if count > blocks:
-            each = f" of {chunks} chunks" if chunks > 1 else ""
-            return (self.problem(f"{self.size} stages{each} for {blocks} blocks.", f"Use at most {blocks // chunks}."),)
-        if self.stages and len(self.stages) != count:
-            each = f" x {chunks} chunks" if chunks > 1 else ""
-            what = f"stages lists {len(self.stages)} stages, size is {self.size}{each}."
-            problems.append(self.problem(what, f"List {count}."))
+            return (problems[0],)
         if self.stages and (sum(self.stages) != blocks or min(self.stages) < 1):
             what = f"stages {self.stages} must be at least 1 each and add up to {blocks} blocks."
             problems.append(self.problem(what, f"For example {_even(blocks, count)}."))
-        return (*problems, *(self._overlap_problems(plan, profile) if self.overlaps_steps else ()))
-
-    def _overlap_problems(self, plan: Plan, profile: Profile) -> list[Problem]:
-        """What keeps steps from overlapping."""
-        problems = []
-        if plan.num_microbatches < self.size:
-            what = f"async needs a microbatch for each of {self.size} stages, a step has {plan.num_microbatches}."
-            problems.append(self.problem(what, "Use smaller microbatches, a larger batch or fewer stages."))
         tied = [f"{layer.name}.{param.name}" for layer in profile.layers for param in layer.params if param.tied]
-        if tied:
+        if self.overlaps_steps and tied:
             what = f"async: {tied[0]} is tied across stages, which update it at different times."
             problems.append(self.problem(what, "Use another schedule, or a model without tied weights."))
-        return problems
+        return tuple(problems)
+
+    def refusals(self, given: Circumstances) -> Iterator[tuple[Num, Problem]]:
+        chunks = self.timetable.chunks
+        count = given.size * chunks
+        each = f" of {chunks} chunks" if chunks > 1 else ""
+        what = f"{self.size} stages{each} for {given.num_blocks} blocks."
+        yield count > given.num_blocks, self.problem(what, f"Use at most {given.num_blocks // chunks}.")
+        if self.stages:
+            each = f" x {chunks} chunks" if chunks > 1 else ""
+            what = f"stages lists {len(self.stages)} stages, size is {self.size}{each}."
+            yield count != len(self.stages), self.problem(what, f"List {self.size * chunks}.")
+        if self.timetable.overlaps_steps:
+            what = f"async needs a microbatch for each of {self.size} stages, a step has {given.num_microbatches}."
+            fix = "Use smaller microbatches, a larger batch or fewer stages."
+            yield given.num_microbatches < given.size, self.problem(what, fix)
 
     def _setting_problems(self) -> list[Problem]:
         problems = []
@@ -185,11 +187,8 @@ class Pipeline(Technique):
             work = _halved(work)
         work = work.with_tasks(*self._sends(work, spans)).with_residents(*self._buffers(work, spans))
         if self.timetable.overlaps_steps:
-            work = work.with_facts(older_versions=(stages > 1) * 1).forbid(work.size("num_microbatches") < stages)
-        work = work.forbid(places.num_spans > work.profile.num_blocks)
-        if self.stages:
-            work = work.forbid(places.num_spans != len(self.stages))
-        return work.with_facts(schedule=self.timetable)
+            work = work.with_facts(older_versions=(stages > 1) * 1)
+        return self.forbid(work).with_facts(schedule=self.timetable)
 
     def _spans(self, work: Work, places: Places) -> list[BlockSpan]:
         """What is priced: this stage's chunks, or the one that `chunk` says."""

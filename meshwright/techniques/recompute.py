@@ -56,6 +56,10 @@ class Recompute(Technique):
     slots: int = 0
     """Inputs kept of a run of equal blocks recomputed as a whole; 0: all."""
 
+    @property
+    def replays_blocks(self) -> bool:
+        return self.slots > 0
+
     @classmethod
     def options(cls, profile: Profile, cluster: Cluster) -> tuple[Option, ...]:
         fewer = tuple(slots for slots in (16, 8, 4, 3, 2, 1) if slots < profile.num_blocks)
@@ -70,9 +74,9 @@ class Recompute(Technique):
             if total > blocks:
                 what = f"layers and selective are {self.layers} and {self.selective}; the model has {blocks} blocks."
                 return (self.problem(what, f"Use at most {blocks} together."),)
-        return tuple(self._slot_problems(plan, profile)) if self.slots else ()
+        return tuple(self._slot_problems(profile)) if self.slots else ()
 
-    def _slot_problems(self, plan: Plan, profile: Profile) -> list[Problem]:
+    def _slot_problems(self, profile: Profile) -> list[Problem]:
         if self.slots < 0:
             return [self.problem(f"slots is {self.slots}.", "Use 1 or more inputs, or 0 for all.")]
         problems = []
@@ -82,13 +86,6 @@ class Recompute(Technique):
         if "stages" in profile.uncut:
             what = f"a block's input may not be all that it needs: {profile.uncut['stages']}"
             problems.append(self.problem(what, "Use slots = 0."))
-        shard = plan.technique("shard")
-        if getattr(shard, "stage", 0) == 3 and getattr(shard, "size", 1) > 1:
-            what = "slots runs blocks again whose weights shard has let go of by then."
-            problems.append(self.problem(what, "Use slots = 0, or stage 2 of shard."))
-        if plan.technique("compile") is not None:
-            what = "slots decides while backward runs which blocks run again; a compiled block cannot."
-            problems.append(self.problem(what, "Use slots = 0, or leave compile out."))
         return problems
 
     def price(self, work: Work) -> Work:

@@ -17,18 +17,28 @@ Exactness: exact; rounded with reduce = "bf16", which search does not choose by 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from meshwright.core.cluster import Cluster
-from meshwright.core.errors import Problems
+from meshwright.core.errors import Problem, Problems
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.technique import Axis, Choice, Exactness, Option, Technique, axis_sizes
-from meshwright.core.work import Collective, Compute, Num, ParameterSlot, Resident, Work, replace, statistics
+from meshwright.core.work import (
+    Circumstances,
+    Collective,
+    Compute,
+    Num,
+    ParameterSlot,
+    Resident,
+    Work,
+    replace,
+    statistics,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,21 +74,23 @@ class Shard(Technique):
     def check(self, plan: Plan, profile: Profile, cluster: Cluster | None) -> Problems:
         if self.prefetch < 0:
             return (self.problem(f"prefetch is {self.prefetch}.", "Use 0 or more blocks ahead."),)
-        if plan.overlaps_steps:
-            what = "steps that overlap need two versions of the weights; those that shard gathers have one."
-            return (self.problem(what, "Use replicate, or another schedule."),)
-        if plan.splits_backward and self.size > 1 and self.stage == 3:
+        return self.refused(plan, profile)
+
+    def refusals(self, given: Circumstances) -> Iterator[tuple[Num, Problem]]:
+        is_used = given.size > 1
+        what = "steps that overlap need two versions of the weights; those that shard gathers have one."
+        yield is_used & given.overlaps_steps, self.problem(what, "Use replicate, or another schedule.")
+        if self.stage == 3:
             what = "stage 3 lets go of weights before this schedule makes their gradients."
-            return (self.problem(what, "Use stage 2 or 1, a schedule with whole backwards, or replicate."),)
-        return ()
+            fix = "Use stage 2 or 1, a schedule with whole backwards, or replicate."
+            yield is_used & given.splits_backward, self.problem(what, fix)
+            what = "slots runs blocks again whose weights shard has let go of by then."
+            yield is_used & given.replays_blocks, self.problem(what, "Use slots = 0, or stage 2.")
 
     def price(self, work: Work) -> Work:
         ways = work.size(self.axis)
         is_apart = work.facts.splits_backward
-        if is_apart and self.stage == 3:
-            work = work.forbid(ways > 1)
-        if self.stage == 3 and work.facts.replays_blocks:
-            work = work.forbid(ways > 1)  # their weights are gone by then
+        work = self.forbid(work)
         gather_bytes = work.facts.widths.gather
         blocks = {layer.name for layer in work.profile.layers if layer.is_block}
         reduce_bytes = 2 if self.reduce == "bf16" else work.facts.widths.state

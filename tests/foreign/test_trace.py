@@ -48,10 +48,20 @@ def test_a_linear_after_a_linear() -> None:
     assert profile.unpriced == ()
 
 
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.act, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.act(self.up(self.norm(x))))
+
+
 def test_ops_of_modules_have_roles() -> None:
-    layers = [nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4)]
-    roles = {op.role for layer in traced(nn.Sequential(*layers), 1, 8).layers for op in layer.ops if op.kernels}
-    assert {"norm", "matmul", "activation"} <= roles
+    blocks = traced(nn.Sequential(*(Normed() for _ in range(4))), 1, 8).block_layers
+    roles = {op.name.partition(".")[0]: op.role for layer in blocks for op in layer.ops if op.kernels}
+    # Of the block itself: the residual sum.
+    assert roles == {"norm": "norm", "up": "matmul", "act": "activation", "down": "matmul", "own": "block"}
     images = traced(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2)), 1, 3, 8, 8)
     assert {op.role for op in ops_of(images, "matmul")} == {"convolution", "matmul"}
 
