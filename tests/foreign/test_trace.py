@@ -59,7 +59,7 @@ class Normed(nn.Module):
 
 def test_ops_of_modules_have_roles() -> None:
     blocks = traced(nn.Sequential(*(Normed() for _ in range(4))), 1, 8).block_layers
-    roles = {op.name.partition(".")[0]: op.role for layer in blocks for op in layer.ops if op.kernels}
+    roles = {op.name.partition(".")[0]: op.role for layer in blocks for op in layer.ops if op.role}
     # Of the block itself: the residual sum.
     assert roles == {"norm": "norm", "up": "matmul", "act": "activation", "down": "matmul", "own": "block"}
     images = traced(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2)), 1, 3, 8, 8)
