@@ -82,9 +82,7 @@ def least_memory(work: Work, cluster: Cluster) -> StageMemory:
     if timetable.chunks == 1:
         return memory
     stage, stages, m = (work.size(name) for name in ("stage", "num_stages", "num_microbatches"))
-    held: Num = 1
-    if timetable.name == "interleaved":  # of the last chunk, when the first backward begins
-        held = np.minimum(np.minimum(2 * (stages - stage - 1) + 1, stages), m)
+    held = timetable.least_held(stage, stages, m)
     return replace(memory, in_flight=np.minimum(held, memory.in_flight))
 
 

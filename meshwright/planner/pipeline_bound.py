@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
-from meshwright.core.work import Num
-from meshwright.schedules import Timetable
+from meshwright.schedules import PipelineTimes, Timetable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,15 +35,19 @@ class PipelineBound:
         there, each = counts > 0, np.maximum(self.each, 1e-30)
         forward = np.where(there, self.forward / each, np.inf)
         larger = np.maximum(self.forward, self.each - self.forward) / each
-        shares = Shares(
+        times = PipelineTimes(
+            microbatches=self.microbatches,
+            stages=self.stages,
+            through=through,
+            pace=self._pace(through),
+            send=self.send,
             larger=np.where(there, larger, np.inf).min(axis=1),
             least_forward=forward.min(axis=1),
             most_forward=np.where(there, forward, 0.0).max(axis=1),
             least_way=np.where(there, (self.each - self.apart) / each, np.inf).min(axis=1),
             later=(counts * self.apart).sum(axis=1),
         )
-        pace = self._pace(through)
-        bound = any_split(self.timetable, self.microbatches, self.stages, through, pace, shares, self.send)
+        bound = self.timetable.step_bound(times)
         return np.maximum(bound, self._after_the_way()) if self.timetable.chunks > 1 else bound
 
     def _pace(self, through: np.ndarray) -> np.ndarray:
@@ -76,63 +78,3 @@ class PipelineBound:
         way_out = before * np.where(is_there, back * chunk, np.inf).min(axis=1, keepdims=True)
         bound = way_in + np.maximum(m * self.each, m * (self.each - self.apart) + way_out)
         return np.where(is_there, bound, 0.0).max(axis=1)
-
-
-def any_split(
-    timetable: Timetable,
-    microbatches: np.ndarray,
-    stages: np.ndarray,
-    through: np.ndarray,
-    pace: np.ndarray,
-    shares: Shares,
-    send: np.ndarray,
-) -> np.ndarray:
-    """A step of every split whose slowest stage takes `pace` or longer for a microbatch; `through`: what a microbatch
-    takes in all stages."""
-    m = microbatches
-    bound = m * pace
-    if timetable.overlaps_steps:
-        return bound
-    # At the turn of a V nothing is sent.
-    turns = timetable.chunks - 1 if timetable.places(1).shape == "vee" else 0
-    bound = np.maximum(bound, through - shares.later + 2 * (stages * timetable.chunks - 1 - turns) * send)
-    if timetable.chunks > 1:
-        return bound
-    if timetable.name == "zero_bubble_h1":
-        return np.maximum(bound, m * pace + _first_wait(through, pace, stages, shares))
-    if timetable.name != "1f1b":
-        return bound
-    return np.maximum(bound, whole_bound(through, pace, m, stages, shares.larger))
-
-
-def _first_wait(through: np.ndarray, pace: np.ndarray, stages: np.ndarray, shares: Shares) -> np.ndarray:
-    """Before a stage's first backward: what comes before it, and the rest of the way to the end and back."""
-    others = through - pace
-    short = (stages - 1) * pace - others
-    low, high, way = shares.least_forward, shares.most_forward, shares.least_way
-    rises = way > high
-    kink = np.where(rises, low * (others - high * short / np.where(rises, way - high, 1.0)), 0.0)
-    return np.maximum(0.0, np.minimum(kink, way * others - high * (short + others)))
-
-
-def whole_bound(through: Num, pace: Num, microbatches: Num, stages: Num, larger: Num) -> Num:
-    """Of 1F1B, for every split whose slowest stage takes `pace` or longer; `larger`: of a stage's time the larger share
-    of forward and backward, at least."""
-    m = microbatches
-    wide = 2 * through + (m - stages - 1) * pace
-    crossing = through / np.maximum(stages - m + 1 + (m - 1) * larger, 1e-30)
-    narrow = through + (m - 1) * larger * np.maximum(pace, crossing)
-    return np.where(m > stages, wide, narrow) * (1 - 1e-9)
-
-
-class Shares(NamedTuple):
-    """Of stages' times."""
-
-    larger: np.ndarray
-    """Of forward and backward the larger one's, at least."""
-    least_forward: np.ndarray
-    most_forward: np.ndarray
-    least_way: np.ndarray
-    """Without the weights' half, at least."""
-    later: np.ndarray
-    """Seconds of weights' halves that are apart, of all stages."""

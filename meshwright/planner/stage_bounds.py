@@ -12,8 +12,8 @@ import numpy as np
 
 from meshwright.core.work import Num
 from meshwright.planner.bounds import ALL, Leaf, forced_seconds, least_memory
-from meshwright.planner.pipeline_bound import Shares, any_split
 from meshwright.planner.priced_rows import Cell, Pick, PricedRows, SearchInputs, kinds_of, policy_fields, size_of
+from meshwright.schedules import PipelineTimes
 from meshwright.simulator.forecast import slowest_of
 from meshwright.simulator.peak_memory import StageMemory
 
@@ -90,15 +90,19 @@ def _bounds(
         slowest = np.maximum(_pace(problem, leaf, picks, (fast + forced)[:count], each, starts), total / stages)
     seconds = np.maximum(fast, 1e-30)[:count]
     own = forward[:count] / seconds
-    shares = Shares(
+    times = PipelineTimes(
+        microbatches=m,
+        stages=stages,
+        through=total,
+        pace=slowest,
+        send=np.maximum.reduceat(column(cost.send_seconds)[:count], starts),
         larger=np.minimum.reduceat(np.maximum(own, 1 - own), starts),
         least_forward=np.minimum.reduceat(own, starts),
         most_forward=np.maximum.reduceat(own, starts),
         least_way=np.minimum.reduceat((fast - apart)[:count] / seconds, starts),
         later=np.add.reduceat(apart[:count], starts),
     )
-    send = np.maximum.reduceat(column(cost.send_seconds)[:count], starts)
-    bound = any_split(timetable, m, stages, total, slowest, shares, send)
+    bound = timetable.step_bound(times)
     if timetable.chunks > 1:
         bound = np.maximum(bound, _after_the_way(leaf, index, forward, fast, forced, apart, starts, count))
     # With another split the stage that ends last may be a smaller one.

@@ -13,11 +13,19 @@ from meshwright.schedules import asynchronous, gpipe, one_f_one_b, zero_bubble
 from meshwright.schedules import v_shaped as vee
 from meshwright.schedules.actions import Action, Actions
 from meshwright.schedules.asynchronous import Call
+from meshwright.schedules.bounds import (
+    PipelineTimes,
+    first_wait_bound,
+    flush_bound,
+    one_f_one_b_bound,
+    one_held,
+    pace_bound,
+)
 from meshwright.schedules.chunk_placement import BlockSpan, Places
 from meshwright.schedules.events import ScheduleEvent, in_order, with_transfers
 from meshwright.schedules.greedy import Times, best_of
 
-__all__ = ["GREEDY", "SCHEDULES", "Action", "Actions", "BlockSpan", "Places", "Schedule", "Timetable"]
+__all__ = ["GREEDY", "SCHEDULES", "Action", "Actions", "BlockSpan", "PipelineTimes", "Places", "Schedule", "Timetable"]
 
 
 class Schedule(NamedTuple):
@@ -26,24 +34,42 @@ class Schedule(NamedTuple):
     held: Callable[[Any, Any, Any, int], Any]
     """(stage, num_stages, num_microbatches, chunks) -> the most microbatches of all its layers a stage holds at once;
     numbers or arrays."""
+    bound: Callable[[PipelineTimes, Places], Any]
+    """Seconds of a step that no way to split the blocks into stages beats: one of `schedules.bounds`, or its own. What
+    makes the search quick; `flush_bound` holds for every schedule with a flush."""
     chunks: int = 1
     """How many a stage has where nobody says."""
     shape: Literal["loop", "vee"] = "loop"
     splits_backward: bool = False
     overlaps_steps: bool = False
     """Steps follow each other without a flush; `orders` is one step with a flush after it."""
+    least_held: Callable[[Any, Any, Any], Any] | None = None
+    """Where a stage has several chunks: (stage, num_stages, num_microbatches) -> microbatches of its least held chunk
+    that it holds when it holds most, at least."""
 
 
 SCHEDULES = {
-    "gpipe": Schedule(gpipe.gpipe, gpipe.held),
-    "1f1b": Schedule(one_f_one_b.one_f_one_b, one_f_one_b.held),
-    "async": Schedule(one_f_one_b.one_f_one_b, one_f_one_b.held, overlaps_steps=True),
-    "interleaved": Schedule(one_f_one_b.interleaved, one_f_one_b.held, chunks=2),
-    "looped_bfs": Schedule(gpipe.gpipe, gpipe.held, chunks=2),
-    "zero_bubble_h1": Schedule(zero_bubble.h1, zero_bubble.held_h1, splits_backward=True),
-    "zero_bubble_h2": Schedule(zero_bubble.h2, zero_bubble.held_h2, splits_backward=True),
-    "zbv": Schedule(vee.zbv, vee.held_zbv, chunks=2, shape="vee", splits_backward=True),
-    "dualpipe_v": Schedule(vee.dualpipe_v, vee.held_dualpipe_v, chunks=2, shape="vee", splits_backward=True),
+    "gpipe": Schedule(gpipe.gpipe, gpipe.held, flush_bound),
+    "1f1b": Schedule(one_f_one_b.one_f_one_b, one_f_one_b.held, one_f_one_b_bound),
+    "async": Schedule(one_f_one_b.one_f_one_b, one_f_one_b.held, pace_bound, overlaps_steps=True),
+    "interleaved": Schedule(
+        one_f_one_b.interleaved, one_f_one_b.held, flush_bound, chunks=2, least_held=one_f_one_b.least_held
+    ),
+    "looped_bfs": Schedule(gpipe.gpipe, gpipe.held, flush_bound, chunks=2, least_held=one_held),
+    "zero_bubble_h1": Schedule(zero_bubble.h1, zero_bubble.held_h1, first_wait_bound, splits_backward=True),
+    "zero_bubble_h2": Schedule(zero_bubble.h2, zero_bubble.held_h2, flush_bound, splits_backward=True),
+    "zbv": Schedule(
+        vee.zbv, vee.held_zbv, flush_bound, chunks=2, shape="vee", splits_backward=True, least_held=one_held
+    ),
+    "dualpipe_v": Schedule(
+        vee.dualpipe_v,
+        vee.held_dualpipe_v,
+        flush_bound,
+        chunks=2,
+        shape="vee",
+        splits_backward=True,
+        least_held=one_held,
+    ),
 }
 GREEDY = "greedy"
 """Made for given times and a given memory, so it has more settings than a name."""
@@ -99,6 +125,18 @@ class Timetable:
         if self.name == GREEDY:
             return num_microbatches if not self.most_held else np.minimum(self.most_held, num_microbatches)
         return SCHEDULES[self.name].held(stage, num_stages, num_microbatches, self.chunks)
+
+    def least_held(self, stage: Any, num_stages: Any, num_microbatches: Any) -> Any:
+        """Where a stage has several chunks: microbatches that it holds of each of them at the fullest moment, at
+        least. Which of them are held most depends on what its blocks keep."""
+        rule = SCHEDULES[self.name].least_held if self.name != GREEDY else one_held
+        assert rule is not None, f"{self.name} has several chunks and does not say what is held of each at least"
+        return rule(stage, num_stages, num_microbatches)
+
+    def step_bound(self, times: PipelineTimes) -> Any:
+        """Seconds of a step that no way to split the blocks into stages beats; numbers or arrays."""
+        rule = SCHEDULES[self.name].bound if self.name != GREEDY else flush_bound
+        return rule(times, self.places(times.stages))
 
     def by_span(self, num_stages: int) -> Times:
         """The times that `greedy` is made for."""

@@ -59,3 +59,8 @@ def held(stage: Any, num_stages: Any, num_microbatches: Any, chunks: int) -> Any
         return np.minimum(num_stages - stage, num_microbatches)
     most = ((chunks - 1) * num_stages + 2 * (num_stages - stage - 1) + 1) / chunks
     return np.minimum(most, num_microbatches)
+
+
+def least_held(stage: Any, num_stages: Any, num_microbatches: Any) -> Any:
+    """Of the last chunk, when the first backward begins."""
+    return np.minimum(np.minimum(2 * (num_stages - stage - 1) + 1, num_stages), num_microbatches)

@@ -7,9 +7,11 @@ import re
 import statistics
 
 import pytest
-from house import PACKAGE, in_rooms, sources, strings
+from house import PACKAGE, Source, in_rooms, sources, strings
 
-from meshwright.core.technique import technique_names
+from meshwright.core.codec import field_types
+from meshwright.core.technique import technique_named, technique_names
+from meshwright.schedules import GREEDY, SCHEDULES
 
 MOST_LINES_OF_A_FILE = 800
 MOST_LINES_OF_A_FUNCTION = 80
@@ -26,6 +28,10 @@ OTHER_WORDS = {
     ("core/technique.py", "compile"),  # a phase of `apply`
     ("core/work.py", "recompute"),  # a phase of a step
     ("simulator/stage_seconds.py", "recompute"),
+    # Still to go: what whole matrices are gathered over, and who splits heads beside context.
+    ("optimizers/optimizer_config.py", "fsdp"),
+    ("optimizers/optimizer_config.py", "tp"),
+    ("techniques/context.py", "tp"),
 }
 
 
@@ -140,19 +146,44 @@ def test_a_technique_has_its_card_and_is_one_class(name: str) -> None:
     assert {"price", "apply"} <= defined, "a technique has two halves"
 
 
-def test_no_other_room_knows_a_technique_by_name() -> None:
-    names = set(technique_names())
-    assert len(names) >= 8
-    guarded = in_rooms(
-        "core", "ops", "schedules", "simulator", "planner", "ask", "report", "run", "runtime", "cli", "optimizers"
-    )
-    wrong = [
+def named(names: set[str], guarded: list[Source]) -> list[str]:
+    return [
         f"{source.place}:{line} says {text!r}"
         for source in guarded
         for text, line in strings(source)
         if text in names and (source.place, text) not in OTHER_WORDS
     ]
+
+
+def test_no_other_package_knows_a_technique_by_name() -> None:
+    names = set(technique_names())
+    assert len(names) >= 8
+    guarded = in_rooms(
+        "core", "ops", "schedules", "simulator", "planner", "ask", "report", "run", "runtime", "cli", "optimizers"
+    )
+    assert named(names, guarded) == []
+
+
+def test_no_other_file_knows_an_axis_by_name() -> None:
+    owners = {technique_named(name).axis: f"techniques/{name}.py" for name in technique_names()}
+    owners.pop("")
+    assert len(owners) >= 5
+    wrong = [each for axis, owner in owners.items() for each in named({axis}, sources_but(owner))]
     assert wrong == []
+
+
+def test_no_other_file_knows_a_schedule_by_name() -> None:
+    """`schedules` has them, and the technique that cuts stages lists them as its choices."""
+    cutters = {
+        f"techniques/{name}.py" for name in technique_names() if "schedule" in field_types(technique_named(name))
+    }
+    assert len(cutters) == 1
+    guarded = [source for source in sources_but(*cutters) if source.room != "schedules"]
+    assert named({*SCHEDULES, GREEDY}, guarded) == []
+
+
+def sources_but(*places: str) -> list[Source]:
+    return [source for source in sources() if source.place not in places]
 
 
 def test_words_that_name_nothing_are_not_used() -> None:

@@ -13,7 +13,6 @@ from small_spaces import Draw, Space, bare
 
 from meshwright.core.work import ADAM
 from meshwright.planner.best_first import Pool
-from meshwright.planner.pipeline_bound import Shares, any_split, whole_bound
 from meshwright.planner.policies import FEW, front, is_listed, listed
 from meshwright.planner.priced_rows import Pick, SearchInputs
 from meshwright.planner.solve import smallest_plan, solve
@@ -21,6 +20,7 @@ from meshwright.planner.stage_bounds import order_bounds
 from meshwright.planner.stage_split import Table, all_splits, is_small, least_bound, step_seconds
 from meshwright.planner.wishes import read_wishes
 from meshwright.schedules import Timetable
+from meshwright.schedules.bounds import whole_bound
 from meshwright.schedules.events import halves, sweep
 from meshwright.simulator.forecast import forecast
 from meshwright.simulator.makespan import lower_bound, makespan, stage_bound
@@ -202,34 +202,6 @@ def test_no_step_is_faster_than_the_bound_of_any_of_its_stages(name: str) -> Non
             assert np.all(bound <= simulated * ROUNDING), (stages, microbatches, stage)
 
 
-@pytest.mark.parametrize("name", [*ONE_CHUNK, "interleaved", "zbv"])
-def test_no_split_is_faster_than_the_bound_of_all_splits(name: str) -> None:
-    """From sums over all stages and the slowest one's pace alone."""
-    draw = np.random.default_rng(1)
-    timetable = Timetable(name, chunks := 1 if name in ONE_CHUNK else 2)
-    for stages, microbatches in SIZES:
-        forward, backward, weight, send = _drawn(draw, stages * chunks, 200, is_alike=False)
-        simulated = makespan(timetable, forward, backward, weight, send, microbatches)
-        places = timetable.places(stages)
-        busy = [np.zeros(200) for _ in range(stages)]
-        for span, (f, b) in enumerate(zip(forward, backward, strict=True)):
-            busy[places.stage(span)] = busy[places.stage(span)] + f + b
-        through, pace = sum(busy), np.max(busy, axis=0)
-        apart = weight if timetable.splits_backward else [0.0 * each for each in weight]
-        each = [(f / (f + b), (f + b - a) / (f + b)) for f, b, a in zip(forward, backward, apart, strict=True)]
-        own, way = (np.array(values) for values in zip(*each, strict=True))
-        shares = Shares(
-            larger=np.maximum(own, 1 - own).min(axis=0),
-            least_forward=own.min(axis=0),
-            most_forward=own.max(axis=0),
-            least_way=way.min(axis=0),
-            later=sum(apart),
-        )
-        m, p = np.full(200, microbatches), np.full(200, stages)
-        bound = any_split(timetable, m, p, through, pace, shares, send)
-        assert np.all(bound <= simulated * ROUNDING), (stages, microbatches)
-
-
 def test_1f1b_is_no_slower_than_its_slowest_circle_lets_it() -> None:
     """Sum of all stages, and (m - 1) times the slowest circle of stages that wait for each other: where forward is the
     same share of each. Where it is not, no slower than if all were the slowest in both."""
@@ -263,7 +235,7 @@ def test_equal_stages_reach_the_bound_of_all_splits() -> None:
     for stages, microbatches in ((2, 8), (4, 4), (4, 5), (8, 32)):
         told = makespan(Timetable("1f1b"), [1.0] * stages, [2.0] * stages, [1.0] * stages, 0.0, microbatches)
         assert told == pytest.approx(3.0 * (microbatches + stages - 1))
-        bound = whole_bound(3.0 * stages, 3.0, microbatches, stages, 2 / 3)
+        bound = whole_bound(microbatches, stages, 3.0 * stages, 3.0, 2 / 3)
         assert bound == pytest.approx(told, rel=1e-6) or microbatches <= stages
         assert bound <= told * ROUNDING
 

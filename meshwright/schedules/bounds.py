@@ -1,0 +1,79 @@
+"""Seconds of a step that no way to split the blocks into stages beats, for each schedule (docs/search.md derives them).
+
+Everything is known of one split that is about even: what a microbatch takes in all stages together, the pace of the
+slowest stage at least, and how stages share their time between forward and backward.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from meshwright.schedules.chunk_placement import Places
+
+
+class PipelineTimes(NamedTuple):
+    """Of one pipeline, or of many as arrays. Seconds are of a microbatch."""
+
+    microbatches: Any
+    stages: Any
+    through: Any
+    """Seconds in all stages together."""
+    pace: Any
+    """Seconds in the slowest stage, at least."""
+    send: Any
+    """Seconds of a message between stages."""
+    larger: Any
+    """Of forward and backward the larger share of a stage's time, at least."""
+    least_forward: Any
+    """Share of forward in a stage's time, at least."""
+    most_forward: Any
+    least_way: Any
+    """Share of a stage's time without the weights' half, at least."""
+    later: Any
+    """Seconds of weights' halves that are apart, of all stages."""
+
+
+def pace_bound(times: PipelineTimes, places: Places) -> Any:
+    """The slowest stage works without a gap: all that holds where steps follow each other without a flush."""
+    return times.microbatches * times.pace
+
+
+def flush_bound(times: PipelineTimes, places: Places) -> Any:
+    """Also, one microbatch passes through all stages and back. Holds for every schedule with a flush."""
+    turns = places.chunks - 1 if places.shape == "vee" else 0  # at the turn of a V nothing is sent
+    hops = 2 * (times.stages * places.chunks - 1 - turns)
+    return np.maximum(pace_bound(times, places), times.through - times.later + hops * times.send)
+
+
+def one_f_one_b_bound(times: PipelineTimes, places: Places) -> Any:
+    """Also, the slowest stage holds at most as many microbatches as stages come after it, so it waits for the first
+    backward and drains after the last forward."""
+    return np.maximum(flush_bound(times, places), whole_bound(*times[:4], times.larger))
+
+
+def whole_bound(microbatches: Any, stages: Any, through: Any, pace: Any, larger: Any) -> Any:
+    """Of 1F1B, without messages, for every split whose slowest stage takes `pace` or longer."""
+    m = microbatches
+    wide = 2 * through + (m - stages - 1) * pace
+    crossing = through / np.maximum(stages - m + 1 + (m - 1) * larger, 1e-30)
+    narrow = through + (m - 1) * larger * np.maximum(pace, crossing)
+    return np.where(m > stages, wide, narrow) * (1 - 1e-9)
+
+
+def first_wait_bound(times: PipelineTimes, places: Places) -> Any:
+    """Also, weights' halves cannot fill the wait for a stage's first backward: what comes before the stage, and the
+    rest of the way to the end and back. Holds where a stage holds no more microbatches than there are stages."""
+    others = times.through - times.pace
+    short = (times.stages - 1) * times.pace - others
+    low, high, way = times.least_forward, times.most_forward, times.least_way
+    rises = way > high
+    kink = np.where(rises, low * (others - high * short / np.where(rises, way - high, 1.0)), 0.0)
+    wait = np.maximum(0.0, np.minimum(kink, way * others - high * (short + others)))
+    return np.maximum(flush_bound(times, places), times.microbatches * times.pace + wait)
+
+
+def one_held(stage: Any, num_stages: Any, num_microbatches: Any) -> Any:
+    """Of every chunk, the microbatch that runs: holds for every schedule."""
+    return 1
