@@ -25,7 +25,7 @@ from meshwright.machine.named_clusters import cluster
 from meshwright.optimizers.optimizer_config import OptimizerConfig
 from meshwright.planner.search import search
 from meshwright.run.model import describe
-from meshwright.run.model_section import ModelSection
+from meshwright.run.run_file import ModelSection
 
 MOST_GAP, MOST_MIB = 0.02, 2048
 TOP = 8

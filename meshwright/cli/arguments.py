@@ -6,7 +6,7 @@ import os
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from meshwright.core.cluster import Cluster, parse_cluster_name
 from meshwright.core.errors import MeshwrightError, Problem
@@ -14,11 +14,8 @@ from meshwright.core.profile import Profile
 from meshwright.machine.named_clusters import cluster as named_cluster
 from meshwright.machine.named_clusters import warnings_of
 from meshwright.report.terminal import progress
-from meshwright.run.model import describe
-from meshwright.run.model_section import ModelSection
-
-if TYPE_CHECKING:
-    from meshwright.run.run_file import RunConfig
+from meshwright.run.model import describe, describe_run
+from meshwright.run.run_file import ModelSection, RunConfig
 
 _DEFAULT_SEQUENCE = 4096
 _COUNTS = ("seq", "batch", "top")
@@ -80,7 +77,7 @@ def _model(arguments: Namespace, run: RunConfig | None) -> Profile:
     if arguments.model:
         return describe(section_named(arguments.model), arguments.seq or _DEFAULT_SEQUENCE).profile
     if run is not None:
-        return describe(run.model, run.data.sequence).profile
+        return describe_run(run).profile
     raise MeshwrightError([Problem(where="--model", what="is missing.", fix="For example --model llama3-8b.")])
 
 

@@ -11,6 +11,7 @@ from meshwright.core.units import pretty_seconds
 from meshwright.launch.failure import cause
 from meshwright.launch.rank_pool import RankError
 from meshwright.report.terminal import progress, stdout
+from meshwright.run.model import describe_run
 from meshwright.run.prepare import load_plan, prepare
 from meshwright.run.run_file import read_run
 from meshwright.verify.check import Checked, check
@@ -21,9 +22,11 @@ def run(arguments: Namespace) -> int:
         raise MeshwrightError("--steps must be at least 1.")
     config = read_run(arguments.run, arguments.changes)
     # A plan that is given may need more devices than this machine has: its ranks are only processes here.
-    plan = load_plan(config, arguments.plan) or prepare(config, "", progress).plan
+    description = describe_run(config)
+    plan = load_plan(config, arguments.plan, description.profile)
+    plan = plan or prepare(config, "", progress, description=description).plan
     try:
-        checked = check(config, plan, steps=arguments.steps, report=progress)
+        checked = check(config, plan, steps=arguments.steps, report=progress, description=description)
     except RankError as error:  # whose text has a traceback, for tests
         first = cause(error.failures)
         raise MeshwrightError(first.sentence(plan.num_ranks), error.exit_code) from None

@@ -25,6 +25,8 @@ from meshwright.launch.rank_job import PREEMPTED_EXIT_CODE
 from meshwright.models.dimensions import DecoderConfig
 from meshwright.report.overlay import PICTURE, overlay
 from meshwright.report.terminal import print_forecast, progress
+from meshwright.run.comparison import COMPARISON, Facts, as_data, compare, entry_of, keep, paragraph, record
+from meshwright.run.model import describe_run
 from meshwright.run.prepare import (
     PreparedRun,
     is_machine_known,
@@ -39,10 +41,7 @@ from meshwright.run.prepare import (
 )
 from meshwright.run.progress import held_out_text
 from meshwright.run.run_file import RunConfig, read_run
-from meshwright.run.run_ledger import COMPARISON, entry_of, keep, record
-from meshwright.run.step_times import Facts
 from meshwright.run.trackers import require_trackers
-from meshwright.run.verdict import as_data, compare, paragraph
 
 
 def run(arguments: Namespace) -> int:
@@ -61,7 +60,8 @@ def run(arguments: Namespace) -> int:
         after = functools.partial(close, console, _run_words(arguments), config)
         code = run_outside(config, arguments.plan, place, before, after)
         return _leave(code) if config.run.track else code
-    plan = plan_to_run(config, arguments.plan)
+    description = describe_run(config)
+    plan = plan_to_run(config, arguments.plan, description.profile)
     if problems := problems_here(config, plan):
         raise MeshwrightError(problems)
     with open_folder(folder):
@@ -71,12 +71,12 @@ def run(arguments: Namespace) -> int:
         # What is wrong with a plan is told before data is made ready, which may take hours; what is wrong with the data
         # before a machine is measured only to search.
         if plan is not None or is_machine_known(config):
-            prepared = prepare(config, arguments.plan, progress)
+            prepared = prepare(config, arguments.plan, progress, description=description)
             warn(console, prepared)
-            config.train.require_tokenizer(open_data(config))
+            config.train.require_tokenizer(open_data(config, description))
         else:
-            config.train.require_tokenizer(open_data(config))
-            prepared = prepare(config, arguments.plan, progress)
+            config.train.require_tokenizer(open_data(config, description))
+            prepared = prepare(config, arguments.plan, progress, description=description)
             warn(console, prepared)
         write_prepared(config, prepared)
         describe(console, config, prepared)

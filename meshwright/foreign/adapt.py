@@ -12,6 +12,7 @@ import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +22,17 @@ from torch import Tensor, nn
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.profile import Profile
 from meshwright.foreign.block_regions import Regions, regions_of
-from meshwright.foreign.examine import Anatomy, Coins, InputTemplate, examine, first_line, run_apart, tracing
+from meshwright.foreign.examine import (
+    Anatomy,
+    Coins,
+    Dim,
+    InputTemplate,
+    Returned,
+    examine,
+    first_line,
+    run_apart,
+    tracing,
+)
 from meshwright.foreign.factory import last_line, look, take_over_experts
 from meshwright.foreign.module_profile import ENDS, end_names, hidden_shape, profile_of_module
 from meshwright.foreign.regions import SplitRegion, linear_dims
@@ -370,19 +381,83 @@ def adopt_batch_norms(module: nn.Module) -> bool:
     return is_any
 
 
+@dataclass(frozen=True, kw_only=True)
+class ModuleFindings:
+    """What `adapt` learned by running a module, as data: another process adapts its own copy without running it."""
+
+    names: tuple[str, ...]
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    no_stages: str
+    returned: Mapping[str, Any]
+    """By the number of the block, see `Returned.as_data`."""
+    between: tuple[int, ...]
+    shapes: tuple[tuple[Dim, ...], ...]
+    regions: Mapping[str, tuple[SplitRegion, ...]]
+    block_order: tuple[int, ...]
+    vocab_size: int
+    num_scores: int
+    idle: tuple[str, ...]
+
+    @classmethod
+    def of(cls, made: Adapted) -> ModuleFindings | None:
+        """None where a block returns what cannot be written down: such a module is run again wherever it is opened."""
+        anatomy = made.anatomy
+        returned = {str(index): value.as_data() for index, value in anatomy.returned.items()}
+        if None in returned.values():
+            return None
+        return cls(
+            names=anatomy.names,
+            before=anatomy.before,
+            after=anatomy.after,
+            no_stages=anatomy.no_stages,
+            returned=returned,
+            between=tuple(sorted(anatomy.between)),
+            shapes=tuple(anatomy.shapes),
+            regions={path: tuple(regions) for path, regions in made.found.items()},
+            block_order=made.block_order or (),
+            vocab_size=made.vocab_size,
+            num_scores=made.num_scores,
+            idle=made.idle,
+        )
+
+    def adapted(self, module: nn.Module, example: Inputs, loss: Loss | None) -> Adapted:
+        """An equal module as the same `Model`."""
+        _ready(module)
+        anatomy = Anatomy(
+            names=self.names,
+            before=self.before,
+            after=self.after,
+            no_stages=self.no_stages,
+            returned={int(index): Returned.from_data(value) for index, value in self.returned.items()},
+            between=set(self.between),
+            shapes=list(self.shapes),
+        )
+        regions = {path: list(regions) for path, regions in self.regions.items()}
+        made = Adapted(module, anatomy, regions, InputTemplate.like(example), loss or default_loss)
+        made.block_order, made.vocab_size = self.block_order, self.vocab_size
+        made.num_scores, made.idle = self.num_scores, self.idle
+        return made
+
+
 def _leave_alone() -> None:
     """In place of `flatten_parameters`."""
 
 
-def adapt(module: nn.Module, example: Inputs, *, name: str, loss: Loss | None = None) -> tuple[Adapted, Profile]:
-    """A module as a `Model` with its profile. Its tensors stay where they are."""
+def _ready(module: nn.Module) -> bool:
+    """Change what of a module would not bear being cut or shared; whether it has batch norms."""
     take_over_experts(module)
     for each in module.modules():
         if hasattr(getattr(each, "config", None), "use_cache"):
             each.config.use_cache = False
         if isinstance(each, nn.RNNBase):  # would move its weights while others hold on to where they were
             each.__dict__["flatten_parameters"] = _leave_alone
-    has_statistics = adopt_batch_norms(module)
+    return adopt_batch_norms(module)
+
+
+def adapt(module: nn.Module, example: Inputs, *, name: str, loss: Loss | None = None) -> tuple[Adapted, Profile]:
+    """A module as a `Model` with its profile. Its tensors stay where they are."""
+    has_statistics = _ready(module)
     template = InputTemplate.like(example)
     seen = look(module, run_module, example)
     if seen.failure is not None:

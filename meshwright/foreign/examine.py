@@ -10,6 +10,8 @@ copy of that tensor, and autograd then tells which parameters everything after i
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -90,6 +92,57 @@ class Returned:
             return hidden
         values = (hidden, *(self.rest if rest is None else rest))
         return self.kind._make(values) if hasattr(self.kind, "_make") else values
+
+    def as_data(self) -> Any:
+        """As JSON has it; None where something in it has no name by which another process finds it."""
+        try:
+            return [] if self.kind is None else [_kind_name(self.kind), [_as_data(value) for value in self.rest]]
+        except LookupError:
+            return None
+
+    @classmethod
+    def from_data(cls, data: Any) -> Returned:
+        return cls(_kind_named(data[0]), tuple(_from_data(value) for value in data[1])) if data else cls()
+
+
+def _kind_name(kind: type) -> str:
+    name = f"{kind.__module__}:{kind.__qualname__}"
+    with contextlib.suppress(ImportError, AttributeError):
+        if _kind_named(name) is kind:
+            return name
+    raise LookupError(name)
+
+
+def _kind_named(name: str) -> Any:
+    path, _, qualified = name.partition(":")
+    return functools.reduce(getattr, qualified.split("."), importlib.import_module(path))
+
+
+def _as_data(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if value is ABSENT:
+        return {"absent": True}
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, list | tuple):
+        return {"kind": _kind_name(type(value)), "items": [_as_data(each) for each in value]}
+    if type(value) is dict and all(isinstance(key, str) for key in value):
+        return {"values": {key: _as_data(each) for key, each in value.items()}}
+    raise LookupError(type(value).__name__)
+
+
+def _from_data(data: Any) -> Any:
+    if not isinstance(data, dict):
+        return data
+    if "dtype" in data:
+        return getattr(torch, data["dtype"])
+    if "values" in data:
+        return {key: _from_data(each) for key, each in data["values"].items()}
+    if "items" not in data:
+        return ABSENT
+    kind, items = _kind_named(data["kind"]), [_from_data(each) for each in data["items"]]
+    return kind._make(items) if hasattr(kind, "_make") else kind(items)
 
 
 @dataclass(kw_only=True)

@@ -16,8 +16,7 @@ from meshwright.core.units import counted, pretty_bytes, pretty_seconds
 from meshwright.machine.from_runs import LEAST_RUNS, Learned, learn, learn_one
 from meshwright.machine.named_clusters import preset_of_device
 from meshwright.machine.probe import machine_name
-from meshwright.run.run_ledger import COMPARISON
-from meshwright.run.verdict import CAUSES
+from meshwright.run.comparison import CAUSES, COMPARISON
 
 _FAR = 1.25
 """Times that two cards' figures may differ and still be of one kind."""

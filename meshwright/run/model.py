@@ -9,9 +9,8 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from meshwright.core.codec import decode, encode
@@ -21,7 +20,7 @@ from meshwright.models.dimensions import DecoderConfig
 from meshwright.models.frozen_parameters import check_patterns, freeze, frozen_by
 from meshwright.models.named_profile import profile_of
 from meshwright.models.presets import Config, config_kind
-from meshwright.run.model_section import ModelSection
+from meshwright.run.run_file import ModelSection, RunConfig
 
 if TYPE_CHECKING:
     from meshwright.ops.initial_weights import Source
@@ -33,9 +32,15 @@ TAKES = {"decoder": "tokens", "vit": "images", "conv": "images", "dlrm": "table"
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDescription:
+    """What is known of a model once it has been looked at, as data: planning needs nothing else, and neither do ranks,
+    which build the model by it without looking again."""
+
     kind: str
     config: Config | None
+    """The dimensions of a model of ours."""
     profile: Profile
+    sequence: int
+    """Tokens in the samples that it was looked at with; 0: they have none, or their number does not matter."""
     vocab_size: int
     """0: not known, or no tokens."""
     num_scores: int = 0
@@ -44,6 +49,8 @@ class ModelDescription:
     """Of an image, by that module's sample inputs; empty where they are none."""
     num_inputs: int = 0
     """Tensors that module is called with; 0: whatever its data gives."""
+    findings: Mapping[str, Any] | None = None
+    """How that module may be cut (foreign/adapt.py: ModuleFindings); None for models of ours."""
 
     @property
     def takes(self) -> str:
@@ -61,38 +68,60 @@ class OpenedModel:
     source: Source
 
 
+def describe_run(config: RunConfig) -> ModelDescription:
+    """The model of a run, looked at once. What is wrong with it, or with samples of this length, is raised with its
+    line of the run file."""
+    try:
+        description = describe(config.model, config.data.sequence)
+        problems = check_sequence(description, config.data.sequence)
+    except MeshwrightError as error:
+        problems = [replace(problem, where=problem.where or "model") for problem in error.problems]
+    if problems:
+        raise MeshwrightError(config.origin.placed(problems))
+    return description
+
+
 def describe(section: ModelSection, sequence: int) -> ModelDescription:
-    return _describe(json.dumps(encode(section)), sequence)
-
-
-@lru_cache(maxsize=4)
-def _describe(text: str, sequence: int) -> ModelDescription:
-    section = decode(ModelSection, json.loads(text), "model")
+    """Of somebody else's module this takes seconds: it is built, run and traced."""
     config = section.config()
     if config is not None:
         profile = profile_of(config, section.title)
         vocab = int(getattr(config, "vocab_size", 0))
     else:
-        made, profile = _adapted(section, sequence)
+        from meshwright.foreign.adapt import ModuleFindings, adapt
+
+        with contextlib.redirect_stdout(sys.stderr):  # ours is for results, whatever their code prints
+            module, loss, example = _module(section, sequence)
+            made, profile = adapt(module, example, name=section.title, loss=loss)
         vocab = made.vocab_size or int(getattr(getattr(made.module, "config", None), "vocab_size", 0) or 0)
     if section.freeze or section.train:
         check_patterns(profile, section.freeze, section.train)
-    is_frozen = _is_frozen(section, config, made if config is None else None)
+    is_frozen = _is_frozen(section, made if config is None else None)
     profile = freeze(profile, is_frozen)
+    about: dict[str, Any] = {"config": config, "profile": profile, "sequence": sequence, "vocab_size": vocab}
     if config is not None:
-        return ModelDescription(kind=config_kind(config), config=config, profile=profile, vocab_size=vocab)
+        return ModelDescription(kind=config_kind(config), **about)
     _require_used([name for name in made.idle if not is_frozen(name)], section.title)
-    example = made.template.example
     is_image = not isinstance(example, tuple) and example.is_floating_point() and example.ndim == 4
+    findings = ModuleFindings.of(made)
     return ModelDescription(
         kind="module",
-        config=None,
-        profile=profile,
-        vocab_size=vocab,
         num_scores=made.num_scores,
         sample_shape=tuple(example.shape[1:]) if is_image else (),
         num_inputs=len(example) if isinstance(example, tuple) else 1,
+        findings=None if findings is None else encode(findings),
+        **about,
     )
+
+
+def _module(section: ModelSection, sequence: int) -> tuple[Any, Any, Any]:
+    """Somebody else's module, its loss (None: the usual one) and sample inputs."""
+    from meshwright.foreign.factory import call_factory, transformers_module
+
+    if section.factory:
+        return call_factory(section.factory, section.arguments, sequence)
+    module, example = transformers_module(section.hf, sequence)
+    return module, None, example
 
 
 def _require_used(idle: list[str], title: str) -> None:
@@ -103,7 +132,7 @@ def _require_used(idle: list[str], title: str) -> None:
         raise MeshwrightError([Problem(where=f"model {title}", what=what, fix=fix)])
 
 
-def _is_frozen(section: ModelSection, config: Config | None, made: Any) -> Callable[[str], bool]:
+def _is_frozen(section: ModelSection, made: Any) -> Callable[[str], bool]:
     """By the run file, or by the module itself."""
     by_name = frozen_by(section.freeze, section.train)
     if made is None:
@@ -112,15 +141,15 @@ def _is_frozen(section: ModelSection, config: Config | None, made: Any) -> Calla
     return lambda name: name in own or by_name(name)
 
 
-def open_model(section: ModelSection, sequence: int, seed: int) -> OpenedModel:
+def open_model(section: ModelSection, description: ModelDescription, seed: int) -> OpenedModel:
+    """The module itself, as it was described; nothing of it is run."""
     import torch
 
     from meshwright.ops.initial_weights import from_tensors, seeded
     from meshwright.zoo import module_of
 
-    config = section.config()
+    config = description.config
     if config is not None:
-        profile = describe(section, sequence).profile
         with torch.device("meta"):
             model = module_of(config)
         source = seeded(model.init_value, seed)
@@ -130,8 +159,16 @@ def open_model(section: ModelSection, sequence: int, seed: int) -> OpenedModel:
             assert isinstance(config, DecoderConfig)
             source = source_of_folder(section.hf, config)
     else:
+        from meshwright.foreign.adapt import ModuleFindings, adapt
+
         torch.manual_seed(seed)  # the module draws its own first weights, the same on every rank
-        model, profile = _adapted(section, sequence)
+        with contextlib.redirect_stdout(sys.stderr):
+            module, loss, example = _module(section, description.sequence)
+            if description.findings is None:
+                model, _ = adapt(module, example, name=section.title, loss=loss)
+            else:
+                findings = decode(ModuleFindings, description.findings, "findings")
+                model = findings.adapted(module, example, loss)
         if section.hf:
             from meshwright.hf.weights_read import source_of_named
 
@@ -139,28 +176,10 @@ def open_model(section: ModelSection, sequence: int, seed: int) -> OpenedModel:
         else:
             source = from_tensors({n: p.detach() for n, p in model.module.named_parameters()})
             model.empty()
-    is_frozen = _is_frozen(section, config, model if config is None else None)
-    if config is None:
-        profile = freeze(profile, is_frozen)
+    is_frozen = _is_frozen(section, model if config is None else None)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(parameter.requires_grad and not is_frozen(model.public_name(name)))
-    return OpenedModel(model=model, profile=profile, source=source)
-
-
-def _adapted(section: ModelSection, sequence: int) -> Any:
-    with contextlib.redirect_stdout(sys.stderr):  # ours is for results, whatever their code prints
-        return _made(section, sequence)
-
-
-def _made(section: ModelSection, sequence: int) -> Any:
-    from meshwright.foreign.adapt import adapt
-    from meshwright.foreign.factory import call_factory, transformers_module
-
-    if section.factory:
-        module, loss, example = call_factory(section.factory, section.arguments, sequence)
-        return adapt(module, example, name=section.title, loss=loss)
-    module, example = transformers_module(section.hf, sequence)
-    return adapt(module, example, name=section.title)
+    return OpenedModel(model=model, profile=description.profile, source=source)
 
 
 def check_sequence(described: ModelDescription, sequence: int) -> list[Problem]:

@@ -25,9 +25,9 @@ from meshwright.data.open_data import open_data as open_files
 from meshwright.machine.probe import machine_name
 from meshwright.planner.search import SearchResult, search
 from meshwright.planner.wishes import allowance, is_allowed, read_wishes
-from meshwright.run.model import describe, fitting
+from meshwright.run.comparison import Promise
+from meshwright.run.model import ModelDescription, describe_run, fitting
 from meshwright.run.run_file import RunConfig
-from meshwright.run.verdict import Promise
 from meshwright.simulator.forecast import Forecast, forecast
 from meshwright.simulator.simulate import simulate
 
@@ -39,24 +39,36 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedRun:
-    profile: Profile
+    description: ModelDescription
     cluster: Cluster
     plan: Plan
     forecast: Forecast
     found: SearchResult | None
     """How the search went; None for a plan that was given."""
 
+    @property
+    def profile(self) -> Profile:
+        return self.description.profile
 
-def prepare(config: RunConfig, plan_file: str, report: Report, geometry: tuple[int, int] | None = None) -> PreparedRun:
+
+def prepare(
+    config: RunConfig,
+    plan_file: str,
+    report: Report,
+    geometry: tuple[int, int] | None = None,
+    description: ModelDescription | None = None,
+) -> PreparedRun:
     """Find the machine, then the plan. What an earlier start of this run decided is kept while it still holds.
 
-    `geometry`: (devices in a node, nodes) where somebody else has already started the ranks.
+    `geometry`: (devices in a node, nodes) where somebody else has already started the ranks. `description`: of the
+    model, where it has been looked at before.
     """
-    profile = describe(config.model, config.data.sequence).profile
-    given = plan_to_run(config, plan_file)
+    description = description or describe_run(config)
+    profile = description.profile
+    given = plan_to_run(config, plan_file, profile)
     cluster = _cluster(config, report, geometry, given)
     found = None
-    plan = plan_to_run(config, plan_file, cluster) or _earlier(config, profile, cluster, report)
+    plan = plan_to_run(config, plan_file, profile, cluster) or _earlier(config, profile, cluster, report)
     if plan is None:
         found = _search(config, profile, cluster)
         assert found.best is not None
@@ -64,20 +76,20 @@ def prepare(config: RunConfig, plan_file: str, report: Report, geometry: tuple[i
     if problems := _against_training(config, plan):
         raise MeshwrightError(problems)
     predicted = forecast(profile, plan, cluster, sequence=config.sequence, optimizer=config.train.optimizer)
-    return PreparedRun(profile=profile, cluster=cluster, plan=plan, forecast=predicted, found=found)
+    return PreparedRun(description=description, cluster=cluster, plan=plan, forecast=predicted, found=found)
 
 
-def load_plan(config: RunConfig, plan_file: str, cluster: Cluster | None = None) -> Plan | None:
-    """The plan a user gave, if any, checked against the model, the samples (and the machines)."""
-    plan, problems = _given(config, plan_file, cluster)
+def load_plan(config: RunConfig, plan_file: str, profile: Profile) -> Plan | None:
+    """The plan a user gave, if any, checked against the model and the samples."""
+    plan, problems = _given(config, plan_file, profile, None)
     if problems:
         raise MeshwrightError(problems)
     return plan
 
 
-def plan_to_run(config: RunConfig, plan_file: str, cluster: Cluster | None = None) -> Plan | None:
+def plan_to_run(config: RunConfig, plan_file: str, profile: Profile, cluster: Cluster | None = None) -> Plan | None:
     """The same, checked against the training too: its optimizer, and how far its numbers may depart."""
-    plan, problems = _given(config, plan_file, cluster)
+    plan, problems = _given(config, plan_file, profile, cluster)
     if plan is None:
         read_wishes(config.plan.pin, config.plan.ban, allow=config.plan.allow)  # what search would refuse later
         return None
@@ -96,12 +108,13 @@ def plan_to_run(config: RunConfig, plan_file: str, cluster: Cluster | None = Non
     return plan
 
 
-def _given(config: RunConfig, plan_file: str, cluster: Cluster | None) -> tuple[Plan | None, list[Problem]]:
+def _given(
+    config: RunConfig, plan_file: str, profile: Profile, cluster: Cluster | None
+) -> tuple[Plan | None, list[Problem]]:
     plan_file = plan_file or config.plan.file
     if not plan_file:
         return None, []
     plan = load_artefact(Plan, plan_file)
-    profile = describe(config.model, config.data.sequence).profile
     problems = list(plan.check(profile, cluster) or plan.check_sequence(config.sequence))
     if plan.batch != config.train.batch:
         what = f"the plan is for {plan.batch} samples, train.batch is {config.train.batch}."
@@ -142,10 +155,10 @@ def is_machine_known(config: RunConfig) -> bool:
     return bool(config.run.cluster) or _measured_before(config, config.run.ranks) is not None
 
 
-def open_data(config: RunConfig, cache: Path | None = None) -> Data:
+def open_data(config: RunConfig, description: ModelDescription, cache: Path | None = None) -> Data:
     """The run's data, made ready in its folder the first time and mapped from there afterwards."""
     data = open_files(config.data, cache=cache or Path(config.run.folder) / "data")
-    fitting(describe(config.model, config.data.sequence), data)
+    fitting(description, data)
     return data
 
 
@@ -245,6 +258,7 @@ def job_arguments(config: RunConfig, prepared: PreparedRun) -> dict[str, Any]:
     """What every rank is told."""
     return {
         "config": encode(config),
+        "description": encode(prepared.description),
         "plan": encode(prepared.plan),
         "device": prepared.cluster.device.kind,
         "tokens_per_second": prepared.forecast.tokens_per_second,

@@ -4,19 +4,71 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from meshwright.core.codec import decode_into
+from meshwright.core.codec import decode, decode_into
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.data.data_section import DataSection
+from meshwright.models.presets import Config, preset
 from meshwright.optimizers.optimizer_config import OptimizerConfig
-from meshwright.run.model import check_sequence, describe
-from meshwright.run.model_section import ModelSection
 
 __all__ = ["DataSection", "ModelSection", "OptimizerConfig", "PlanSection", "RunConfig", "RunSection", "TrainSection"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSection:
+    name: str = ""
+    """A preset such as llama3.2-1b; `mw profile` lists them."""
+    hf: str = ""
+    """A Hugging Face folder: config.json and safetensors."""
+    factory: str = ""
+    """package.module:function that returns a module, (module, loss) or (module, loss, sample inputs)."""
+    change: Mapping[str, Any] = field(default_factory=dict)
+    """Dimensions that differ from the preset's, such as { num_layers = 2 }."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Passed to the factory."""
+    freeze: tuple[str, ...] = ()
+    """Parameters that are not trained, by patterns of their names: "embed.*"."""
+    train: tuple[str, ...] = ()
+    """If given, only these are trained."""
+
+    def __post_init__(self) -> None:
+        given = [key for key in ("name", "hf", "factory") if getattr(self, key)]
+        if len(given) != 1:
+            what = f"gives {' and '.join(given)}." if given else "says no model."
+            fix = 'Give one: name = "llama3.2-1b", hf = "FOLDER" or factory = "package.module:function".'
+            raise MeshwrightError([Problem(where="", what=what, fix=fix)])
+        problems = []
+        if self.change and not self.name:
+            problems.append(Problem(where="change", what="is for a model by name."))
+        if self.arguments and not self.factory:
+            problems.append(Problem(where="arguments", what="are for a factory."))
+        if self.factory and self.factory.count(":") != 1:
+            what = f'"{self.factory}" is not of the form package.module:function.'
+            problems.append(Problem(where="factory", what=what))
+        if problems:
+            raise MeshwrightError(problems)
+
+    @property
+    def title(self) -> str:
+        return self.name or (Path(self.hf).name if self.hf else self.factory)
+
+    def config(self) -> Config | None:
+        """The dimensions, where it is a model of ours; None where it runs as somebody else's module."""
+        if self.name:
+            base = preset(self.name)
+            if not self.change:
+                return base
+            values = {name: getattr(base, name) for name in base.__dataclass_fields__}
+            return decode(type(base), {**values, **self.change}, "model.change")
+        if self.hf:
+            from meshwright.hf.config_json import read_folder
+
+            return read_folder(self.hf).config
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,12 +136,41 @@ class RunSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RunOrigin:
+    """The file that a run was read from, so that what is found wrong later is told with its line."""
+
+    path: str = ""
+    text: str = ""
+    changed: frozenset[str] = frozenset()
+    """Keys that the command line changed."""
+
+    def placed(self, problems: Sequence[Problem]) -> list[Problem]:
+        """The same problems with the file and line of each."""
+        if not self.path:
+            return list(problems)
+        placed = []
+        for problem in problems:
+            key = problem.where.strip(".")
+            line = None if key in self.changed or key.startswith("--set") else line_of(self.text, key)
+            place = f"{self.path}:{line}: {key}" if line else f"{self.path}: {key}"
+            if key in self.changed:
+                place = f"--set {key}"
+            placed.append(replace(problem, where=key if key.startswith("--set") else place))
+        return placed
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
+    """A run file's content. What only the model can tell (how long a sequence may be, which parameters a pattern
+    means) is not looked at here: reading runs nobody's code. `run.model.describe_run` does."""
+
     model: ModelSection
     data: DataSection
     train: TrainSection
     run: RunSection
     plan: PlanSection = PlanSection()
+    origin: ClassVar[RunOrigin] = RunOrigin()
+    """Of configs that were read from a file (`read_run` sets it); no key of the file."""
 
     @property
     def sequence(self) -> int:
@@ -122,16 +203,15 @@ class RunConfig:
         ]
         if not self.run.folder.strip():
             problems.append(Problem(where="run.folder", what="is empty.", fix="Name a folder for this run."))
-        try:
-            problems += check_sequence(describe(self.model, self.data.sequence), self.data.sequence)
-        except MeshwrightError as error:
-            problems += [replace(problem, where=problem.where or "model") for problem in error.problems]
         if problems:
             raise MeshwrightError(problems)
 
 
 def read_run(path: str | Path, changes: Sequence[str] = ()) -> RunConfig:
-    """A run file with `--set a.b=c` changes, or one error with all that is wrong, each with its line."""
+    """A run file with `--set a.b=c` changes, or one error with all that is wrong, each with its line.
+
+    Nothing is executed and no model looked at.
+    """
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
@@ -143,10 +223,12 @@ def read_run(path: str | Path, changes: Sequence[str] = ()) -> RunConfig:
     except (ValueError, RecursionError) as error:  # also of numbers too long to read, and tables nested too deeply
         raise MeshwrightError([Problem(where=str(path), what=f"is not valid TOML: {error}.")]) from None
     problems: list[Problem] = []
-    changed = {_change(table, change, problems) for change in changes}
-    config = decode_into(RunConfig, table, "", problems)
+    changed = frozenset([_change(table, change, problems) for change in changes])
+    origin = RunOrigin(path=str(path), text=text, changed=changed)
+    config: RunConfig = decode_into(RunConfig, table, "", problems)
     if problems:
-        raise MeshwrightError(_placed(problems, text, path, changed))
+        raise MeshwrightError(origin.placed(problems))
+    object.__setattr__(config, "origin", origin)
     return config
 
 
@@ -168,17 +250,6 @@ def _change(table: dict[str, Any], change: str, problems: list[Problem]) -> str:
         table = inner
     table[keys[-1]] = parsed
     return ".".join(keys)
-
-
-def _placed(problems: list[Problem], text: str, path: Path, changed: set[str]) -> list[Problem]:
-    """The same problems with the file and line of each."""
-    placed = []
-    for problem in problems:
-        key = problem.where.strip(".")
-        line = None if key in changed or key.startswith("--set") else line_of(text, key)
-        place = f"{path}:{line}: {key}" if line else f"--set {key}" if key in changed else f"{path}: {key}"
-        placed.append(replace(problem, where=key if key.startswith("--set") else place))
-    return placed
 
 
 _HEADER = re.compile(r"^\s*\[\s*([^\[\]]+?)\s*\]\s*(#.*)?$")

@@ -22,13 +22,21 @@ from meshwright.launch.cpu_bf16 import limit_isa_for_bf16
 from meshwright.launch.rank_job import PREEMPTED_EXIT_CODE, Job, StopFlag, run_rank
 from meshwright.ops.control import gather_json, share_json
 from meshwright.ops.device_mesh import Mesh, join
-from meshwright.run.model import about, open_model
+from meshwright.run.comparison import (
+    COMPARISON,
+    WARM_UP_STEPS,
+    Promise,
+    StepTally,
+    as_data,
+    compare,
+    entry_of,
+    keep,
+    paragraph,
+)
+from meshwright.run.model import ModelDescription, about, open_model
 from meshwright.run.prepare import open_data
 from meshwright.run.progress import Progress, held_out_text, one_line
 from meshwright.run.run_file import RunConfig
-from meshwright.run.run_ledger import COMPARISON, entry_of, keep
-from meshwright.run.step_times import WARM_UP_STEPS, StepTally
-from meshwright.run.verdict import Promise, as_data, compare, paragraph
 from meshwright.runtime.run_record import Metrics, Watch, num_retries, peak_bytes, reserved_bytes, write_timeline
 from meshwright.runtime.trainer import Trainer, TrainStep, is_due
 
@@ -65,7 +73,8 @@ def train(arguments: Mapping[str, Any], plan: Plan, device: torch.device, stop: 
     folder = Path(config.run.folder)
     mesh = Mesh.make(plan.mesh, device)
     progress = Progress(0, config.train.steps, float(arguments["tokens_per_second"]))
-    trainer = _open(config, plan, mesh, folder, progress)
+    description = decode(ModelDescription, arguments["description"], "description")
+    trainer = _open(config, description, plan, mesh, progress)
     run = _Run(config, trainer, folder, progress, decode(Promise, arguments["promise"], "promise"))
     progress.first_step, progress.counts = trainer.step, trainer.build.profile.counts
     code = run.go(stop)
@@ -74,13 +83,13 @@ def train(arguments: Mapping[str, Any], plan: Plan, device: torch.device, stop: 
     return code
 
 
-def _open(config: RunConfig, plan: Plan, mesh: Mesh, folder: Path, progress: Progress) -> Trainer:
-    data = _open_data(config, mesh)
+def _open(config: RunConfig, description: ModelDescription, plan: Plan, mesh: Mesh, progress: Progress) -> Trainer:
+    data, folder = _open_data(config, description, mesh), Path(config.run.folder)
     config.train.require_tokenizer(data)
     say = progress.say if mesh.rank == 0 else lambda text: None
     # Rank 0 verifies once; a damaged checkpoint is passed over, with a message.
     found = on_first(mesh.control, lambda: _text(newest_good(folder / "checkpoints", report=say)))
-    opened = open_model(config.model, config.data.sequence, config.train.seed)
+    opened = open_model(config.model, description, config.train.seed)
     checkpoint = Path(found) if found else None
     trainer = Trainer(plan, opened, data, config.train, mesh, checkpoint=checkpoint, about=about(config.model))
     if checkpoint is not None:
@@ -92,11 +101,11 @@ def _text(path: Path | None) -> str:
     return "" if path is None else str(path)
 
 
-def _open_data(config: RunConfig, mesh: Mesh) -> Data:
+def _open_data(config: RunConfig, description: ModelDescription, mesh: Mesh) -> Data:
     """Rank 0 tokenizes if nobody has; the others map the same file."""
     mine: list[Data] = []
-    on_first(mesh.control, lambda: mine.append(open_data(config)))
-    return mine[0] if mine else open_data(config)
+    on_first(mesh.control, lambda: mine.append(open_data(config, description)))
+    return mine[0] if mine else open_data(config, description)
 
 
 def on_first(control: dist.ProcessGroup | None, action: Callable[[], Any]) -> Any:

@@ -23,7 +23,7 @@ from meshwright.core.technique import EXACTNESS
 from meshwright.core.units import pretty_bytes
 from meshwright.launch.rank_pool import RankPool
 from meshwright.machine.probe import available_host_bytes
-from meshwright.run.model import describe
+from meshwright.run.model import ModelDescription, describe_run
 from meshwright.run.run_file import RunConfig
 from meshwright.simulator.pricing import price
 
@@ -90,17 +90,19 @@ def check(
     steps: int = STEPS,
     report: Callable[[str], None] = lambda text: None,
     pool: RankPool | None = None,
+    description: ModelDescription | None = None,
 ) -> Checked:
     """Compare the plan's training with one device's. What the plan cannot run at all is a `MeshwrightError`."""
     start = time.monotonic()
-    profile = describe(config.model, config.data.sequence).profile
+    description = description or describe_run(config)
+    profile = description.profile
     _require(config, plan, profile)
     if "samples" not in profile.uncut:
         plan = shortened(plan, len(plan.blocks_of_stages(profile)))
     _check_memory(profile, plan, config.sequence, steps)
     own = pool or RankPool(plan.num_ranks, threads_per_rank=1)
     try:
-        parts = _Comparing(config, plan, steps, own, report).parts()
+        parts = _Comparing(config, description, plan, steps, own, report).parts()
     finally:
         if pool is None:
             own.close()
@@ -130,8 +132,17 @@ def keeps_dropout(plan: Plan) -> bool:
 class _Comparing:
     """The comparisons of one plan, on one pool."""
 
-    def __init__(self, config: RunConfig, plan: Plan, steps: int, pool: RankPool, report: Callable[[str], None]):
-        self.config, self.plan, self.steps, self.pool, self.report = config, plan, steps, pool, report
+    def __init__(
+        self,
+        config: RunConfig,
+        description: ModelDescription,
+        plan: Plan,
+        steps: int,
+        pool: RankPool,
+        report: Callable[[str], None],
+    ):
+        self.model = {"config": encode(config), "description": encode(description)}
+        self.plan, self.steps, self.pool, self.report = plan, steps, pool, report
 
     def parts(self) -> list[CheckResult]:
         plan = self.plan
@@ -153,7 +164,7 @@ class _Comparing:
 
     def _arguments(self, folder: Path, plan: Plan) -> dict[str, Any]:
         return {
-            "config": encode(self.config),
+            **self.model,
             "folder": str(folder / "reference"),
             "steps": self.steps,
             "cache": str(folder / "tokens"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import isclose
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from meshwright.data.batch import part_rows
 from meshwright.ops.control import gather_json
 from meshwright.ops.model_interface import Inputs, map_inputs, split_inputs
 from meshwright.ops.traffic import Traffic
-from meshwright.run.model import OpenedModel, describe, open_model
+from meshwright.run.model import ModelDescription, OpenedModel, open_model
 from meshwright.run.prepare import open_data
 from meshwright.run.run_file import RunConfig
 from meshwright.runtime.loop import Samples
@@ -50,8 +50,21 @@ from meshwright.verify.reference import (
 from meshwright.verify.reference_model import plain_model, without_dropout
 
 
-def _samples(config: RunConfig, batch: int, cache: str, dtype: str) -> SamplesOf:
-    data = open_data(replace(config, data=replace(config.data, held_out_fraction=0.0)), Path(cache))
+@dataclass(frozen=True)
+class CheckedRun:
+    """The run whose plan is compared, as the parent has described its model."""
+
+    config: RunConfig
+    description: ModelDescription
+
+    @classmethod
+    def decoded(cls, config: Any, description: Any) -> CheckedRun:
+        return cls(decode(RunConfig, config, ""), decode(ModelDescription, description, "description"))
+
+
+def _samples(run: CheckedRun, batch: int, cache: str, dtype: str) -> SamplesOf:
+    all_trained = replace(run.config, data=replace(run.config.data, held_out_fraction=0.0))
+    data = open_data(all_trained, run.description, Path(cache))
 
     def put(array: Any) -> torch.Tensor:
         tensor = torch.from_numpy(array)
@@ -69,9 +82,9 @@ def _samples(config: RunConfig, batch: int, cache: str, dtype: str) -> SamplesOf
     return samples
 
 
-def _open(config: RunConfig, dtype: str, dropout: str) -> OpenedModel:
+def _open(run: CheckedRun, dtype: str, dropout: str) -> OpenedModel:
     """The run's model; its running statistics in the dtype of the comparison."""
-    opened = open_model(config.model, config.data.sequence, config.train.seed)
+    opened = open_model(run.config.model, run.description, run.config.train.seed)
     if dropout == "off":
         without_dropout(opened.model)
     for module in opened.model.modules():
@@ -87,34 +100,34 @@ def _drawing(answer: Mapping[str, Any]) -> Any:
 
 
 def reference_job(
-    *, rank: int, num_ranks: int, rendezvous: str, config: Any, folder: str, steps: int, plan: Any, cache: str,
-    keeps_dropout: bool, rounds: bool,
+    *, rank: int, num_ranks: int, rendezvous: str, config: Any, description: Any, folder: str, steps: int, plan: Any,
+    cache: str, keeps_dropout: bool, rounds: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """The independent reference, and two controls of it: other microbatches, and bf16.
 
     Answers whether the model `is_random`, how the ranks are to run it (`dropout`, `draws_means`), how far one device
     departs from itself (`spread`, and `noise` of a gradient's elements), and what bf16 costs one device.
     """
-    run, made = decode(RunConfig, config, ""), decode(Plan, plan, "plan")
+    run, made = CheckedRun.decoded(config, description), decode(Plan, plan, "plan")
     try:
         return _referred(run, made, Path(folder), steps, cache, keeps_dropout, rounds)
     except Exception:  # what is wrong with a module, our own loop says in better words
         whole = Plan(batch=made.batch, microbatch=made.batch)
-        opened, optimizer = _open(run, "float64", "off"), run.train.optimizer
+        opened, optimizer = _open(run, "float64", "off"), run.config.train.optimizer
         session = open_session(whole, opened, optimizer, dtype="float64", device=torch.device("cpu"))
         session.loop.step(_samples(run, made.batch, cache, "float64")(0, 0, 1), 0.0)
         raise
 
 
 def _referred(
-    run: RunConfig, made: Plan, folder: Path, steps: int, cache: str, keeps_dropout: bool, rounds: bool
+    run: CheckedRun, made: Plan, folder: Path, steps: int, cache: str, keeps_dropout: bool, rounds: bool
 ) -> dict[str, Any]:
     plain = _plain(run, torch.float64)
     batch_of = _batches(run, made.batch, cache, "float64")
     first = split_inputs(batch_of(0)[0], made.microbatch)[0]
     answer: dict[str, Any] = {"is_random": draws(plain, first), "dropout": "on", "draws_means": False}
     # Batch norms see the whole batch at once; ranks that draw for their own rows cannot be one device then.
-    sees_batch = "samples" in describe(run.model, run.data.sequence).profile.uncut
+    sees_batch = "samples" in run.description.profile.uncut
     keeps = keeps_dropout and answer["is_random"] and not (sees_batch and made.num_replicas > 1)
     quiet = plain
     if answer["is_random"]:
@@ -126,27 +139,28 @@ def _referred(
     size = made.batch if sees_batch else made.microbatch
     settings: dict[str, Any] = {"microbatch": size, "noise": max(1e-15, 10 * answer["noise"])}
     settings["update_tolerance"] = answer["update_tolerance"] = min(1e-2, max(UPDATE_TOLERANCE, 1e4 * answer["noise"]))
-    optimizer, parts = run.train.optimizer, made.num_replicas
+    optimizer, parts = run.config.train.optimizer, made.num_replicas
     if keeps:
         rows = [part_rows(made.batch, part, parts, made.shares) for part in range(parts)]
-        write_plain(folder, plain, batch_of, optimizer, steps, **settings, parts=rows, seed=run.train.seed)
+        write_plain(folder, plain, batch_of, optimizer, steps, **settings, parts=rows, seed=run.config.train.seed)
     else:
         with _drawing(answer):
             losses = write_plain(folder, quiet, batch_of, optimizer, steps, **settings)
             if rounds:
                 answer["rounded"] = _rounded_control(run, made, folder, cache, losses, size)
-    total = run.train.steps
+    total = run.config.train.steps
     sampled = sorted({*range(min(total, 200)), *range(0, total, max(1, total // 1000)), total - 1})
     wrong = [s for s in sampled if not isclose(optimizer.lr_at(s, total), learning_rate(optimizer, s, total))]
     answer["wrong_rates"] = wrong[:1]
     return answer
 
 
-def _plain(run: RunConfig, dtype: torch.dtype, dropout: bool = True) -> Plain:
-    return plain_model(run.model, sequence=run.data.sequence, seed=run.train.seed, dtype=dtype, dropout=dropout)
+def _plain(run: CheckedRun, dtype: torch.dtype, dropout: bool = True) -> Plain:
+    settings: dict[str, Any] = {"seed": run.config.train.seed, "dtype": dtype, "dropout": dropout}
+    return plain_model(run.config.model, run.description, **settings)
 
 
-def _batches(run: RunConfig, batch: int, cache: str, dtype: str) -> BatchOf:
+def _batches(run: CheckedRun, batch: int, cache: str, dtype: str) -> BatchOf:
     samples = _samples(run, batch, cache, dtype)
 
     def batch_of(step: int) -> tuple[Inputs, torch.Tensor, torch.Tensor]:
@@ -180,14 +194,14 @@ def _spread(plain: Plain, batch: Any, plan: Plan, sees_batch: bool) -> dict[str,
 
 
 def _rounded_control(
-    run: RunConfig, plan: Plan, folder: Path, cache: str, losses: list[float], size: int
+    run: CheckedRun, plan: Plan, folder: Path, cache: str, losses: list[float], size: int
 ) -> dict[str, Any]:
     """What bf16 by torch's autocast costs one device: of the losses, and of the first gradient."""
     plain = _plain(run, torch.float32, dropout=False)
     batch_of = _batches(run, plan.batch, cache, "float32")
     found, sums = [], (0.0, 1.0, 1.0)
     settings: dict[str, Any] = {"steps": len(losses), "microbatch": size, "cast": torch.bfloat16}
-    for result in train(plain, batch_of, run.train.optimizer, **settings):
+    for result in train(plain, batch_of, run.config.train.optimizer, **settings):
         found.append(result.loss)
         if result.step == 0:
             with safe_open(folder / "step-0.safetensors", framework="pt") as reference:
@@ -197,13 +211,13 @@ def _rounded_control(
 
 
 def parity_job(
-    *, rank: int, num_ranks: int, rendezvous: str, config: Any, folder: str, steps: int, dtype: str, cache: str,
-    plan: Any, tolerance: float, answer: dict[str, Any], exactness: str,
+    *, rank: int, num_ranks: int, rendezvous: str, config: Any, description: Any, folder: str, steps: int, dtype: str,
+    cache: str, plan: Any, tolerance: float, answer: dict[str, Any], exactness: str,
 ) -> dict[str, Any]:  # fmt: skip
     """This rank of the plan against the reference, as the reference's `answer` says; then what it sends and holds."""
-    run, made = decode(RunConfig, config, ""), decode(Plan, plan, "plan")
+    run, made = CheckedRun.decoded(config, description), decode(Plan, plan, "plan")
     samples = _samples(run, made.batch, cache, dtype)
-    optimizer = run.train.optimizer
+    optimizer = run.config.train.optimizer
     if made.mesh:
         enter(rank, num_ranks, rendezvous)
     session = open_session(
@@ -212,7 +226,7 @@ def parity_job(
     result: dict[str, Any] = {"worst": 0.0, "losses": [], "sums": (0.0, 0.0, 0.0)}
     with _drawing(answer):
         if exactness == "exact":
-            seed = run.train.seed if answer["is_random"] and answer["dropout"] == "on" else None
+            seed = run.config.train.seed if answer["is_random"] and answer["dropout"] == "on" else None
             limits: dict[str, Any] = {"tolerance": tolerance, "update_tolerance": answer["update_tolerance"]}
             result["worst"], departures = compare(session, Path(folder), samples, steps, optimizer, **limits, seed=seed)
         else:
@@ -220,7 +234,7 @@ def parity_job(
             departures = rounded.departures
             result |= {"losses": rounded.losses, "sums": rounded.sums}
         traffic, sizes = observe(session, samples, optimizer)
-    priced, at_most, priced_sizes = promised(session, run, made, dtype)
+    priced, at_most, priced_sizes = promised(session, run.config, made, dtype)
     lines = differences(lengthened(rounded_up(traffic, priced, at_most), priced, _missing_bytes(session)), priced)
     if _is_largest(session):
         lines += [

@@ -24,8 +24,8 @@ from meshwright.hf.weights_names import TensorPart, parts_of_decoder
 from meshwright.hf.weights_read import source_of_named
 from meshwright.models.presets import DecoderConfig, DLRMConfig
 from meshwright.ops.batch_norm import BatchNorm
-from meshwright.run.model import OpenedModel, open_model
-from meshwright.run.model_section import ModelSection
+from meshwright.run.model import ModelDescription, OpenedModel, open_model
+from meshwright.run.run_file import ModelSection
 from meshwright.verify.reference import Plain, Tensors, WideCasts
 from meshwright.zoo.layers import MoE
 
@@ -39,10 +39,12 @@ def without_dropout(module: nn.Module) -> None:
             each.p = 0.0
 
 
-def plain_model(section: ModelSection, *, sequence: int, seed: int, dtype: torch.dtype, dropout: bool = True) -> Plain:
+def plain_model(
+    section: ModelSection, description: ModelDescription, *, seed: int, dtype: torch.dtype, dropout: bool = True
+) -> Plain:
     """The model of a run, filled as its ranks fill theirs."""
-    opened = open_model(section, sequence, seed)
-    if section.config() is not None:
+    opened, sequence = open_model(section, description, seed), description.sequence
+    if description.config is not None:
         return plain_of(opened, sequence=sequence, dtype=dtype)
     loss = None
     if section.factory:

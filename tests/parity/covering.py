@@ -24,7 +24,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.technique import Technique
 from meshwright.run.model import describe
-from meshwright.run.model_section import ModelSection
+from meshwright.run.run_file import ModelSection
 
 BATCH = 16
 STEPS = 2

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from meshwright.core.codec import decode
+from meshwright.core.codec import decode, encode
 from meshwright.core.plan import Plan
 from meshwright.data.batch import part_rows
 from meshwright.models.presets import DecoderConfig
 from meshwright.optimizers.update import OptimizerConfig
-from meshwright.run.model import OpenedModel, open_config, open_model
-from meshwright.run.model_section import ModelSection
+from meshwright.run.model import ModelDescription, OpenedModel, describe, open_config, open_model
+from meshwright.run.run_file import ModelSection
 from meshwright.runtime.loop import Samples
 from meshwright.simulator.pricing import price
 from meshwright.verify import parity
@@ -34,11 +34,11 @@ def reference_job(
     rates = decode(OptimizerConfig, optimizer, "optimizer")
     opened, samples = open_tiny(config, batch, sequence, dtype)
     if not techniques and dtype == "float64":
-        wide: dict[str, Any] = {"sequence": sequence, "dtype": torch.float64}
         if "section" in config:
-            plain = plain_model(decode(ModelSection, config["section"], "model"), seed=0, **wide)
+            section = decode(ModelSection, config["section"], "model")
+            plain = plain_model(section, describe(section, sequence), seed=0, dtype=torch.float64)
         else:
-            plain = plain_of(opened, **wide)
+            plain = plain_of(opened, sequence=sequence, dtype=torch.float64)
 
         def batch_of(step: int) -> Any:
             given = samples(step, 0, 1)
@@ -56,7 +56,10 @@ def open_tiny(config: dict[str, Any], batch: int, sequence: int, dtype: str) -> 
     if "section" not in config:
         shape = DecoderConfig(**config)
         return open_config(shape, "tiny", 0), parity.random_samples(shape.vocab_size, batch, sequence)
-    opened = open_model(decode(ModelSection, config["section"], "model"), sequence, 0)
+    section = decode(ModelSection, config["section"], "model")
+    # As it travels from `mw train` to its ranks.
+    told = json.loads(json.dumps(encode(describe(section, sequence))))
+    opened = open_model(section, decode(ModelDescription, told, "description"), 0)
     if "vocab" in config:
         return opened, parity.random_samples(config["vocab"], batch, sequence)
     shapes = [(tuple(shape), kind) for shape, kind in config["inputs"]]

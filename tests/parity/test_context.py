@@ -19,7 +19,7 @@ from meshwright.launch.rank_pool import RankPool
 from meshwright.models.cost_decoder import decoder_profile
 from meshwright.models.presets import DecoderConfig
 from meshwright.run.model import describe
-from meshwright.run.model_section import ModelSection
+from meshwright.run.run_file import ModelSection
 from meshwright.simulator.pricing import price
 
 Run = Callable[..., list[dict[str, Any]]]

@@ -16,7 +16,7 @@ from meshwright.core.codec import decode
 from meshwright.core.plan import Plan
 from meshwright.launch.rank_pool import RankPool
 from meshwright.run.model import describe
-from meshwright.run.model_section import ModelSection
+from meshwright.run.run_file import ModelSection
 
 sys.path.insert(0, str(Path(__file__).parent))
 

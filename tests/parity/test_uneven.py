@@ -127,7 +127,7 @@ def test_shares_that_cannot_be(plan: Plan, words: str, profile: Any) -> None:
 
 def test_batch_norms_need_equally_many_microbatches() -> None:
     from meshwright.run.model import describe
-    from meshwright.run.model_section import ModelSection
+    from meshwright.run.run_file import ModelSection
 
     profile = describe(ModelSection(name="resnet50"), 1).profile
     told = [str(problem) for problem in plan_of(UNEVEN).check(profile)]

@@ -21,11 +21,10 @@ from meshwright.core.timeline import Span
 from meshwright.machine.named_clusters import cluster
 from meshwright.machine.probe import machine_name
 from meshwright.models.named_profile import profile
+from meshwright.run.comparison import Comparison, Facts, Promise, StepTally, compare, paragraph, parts_of
 from meshwright.run.learned_cluster import cluster_from_run, cluster_of_run
 from meshwright.run.prepare import plan_to_run, prepare
 from meshwright.run.run_file import read_run
-from meshwright.run.step_times import Facts, StepTally, parts_of
-from meshwright.run.verdict import Comparison, Promise, compare, paragraph
 from meshwright.simulator.forecast import forecast
 
 LAPTOP: Cluster = cluster("2xlaptop")

@@ -14,10 +14,9 @@ from meshwright.core.cluster import Cluster
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.ledger import Entry, Measured, Predicted, append, ledger_path, read
 from meshwright.machine.named_clusters import cluster
+from meshwright.run.comparison import Facts, entry_of, record
 from meshwright.run.prepare import load_plan, prepare, promise_of
 from meshwright.run.run_file import DataSection, ModelSection, RunConfig, RunSection, TrainSection
-from meshwright.run.run_ledger import entry_of, record
-from meshwright.run.step_times import Facts
 
 CLUSTER: Cluster = cluster("2xlaptop")
 

@@ -1,21 +1,137 @@
-"""A run beside its forecast: as forecast or not, by how much, and the likely reason. No torch.
+"""A run beside its forecast: what its steps took, as forecast or not, by how much, and the likely reason. No torch.
 
 A reason rests on a number the run itself has told (`Facts`) and is printed with it. Where nothing in the run explains a
-miss, the part of the forecast with the widest error bar is named, with what it would have to be.
+miss, the part of the forecast with the widest error bar is named, with what it would have to be. As data it is an
+`Entry`: kept in the run's own folder, and when the run has ended in the local ledger.
 """
 
 from __future__ import annotations
 
+import json
+import platform
 import shlex
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import statistics
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, Literal
 
+import meshwright
 from meshwright.core.cluster import Cluster
 from meshwright.core.codec import encode
-from meshwright.core.ledger import LEAST_STEPS, NOT_KNOWN, Predicted
+from meshwright.core.files import write_whole
+from meshwright.core.ledger import LEAST_STEPS, NOT_KNOWN, Entry, Measured, Predicted, append
+from meshwright.core.timeline import Span, Timeline, last_step
 from meshwright.core.units import pretty_bytes, pretty_seconds
-from meshwright.run.step_times import WARM_UP_STEPS, Facts
+from meshwright.report.timeline_lanes import spent
+
+COMPARISON = "comparison.json"
+"""In the run's folder: one entry, of the latest start so far."""
+WARM_UP_STEPS = 3
+"""Steps before measurements: allocation, compilation, caches."""
+COMPARED_AFTER = 20
+"""Steps after which a run is compared with its forecast, while it goes on; and again at its end."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """Of the steps that were measured: neither the first ones nor those that were profiled."""
+
+    step_seconds: float
+    """The median, as everywhere here."""
+    step_seconds_p10: float
+    step_seconds_p90: float
+    num_measured: int
+    num_left_out: int
+    first_step_seconds: float
+    """Of the very first step, which is not measured."""
+    early_step_seconds: float
+    """Of the first third of the measured steps."""
+    late_step_seconds: float
+    """Of the last third."""
+    data_seconds: float
+    """That a step of rank 0 waits for its samples."""
+    waited_fraction: float
+    """Of the time in which rank 0 was ready to run and had no core."""
+    parts: Mapping[str, float]
+    """Shares of a profiled step: compute, collective (that nothing hides) and idle; empty where none was profiled."""
+    peak_bytes: int
+    reserved_bytes: int
+    num_retries: int
+    """How often, since the first measured step, a GPU's allocator ran full and gave back what it had cached."""
+
+    @classmethod
+    def of(cls, result: Mapping[str, Any]) -> Facts:
+        """As a run's result.json has them, among other things."""
+        return cls(**{field.name: result[field.name] for field in fields(cls)})
+
+
+class StepTally:
+    """Steps as they come; costs the loop two numbers a step, and a look at one file twice in a run."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.data_seconds: list[float] = []
+        self.num_left_out = 0
+        self.first_seconds: float | None = None
+        self.start = (0.0, 0.0)
+
+    def add(self, seconds: float, data_seconds: float, *, is_measured: bool) -> None:
+        if self.first_seconds is None:
+            self.first_seconds = seconds
+        if not is_measured:
+            self.num_left_out += 1
+            return
+        if not self.seconds:
+            self.start = time.perf_counter() - seconds, _waited_seconds()
+        self.seconds.append(seconds)
+        self.data_seconds.append(data_seconds)
+
+    @property
+    def is_enough(self) -> bool:
+        """To be compared before the run has ended."""
+        return len(self.seconds) >= LEAST_STEPS and len(self.seconds) + self.num_left_out >= COMPARED_AFTER
+
+    def facts(self, spans: Iterable[Span], memory: Mapping[str, int]) -> Facts | None:
+        """So far; None before the first measured step. `memory` has the last three fields."""
+        if not self.seconds or self.first_seconds is None:
+            return None
+        times, third = sorted(self.seconds), -(-len(self.seconds) // 3)
+        began, waited = self.start
+        passed = time.perf_counter() - began
+        return Facts(
+            step_seconds=times[len(times) // 2],
+            step_seconds_p10=times[len(times) // 10],
+            step_seconds_p90=times[-1 - len(times) // 10],
+            num_measured=len(times),
+            num_left_out=self.num_left_out,
+            first_step_seconds=self.first_seconds,
+            early_step_seconds=statistics.median(self.seconds[:third]),
+            late_step_seconds=statistics.median(self.seconds[-third:]),
+            data_seconds=statistics.median(self.data_seconds),
+            waited_fraction=min(1.0, max(0.0, _waited_seconds() - waited) / passed),
+            parts=parts_of(spans),
+            **memory,
+        )
+
+
+def parts_of(spans: Iterable[Span]) -> dict[str, float]:
+    """Shares of the last profiled step, on average over the ranks."""
+    step = last_step(Timeline(source="measured", plan_fingerprint="", spans=tuple(spans)))
+    if not step.seconds:
+        return {}
+    found = spent(step)
+    return {name: getattr(found, name) / step.seconds for name in ("compute", "collective", "idle")}
+
+
+def _waited_seconds(file: Path = Path("/proc/thread-self/schedstat")) -> float:
+    """How long this thread has been ready without a core, as Linux counts it; 0 where it does not."""
+    try:
+        return int(file.read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
 
 MEMORY_FRACTION = 0.1
 """By which memory may differ and still be as forecast, which has no interval of its own."""
@@ -249,3 +365,54 @@ def as_data(comparison: Comparison, facts: Facts, text: str) -> dict[str, Any]:
     """What programs read: verdicts, ratios, reasons, and the numbers they rest on."""
     found: dict[str, Any] = encode(comparison)
     return found | {"facts": encode(facts), "text": text}
+
+
+def record(entry: Entry) -> str:
+    """Why the run is not in the ledger although it should be, or nothing. Too few measured steps tell nothing."""
+    if entry.measured.num_steps < LEAST_STEPS:
+        return ""
+    return append(entry)
+
+
+def keep(entry: Entry, folder: Path) -> str:
+    """Why it is not kept in the folder, or nothing: a full disk must not hurt a run."""
+    try:
+        write_whole(folder / COMPARISON, json.dumps(encode(entry), allow_nan=False) + "\n")
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def entry_of(
+    promise: Promise, facts: Facts, comparison: Mapping[str, Any], *, unix_seconds: float, torch: str, device_name: str
+) -> Entry:
+    return Entry(
+        unix_seconds=unix_seconds,
+        versions={"meshwright": meshwright.__version__, "torch": torch, "python": platform.python_version()},
+        machine=promise.machine,
+        device_name=device_name,
+        model=promise.model,
+        model_fingerprint=promise.model_fingerprint,
+        plan=promise.plan,
+        plan_fingerprint=promise.plan_fingerprint,
+        cluster=promise.cluster,
+        sequence=promise.sequence,
+        batch=promise.batch,
+        predicted=promise.predicted,
+        measured=Measured(
+            step_seconds=facts.step_seconds,
+            step_seconds_p10=facts.step_seconds_p10,
+            step_seconds_p90=facts.step_seconds_p90,
+            num_steps=facts.num_measured,
+            peak_bytes=facts.peak_bytes,
+            reserved_bytes=facts.reserved_bytes,
+            data_seconds=facts.data_seconds,
+            # Where all ranks do the same, as a profiled step shared out.
+            seconds_by_part={
+                name: share * (facts.step_seconds - facts.data_seconds)
+                for name, share in facts.parts.items()
+                if name != "idle" and promise.has_one_stage
+            },
+        ),
+        comparison=comparison,
+    )
