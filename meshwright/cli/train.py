@@ -1,122 +1,68 @@
-"""`mw train`: plan, say what it will cost, start the ranks, and compare with what was promised."""
+"""`mw train`: a `Run` in a terminal: the plan and what it will cost, live progress, and what came of it."""
 
 from __future__ import annotations
 
-import functools
-import json
 import os
 import shlex
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.table import Table
 
 from meshwright.core.errors import MeshwrightError
-from meshwright.core.files import write_whole
-from meshwright.core.ledger import Entry
 from meshwright.core.units import counted, pretty_bytes, pretty_count, pretty_seconds
-from meshwright.launch.environment import outside_launcher
-from meshwright.launch.local_ranks import Stopped, launch, stop_signals
-from meshwright.launch.rank_job import PREEMPTED_EXIT_CODE
+from meshwright.launch.environment import RankPlace, outside_launcher
+from meshwright.launch.local_ranks import Stopped, stop_signals
 from meshwright.models.dimensions import DecoderConfig
-from meshwright.report.overlay import PICTURE, overlay
 from meshwright.report.terminal import print_forecast, progress
-from meshwright.run.comparison import COMPARISON, Facts, as_data, compare, entry_of, keep, paragraph, record
-from meshwright.run.model import describe_run
-from meshwright.run.prepare import (
-    PreparedRun,
-    is_machine_known,
-    job_arguments,
-    open_data,
-    open_folder,
-    plan_to_run,
-    prepare,
-    problems_here,
-    promise_of,
-    write_prepared,
-)
-from meshwright.run.progress import held_out_text
-from meshwright.run.run_file import RunConfig, read_run
+from meshwright.run.prepare import PreparedRun
+from meshwright.run.result import RunResult, RunSummary, held_out_text
+from meshwright.run.run import Run
+from meshwright.run.run_file import RunConfig
 from meshwright.run.trackers import require_trackers
 
 
 def run(arguments: Namespace) -> int:
     place = outside_launcher(os.environ)
-    config = read_run(arguments.run, arguments.changes)
-    require_trackers(config.run.track)
-    folder = Path(config.run.folder)
     console = Console(stderr=True, highlight=False)
-    if place is not None:
-        from meshwright.runtime.outside import run_outside
-
-        def before(prepared: PreparedRun) -> None:
-            warn(console, prepared)
-            describe(console, config, prepared)
-
-        after = functools.partial(close, console, _run_words(arguments), config)
-        code = run_outside(config, arguments.plan, place, before, after)
-        return _leave(code) if config.run.track else code
-    description = describe_run(config)
-    plan = plan_to_run(config, arguments.plan, description.profile)
-    if problems := problems_here(config, plan):
-        raise MeshwrightError(problems)
-    with open_folder(folder):
-        if _is_finished(config, folder):
-            console.print(f"{folder} has its {counted(config.train.steps, 'step')}; raise train.steps to go on.")
+    # The run as another command takes it: its file and what the command line changed.
+    words = [arguments.run, *(word for change in arguments.changes for word in ("--set", change))]
+    with Run(arguments.run, changes=arguments.changes, plan=arguments.plan, report=progress) as made:
+        if place is not None:
+            return _run_outside(made, place, console, words)
+        if made.is_finished:
+            steps = counted(made.config.train.steps, "step")
+            console.print(f"{made.folder} has its {steps}; raise train.steps to go on.")
             return 0
-        # What is wrong with a plan is told before data is made ready, which may take hours; what is wrong with the data
-        # before a machine is measured only to search.
-        if plan is not None or is_machine_known(config):
-            prepared = prepare(config, arguments.plan, progress, description=description)
-            warn(console, prepared)
-            config.train.require_tokenizer(open_data(config, description))
-        else:
-            config.train.require_tokenizer(open_data(config, description))
-            prepared = prepare(config, arguments.plan, progress, description=description)
-            warn(console, prepared)
-        write_prepared(config, prepared)
-        describe(console, config, prepared)
+        describe(console, made.config, made.prepare(on_plan=lambda prepared: warn(console, prepared)))
         with stop_signals() as stop:
-            outcome = launch(
-                "meshwright.runtime.rank",
-                job_arguments(config, prepared),
-                prepared.plan.num_ranks,
-                log_folder=folder / "logs",
-                environment={"KINETO_LOG_LEVEL": "9"},  # the profiler's own chatter
-                stop=stop,
-            )
-            if outcome.exit_code not in (0, PREEMPTED_EXIT_CODE):
-                raise MeshwrightError(outcome.message(), outcome.exit_code)
-            if not close(console, _run_words(arguments), config, prepared) and outcome.exit_code:
+            result = made.start(stop=stop, show=True).result()
+            close(console, words, made.config, result)
+            if result.summary is None and result.is_stopped:
                 raise Stopped
-    return outcome.exit_code
+    return result.exit_code
 
 
-def _run_words(arguments: Namespace) -> list[str]:
-    """The run as another command takes it: its file and what the command line changed."""
-    return [arguments.run, *(word for change in arguments.changes for word in ("--set", change))]
+def _run_outside(made: Run, place: RankPlace, console: Console, words: list[str]) -> int:
+    """As one rank of somebody else's launch; rank 0 tells the user."""
+    from meshwright.runtime.outside import run_outside
 
+    require_trackers(made.config.run.track)
 
-def _leave(code: int) -> NoReturn:
-    """At once: what a tracker has left running in this process must not hold up the end of the run."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    def before(made: Run) -> None:
+        prepared = made.prepare()
+        warn(console, prepared)
+        describe(console, made.config, prepared)
 
-
-def _is_finished(config: RunConfig, folder: Path) -> bool:
-    """Whether its last step is in a checkpoint whose every byte is right; else the ranks say what is wrong."""
-    from meshwright.checkpoint.format import list_steps, newest_good, read_manifest
-
-    steps = list_steps(folder / "checkpoints")
-    if not steps or steps[-1] < config.train.steps:
-        return False
-    newest = newest_good(folder / "checkpoints", report=lambda text: None)
-    return newest is not None and read_manifest(newest).step >= config.train.steps
+    code = run_outside(made, place, before, lambda result: close(console, words, made.config, result))
+    if made.config.run.track:  # what a tracker has left running in this process must not hold up the end of the run
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 def warn(console: Console, prepared: PreparedRun) -> None:
@@ -142,31 +88,15 @@ def describe(console: Console, config: RunConfig, prepared: PreparedRun) -> None
             console.print(f"{technique} is approximate: one device computes other numbers", markup=False)
 
 
-def close(console: Console, run_words: list[str], config: RunConfig, prepared: PreparedRun) -> bool:
-    """What came of it: predicted against measured, worst first; how far it went; where things are; what to try next.
-
-    False where no rank has left a result.
-    """
-    folder = Path(config.run.folder)
-    try:
-        result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    line = overlay(folder, f"{config.model.title} on {prepared.cluster.name}: {prepared.plan}")
-    entry = _entry(config, prepared, result)
-    summary = summarise(config, prepared, result) | {"comparison": {} if entry is None else entry.comparison}
-    try:
-        write_whole(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
-    except OSError as error:
-        console.print(f"summary.json is not written: {error.strerror or error}")
+def close(console: Console, run_words: list[str], config: RunConfig, result: RunResult) -> None:
+    """What came of it: predicted against measured, worst first; how far it went; where things are; what to try next."""
+    folder, summary = result.folder, result.summary
+    if summary is None:
+        return
     console.print()
     console.print(_compared(summary))
-    for told in ([line] if line else []) + _told(summary, folder):
+    for told in (*([result.overlay] if result.overlay else []), *_told(summary, folder), *result.warnings):
         console.print(told, markup=False, soft_wrap=True)
-    if entry is not None and (reason := keep(entry, folder)):
-        console.print(f"{COMPARISON} is not written: {reason}", soft_wrap=True)
-    if entry is not None and (reason := record(entry)):
-        console.print(f"this run is not in the ledger that mw probe --from-runs reads: {reason}", soft_wrap=True)
     ways = {
         shlex.join(["mw", "check", *run_words, "--plan", f"{folder}/plan.json"]): "is this plan exact?",
         shlex.join(["mw", "ckpt", "verify", str(folder)]): "are the checkpoints whole?",
@@ -174,7 +104,7 @@ def close(console: Console, run_words: list[str], config: RunConfig, prepared: P
     traces = [name for name in ("measured.trace.json", "predicted.trace.json") if (folder / name).exists()]
     if traces:  # too few steps are not measured
         ways[f"open {folder}/{' and '.join(traces)} in ui.perfetto.dev"] = ""
-    if summary["checkpoints"] and _can_export(config):
+    if summary.checkpoints and _can_export(config):
         is_theirs = isinstance(config.model.config(), DecoderConfig) or bool(config.model.hf)
         what = "the weights as a Hugging Face folder" if is_theirs else "the weights as safetensors"
         origin = ["--model", config.model.hf] if config.model.hf else []  # its names, and its tokenizer goes along
@@ -183,51 +113,8 @@ def close(console: Console, run_words: list[str], config: RunConfig, prepared: P
         line = f"{'next:' if not number else '     '} {way}" + (f"   ({why})" if why else "")
         console.print(line, markup=False, soft_wrap=True)
     sys.stderr.flush()
-    return True
 
 
-def _entry(config: RunConfig, prepared: PreparedRun, result: Mapping[str, Any]) -> Entry | None:
-    """The whole run beside its forecast; None where no step was measured."""
-    if not result["num_measured"]:
-        return None
-    promise, facts = promise_of(config, prepared), Facts.of(result)
-    comparison = compare(promise, facts, is_whole=True)
-    text = paragraph(promise, facts, comparison, config.run.folder)
-    about = {"torch": result["torch"], "device_name": result["device_name"]}
-    told = as_data(comparison, facts, text)
-    return entry_of(promise, facts, told, unix_seconds=result["finished_unix_seconds"], **about)
-
-
-def summarise(config: RunConfig, prepared: PreparedRun, result: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything that is told at the end, as data."""
-    from meshwright.checkpoint.format import list_steps
-
-    folder, forecast, step_seconds = Path(config.run.folder), prepared.forecast, result["step_seconds"]
-    rate = f"{result['counts']}_per_second"
-    measured = {"peak_bytes": result["peak_bytes"]}
-    if step_seconds:
-        measured |= {"step_seconds": step_seconds, rate: config.train.batch * config.sequence / step_seconds}
-    predicted = {
-        "step_seconds": forecast.step_seconds,
-        rate: forecast.tokens_per_second,
-        "peak_bytes": promise_of(config, prepared).predicted.peak_bytes,
-    }
-    names = [*_FILES, *(() if not config.run.track else ("track/",))]
-    told = ("step", "steps_now", "stopped", "seconds", "counts", "seen_now", "samples_in_all", "loss", "held_out")
-    return {
-        "model": config.model.title,
-        "plan": str(prepared.plan),
-        **{name: result[name] for name in told},
-        "steps": config.train.steps,
-        "predicted": predicted,
-        "interval_seconds": [forecast.step_seconds_low, forecast.step_seconds_high],
-        "measured": measured,
-        "checkpoints": list_steps(folder / "checkpoints"),
-        "files": [name for name in names if (folder / name).exists()],
-    }
-
-
-_FILES = ("metrics.jsonl", "samples.jsonl", "tensorboard/", "checkpoints/", "measured.trace.json", PICTURE)
 _NOT_COMPARED = "too few steps to compare with the forecast: none is left after those that warm up"
 _PRETTY: dict[str, tuple[str, Callable[[float], str]]] = {
     "step_seconds": ("step", pretty_seconds),
@@ -237,33 +124,33 @@ _PRETTY: dict[str, tuple[str, Callable[[float], str]]] = {
 }
 
 
-def _compared(summary: Mapping[str, Any]) -> Table:
-    measured = summary["measured"]
-    errors = {name: summary["predicted"][name] / measured[name] - 1 for name in measured}
+def _compared(summary: RunSummary) -> Table:
+    measured = summary.measured
+    errors = {name: summary.predicted[name] / measured[name] - 1 for name in measured}
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for name in ("", "predicted", "measured", "error"):
         table.add_column(name, justify="left" if not name else "right")
     for name, error in sorted(errors.items(), key=lambda pair: -abs(pair[1])):
         title, pretty = _PRETTY[name]
-        table.add_row(title, pretty(summary["predicted"][name]), pretty(measured[name]), f"{error:+.0%}")
+        table.add_row(title, pretty(summary.predicted[name]), pretty(measured[name]), f"{error:+.0%}")
     return table
 
 
-def _told(summary: Mapping[str, Any], folder: Path) -> list[str]:
-    seen = f"{pretty_count(summary['seen_now'])} {summary['counts']}"
-    loss = "" if summary["loss"] is None else f"; loss {summary['loss']:.4f}"
+def _told(summary: RunSummary, folder: Path) -> list[str]:
+    seen = f"{pretty_count(summary.seen_now)} {summary.counts}"
+    loss = "" if summary.loss is None else f"; loss {summary.loss:.4f}"
     lines = [
-        summary["comparison"].get("text", _NOT_COMPARED),
-        f"{counted(summary['steps_now'], 'step')}, {seen} in {pretty_seconds(summary['seconds'])}"
-        f" (now at step {summary['step']} of {summary['steps']}){loss}",
+        summary.comparison.get("text", _NOT_COMPARED),
+        f"{counted(summary.steps_now, 'step')}, {seen} in {pretty_seconds(summary.seconds)}"
+        f" (now at step {summary.step} of {summary.steps}){loss}",
     ]
-    if summary["held_out"]:
-        lines.append(f"held-out: {held_out_text(summary['held_out'])}")
-    if summary["stopped"]:
-        lines.append(f"stopped at step {summary['step']} and saved; the same command goes on from there")
-    kept = ", ".join(map(str, summary["checkpoints"])) or "none"
+    if summary.held_out:
+        lines.append(f"held-out: {held_out_text(summary.held_out)}")
+    if summary.stopped:
+        lines.append(f"stopped at step {summary.step} and saved; the same command goes on from there")
+    kept = ", ".join(map(str, summary.checkpoints)) or "none"
     lines.append(f"checkpoints kept: {kept}")
-    lines.append(f"written to {folder}: {', '.join(['summary.json', *summary['files']])}")
+    lines.append(f"written to {folder}: {', '.join(['summary.json', *summary.files])}")
     return lines
 
 

@@ -76,9 +76,12 @@ class StopRequests:
         self.is_urgent = False
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        self.is_urgent = self.is_urgent or now > self.first_seconds + ECHO_SECONDS
-        self.first_seconds = min(self.first_seconds, now)
+        self.request(is_urgent=time.monotonic() > self.first_seconds + ECHO_SECONDS)
+
+    def request(self, *, is_urgent: bool = False) -> None:
+        """Have the ranks save and end; `is_urgent`: kill them."""
+        self.is_urgent = self.is_urgent or is_urgent
+        self.first_seconds = min(self.first_seconds, time.monotonic())
 
 
 @dataclass(kw_only=True)

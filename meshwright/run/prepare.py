@@ -23,7 +23,7 @@ from meshwright.core.units import counted, pretty_bytes
 from meshwright.data.open_data import Data
 from meshwright.data.open_data import open_data as open_files
 from meshwright.machine.probe import machine_name
-from meshwright.planner.search import SearchResult, search
+from meshwright.planner.search import SearchResult, found_as_json, search
 from meshwright.planner.wishes import allowance, is_allowed, read_wishes
 from meshwright.run.comparison import Promise
 from meshwright.run.model import ModelDescription, describe_run, fitting
@@ -32,6 +32,11 @@ from meshwright.simulator.forecast import Forecast, forecast
 from meshwright.simulator.simulate import simulate
 
 Report = Callable[[str], None]
+OF_ONE_START = (
+    *("result.json", "comparison.json", "measured.timeline.json", "measured.trace.json", "timeline.svg"),
+    *("events.jsonl", "search.json"),
+)
+"""Files of a run folder that speak of the latest start alone, and go when another begins."""
 _BYTES_PER_TOKEN = 20
 """Of a batch in host memory: input and target as int64, the weight as float32."""
 T = TypeVar("T")
@@ -53,22 +58,21 @@ class PreparedRun:
 
 def prepare(
     config: RunConfig,
-    plan_file: str,
+    given: str | Plan,
     report: Report,
     geometry: tuple[int, int] | None = None,
     description: ModelDescription | None = None,
 ) -> PreparedRun:
     """Find the machine, then the plan. What an earlier start of this run decided is kept while it still holds.
 
-    `geometry`: (devices in a node, nodes) where somebody else has already started the ranks. `description`: of the
-    model, where it has been looked at before.
+    `given`: a plan to use as it is, or the file of one. `geometry`: (devices in a node, nodes) where somebody else has
+    already started the ranks. `description`: of the model, where it has been looked at before.
     """
     description = description or describe_run(config)
     profile = description.profile
-    given = plan_to_run(config, plan_file, profile)
-    cluster = _cluster(config, report, geometry, given)
+    cluster = _cluster(config, report, geometry, plan_to_run(config, given, profile))
     found = None
-    plan = plan_to_run(config, plan_file, profile, cluster) or _earlier(config, profile, cluster, report)
+    plan = plan_to_run(config, given, profile, cluster) or _earlier(config, profile, cluster, report)
     if plan is None:
         found = _search(config, profile, cluster)
         assert found.best is not None
@@ -79,23 +83,23 @@ def prepare(
     return PreparedRun(description=description, cluster=cluster, plan=plan, forecast=predicted, found=found)
 
 
-def load_plan(config: RunConfig, plan_file: str, profile: Profile) -> Plan | None:
+def load_plan(config: RunConfig, given: str | Plan, profile: Profile) -> Plan | None:
     """The plan a user gave, if any, checked against the model and the samples."""
-    plan, problems = _given(config, plan_file, profile, None)
+    plan, problems = _given(config, given, profile, None)
     if problems:
         raise MeshwrightError(problems)
     return plan
 
 
-def plan_to_run(config: RunConfig, plan_file: str, profile: Profile, cluster: Cluster | None = None) -> Plan | None:
+def plan_to_run(config: RunConfig, given: str | Plan, profile: Profile, cluster: Cluster | None = None) -> Plan | None:
     """The same, checked against the training too: its optimizer, and how far its numbers may depart."""
-    plan, problems = _given(config, plan_file, profile, cluster)
+    plan, problems = _given(config, given, profile, cluster)
     if plan is None:
         read_wishes(config.plan.pin, config.plan.ban, allow=config.plan.allow)  # what search would refuse later
         return None
     problems += [
         Problem(
-            where=f"{plan_file or config.plan.file}: {technique.name}",
+            where=f"{_name_of(config, given)}: {technique.name}",
             what=f'{technique} is {allowance(technique)}, and plan.allow is "{config.plan.allow}".',
             fix=f'Set plan.allow = "{allowance(technique)}", or plan again without it.',
         )
@@ -109,17 +113,21 @@ def plan_to_run(config: RunConfig, plan_file: str, profile: Profile, cluster: Cl
 
 
 def _given(
-    config: RunConfig, plan_file: str, profile: Profile, cluster: Cluster | None
+    config: RunConfig, given: str | Plan, profile: Profile, cluster: Cluster | None
 ) -> tuple[Plan | None, list[Problem]]:
-    plan_file = plan_file or config.plan.file
-    if not plan_file:
+    name = _name_of(config, given)
+    if not name:
         return None, []
-    plan = load_artefact(Plan, plan_file)
+    plan = given if isinstance(given, Plan) else load_artefact(Plan, name)
     problems = list(plan.check(profile, cluster) or plan.check_sequence(config.sequence))
     if plan.batch != config.train.batch:
         what = f"the plan is for {plan.batch} samples, train.batch is {config.train.batch}."
         problems.append(Problem(where="batch", what=what, fix="Plan again, or change train.batch."))
-    return plan, [replace(problem, where=f"{plan_file}: {problem.where}") for problem in problems]
+    return plan, [replace(problem, where=f"{name}: {problem.where}") for problem in problems]
+
+
+def _name_of(config: RunConfig, given: str | Plan) -> str:
+    return "plan" if isinstance(given, Plan) else given or config.plan.file
 
 
 def _against_training(config: RunConfig, plan: Plan) -> list[Problem]:
@@ -240,13 +248,15 @@ def write_prepared(config: RunConfig, prepared: PreparedRun) -> None:
         sequence=config.sequence,
         optimizer=config.train.optimizer,
     )
-    for name in ("result.json", "comparison.json", "measured.timeline.json", "measured.trace.json", "timeline.svg"):
-        (folder / name).unlink(missing_ok=True)  # of an earlier start
+    for name in OF_ONE_START:
+        (folder / name).unlink(missing_ok=True)
     texts = {
+        "profile.json": prepared.profile.to_json(),
         "cluster.json": prepared.cluster.to_json(),
         "plan.json": prepared.plan.to_json(),
         "wishes.json": json.dumps(encode(wishes_of(config))),
         "forecast.json": json.dumps(encode(prepared.forecast), indent=1),
+        **({} if prepared.found is None else {"search.json": json.dumps(found_as_json(prepared.found))}),
         "predicted.timeline.json": timeline.to_json(),
         "predicted.trace.json": timeline.to_chrome(),
     }

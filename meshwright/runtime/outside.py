@@ -13,7 +13,6 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -31,21 +30,22 @@ from meshwright.launch.rank_job import STOP_SIGNALS, StopFlag
 from meshwright.machine.named_clusters import preset_of_device
 from meshwright.ops.control import gather_json
 from meshwright.ops.device_mesh import join
-from meshwright.run.prepare import PreparedRun, job_arguments, open_folder, prepare, write_prepared
-from meshwright.run.run_file import RunConfig
-from meshwright.runtime.rank import device_of, on_first, train
+from meshwright.run.prepare import PreparedRun, prepare
+from meshwright.run.result import RunResult
+from meshwright.run.run import Run
+from meshwright.runtime.rank import RankTraining, device_of, on_first
 
-Tell = Callable[[PreparedRun], object]
+Tell = Callable[[Run], object]
 _NOTICE_SECONDS = 2.0
 """For the watch to see what a collective has just complained of."""
 _SOMEWHERE_ELSE = "198.51.100.1"  # an address for documents (RFC 5737): the way there is the default route
 
 
-def run_outside(config: RunConfig, plan_file: str, place: RankPlace, before: Tell, after: Tell) -> int:
+def run_outside(run: Run, place: RankPlace, before: Tell, after: Callable[[RunResult], object]) -> int:
     """Train as one rank; `before` and `after` tell the user, on rank 0. A failure ends the process where it stands."""
     watch = PeerWatch(place.rank, give_up=lambda: _leave_without(watch))
     try:
-        return _run(config, plan_file, place, watch, before, after)
+        return _run(run, place, watch, before, after)
     except MeshwrightError as error:
         if place.rank == 0 or not error.is_everywhere:
             for problem in error.problems:
@@ -76,7 +76,7 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _run(config: RunConfig, plan_file: str, place: RankPlace, watch: PeerWatch, before: Tell, after: Tell) -> int:
+def _run(run: Run, place: RankPlace, watch: PeerWatch, before: Tell, after: Callable[[RunResult], object]) -> int:
     stop = StopFlag()
     stop.take((signal.SIGINT, signal.SIGHUP, *STOP_SIGNALS))
     stop.leave_at_once(True)
@@ -89,27 +89,25 @@ def _run(config: RunConfig, plan_file: str, place: RankPlace, watch: PeerWatch, 
     control = dist.new_group(backend="gloo")
     # The control group's own: nobody closes these before the end, and each rank has one to every other.
     _watch_peers(watch, control, own_address, [each for each in connections() if each not in earlier])
-    mine: list[Any] = []
 
     def plan() -> dict[str, Any]:
-        lock = open_folder(Path(config.run.folder))
-        prepared = _prepare(config, plan_file, place, kind)
-        write_prepared(config, prepared)
-        before(prepared)
-        mine.extend((lock, prepared))
-        return job_arguments(config, prepared)
+        run.open()
+        arguments = run.adopt(_prepare(run, place, kind))
+        before(run)
+        return arguments
 
     arguments = on_first(control, plan)
-    code = train(arguments, decode(Plan, arguments["plan"], "plan"), device, stop)
+    code = RankTraining(arguments, decode(Plan, arguments["plan"], "plan"), device, stop).go(stop)
     watch.stop()
     dist.destroy_process_group()
-    if mine:
-        after(mine[1])
-        mine[0].close()
+    if place.rank == 0:
+        after(run.conclude(code))
+        run.close()
     return code
 
 
-def _prepare(config: RunConfig, plan_file: str, place: RankPlace, kind: str) -> PreparedRun:
+def _prepare(run: Run, place: RankPlace, kind: str) -> PreparedRun:
+    config = run.config
     if not config.run.cluster:
         # The ranks are already running: measuring now would disturb them, so the nearest preset stands in.
         found = "laptop"
@@ -120,10 +118,10 @@ def _prepare(config: RunConfig, plan_file: str, place: RankPlace, kind: str) -> 
                 fix = "Run `mw probe -o this.cluster.json` on one node and set run.cluster to that file."
                 raise MeshwrightError([Problem(where="run.cluster", what=f"{name} has no preset.", fix=fix)])
             found = known.name
-        print(f"  planning with the figures of {found}", file=sys.stderr)
+        run.report(f"planning with the figures of {found}")
         config = replace(config, run=replace(config.run, cluster=found))
     geometry = (place.num_local, place.num_ranks // place.num_local)
-    prepared = prepare(config, plan_file, lambda text: print(f"  {text}", file=sys.stderr), geometry)
+    prepared = prepare(config, run.plan, run.report, geometry, run.description)
     if prepared.plan.num_ranks != place.num_ranks:
         what = f"needs {prepared.plan.num_ranks} ranks, {place.kind} started {place.num_ranks}."
         raise MeshwrightError([Problem(where=f"plan {prepared.plan}", what=what)])

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright.checkpoint.format import newest_good
+from meshwright.checkpoint.format import newest_good, step_folder
 from meshwright.core.codec import decode, encode
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.files import write_whole
@@ -35,9 +35,19 @@ from meshwright.run.comparison import (
 )
 from meshwright.run.model import ModelDescription, about, open_model
 from meshwright.run.prepare import open_data
-from meshwright.run.progress import Progress, held_out_text, one_line
+from meshwright.run.result import held_out_text
 from meshwright.run.run_file import RunConfig
-from meshwright.runtime.run_record import Metrics, Watch, num_retries, peak_bytes, reserved_bytes, write_timeline
+from meshwright.runtime.run_record import (
+    Lines,
+    Metrics,
+    Progress,
+    Watch,
+    num_retries,
+    one_line,
+    peak_bytes,
+    reserved_bytes,
+    write_timeline,
+)
 from meshwright.runtime.trainer import Trainer, TrainStep, is_due
 
 
@@ -64,48 +74,7 @@ def main(job: Job, stop: StopFlag) -> int:
     plan = decode(Plan, arguments["plan"], "plan")
     if plan.mesh:
         join(job.rank, job.num_ranks, device, rendezvous=job.rendezvous)
-    return train(arguments, plan, device, stop)
-
-
-def train(arguments: Mapping[str, Any], plan: Plan, device: torch.device, stop: StopFlag) -> int:
-    stop.leave_at_once(True)  # until there is a step to save
-    config = decode(RunConfig, arguments["config"], "")
-    folder = Path(config.run.folder)
-    mesh = Mesh.make(plan.mesh, device)
-    progress = Progress(0, config.train.steps, float(arguments["tokens_per_second"]))
-    description = decode(ModelDescription, arguments["description"], "description")
-    trainer = _open(config, description, plan, mesh, progress)
-    run = _Run(config, trainer, folder, progress, decode(Promise, arguments["promise"], "promise"))
-    progress.first_step, progress.counts = trainer.step, trainer.build.profile.counts
-    code = run.go(stop)
-    if mesh.control is not None:
-        dist.barrier(mesh.control)
-    return code
-
-
-def _open(config: RunConfig, description: ModelDescription, plan: Plan, mesh: Mesh, progress: Progress) -> Trainer:
-    data, folder = _open_data(config, description, mesh), Path(config.run.folder)
-    config.train.require_tokenizer(data)
-    say = progress.say if mesh.rank == 0 else lambda text: None
-    # Rank 0 verifies once; a damaged checkpoint is passed over, with a message.
-    found = on_first(mesh.control, lambda: _text(newest_good(folder / "checkpoints", report=say)))
-    opened = open_model(config.model, description, config.train.seed)
-    checkpoint = Path(found) if found else None
-    trainer = Trainer(plan, opened, data, config.train, mesh, checkpoint=checkpoint, about=about(config.model))
-    if checkpoint is not None:
-        say(f"resuming from step {trainer.step} ({checkpoint})")
-    return trainer
-
-
-def _text(path: Path | None) -> str:
-    return "" if path is None else str(path)
-
-
-def _open_data(config: RunConfig, description: ModelDescription, mesh: Mesh) -> Data:
-    """Rank 0 tokenizes if nobody has; the others map the same file."""
-    mine: list[Data] = []
-    on_first(mesh.control, lambda: mine.append(open_data(config, description)))
-    return mine[0] if mine else open_data(config, description)
+    return RankTraining(arguments, plan, device, stop).go(stop)
 
 
 def on_first(control: dist.ProcessGroup | None, action: Callable[[], Any]) -> Any:
@@ -126,16 +95,32 @@ def on_first(control: dist.ProcessGroup | None, action: Callable[[], Any]) -> An
     return answer["value"]
 
 
-class _Run:
-    def __init__(self, config: RunConfig, trainer: Trainer, folder: Path, progress: Progress, promise: Promise):
-        self.config, self.trainer, self.folder, self.progress = config, trainer, folder, progress
-        self.promise, self.is_compared = promise, False
-        self.is_first = trainer.mesh.rank == 0
-        self.metrics = self._open_metrics() if self.is_first else None
+class RankTraining:
+    """A run as one of its ranks sees it: what is due after each step, and what rank 0 writes down."""
+
+    def __init__(self, arguments: Mapping[str, Any], plan: Plan, device: torch.device, stop: StopFlag):
+        """`arguments`: see `run.prepare.job_arguments`."""
+        stop.leave_at_once(True)  # until there is a step to save
+        self.config = config = decode(RunConfig, arguments["config"], "")
+        self.folder = Path(config.run.folder)
+        self.promise, self.is_compared = decode(Promise, arguments["promise"], "promise"), False
+        mesh = Mesh.make(plan.mesh, device)
+        self.is_first = mesh.rank == 0
+        self.events = Lines(self.folder / "events.jsonl", -1, Progress(0, 0, 0.0).say) if self.is_first else None
+        self.progress = Progress(0, config.train.steps, float(arguments["tokens_per_second"]), self.events)
+        description = decode(ModelDescription, arguments["description"], "description")
+        self.trainer = trainer = self._open(description, plan, mesh)
+        self.progress.first_step = self.progress.steps_done = trainer.step
+        self.progress.counts = trainer.build.profile.counts
+        self.metrics: Metrics | None = None
+        if self.events is not None:
+            shown = {**encode(config), "techniques": str(plan)}
+            self.metrics = Metrics(self.folder, trainer.step, self.progress.say, config.run.track, shown)
+            self.events.write({"event": "start", "step": trainer.step})
         # Where steps overlap, none begins and ends in one call: the profiler would be started and stopped between two
         # that are told at once, which has crashed it.
-        num_watched = 0 if trainer.plan.overlaps_steps else config.run.timeline_steps
-        self.watch = Watch(trainer.step + WARM_UP_STEPS, num_watched, trainer.mesh)
+        num_watched = 0 if plan.overlaps_steps else config.run.timeline_steps
+        self.watch = Watch(trainer.step + WARM_UP_STEPS, num_watched, mesh)
         trainer.build.on_action.append(self.watch.look)
         self.tally = StepTally()
         self.num_early_retries = 0
@@ -147,11 +132,23 @@ class _Run:
         self.num_tokens = 0.0
         self.start = time.monotonic()
 
-    def _open_metrics(self) -> Metrics:
-        about = {**encode(self.config), "techniques": str(self.trainer.plan)}
-        return Metrics(self.folder, self.trainer.step, self.progress.say, self.config.run.track, about)
+    def _open(self, description: ModelDescription, plan: Plan, mesh: Mesh) -> Trainer:
+        config, say = self.config, self.progress.say if self.is_first else lambda text: None
+        mine: list[Data] = []  # rank 0 tokenizes if nobody has; the others map the same file
+        on_first(mesh.control, lambda: mine.append(open_data(config, description)))
+        data = mine[0] if mine else open_data(config, description)
+        config.train.require_tokenizer(data)
+        # Rank 0 verifies once; a damaged checkpoint is passed over, with a message.
+        newest = on_first(mesh.control, lambda: str(newest_good(self.folder / "checkpoints", report=say) or ""))
+        checkpoint = Path(newest) if newest else None
+        opened = open_model(config.model, description, config.train.seed)
+        trainer = Trainer(plan, opened, data, config.train, mesh, checkpoint=checkpoint, about=about(config.model))
+        if checkpoint is not None:
+            say(f"resuming from step {trainer.step} ({checkpoint})")
+        return trainer
 
     def go(self, stop: StopFlag) -> int:
+        """Train to the end, or until somebody asks to stop; the exit code."""
         trainer, settings = self.trainer, self.config.train
         start = trainer.step
         stopped = False
@@ -175,6 +172,8 @@ class _Run:
         self._close(stopped, trainer.step - start)
         if self.save_error:
             raise MeshwrightError(f"the last checkpoint was not written: {self.save_error}", exit_code=1)
+        if trainer.mesh.control is not None:
+            dist.barrier(trainer.mesh.control)
         return PREEMPTED_EXIT_CODE if stopped else 0
 
     def _record(self, step: TrainStep, measured: bool) -> None:
@@ -255,6 +254,9 @@ class _Run:
             self.progress.say(f"checkpoint not written, training goes on: {self.save_error}")
         if not self.save_error:
             self.saved_step = self.trainer.step
+            if self.events is not None:
+                path = step_folder(self.folder / "checkpoints", self.saved_step)
+                self.events.write({"event": "save", "step": self.saved_step, "path": str(path)})
 
     def _close(self, stopped: bool, num_steps: int) -> None:
         """Gather what every rank saw; rank 0 writes it down for the report."""
@@ -279,6 +281,8 @@ class _Run:
         except OSError as error:
             self.progress.say(f"result.json and the measured timeline are not written: {error.strerror or error}")
         self.metrics.close(result)
+        if self.events is not None:
+            self.events.close()
 
     def _result(self, stopped: bool, num_steps: int, measured: Mapping[str, Any]) -> dict[str, Any]:
         return {

@@ -8,6 +8,7 @@ import errno
 import json
 import os
 import resource
+import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -22,6 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.files import open_to_append, write_whole
 from meshwright.core.timeline import MemoryPoint, Span, Timeline
+from meshwright.core.units import pretty_bytes, pretty_count, pretty_seconds
 from meshwright.ops.device_mesh import Mesh
 from meshwright.report.timeline_lanes import united, without
 from meshwright.run.trackers import TRACKERS, About, Board, Feed, Say, Tracker, finish_all, run_key
@@ -110,6 +112,53 @@ class Metrics:
         if self.samples is not None:
             self.samples.close()
         finish_all(self.feeds, summary)
+
+
+class Progress:
+    """Live progress of rank 0: a line that redraws itself on a terminal, a line now and then elsewhere."""
+
+    def __init__(self, first_step: int, num_steps: int, forecast_tokens_per_second: float, events: Lines | None = None):
+        """`events`: where what is said is kept for programs that follow the run."""
+        self.first_step, self.num_steps, self.events = first_step, num_steps, events
+        self.steps_done = 0
+        self.forecast = forecast_tokens_per_second
+        self.counts = "tokens"
+        """Or samples, where they have no sequence."""
+        self.start = self.shown = time.monotonic()
+        self.is_terminal = sys.stderr.isatty()
+
+    def step(self, step: int, loss: float, tokens_per_second: float, memory_bytes: int) -> None:
+        now = time.monotonic()
+        self.steps_done = step + 1
+        is_last = step + 1 == self.num_steps
+        if not is_last and now - self.shown < (0.1 if self.is_terminal else 5.0) and step > self.first_step:
+            return
+        self.shown = now
+        done = step + 1 - self.first_step
+        left = (now - self.start) / done * (self.num_steps - step - 1)
+        when = f"done in {pretty_seconds(now - self.start)}" if is_last else f"left {pretty_seconds(left)}"
+        share = tokens_per_second / self.forecast if self.forecast else 0.0
+        text = (
+            f"step {step + 1}/{self.num_steps}  loss {loss:.4f}  {pretty_count(tokens_per_second)} {self.counts}/s "
+            f"({share:.0%} of forecast)  memory {pretty_bytes(memory_bytes)}  {when}"
+        )
+        if self.is_terminal:
+            sys.stderr.write(f"\r\x1b[2K{text}" + ("\n" if is_last else ""))
+            sys.stderr.flush()
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        if self.events is not None:
+            self.events.write({"event": "message", "step": self.steps_done, "text": text})
+        clear = "\r\x1b[2K" if self.is_terminal else ""
+        print(f"{clear}{text}", file=sys.stderr, flush=True)
+
+
+def one_line(text: str) -> str:
+    """A text as a terminal may show it: what is not printable is spelt out."""
+    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
 
 
 def _cut_after(file: int, last_step: int) -> None:

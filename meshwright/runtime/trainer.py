@@ -26,7 +26,7 @@ from meshwright.run.run_file import TrainSection
 from meshwright.runtime.async_stream import loop_of
 from meshwright.runtime.build import build
 from meshwright.runtime.checkpointing import restore_buffers, restore_optimizer, save, source_of
-from meshwright.runtime.loop import Samples, StepResult
+from meshwright.runtime.loop import Samples
 from meshwright.runtime.text_samples import Sampler
 
 _MOST_FILES = 10_000
@@ -120,11 +120,22 @@ class Trainer:
 
         Where the plan's steps overlap, a step is told of late; but when something is due after it, all are at rest.
         """
+        settings, plan = self.settings, self.plan
         fed: deque[_Fed] = deque()
         must_stop = must_save = False
-        while not must_stop and self.step + len(fed) < self.settings.steps:
+        while not must_stop and (at := self.step + len(fed)) < settings.steps:
             start = time.perf_counter()
-            results = self._feed(fed, stop is not None and stop.is_set)
+            # Randomness depends on the step and the samples alone: nothing to save, nothing to resume.
+            torch.manual_seed(_seed(settings.seed, at, self.part))
+            cursor = self.cursor + len(fed) * plan.batch
+            batch = self.data.batch(cursor, plan.batch, self.part, self.num_parts, plan.shares)
+            waited = time.perf_counter() - start
+            lr = settings.optimizer.lr_at(at, settings.steps)
+            fed.append(_Fed(lr=lr, num_tokens=batch.num_tokens, data_seconds=waited))
+            # One clock decides: rank 0's.
+            save = self.mesh.rank == 0 and 0 < settings.save_minutes * 60 <= time.monotonic() - self.saved_seconds
+            is_told = stop is not None and stop.is_set
+            results = self.loop.feed(self._samples(batch), lr, stop=is_told, save=save)
             must_stop = any(result.must_stop for result in results)
             must_save = any(result.must_save for result in results)
             if must_stop or must_save or self._is_pause(self.step + len(fed)):
@@ -147,21 +158,6 @@ class Trainer:
                     must_stop=must_stop and not fed,
                     must_save=must_save and not fed,
                 )
-
-    def _feed(self, fed: deque[_Fed], is_told: bool) -> list[StepResult]:
-        """Begin the next step; the results that have become known."""
-        settings, at = self.settings, self.step + len(fed)
-        # Randomness depends on the step and the samples alone: nothing to save, nothing to resume.
-        torch.manual_seed(_seed(settings.seed, at, self.part))
-        cursor = self.cursor + len(fed) * self.plan.batch
-        start = time.perf_counter()
-        batch = self.data.batch(cursor, self.plan.batch, self.part, self.num_parts, self.plan.shares)
-        waited = time.perf_counter() - start
-        lr = settings.optimizer.lr_at(at, settings.steps)
-        fed.append(_Fed(lr=lr, num_tokens=batch.num_tokens, data_seconds=waited))
-        # One clock decides: rank 0's.
-        save = self.mesh.rank == 0 and 0 < settings.save_minutes * 60 <= time.monotonic() - self.saved_seconds
-        return self.loop.feed(self._samples(batch), lr, stop=is_told, save=save)
 
     def _is_pause(self, step: int) -> bool:
         """Whether somebody looks at the weights after that many steps."""

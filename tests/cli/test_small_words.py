@@ -11,7 +11,7 @@ from command import RUN, mw, write_plan, write_run
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.plan import MOST_SAMPLES, Plan
 from meshwright.core.units import counted, pretty_seconds
-from meshwright.run.progress import Progress
+from meshwright.runtime.run_record import Progress
 from meshwright.techniques.replicate import Replicate
 
 

@@ -20,8 +20,7 @@ from meshwright.core.profile import Profile
 from meshwright.models.cost_decoder import decoder_profile
 from meshwright.models.presets import DecoderConfig
 from meshwright.run.model import describe
-from meshwright.run.model_section import ModelSection
-from meshwright.run.run_file import OptimizerConfig
+from meshwright.run.run_file import ModelSection, OptimizerConfig
 from meshwright.simulator.pricing import price
 
 WIDTHS = {"float64": 8, "float32": 4}

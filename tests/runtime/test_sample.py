@@ -17,8 +17,8 @@ from meshwright.core.plan import Plan
 from meshwright.data.data_section import DataSection
 from meshwright.data.open_data import Data, open_data
 from meshwright.launch.rank_pool import RankPool
-from meshwright.run.progress import one_line
 from meshwright.run.run_file import OptimizerConfig, TrainSection
+from meshwright.runtime.run_record import one_line
 from meshwright.runtime.text_samples import TEMPERATURE, Sampler, gumbel
 from meshwright.verify import parity
 

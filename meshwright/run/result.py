@@ -1,0 +1,167 @@
+"""What came of a run, as values: its summary, the comparison with its forecast, and where everything lies. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.checkpoint.format import list_steps
+from meshwright.core.codec import encode, load_artefact
+from meshwright.core.errors import MeshwrightError
+from meshwright.core.files import write_whole
+from meshwright.core.ledger import Entry
+from meshwright.report.overlay import PICTURE, overlay
+from meshwright.run.comparison import COMPARISON, Facts, as_data, compare, entry_of, keep, paragraph, record
+from meshwright.run.prepare import PreparedRun, promise_of
+from meshwright.run.run_file import RunConfig
+
+SUMMARY = "summary.json"
+_FILES = ("metrics.jsonl", "samples.jsonl", "tensorboard/", "checkpoints/", "measured.trace.json", PICTURE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSummary:
+    """Everything that is told at the end of a run; `summary.json` in its folder."""
+
+    model: str
+    plan: str
+    step: int
+    """Steps made so far, over all starts."""
+    steps_now: int
+    """Of these, since this start."""
+    stopped: bool
+    """It was asked to stop, and has saved."""
+    seconds: float
+    counts: str
+    """tokens, or samples where these have no sequence."""
+    seen_now: float
+    """Of these, that this start has trained on."""
+    samples_in_all: int
+    loss: float | None
+    """Of the last step."""
+    held_out: Mapping[str, float]
+    steps: int
+    """`train.steps`: where the run ends."""
+    predicted: Mapping[str, float]
+    """step_seconds, tokens_per_second (or samples_per_second) and peak_bytes, as they were forecast."""
+    interval_seconds: tuple[float, float]
+    """Where the forecast expected a step."""
+    measured: Mapping[str, float]
+    """The same names as in `predicted`, as far as they were measured."""
+    checkpoints: tuple[int, ...]
+    files: tuple[str, ...]
+    comparison: Mapping[str, Any]
+    """Verdicts, reasons and the numbers they rest on; empty where too few steps were measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """How a run ended. One that failed has no result: `Run.result` raises what went wrong."""
+
+    exit_code: int
+    """0, or 75 where it was stopped: the same run, started again, goes on."""
+    folder: Path
+    summary: RunSummary | None
+    """None where it was stopped before the first step."""
+    comparison: Entry | None
+    """The run beside its forecast; None where no step was measured."""
+    overlay: str = ""
+    """Predicted against measured timeline, in a line."""
+    warnings: tuple[str, ...] = ()
+    """What could not be written at the end."""
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.exit_code != 0
+
+    @property
+    def paths(self) -> dict[str, Path]:
+        """What the folder holds, by name: `plan`, `forecast`, `summary`, `checkpoints`, ..."""
+        found = sorted(path for path in self.folder.iterdir() if not path.name.startswith("."))
+        return {path.name.removesuffix(".json").removesuffix(".jsonl"): path for path in found}
+
+
+def conclude(config: RunConfig, prepared: PreparedRun, exit_code: int) -> RunResult:
+    """Compare what the ranks have left in the folder with the forecast, and write down what came of it."""
+    folder = Path(config.run.folder)
+    try:
+        result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return RunResult(exit_code=exit_code, folder=folder, summary=None, comparison=None)
+    line = overlay(folder, f"{config.model.title} on {prepared.cluster.name}: {prepared.plan}")
+    entry = _entry(config, prepared, result)
+    summary = _summary(config, prepared, result, {} if entry is None else entry.comparison)
+    warnings = []
+    try:
+        write_whole(folder / SUMMARY, json.dumps(encode(summary), indent=1) + "\n")
+    except OSError as error:
+        warnings.append(f"{SUMMARY} is not written: {error.strerror or error}")
+    if entry is not None and (reason := keep(entry, folder)):
+        warnings.append(f"{COMPARISON} is not written: {reason}")
+    if entry is not None and (reason := record(entry)):
+        warnings.append(f"this run is not in the ledger that mw probe --from-runs reads: {reason}")
+    found: dict[str, Any] = {"summary": summary, "comparison": entry, "overlay": line, "warnings": tuple(warnings)}
+    return RunResult(exit_code=exit_code, folder=folder, **found)
+
+
+def earlier_result(folder: Path) -> RunResult:
+    """Of a run that has nothing left to do, as its last start has written it."""
+    summary, entry = None, None
+    try:
+        summary = load_artefact(RunSummary, folder / SUMMARY)
+        entry = load_artefact(Entry, folder / COMPARISON)
+    except MeshwrightError:
+        pass  # of an older version, or deleted: the checkpoints are there
+    return RunResult(exit_code=0, folder=folder, summary=summary, comparison=entry)
+
+
+def _entry(config: RunConfig, prepared: PreparedRun, result: Mapping[str, Any]) -> Entry | None:
+    """The whole run beside its forecast; None where no step was measured."""
+    if not result["num_measured"]:
+        return None
+    promise, facts = promise_of(config, prepared), Facts.of(result)
+    comparison = compare(promise, facts, is_whole=True)
+    text = paragraph(promise, facts, comparison, config.run.folder)
+    about = {"torch": result["torch"], "device_name": result["device_name"]}
+    told = as_data(comparison, facts, text)
+    return entry_of(promise, facts, told, unix_seconds=result["finished_unix_seconds"], **about)
+
+
+def _summary(
+    config: RunConfig, prepared: PreparedRun, result: Mapping[str, Any], comparison: Mapping[str, Any]
+) -> RunSummary:
+    folder, forecast, step_seconds = Path(config.run.folder), prepared.forecast, result["step_seconds"]
+    rate = f"{result['counts']}_per_second"
+    measured = {"peak_bytes": result["peak_bytes"]}
+    if step_seconds:
+        measured |= {"step_seconds": step_seconds, rate: config.train.batch * config.sequence / step_seconds}
+    predicted = {
+        "step_seconds": forecast.step_seconds,
+        rate: forecast.tokens_per_second,
+        "peak_bytes": promise_of(config, prepared).predicted.peak_bytes,
+    }
+    names = [*_FILES, *(() if not config.run.track else ("track/",))]
+    told = ("step", "steps_now", "stopped", "seconds", "counts", "seen_now", "samples_in_all", "loss", "held_out")
+    return RunSummary(
+        model=config.model.title,
+        plan=str(prepared.plan),
+        **{name: result[name] for name in told},
+        steps=config.train.steps,
+        predicted=predicted,
+        interval_seconds=(forecast.step_seconds_low, forecast.step_seconds_high),
+        measured=measured,
+        checkpoints=tuple(list_steps(folder / "checkpoints")),
+        files=tuple(name for name in names if (folder / name).exists()),
+        comparison=comparison,
+    )
+
+
+def held_out_text(found: Mapping[str, float]) -> str:
+    """`0.412 bits per byte`, or `loss 0.31, 97.2 % right`."""
+    if "held_out_bits_per_byte" in found:
+        return f"{found['held_out_bits_per_byte']:.3f} bits per byte"
+    text = f"loss {found['held_out_loss']:.4f}"
+    return f"{text}, {found['held_out_top1']:.1%} right" if "held_out_top1" in found else text

@@ -1,0 +1,337 @@
+"""A training run as a value: prepare it, start it, follow it, stop it, ask what came of it. No console, no torch.
+
+    with Run("run.toml", changes=["train.steps=100"]) as run:
+        run.prepare().forecast.step_seconds
+        run.start()
+        for event in run.follow():
+            print(event)
+        run.result().summary
+
+The ranks are child processes, watched by a thread. Nothing is printed, no signal handler is set, and a process may
+have several runs at once, each in its own folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from meshwright.checkpoint.format import list_steps, newest_good, read_manifest
+from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.plan import Plan
+from meshwright.launch.local_ranks import LaunchOutcome, StopRequests, launch
+from meshwright.launch.rank_job import PREEMPTED_EXIT_CODE
+from meshwright.run.model import ModelDescription, describe_run
+from meshwright.run.prepare import (
+    PreparedRun,
+    Report,
+    is_machine_known,
+    job_arguments,
+    open_data,
+    open_folder,
+    plan_to_run,
+    prepare,
+    problems_here,
+    write_prepared,
+)
+from meshwright.run.result import RunResult, conclude, earlier_result
+from meshwright.run.run_file import RunConfig, read_run
+from meshwright.run.trackers import require_trackers
+
+_POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepEvent:
+    """A step was made."""
+
+    step: int
+    """The first is 1."""
+    loss: float
+    gradient_norm: float
+    lr: float
+    seconds: float
+    per_second: float
+    """Tokens, or samples where these have no sequence."""
+    memory_bytes: int
+    """The most that rank 0 has held so far."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationEvent:
+    """The loss on held-out data was computed."""
+
+    step: int
+    values: Mapping[str, float]
+    """`held_out_loss`, and by the kind of data `held_out_bits_per_byte` or `held_out_top1`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveEvent:
+    """A checkpoint was written."""
+
+    step: int
+    path: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class MessageEvent:
+    """Rank 0 said something for people to read."""
+
+    step: int
+    text: str
+
+
+RunEvent = StepEvent | EvaluationEvent | SaveEvent | MessageEvent
+
+
+class Run:
+    """A training run.
+
+    Parameters
+    ----------
+    source
+        A run file (TOML), or its content as a `RunConfig`.
+    changes
+        Keys of the file that differ, as `mw train --set` takes them: `["train.steps=100"]`.
+    plan
+        A plan or the file of one, to be used as it is; without, the fastest that fits is searched for, or the one of an
+        earlier start of this run is kept.
+    report
+        Is told what is being done, line by line; without, nobody is.
+    """
+
+    def __init__(
+        self,
+        source: str | Path | RunConfig,
+        *,
+        changes: Sequence[str] = (),
+        plan: str | Path | Plan = "",
+        report: Report | None = None,
+    ):
+        if isinstance(source, RunConfig) and changes:
+            raise MeshwrightError([Problem(where="changes", what="are for a run file.", fix="Change the RunConfig.")])
+        self.config = source if isinstance(source, RunConfig) else read_run(source, changes)
+        self.plan = plan if isinstance(plan, Plan) else str(plan)
+        self.folder = Path(self.config.run.folder)
+        self.report: Report = report or (lambda text: None)
+        self._stop = StopRequests()
+        self._lock: IO[str] | None = None
+        self._prepared: PreparedRun | None = None
+        self._result: RunResult | None = None
+        self._thread: threading.Thread | None = None
+        self._outcome: LaunchOutcome | BaseException | None = None
+
+    @cached_property
+    def description(self) -> ModelDescription:
+        """The model, looked at once."""
+        return describe_run(self.config)
+
+    @cached_property
+    def _given_plan(self) -> Plan | None:
+        """The plan to use as it is. What keeps the run from starting here is raised before the folder is touched."""
+        require_trackers(self.config.run.track)
+        plan = plan_to_run(self.config, self.plan, self.description.profile)
+        if problems := problems_here(self.config, plan):
+            raise MeshwrightError(problems)
+        return plan
+
+    def open(self) -> None:
+        """Make the run's folder and lock it until the run is closed; a second owner is refused."""
+        if self._lock is None:
+            self._lock = open_folder(self.folder)
+
+    @cached_property
+    def is_finished(self) -> bool:
+        """Whether its last step is in a checkpoint whose every byte is right, so that there is nothing left to do."""
+        _ = self._given_plan
+        self.open()
+        steps = list_steps(self.folder / "checkpoints")
+        if not steps or steps[-1] < self.config.train.steps:
+            return False
+        newest = newest_good(self.folder / "checkpoints", report=lambda text: None)
+        return newest is not None and read_manifest(newest).step >= self.config.train.steps
+
+    def prepare(self, on_plan: Callable[[PreparedRun], object] | None = None) -> PreparedRun:
+        """Find the machine and the plan, forecast it, and make the data ready. No process of a rank is started.
+
+        `on_plan` is called with the plan before the data is made ready, where it is known by then: making data ready
+        may take hours.
+        """
+        if self._prepared is None:
+            plan = self._given_plan
+            self.open()
+            # What is wrong with a plan is told before data is made ready; what is wrong with the data before a machine
+            # is measured only to search.
+            plans_first = plan is not None or is_machine_known(self.config)
+            if not plans_first:
+                self._open_data()
+            prepared = prepare(self.config, self.plan, self.report, description=self.description)
+            if on_plan is not None:
+                on_plan(prepared)
+            if plans_first:
+                self._open_data()
+            self._prepared = prepared
+        return self._prepared
+
+    def _open_data(self) -> None:
+        self.config.train.require_tokenizer(open_data(self.config, self.description))
+
+    def adopt(self, prepared: PreparedRun) -> dict[str, Any]:
+        """Write down what was decided, in the run's folder; what every rank is told."""
+        self._prepared = prepared
+        write_prepared(self.config, prepared)
+        return job_arguments(self.config, prepared)
+
+    def start(self, *, stop: StopRequests | None = None, show: bool = False) -> Run:
+        """Start the ranks and return; a run that is finished starts none.
+
+        `show`: rank 0 writes its progress to this process's stderr instead of its log. `stop`: where somebody else
+        notes requests to stop (a command's signals).
+        """
+        if self._thread is not None:
+            raise MeshwrightError("this run was started before; make another Run of the same file to resume it.")
+        self._stop = stop or self._stop
+        if not self.is_finished:
+            arguments = self.adopt(self.prepare())
+            self._thread = threading.Thread(
+                target=self._launch, args=(arguments, show), name=f"run {self.folder}", daemon=True
+            )
+            self._thread.start()
+        return self
+
+    def _launch(self, arguments: Mapping[str, Any], show: bool) -> None:
+        """By a thread that outlives the ranks: they die with the thread that started them."""
+        assert self._prepared is not None
+        try:
+            self._outcome = launch(
+                "meshwright.runtime.rank",
+                arguments,
+                self._prepared.plan.num_ranks,
+                log_folder=self.folder / "logs",
+                environment={"KINETO_LOG_LEVEL": "9"},  # the profiler's own chatter
+                show_rank_zero=show,
+                stop=self._stop,
+            )
+        except BaseException as error:  # told by `result`, where somebody listens
+            self._outcome = error
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def follow(self) -> Iterator[RunEvent]:
+        """Events of this start as they come, from its first; ends when the ranks have."""
+        events, metrics = _Tail(self.folder / "events.jsonl"), _Tail(self.folder / "metrics.jsonl")
+        first_step: int | None = None
+        while self._thread is not None:
+            is_over = not self._thread.is_alive()
+            told = events.rows()
+            if first_step is None:  # before, metrics may still hold steps that will be made again
+                first_step = next((row["step"] for row in told if row["event"] == "start"), None)
+            steps = [] if first_step is None else [row for row in metrics.rows() if row["step"] > first_step]
+            for row in sorted([*steps, *told], key=lambda row: int(row["step"])):
+                if (event := _event(row)) is not None:
+                    yield event
+            if is_over:
+                return
+            self._thread.join(_POLL_SECONDS)
+
+    def stop(self, *, now: bool = False) -> None:
+        """Ask the ranks to finish their step, save and end, as SIGTERM does; `now`: kill them instead."""
+        self._stop.request(is_urgent=now)
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait for the ranks to end, `seconds` at most; whether they have."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+        return not self.is_running
+
+    def result(self) -> RunResult:
+        """Wait for the end; what came of it. Where a rank has failed, the one message that says why is raised."""
+        if self._result is None:
+            self.wait()
+            outcome = self._outcome
+            if isinstance(outcome, BaseException):
+                raise outcome
+            if self._thread is None:
+                if not self.is_finished:
+                    raise MeshwrightError("this run was not started.")
+                self._result = earlier_result(self.folder)
+            else:
+                assert isinstance(outcome, LaunchOutcome)
+                if outcome.exit_code not in (0, PREEMPTED_EXIT_CODE):
+                    self.close()
+                    raise MeshwrightError(outcome.message(), outcome.exit_code)
+                self._result = self.conclude(outcome.exit_code)
+            self.close()
+        return self._result
+
+    def conclude(self, exit_code: int) -> RunResult:
+        """Compare what the ranks have left with the forecast."""
+        assert self._prepared is not None
+        return conclude(self.config, self._prepared, exit_code)
+
+    def close(self) -> None:
+        """Stop the ranks, if they run, and give the folder back."""
+        if self.is_running:
+            self.stop()
+            self.wait()
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Run({self.config.model.title!r}, folder={str(self.folder)!r})"
+
+
+class _Tail:
+    """The whole lines that were added to a file of JSON lines since the last look."""
+
+    def __init__(self, path: Path):
+        self.path, self.position = path, 0
+
+    def rows(self) -> list[dict[str, Any]]:
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.position)
+                data = file.read()
+        except OSError:
+            return []
+        whole = data[: data.rfind(b"\n") + 1]
+        self.position += len(whole)
+        rows = []
+        for line in whole.splitlines():
+            with contextlib.suppress(ValueError):
+                rows.append(json.loads(line))
+        return [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int)]
+
+
+def _event(row: Mapping[str, Any]) -> RunEvent | None:
+    """A line of events.jsonl or metrics.jsonl; None for what nobody waits for."""
+    if row.get("event") == "message":
+        return MessageEvent(step=row["step"], text=row["text"])
+    if row.get("event") == "save":
+        return SaveEvent(step=row["step"], path=Path(row["path"]))
+    if "held_out_loss" in row:
+        return EvaluationEvent(step=row["step"], values={name: row[name] for name in row if name != "step"})
+    if "loss" not in row:
+        return None
+    names = ("step", "loss", "gradient_norm", "lr", "seconds", "memory_bytes")
+    rate = next(row[name] for name in ("tokens_per_second", "samples_per_second") if name in row)
+    return StepEvent(per_second=rate, **{name: row[name] for name in names})
