@@ -427,4 +427,4 @@ def test_a_machine_is_measured_with_as_many_ranks_as_the_plan_has(
     with pytest.raises(MeshwrightError, match="needs 4 ranks"):
         prepare(config, four, lambda text: None)
     assert asked == [1, 2], "what the run file says is not exceeded"
-    assert plan_to_run(config, four) is not None, "without a machine nothing speaks against it"
+    assert plan_to_run(config, four, found.profile) is not None, "without a machine nothing speaks against it"

@@ -15,6 +15,7 @@ from meshwright.core.errors import MeshwrightError
 from meshwright.core.ledger import Entry, Measured, Predicted, append, ledger_path, read
 from meshwright.machine.named_clusters import cluster
 from meshwright.run.comparison import Facts, entry_of, record
+from meshwright.run.model import describe_run
 from meshwright.run.prepare import load_plan, prepare, promise_of
 from meshwright.run.run_file import DataSection, ModelSection, RunConfig, RunSection, TrainSection
 
@@ -141,7 +142,7 @@ def test_a_run_is_told_with_its_forecast_once_it_has_ten_measured_steps(
     )
     plan = tmp_path / "replicas.plan.json"
     plan.write_text('{"techniques": [{"name": "replicate", "size": 2}], "batch": 4, "microbatch": 1, "version": 1}')
-    assert load_plan(config, "") is None
+    assert load_plan(config, "", describe_run(config).profile) is None
     prepared = prepare(config, str(plan), lambda text: None)
     facts = Facts(
         step_seconds=0.5,
