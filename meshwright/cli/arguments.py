@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,8 +13,8 @@ from meshwright.core.profile import Profile
 from meshwright.machine.named_clusters import cluster as named_cluster
 from meshwright.machine.named_clusters import warnings_of
 from meshwright.report.terminal import progress
-from meshwright.run.model import describe, describe_run
-from meshwright.run.run_file import ModelSection, RunConfig
+from meshwright.run.model import describe, describe_run, section_named
+from meshwright.run.run_file import RunConfig
 
 _DEFAULT_SEQUENCE = 4096
 _COUNTS = ("seq", "batch", "top")
@@ -64,13 +63,6 @@ def _tried(problems: list[Problem], read: Callable[[], T]) -> T | None:
     except MeshwrightError as error:
         problems.extend(error.problems)
         return None
-
-
-def section_named(text: str) -> ModelSection:
-    """A named model, a Hugging Face folder by its path, or a factory."""
-    if os.path.isdir(text):
-        return ModelSection(hf=text)
-    return ModelSection(factory=text) if ":" in text else ModelSection(name=text)
 
 
 def _model(arguments: Namespace, run: RunConfig | None) -> Profile:

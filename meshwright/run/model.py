@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -35,6 +36,8 @@ class ModelDescription:
     """What is known of a model once it has been looked at, as data: planning needs nothing else, and neither do ranks,
     which build the model by it without looking again."""
 
+    section: ModelSection | None
+    """Where it comes from; None: from its dimensions alone."""
     kind: str
     config: Config | None
     """The dimensions of a model of ours."""
@@ -98,7 +101,13 @@ def describe(section: ModelSection, sequence: int) -> ModelDescription:
         check_patterns(profile, section.freeze, section.train)
     is_frozen = _is_frozen(section, made if config is None else None)
     profile = freeze(profile, is_frozen)
-    about: dict[str, Any] = {"config": config, "profile": profile, "sequence": sequence, "vocab_size": vocab}
+    about: dict[str, Any] = {
+        "section": section,
+        "config": config,
+        "profile": profile,
+        "sequence": sequence,
+        "vocab_size": vocab,
+    }
     if config is not None:
         return ModelDescription(kind=config_kind(config), **about)
     _require_used([name for name in made.idle if not is_frozen(name)], section.title)
@@ -112,6 +121,20 @@ def describe(section: ModelSection, sequence: int) -> ModelDescription:
         findings=None if findings is None else encode(findings),
         **about,
     )
+
+
+def describe_config(config: Config) -> ModelDescription:
+    """A model of ours by its dimensions."""
+    kind, vocab = config_kind(config), int(getattr(config, "vocab_size", 0))
+    profile = profile_of(config, kind)
+    return ModelDescription(section=None, kind=kind, config=config, profile=profile, sequence=0, vocab_size=vocab)
+
+
+def section_named(text: str, **more: Any) -> ModelSection:
+    """A named model, a Hugging Face folder by its path, or a factory; `more`: other keys of the section."""
+    if os.path.isdir(text):
+        return ModelSection(hf=text, **more)
+    return ModelSection(factory=text, **more) if ":" in text else ModelSection(name=text, **more)
 
 
 def _module(section: ModelSection, sequence: int) -> tuple[Any, Any, Any]:
@@ -141,14 +164,17 @@ def _is_frozen(section: ModelSection, made: Any) -> Callable[[str], bool]:
     return lambda name: name in own or by_name(name)
 
 
-def open_model(section: ModelSection, description: ModelDescription, seed: int) -> OpenedModel:
+def open_model(description: ModelDescription, seed: int) -> OpenedModel:
     """The module itself, as it was described; nothing of it is run."""
     import torch
 
     from meshwright.ops.initial_weights import from_tensors, seeded
     from meshwright.zoo import module_of
 
-    config = description.config
+    section, config = description.section, description.config
+    if section is None:
+        assert config is not None
+        return open_config(config, description.profile.name, seed)
     if config is not None:
         with torch.device("meta"):
             model = module_of(config)

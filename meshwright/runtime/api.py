@@ -1,4 +1,4 @@
-"""For people with their own loop: `build` a plan onto a model, then call `step`; or drive `train`, a generator.
+"""For people with their own loop: `build` a plan onto a model, then call `step`; or drive `train_steps`, a generator.
 
 Start the script with torchrun when the plan has more than one rank; with one rank nothing is needed.
 """
@@ -6,39 +6,53 @@ Start the script with torchrun when the plan has more than one rank; with one ra
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshwright.checkpoint.format import step_folder
+from meshwright.core.codec import encode
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.data.batch import part_rows
 from meshwright.data.open_data import Data
 from meshwright.foreign.adapt import Loss, adapt
+from meshwright.hf.weights_write import export
 from meshwright.models.frozen_parameters import freeze
-from meshwright.models.presets import Config, preset
+from meshwright.models.presets import Config, config_kind
 from meshwright.ops.device_mesh import Mesh, join
 from meshwright.ops.initial_weights import from_tensors
 from meshwright.ops.model_interface import Inputs, Model, map_inputs, num_samples
 from meshwright.optimizers.update import Optimizer
-from meshwright.run.model import OpenedModel, open_config
+from meshwright.run.model import ModelDescription, OpenedModel, about, describe, open_config, open_model, section_named
 from meshwright.run.run_file import OptimizerConfig, TrainSection
 from meshwright.runtime.async_stream import loop_of
 from meshwright.runtime.build import build as build_plan
+from meshwright.runtime.checkpointing import save
 from meshwright.runtime.loop import Loop, Samples, StepResult
-from meshwright.runtime.rank import device_of
+from meshwright.runtime.rank import device_of, on_first
 from meshwright.runtime.trainer import Trainer, TrainStep
 
 
 class Built:
-    """A model cut, split, wrapped and filled as the plan says, with its optimizer."""
+    """A model cut, split, wrapped and filled as the plan says, with its optimizer.
 
-    def __init__(self, loop: Loop):
-        self._loop = loop
+    Every rank calls `step`, `evaluate`, `save` and `export` together.
+    """
+
+    def __init__(self, loop: Loop, about: Mapping[str, Any] | None = None):
+        """`about`: what checkpoints tell of the model, so that they can be exported by themselves."""
+        self._loop, self._about = loop, dict(about or {})
         self.build = loop.build
+        self.num_steps = 0
+        """Steps made so far."""
 
     @property
     def model(self) -> nn.Module:
@@ -58,6 +72,7 @@ class Built:
         The loss is the weighted mean over the batch. Where no target of the batch counts, loss and gradient are zero.
         """
         samples = self._samples(inputs, targets, weights)
+        self.num_steps += 1
         return self._loop.step(samples, self._loop.optimizer.config.lr if lr is None else lr)
 
     def feed(
@@ -65,6 +80,7 @@ class Built:
     ) -> list[StepResult]:
         """As `step`, but where the plan's steps overlap this one ends later: the results known since the last call."""
         samples = self._samples(inputs, targets, weights)
+        self.num_steps += 1
         return self._loop.feed(samples, self._loop.optimizer.config.lr if lr is None else lr)
 
     def flush(self) -> list[StepResult]:
@@ -75,6 +91,37 @@ class Built:
         """Mean loss over the targets of all ranks; zero where none of them counts."""
         samples = self._samples(inputs, targets, weights)
         return self._loop.evaluate([samples])[0] / samples.divisor
+
+    def save(self, folder: str | Path, *, keep: int = 2) -> Path:
+        """Write a checkpoint into `folder`/checkpoints; where it is.
+
+        Any plan can read it: `mw ckpt verify` and `mw ckpt export` take the folder, and a run whose `run.folder` it is
+        begins with these weights. `keep`: checkpoints that stay.
+        """
+        self._loop.require_rest()
+        root = Path(folder) / "checkpoints"
+        state = {"weights_only": True, "plan": encode(self.build.plan), **self._about}
+        reason = save(root, self.num_steps, self.build, self._loop.optimizer, state, keep)
+        if reason:
+            raise MeshwrightError(reason, exit_code=1)
+        return step_folder(root, self.num_steps)
+
+    def export(self, folder: str | Path, *, dtype: str = "") -> Path:
+        """Write the weights as a folder that transformers loads; other models than decoders as plain safetensors.
+
+        `dtype`: "bfloat16", "float16" or "float32"; by default that of the parameters. The folder must be new.
+        """
+        out = Path(folder)
+        mesh = self.build.mesh
+        control = mesh.control
+        beside = on_first(control, lambda: tempfile.mkdtemp(prefix=f".{out.name}.", dir=_made(out.parent)))
+        try:
+            checkpoint = self.save(beside, keep=1)
+            on_first(control, lambda: str(export(checkpoint, out, dtype=dtype, report=lambda text: None)))
+        finally:
+            if mesh.rank == 0:
+                shutil.rmtree(beside, ignore_errors=True)
+        return out
 
     def _samples(self, inputs: Inputs, targets: Tensor, weights: Tensor | None) -> Samples:
         plan, device = self.build.plan, self.build.mesh.device
@@ -103,9 +150,14 @@ class Built:
         )
 
 
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
 def build(
     plan: Plan,
-    model: nn.Module | Config | str,
+    model: nn.Module | Config | ModelDescription | str,
     *,
     inputs: Inputs | None = None,
     loss: Loss | None = None,
@@ -114,20 +166,35 @@ def build(
     device: str = "",
     dtype: torch.dtype = torch.float32,
 ) -> Built:
-    """Apply a plan. A model that already has weights keeps them; otherwise they come from the seed. `dtype` is that of
-    parameters, gradients and optimizer state; float64 is for comparisons.
+    """Apply a plan to a model, for a training loop of your own.
 
-    Any module will do: give sample `inputs` with it, and a `loss` where cross entropy of its scores is not meant.
+    Parameters
+    ----------
+    plan
+        With more than one rank, start the program with torchrun.
+    model
+        Any module, with sample `inputs`; or a preset's name, dimensions, or what `mw.model` returns. A module that has
+        weights keeps them, a Hugging Face folder brings its own; others come from the seed.
+    inputs
+        Sample inputs of a module: a tensor, or a tuple of tensors, with one or more samples.
+    loss
+        (output, targets) -> one value for each target, where cross entropy of the module's scores is not meant.
+    optimizer
+        AdamW without.
+    device
+        "cpu" or "cuda"; a GPU, if there is one, without.
+    dtype
+        Of parameters, gradients and optimizer state; float64 is for comparisons.
     """
     mesh = _mesh(plan, device)
-    opened = _open(model, seed, inputs, loss)
+    opened, told = _open(model, seed, inputs, loss)
     made = build_plan(plan, opened.model, opened.profile, mesh, opened.source, dtype)
-    return Built(loop_of(made, Optimizer(optimizer or OptimizerConfig(), made)))
+    return Built(loop_of(made, Optimizer(optimizer or OptimizerConfig(), made)), told)
 
 
-def train(
+def train_steps(
     plan: Plan,
-    model: nn.Module | Config | str,
+    model: nn.Module | Config | ModelDescription | str,
     data: Data,
     settings: TrainSection,
     *,
@@ -135,15 +202,30 @@ def train(
     loss: Loss | None = None,
     device: str = "",
 ) -> Iterator[TrainStep]:
-    """Train and yield every step."""
+    """Train in this process and yield every step; `build` says what `model`, `inputs`, `loss` and `device` are."""
     mesh = _mesh(plan, device)
-    opened = _open(model, settings.seed, inputs, loss)
+    opened, _ = _open(model, settings.seed, inputs, loss)
     yield from Trainer(plan, opened, data, settings, mesh).steps()
 
 
-def _open(model: nn.Module | Config | str, seed: int, inputs: Inputs | None, loss: Loss | None) -> OpenedModel:
+def _open(
+    model: nn.Module | Config | ModelDescription | str, seed: int, inputs: Inputs | None, loss: Loss | None
+) -> tuple[OpenedModel, dict[str, Any]]:
+    """The model on the meta device with the source of its weights, and what a checkpoint tells of it."""
     if isinstance(model, str):
-        return open_config(preset(model), model, seed)
+        model = describe(section_named(model), 0)
+    if isinstance(model, ModelDescription):
+        told = {"model_kind": model.kind} if model.section is None else about(model.section)
+        dimensions = {} if model.config is None else {"model_config": encode(model.config)}
+        return open_model(model, seed), told | dimensions
+    opened = _open_module(model, seed, inputs, loss)
+    config: Config | None = getattr(opened.model, "config", None)
+    if config is None:
+        return opened, {"model_kind": "module"}
+    return opened, {"model_kind": config_kind(config), "model_config": encode(config)}
+
+
+def _open_module(model: nn.Module | Config, seed: int, inputs: Inputs | None, loss: Loss | None) -> OpenedModel:
     if not isinstance(model, nn.Module):
         if not hasattr(model, "__dataclass_fields__"):
             what = f"cannot apply a plan to a {type(model).__name__}."

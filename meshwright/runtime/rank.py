@@ -141,7 +141,7 @@ class RankTraining:
         # Rank 0 verifies once; a damaged checkpoint is passed over, with a message.
         newest = on_first(mesh.control, lambda: str(newest_good(self.folder / "checkpoints", report=say) or ""))
         checkpoint = Path(newest) if newest else None
-        opened = open_model(config.model, description, config.train.seed)
+        opened = open_model(description, config.train.seed)
         trainer = Trainer(plan, opened, data, config.train, mesh, checkpoint=checkpoint, about=about(config.model))
         if checkpoint is not None:
             say(f"resuming from step {trainer.step} ({checkpoint})")

@@ -84,7 +84,7 @@ def _samples(run: CheckedRun, batch: int, cache: str, dtype: str) -> SamplesOf:
 
 def _open(run: CheckedRun, dtype: str, dropout: str) -> OpenedModel:
     """The run's model; its running statistics in the dtype of the comparison."""
-    opened = open_model(run.config.model, run.description, run.config.train.seed)
+    opened = open_model(run.description, run.config.train.seed)
     if dropout == "off":
         without_dropout(opened.model)
     for module in opened.model.modules():
@@ -157,7 +157,7 @@ def _referred(
 
 def _plain(run: CheckedRun, dtype: torch.dtype, dropout: bool = True) -> Plain:
     settings: dict[str, Any] = {"seed": run.config.train.seed, "dtype": dtype, "dropout": dropout}
-    return plain_model(run.config.model, run.description, **settings)
+    return plain_model(run.description, **settings)
 
 
 def _batches(run: CheckedRun, batch: int, cache: str, dtype: str) -> BatchOf:

@@ -4,7 +4,7 @@ This file imports torch and nothing of this package, so that a fault of the trai
 rate schedule or clipping cannot be a fault of the reference too; a test holds that. `reference_model.py` makes the
 `Plain` model of a run: transformers' own module, the user's own module, or our layers without our loss.
 
-    plain = plain_model(config.model, describe_run(config), seed=0, dtype=torch.float64)
+    plain = plain_model(describe_run(config), seed=0, dtype=torch.float64)
     for result in train(plain, batch_of, config.train.optimizer, steps=4, microbatch=2):
         result.loss, result.norm, result.gradients, result.parameters, result.buffers
 

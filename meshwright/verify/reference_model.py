@@ -25,7 +25,6 @@ from meshwright.hf.weights_read import source_of_named
 from meshwright.models.presets import DecoderConfig, DLRMConfig
 from meshwright.ops.batch_norm import BatchNorm
 from meshwright.run.model import ModelDescription, OpenedModel, open_model
-from meshwright.run.run_file import ModelSection
 from meshwright.verify.reference import Plain, Tensors, WideCasts
 from meshwright.zoo.layers import MoE
 
@@ -39,12 +38,11 @@ def without_dropout(module: nn.Module) -> None:
             each.p = 0.0
 
 
-def plain_model(
-    section: ModelSection, description: ModelDescription, *, seed: int, dtype: torch.dtype, dropout: bool = True
-) -> Plain:
+def plain_model(description: ModelDescription, *, seed: int, dtype: torch.dtype, dropout: bool = True) -> Plain:
     """The model of a run, filled as its ranks fill theirs."""
-    opened, sequence = open_model(section, description, seed), description.sequence
-    if description.config is not None:
+    section, sequence = description.section, description.sequence
+    opened = open_model(description, seed)
+    if section is None or description.config is not None:
         return plain_of(opened, sequence=sequence, dtype=dtype)
     loss = None
     if section.factory:

@@ -72,6 +72,41 @@ def test_the_tutorials_blocks_run(page: str, tmp_path: Path) -> None:
     run_page(page, tmp_path)
 
 
+def test_every_public_name_has_an_example_that_runs(tmp_path: Path) -> None:
+    import meshwright as mw
+
+    examples = "".join(code for _, code in blocks("docs/api.md"))
+    assert [name for name in mw.__all__ if not re.search(rf"\bmw\.{name}\b", examples)] == []
+    run_page("docs/api.md", tmp_path)
+
+
+def test_type_checkers_see_every_public_name() -> None:
+    import ast
+
+    import meshwright as mw
+
+    tree = ast.parse((ROOT / "meshwright" / "__init__.py").read_text(encoding="utf-8"))
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    seen = {
+        alias.asname: node.module for node in block.body for alias in node.names if isinstance(node, ast.ImportFrom)
+    }
+    assert seen == mw._NAMES
+    for name in mw.__all__:
+        value = getattr(mw, name)
+        assert name == "__version__" or (value.__doc__ or "").strip(), name
+
+
+def test_renamed_names_still_work_and_say_so() -> None:
+    import meshwright as mw
+
+    with pytest.warns(DeprecationWarning, match="mw.plan"):
+        assert mw.search is not None
+    with pytest.warns(DeprecationWarning, match=r"mw\.model"):
+        assert mw.profile("byte-tiny").num_params
+    with pytest.warns(DeprecationWarning, match="train_steps"):
+        mw.train(mw.Plan(batch=1), "byte-tiny", None, None)
+
+
 def test_every_promised_tutorial_is_there() -> None:
     names = {Path(page).stem for page in TUTORIALS}
     assert {"first_run", "fine_tune", "vit_digits", "own_module", "add_a_technique"} <= names

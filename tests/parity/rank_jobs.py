@@ -36,7 +36,7 @@ def reference_job(
     if not techniques and dtype == "float64":
         if "section" in config:
             section = decode(ModelSection, config["section"], "model")
-            plain = plain_model(section, describe(section, sequence), seed=0, dtype=torch.float64)
+            plain = plain_model(describe(section, sequence), seed=0, dtype=torch.float64)
         else:
             plain = plain_of(opened, sequence=sequence, dtype=torch.float64)
 
@@ -59,7 +59,7 @@ def open_tiny(config: dict[str, Any], batch: int, sequence: int, dtype: str) -> 
     section = decode(ModelSection, config["section"], "model")
     # As it travels from `mw train` to its ranks.
     told = json.loads(json.dumps(encode(describe(section, sequence))))
-    opened = open_model(section, decode(ModelDescription, told, "description"), 0)
+    opened = open_model(decode(ModelDescription, told, "description"), 0)
     if "vocab" in config:
         return opened, parity.random_samples(config["vocab"], batch, sequence)
     shapes = [(tuple(shape), kind) for shape, kind in config["inputs"]]

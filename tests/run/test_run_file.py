@@ -92,7 +92,7 @@ def test_a_description_is_the_same_after_a_journey_as_json(tmp_path: Path, monke
         arrived = decode(ModelDescription, json.loads(json.dumps(encode(described))), "description")
         assert arrived == described
         assert arrived.profile.fingerprint == described.profile.fingerprint
-        assert open_model(section, arrived, 0).profile == described.profile
+        assert open_model(arrived, 0).profile == described.profile
     sys.modules.pop("watched_model")
 
 

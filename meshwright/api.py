@@ -1,0 +1,299 @@
+"""The public functions that match the commands: `mw.plan` is `mw plan`, `mw.train` is `mw train`, and so on. No torch.
+
+Models are named as on the command line (a preset, a Hugging Face folder, `package.module:function`), or given as what
+`model` returns or as a `Profile`; clusters likewise by name, by file or as a `Cluster`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+from meshwright.core.cluster import Cluster
+from meshwright.core.errors import MeshwrightError
+from meshwright.core.plan import Plan
+from meshwright.core.profile import Profile
+from meshwright.models.dimensions import DecoderConfig
+from meshwright.models.presets import Config
+from meshwright.optimizers.optimizer_config import OptimizerConfig
+from meshwright.run.model import ModelDescription, describe, describe_config, section_named
+from meshwright.run.run_file import RunConfig, read_run
+
+if TYPE_CHECKING:
+    from meshwright.core.timeline import Timeline
+    from meshwright.planner.search import SearchResult
+    from meshwright.run.result import RunResult
+    from meshwright.runtime.trainer import TrainStep
+    from meshwright.simulator.forecast import Forecast
+    from meshwright.verify.check import Checked
+
+AnyModel = str | Path | Config | ModelDescription | Profile
+"""What stands for a model: its name, its dimensions, or what is known of it."""
+Report = Callable[[str], None]
+DEFAULT_SEQUENCE = 4096
+
+
+def model(
+    source: str | Path | Config,
+    *,
+    sequence: int = DEFAULT_SEQUENCE,
+    change: Mapping[str, Any] | None = None,
+    arguments: Mapping[str, Any] | None = None,
+    freeze: Sequence[str] = (),
+    train: Sequence[str] = (),
+) -> ModelDescription:
+    """Describe a model, wherever it comes from.
+
+    Parameters
+    ----------
+    source
+        A preset ("llama3-8b"; `mw profile` lists them), a Hugging Face folder, "package.module:function", or
+        dimensions such as a `DecoderConfig`. A function is called, and its module run without values to see what each
+        layer costs and where it may be cut.
+    sequence
+        Tokens of a sample that somebody else's module is looked at with.
+    change
+        Dimensions of a preset that differ: `{"num_layers": 2}`.
+    arguments
+        For the function.
+    freeze, train
+        Patterns of parameters that are not trained, or that alone are.
+
+    Returns
+    -------
+    ModelDescription
+        Its `profile` says what each layer costs. `plan`, `forecast`, `simulate` and `build` take it as it is.
+    """
+    if not isinstance(source, str | Path):
+        return describe_config(source)
+    more = {"change": change or {}, "arguments": arguments or {}, "freeze": tuple(freeze), "train": tuple(train)}
+    return describe(section_named(str(source), **more), sequence)
+
+
+def cluster(name_or_path: str) -> Cluster:
+    """Machines by name or file.
+
+    "h200" is one GPU, "8xh100" a node of eight, "64x8xh100" 64 such nodes, "8xh100+8xa100" two kinds of nodes; a file
+    that ends in .json is one of `mw probe -o`.
+    """
+    from meshwright.machine.named_clusters import cluster as named
+
+    return named(name_or_path)
+
+
+def probe(*, num_devices: int | None = None, quick: bool = False, report: Report | None = None) -> Cluster:
+    """Measure this machine: compute by shape, memory, launches, host, disk and links, on all devices at once.
+
+    Parameters
+    ----------
+    num_devices
+        Devices to measure together; every GPU, or without one every usable core (at most 8).
+    quick
+        A few seconds, whose figures scatter by a tenth or two; otherwise a minute on a CPU, three on a GPU.
+    report
+        Is told what is being measured.
+    """
+    from meshwright.machine.probe import probe as measured
+
+    return measured(num_devices=num_devices, report=report or (lambda text: None), quick=quick)
+
+
+def plan(
+    model: AnyModel,
+    cluster: Cluster | str,
+    *,
+    batch: int = 64,
+    sequence: int | None = None,
+    optimizer: OptimizerConfig | None = None,
+    allow: Literal["exact", "reordered", "lossy", "approximate"] = "lossy",
+    pin: Sequence[str] = (),
+    ban: Sequence[str] = (),
+    max_memory_bytes: int | None = None,
+    top: int = 8,
+) -> SearchResult:
+    """Find the fastest training plans that fit.
+
+    Parameters
+    ----------
+    model, cluster
+        By name, or as `model`, `cluster` and `probe` return them.
+    batch
+        Samples per step.
+    sequence
+        Tokens in a sample; by default 4096, or as many as the model has positions for.
+    allow
+        How far numbers may depart from one device's.
+    pin, ban
+        Settings that must be kept ("tensor=2"), techniques that must not be used ("pipeline").
+    max_memory_bytes
+        Of each device that may be used.
+    top
+        Plans to rank.
+
+    Returns
+    -------
+    SearchResult
+        `best` is (plan, forecast), or None where nothing fits; `ranked` has the others.
+    """
+    from meshwright.planner.search import search
+
+    profile = profile_of(model)
+    return search(
+        profile,
+        _cluster_of(cluster),
+        batch=batch,
+        sequence=_sequence_of(profile, sequence),
+        optimizer=optimizer or OptimizerConfig(),
+        allow=allow,
+        pin=pin,
+        ban=ban,
+        max_memory_bytes=max_memory_bytes,
+        top=top,
+    )
+
+
+def forecast(
+    model: AnyModel,
+    plan: Plan,
+    cluster: Cluster | str,
+    *,
+    sequence: int | None = None,
+    optimizer: OptimizerConfig | None = None,
+    replays: bool = True,
+) -> Forecast:
+    """What a step of a plan will take: seconds with an interval, memory by category, tokens per second, MFU.
+
+    `replays` follows every tensor through the allocator; without, reserved memory is what is allocated, in a tenth of
+    the time.
+    """
+    from meshwright.simulator.forecast import forecast as told
+
+    profile, machines = _judged(model, plan, cluster)
+    length, rule = _sequence_of(profile, sequence), optimizer or OptimizerConfig()
+    return told(profile, plan, machines, sequence=length, optimizer=rule, replays=replays)
+
+
+def simulate(
+    model: AnyModel,
+    plan: Plan,
+    cluster: Cluster | str,
+    *,
+    sequence: int | None = None,
+    optimizer: OptimizerConfig | None = None,
+) -> Timeline:
+    """One step of a plan as spans on lanes, and memory over time. `Timeline.to_chrome` is for ui.perfetto.dev."""
+    from meshwright.simulator.simulate import simulate as drawn
+
+    profile, machines = _judged(model, plan, cluster)
+    length, rule = _sequence_of(profile, sequence), optimizer or OptimizerConfig()
+    return drawn(profile, plan, machines, sequence=length, optimizer=rule)
+
+
+def check(
+    run: str | Path | RunConfig,
+    plan: str | Path | Plan = "",
+    *,
+    changes: Sequence[str] = (),
+    steps: int = 4,
+    report: Report | None = None,
+) -> Checked:
+    """Train a few steps by a plan and on one device, and compare losses, gradients, parameters and bytes sent.
+
+    Parameters
+    ----------
+    run
+        A run file or its content: the model, the data and the optimizer to compare with.
+    plan
+        A plan or its file; without, the one that `mw train` would use.
+    changes
+        Keys of the run file that differ: `["train.batch=8"]`.
+    steps
+        Steps to compare.
+
+    Returns
+    -------
+    Checked
+        `passed` says whether the plan trains as one device would; `parts` where it departs.
+    """
+    from meshwright.run.model import describe_run
+    from meshwright.run.prepare import load_plan, prepare
+    from meshwright.verify.check import check as compared
+
+    report = report or (lambda text: None)
+    config = run if isinstance(run, RunConfig) else read_run(run, changes)
+    description = describe_run(config)
+    given = load_plan(config, plan if isinstance(plan, Plan) else str(plan), description.profile)
+    chosen = given or prepare(config, "", report, description=description).plan
+    return compared(config, chosen, steps=steps, report=report, description=description)
+
+
+@overload
+def train(run: Plan, *old: Any, **more: Any) -> Iterator[TrainStep]: ...
+@overload
+def train(
+    run: str | Path | RunConfig, *, changes: Sequence[str] = (), plan: str | Path | Plan = "", show: bool = False
+) -> RunResult: ...
+def train(run: Any, *old: Any, **more: Any) -> Any:
+    """Train to the end, or resume: what `mw train` does, without a console.
+
+    Parameters
+    ----------
+    run
+        A run file, or its content as a `RunConfig`.
+    changes
+        Keys of the run file that differ: `["train.steps=100"]`.
+    plan
+        A plan or its file, to be used as it is; without, the fastest that fits.
+    show
+        Write progress to stderr.
+
+    Returns
+    -------
+    RunResult
+        Summary, comparison with the forecast, and the files of the run. `Run` gives events while it trains.
+    """
+    if isinstance(run, Plan):
+        text = "mw.train(plan, model, data, settings) is called mw.train_steps now, and goes in the next release."
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
+        from meshwright.runtime.api import train_steps
+
+        return train_steps(run, *old, **more)
+    from meshwright.run.run import Run
+
+    show = bool(more.pop("show", False))
+    with Run(run, *old, **more) as made:
+        return made.start(show=show).result()
+
+
+def profile_of(model: AnyModel) -> Profile:
+    """What each layer of a model costs."""
+    if isinstance(model, Profile):
+        return model
+    return (model if isinstance(model, ModelDescription) else _described(model)).profile
+
+
+def _described(source: str | Path | Config) -> ModelDescription:
+    return model(source)
+
+
+def _cluster_of(given: Cluster | str) -> Cluster:
+    return given if isinstance(given, Cluster) else cluster(given)
+
+
+def _sequence_of(profile: Profile, sequence: int | None) -> int:
+    if profile.counts == "samples":
+        return 1
+    return min(DEFAULT_SEQUENCE, profile.max_sequence) if sequence is None else sequence
+
+
+def _judged(model: AnyModel, plan: Plan, cluster: Cluster | str) -> tuple[Profile, Cluster]:
+    """The model's costs and the machines; raises where the plan is none for them."""
+    profile, machines = profile_of(model), _cluster_of(cluster)
+    if problems := plan.check(profile, machines):
+        raise MeshwrightError(problems)
+    return profile, machines
+
+
+__all__ = ["DecoderConfig", "check", "cluster", "forecast", "model", "plan", "probe", "simulate", "train"]
