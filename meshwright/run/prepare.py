@@ -23,7 +23,7 @@ from meshwright.core.units import counted, pretty_bytes
 from meshwright.data.open_data import Data
 from meshwright.data.open_data import open_data as open_files
 from meshwright.machine.probe import machine_name
-from meshwright.planner.search import SearchResult, found_as_json, search
+from meshwright.planner.search import SearchResult, search
 from meshwright.planner.wishes import allowance, is_allowed, read_wishes
 from meshwright.run.comparison import Promise
 from meshwright.run.model import ModelDescription, describe_run, fitting
@@ -256,7 +256,7 @@ def write_prepared(config: RunConfig, prepared: PreparedRun) -> None:
         "plan.json": prepared.plan.to_json(),
         "wishes.json": json.dumps(encode(wishes_of(config))),
         "forecast.json": json.dumps(encode(prepared.forecast), indent=1),
-        **({} if prepared.found is None else {"search.json": json.dumps(found_as_json(prepared.found))}),
+        **({} if prepared.found is None else {"search.json": json.dumps(encode(prepared.found))}),
         "predicted.timeline.json": timeline.to_json(),
         "predicted.trace.json": timeline.to_chrome(),
     }

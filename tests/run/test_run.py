@@ -17,6 +17,7 @@ from meshwright.core.ledger import Entry
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.timeline import Timeline
+from meshwright.planner.result import SearchResult
 from meshwright.run.result import RunSummary
 from meshwright.run.run import EvaluationEvent, MessageEvent, Run, SaveEvent, StepEvent
 from meshwright.run.run_file import read_run
@@ -66,7 +67,7 @@ def test_a_run_is_prepared_started_followed_and_asked(tmp_path: Path, capfd: pyt
         assert load_artefact(kind, result.paths[name]), name
     assert load_artefact(Profile, result.paths["profile"]) == prepared.profile
     assert load_artefact(Forecast, result.paths["forecast"]) == prepared.forecast
-    assert "search" in result.paths
+    assert load_artefact(SearchResult, result.paths["search"]) == prepared.found
 
 
 def test_a_stop_saves_and_the_next_start_goes_on_beside_another_run(tmp_path: Path) -> None:
