@@ -37,8 +37,8 @@ from meshwright.ops.initial_weights import Source
 from meshwright.optimizers.update import Optimizer, OptimizerConfig
 from meshwright.run.model import open_config
 from meshwright.runtime.api import Built
-from meshwright.runtime.async_stream import loop_of
 from meshwright.runtime.build import build as build_plan
+from meshwright.runtime.loop import Loop
 
 Row = dict[str, Any]
 WARM_STEPS = 3
@@ -84,7 +84,7 @@ def built(case: Case, device: torch.device) -> Built:
     opened = open_config(case.config, case.name, 0)
     source = drawn_there(opened.source, device)
     made = build_plan(case.plan, opened.model, opened.profile, Mesh.make({}, device), source)
-    return Built(loop_of(made, Optimizer(OptimizerConfig(), made)))
+    return Built(Loop(made, Optimizer(OptimizerConfig(), made)))
 
 
 def sample(case: Case, device: torch.device) -> tuple[Any, Tensor]:

@@ -124,9 +124,16 @@ def loss_divisor_doubled(swap: Swap) -> None:
 
 @mutant("replicate")
 def gradients_kept_from_the_step_before(swap: Swap) -> None:
-    swap("ops.replicate:Bucket", "start_step", lambda old: lambda self: [
-        setattr(p, "grad", v) for p, v in zip(self.parameters, self.views, strict=True)
-    ])  # fmt: skip
+    def change(old: Any) -> Any:
+        def begin_step(self: Any) -> None:
+            kept = [bucket.flat.clone() for bucket in self.buckets]
+            old(self)
+            for bucket, gradients in zip(self.buckets, kept, strict=True):
+                bucket.flat.copy_(gradients)
+
+        return begin_step
+
+    swap("ops.gradient_exchange:Buckets", "begin_step", change)
 
 
 @mutant("documents")
@@ -134,12 +141,12 @@ def weights_of_targets_ignored(swap: Swap) -> None:
     def change(old: Any) -> Any:
         return lambda head, x, targets, weights: old(head, x, targets, weights * 0 + 1)
 
-    swap("models.decoder", "score", change)
+    swap("zoo.decoder", "score", change)
 
 
 @mutant("replicate")
 def gradient_of_the_loss_one_percent_off(swap: Swap) -> None:
-    swap("ops.loss:TokenLoss", "backward", lambda old: lambda ctx, grad: (old(ctx, grad)[0] * 1.01, None))
+    swap("ops.cross_entropy:TokenLoss", "backward", lambda old: lambda ctx, grad: (old(ctx, grad)[0] * 1.01, None))
 
 
 @mutant("local")
@@ -157,7 +164,7 @@ def last_chunk_of_the_loss_dropped(swap: Swap) -> None:
 
         return chunked_score
 
-    swap("ops.loss", "chunked_score", change)
+    swap("ops.cross_entropy", "chunked_score", change)
 
 
 @mutant("replicate")
@@ -165,7 +172,7 @@ def every_rank_gets_the_first_rows(swap: Swap) -> None:
     def change(old: Any) -> Any:
         return lambda batch, part, num_parts, shares=(): old(batch, 0, num_parts, shares)
 
-    swap("data.opened", "part_rows", change)
+    swap("data.open_data", "part_rows", change)
 
 
 # Rates, clipping, optimizers
@@ -173,24 +180,24 @@ def every_rank_gets_the_first_rows(swap: Swap) -> None:
 
 @mutant("replicate")
 def rates_one_step_ahead(swap: Swap) -> None:
-    swap("runtime.optimizer_config:OptimizerConfig", "lr_at", lambda old: lambda self, s, n: old(self, s + 1, n))
+    swap("optimizers.optimizer_config:OptimizerConfig", "lr_at", lambda old: lambda self, s, n: old(self, s + 1, n))
 
 
 @mutant("replicate")
 def cosine_is_a_straight_line(swap: Swap) -> None:
-    swap("runtime.optimizer_config:_FALLS", "cosine", lambda old: lambda progress: 1 - progress)
+    swap("optimizers.optimizer_config:_FALLS", "cosine", lambda old: lambda progress: 1 - progress)
 
 
 @mutant("replicate")
 def warm_up_ignored(swap: Swap) -> None:
-    swap("runtime.optimizer_config:OptimizerConfig", "lr_at", lambda old: lambda self, s, n: old(
+    swap("optimizers.optimizer_config:OptimizerConfig", "lr_at", lambda old: lambda self, s, n: old(
         replace(self, warmup=0), s, n
     ))  # fmt: skip
 
 
 @mutant("replicate")
 def no_clipping(swap: Swap) -> None:
-    swap("runtime.optimizer:Optimizer", "update", lambda old: lambda self, lr, norm: old(self, lr, 0.0))
+    swap("optimizers.update:Optimizer", "update", lambda old: lambda self, lr, norm: old(self, lr, 0.0))
 
 
 @mutant("tensor")
@@ -203,7 +210,7 @@ def norm_counts_replicas_of_a_piece(swap: Swap) -> None:
 
         return squared_norm
 
-    swap("runtime.optimizer:Optimizer", "squared_norm", change)
+    swap("optimizers.update:Optimizer", "squared_norm", change)
 
 
 @mutant("replicate")
@@ -217,7 +224,7 @@ def moments_lost_from_step_three(swap: Swap) -> None:
 
         return update
 
-    swap("runtime.optimizer:Optimizer", "update", change)
+    swap("optimizers.update:Optimizer", "update", change)
 
 
 @mutant("replicate")
@@ -228,7 +235,7 @@ def betas_swapped(swap: Swap) -> None:
 
         return init
 
-    swap("runtime.optimizers.adamw:AdamW", "__init__", change)
+    swap("optimizers.adamw:AdamW", "__init__", change)
 
 
 @mutant("replicate")
@@ -240,7 +247,7 @@ def no_bias_correction(swap: Swap) -> None:
 
         return step
 
-    swap("runtime.optimizers.adamw:AdamW", "step", change)
+    swap("optimizers.adamw:AdamW", "step", change)
 
 
 @mutant("replicate")
@@ -250,7 +257,7 @@ def norms_decay(swap: Swap) -> None:
             old(config, build, name, value), weight_decay=config.weight_decay
         )
 
-    swap("runtime.optimizer", "_piece", change)
+    swap("optimizers.update", "_piece", change)
 
 
 @mutant("replicate")
@@ -258,7 +265,7 @@ def groups_ignored(swap: Swap) -> None:
     def change(old: Any) -> Any:
         return lambda config, build, name, value: replace(old(config, build, name, value), lr_scale=1.0)
 
-    swap("runtime.optimizer", "_piece", change)
+    swap("optimizers.update", "_piece", change)
 
 
 @mutant("lamb")
@@ -272,12 +279,12 @@ def trust_of_a_piece_for_the_whole(swap: Swap) -> None:
 
         return call
 
-    swap("runtime.optimizers.sums:Sums", "__call__", change)
+    swap("optimizers.global_sums:Sums", "__call__", change)
 
 
 @mutant("muon")
 def one_turn_of_newton_schulz_too_few(swap: Swap) -> None:
-    swap("runtime.optimizers.muon", "TURNS", lambda old: 4)
+    swap("optimizers.muon", "TURNS", lambda old: 4)
 
 
 # Layers
@@ -288,7 +295,7 @@ def documents_see_each_other(swap: Swap) -> None:
     def change(old: Any) -> Any:
         return lambda sequence, window, documents, device: old(sequence, window, None, device)
 
-    swap("models.decoder", "attention_mask", change)
+    swap("zoo.decoder", "attention_mask", change)
 
 
 @mutant("learned")
@@ -301,12 +308,12 @@ def positions_go_on_over_documents(swap: Swap) -> None:
 
         return places
 
-    swap("models.decoder", "places_in_documents", change)
+    swap("zoo.decoder", "places_in_documents", change)
 
 
 @mutant("tensor")
 def rotation_not_undone_in_backward(swap: Swap) -> None:
-    swap("models.layers:Rotate", "backward", lambda old: lambda ctx, grad: (grad, None, None))
+    swap("zoo.layers:Rotate", "backward", lambda old: lambda ctx, grad: (grad, None, None))
 
 
 @mutant("tensor")
@@ -318,7 +325,7 @@ def a_term_of_the_norms_backward_missing(swap: Swap) -> None:
 
         return backward
 
-    swap("models.layers:RMSNorm", "backward", change)
+    swap("zoo.layers:RMSNorm", "backward", change)
 
 
 # Techniques
@@ -328,14 +335,15 @@ def a_term_of_the_norms_backward_missing(swap: Swap) -> None:
 def a_bucket_is_not_summed(swap: Swap) -> None:
     def change(old: Any) -> Any:
         def finish(self: Any) -> None:
-            mine = self.flat.clone() if len(self.parameters) < 4 else None
+            small = [bucket for bucket in self.buckets if len(bucket.parameters) < 4]
+            mine = [bucket.flat.clone() for bucket in small]
             old(self)
-            if mine is not None:
-                self.flat.copy_(mine)
+            for bucket, gradients in zip(small, mine, strict=True):
+                bucket.flat.copy_(gradients)
 
         return finish
 
-    swap("ops.replicate:Bucket", "finish", change)
+    swap("ops.gradient_exchange:Buckets", "finish", change)
 
 
 @mutant("shard")
@@ -352,7 +360,7 @@ def gradients_divided_by_the_shards(swap: Swap) -> None:
 
 @mutant("tensor")
 def entries_of_regions_do_not_sum(swap: Swap) -> None:
-    swap("ops.tensor:_Enter", "backward", lambda old: lambda ctx, grad: (
+    swap("ops.tensor_parallel:_Enter", "backward", lambda old: lambda ctx, grad: (
         (old(ctx, grad)[0] if ctx.sequence else grad), None, None
     ))  # fmt: skip
 
@@ -366,7 +374,7 @@ def parts_of_the_sequence_in_another_order(swap: Swap) -> None:
 
         return gather
 
-    swap("ops.tensor", "_gather", change)
+    swap("ops.tensor_parallel", "_gather", change)
 
 
 @mutant("tensor")
@@ -377,27 +385,27 @@ def split_vocabulary_shifted_by_a_word(swap: Swap) -> None:
 
         return forward
 
-    swap("ops.loss:SplitTokenLoss", "forward", change)
+    swap("ops.cross_entropy:SplitTokenLoss", "forward", change)
 
 
 @mutant("sequence")
 def owed_sums_not_paid(swap: Swap) -> None:
-    swap("runtime.build:Build", "sum_owed", lambda old: lambda self: None)
+    swap("ops.gradient_exchange:LateSums", "finish", lambda old: lambda self: None)
 
 
 @mutant("pipeline")
 def tied_embedding_not_summed(swap: Swap) -> None:
     def change(old: Any) -> Any:
-        return lambda self, name, group, is_copy=False: old(self, name, None, is_copy)
+        return lambda self, technique, name, group, is_copy=False: old(self, technique, name, None, is_copy=is_copy)
 
-    swap("runtime.build:Build", "owe", change)
+    swap("runtime.build:RankBuild", "sum_late", change)
 
 
 @mutant("pipeline")
 def gradients_to_another_microbatch(swap: Swap) -> None:
     def change(old: Any) -> Any:
-        def transfer(self: Any, wire: Any, action: Any, key: Any) -> None:
-            old(self, wire, action, key)
+        def transfer(self: Any, batch: Any, action: Any, key: Any) -> None:
+            old(self, batch, action, key)
             if action.kind == "receive_backward" and self.gradients:
                 first = next(iter(self.gradients))
                 self.gradients[key], self.gradients[first] = self.gradients[first], self.gradients[key].roll(1, 1)
@@ -415,7 +423,7 @@ def pieces_of_the_ring_merged_unweighted(swap: Swap) -> None:
 
         return merge
 
-    swap("ops.context", "_merge", change)
+    swap("ops.context_parallel", "_merge", change)
 
 
 @mutant("ring")
@@ -423,7 +431,7 @@ def the_ring_sees_the_future(swap: Swap) -> None:
     def change(old: Any) -> Any:
         return lambda index, other, chunk: old(index, other, chunk)._replace(is_causal=False)
 
-    swap("ops.context", "piece_of", change)
+    swap("ops.context_parallel", "piece_of", change)
 
 
 @mutant("ring")
@@ -435,7 +443,7 @@ def gradients_of_keys_stay_on_the_way(swap: Swap) -> None:
 
         return backward
 
-    swap("ops.context:Ring", "backward", change)
+    swap("ops.context_parallel:Ring", "backward", change)
 
 
 @mutant("ulysses")
@@ -443,12 +451,12 @@ def heads_of_ulysses_come_back_in_another_order(swap: Swap) -> None:
     def change(old: Any) -> Any:
         return lambda self, *given: old(self, *given).flip(1)
 
-    swap("ops.context:Ulysses", "__call__", change)
+    swap("ops.context_parallel:Ulysses", "__call__", change)
 
 
 @mutant("experts")
 def rows_of_experts_not_sorted(swap: Swap) -> None:
-    swap("ops.expert", "_transposed", lambda old: lambda rows, lengths: rows)
+    swap("ops.expert_dispatch", "_transposed", lambda old: lambda rows, lengths: rows)
 
 
 @mutant("experts")
@@ -461,7 +469,7 @@ def balancing_loss_not_scaled(swap: Swap) -> None:
 
         return backward
 
-    swap("ops.experts:AttachLoss", "backward", change)
+    swap("ops.routing:AttachLoss", "backward", change)
 
 
 @mutant("batch norm")
@@ -494,7 +502,7 @@ def recomputation_draws_other_numbers(swap: Swap) -> None:
     def change(old: Any) -> Any:
         return lambda *given, **more: old(*given, preserve_rng_state=False, **more)
 
-    swap("ops.surgery", "checkpoint", change)
+    swap("ops.module_edits", "checkpoint", change)
 
 
 @mutant("bf16")
@@ -529,7 +537,7 @@ def masters_rounded_to_bf16(swap: Swap) -> None:
 
         return update
 
-    swap("runtime.optimizer:Optimizer", "update", change)
+    swap("optimizers.update:Optimizer", "update", change)
 
 
 @mutant("replicate")
@@ -553,7 +561,7 @@ def recomputed_blocks_hand_no_gradient_back(swap: Swap) -> None:
 
         return recomputed
 
-    swap("ops.surgery", "recomputed", change)
+    swap("ops.module_edits", "recomputed", change)
 
 
 # Cases

@@ -14,6 +14,8 @@ import statistics
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -27,9 +29,8 @@ from meshwright.launch.rank_pool import RankPool
 from meshwright.models.presets import DecoderConfig
 from meshwright.run.model import open_config
 from meshwright.run.run_file import OptimizerConfig
-from meshwright.runtime.async_stream import StreamLoop
-from meshwright.runtime.loop import Interpreter
-from meshwright.schedules import GREEDY, SCHEDULES, Action, Timetable
+from meshwright.runtime import loop
+from meshwright.schedules import SCHEDULES, Timetable
 from meshwright.schedules.actions import COMPUTES
 from meshwright.schedules.events import sweep
 from meshwright.verify import parity
@@ -41,7 +42,7 @@ SEQUENCE, COUNTS = 128, (2, 4, 8)
 RATES = OptimizerConfig(lr=3e-4, clip=0.0)
 NUM_RANKS, WARM_UP, STEPS, SEED = 2, 2, 7, 0
 GOAL, TIMEOUT_SECONDS = 0.9, 1800
-NAMES = (*SCHEDULES, GREEDY)
+NAMES = tuple(SCHEDULES)
 
 Timed = tuple[str, int, float, float]
 """(kind, chunk, start, end) of one action."""
@@ -50,31 +51,29 @@ UPDATE = "update"
 
 
 class Watch:
-    """Times every action that computes."""
+    """Times every action that computes, where the loop names it for the profiler."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, with_updates: bool) -> None:
+        self.with_updates = with_updates
         self.actions: list[Timed] = []
-        self.plain, self.plain_update = Interpreter.do, StreamLoop._update
 
     def __enter__(self) -> Watch:
-        watch, plain = self, self.plain
-
-        def do(interpreter: Interpreter, action: Action, *, is_last: bool) -> None:
-            start = time.monotonic()
-            plain(interpreter, action, is_last=is_last)
-            if action.kind in COMPUTES:
-                watch.actions.append((action.kind, action.chunk, start, time.monotonic()))
-
-        def update(loop: StreamLoop, batch: Any) -> None:
-            start = time.monotonic()
-            watch.plain_update(loop, batch)
-            watch.actions.append((UPDATE, 0, start, time.monotonic()))
-
-        Interpreter.do, StreamLoop._update = do, update  # type: ignore[method-assign]
+        self.plain = loop.record_function
+        loop.record_function = self.timed
         return self
 
     def __exit__(self, *_: object) -> None:
-        Interpreter.do, StreamLoop._update = self.plain, self.plain_update  # type: ignore[method-assign]
+        loop.record_function = self.plain
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """`mw:backward 3.1`: the microbatch and, but for the first, the chunk."""
+        kind, _, number = name.removeprefix("mw:").partition(" ")
+        start = time.monotonic()
+        yield
+        if kind in COMPUTES or (self.with_updates and kind in ("exchange", UPDATE)):
+            chunk = int(number.partition(".")[2] or 0)
+            self.actions.append((kind if kind in COMPUTES else UPDATE, chunk, start, time.monotonic()))
 
 
 def watched(*, steps: int, rank: int, num_ranks: int, rendezvous: str) -> dict[str, list[list[Timed]]]:
@@ -94,7 +93,7 @@ def watched(*, steps: int, rank: int, num_ranks: int, rendezvous: str) -> dict[s
             for step in range(WARM_UP + steps):
                 if not overlaps:
                     dist.barrier()
-                with Watch() as watch:
+                with Watch(with_updates=overlaps) as watch:
                     (session.loop.feed if overlaps else session.loop.step)(samples, RATES.lr)
                 taken += [watch.actions] if step >= WARM_UP else []
             session.loop.flush()
@@ -114,8 +113,7 @@ def idle_fraction(ranks: list[list[Timed]]) -> float:
 
 def simulated_fraction(name: str, count: int, ranks: list[list[list[Timed]]]) -> float:
     """The same of the schedule, given how long each kind of action took in each span."""
-    chunks = 1 if name == GREEDY else SCHEDULES[name].chunks
-    table = Timetable(name, chunks)
+    table = Timetable(name, SCHEDULES[name].chunks)
     places = table.places(NUM_RANKS)
     taken: dict[tuple[str, int], list[float]] = defaultdict(list)
     for rank, steps in enumerate(ranks):

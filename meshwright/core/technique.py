@@ -23,6 +23,7 @@ from meshwright.core.plugins import plugins
 from meshwright.core.work import Circumstances, Num, Work
 
 if TYPE_CHECKING:
+    from meshwright.core.build import Build
     from meshwright.core.cluster import Cluster
     from meshwright.core.plan import Plan
     from meshwright.core.profile import Profile
@@ -94,7 +95,8 @@ class Technique:
     takes_shares: ClassVar[bool] = False
     """Ranks along its axis may run different numbers of microbatches: its field `shares`, empty where they do not."""
     sums_late: ClassVar[bool] = False
-    """It sums gradients over its axis itself, once the backward passes are over, of what it does not cut."""
+    """It exchanges what it does not cut over its axis itself, by late sums or an `Exchange` of its own: whoever sums
+    gradients over replicas leaves this axis alone."""
 
     draws_alike: ClassVar[bool] = True
     """Layers draw the random numbers (of dropout) that they would draw without it, sample by sample."""
@@ -161,8 +163,8 @@ class Technique:
     def price(self, work: Work) -> Work:
         raise NotImplementedError
 
-    def apply(self, build: Any) -> None:
-        """Contribute functions to the phases of a `runtime.build.Build`."""
+    def apply(self, build: Build) -> None:
+        """Add functions to the phases of a build."""
         raise NotImplementedError
 
     def blocks_of_stages(self, blocks: int) -> tuple[int, ...] | None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
+from meshwright.core.build import Build, Exchange
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.ops.gloo_collectives import all_gather, reduce_scatter
 
@@ -46,135 +47,143 @@ class _GlooReduce(_GlooGather):
             assert op == dist.ReduceOp.SUM, f"FSDP asks gloo for {op}"
 
 
-def shard_units(
-    build: Any,
-    axis: str,
-    replicas: list[str],
-    *,
-    stage: int,
-    prefetch: int,
-    reduce_dtype: torch.dtype,
-    problem: Callable[[str, str], Problem],
-) -> Callable[[bool, int], None]:
-    """Shard every unit of `build` and return what to call before each backward: flags(is_last, chunk)."""
-    mesh = build.mesh
-    assert len(replicas) <= 1, "hybrid sharding sums over one axis of replicas"
-    grid = mesh.submesh(*replicas, axis)
-    options: dict[str, Any] = {"mesh": grid}
-    if not build.compute_dtype == build.dtype == reduce_dtype:
-        options["mp_policy"] = MixedPrecisionPolicy(
-            param_dtype=build.compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
-        )
-        if mesh.device.type == "cpu":
-            _match_norms(build.model)
-    wrapped, goes_back, chunks, are_blocks = [], [], [], []
-    root_chunk = len(build.spans) - 1
-    has_backward = build.first_block > 0
-    for unit in build.units():
-        has_backward = has_backward or any(parameter.requires_grad for parameter in unit.parameters)
-        build.materialise(unit.parameters)
-        if unit.module is not None:
+class ShardedUnits(Exchange):
+    """Every unit of a build sharded by FSDP: it sums gradients itself, and is told here which backward is the last."""
+
+    def __init__(
+        self,
+        build: Build,
+        axis: str,
+        replicas: list[str],
+        *,
+        stage: int,
+        prefetch: int,
+        reduce_dtype: torch.dtype,
+        problem: Callable[[str, str], Problem],
+    ):
+        """Gradients are shared out over `axis` and then summed over the axis of `replicas`, where there is one."""
+        self.build, self.stage, self.has_replicas = build, stage, bool(replicas)
+        mesh = build.mesh
+        assert len(replicas) <= 1, "hybrid sharding sums over one axis of replicas"
+        grid = mesh.submesh(*replicas, axis)
+        options: dict[str, Any] = {"mesh": grid}
+        if not build.compute_dtype == build.dtype == reduce_dtype:
+            options["mp_policy"] = MixedPrecisionPolicy(
+                param_dtype=build.compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
+            )
+            if mesh.device.type == "cpu":
+                _match_norms(build.model)
+        self.wrapped, self.ends = [], []
+        goes_back, chunks = [], []
+        self.root_chunk = len(build.spans) - 1
+        has_backward = build.first_block > 0
+        for unit in build.units():
+            has_backward = has_backward or any(parameter.requires_grad for parameter in unit.parameters)
+            build.materialise(unit.parameters)
+            if unit.module is None:
+                self.root_chunk = min(self.root_chunk, unit.chunk)
+                continue
             # The ends stay gathered from forward to backward: the head's come one after the other, and the embedding's
             # backward needs no weight, but FSDP would gather it all the same.
-            wrapped.append(fully_shard(unit.module, reshard_after_forward=stage == 3 and unit.is_block, **options))
+            module = fully_shard(unit.module, reshard_after_forward=stage == 3 and unit.is_block, **options)
+            self.wrapped.append(module)
             goes_back.append(has_backward)
             chunks.append(unit.chunk)
-            are_blocks.append(unit.is_block)
-        else:
-            root_chunk = min(root_chunk, unit.chunk)
-    # The root takes what no unit took: the layers that share a weight.
-    wrapped.append(fully_shard(build.model, reshard_after_forward=False, **options))
-    set_prefetch(wrapped, goes_back, chunks, prefetch)
-    for module in wrapped:
-        _fill_unused(module, build.zero_filled)
-    trained = [id(parameter) for parameter in build.model.parameters() if parameter.requires_grad]
-    build.on_step.append(lambda: build.zero_filled.update(trained))
-    if build.model.block_order is not None:
-        _require_order(build.model, build.model.block_order, problem)
-    if mesh.device.type == "cpu":
-        _take_over_gloo(wrapped)
-    for name in build.boxes:
-        build.boxes[name] = build.boxes[name].chunk(0, mesh.index(axis), mesh.size(axis))
-        build.cut_axes[name] |= {axis}
-    # FSDP divides gradients by the ranks it sums over; the loss is already divided by all tokens.
-    build.loss_scale *= grid.size()
+            self.ends += [] if unit.is_block else [module]
+        # The root takes what no unit took: the layers that share a weight.
+        self.wrapped.append(fully_shard(build.model, reshard_after_forward=False, **options))
+        self.ends.append(self.wrapped[-1])
+        set_prefetch(self.wrapped, goes_back, chunks, prefetch)
+        for module in self.wrapped:
+            _fill_unused(module, build.zero_filled)
+        self.trained = [id(parameter) for parameter in build.model.parameters() if parameter.requires_grad]
+        if build.model.block_order is not None:
+            _require_order(build.model, build.model.block_order, problem)
+        if mesh.device.type == "cpu":
+            _take_over_gloo(self.wrapped)
+        for name in build.boxes:
+            build.boxes[name] = build.boxes[name].chunk(0, mesh.index(axis), mesh.size(axis))
+            build.cut_axes[name] |= {axis}
+        # FSDP divides gradients by the ranks it sums over; the loss is already divided by all tokens.
+        build.loss_scale *= grid.size()
+        self.members: dict[int, list[Any]] = {chunk: [] for chunk in range(len(build.spans))}
+        for module, chunk in zip(self.wrapped, [*chunks, self.root_chunk], strict=True):
+            self.members[chunk].append(module)
+        # Every chunk's backward is the root's too: it sums when its own chunk is due and stays gathered until the end.
+        self.root = build.model if len(self.members) > 1 else None
+        if self.root is not None:
+            self.members[self.root_chunk].remove(self.root)
+        self.told: dict[int, bool] = {}
+        """Chunk -> whether its last backward was the last thing FSDP was told of it."""
 
-    # A forward without a backward leaves layers gathered, and their parameters whole: nothing to save or to update.
-    build.on_evaluated.append(lambda: [module.reshard() for module in wrapped])
-    ends = [module for module, is_block in zip(wrapped, [*are_blocks, False], strict=True) if not is_block]
-    members: dict[int, list[Any]] = {chunk: [] for chunk in range(len(build.spans))}
-    for module, chunk in zip(wrapped, [*chunks, root_chunk], strict=True):
-        members[chunk].append(module)
-    return _flags(build, members, ends, stage, bool(replicas), root_chunk)
+    def begin_step(self) -> None:
+        self.build.zero_filled.update(self.trained)
+        if self.build.later is None:
+            # Before the first backward of a chunk another one's may do what was last said here.
+            for chunk in self.members if len(self.members) > 1 else ():
+                self._tell(chunk, is_last=False)
+            return
+        # No backward reduces anything, whatever it is the last of.
+        self.told.clear()
+        for module in (self.build.model, *(module for each in self.members.values() for module in each)):
+            module.set_requires_gradient_sync(False, recurse=False)
+            module.set_reshard_after_backward(False, recurse=False)
+        self.build.model.set_is_last_backward(False)
 
+    def before_backward(self, chunk: int, *, is_last: bool) -> None:
+        if self.build.later is None:
+            self._tell(chunk, is_last=is_last)
 
-def _flags(
-    build: Any, members: dict[int, list[Any]], ends: list[Any], stage: int, has_replicas: bool, root_chunk: int
-) -> Callable[[bool, int], None]:
-    told: dict[int, bool] = {}
-    # Every chunk's backward is the root's too: it sums when its own chunk is due and stays gathered until the end.
-    root = build.model if len(members) > 1 else None
-    if root is not None:
-        members[root_chunk].remove(root)
-
-    def flags(is_last: bool, chunk: int) -> None:
+    def _tell(self, chunk: int, *, is_last: bool) -> None:
         """By chunk: what is not at its end keeps its gradients and weights when another is."""
-        if told.get(chunk) != is_last:  # telling takes time
-            for module in members[chunk]:
+        if self.told.get(chunk) != is_last:  # telling takes time
+            for module in self.members[chunk]:
                 # What stays gathered for backward would be let go of by the end of another chunk's.
-                keeps = module in ends and len(members) > 1
-                module.set_requires_gradient_sync(stage > 1 or is_last, recurse=False)
-                module.set_reshard_after_backward(is_last or (stage == 3 and not keeps), recurse=False)
-                if has_replicas:
+                keeps = module in self.ends and len(self.members) > 1
+                module.set_requires_gradient_sync(self.stage > 1 or is_last, recurse=False)
+                module.set_reshard_after_backward(is_last or (self.stage == 3 and not keeps), recurse=False)
+                if self.has_replicas:
                     module.set_requires_all_reduce(is_last, recurse=False)
-        told[chunk] = is_last
-        is_end = len(told) == len(members) and all(told.values())
-        if root is not None:
-            root.set_requires_gradient_sync(chunk == root_chunk and (stage > 1 or is_last), recurse=False)
-            root.set_reshard_after_backward(is_end, recurse=False)
-            if has_replicas:
-                root.set_requires_all_reduce(is_last, recurse=False)
-        build.model.set_is_last_backward(is_end)
+        self.told[chunk] = is_last
+        if self.root is not None:
+            is_due = chunk == self.root_chunk and (self.stage > 1 or is_last)
+            self.root.set_requires_gradient_sync(is_due, recurse=False)
+            self.root.set_reshard_after_backward(self._is_end(), recurse=False)
+            if self.has_replicas:
+                self.root.set_requires_all_reduce(is_last, recurse=False)
+        self.build.model.set_is_last_backward(self._is_end())
 
-    def start() -> None:
-        """Before the first backward of a chunk another one's may do what was last said here."""
-        for chunk in members if len(members) > 1 else ():
-            flags(False, chunk)
+    def _is_end(self) -> bool:
+        return len(self.told) == len(self.members) and all(self.told.values())
 
-    def reduce(is_last: bool, chunk: int) -> None:
-        """When the second half of a backward has made its gradients, which FSDP does not see by itself."""
-        is_due = stage > 1 or is_last
-        for module in (*members[chunk], *([root] if root is not None and chunk == root_chunk else [])):
+    def gradients_ready(self, chunk: int, *, is_last: bool) -> None:
+        """Where the second half of a backward has made gradients, which FSDP does not see by itself."""
+        if self.build.later is None:
+            return
+        is_due = self.stage > 1 or is_last
+        root = [self.root] if self.root is not None and chunk == self.root_chunk else []
+        for module in (*self.members[chunk], *root):
             module.set_requires_gradient_sync(is_due, recurse=False)
-            module.set_reshard_after_backward(is_last and module is not root, recurse=False)
-            if has_replicas:
+            module.set_reshard_after_backward(is_last and module is not self.root, recurse=False)
+            if self.has_replicas:
                 module.set_requires_all_reduce(is_last, recurse=False)
             for group in _groups(module):
-                _note_used(group, build.zero_filled)
+                _note_used(group, self.build.zero_filled)
                 if is_due:
                     _fill_gradients(group)
                 group.post_backward()
             module.set_requires_gradient_sync(False, recurse=False)
-        done[chunk] = is_last
-        if len(done) == len(members) and all(done.values()):
-            build.model.set_is_last_backward(True)
-            fully_shard.state(build.model)._root_post_backward_final_callback()
-            if root is not None:
-                root.reshard()
+        self.told[chunk] = is_last
+        if self._is_end():
+            self.build.model.set_is_last_backward(True)
+            fully_shard.state(self.build.model)._root_post_backward_final_callback()
+            if self.root is not None:
+                self.root.reshard()
 
-    def start_apart() -> None:
-        """No backward reduces anything, whatever it is the last of."""
-        done.clear()
-        for module in (build.model, *(module for each in members.values() for module in each)):
-            module.set_requires_gradient_sync(False, recurse=False)
-            module.set_reshard_after_backward(False, recurse=False)
-        build.model.set_is_last_backward(False)
-
-    done: dict[int, bool] = {}
-    if build.later is not None:
-        build.on_weights.append(reduce)
-    build.on_step.append(start if build.later is None else start_apart)
-    return flags if build.later is None else lambda is_last, chunk: None
+    def after_evaluation(self) -> None:
+        """A forward without a backward leaves layers gathered, and their parameters whole."""
+        for module in self.wrapped:
+            module.reshard()
 
 
 def _groups(module: Any) -> list[Any]:

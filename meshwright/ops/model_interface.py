@@ -39,6 +39,17 @@ class ModelPart:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParameterUnit:
+    """Parameters that are gathered and reduced together: those of one module, or of layers that share a weight."""
+
+    module: nn.Module | None
+    parameters: tuple[nn.Parameter, ...]
+    is_block: bool
+    chunk: int
+    """The first of the stage's chunks of layers that has a part of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Inside:
     """A region that may be split: what enters `entries` is whole, pieces of it add up after the linear `row`."""
 

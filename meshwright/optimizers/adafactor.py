@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from meshwright.core.box import Box
+from meshwright.core.build import Build
 from meshwright.optimizers.global_sums import Norms, Shape, Sums
 from meshwright.optimizers.rule import OptimizerState, ParameterPiece, UpdateRule
-from meshwright.runtime.build import Build
 
 GROWTH = 0.8
 """beta2 of step t is 1 - t^-0.8 (section 7.2)."""

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from meshwright.core.build import Build
 from meshwright.optimizers.global_sums import Norms
 from meshwright.optimizers.rule import UpdateRule
-from meshwright.runtime.build import Build
 
 
 class Lamb(UpdateRule):

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from meshwright.core.build import Build
 from meshwright.optimizers.global_sums import Norms
 from meshwright.optimizers.rule import ParameterPiece, UpdateRule
-from meshwright.runtime.build import Build
 
 TRUST = 0.001
 """How far a matrix may move in a step at rate 1, relative to its own length."""

@@ -14,11 +14,11 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from meshwright.core.build import Build
 from meshwright.optimizers.adamw import AdamW
 from meshwright.optimizers.optimizer_config import OptimizerConfig
 from meshwright.optimizers.rule import OptimizerState, ParameterPiece, UpdateRule
 from meshwright.optimizers.whole_matrix import Matrix, plan_rounds
-from meshwright.runtime.build import Build
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
 """a x + b x^3 + c x^5 takes singular values of 0 to 1 close to 1 in a few turns, fastest for small ones."""

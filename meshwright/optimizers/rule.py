@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from meshwright.core.box import Box
+from meshwright.core.build import Build
 from meshwright.optimizers.optimizer_config import OptimizerConfig
-from meshwright.runtime.build import Build
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

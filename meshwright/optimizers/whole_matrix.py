@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.core.box import Box
+from meshwright.core.build import Build
 from meshwright.ops.device_mesh import Mesh
 from meshwright.ops.gloo_collectives import all_gather_single
-from meshwright.runtime.build import Build
 
 Held = dict[str, Tensor]
 

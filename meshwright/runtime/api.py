@@ -33,7 +33,6 @@ from meshwright.ops.model_interface import Inputs, Model, map_inputs, num_sample
 from meshwright.optimizers.update import Optimizer
 from meshwright.run.model import ModelDescription, OpenedModel, about, describe, open_config, open_model, section_named
 from meshwright.run.run_file import OptimizerConfig, TrainSection
-from meshwright.runtime.async_stream import loop_of
 from meshwright.runtime.build import build as build_plan
 from meshwright.runtime.checkpointing import save
 from meshwright.runtime.loop import Loop, Samples, StepResult
@@ -189,7 +188,7 @@ def build(
     mesh = _mesh(plan, device)
     opened, told = _open(model, seed, inputs, loss)
     made = build_plan(plan, opened.model, opened.profile, mesh, opened.source, dtype)
-    return Built(loop_of(made, Optimizer(optimizer or OptimizerConfig(), made)), told)
+    return Built(Loop(made, Optimizer(optimizer or OptimizerConfig(), made)), told)
 
 
 def train_steps(

@@ -15,34 +15,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.core.box import Box
+from meshwright.core.build import Build, Exchange
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Layer, Param, Profile
-from meshwright.core.technique import PHASES
+from meshwright.core.technique import PHASES, Technique
 from meshwright.ops.device_mesh import Mesh
 from meshwright.ops.fsdp import local
+from meshwright.ops.gradient_exchange import LateSums
 from meshwright.ops.initial_weights import Source, join_in_order
-from meshwright.ops.model_interface import Inputs, Model, ModelPart, Spans
+from meshwright.ops.model_interface import Inputs, Model, ModelPart, ParameterUnit, Spans
 from meshwright.ops.module_edits import replace_parameter
 from meshwright.ops.split_backward import Later
 from meshwright.ops.stage_transport import Wire
-from meshwright.schedules import Actions, Places, Timetable
-
-
-@dataclass(frozen=True, kw_only=True)
-class Unit:
-    """Parameters that are gathered and reduced together: those of one module, or of layers that share a weight."""
-
-    module: nn.Module | None
-    parameters: tuple[nn.Parameter, ...]
-    is_block: bool
-    chunk: int
-    """The first of the stage's chunks of layers that has a part of it."""
+from meshwright.schedules import Actions, Call, Places, Timetable
 
 
 @dataclass(kw_only=True)
-class Build:
-    """What techniques change. Each adds functions to phases; they run in the order of `PHASES`."""
+class RankBuild:
+    """What techniques change (`core.build.Build`). Each adds functions to phases; they run in the order of `PHASES`."""
 
     plan: Plan
     profile: Profile
@@ -61,25 +52,17 @@ class Build:
     """Where the halves of backward are apart: the second ones still to do."""
     sequence_ways: int = 1
     loss_scale: float = 1.0
-    reduction_owner: str = ""
-    """The one technique that sums gradients over the replicas."""
-    on_step: list[Callable[[], Any]] = field(default_factory=list)
-    on_backward: list[Callable[[bool, int], Any]] = field(default_factory=list)
-    """Called before each backward: whether it is the chunk's last one of the step, and which chunk."""
-    on_weights: list[Callable[[bool, int], Any]] = field(default_factory=list)
-    """Where the halves of backward are apart, called when a microbatch has all its gradients in a chunk: whether it is
-    the chunk's last one of the step, and which chunk."""
-    on_finish: list[Callable[[], Any]] = field(default_factory=list)
+    exchanges: list[Exchange] = field(default_factory=list)
+    """Called in this order at every place of a step; late sums are the last."""
+    exchange_owners: dict[str, str] = field(default_factory=dict)
+    late_sums: LateSums = field(init=False)
     on_action: list[Callable[[], Any]] = field(default_factory=list)
     """Called before every action: for whoever watches."""
-    on_evaluated: list[Callable[[], Any]] = field(default_factory=list)
     boxes: dict[str, Box] = field(default_factory=dict)
     cut_axes: dict[str, frozenset[str]] = field(default_factory=dict)
     """Axes that cut a parameter; along all others it is a replica."""
     canonical: dict[str, str] = field(default_factory=dict)
     """Name here -> the one name a parameter has in every plan (tied weights have two names)."""
-    owed: dict[str, list[dist.ProcessGroup]] = field(default_factory=dict)
-    """Gradients still to be summed over a group when the backward passes are over."""
     zero_filled: set[int] = field(default_factory=set)
     """Ids of parameters whose gradient is only the zeros it began the step with: nothing was added so far."""
     copies: set[str] = field(default_factory=set)
@@ -90,6 +73,7 @@ class Build:
 
     def __post_init__(self) -> None:
         self.spans = self.spans or ((0, self.profile.num_blocks),)
+        self.late_sums = LateSums(self)
         first: dict[int, str] = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             self.canonical[name] = first.setdefault(id(parameter), self.model.public_name(name))
@@ -115,6 +99,8 @@ class Build:
                 self.materialise(self.model.parameters())  # whatever no wrapper has filled yet
             for change in self._phases.get(phase, ()):
                 change(self)
+        if self.late_sums.groups:
+            self.exchanges.append(self.late_sums)
 
     def named_params(self) -> Iterable[tuple[str, Param]]:
         """Canonical name and profile entry of every parameter of this stage, tied ones once."""
@@ -144,7 +130,7 @@ class Build:
         for name, parameter in self.model.named_parameters():
             yield self.canonical[name], parameter
 
-    def units(self) -> list[Unit]:
+    def units(self) -> list[ParameterUnit]:
         """Layers gathered and reduced together: one each, but those that share a weight or a unit as one."""
         grouped: dict[str, list[ModelPart]] = {}
         for part, layer in self._layers():
@@ -161,7 +147,7 @@ class Build:
             module = parts[0].module if len(parts) == 1 else None
             chunk = min(chunks[part.name] for part in parts)
             is_block = parts[0].is_block
-            units.append(Unit(module=module, parameters=tuple(own.values()), is_block=is_block, chunk=chunk))
+            units.append(ParameterUnit(module=module, parameters=tuple(own.values()), is_block=is_block, chunk=chunk))
         return sorted(units, key=lambda unit: unit.module is not None)
 
     def _chunk_of(self, at: int) -> int:
@@ -186,8 +172,9 @@ class Build:
         """Whether the last layers are here."""
         return self.spans[-1][1] == self.profile.num_blocks
 
-    def actions(self, num_microbatches: int) -> Actions:
-        return self.timetable.actions(self.stage, self.num_stages, num_microbatches)
+    def actions(self, num_microbatches: int, call: Call = "first") -> Actions:
+        """What this stage does in a call of the loop."""
+        return self.timetable.actions(self.stage, self.num_stages, num_microbatches, call)
 
     def forward_actions(self, num_microbatches: int) -> Actions:
         return self.timetable.forward_actions(self.stage, self.num_stages, num_microbatches)
@@ -215,18 +202,30 @@ class Build:
         for name in self.cut_axes:
             self.cut_axes[name] |= {axis}
 
-    def owe(self, name: str, group: dist.ProcessGroup | None, is_copy: bool = False) -> None:
-        """The gradient is still to be summed over `group`; `is_copy`: another stage answers for the parameter."""
+    def add_exchange(self, technique: Technique, exchange: Exchange, *more_axes: str) -> None:
+        for axis in (technique.axis, *more_axes):
+            self._claim(axis, technique)
+        self.exchanges.append(exchange)
+
+    def _claim(self, axis: str, technique: Technique) -> None:
+        owner = self.exchange_owners.setdefault(axis, technique.name)
+        if owner != technique.name:
+            what = f"{owner} already exchanges gradients over the axis {axis}: they would be summed twice."
+            raise MeshwrightError([technique.problem(what, f"Leave out {technique.name} or {owner}.")])
+
+    def sum_late(
+        self, technique: Technique, name: str, group: dist.ProcessGroup | None, *, is_copy: bool = False
+    ) -> None:
+        self._claim(technique.axis, technique)
         if group is not None:
-            self.owed.setdefault(name, []).append(group)
+            self.late_sums.add(name, group)
         if is_copy:
             self.copies.add(name)
 
-    def owe_rest(self, axis: str) -> None:
-        """Ranks along `axis` see different data: what it does not cut is still to be summed over it."""
+    def sum_rest_late(self, technique: Technique) -> None:
         for name, _ in self.named_parameters():
-            if axis not in self.cut_axes[name]:
-                self.owe(name, self.mesh.group(axis))
+            if technique.axis not in self.cut_axes[name]:
+                self.sum_late(technique, name, self.mesh.group(technique.axis))
 
     def materialise(self, parameters: Iterable[nn.Parameter]) -> None:
         """Allocate and fill the parameters that are still on the meta device."""
@@ -286,23 +285,6 @@ class Build:
             if parameter.grad is not None:
                 yield name, local(parameter.grad)
 
-    def sum_owed(self) -> None:
-        """Pay the sums owed, one message for each group, the same on all its ranks."""
-        by_group: dict[int, tuple[dist.ProcessGroup, list[Tensor]]] = {}
-        for name, parameter in self.named_parameters():
-            if name in self.owed and parameter.requires_grad and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-                self.zero_filled.add(id(parameter))
-        gradients = dict(self.local_gradients())
-        for name, groups in self.owed.items():
-            for group in groups if name in gradients else ():  # a frozen one has none
-                by_group.setdefault(id(group), (group, []))[1].append(gradients[name])
-        for group, tensors in by_group.values():
-            flat = torch.cat([tensor.flatten() for tensor in tensors])
-            dist.all_reduce(flat, group=group)
-            for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
-                tensor.copy_(part.view_as(tensor))
-
 
 def build(
     plan: Plan,
@@ -311,15 +293,16 @@ def build(
     mesh: Mesh,
     source: Source,
     dtype: torch.dtype = torch.float32,
-) -> Build:
+) -> RankBuild:
     """Apply a plan to a model that lies on the meta device."""
     problems = plan.check(profile)
     if problems:
         raise MeshwrightError(problems)
-    made = Build(plan=plan, profile=profile, model=model, mesh=mesh, source=source, dtype=dtype, compute_dtype=dtype)
-    made.run()
-    made.source = _spent  # it may hold a whole model
-    return made
+    settings: dict[str, Any] = {"mesh": mesh, "source": source, "dtype": dtype, "compute_dtype": dtype}
+    rank = RankBuild(plan=plan, profile=profile, model=model, **settings)
+    rank.run()
+    rank.source = _spent  # it may hold a whole model
+    return rank
 
 
 def _spent(name: str, box: Box, dtype: torch.dtype) -> Tensor:

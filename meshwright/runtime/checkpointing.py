@@ -17,10 +17,10 @@ from meshwright.core.errors import MeshwrightError
 from meshwright.ops.control import gather_json, share_json
 from meshwright.ops.initial_weights import Source
 from meshwright.optimizers.update import Optimizer
-from meshwright.runtime.build import Build
+from meshwright.runtime.build import RankBuild
 
 
-def _pieces(build: Build, optimizer: Optimizer) -> Iterable[tuple[str, Box, Tensor]]:
+def _pieces(build: RankBuild, optimizer: Optimizer) -> Iterable[tuple[str, Box, Tensor]]:
     for name, value in build.local_parameters():
         if build.owns(name):
             yield from as_it_lies(f"parameter.{name}", build.boxes[name], value)
@@ -41,7 +41,7 @@ def as_it_lies(name: str, box: Box, value: Tensor) -> Iterable[tuple[str, Box, T
         yield name, each, part
 
 
-def save(root: Path, step: int, build: Build, optimizer: Optimizer, state: Mapping[str, Any], keep: int) -> str:
+def save(root: Path, step: int, build: RankBuild, optimizer: Optimizer, state: Mapping[str, Any], keep: int) -> str:
     """Write a checkpoint together. Returns "" or, on every rank, why it could not be written; the run goes on."""
     mesh = build.mesh
     tmp = share_json(mesh.control, _attempt(lambda: str(begin(root, step))) if mesh.rank == 0 else None)
@@ -83,7 +83,7 @@ def source_of(reader: Reader, first: Source, buffers: Collection[str]) -> Source
     return read
 
 
-def restore_buffers(reader: Reader, build: Build) -> None:
+def restore_buffers(reader: Reader, build: RankBuild) -> None:
     for name, value in build.lasting_buffers():
         if f"buffer.{name}" in reader.tensor_names():
             staged = torch.empty(value.shape, dtype=value.dtype)
@@ -91,7 +91,7 @@ def restore_buffers(reader: Reader, build: Build) -> None:
             value.copy_(staged)
 
 
-def restore_optimizer(reader: Reader, build: Build, optimizer: Optimizer) -> None:
+def restore_optimizer(reader: Reader, build: RankBuild, optimizer: Optimizer) -> None:
     for kind, name, value, box in optimizer.state():
         if not box.is_empty:
             for _, each, part in as_it_lies(name, box, value):

@@ -1,11 +1,15 @@
-"""The training step: a small interpreter of a schedule's actions. Everything else hangs off it."""
+"""The training step: one interpreter of a schedule's actions. Everything else hangs off it.
+
+A call of the loop is a list of actions. Where steps do not overlap it is one whole step; where they do, the list holds
+what the call does of this batch's step and of the one before, whose microbatches have numbers below 0.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,14 +20,12 @@ from torch.profiler import record_function
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.ops.control import gather_json
 from meshwright.ops.model_interface import Inputs, map_inputs, split_inputs
-from meshwright.ops.stage_transport import Wire
+from meshwright.ops.weight_versions import Versions
 from meshwright.optimizers.update import Optimizer
-from meshwright.runtime.build import Build
-from meshwright.schedules import Action, Actions
+from meshwright.runtime.build import RankBuild
+from meshwright.schedules import Action, Actions, Call
+from meshwright.schedules.actions import WEIGHTS, last_of_chunks
 from meshwright.schedules.events import BACKWARDS
-
-WEIGHTS = ("backward", "backward_weight")
-"""Actions after which a microbatch has all its gradients in a chunk."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +67,30 @@ class StepResult:
     """Rank 0 wants a checkpoint."""
 
 
+@dataclass(kw_only=True, eq=False)
+class BatchUnderWay:
+    """A batch that is trained on or evaluated."""
+
+    microbatches: list[Any]
+    """(inputs, targets, weights) of each."""
+    trains: bool = False
+    scale: float = 1.0
+    """What its losses are multiplied by."""
+    divisor: float = 1.0
+    """What the sum of its losses is divided by, where it is reported."""
+    lr: float = 0.0
+    version: int = 0
+    """The weights it uses, by the number of updates before."""
+    total: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
+    """Sum of losses; zero but where the last layers are."""
+    scores: Tensor | None = None
+    """What the last layers made of the last microbatch, where no targets were given."""
+    message: Tensor | None = None
+    """After its exchange, what ranks agree on: sum of losses, squared norm, `requests`, whether parameters were unused.
+    Each rank's share; the sum over all ranks once it is `sent`."""
+    sent: dist.Work | None = None
+
+
 Key = tuple[int, int]
 """(microbatch, chunk)."""
 
@@ -72,65 +98,70 @@ Key = tuple[int, int]
 class Interpreter:
     """Does what a schedule says, action by action."""
 
-    def __init__(self, build: Build, microbatches: list[Any], *, scale: float = 1.0, trains: bool = False):
-        self.build, self.microbatches, self.scale, self.trains = build, microbatches, scale, trains
-        self.places, self.wire = build.places, build.wire
+    def __init__(self, build: RankBuild):
+        self.build, self.places, self.wire = build, build.places, build.wire
+        self.batch: BatchUnderWay | None = None
+        """Of this call."""
+        self.before: BatchUnderWay | None = None
+        """Of the call before, if its step is still under way."""
+        self.versions: Versions | None = None
+        """Of the weights, where steps overlap."""
         self.received: dict[Key, Tensor] = {}
         self.outputs: dict[Key, Tensor] = {}
         self.gradients: dict[Key, Tensor | None] = {}
-        self.total = torch.zeros((), dtype=torch.float64, device=build.mesh.device)
-        """Sum of losses; zero but where the last layers are."""
-        self.scores: Tensor | None = None
-        """What the last layers made of the last microbatch, where no targets were given."""
 
-    def run(self, actions: Actions) -> None:
-        self.expect(actions)
-        # Where halves are apart, the last gradients come later than the last backward.
-        kinds = WEIGHTS if self.build.timetable.splits_backward else BACKWARDS
-        lasts = {a.chunk: at for at, a in enumerate(actions) if a.kind in kinds}
+    def run(self, actions: Actions, *, ends_all: bool = True) -> None:
+        """`ends_all`: nothing is under way afterwards."""
+        build, wire, current = self.build, self.wire, self.batch or self.before
+        assert current is not None
+        if wire is not None:
+            shapes = build.boundaries(current.microbatches[0][0])
+            wire.start(actions, shapes, build.model.boundary_dtype(build.dtype))
+        lasts = last_of_chunks(actions)
         for position, action in enumerate(actions):
-            self.do(action, is_last=lasts.get(action.chunk) == position)
-        if self.wire is not None:
-            self.wire.finish()
+            for look in build.on_action:
+                look()
+            batch = self.batch if action.microbatch >= 0 else self.before
+            assert batch is not None
+            key, is_last = (action.microbatch, action.chunk), position in lasts
+            with record_function(f"mw:{action}"):
+                if action.kind == "forward":
+                    self.forward(batch, key)
+                elif action.kind in BACKWARDS:
+                    self.backward(batch, key, is_last=is_last, is_whole=action.kind == "backward")
+                elif action.kind == "backward_weight":
+                    assert build.later is not None
+                    build.zero_filled.difference_update(map(id, build.later.pay(key)))
+                elif action.kind == "begin":
+                    self.begin(batch)
+                elif action.kind == "exchange":
+                    self.exchange(batch)
+                elif action.kind == "update":
+                    self.update(batch)
+                else:
+                    self._transfer(batch, action, key)
+                if action.kind in WEIGHTS:
+                    for exchange in build.exchanges:
+                        exchange.gradients_ready(action.chunk, is_last=is_last)
+        if wire is not None and ends_all:
+            wire.finish()
 
-    def expect(self, actions: Actions) -> None:
-        """Be ready for the messages that come during these actions."""
-        if self.wire is not None:
-            shapes = self.build.boundaries(self.microbatches[0][0])
-            self.wire.start(actions, shapes, self.build.model.boundary_dtype(self.build.dtype))
+    def begin(self, batch: BatchUnderWay) -> None:
+        raise NotImplementedError
 
-    def do(self, action: Action, *, is_last: bool) -> None:
-        """`is_last`: of the chunk's backwards in this step."""
-        build, key = self.build, (action.microbatch, action.chunk)
-        for look in build.on_action:
-            look()
-        with record_function(f"mw:{action}"):
-            if action.kind == "forward":
-                self.forward(key)
-            elif action.kind in BACKWARDS:
-                self.backward(key, is_last and build.later is None, is_whole=action.kind == "backward")
-            elif action.kind == "backward_weight":
-                assert build.later is not None
-                build.zero_filled.difference_update(map(id, build.later.pay(key)))
-            elif self.wire is not None:
-                self._transfer(self.wire, action, key)
-            if build.later is not None and action.kind in WEIGHTS:
-                for finish in build.on_weights:
-                    finish(is_last, action.chunk)
+    def exchange(self, batch: BatchUnderWay) -> None:
+        raise NotImplementedError
 
-    def shift(self, count: int) -> None:
-        """Another step begins: what is left of the last one is numbered from its end, below 0."""
-        self.received, self.outputs, self.gradients = (
-            {(i - count, chunk): value for (i, chunk), value in held.items()}
-            for held in (self.received, self.outputs, self.gradients)
-        )
+    def update(self, batch: BatchUnderWay) -> None:
+        raise NotImplementedError
 
-    def _transfer(self, wire: Wire, action: Action, key: Key) -> None:
-        chunk = action.chunk
+    def _transfer(self, batch: BatchUnderWay, action: Action, key: Key) -> None:
+        wire, chunk = self.wire, action.chunk
+        assert wire is not None
         if action.kind == "receive_forward":
-            self.received[key] = wire.receive("forward", chunk).requires_grad_(self.trains)
+            self.received[key] = wire.receive("forward", chunk).requires_grad_(batch.trains)
         elif action.kind == "send_forward":
-            wire.send("forward", chunk, self.outputs[key].detach() if self.trains else self.outputs.pop(key))
+            wire.send("forward", chunk, self.outputs[key].detach() if batch.trains else self.outputs.pop(key))
         elif action.kind == "receive_backward":
             self.gradients[key] = wire.receive("backward", chunk)
         else:
@@ -138,31 +169,39 @@ class Interpreter:
             assert gradient is not None
             wire.send("backward", chunk, gradient)
 
-    def forward(self, key: Key) -> None:
+    def _prepare(self, batch: BatchUnderWay) -> None:
+        """Before a forward or backward of the batch."""
+        self.build.model.loss_scale = batch.scale
+        if self.versions is not None and batch.trains:
+            self.versions.use(batch.version)
+
+    def forward(self, batch: BatchUnderWay, key: Key) -> None:
+        self._prepare(batch)
         build, (i, chunk) = self.build, key
-        inputs, targets, weights = self.microbatches[i]
-        given = self.received.get(key) if self.trains else self.received.pop(key, None)
+        inputs, targets, weights = batch.microbatches[i]
+        given = self.received.get(key) if batch.trains else self.received.pop(key, None)
         build.model.span = build.spans[chunk]
         span = self.places.span(build.stage, chunk)
         is_end = span == self.places.num_spans - 1
         output = build.model(inputs, *((targets, weights) if is_end else (None, None)), given)
         if is_end and targets is None:
-            self.scores = output
+            batch.scores = output
         elif is_end:
-            self.total += output.detach()
+            batch.total += output.detach()
         elif self.places.stage(span + 1) == build.stage:  # the next chunk is here too
-            self.received[i, self.places.chunk(span + 1)] = output.detach().requires_grad_(self.trains)
-        if self.trains or not (is_end or self.places.stage(span + 1) == build.stage):
+            self.received[i, self.places.chunk(span + 1)] = output.detach().requires_grad_(batch.trains)
+        if batch.trains or not (is_end or self.places.stage(span + 1) == build.stage):
             self.outputs[key] = output
 
-    def backward(self, key: Key, is_last: bool, *, is_whole: bool) -> None:
+    def backward(self, batch: BatchUnderWay, key: Key, *, is_last: bool, is_whole: bool) -> None:
+        self._prepare(batch)
         build, (i, chunk) = self.build, key
-        for prepare in build.on_backward:
-            prepare(is_last, chunk)
+        for exchange in build.exchanges:
+            exchange.before_backward(chunk, is_last=is_last and build.later is None)
         span = self.places.span(build.stage, chunk)
         output = self.outputs.pop(key)
         if span == self.places.num_spans - 1:
-            target, gradient = output * self.scale, None
+            target, gradient = output * batch.scale, None
         else:
             target, gradient = output, self.gradients.pop(key)
         with nullcontext() if is_whole or build.later is None else build.later.collect(key):
@@ -171,64 +210,167 @@ class Interpreter:
         if span > 0 and self.places.stage(span - 1) == build.stage:
             self.gradients[i, self.places.chunk(span - 1)] = self.received.pop(key).grad
 
-
-def interpret(build: Build, actions: Actions, samples: Samples, *, trains: bool) -> Tensor:
-    """This rank's sum of losses."""
-    build.model.loss_scale = scale = build.loss_scale / samples.divisor
-    interpreter = Interpreter(build, samples.split(build.plan.microbatch), scale=scale, trains=trains)
-    interpreter.run(actions)
-    return interpreter.total
-
-
-def settled(agreed: Sequence[float], divisor: float, consequence: str) -> StepResult:
-    """What all ranks agreed on: the sum of losses, the squared norm, and the sum of their `requests`."""
-    loss, norm = agreed[0] / divisor, agreed[1] ** 0.5
-    if not (math.isfinite(loss) and math.isfinite(norm)):  # all ranks see the same numbers and stop together
-        what = f"the loss is {loss} and the gradient norm {norm}: {consequence}."
-        fix = "Resume from the last checkpoint with a lower rate, a longer warm-up or clipping."
-        raise MeshwrightError([Problem(where="train", what=what, fix=fix)], exit_code=1)
-    return StepResult(loss=loss, gradient_norm=norm, must_stop=agreed[2] >= 2, must_save=agreed[2] % 2 == 1)
+    @torch.no_grad()
+    def scores(self, inputs: Inputs) -> Tensor | None:
+        """A microbatch through all stages: scores where the last layers are, None elsewhere."""
+        self.batch = batch = BatchUnderWay(microbatches=[(inputs, None, None)])
+        self.run(self.build.forward_actions(1))
+        return batch.scores
 
 
-def requests(stop: bool, save: bool) -> float:
-    """As one number whose sum over all ranks says both: two for each that must stop, one if rank 0 wants to save."""
-    return 2.0 * stop + save
+class Loop(Interpreter):
+    """Steps and evaluations of one rank.
 
+    Where the plan's steps overlap, a step is under way until the next call or a flush has ended it, and loss and norm
+    are agreed on while the next batch runs.
+    """
 
-class Loop:
-    """Steps and evaluations of one rank."""
-
-    def __init__(self, build: Build, optimizer: Optimizer):
-        self.build, self.optimizer = build, optimizer
+    def __init__(self, build: RankBuild, optimizer: Optimizer):
+        super().__init__(build)
+        self.optimizer = optimizer
+        if build.timetable.overlaps_steps:
+            problems = optimizer.config.problems_with(build.plan)
+            if problems:
+                raise MeshwrightError(problems)
+            self.versions = Versions(optimizer.parameters, [piece.value for piece in optimizer.pieces])
         self.names: dict[str, int] | None = None
         """Places of all trained parameters of all stages, once some parameter took no part in a step."""
+        self.num_fed = 0
+        self.num_flushed = 0
+        """Steps fed up to the last flush."""
+        self.requests = 0.0
+        """Of this call, as one number whose sum over all ranks says both: two for each rank that must stop, one if
+        rank 0 wants to save."""
 
     def step(self, samples: Samples, lr: float, *, stop: bool = False, save: bool = False) -> StepResult:
-        build = self.build
+        """A step, with a flush after it: what one device does."""
+        self.require_rest()
+        count = self._open(samples, lr, stop=stop, save=save)
+        self.run(self.build.actions(count), ends_all=self.versions is None)
+        return [*self._close(), *self.flush()][-1]
+
+    def feed(self, samples: Samples, lr: float, *, stop: bool = False, save: bool = False) -> list[StepResult]:
+        """Begin a step; the results known since the last call, in order."""
+        count = self._open(samples, lr, stop=stop, save=save)
+        call: Call = "first" if self.before is None else "next"
+        self.run(self.build.actions(count, call), ends_all=self.versions is None)
+        return self._close()
+
+    def flush(self) -> list[StepResult]:
+        """Take every step to its end; the results that `feed` has not returned."""
+        if self.before is None:
+            return []
+        self._send(self.before)
+        self.run(self.build.actions(len(self.before.microbatches), "flush"))
+        return self._close()
+
+    def require_rest(self) -> None:
+        """Before anybody reads the weights: raise while steps are under way."""
+        if self.before is not None:
+            what = "a step is still under way: its weights are of two versions."
+            raise MeshwrightError([Problem(where="train", what=what, fix="Call flush first.")])
+
+    def _open(self, samples: Samples, lr: float, *, stop: bool, save: bool) -> int:
+        """The call's batch, and how many microbatches it has."""
+        if not self.build.model.training:
+            self.build.model.train()
+        self.requests = 2.0 * stop + save
+        self.batch = self._batch(samples, trains=True, lr=lr)
+        self.num_fed += 1
+        if self.before is not None:
+            self._send(self.before)
+        count = len(self.batch.microbatches)
+        assert self.versions is None or count == self.build.plan.num_microbatches
+        return count
+
+    def _batch(self, samples: Samples, *, trains: bool, lr: float = 0.0) -> BatchUnderWay:
+        return BatchUnderWay(
+            microbatches=samples.split(self.build.plan.microbatch),
+            trains=trains,
+            scale=self.build.loss_scale / samples.divisor,
+            divisor=samples.divisor,
+            lr=lr,
+            version=max(self.num_fed - 1, self.num_flushed),
+            total=torch.zeros((), dtype=torch.float64, device=self.build.mesh.device),
+        )
+
+    def _close(self) -> list[StepResult]:
+        """The results of the steps that a call has ended."""
+        ended, self.batch = self.batch, None
+        if self.versions is not None:
+            ended, self.before = self.before, ended
+            if self.before is not None:  # what is left of its step is numbered from its end, below 0
+                count = len(self.before.microbatches)
+                self.received, self.outputs, self.gradients = (
+                    {(i - count, chunk): value for (i, chunk), value in kept.items()}
+                    for kept in (self.received, self.outputs, self.gradients)
+                )
+            else:
+                self.num_flushed = self.num_fed
+                self.versions.use(self.versions.newest)
+            if ended is None:
+                return []
+            self._send(ended)
+        assert ended is not None
+        return [self._result(ended)]
+
+    def begin(self, batch: BatchUnderWay) -> None:
         self.optimizer.zero_gradients()
-        for start in build.on_step:
-            start()
-        if not build.model.training:
-            build.model.train()
-        count = samples.num_microbatches(build.plan.microbatch)
-        loss = interpret(build, build.actions(count), samples, trains=True)
-        with record_function("mw:exchange"):
-            for finish in build.on_finish:
-                finish()
-            if build.owed:
-                build.sum_owed()
-            self.optimizer.take_gradients()
-            # One small message for all that ranks must agree on.
-            unused = self.optimizer.unused()
-            agreed = self._agree(
-                self._share(loss), self.optimizer.squared_norm(), requests(stop, save), float(bool(unused))
-            )
-            if agreed[3]:
+        for exchange in self.build.exchanges:
+            exchange.begin_step()
+
+    def exchange(self, batch: BatchUnderWay) -> None:
+        """Make gradients whole, and prepare the one small message for all that ranks must agree on."""
+        for exchange in self.build.exchanges:
+            exchange.finish()
+        self.optimizer.take_gradients()
+        unused = self.optimizer.unused()
+        shares = (self._share(batch.total), self.optimizer.squared_norm(), self.requests, bool(unused))
+        batch.message = torch.tensor([float(share) for share in shares], dtype=torch.float64)
+        if self.versions is None:
+            self._send(batch)
+            if self._agreed(batch)[3]:
                 self.optimizer.skip(self._used_by_none(unused))
-        result = settled(agreed, samples.divisor, "this step was not taken")
-        with record_function("mw:update"):
-            self.optimizer.update(lr, result.gradient_norm)
-        return result
+        elif unused and self.build.plan.num_replicas > 1:
+            # Nobody waits until ranks have agreed on what took part in the step.
+            what = f"{unused[0]} took no part in a step, and replicas update before they could agree to leave it out."
+            fix = "Freeze it, or use a schedule whose steps do not overlap."
+            raise MeshwrightError([Problem(where="schedule", what=what, fix=fix)])
+
+    def update(self, batch: BatchUnderWay) -> None:
+        if self.versions is None:
+            self.optimizer.update(batch.lr, self._result(batch).gradient_norm)
+        else:
+            with self.versions.updating():
+                self.optimizer.update(batch.lr, norm=0.0)
+        for exchange in self.build.exchanges:
+            exchange.after_update()
+
+    def _send(self, batch: BatchUnderWay) -> None:
+        """Tell the others, once. Where steps overlap in the same call on every stage, so that all messages of the loop
+        come in one order: the last stage, whose update ended the call before, has waited until now."""
+        control = self.build.mesh.control
+        if batch.message is not None and batch.sent is None and control is not None:
+            batch.message[2] = self.requests
+            batch.sent = dist.all_reduce(batch.message, group=control, async_op=True)
+
+    def _agreed(self, batch: BatchUnderWay) -> list[float]:
+        """Where steps overlap nobody waits long: every stage has sent its part before the call's last microbatch."""
+        assert batch.message is not None
+        if batch.sent is not None:
+            batch.sent.wait()
+        return batch.message.tolist()
+
+    def _result(self, batch: BatchUnderWay) -> StepResult:
+        total, square, requests, _ = self._agreed(batch)
+        loss, norm = total / batch.divisor, square**0.5
+        if not (math.isfinite(loss) and math.isfinite(norm)):  # all ranks see the same numbers and stop together
+            late = "known only after this step was taken"
+            consequence = "this step was not taken" if self.versions is None else late
+            what = f"the loss is {loss} and the gradient norm {norm}: {consequence}."
+            fix = "Resume from the last checkpoint with a lower rate, a longer warm-up or clipping."
+            raise MeshwrightError([Problem(where="train", what=what, fix=fix)], exit_code=1)
+        return StepResult(loss=loss, gradient_norm=norm, must_stop=requests >= 2, must_save=requests % 2 == 1)
 
     def _used_by_none(self, unused: list[str]) -> set[str]:
         """Of the parameters that took no part in a step here, those that took no part anywhere."""
@@ -244,29 +386,21 @@ class Loop:
         dist.all_reduce(used, group=control)
         return {name for name in unused if not used[self.names[name]]}
 
-    def feed(self, samples: Samples, lr: float, *, stop: bool = False, save: bool = False) -> list[StepResult]:
-        """Begin a step; the results known since the last call, in order. Here each step ends before the next begins."""
-        return [self.step(samples, lr, stop=stop, save=save)]
-
-    def flush(self) -> list[StepResult]:
-        """Take every step to its end; the results that `feed` has not returned."""
-        return []
-
-    def require_rest(self) -> None:
-        """Before anybody reads the weights: raise while steps are under way."""
-
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Samples]) -> tuple[float, float, float | None]:
         """(sum of losses, tokens, first choices that were right) over all ranks; None where nothing is classified."""
+        self.require_rest()
         build = self.build
         build.model.eval()
         total, tokens = torch.zeros((), dtype=torch.float64, device=build.mesh.device), 0.0
         for samples in batches:
-            count = samples.num_microbatches(build.plan.microbatch)
-            total += interpret(build, build.forward_actions(count), samples, trains=False)
+            self.batch = batch = self._batch(samples, trains=False)
+            self.run(build.forward_actions(len(batch.microbatches)))
+            total += batch.total
             tokens += samples.num_tokens
-        for finish in build.on_evaluated:
-            finish()
+        self.batch = None
+        for exchange in build.exchanges:
+            exchange.after_evaluation()
         hits = build.model.take_hits()
         known = torch.full_like(total, float(hits is not None))
         right = torch.zeros_like(total) if hits is None else hits.to(total)

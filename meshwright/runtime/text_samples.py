@@ -22,14 +22,14 @@ from meshwright.data.open_data import Data
 from meshwright.ops.control import gather_json
 from meshwright.ops.model_interface import Inputs
 from meshwright.run.run_file import TrainSection
-from meshwright.runtime.build import Build
+from meshwright.runtime.build import RankBuild
 from meshwright.runtime.loop import Interpreter
 
 TEMPERATURE = 0.8
 
 
 class Sampler:
-    def __init__(self, build: Build, data: Data, settings: TrainSection):
+    def __init__(self, build: RankBuild, data: Data, settings: TrainSection):
         assert data.tokenizer is not None
         self.build, self.settings, self.tokenizer = build, settings, data.tokenizer
         self.sequence = data.sequence
@@ -49,13 +49,13 @@ class Sampler:
         text, written = self.prompt or [self.tokenizer.separator], list[int]()
         for _ in range(self.settings.sample_tokens):
             inputs, place = self._window([*text, *written])
-            mine = self._best(run_forward(build, inputs), place, step, len(written))
+            mine = self._best(Interpreter(build).scores(inputs), place, step, len(written))
             found = [best for best in gather_json(build.mesh.control, mine) if best is not None]
             if not found or (token := max(found)[1]) == self.tokenizer.separator:
                 break
             written.append(token)
-        for finish in build.on_evaluated:
-            finish()
+        for exchange in build.exchanges:
+            exchange.after_evaluation()
         return written if found else None
 
     def _window(self, tokens: list[int]) -> tuple[Inputs, int]:
@@ -90,10 +90,3 @@ def gumbel(key: str, first: int, count: int) -> npt.NDArray[np.float64]:
     mixed ^= mixed >> np.uint64(31)
     uniform = ((mixed >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52  # never 0 or 1
     return -np.log(-np.log(uniform))
-
-
-def run_forward(build: Build, inputs: Inputs) -> Tensor | None:
-    """A microbatch through all stages: scores where the last layers are, None elsewhere."""
-    interpreter = Interpreter(build, [(inputs, None, None)])
-    interpreter.run(build.forward_actions(1))
-    return interpreter.scores

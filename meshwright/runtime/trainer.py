@@ -23,10 +23,9 @@ from meshwright.ops.device_mesh import Mesh
 from meshwright.optimizers.update import Optimizer
 from meshwright.run.model import OpenedModel
 from meshwright.run.run_file import TrainSection
-from meshwright.runtime.async_stream import loop_of
 from meshwright.runtime.build import build
 from meshwright.runtime.checkpointing import restore_buffers, restore_optimizer, save, source_of
-from meshwright.runtime.loop import Samples
+from meshwright.runtime.loop import Loop, Samples
 from meshwright.runtime.text_samples import Sampler
 
 _MOST_FILES = 10_000
@@ -88,7 +87,7 @@ class Trainer:
         if reader is not None and goes_on:
             restore_buffers(reader, self.build)
             restore_optimizer(reader, self.build, self.optimizer)
-        self.loop = loop_of(self.build, self.optimizer)
+        self.loop = Loop(self.build, self.optimizer)
         self.sampler: Sampler | None = None
         self.step = reader.step if reader is not None and goes_on else 0
         self.cursor = int(reader.state["cursor"]) if reader is not None and goes_on else 0

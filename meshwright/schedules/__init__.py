@@ -1,17 +1,22 @@
-"""Pure generators of who does what when, by name."""
+"""Pure generators of who does what when, by name.
+
+A plugin (`core/plugins.py`) adds schedules by a dictionary `SCHEDULES` of names and `Schedule` values.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from meshwright.core.errors import MeshwrightError, Problem, nearest
+from meshwright.core.plugins import plugins
 from meshwright.schedules import asynchronous, gpipe, one_f_one_b, zero_bubble
 from meshwright.schedules import v_shaped as vee
-from meshwright.schedules.actions import Action, Actions
+from meshwright.schedules.actions import Action, Actions, as_step
 from meshwright.schedules.asynchronous import Call
 from meshwright.schedules.bounds import (
     PipelineTimes,
@@ -25,12 +30,24 @@ from meshwright.schedules.chunk_placement import BlockSpan, Places
 from meshwright.schedules.events import ScheduleEvent, in_order, with_transfers
 from meshwright.schedules.greedy import Times, best_of
 
-__all__ = ["GREEDY", "SCHEDULES", "Action", "Actions", "BlockSpan", "PipelineTimes", "Places", "Schedule", "Timetable"]
+__all__ = [
+    "SCHEDULES",
+    "Action",
+    "Actions",
+    "BlockSpan",
+    "Call",
+    "PipelineTimes",
+    "Places",
+    "Schedule",
+    "Timetable",
+    "schedule_named",
+    "schedule_names",
+]
 
 
 class Schedule(NamedTuple):
-    orders: Callable[[Places, int], tuple[Actions, ...]]
-    """(places, num_microbatches) -> what each stage computes, in order."""
+    orders: Callable[..., tuple[Actions, ...]]
+    """(places, num_microbatches) -> what each stage computes, in order. With `takes_times` also (times, most_held)."""
     held: Callable[[Any, Any, Any, int], Any]
     """(stage, num_stages, num_microbatches, chunks) -> the most microbatches of all its layers a stage holds at once;
     numbers or arrays."""
@@ -39,40 +56,65 @@ class Schedule(NamedTuple):
     makes the search quick; `flush_bound` holds for every schedule with a flush."""
     chunks: int = 1
     """How many a stage has where nobody says."""
+    any_chunks: bool = False
+    """Another number of them, from 2 on, will do."""
     shape: Literal["loop", "vee"] = "loop"
     splits_backward: bool = False
-    overlaps_steps: bool = False
-    """Steps follow each other without a flush; `orders` is one step with a flush after it."""
+    takes_times: bool = False
+    """Made for given times of actions and a given memory."""
+    stream: Callable[[int, int, int, Call], Actions] | None = None
+    """(stage, num_stages, num_microbatches, call) -> what a stage computes, with the beginning and end of steps, where
+    they follow each other without a flush; `orders` is then one step with a flush after it."""
     least_held: Callable[[Any, Any, Any], Any] | None = None
     """Where a stage has several chunks: (stage, num_stages, num_microbatches) -> microbatches of its least held chunk
     that it holds when it holds most, at least."""
 
+    @property
+    def overlaps_steps(self) -> bool:
+        return self.stream is not None
 
-SCHEDULES = {
+
+def _greedy(places: Places, num_microbatches: int, times: Times, most_held: int) -> tuple[Actions, ...]:
+    simple = [each for each in SCHEDULES.values() if each.chunks == 1 and not each.takes_times]
+    others = [each.orders(places, num_microbatches) for each in simple]
+    return best_of(places, num_microbatches, times, most_held, others)
+
+
+_LOOPED: dict[str, Any] = {"chunks": 2, "any_chunks": True}
+_VEE: dict[str, Any] = {"chunks": 2, "shape": "vee", "splits_backward": True, "least_held": one_held}
+SCHEDULES: Mapping[str, Schedule] = {
     "gpipe": Schedule(gpipe.gpipe, gpipe.held, flush_bound),
     "1f1b": Schedule(one_f_one_b.one_f_one_b, one_f_one_b.held, one_f_one_b_bound),
-    "async": Schedule(one_f_one_b.one_f_one_b, one_f_one_b.held, pace_bound, overlaps_steps=True),
+    "async": Schedule(one_f_one_b.one_f_one_b, one_f_one_b.held, pace_bound, stream=asynchronous.stream),
     "interleaved": Schedule(
-        one_f_one_b.interleaved, one_f_one_b.held, flush_bound, chunks=2, least_held=one_f_one_b.least_held
+        one_f_one_b.interleaved, one_f_one_b.held, flush_bound, least_held=one_f_one_b.least_held, **_LOOPED
     ),
-    "looped_bfs": Schedule(gpipe.gpipe, gpipe.held, flush_bound, chunks=2, least_held=one_held),
+    "looped_bfs": Schedule(gpipe.gpipe, gpipe.held, flush_bound, least_held=one_held, **_LOOPED),
     "zero_bubble_h1": Schedule(zero_bubble.h1, zero_bubble.held_h1, first_wait_bound, splits_backward=True),
     "zero_bubble_h2": Schedule(zero_bubble.h2, zero_bubble.held_h2, flush_bound, splits_backward=True),
-    "zbv": Schedule(
-        vee.zbv, vee.held_zbv, flush_bound, chunks=2, shape="vee", splits_backward=True, least_held=one_held
-    ),
-    "dualpipe_v": Schedule(
-        vee.dualpipe_v,
-        vee.held_dualpipe_v,
-        flush_bound,
-        chunks=2,
-        shape="vee",
-        splits_backward=True,
-        least_held=one_held,
+    "zbv": Schedule(vee.zbv, vee.held_zbv, flush_bound, **_VEE),
+    "dualpipe_v": Schedule(vee.dualpipe_v, vee.held_dualpipe_v, flush_bound, **_VEE),
+    "greedy": Schedule(
+        _greedy, gpipe.held, flush_bound, splits_backward=True, takes_times=True, least_held=one_held
     ),
 }
-GREEDY = "greedy"
-"""Made for given times and a given memory, so it has more settings than a name."""
+
+
+def _added() -> dict[str, Schedule]:
+    """Schedules of plugins."""
+    return {name: each for module in plugins() for name, each in getattr(module, "SCHEDULES", {}).items()}
+
+
+def schedule_names() -> tuple[str, ...]:
+    return (*SCHEDULES, *(name for name in _added() if name not in SCHEDULES))
+
+
+def schedule_named(name: str) -> Schedule:
+    found = SCHEDULES.get(name) or _added().get(name)
+    if found is None:
+        what = f'no schedule is called "{name}".'
+        raise MeshwrightError([Problem(where="schedule", what=what, fix=nearest(name, schedule_names()))])
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,34 +124,33 @@ class Timetable:
     name: str = "1f1b"
     chunks: int = 1
     times: tuple[float, ...] = ()
-    """Of `greedy`: forward, input half, weight half; for all stages, or for one after the other."""
+    """That it is made for: forward, input half, weight half; for all stages, or for one after the other."""
     most_held: int = 0
-    """Of `greedy`: microbatches that a stage may hold."""
+    """Microbatches that a stage may hold, where it is made for given times."""
+
+    @property
+    def schedule(self) -> Schedule:
+        return schedule_named(self.name)
 
     @property
     def splits_backward(self) -> bool:
-        return self.name == GREEDY or SCHEDULES[self.name].splits_backward
+        return self.schedule.splits_backward
 
     @property
     def overlaps_steps(self) -> bool:
-        return self.name != GREEDY and SCHEDULES[self.name].overlaps_steps
+        return self.schedule.overlaps_steps
 
     def places(self, num_stages: Any) -> Places:
-        shape = "loop" if self.name == GREEDY else SCHEDULES[self.name].shape
-        return Places(num_stages, self.chunks, shape)
+        return Places(num_stages, self.chunks, self.schedule.shape)
 
     def orders(self, num_stages: int, num_microbatches: int) -> tuple[Actions, ...]:
         """What each stage computes."""
         return _orders(self, num_stages, num_microbatches)
 
-    def actions(self, stage: int, num_stages: int, num_microbatches: int) -> Actions:
-        """What a stage does, with what it sends and receives."""
-        return with_transfers(self.orders(num_stages, num_microbatches)[stage], stage, self.places(num_stages))
-
-    def stream_actions(self, stage: int, num_stages: int, num_microbatches: int, call: Call) -> Actions:
-        """The same, of one call where steps overlap."""
-        computes = asynchronous.stream(stage, num_stages, num_microbatches, call)
-        return with_transfers(computes, stage, self.places(num_stages))
+    def actions(self, stage: int, num_stages: int, num_microbatches: int, call: Call = "first") -> Actions:
+        """What a stage does in a call of the loop: a step, or where steps overlap what the call does of two of them.
+        With what it sends and receives."""
+        return _actions(self, stage, num_stages, num_microbatches, call)
 
     def forward_actions(self, stage: int, num_stages: int, num_microbatches: int) -> Actions:
         """Evaluation."""
@@ -122,24 +163,22 @@ class Timetable:
 
     def held(self, stage: Any, num_stages: Any, num_microbatches: Any) -> Any:
         """The most microbatches a stage holds at once; numbers or arrays."""
-        if self.name == GREEDY:
-            return num_microbatches if not self.most_held else np.minimum(self.most_held, num_microbatches)
-        return SCHEDULES[self.name].held(stage, num_stages, num_microbatches, self.chunks)
+        most = self.schedule.held(stage, num_stages, num_microbatches, self.chunks)
+        return np.minimum(self.most_held, most) if self.most_held else most
 
     def least_held(self, stage: Any, num_stages: Any, num_microbatches: Any) -> Any:
         """Where a stage has several chunks: microbatches that it holds of each of them at the fullest moment, at
         least. Which of them are held most depends on what its blocks keep."""
-        rule = SCHEDULES[self.name].least_held if self.name != GREEDY else one_held
+        rule = self.schedule.least_held
         assert rule is not None, f"{self.name} has several chunks and does not say what is held of each at least"
         return rule(stage, num_stages, num_microbatches)
 
     def step_bound(self, times: PipelineTimes) -> Any:
         """Seconds of a step that no way to split the blocks into stages beats; numbers or arrays."""
-        rule = SCHEDULES[self.name].bound if self.name != GREEDY else flush_bound
-        return rule(times, self.places(times.stages))
+        return self.schedule.bound(times, self.places(times.stages))
 
     def by_span(self, num_stages: int) -> Times:
-        """The times that `greedy` is made for."""
+        """The times that it is made for."""
         given = self.times or (1.0, 1.0, 1.0)
         each = tuple(given[at : at + 3] for at in range(0, len(given), 3))
         return each if len(each) > 1 else each * num_stages  # type: ignore[return-value]
@@ -147,12 +186,22 @@ class Timetable:
 
 @lru_cache(maxsize=256)
 def _orders(timetable: Timetable, num_stages: int, num_microbatches: int) -> tuple[Actions, ...]:
-    places = timetable.places(num_stages)
-    if timetable.name != GREEDY:
-        return SCHEDULES[timetable.name].orders(places, num_microbatches)
-    others = [each.orders(places, num_microbatches) for each in SCHEDULES.values() if each.chunks == 1]
+    schedule, places = timetable.schedule, timetable.places(num_stages)
+    if not schedule.takes_times:
+        return schedule.orders(places, num_microbatches)
     most_held = timetable.most_held or num_microbatches
-    return best_of(places, num_microbatches, timetable.by_span(num_stages), most_held, others)
+    return schedule.orders(places, num_microbatches, timetable.by_span(num_stages), most_held)
+
+
+@lru_cache(maxsize=64)
+def _actions(timetable: Timetable, stage: int, num_stages: int, num_microbatches: int, call: Call) -> Actions:
+    stream = timetable.schedule.stream
+    if stream is not None:
+        computes = stream(stage, num_stages, num_microbatches, call)
+    else:  # a step ends within its call, and there is nothing to flush
+        order = timetable.orders(num_stages, num_microbatches)[stage]
+        computes = () if call == "flush" else as_step(order, num_microbatches)
+    return with_transfers(computes, stage, timetable.places(num_stages))
 
 
 @lru_cache(maxsize=64)

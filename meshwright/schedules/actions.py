@@ -14,12 +14,18 @@ Kind = Literal[
     "receive_forward",
     "send_backward",
     "receive_backward",
+    "begin",
+    "exchange",
     "update",
 ]
 """`backward` does both halves: `backward_input` hands gradients back to the stage before, `backward_weight` makes those
-of the weights, which nobody waits for. `update`: the optimizer's step, where it comes between microbatches."""
+of the weights, which nobody waits for. `begin` clears the gradients for a step, `exchange` makes them whole over all
+ranks once its backward passes are over, `update` is the optimizer's step."""
 
 COMPUTES = ("forward", "backward", "backward_input", "backward_weight")
+WEIGHTS = ("backward", "backward_weight")
+"""Actions after which a microbatch has all its gradients in a chunk."""
+WHOLE_STEP = ("begin", "exchange", "update")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +37,30 @@ class Action:
     """Which of the stage's chunks of layers."""
 
     def __str__(self) -> str:
+        if self.kind in WHOLE_STEP:
+            return self.kind
         return f"{self.kind} {self.microbatch}" + (f".{self.chunk}" if self.chunk else "")
 
 
 Actions = tuple[Action, ...]
+
+
+def as_step(computes: Actions, num_microbatches: int) -> Actions:
+    """A stage's computations of one step, with its beginning and its end."""
+    last = num_microbatches - 1
+    return (Action("begin", 0), *computes, Action("exchange", last), Action("update", last))
+
+
+def last_of_chunks(actions: Actions) -> set[int]:
+    """Positions of the actions after which a chunk's gradients of a step are whole: the last before its `exchange`."""
+    positions: set[int] = set()
+    chunks: dict[bool, set[int]] = {}
+    for position in reversed(range(len(actions))):
+        action = actions[position]
+        is_of_step_before = action.microbatch < 0
+        if action.kind == "exchange":
+            chunks[is_of_step_before] = set()
+        elif action.kind in WEIGHTS and action.chunk not in chunks.get(is_of_step_before, {action.chunk}):
+            chunks[is_of_step_before].add(action.chunk)
+            positions.add(position)
+    return positions

@@ -38,7 +38,7 @@ def in_order(orders: Sequence[Actions], places: Places) -> tuple[list[ScheduleEv
         for stage, mine in enumerate(orders):
             while position[stage] < len(mine):
                 action = mine[position[stage]]
-                if action.kind in COMPUTES:
+                if action.kind in COMPUTES or action.kind == "update":
                     sources = _sources(action, places.span(stage, action.chunk), places, done)
                     if sources is None:
                         break
@@ -57,15 +57,18 @@ def _sources(
 ) -> tuple[int, ...] | None:
     """Events this one needs; None: one of them has not happened."""
     i = action.microbatch
-    if action.kind == "forward":
+    needed: list[tuple[str, int, int]]
+    if action.kind == "update":
+        needed = []  # it follows its stage's own backward
+    elif action.kind == "forward":
         needed = [("forward", span - 1, i)] if span else []
     elif action.kind == "backward_weight":
         needed = [("backward", span, i)]
     else:
         needed = [("forward", span, i)]
         needed += [("backward", span + 1, i)] if span < places.num_spans - 1 else []
-    found = [done.get(each, -1) for each in needed]
-    return None if -1 in found else tuple(found)
+    sources = [done.get(each, -1) for each in needed]
+    return None if -1 in sources else tuple(sources)
 
 
 def is_endless(orders: Sequence[Actions], places: Places) -> bool:

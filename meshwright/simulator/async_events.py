@@ -20,24 +20,17 @@ def stream_events(num_stages: int, num_microbatches: int) -> tuple[ScheduleEvent
     """Microbatches are numbered through all steps; an update comes after its step's last backward."""
     orders = [_order(stage, num_stages, num_microbatches) for stage in range(num_stages)]
     events, _ = in_order(orders, Places(num_stages))
-    placed: list[int] = []
-    found: list[ScheduleEvent] = []
-    for event in events:
-        placed.append(len(found))
-        found.append(event._replace(waits_for=tuple(placed[source] for source in event.waits_for)))
-        if event.kind == "backward" and (event.microbatch + 1) % num_microbatches == 0:
-            found.append(ScheduleEvent(event.stage, UPDATE, event.span, event.microbatch, ()))
-    return tuple(found)
+    return tuple(events)
 
 
 def _order(stage: int, num_stages: int, num_microbatches: int) -> Actions:
-    found: list[Action] = []
+    actions: list[Action] = []
     for step in range(NUM_STEPS):
-        actions = stream(stage, num_stages, num_microbatches, "next" if step else "first")
-        found += [Action(each.kind, each.microbatch + step * num_microbatches) for each in actions]
+        mine = stream(stage, num_stages, num_microbatches, "next" if step else "first")
+        actions += [Action(each.kind, each.microbatch + step * num_microbatches) for each in mine]
     left = stream(stage, num_stages, num_microbatches, "flush")
-    found += [Action(each.kind, each.microbatch + NUM_STEPS * num_microbatches) for each in left]
-    return tuple(found)
+    actions += [Action(each.kind, each.microbatch + NUM_STEPS * num_microbatches) for each in left]
+    return tuple(actions)
 
 
 def period_of(events: Sequence[ScheduleEvent], ends: Sequence[float]) -> tuple[float, float]:

@@ -12,8 +12,9 @@ Exactness: exact; the order of the sum over tokens changes.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
+from meshwright.core.build import Build
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import Problems
 from meshwright.core.plan import Plan
@@ -63,10 +64,10 @@ class ChunkedLoss(Technique):
 
         return work.with_tasks(*again).map_residents(shrink).with_facts(loss_calls=self.chunks)
 
-    def apply(self, build: Any) -> None:
+    def apply(self, build: Build) -> None:
         build.at("swap", self._swap)
 
-    def _swap(self, build: Any) -> None:
+    def _swap(self, build: Build) -> None:
         from meshwright.ops.cross_entropy import chunked_score
 
         _, head = build.model.ends()

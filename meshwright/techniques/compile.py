@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from meshwright.core.build import Build
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import Problem
 from meshwright.core.profile import Profile
@@ -63,10 +64,10 @@ class Compile(Technique):
 
         return work.map_tasks(fuse).map_residents(keep)
 
-    def apply(self, build: Any) -> None:
+    def apply(self, build: Build) -> None:
         build.at("compile", self._compile)
 
-    def _compile(self, build: Any) -> None:
+    def _compile(self, build: Build) -> None:
         import torch
 
         blocks = build.model.block_modules()

@@ -20,6 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from meshwright.core.build import Build
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import Problems
 from meshwright.core.plan import Plan
@@ -137,10 +138,10 @@ class Context(Technique):
         common: dict[str, Any] = {"layer": layer.name, "origin": self.name, "cut": "tensor"}
         return Resident(**common, category=category, repeat=repeat, bytes=size, life=life)
 
-    def apply(self, build: Any) -> None:
+    def apply(self, build: Build) -> None:
         build.at("split", self._split)
 
-    def _split(self, build: Any) -> None:
+    def _split(self, build: Build) -> None:
         from meshwright.ops.context_parallel import Ring, TokenSplit, Ulysses
 
         model, group = build.model, build.mesh.group(self.axis)
@@ -158,7 +159,7 @@ class Context(Technique):
         _, head = model.ends()
         if head is not None:  # called only for scores without targets, which are asked of whole sequences
             head.output.register_forward_hook(lambda module, args, scores: tokens.all(scores))
-        build.owe_rest(self.axis)
+        build.sum_rest_late(self)
         build.sequence_ways *= self.size
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from meshwright.core.build import Build
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import Problems
 from meshwright.core.plan import Plan
@@ -120,10 +121,10 @@ class Expert(Technique):
             origin=self.name,
         )
 
-    def apply(self, build: Any) -> None:
+    def apply(self, build: Build) -> None:
         build.at("split", self._share_out)
 
-    def _share_out(self, build: Any) -> None:
+    def _share_out(self, build: Build) -> None:
         from meshwright.ops.expert_dispatch import sending_over
         from meshwright.ops.routing import Sends
 
@@ -131,7 +132,7 @@ class Expert(Technique):
         for name, param in build.named_params():
             if param.shared_out == "experts":
                 build.cut(name, 0, index, self.size, self.axis)
-        build.owe_rest(self.axis)
+        build.sum_rest_late(self)
         send = sending_over(group)
         for module in build.model.modules():
             if isinstance(module, Sends):

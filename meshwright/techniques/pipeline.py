@@ -22,19 +22,18 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 
+from meshwright.core.build import Build
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import Problem, Problems
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.technique import Axis, Choice, Exactness, Option, Technique
 from meshwright.core.work import Circumstances, Collective, Compute, Num, ParameterSlot, Resident, Work, replace
-from meshwright.schedules import GREEDY, SCHEDULES, BlockSpan, Places, Timetable
-
-ASYNC = "async"
+from meshwright.schedules import BlockSpan, Places, Timetable, schedule_named, schedule_names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,18 +46,8 @@ class Pipeline(Technique):
 
     size: int
     """Stages."""
-    schedule: Literal[
-        "1f1b",
-        "gpipe",
-        "interleaved",
-        "looped_bfs",
-        "zero_bubble_h1",
-        "zero_bubble_h2",
-        "zbv",
-        "dualpipe_v",
-        "greedy",
-        "async",
-    ] = "1f1b"
+    schedule: str = "1f1b"
+    """One of those above, or of a plugin's."""
     stages: tuple[int, ...] = ()
     """Blocks of each stage; empty: as even as they go, the first stages taking one more. With chunks: of each chunk, in
     the order of the model."""
@@ -70,19 +59,21 @@ class Pipeline(Technique):
     """For greedy: microbatches a stage may hold; 0: any."""
 
     def __post_init__(self) -> None:
+        schedule_named(self.schedule)  # raises where there is no such one
         object.__setattr__(self, "exactness", self.exactness_with({"schedule": self.schedule}))
 
     @classmethod
     def exactness_with(cls, settings: Mapping[str, Any]) -> Exactness:
-        return "approximate" if settings.get("schedule") == ASYNC else cls.exactness
+        name = settings.get("schedule")
+        overlaps = name in schedule_names() and schedule_named(name).overlaps_steps
+        return "approximate" if overlaps else cls.exactness
 
     def as_exact(self) -> Pipeline:
-        return replace(self, schedule="1f1b") if self.schedule == ASYNC else self
+        return replace(self, schedule="1f1b") if schedule_named(self.schedule).overlaps_steps else self
 
     @property
     def timetable(self) -> Timetable:
-        own = 1 if self.schedule == GREEDY else SCHEDULES[self.schedule].chunks
-        return Timetable(self.schedule, self.chunks or own, self.times, self.most_held)
+        return Timetable(self.schedule, self.chunks or schedule_named(self.schedule).chunks, self.times, self.most_held)
 
     @property
     def splits_backward(self) -> bool:
@@ -115,7 +106,7 @@ class Pipeline(Technique):
             problems.append(self.problem(what, f"For example {_even(blocks, count)}."))
         tied = [f"{layer.name}.{param.name}" for layer in profile.layers for param in layer.params if param.tied]
         if self.overlaps_steps and tied:
-            what = f"async: {tied[0]} is tied across stages, which update it at different times."
+            what = f"{self.schedule}: {tied[0]} is tied across stages, which update it at different times."
             problems.append(self.problem(what, "Use another schedule, or a model without tied weights."))
         return tuple(problems)
 
@@ -130,20 +121,20 @@ class Pipeline(Technique):
             what = f"stages lists {len(self.stages)} stages, size is {self.size}{each}."
             yield count != len(self.stages), self.problem(what, f"List {self.size * chunks}.")
         if self.timetable.overlaps_steps:
-            what = f"async needs a microbatch for each of {self.size} stages, a step has {given.num_microbatches}."
+            needed = f"{self.schedule} needs a microbatch for each of {self.size} stages"
+            what = f"{needed}, a step has {given.num_microbatches}."
             fix = "Use smaller microbatches, a larger batch or fewer stages."
             yield given.num_microbatches < given.size, self.problem(what, fix)
 
     def _setting_problems(self) -> list[Problem]:
         problems = []
-        may_choose = self.schedule in ("interleaved", "looped_bfs")
-        own = 1 if self.schedule == GREEDY else SCHEDULES[self.schedule].chunks
-        if self.chunks < 0 or (self.chunks and not may_choose and self.chunks != own):
+        schedule = schedule_named(self.schedule)
+        if self.chunks < 0 or (self.chunks and not schedule.any_chunks and self.chunks != schedule.chunks):
             fix = "Leave chunks out, or use interleaved or looped_bfs."
-            problems.append(self.problem(f"{self.chunks} chunks: {self.schedule} has {own}.", fix))
-        if self.chunks == 1 and may_choose:
+            problems.append(self.problem(f"{self.chunks} chunks: {self.schedule} has {schedule.chunks}.", fix))
+        if self.chunks == 1 and schedule.any_chunks:
             problems.append(self.problem(f"{self.schedule} needs 2 chunks or more.", "Use 1f1b or gpipe for one."))
-        if self.schedule != GREEDY and (self.times or self.most_held):
+        if not schedule.takes_times and (self.times or self.most_held):
             what = f"times and most_held are greedy's, not {self.schedule}'s."
             problems.append(self.problem(what, 'Use schedule = "greedy", or leave them out.'))
         if self.times and (len(self.times) not in (3, 3 * self.size) or min(self.times) <= 0):
@@ -243,11 +234,11 @@ class Pipeline(Technique):
             Resident(**common, layer=layers[-1].name, category="activations", bytes=handed_on, life="microbatch"),
         ]
 
-    def apply(self, build: Any) -> None:
+    def apply(self, build: Build) -> None:
         if self.size > 1:
             build.at("cut", self._cut)
 
-    def _cut(self, build: Any) -> None:
+    def _cut(self, build: Build) -> None:
         from meshwright.ops.split_backward import split_backward
         from meshwright.ops.stage_transport import Wire
 
@@ -263,7 +254,7 @@ class Pipeline(Technique):
             group = mesh.new_group(self.axis, [[ranks[end] for end in ends] for ranks in mesh.along(self.axis)])
             for name in build.tied:
                 if name in build.boxes:
-                    build.owe(name, group, is_copy=build.stage > 0)
+                    build.sum_late(self, name, group, is_copy=build.stage > 0)
 
 
 @lru_cache(maxsize=1024)

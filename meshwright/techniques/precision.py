@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from meshwright.core.build import Build
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import Problems
 from meshwright.core.plan import Plan
@@ -85,10 +86,10 @@ class Precision(Technique):
         stream = 2 if work.profile.stream == "compute" else work.facts.widths.stream
         return work.with_facts(compute_dtype="bf16").with_widths(compute=2, gather=2, stream=stream)
 
-    def apply(self, build: Any) -> None:
+    def apply(self, build: Build) -> None:
         build.at("swap", self._swap)
 
-    def _swap(self, build: Any) -> None:
+    def _swap(self, build: Build) -> None:
         import torch
 
         if self.dtype == "bf16":

@@ -25,6 +25,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from meshwright.core.build import Build
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import Problem, Problems
 from meshwright.core.plan import Plan
@@ -210,10 +211,10 @@ class Recompute(Technique):
         left = np.maximum(saved - dear, 0) / np.maximum(saved, 1)
         return [kept, *_revived(work, layer, count, left, own)]
 
-    def apply(self, build: Any) -> None:
+    def apply(self, build: Build) -> None:
         build.at("block", self._wrap)
 
-    def _wrap(self, build: Any) -> None:
+    def _wrap(self, build: Build) -> None:
         from meshwright.ops.module_edits import on_copies, recomputed, writes_in_place
         from meshwright.ops.recompute_chain import Chain
         from meshwright.ops.selective_recompute import selectively_recomputed

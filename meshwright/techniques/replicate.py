@@ -15,8 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
+from meshwright.core.build import Build
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import Problem, Problems
 from meshwright.core.plan import Plan
@@ -94,22 +95,18 @@ class Replicate(Technique):
         work = work.with_facts(keeps_gradients=(work.size(self.axis) > 1) * 1)  # in buckets
         return work.with_tasks(*reductions, *statistics(work, self.axis, self.name))
 
-    def apply(self, build: Any) -> None:
+    def apply(self, build: Build) -> None:
         build.at("split", lambda build: build.model.share_statistics(build.mesh.group(self.axis), self.size))
         build.at("optimizer", self._install)
 
-    def _install(self, build: Any) -> None:
-        if build.reduction_owner:
+    def _install(self, build: Build) -> None:
+        if self.axis in build.exchange_owners:  # by shards that are summed over replicas
             return
-        from meshwright.ops.gradient_buckets import Buckets
+        from meshwright.ops.gradient_exchange import Buckets
 
-        build.reduction_owner = self.name
         mesh = build.mesh
         group = mesh.group(self.axis)
         if any(site.kind == "statistics" for layer in build.profile.layers for site in layer.sites):
             # Batch norms use the axis in the middle of a backward, where a bucket of another rank may not be ready.
             group = mesh.new_group(self.axis, mesh.along(self.axis))
-        buckets = Buckets(build.units(), group, build.zero_filled)
-        build.on_step.append(buckets.start_step)
-        build.on_backward.append(buckets.start_backward)
-        build.on_finish.append(buckets.finish)
+        build.add_exchange(self, Buckets(build.units(), group, build.zero_filled))

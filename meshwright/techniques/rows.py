@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from meshwright.core.build import Build
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import Problems
 from meshwright.core.plan import Plan
@@ -138,13 +139,13 @@ class Rows(Technique):
             Collective(**common, phase="backward", repeat=goes_back, bytes=vectors),
         ]
 
-    def apply(self, build: Any) -> None:
+    def apply(self, build: Build) -> None:
         aside: list[Any] = []
         build.at("split", self._split)
         build.at("wrap", lambda build: self._set_aside(build, aside))
         build.at("optimizer", lambda build: self._put_back(build, aside))
 
-    def _split(self, build: Any) -> None:
+    def _split(self, build: Build) -> None:
         from meshwright.ops.table_lookup import Lookup
 
         group, index = build.mesh.group(self.axis), build.mesh.index(self.axis)
@@ -157,24 +158,24 @@ class Rows(Technique):
             # The second of one piece is what lies behind it: nothing.
             piece, pieces = (int(owner != index), 1) if is_whole else (index, self.size)
             build.cut(name, 0, piece, pieces, self.axis)
-        build.owe_rest(self.axis)
+        build.sum_rest_late(self)
         build.model.share_statistics(group, self.size)
         tables = _module_of(build)
         tables.look_up = Lookup(tables.tables, first, step, group, build.mesh.device, is_whole=is_whole)
 
-    def _set_aside(self, build: Any, aside: list[Any]) -> None:
+    def _set_aside(self, build: Build, aside: list[Any]) -> None:
         """Keep what this rank has no row of from wrappers: FSDP's reduction refuses tensors without elements."""
         from meshwright.ops.table_lookup import take_out_empty
 
         aside += take_out_empty(_module_of(build))
 
-    def _put_back(self, build: Any, aside: list[Any]) -> None:
+    def _put_back(self, build: Build, aside: list[Any]) -> None:
         from meshwright.ops.table_lookup import put_back
 
         put_back(aside, build.dtype, build.mesh.device)
 
 
-def _module_of(build: Any) -> Any:
+def _module_of(build: Build) -> Any:
     layer = _layer_of(build.profile)
     return next(part.module for part in build.model.parts() if layer is not None and part.kind == layer.name)
 

@@ -23,6 +23,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from meshwright.core.build import Build
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import Problem, Problems
 from meshwright.core.plan import Plan
@@ -148,20 +149,26 @@ class Shard(Technique):
     def _gathered(self, layer: str, repeat: Any, size: Any, life: Any) -> Resident:
         return Resident(layer=layer, category="gathered", repeat=repeat, bytes=size, life=life, origin=self.name)
 
-    def apply(self, build: Any) -> None:
+    def apply(self, build: Build) -> None:
         if self.size == 1:  # nothing to share: gradients are summed by whoever has replicas
             return
         build.at("split", lambda build: build.model.share_statistics(build.mesh.group(self.axis), self.size))
         build.at("wrap", self._wrap)
 
-    def _wrap(self, build: Any) -> None:
+    def _wrap(self, build: Build) -> None:
         import torch
 
-        from meshwright.ops.fsdp import shard_units
+        from meshwright.ops.fsdp import ShardedUnits
 
         axes = [axis for axis in build.plan.replica_axes if axis != self.axis]
         reduce_dtype = torch.bfloat16 if self.reduce == "bf16" else build.dtype
-        settings: dict[str, Any] = {"stage": self.stage, "prefetch": self.prefetch, "problem": self.problem}
-        flags = shard_units(build, self.axis, axes, reduce_dtype=reduce_dtype, **settings)
-        build.reduction_owner = self.name
-        build.on_backward.append(flags)
+        units = ShardedUnits(
+            build,
+            self.axis,
+            axes,
+            stage=self.stage,
+            prefetch=self.prefetch,
+            reduce_dtype=reduce_dtype,
+            problem=self.problem,
+        )
+        build.add_exchange(self, units, *axes)

@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from meshwright.core.build import Build
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import Problems
 from meshwright.core.plan import Plan
@@ -151,10 +152,10 @@ class Tensor(Technique):
                 told.append(Collective(**{**back, **piece, "kind": kinds[1]}, phase="backward"))
         return told
 
-    def apply(self, build: Any) -> None:
+    def apply(self, build: Build) -> None:
         build.at("split", self._split)
 
-    def _split(self, build: Any) -> None:
+    def _split(self, build: Build) -> None:
         import functools
 
         import torch
@@ -170,7 +171,7 @@ class Tensor(Technique):
             if param.cut is not None:
                 build.cut(name, param.cut, index, self.size, self.axis)
             elif param.inside or self.sequence:
-                build.owe(name, group)
+                build.sum_late(self, name, group)
         for each in model.regions():
             region.wrap(each)
         model.set_split(index, self.size)

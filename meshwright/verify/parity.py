@@ -28,8 +28,7 @@ from meshwright.ops.initial_weights import join_in_order
 from meshwright.ops.traffic import Traffic, TrafficRecorder
 from meshwright.optimizers.update import Optimizer, OptimizerConfig
 from meshwright.run.model import OpenedModel
-from meshwright.runtime.async_stream import loop_of
-from meshwright.runtime.build import Build, build
+from meshwright.runtime.build import RankBuild, build
 from meshwright.runtime.loop import Loop, Samples
 from meshwright.verify.reference import UPDATE_TOLERANCE, BatchOf, Plain, doubted_update, part_seed, train
 
@@ -55,7 +54,7 @@ class Departure:
 class Session:
     """One rank's model, ready to step."""
 
-    build: Build
+    build: RankBuild
     loop: Loop
     mesh: Mesh
 
@@ -70,7 +69,7 @@ def open_session(
 ) -> Session:
     mesh = Mesh.make(plan.mesh, device)
     made = build(plan, opened.model, opened.profile, mesh, opened.source, DTYPES[dtype])
-    return Session(build=made, loop=loop_of(made, Optimizer(optimizer, made)), mesh=mesh)
+    return Session(build=made, loop=Loop(made, Optimizer(optimizer, made)), mesh=mesh)
 
 
 SamplesOf = Callable[[int, int, int], Samples]
@@ -210,7 +209,7 @@ def _norm(reference: Any, quantity: str) -> float:
     return sum(float(reference.get_tensor(key).double().norm()) ** 2 for key in names) ** 0.5
 
 
-def _gradient_errors(build: Build, reference: Any, gradients: dict[str, Tensor]) -> Errors:
+def _gradient_errors(build: RankBuild, reference: Any, gradients: dict[str, Tensor]) -> Errors:
     """A gradient that is missing, on either side, is zero."""
     names, norm, errors = set(reference.keys()), _norm(reference, "gradient"), []
     for name, parameter in build.local_parameters():
@@ -223,7 +222,7 @@ def _gradient_errors(build: Build, reference: Any, gradients: dict[str, Tensor])
     return errors
 
 
-def _parameter_errors(build: Build, reference: Any, *, forced: bool) -> Errors:
+def _parameter_errors(build: RankBuild, reference: Any, *, forced: bool) -> Errors:
     """Of the parameters by their norm, and of what the update has changed by the largest change of any element."""
     names, norm, errors = set(reference.keys()), _norm(reference, "parameter"), []
     scale = float(reference.get_tensor("scale")) if "scale" in names else 0.0
@@ -247,7 +246,7 @@ def _parameter_errors(build: Build, reference: Any, *, forced: bool) -> Errors:
     return errors
 
 
-def _buffer_errors(build: Build, reference: Any) -> Errors:
+def _buffer_errors(build: RankBuild, reference: Any) -> Errors:
     names, errors = set(reference.keys()), []
     for name, buffer in build.lasting_buffers():
         if f"buffer/{name}" in names and buffer.numel():

@@ -17,7 +17,7 @@ MAY_NOT_IMPORT = {
     "techniques": {"models"},
     "data": {"schedules", "ops", "models", "techniques", "optimizers", "simulator", "planner", "ask", "report"},
 }
-EXCEPTIONS = {("optimizers", "runtime.build")}
+EXCEPTIONS: set[tuple[str, str]] = set()
 # Techniques are found by name, through `core.technique`: nobody imports their files.
 WITH_TORCH = ("ops", "zoo", "foreign", "checkpoint", "runtime", "verify", "optimizers")
 WITH_TORCH_IN_PARTS = {"hf": ("weights_",), "machine": ("measure", "timing")}

@@ -24,7 +24,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "expert": {"size": sizes},
     "pipeline": {
         "size": sizes,
-        "schedule": st.sampled_from([*sorted(SCHEDULES), "greedy"]),
+        "schedule": st.sampled_from(sorted(SCHEDULES)),
         "chunks": st.integers(0, 4),
         "stages": st.lists(st.integers(1, 9), max_size=4).map(tuple),
     },

@@ -16,8 +16,8 @@ from meshwright.core.codec import decode
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.plan import Plan
 from meshwright.optimizers.update import OptimizerConfig
-from meshwright.runtime.async_stream import StreamLoop
-from meshwright.runtime.loop import Samples, interpret
+from meshwright.runtime.loop import Samples
+from meshwright.schedules.actions import COMPUTES
 from meshwright.simulator.pricing import price
 from meshwright.verify import parity
 
@@ -47,9 +47,10 @@ def replay_job(
         given = samples(step, 0, 1)
         _set(named, versions[promised(step, groups)])
         loop.optimizer.zero_gradients()
-        loss = interpret(session.build, session.build.actions(1), given, trains=True)
+        loop.batch = loop._batch(given, trains=True)
+        loop.run(tuple(action for action in session.build.actions(1) if action.kind in COMPUTES))
         loop.optimizer.take_gradients()
-        told["loss"].append(float(loss) / given.num_tokens)
+        told["loss"].append(float(loop.batch.total) / given.num_tokens)
         told["norm"].append(float(loop.optimizer.squared_norm()) ** 0.5)
         _set(named, versions[step])
         loop.optimizer.update(rates.lr_at(step, steps), 0.0)
@@ -73,15 +74,18 @@ class Probe:
         self.build, self.groups, self.loop = session.build, groups, session.loop
         self.versions = [safe_open(folder / f"{n}.safetensors", framework="pt") for n in range(sum(groups) + 1)]
         self.worst, self.seen = 0.0, 0
-        inner = session.loop._do
+        for kind in ("forward", "backward"):
+            self.watch(kind)
 
-        def watched(action: Any, batch: Any) -> None:
-            inner(action, batch)
-            if action.kind in ("forward", "backward"):
-                number = self.loop.num_fed - 1 - (action.microbatch < 0 and self.loop.batch is not None)
-                self.compare(promised(number, groups))
+    def watch(self, kind: str) -> None:
+        inner = getattr(self.loop, kind)
 
-        session.loop._do = watched
+        def watched(batch: Any, key: tuple[int, int], **more: Any) -> None:
+            inner(batch, key, **more)
+            number = self.loop.num_fed - 1 - (key[0] < 0 and self.loop.batch is not None)
+            self.compare(promised(number, self.groups))
+
+        setattr(self.loop, kind, watched)
 
     def distance(self, one: int, other: int) -> float:
         """Between two versions, as `compare` measures it; infinite for a rank with nothing to train."""
@@ -114,7 +118,7 @@ def stream_job(
     chosen, rates = Plan.from_json(json.dumps(plan)), decode(OptimizerConfig, optimizer, "optimizer")
     opened, samples = rank_jobs.open_tiny(config, chosen.batch, sequence, dtype)
     session = parity.open_session(chosen, opened, rates, dtype=dtype, device=CPU)
-    assert isinstance(session.loop, StreamLoop)
+    assert session.loop.versions is not None
     part, probe = session.mesh.part(chosen.sample_axes), Probe(session, Path(folder), groups)
     told = json.loads((Path(folder) / "told.json").read_text())
     results, at_rest, evaluated, lateness, fed = [], 0.0, [], 0, 0

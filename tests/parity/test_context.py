@@ -208,18 +208,16 @@ def _activations(profile: Profile, plan: Plan) -> float:
 def sample_job(*, techniques: list[dict[str, Any]], rank: int, num_ranks: int, rendezvous: str) -> list[list[float]]:
     """Scores of a text, as whoever writes samples asks for them."""
     import rank_jobs
-    import torch
 
     from meshwright.optimizers.update import OptimizerConfig
-    from meshwright.runtime.text_samples import run_forward
+    from meshwright.runtime.loop import Interpreter
     from meshwright.verify import parity
 
     parity.enter(rank, num_ranks, rendezvous)
     plan = Plan.from_json(json.dumps({"techniques": techniques, "batch": 8, "microbatch": 8}))
     opened, samples = rank_jobs.open_tiny(GPT, 8, tiny.SEQUENCE, "float64")
     session = parity.open_session(plan, opened, OptimizerConfig(), dtype="float64", device=rank_jobs.CPU)
-    with torch.no_grad():
-        scores = run_forward(session.build, samples(0, 0, 1).inputs)
+    scores = Interpreter(session.build).scores(samples(0, 0, 1).inputs)
     parity.leave()
     return [] if scores is None else scores[0].tolist()
 

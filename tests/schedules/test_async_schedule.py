@@ -29,7 +29,7 @@ def unrolled(stage: int, num_stages: int, count: int, groups: list[int]) -> list
     for group in groups:
         for call in ["first", *["next"] * (group - 1), "flush"]:
             batch += call != "flush"
-            actions = ASYNC.stream_actions(stage, num_stages, count, call)  # type: ignore[arg-type]
+            actions = ASYNC.actions(stage, num_stages, count, call)  # type: ignore[arg-type]
             shift = 1 if call == "flush" else 0  # numbers of a flush are below 0, after the batch's own call
             for action in actions:
                 i, of = action.microbatch, batch + shift

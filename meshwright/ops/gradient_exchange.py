@@ -1,9 +1,12 @@
-"""Gradient buckets, one per layer, summed over the replicas while backward goes on.
+"""Sums of gradients over the ranks of an axis: in buckets while backward goes on, or late in one message.
 
-Each parameter's `.grad` is a view into its layer's flat bucket, so nothing is copied. All ranks sum the buckets in one
-order, whatever their own backward did: a bucket leaves as soon as its last gradient of the last microbatch has arrived
-and those before it have left. The order is the one in which the first rank's gradients arrived in the first step. A
-parameter that took no part in a rank's step adds zeros, and the rest waits for the end of the backward passes.
+There is a bucket for each layer, summed over the replicas. Each parameter's `.grad` is a view into its layer's flat
+bucket, so nothing is copied. All ranks sum the buckets in one order, whatever their own backward did: a bucket leaves
+as soon as its last gradient of the last microbatch has arrived and those before it have left. The order is the one in
+which the first rank's gradients arrived in the first step. A parameter that took no part in a rank's step adds zeros,
+and the rest waits for the end of the backward passes.
+
+Late sums are of gradients that are partial for another reason, such as a norm's under a split sequence.
 """
 
 from __future__ import annotations
@@ -15,6 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from meshwright.core.build import Build, Exchange
+from meshwright.ops.fsdp import local
+from meshwright.ops.model_interface import ParameterUnit
 
 
 class Bucket:
@@ -32,10 +39,10 @@ class Bucket:
         self.work: dist.Work | None = None
 
 
-class Buckets:
+class Buckets(Exchange):
     """The buckets of every unit that has trained parameters."""
 
-    def __init__(self, units: Iterable[Any], group: dist.ProcessGroup, zero_filled: set[int]):
+    def __init__(self, units: Iterable[ParameterUnit], group: dist.ProcessGroup, zero_filled: set[int]):
         """`zero_filled`: as in `Build`."""
         self.group, self.zero_filled = group, zero_filled
         self.buckets: list[Bucket] = []
@@ -55,7 +62,7 @@ class Buckets:
         self.arrivals: list[int] | None = []
         """In the first step, buckets as they became ready; None afterwards."""
 
-    def start_step(self) -> None:
+    def begin_step(self) -> None:
         self.num_left = 0
         for bucket in self.buckets:
             bucket.flat.zero_()
@@ -64,7 +71,7 @@ class Buckets:
                 parameter.grad = view
                 self.zero_filled.add(id(parameter))
 
-    def start_backward(self, is_last: bool, chunk: int) -> None:
+    def before_backward(self, chunk: int, *, is_last: bool) -> None:
         """Gradients are whole after the last backward of the chunk where the bucket's layers begin."""
         for bucket in self.buckets:
             bucket.is_last, bucket.missing = is_last and chunk == bucket.chunk, len(bucket.parameters)
@@ -101,3 +108,34 @@ class Buckets:
 
 def _gone(*_: Any) -> None:
     raise AssertionError("a gradient arrived after its bucket was given up")
+
+
+class LateSums(Exchange):
+    """Sums that several techniques ask for, made when the backward passes are over: one message for each group."""
+
+    def __init__(self, build: Build):
+        self.build = build
+        self.groups: dict[str, list[dist.ProcessGroup]] = {}
+        """Parameter -> the groups that its gradient is summed over."""
+
+    def add(self, name: str, group: dist.ProcessGroup) -> None:
+        self.groups.setdefault(name, []).append(group)
+
+    def finish(self) -> None:
+        gradients = {}
+        for name, parameter in self.build.named_parameters():
+            if name not in self.groups or not parameter.requires_grad:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+                self.build.zero_filled.add(id(parameter))
+            gradients[name] = local(parameter.grad)
+        by_group: dict[int, tuple[dist.ProcessGroup, list[Tensor]]] = {}
+        for name, groups in self.groups.items():
+            for group in groups if name in gradients else ():  # a frozen one has none
+                by_group.setdefault(id(group), (group, []))[1].append(gradients[name])
+        for group, tensors in by_group.values():
+            flat = torch.cat([tensor.flatten() for tensor in tensors])
+            dist.all_reduce(flat, group=group)
+            for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+                tensor.copy_(part.view_as(tensor))

@@ -1,0 +1,143 @@
+"""What a technique changes (`Build`), and how values cross an axis during a step (`Exchange`).
+
+These are the interfaces behind `Technique.apply`. `runtime/build.py` implements `Build`; a technique, in the package or
+outside it, implements `Exchange`. Importing this file never imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    from meshwright.core.box import Box
+    from meshwright.core.plan import Plan
+    from meshwright.core.profile import Param, Profile
+    from meshwright.core.technique import Technique
+    from meshwright.ops.device_mesh import Mesh
+    from meshwright.ops.model_interface import Model, ParameterUnit, Spans
+    from meshwright.ops.split_backward import Later
+    from meshwright.ops.stage_transport import Wire
+    from meshwright.schedules import Places, Timetable
+
+
+class Exchange:
+    """What ranks along an axis tell each other in a step; one object for each axis, owned by one technique.
+
+    The loop calls these methods at their places in every step, in this order. A method that is not overridden does
+    nothing: sums of gradients need `before_backward` or `finish`, averages of parameters `after_update`.
+    """
+
+    def begin_step(self) -> None:
+        """Gradients have just been cleared."""
+
+    def before_backward(self, chunk: int, *, is_last: bool) -> None:
+        """A microbatch is about to go back through a chunk of layers.
+
+        `is_last`: afterwards the chunk's gradients of this step are whole. Never where the halves of backward are
+        apart: `gradients_ready` says it there.
+        """
+
+    def gradients_ready(self, chunk: int, *, is_last: bool) -> None:
+        """A microbatch has all its gradients in a chunk; `is_last`: so has the step."""
+
+    def finish(self) -> None:
+        """All backward passes of the step are over: gradients must be as the optimizer needs them when this returns."""
+
+    def after_update(self) -> None:
+        """The optimizer has updated this rank's parameters."""
+
+    def after_evaluation(self) -> None:
+        """Forward passes without a backward have ended."""
+
+
+class Build(Protocol):
+    """One rank's share of a model while a plan is applied to it. Techniques add functions to its phases."""
+
+    plan: Plan
+    profile: Profile
+    model: Model
+    mesh: Mesh
+    dtype: torch.dtype
+    """Of parameters, gradients and optimizer state."""
+    compute_dtype: torch.dtype
+    timetable: Timetable
+    stage: int
+    num_stages: int
+    spans: Spans
+    """Blocks of this stage's chunks."""
+    wire: Wire | None
+    """To the stages before and after."""
+    later: Later | None
+    """Where the halves of backward are apart: the second ones still to do."""
+    sequence_ways: int
+    """Ranks that share the tokens between layers."""
+    loss_scale: float
+    """A factor of the loss, for exchanges that divide gradients by something."""
+    boxes: dict[str, Box]
+    """Parameter -> the part of it that is here."""
+    cut_axes: dict[str, frozenset[str]]
+    """Axes that cut a parameter; along all others it is a replica."""
+    canonical: dict[str, str]
+    """Name here -> the one name a parameter has in every plan (tied weights have two names)."""
+    zero_filled: set[int]
+    """Ids of parameters whose gradient is only the zeros it began the step with: nothing was added so far."""
+    exchange_owners: dict[str, str]
+    """Axis -> the technique that exchanges over it."""
+    tied: tuple[str, ...]
+    """Parameters that two layers share."""
+
+    @property
+    def places(self) -> Places: ...
+
+    @property
+    def first_block(self) -> int:
+        """Blocks of the whole model before this stage's first."""
+        ...
+
+    def at(self, phase: str, change: Callable[[Build], None]) -> None:
+        """Call `change` in one of `PHASES`."""
+
+    def named_params(self) -> Iterable[tuple[str, Param]]:
+        """Canonical name and profile entry of every parameter of this stage, tied ones once."""
+        ...
+
+    def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]: ...
+
+    def units(self) -> list[ParameterUnit]:
+        """Layers whose parameters are gathered and reduced together."""
+        ...
+
+    def keep_spans(self, spans: Spans) -> None:
+        """Become the stage of these blocks."""
+
+    def cut(self, name: str, dim: int, index: int, count: int, axis: str) -> None:
+        """Keep the index-th of `count` pieces of a parameter."""
+
+    def cut_everything(self, axis: str) -> None:
+        """A parameter lives at one place along `axis`."""
+
+    def materialise(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Allocate and fill the parameters that are still on the meta device."""
+
+    def owns(self, name: str) -> bool:
+        """Whether this rank answers for its piece: exactly one of the replicas does."""
+        ...
+
+    def add_exchange(self, technique: Technique, exchange: Exchange, *more_axes: str) -> None:
+        """Exchange over the technique's axis (and `more_axes`); raises where another technique does so already."""
+
+    def sum_late(
+        self, technique: Technique, name: str, group: dist.ProcessGroup | None, *, is_copy: bool = False
+    ) -> None:
+        """Sum a parameter's gradient over `group` once the backward passes are over, in one message with all others.
+
+        `is_copy`: another stage answers for the parameter. A `group` of None: nothing is summed from here.
+        """
+
+    def sum_rest_late(self, technique: Technique) -> None:
+        """Ranks along the technique's axis see different data: sum what it does not cut over it, late."""
