@@ -82,8 +82,9 @@ class Probe:
 
         def watched(batch: Any, key: tuple[int, int], **more: Any) -> None:
             inner(batch, key, **more)
-            number = self.loop.num_fed - 1 - (key[0] < 0 and self.loop.batch is not None)
-            self.compare(promised(number, self.groups))
+            if batch.trains:
+                number = self.loop.num_fed - 1 - (key[0] < 0 and self.loop.batch is not None)
+                self.compare(promised(number, self.groups))
 
         setattr(self.loop, kind, watched)
 
