@@ -172,7 +172,7 @@ def every_rank_gets_the_first_rows(swap: Swap) -> None:
     def change(old: Any) -> Any:
         return lambda batch, part, num_parts, shares=(): old(batch, 0, num_parts, shares)
 
-    swap("data.open_data", "part_rows", change)
+    swap("data.dataset", "part_rows", change)
 
 
 # Rates, clipping, optimizers
@@ -325,7 +325,7 @@ def a_term_of_the_norms_backward_missing(swap: Swap) -> None:
 
         return backward
 
-    swap("zoo.layers:RMSNorm", "backward", change)
+    swap("zoo.layers:RMSNormFunction", "backward", change)
 
 
 # Techniques

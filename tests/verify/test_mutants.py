@@ -26,6 +26,12 @@ def test_there_are_enough_of_them_and_each_has_a_case(tmp_path: object) -> None:
     assert {case for case, _ in mutants.MUTANTS.values()} == set(known)
 
 
+@pytest.mark.parametrize("name", mutants.MUTANTS)
+def test_what_a_mutant_changes_is_there(name: str) -> None:
+    with mutants.mutated(name):
+        pass
+
+
 @pytest.mark.slow
 def test_the_check_kills_a_slice_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path, str(mutants.ROOT)])
