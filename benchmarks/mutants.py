@@ -235,7 +235,7 @@ def betas_swapped(swap: Swap) -> None:
 
         return init
 
-    swap("optimizers.adamw:AdamW", "__init__", change)
+    swap("optimizers.rules.adamw:AdamW", "__init__", change)
 
 
 @mutant("replicate")
@@ -247,7 +247,7 @@ def no_bias_correction(swap: Swap) -> None:
 
         return step
 
-    swap("optimizers.adamw:AdamW", "step", change)
+    swap("optimizers.rules.adamw:AdamW", "step", change)
 
 
 @mutant("replicate")
@@ -284,7 +284,7 @@ def trust_of_a_piece_for_the_whole(swap: Swap) -> None:
 
 @mutant("muon")
 def one_turn_of_newton_schulz_too_few(swap: Swap) -> None:
-    swap("optimizers.muon", "TURNS", lambda old: 4)
+    swap("optimizers.rules.muon", "TURNS", lambda old: 4)
 
 
 # Layers

@@ -141,7 +141,11 @@ class ParameterSlot:
     is_block: bool
     unit: str
     """The layers gathered and reduced together: the layer's own name, or `shared` where weights are tied."""
+    cut_axis: str = ""
+    """The axis whose ranks share the inside of its layer, and the dim `cut` of it."""
     shards: Num = 1
+    shard_axis: str = ""
+    """The axis whose ranks share it out in `shards`."""
     gradient_shards: Num = 1
     inside: bool = False
     late: tuple[tuple[str, str], ...] = ()

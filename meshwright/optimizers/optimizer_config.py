@@ -1,4 +1,4 @@
-"""An optimizer and its rates, as a run file says them; and what its update remembers and sends. No torch."""
+"""An optimizer and its rates, as a run file says them. No torch."""
 
 from __future__ import annotations
 
@@ -8,37 +8,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from meshwright.core.errors import MeshwrightError, Problem, nearest
+from meshwright.optimizers.rule import Kind, UpdateRule, rules
 
 if TYPE_CHECKING:
     from meshwright.core.plan import Plan
-    from meshwright.core.profile import Param
     from meshwright.core.work import Collective, Num, ParameterSlot, Work
 
-Kind = Literal["elementwise", "norm", "whole_matrix"]
-"""What an update needs of a parameter that is cut: only the piece, sums over all pieces, or the whole matrix."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Method:
-    """What is particular to an optimizer."""
-
-    kind: Kind
-    states: int
-    """Values remembered for each element, at most."""
-    beta2: float = 0.95
-    epsilon: float = 1e-8
-    momentum: float = 0.9
-
-
-METHODS: Mapping[str, Method] = {
-    "adamw": Method(kind="elementwise", states=2),
-    "sgd": Method(kind="elementwise", states=1),
-    "lion": Method(kind="elementwise", states=1, beta2=0.99),
-    "lamb": Method(kind="norm", states=2, beta2=0.999, epsilon=1e-6),
-    "lars": Method(kind="norm", states=1),
-    "adafactor": Method(kind="norm", states=1, epsilon=1e-30),
-    "muon": Method(kind="whole_matrix", states=2, momentum=0.95),
-}
 _OWN: Any = None
 """Stands for the optimizer's own value until the constructor puts it there."""
 
@@ -69,7 +44,8 @@ class ParameterGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    name: Literal["adamw", "sgd", "lamb", "lars", "lion", "muon", "adafactor"] = "adamw"
+    name: str = "adamw"
+    """A file of `optimizers/rules`."""
     lr: float = 3e-4
     """Full rate. Adafactor multiplies it by a parameter's own size; LARS by 0.001 of it over its gradient's."""
     weight_decay: float = 0.1
@@ -95,12 +71,12 @@ class OptimizerConfig:
     """The first that matches a parameter counts."""
 
     def __post_init__(self) -> None:
-        if self.name not in METHODS:
-            fix = nearest(str(self.name), METHODS)
+        if self.name not in rules():
+            fix = nearest(str(self.name), rules())
             raise MeshwrightError([Problem(where="name", what=f"{self.name!r} is not an optimizer.", fix=fix)])
         for name in ("beta2", "epsilon", "momentum"):
             if getattr(self, name) is None:
-                object.__setattr__(self, name, getattr(METHODS[self.name], name))
+                object.__setattr__(self, name, getattr(self.rule, name))
         names = ("lr", "weight_decay", "beta1", "beta2", "epsilon", "momentum", "clip", "warmup")
         problems = _below_zero({name: getattr(self, name) for name in names})
         problems += [
@@ -121,15 +97,25 @@ class OptimizerConfig:
             raise MeshwrightError(problems)
 
     @property
+    def rule(self) -> type[UpdateRule]:
+        return rules()[self.name]
+
+    @property
     def kind(self) -> Kind:
-        return METHODS[self.name].kind
+        return self.rule.kind
 
     @property
     def state_bytes(self) -> int:
-        """Per parameter element in float32: exact for updates that are not Muon's or Adafactor's, at most for those."""
-        if self.name in ("sgd", "lars") and not self.momentum:
-            return 0
-        return 4 * METHODS[self.name].states
+        """Per parameter element in float32, at most: some remember less of matrices."""
+        return 4 * self.rule.num_states(self)
+
+    def state_bytes_of(self, slot: ParameterSlot) -> Num:
+        """Bytes the largest rank remembers for what it stores of a parameter."""
+        return 0 if slot.frozen else self.rule.state_bytes_of(self, slot)
+
+    def collectives(self, work: Work) -> tuple[Collective, ...]:
+        """Messages of a step's update."""
+        return self.rule.collectives(work)
 
     def problems_with(self, plan: Plan) -> list[Problem]:
         """Why it cannot update what a plan trains."""
@@ -139,7 +125,8 @@ class OptimizerConfig:
             problems.append(Problem(where="optimizer.clip", what=what, fix="Use clip = 0, or another schedule."))
         if plan.overlaps_steps and self.kind != "elementwise":
             what = f"{self.name} looks at whole parameters of all stages at once; the plan's steps overlap."
-            fix = f"Use {', '.join(n for n, m in METHODS.items() if m.kind == 'elementwise')}, or another schedule."
+            others = ", ".join(name for name, rule in rules().items() if rule.kind == "elementwise")
+            fix = f"Use {others}, or another schedule."
             problems.append(Problem(where="optimizer.name", what=what, fix=fix))
         return problems
 
@@ -154,76 +141,11 @@ class OptimizerConfig:
         progress = min(1.0, max(0, step - start) / max(1, num_steps - start))
         return self.lr * (self.final_fraction + (1 - self.final_fraction) * _FALLS[self.schedule](progress))
 
-    def is_muons(self, shape: tuple[Num, ...], is_block: bool) -> bool:
-        """Whether Muon itself updates a parameter: matrices of blocks, alone or (experts) stacked; AdamW the others."""
-        return self.name == "muon" and is_block and len(shape) in (2, 3)
-
-    def state_bytes_of(self, slot: ParameterSlot) -> Num:
-        """Bytes the largest rank remembers for what it stores of a parameter."""
-        if slot.frozen:
-            return 0
-        if self.name == "adafactor" and len(slot.shape) >= 2:
-            first = -(-slot.shape[0] // slot.shards)
-            *stack, rows, columns = (first, *slot.shape[1:])
-            return math.prod(stack) * (rows + columns) * slot.element_bytes
-        states = 1 if self.is_muons(slot.shape, slot.is_block) else self.state_bytes // 4
-        return slot.stored(slot.shards) * states * slot.element_bytes
-
-    def collectives(self, work: Work) -> tuple[Collective, ...]:
-        """Messages of a step's update over the axes that cut a parameter; sums of norms are the loop's own traffic.
-
-        Muon's matrices of one sort are dealt to the ranks of an axis, padded to equally many each and equal pieces:
-        there as they were cut, first along the rows of the shards and then along the tensor's cut, and back.
-        """
-        if self.kind != "whole_matrix":
-            return ()
-        from meshwright.core.work import Collective
-
-        fsdp, tp = work.size("fsdp"), work.size("tp")
-        sizes: dict[str, Num] = {"fsdp": 0, "tp": 0}
-        for count, slot in self._dealt(work):
-            by_rows = len(slot.shape) == 2  # a stack of experts is sharded between its matrices
-            piece = slot.stored(slot.shards) * slot.element_bytes
-            if by_rows:
-                sizes["fsdp"] = sizes["fsdp"] + _padded(count, fsdp) * piece
-                count, piece = -(-count // fsdp), slot.elements * slot.element_bytes
-            if slot.cut is not None and slot.cut >= len(slot.shape) - 2:
-                sizes["tp"] = sizes["tp"] + _padded(count, tp) * piece
-        return tuple(
-            Collective(
-                layer="",
-                kind="all_to_all",
-                axis=axis,
-                phase="step",
-                repeat=2 * ((size > 0) & (work.size(axis) > 1)),
-                bytes=size,
-                origin="optimizer",
-                per_step=True,
-            )
-            for axis, size in sizes.items()
-            if axis in work.sizes
-        )
-
-    def _dealt(self, work: Work) -> list[tuple[Num, ParameterSlot]]:
-        """How many of each sort of Muon's matrices a stage has; equal parameters of different blocks are one sort."""
-        params = {(layer.name, param.name): param for layer in work.profile.layers for param in layer.params}
-        sorts: dict[Param, tuple[Num, ParameterSlot]] = {}
-        for slot in work.slots:
-            if self.is_muons(slot.shape, slot.is_block) and not (slot.frozen or slot.copy_of):
-                param = params[slot.layer, slot.name]
-                sorts[param] = (sorts.get(param, (0, slot))[0] + slot.repeat, slot)
-        return list(sorts.values())
-
 
 def _below_zero(values: Mapping[str, float]) -> list[Problem]:
     return [
         Problem(where=name, what=f"is {value}.", fix="Use zero or more.") for name, value in values.items() if value < 0
     ]
-
-
-def _padded(count: Num, ways: Num) -> Num:
-    """`count` things dealt to `ways` ranks, as many to each as the first gets."""
-    return -(-count // ways) * ways
 
 
 _FALLS: Mapping[str, Callable[[float], float]] = {

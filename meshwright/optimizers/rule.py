@@ -1,17 +1,29 @@
-"""What every optimizer is given and what it must answer."""
+"""What every optimizer is given and what it must answer, in numbers (`step`) and in bytes (`state_bytes_of`).
+
+Importing this file never imports torch: planning asks rules for their price.
+"""
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
-
-import torch
-from torch import Tensor
+from functools import cache
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 from meshwright.core.box import Box
-from meshwright.core.build import Build
-from meshwright.optimizers.optimizer_config import OptimizerConfig
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from meshwright.core.build import Build
+    from meshwright.core.work import Collective, Num, ParameterSlot, Work
+    from meshwright.optimizers.optimizer_config import OptimizerConfig
+
+Kind = Literal["elementwise", "norm", "whole_matrix"]
+"""What an update needs of a parameter that is cut: only the piece, sums over all pieces, or the whole matrix."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -44,7 +56,32 @@ class OptimizerState(NamedTuple):
 
 
 class UpdateRule:
-    """One optimizer over a rank's pieces."""
+    """One optimizer over a rank's pieces: a file of `rules/`, which is its name."""
+
+    kind: ClassVar[Kind] = "elementwise"
+    states: ClassVar[int]
+    """Values remembered for each element, at most."""
+    beta2: ClassVar[float] = 0.95
+    epsilon: ClassVar[float] = 1e-8
+    momentum: ClassVar[float] = 0.9
+    """Where a run file does not say otherwise, as the two above."""
+    needs_momentum: ClassVar[bool] = False
+    """Without momentum nothing is remembered."""
+
+    @classmethod
+    def num_states(cls, config: OptimizerConfig) -> int:
+        """Values remembered for each element, at most."""
+        return 0 if cls.needs_momentum and not config.momentum else cls.states
+
+    @classmethod
+    def state_bytes_of(cls, config: OptimizerConfig, slot: ParameterSlot) -> Num:
+        """Bytes the largest rank remembers for what it stores of a parameter that is trained."""
+        return slot.stored(slot.shards) * cls.num_states(config) * slot.element_bytes
+
+    @classmethod
+    def collectives(cls, work: Work) -> tuple[Collective, ...]:
+        """Messages of a step's update over the axes that cut a parameter; sums of norms are the loop's own traffic."""
+        return ()
 
     def __init__(
         self,
@@ -72,27 +109,47 @@ class UpdateRule:
 
     def remember(self, *kinds: str) -> None:
         """One zero of each kind for every element; there from the start, so that a checkpoint can be read into it."""
+        import torch
+
         for kind in kinds:
             self.state[kind] = [torch.zeros_like(value) for value in self.values]
 
     def gradients(self) -> list[Tensor]:
         """Zeros for a parameter that took no part in the step; whatever the rule makes of it is undone."""
-        return [torch.zeros_like(value) if value.grad is None else value.grad for value in self.values]
+        return [value.new_zeros(value.shape) if value.grad is None else value.grad for value in self.values]
 
     def rates(self, lr: float) -> list[float]:
         return [lr * piece.lr_scale for piece in self.pieces]
 
     def decay(self, lr: float) -> None:
         """Decoupled weight decay (Loshchilov & Hutter 2019)."""
+        import torch
+
         kept = [1 - rate * piece.weight_decay for rate, piece in zip(self.rates(lr), self.pieces, strict=True)]
         torch._foreach_mul_(self.values, kept)
 
 
 def squares(tensors: list[Tensor], device: torch.device) -> Tensor:
     """Sum of squares of each, in float64."""
+    import torch
+
     found = torch.zeros(len(tensors), dtype=torch.float64, device=device)
     filled = [index for index, tensor in enumerate(tensors) if tensor.numel()]
     if filled:
         norms = torch.stack(torch._foreach_norm([tensors[index] for index in filled]))
         found[torch.tensor(filled, device=device)] = norms.double().square()
     return found
+
+
+@cache
+def rules() -> Mapping[str, type[UpdateRule]]:
+    """Every optimizer by its name: one for each file of `rules/`."""
+    package = importlib.import_module("meshwright.optimizers.rules")
+    by_name = {}
+    for each in pkgutil.iter_modules(package.__path__):
+        module = importlib.import_module(f"{package.__name__}.{each.name}")
+        values = [value for value in vars(module).values() if isinstance(value, type)]
+        own = [value for value in values if issubclass(value, UpdateRule) and value.__module__ == module.__name__]
+        assert len(own) == 1, f"optimizers/rules/{each.name}.py must define exactly one rule, not {len(own)}"
+        by_name[each.name] = own[0]
+    return by_name

@@ -14,7 +14,6 @@ from meshwright.core.build import Build
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.ops.control import gather_json
 from meshwright.ops.fsdp import local
-from meshwright.optimizers import RULES
 from meshwright.optimizers.optimizer_config import OptimizerConfig
 from meshwright.optimizers.rule import ParameterPiece, squares
 
@@ -37,7 +36,7 @@ class Optimizer:
             shapes = _all_shapes(build, [name for name, _ in trained])
         _check_groups(config, list(shapes))
         self.pieces = [_piece(config, build, name, local(parameter.detach())) for name, parameter in trained]
-        self.rule = RULES[config.name](config, self.pieces, build, shapes)
+        self.rule = config.rule(config, self.pieces, build, shapes)
         self.num_steps = 0
 
     def zero_gradients(self) -> None:

@@ -135,7 +135,7 @@ class Shard(Technique):
             residents.append(self._gathered(layer, here, held, "moment"))
 
         def slot(item: ParameterSlot) -> ParameterSlot:
-            return replace(item, shards=ways, gradient_shards=ways)
+            return replace(item, shards=ways, shard_axis=self.axis, gradient_shards=ways)
 
         def task(item: Any) -> Any:
             """Shards are cast before they are gathered."""

@@ -88,7 +88,7 @@ class Tensor(Technique):
             if item.cut is not None:
                 shape = list(item.shape)
                 shape[item.cut] = -(-shape[item.cut] // ways)
-                return replace(item, shape=tuple(shape))
+                return replace(item, shape=tuple(shape), cut_axis=self.axis)
             # Seen on a split tensor: each rank has a part of the gradient.
             late = item.inside or self.sequence
             return replace(item, late=(*item.late, (self.axis, self.name))) if late else item

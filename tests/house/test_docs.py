@@ -148,11 +148,12 @@ def test_the_models_page_has_every_preset_and_family() -> None:
 
 def test_the_optimizers_page_says_what_they_are() -> None:
     from meshwright.core.codec import decode
-    from meshwright.optimizers.optimizer_config import _FALLS, METHODS, OptimizerConfig
+    from meshwright.optimizers.optimizer_config import _FALLS, OptimizerConfig
+    from meshwright.optimizers.rule import rules
 
     text = text_of("docs/optimizers.md")
     told = dict(re.findall(r"^\| `(\w+)` \| (elementwise|norm|whole_matrix) \|", text, re.MULTILINE))
-    assert told == {name: method.kind for name, method in METHODS.items()}
+    assert told == {name: method.kind for name, method in rules().items()}
     assert [name for name in _FALLS if f"| `{name}` |" not in text] == []
     tables = [tomllib.loads(block)["train"]["optimizer"] for block in TOML.findall(text)]
     configs = [decode(OptimizerConfig, table, "optimizer") for table in tables]

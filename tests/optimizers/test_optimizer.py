@@ -16,7 +16,7 @@ from meshwright.core.codec import decode, encode
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.plan import Plan
 from meshwright.models.presets import DecoderConfig
-from meshwright.optimizers.optimizer_config import METHODS
+from meshwright.optimizers.rule import rules
 from meshwright.optimizers.update import OptimizerConfig
 from meshwright.run.model import open_config
 from meshwright.verify import parity
@@ -153,7 +153,7 @@ def test_wrong_settings_are_refused_together(told: dict[str, Any], places: set[s
 
 
 def test_a_config_reads_back_as_itself_with_the_optimizers_own_values_written_out() -> None:
-    for name in METHODS:
+    for name in rules():
         config = decode(OptimizerConfig, {"name": name, "groups": [{"match": ["a", "b"]}]}, "optimizer")
         assert decode(OptimizerConfig, encode(config), "optimizer") == config
     assert decode(OptimizerConfig, {"name": "lion"}, "").beta2 == 0.99

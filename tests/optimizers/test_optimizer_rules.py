@@ -18,10 +18,10 @@ from meshwright.core.plan import Plan
 from meshwright.core.work import ParameterSlot
 from meshwright.models.presets import DecoderConfig
 from meshwright.ops.device_mesh import Mesh
-from meshwright.optimizers.adafactor import Adafactor
-from meshwright.optimizers.muon import orthogonal
-from meshwright.optimizers.optimizer_config import METHODS, OptimizerConfig, ParameterGroup
-from meshwright.optimizers.rule import ParameterPiece
+from meshwright.optimizers.optimizer_config import OptimizerConfig, ParameterGroup
+from meshwright.optimizers.rule import ParameterPiece, rules
+from meshwright.optimizers.rules.adafactor import Adafactor
+from meshwright.optimizers.rules.muon import orthogonal
 from meshwright.optimizers.update import Optimizer
 from meshwright.run.model import open_config
 from meshwright.simulator.pricing import price_sizes
@@ -106,7 +106,7 @@ FORMULAS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", rules())
 def test_three_steps_are_the_formula(name: Any) -> None:
     session = opened(OptimizerConfig(name=name, weight_decay=DECAY, clip=0.0))
     weights, told = stepped(session)
@@ -157,7 +157,7 @@ def test_groups_that_match_nothing_are_told_together() -> None:
     assert "'haed.*' matches none of the" in caught.value.problems[1].what
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", rules())
 def test_what_is_frozen_neither_moves_nor_is_remembered(name: Any) -> None:
     session = opened(OptimizerConfig(name=name))
     for parameter, value in session.build.named_parameters():
@@ -233,7 +233,7 @@ def test_many_plans_are_priced_as_one_by_one(name: Any) -> None:
     assert dealt == ([True, True] if name == "muon" else [])
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", rules())
 def test_state_on_one_device_is_what_is_priced(name: Any) -> None:
     config = OptimizerConfig(name=name)
     session = opened(config)

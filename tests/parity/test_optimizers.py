@@ -16,12 +16,13 @@ from tiny import EXACT, PIPELINE, QWEN, SEQUENCE, SHARD3, STEPS, TENSOR, plan_of
 from meshwright.checkpoint.load import Reader
 from meshwright.core.plan import Plan
 from meshwright.launch.rank_pool import RankPool
-from meshwright.optimizers.optimizer_config import METHODS, OptimizerConfig
+from meshwright.optimizers.optimizer_config import OptimizerConfig
+from meshwright.optimizers.rule import rules
 from meshwright.runtime.checkpointing import restore_optimizer, save
 from meshwright.verify import parity
 
 Run = Callable[..., list[dict[str, Any]]]
-OTHERS = sorted(set(METHODS) - {"adamw", "sgd"})
+OTHERS = sorted(set(rules()) - {"adamw", "sgd"})
 PRICED = ("adafactor", "muon")
 """The others remember a fixed number of values for each element, as AdamW and SGD do, and send nothing."""
 RATES = {"lion": 1e-3, "lars": 10.0}
@@ -50,7 +51,7 @@ def test_as_priced(name: str, techniques: tuple[Any, ...], ran: Run) -> None:
     largest = answers[:1] if SHARD3 in techniques else answers  # the last rows of 37 are fewer
     assert tiny.price_differences(largest) == []
     dealt = any(kind == "all_to_all" for answer in answers for kind, *_ in answer["observed"])
-    assert dealt == (METHODS[name].kind == "whole_matrix" and techniques != (PIPELINE,))
+    assert dealt == (rules()[name].kind == "whole_matrix" and techniques != (PIPELINE,))
 
 
 def test_a_stage_with_fewer_matrices_than_ranks(ran: Run) -> None:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from meshwright.models.presets import DecoderConfig
-from meshwright.optimizers.optimizer_config import METHODS, OptimizerConfig
+from meshwright.optimizers.optimizer_config import OptimizerConfig
+from meshwright.optimizers.rule import rules
 from meshwright.run.model import open_config
 from meshwright.verify import reference
 from meshwright.verify.reference_model import plain_of
@@ -41,7 +42,7 @@ def test_the_rules_are_torchs_own_where_torch_has_them(name: Any) -> None:
 
 
 def test_there_is_a_rule_for_every_optimizer() -> None:
-    assert set(reference._RULES) == set(METHODS)
+    assert set(reference._RULES) == set(rules())
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])

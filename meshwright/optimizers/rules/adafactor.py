@@ -9,15 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from meshwright.core.box import Box
-from meshwright.core.build import Build
-from meshwright.optimizers.global_sums import Norms, Shape, Sums
 from meshwright.optimizers.rule import OptimizerState, ParameterPiece, UpdateRule
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from meshwright.core.build import Build
+    from meshwright.core.work import Num, ParameterSlot
+    from meshwright.optimizers.optimizer_config import OptimizerConfig
 
 GROWTH = 0.8
 """beta2 of step t is 1 - t^-0.8 (section 7.2)."""
@@ -52,7 +54,7 @@ class Factored:
         """This piece's part of the sums over rows, columns and all; and of the row means as they were."""
         square = gradient.square()
         row, before = square.sum(-1), self.row.sum(-1)
-        return [row, square.sum(-2), row.sum(-1), before if self.is_first_in_row else torch.zeros_like(before)]
+        return [row, square.sum(-2), row.sum(-1), before if self.is_first_in_row else before.new_zeros(before.shape)]
 
     def update(self, gradient: Tensor, sums: Tensor, beta: float, epsilon: float) -> Tensor:
         """Fold the sums over the whole matrix into the means; g / sqrt(V)."""
@@ -68,7 +70,23 @@ class Factored:
 
 
 class Adafactor(UpdateRule):
+    kind = "norm"
+    states = 1
+    epsilon = 1e-30
+
+    @classmethod
+    def state_bytes_of(cls, config: OptimizerConfig, slot: ParameterSlot) -> Num:
+        if len(slot.shape) < 2:
+            return super().state_bytes_of(config, slot)
+        first = -(-slot.shape[0] // slot.shards)
+        *stack, rows, columns = (first, *slot.shape[1:])
+        return math.prod(stack) * (rows + columns) * slot.element_bytes
+
     def __init__(self, config: Any, pieces: list[ParameterPiece], build: Build, shapes: Any):
+        import torch
+
+        from meshwright.optimizers.global_sums import Norms, Sums
+
         super().__init__(config, pieces, build, shapes)
         self.factored = {index: Factored.of(piece) for index, piece in enumerate(pieces) if piece.is_matrix}
         self.square = {i: torch.zeros_like(value) for i, value in enumerate(self.values) if i not in self.factored}
@@ -83,8 +101,11 @@ class Adafactor(UpdateRule):
             yield OptimizerState("square", self.pieces[index].name, value, self.pieces[index].box)
 
     def step(self, lr: float, count: int) -> None:
+        import torch
+
         beta, epsilon, gradients = 1 - count**-GROWTH, self.config.epsilon, self.gradients()
-        shares = [_flat(factored.shares(gradients[index])) for index, factored in self.factored.items()]
+        parts = [factored.shares(gradients[index]) for index, factored in self.factored.items()]
+        shares = [torch.cat([tensor.flatten() for tensor in each]) for each in parts]
         sums = dict(zip(self.factored, self.sums(shares), strict=True))
         updates = []
         for index, gradient in enumerate(gradients):
@@ -105,17 +126,13 @@ class Adafactor(UpdateRule):
         torch._foreach_add_(self.values, updates)
 
 
-def _flat(tensors: list[Tensor]) -> Tensor:
-    return torch.cat([tensor.flatten() for tensor in tensors])
-
-
-def _without(sizes: Iterable[int], dim: int) -> Shape:
+def _without(sizes: Iterable[int], dim: int) -> tuple[int, ...]:
     kept = list(sizes)
     del kept[dim]
     return tuple(kept)
 
 
-def _num_sums(shape: Shape) -> int:
+def _num_sums(shape: tuple[int, ...]) -> int:
     if len(shape) < 2:
         return 0
     *stack, rows, columns = shape
@@ -124,6 +141,8 @@ def _num_sums(shape: Shape) -> int:
 
 def _places(box: Box) -> Tensor:
     """Where a piece's sums (rows, columns, all, before) lie among those of its parameter."""
+    import torch
+
     places, start = [], 0
     stack = Box(box.shape[:-2], box.offset[:-2], box.size[:-2])
     for part in (box.without(-1), box.without(-2), stack, stack):

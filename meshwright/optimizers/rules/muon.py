@@ -3,22 +3,26 @@
 Steps have the size of AdamW's, 0.2 sqrt(max(rows, columns)) of an orthogonal matrix (Liu et al. 2025, "Muon is scalable
 for LLM training", section 2.2), so that one rate serves both: the matrices of the blocks are Muon's, and stacks of
 them (experts) one by one; embedding, head, norms and biases are AdamW's. Ranks that cut a matrix share out the work
-(`exchange.py`); replicas along `dp` each do all of theirs.
+(`whole_matrix.py`); replicas each do all of theirs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import chain
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from meshwright.core.build import Build
-from meshwright.optimizers.adamw import AdamW
-from meshwright.optimizers.optimizer_config import OptimizerConfig
+from meshwright.core.work import Collective
 from meshwright.optimizers.rule import OptimizerState, ParameterPiece, UpdateRule
-from meshwright.optimizers.whole_matrix import Matrix, plan_rounds
+from meshwright.optimizers.rules.adamw import AdamW
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from meshwright.core.build import Build
+    from meshwright.core.profile import Param
+    from meshwright.core.work import Num, ParameterSlot, Work
+    from meshwright.optimizers.optimizer_config import OptimizerConfig
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
 """a x + b x^3 + c x^5 takes singular values of 0 to 1 close to 1 in a few turns, fastest for small ones."""
@@ -27,11 +31,62 @@ LEAST_NORM = 1e-7
 
 
 class Muon(UpdateRule):
+    kind = "whole_matrix"
+    states = 2
+    momentum = 0.95
+
+    @staticmethod
+    def updates(shape: tuple[Num, ...], is_block: bool) -> bool:
+        """Whether it updates a parameter itself: matrices of blocks, alone or (experts) stacked; AdamW the others."""
+        return is_block and len(shape) in (2, 3)
+
+    @classmethod
+    def state_bytes_of(cls, config: OptimizerConfig, slot: ParameterSlot) -> Num:
+        states = 1 if cls.updates(slot.shape, slot.is_block) else cls.states
+        return slot.stored(slot.shards) * states * slot.element_bytes
+
+    @classmethod
+    def collectives(cls, work: Work) -> tuple[Collective, ...]:
+        """Matrices of one sort are dealt to the ranks of an axis, padded to equally many each and equal pieces: there
+        as they were cut, first along the rows of the shards and then along the cut inside of layers, and back."""
+        params = {(layer.name, param.name): param for layer in work.profile.layers for param in layer.params}
+        sorts: dict[Param, tuple[Num, ParameterSlot]] = {}
+        """How many of each sort a stage has; equal parameters of different blocks are one sort."""
+        for slot in work.slots:
+            if cls.updates(slot.shape, slot.is_block) and not (slot.frozen or slot.copy_of):
+                param = params[slot.layer, slot.name]
+                sorts[param] = (sorts.get(param, (0, slot))[0] + slot.repeat, slot)
+        sizes: dict[str, Num] = {axis: 0 for slot in work.slots for axis in (slot.shard_axis,) if axis}
+        for count, slot in sorts.values():
+            piece = slot.stored(slot.shards) * slot.element_bytes
+            if len(slot.shape) == 2 and slot.shard_axis:  # a stack of experts is sharded between its matrices
+                ways = work.size(slot.shard_axis)
+                sizes[slot.shard_axis] = sizes[slot.shard_axis] + _padded(count, ways) * piece
+                count, piece = -(-count // ways), slot.elements * slot.element_bytes
+            if slot.cut_axis and slot.cut is not None and slot.cut >= len(slot.shape) - 2:
+                padded = _padded(count, work.size(slot.cut_axis))
+                sizes[slot.cut_axis] = sizes.get(slot.cut_axis, 0) + padded * piece
+        return tuple(
+            Collective(
+                layer="",
+                kind="all_to_all",
+                axis=axis,
+                phase="step",
+                repeat=2 * ((size > 0) & (work.size(axis) > 1)),
+                bytes=size,
+                origin="optimizer",
+                per_step=True,
+            )
+            for axis, size in sizes.items()
+        )
+
     def __init__(
         self, config: OptimizerConfig, pieces: list[ParameterPiece], build: Build, shapes: Mapping[str, tuple[int, ...]]
     ):
+        from meshwright.optimizers.whole_matrix import Matrix, plan_rounds
+
         blocks = tuple(build.model.public_name(f"{part.name}.") for part in build.model.parts() if part.is_block)
-        mine = [piece for piece in pieces if config.is_muons(piece.box.shape, piece.name.startswith(blocks))]
+        mine = [piece for piece in pieces if self.updates(piece.box.shape, piece.name.startswith(blocks))]
         super().__init__(config, mine, build, shapes)
         self.remember("momentum_buffer")
         names = {piece.name for piece in mine}
@@ -41,6 +96,8 @@ class Muon(UpdateRule):
         self.rounds = plan_rounds(build, matrices, shapes)
 
     def step(self, lr: float, count: int) -> None:
+        import torch
+
         self.others.step(lr, count)
         updates = self._directions()
         if not updates:
@@ -55,6 +112,8 @@ class Muon(UpdateRule):
 
     def _directions(self) -> list[Tensor]:
         """This rank's piece of every orthogonalised matrix."""
+        import torch
+
         gradients, moving = self.gradients(), self.state["momentum_buffer"]
         if not gradients:
             return []
@@ -75,11 +134,18 @@ class Muon(UpdateRule):
         self.others.set_num_steps(count)
 
 
+def _padded(count: Num, ways: Num) -> Num:
+    """`count` things dealt to `ways` ranks, as many to each as the first gets."""
+    return -(-count // ways) * ways
+
+
 def orthogonal(matrix: Tensor) -> Tensor:
     """The nearest orthogonal matrix to each of the last two dims, roughly, by Newton-Schulz.
 
     In the matrix's own precision on a CPU, where bf16 products are far slower than float32's; in bf16 on a GPU.
     """
+    import torch
+
     a, b, c = QUINTIC
     dtype = torch.bfloat16 if matrix.is_cuda and matrix.dtype == torch.float32 else matrix.dtype
     multiply = torch.addmm if matrix.ndim == 2 else torch.baddbmm  # a stack of one is a third slower on a CPU

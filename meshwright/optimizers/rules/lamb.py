@@ -5,22 +5,32 @@ Norms and biases take Adam's step as it is, as in the authors' code, which leave
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from meshwright.core.build import Build
-from meshwright.optimizers.global_sums import Norms
 from meshwright.optimizers.rule import UpdateRule
+
+if TYPE_CHECKING:
+    import torch
+
+    from meshwright.core.build import Build
 
 
 class Lamb(UpdateRule):
+    kind = "norm"
+    states = 2
+    beta2 = 0.999
+    epsilon = 1e-6
+
     def __init__(self, config: Any, pieces: Any, build: Build, shapes: Any):
+        from meshwright.optimizers.global_sums import Norms
+
         super().__init__(config, pieces, build, shapes)
         self.remember("exp_avg", "exp_avg_sq")
         self.norms = Norms(build.mesh, shapes, pieces, 2)
 
     def step(self, lr: float, count: int) -> None:
+        import torch
+
         updates = self._adam(count) if self.values else []
         ratios = [
             weight / update if piece.is_matrix and weight and update else 1.0
@@ -32,6 +42,8 @@ class Lamb(UpdateRule):
 
     def _adam(self, count: int) -> list[torch.Tensor]:
         """m / (sqrt(v) + epsilon) + decay x weight, the averages freed of their bias."""
+        import torch
+
         config, gradients = self.config, self.gradients()
         mean, square = self.state["exp_avg"], self.state["exp_avg_sq"]
         torch._foreach_lerp_(mean, gradients, 1 - config.beta1)

@@ -5,26 +5,33 @@ Norms and biases take the plain rate.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from meshwright.core.build import Build
-from meshwright.optimizers.global_sums import Norms
 from meshwright.optimizers.rule import ParameterPiece, UpdateRule
+
+if TYPE_CHECKING:
+    from meshwright.core.build import Build
 
 TRUST = 0.001
 """How far a matrix may move in a step at rate 1, relative to its own length."""
 
 
 class Lars(UpdateRule):
+    kind = "norm"
+    states = 1
+    needs_momentum = True
+
     def __init__(self, config: Any, pieces: Any, build: Build, shapes: Any):
+        from meshwright.optimizers.global_sums import Norms
+
         super().__init__(config, pieces, build, shapes)
         if config.momentum:
             self.remember("momentum_buffer")
         self.norms = Norms(build.mesh, shapes, pieces, 2)
 
     def step(self, lr: float, count: int) -> None:
+        import torch
+
         gradients = self.gradients()
         norms = self.norms(self.values, gradients)
         if not gradients:

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from meshwright.optimizers.rule import UpdateRule
 
 
 class Lion(UpdateRule):
+    states = 1
+    beta2 = 0.99
+
     def __init__(self, *given: Any):
         super().__init__(*given)
         self.remember("exp_avg")
 
     def step(self, lr: float, count: int) -> None:
+        import torch
+
         gradients, averages = self.gradients(), self.state["exp_avg"]
         if not gradients:
             return

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from meshwright.optimizers.adamw import torch_groups, torch_step
 from meshwright.optimizers.rule import UpdateRule
+from meshwright.optimizers.rules.adamw import torch_groups, torch_step
 
 
 class SGD(UpdateRule):
+    states = 1
+    needs_momentum = True
+
     def __init__(self, *given: Any):
+        import torch
+
         super().__init__(*given)
         self.inner = torch.optim.SGD(torch_groups(self.pieces), lr=1.0, momentum=self.config.momentum, fused=True)
         if self.config.momentum:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from meshwright.optimizers.rule import ParameterPiece, UpdateRule
 
+if TYPE_CHECKING:
+    import torch
+
 
 class AdamW(UpdateRule):
+    states = 2
+
     def __init__(self, *given: Any):
+        import torch
+
         super().__init__(*given)
         self.remember("exp_avg", "exp_avg_sq")
         config = self.config

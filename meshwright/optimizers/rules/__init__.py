@@ -1,0 +1,1 @@
+"""One file for each optimizer: its update and its price. Importing them never imports torch."""
