@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.ops.gloo_collectives import all_gather_single
+from meshwright.ops.routing import precise
 
 Groups = tuple[dist.ProcessGroup, ...]
 
@@ -42,10 +43,6 @@ def batch_statistics(x: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
 
 def _all_but_channels(x: Tensor) -> list[int]:
     return [dim for dim in range(x.dim()) if dim != 1]
-
-
-def _precise(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 class Normalize(torch.autograd.Function):
@@ -98,7 +95,7 @@ class BatchNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
-            dtype = _precise(x)
+            dtype = precise(x)
             mean, variance = self.running_mean.to(dtype), self.running_var.to(dtype)
             weight, bias = self.weight.to(dtype), self.bias.to(dtype)
             return F.batch_norm(x.to(dtype), mean, variance, weight, bias, False, 0.0, self.epsilon).to(x.dtype)
@@ -107,7 +104,7 @@ class BatchNorm(nn.Module):
             self.remember(mean.detach(), inverse.detach().pow(-2) - self.epsilon, x.numel() // x.shape[1])
             return out
         with torch.no_grad():
-            mean, variance = batch_statistics(x.to(_precise(x)), self.groups)
+            mean, variance = batch_statistics(x.to(precise(x)), self.groups)
             self.remember(mean, variance, x.numel() // x.shape[1])
         return Normalize.apply(x, self.weight, self.bias, mean, variance, self.epsilon, self.groups)
 

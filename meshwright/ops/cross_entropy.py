@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from meshwright.ops.routing import precise
+
 
 class TokenLoss(torch.autograd.Function):
     """-log softmax(logits)[target], in float32 at least.
@@ -19,7 +21,7 @@ class TokenLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
-        chances = torch.log_softmax(logits, dim=-1, dtype=_precise(logits))
+        chances = torch.log_softmax(logits, dim=-1, dtype=precise(logits))
         index = targets.unsqueeze(-1)
         ctx.save_for_backward(chances, index)
         ctx.dtype = logits.dtype
@@ -42,7 +44,7 @@ class SplitTokenLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
-        work = logits.to(_precise(logits), copy=True)
+        work = logits.to(precise(logits), copy=True)
         largest = work.amax(dim=-1)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         work.sub_(largest.unsqueeze(-1))
@@ -65,10 +67,6 @@ class SplitTokenLoss(torch.autograd.Function):
         return out.to(ctx.dtype), None, None, None
 
 
-def _precise(logits: Tensor) -> torch.dtype:
-    return torch.float64 if logits.dtype == torch.float64 else torch.float32
-
-
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return TokenLoss.apply(logits, targets)
 
@@ -83,7 +81,7 @@ def chunked_score(score: Any, num_chunks: int) -> Any:
             weights.chunk(num_chunks, dim=1),
             strict=True,
         )
-        total = x.new_zeros((), dtype=_precise(x))
+        total = x.new_zeros((), dtype=precise(x))
         for hidden, target, weight in pieces:
             total = total + checkpoint(score, head, hidden, target, weight, use_reentrant=False)
         return total

@@ -19,7 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.ops.routing import Back, Send, fresh
-from meshwright.ops.uneven_all_to_all import swap
+
+
+def swap(rows: Tensor, given: list[int], taken: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Rows, `given` to each peer in turn, for the rows `taken` from each."""
+    received = rows.new_empty(sum(taken), *rows.shape[1:])
+    dist.all_to_all_single(received, rows.contiguous(), taken, given, group=group)
+    return received
 
 
 @dataclass(frozen=True, kw_only=True)

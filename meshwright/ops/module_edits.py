@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -33,14 +33,8 @@ def on_copies(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return wrapped
 
 
-def holders(model: nn.Module, parameter: nn.Parameter) -> Iterable[tuple[nn.Module, str]]:
-    """Every (module, attribute) where a parameter hangs: more than one where it is tied."""
-    for module in model.modules():
-        for name, value in module._parameters.items():
-            if value is parameter:
-                yield module, name
-
-
 def replace_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
-    for module, name in list(holders(model, old)):
-        module._parameters[name] = new
+    """Wherever it hangs: in more than one module where it is tied."""
+    for module in model.modules():
+        for name in [name for name, value in module._parameters.items() if value is old]:
+            module._parameters[name] = new

@@ -216,6 +216,7 @@ def fresh(x: Tensor) -> Tensor:
 
 
 def precise(x: Tensor) -> torch.dtype:
+    """The dtype of sums that must not be rounded: float32 at least."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 

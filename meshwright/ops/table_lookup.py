@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshwright.ops.expert_dispatch import swap
 from meshwright.ops.routing import fresh
-from meshwright.ops.uneven_all_to_all import swap
 
 Counts = list[list[int]]
 """By peer and table."""

@@ -33,7 +33,7 @@ from meshwright.schedules import Actions, Call, Places, Timetable
 
 @dataclass(kw_only=True)
 class RankBuild:
-    """What techniques change (`core.build.Build`). Each adds functions to phases; they run in the order of `PHASES`."""
+    """The `Build` of one rank (`core/build.py` explains its fields and methods), and what only the runtime asks of it."""
 
     plan: Plan
     profile: Profile
@@ -46,10 +46,8 @@ class RankBuild:
     stage: int = 0
     num_stages: int = 1
     spans: Spans = ()
-    """Blocks of this stage's chunks."""
     wire: Wire | None = None
     later: Later | None = None
-    """Where the halves of backward are apart: the second ones still to do."""
     sequence_ways: int = 1
     loss_scale: float = 1.0
     exchanges: list[Exchange] = field(default_factory=list)
@@ -60,15 +58,11 @@ class RankBuild:
     """Called before every action: for whoever watches."""
     boxes: dict[str, Box] = field(default_factory=dict)
     cut_axes: dict[str, frozenset[str]] = field(default_factory=dict)
-    """Axes that cut a parameter; along all others it is a replica."""
     canonical: dict[str, str] = field(default_factory=dict)
-    """Name here -> the one name a parameter has in every plan (tied weights have two names)."""
     zero_filled: set[int] = field(default_factory=set)
-    """Ids of parameters whose gradient is only the zeros it began the step with: nothing was added so far."""
     copies: set[str] = field(default_factory=set)
     """Parameters that another stage holds too and answers for."""
     tied: tuple[str, ...] = ()
-    """Parameters that two layers share."""
     _phases: dict[str, list[Callable[[Build], None]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -103,7 +97,6 @@ class RankBuild:
             self.exchanges.append(self.late_sums)
 
     def named_params(self) -> Iterable[tuple[str, Param]]:
-        """Canonical name and profile entry of every parameter of this stage, tied ones once."""
         seen = set()
         for part, layer in self._layers():
             entries = {param.name: param for param in layer.params}
@@ -164,7 +157,6 @@ class RankBuild:
 
     @property
     def first_block(self) -> int:
-        """Blocks of the whole model before this stage's first."""
         return self.spans[0][0]
 
     @property
@@ -180,7 +172,6 @@ class RankBuild:
         return self.timetable.forward_actions(self.stage, self.num_stages, num_microbatches)
 
     def keep_spans(self, spans: Spans) -> None:
-        """Become the stage of these blocks."""
         self.model.keep(spans)
         self.spans = spans
         here = {self.canonical[name] for name, _ in self.model.named_parameters(remove_duplicate=False)}
@@ -198,7 +189,6 @@ class RankBuild:
         replace_parameter(self.model, old, new)
 
     def cut_everything(self, axis: str) -> None:
-        """A parameter lives at one place along `axis`."""
         for name in self.cut_axes:
             self.cut_axes[name] |= {axis}
 
@@ -228,7 +218,6 @@ class RankBuild:
                 self.sum_late(technique, name, self.mesh.group(technique.axis))
 
     def materialise(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Allocate and fill the parameters that are still on the meta device."""
         names = {id(parameter): name for name, parameter in self.named_parameters()}
         for parameter in list(parameters):
             if parameter.device.type != "meta":
@@ -259,7 +248,6 @@ class RankBuild:
         return all(self.mesh.index(each) == 0 for each in self.mesh.sizes if each != axis)
 
     def owns(self, name: str) -> bool:
-        """Whether this rank answers for its piece: exactly one of the replicas does."""
         if name in self.copies:
             return False
         return all(self.mesh.index(axis) == 0 for axis in self.mesh.sizes if axis not in self.cut_axes[name])
