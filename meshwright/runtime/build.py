@@ -33,7 +33,7 @@ from meshwright.schedules import Actions, Call, Places, Timetable
 
 @dataclass(kw_only=True)
 class RankBuild:
-    """The `Build` of one rank (`core/build.py` explains its fields and methods), and what only the runtime asks of it."""
+    """The `Build` of one rank (`core/build.py` explains its fields), and what only the runtime asks of it."""
 
     plan: Plan
     profile: Profile

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import traceback
 from pathlib import Path
 
+import pytest
 import torch
-from house import PACKAGE
+from command import clean_environment, write_plan, write_run
+from house import PACKAGE, ROOT
 
 import meshwright as mw
+from meshwright.core.plugins import VARIABLE
 
 MOST_FROM_BUILD = 4
+MOST_IN_A_RANK = 7
 
 
 def hops() -> list[str]:
@@ -19,7 +27,7 @@ def hops() -> list[str]:
     return [f"{Path(f.filename).name}:{f.name}" for f in frames if str(PACKAGE) in f.filename]
 
 
-def test_few_hops_from_step_to_backward(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_few_hops_from_step_to_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[str]] = []
     plain = torch.Tensor.backward
 
@@ -33,3 +41,33 @@ def test_few_hops_from_step_to_backward(monkeypatch) -> None:  # type: ignore[no
     built.step(torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64))
     assert seen
     assert len(seen[-1]) <= MOST_FROM_BUILD, seen[-1]
+
+
+PLUGIN = """
+import json, traceback
+import torch
+
+plain = torch.Tensor.backward
+
+def backward(self, *given, **more):
+    frames = [f"{f.filename}:{f.name}" for f in traceback.extract_stack() if PACKAGE in f.filename]
+    with open(FILE, "w") as file:
+        json.dump(frames, file)
+    plain(self, *given, **more)
+
+torch.Tensor.backward = backward
+"""
+
+
+def test_few_hops_inside_a_rank_of_a_run(tmp_path: Path) -> None:
+    seen = tmp_path / "frames.json"
+    names = f"PACKAGE, FILE = {str(PACKAGE)!r}, {str(seen)!r}\n"
+    (tmp_path / "plugin_that_counts.py").write_text(names + PLUGIN)
+    environment = clean_environment() | {VARIABLE: "plugin_that_counts"}
+    environment["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{ROOT}"
+    command = [sys.executable, "-m", "meshwright.cli.main", "train", write_run(tmp_path)]
+    plan = ["--plan", write_plan(tmp_path, {"name": "replicate", "size": 2})]
+    done = subprocess.run([*command, *plan], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    frames = json.loads(seen.read_text())
+    assert len(frames) <= MOST_IN_A_RANK, frames
