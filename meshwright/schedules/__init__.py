@@ -94,9 +94,7 @@ SCHEDULES: Mapping[str, Schedule] = {
     "zero_bubble_h2": Schedule(zero_bubble.h2, zero_bubble.held_h2, flush_bound, splits_backward=True),
     "zbv": Schedule(vee.zbv, vee.held_zbv, flush_bound, **_VEE),
     "dualpipe_v": Schedule(vee.dualpipe_v, vee.held_dualpipe_v, flush_bound, **_VEE),
-    "greedy": Schedule(
-        _greedy, gpipe.held, flush_bound, splits_backward=True, takes_times=True, least_held=one_held
-    ),
+    "greedy": Schedule(_greedy, gpipe.held, flush_bound, splits_backward=True, takes_times=True, least_held=one_held),
 }
 
 

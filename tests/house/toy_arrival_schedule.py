@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from meshwright.schedules import Action, Actions, Places, Schedule
+from meshwright.schedules.bounds import flush_bound
 
 COSTS = ((1.0, 3.0), (2.5, 1.0), (1.0, 1.5))
 """(forward, backward) of a microbatch, by stage; in turn where there are more stages."""
@@ -53,4 +54,4 @@ def held(stage: Any, num_stages: Any, num_microbatches: Any, chunks: int) -> Any
     return num_microbatches
 
 
-SCHEDULES = {"arrival": Schedule(arrival, held)}
+SCHEDULES = {"arrival": Schedule(arrival, held, flush_bound)}
