@@ -271,7 +271,7 @@ def _merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor, *, is_first
     lse.copy_(both)
 
 
-class Exchange(torch.autograd.Function):
+class HeadTrade(torch.autograd.Function):
     """Row i of dim 0 goes to rank i, and what it sends comes in its place: its own inverse, and its own backward."""
 
     @staticmethod
@@ -301,8 +301,8 @@ class Ulysses:
         count = self.group.size()
         shares = [each.unflatten(1, (count, -1)) for each in (query, key, value)]
         sent = torch.cat(shares, dim=2).transpose(0, 1)  # one message: (rank, batch, heads of all three, tokens, head)
-        whole = Exchange.apply(sent, self.group).permute(1, 2, 0, 3, 4).flatten(2, 3)
+        whole = HeadTrade.apply(sent, self.group).permute(1, 2, 0, 3, 4).flatten(2, 3)
         query, key, value = whole.split([each.shape[2] for each in shares], dim=1)
         mixed = self.attend(query, key, value, mask)
-        back = Exchange.apply(mixed.unflatten(2, (count, -1)).movedim(2, 0), self.group)
+        back = HeadTrade.apply(mixed.unflatten(2, (count, -1)).movedim(2, 0), self.group)
         return back.transpose(0, 1).flatten(1, 2)

@@ -45,29 +45,45 @@ def test_few_hops_from_step_to_backward(monkeypatch: pytest.MonkeyPatch) -> None
 
 PLUGIN = """
 import json, traceback
-import torch
+from dataclasses import dataclass
+from typing import ClassVar
+from meshwright.core.technique import Technique
 
-plain = torch.Tensor.backward
+@dataclass(frozen=True, kw_only=True)
+class CountsHops(Technique):
+    name: ClassVar[str] = "counts_hops"
+    phase: ClassVar[str] = "step"
 
-def backward(self, *given, **more):
-    frames = [f"{f.filename}:{f.name}" for f in traceback.extract_stack() if PACKAGE in f.filename]
-    with open(FILE, "w") as file:
-        json.dump(frames, file)
-    plain(self, *given, **more)
+    package: str
+    file: str
 
-torch.Tensor.backward = backward
+    def price(self, work):
+        return work
+
+    def apply(self, build):
+        import torch
+
+        plain = torch.Tensor.backward
+
+        def backward(tensor, *given, **more):
+            frames = [f"{f.filename}:{f.name}" for f in traceback.extract_stack() if self.package in f.filename]
+            with open(self.file, "w") as file:
+                json.dump(frames, file)
+            plain(tensor, *given, **more)
+
+        torch.Tensor.backward = backward
 """
 
 
 def test_few_hops_inside_a_rank_of_a_run(tmp_path: Path) -> None:
     seen = tmp_path / "frames.json"
-    names = f"PACKAGE, FILE = {str(PACKAGE)!r}, {str(seen)!r}\n"
-    (tmp_path / "plugin_that_counts.py").write_text(names + PLUGIN)
+    (tmp_path / "plugin_that_counts.py").write_text(PLUGIN)
     environment = clean_environment() | {VARIABLE: "plugin_that_counts"}
     environment["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{ROOT}"
     command = [sys.executable, "-m", "meshwright.cli.main", "train", write_run(tmp_path)]
-    plan = ["--plan", write_plan(tmp_path, {"name": "replicate", "size": 2})]
-    done = subprocess.run([*command, *plan], env=environment, capture_output=True, text=True, timeout=300)
+    counts = {"name": "counts_hops", "package": str(PACKAGE), "file": str(seen)}
+    plan = write_plan(tmp_path, {"name": "replicate", "size": 2}, counts)
+    done = subprocess.run([*command, "--plan", plan], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     frames = json.loads(seen.read_text())
     assert len(frames) <= MOST_IN_A_RANK, frames
