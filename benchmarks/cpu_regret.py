@@ -48,8 +48,7 @@ from meshwright.core.profile import Profile
 from meshwright.core.technique import Axis, Choice, PerLayer, Technique, technique_named, technique_names
 from meshwright.data.batch import part_rows
 from meshwright.launch.rank_pool import RankPool
-from meshwright.models.named_profile import profile_of
-from meshwright.models.presets import Config, DecoderConfig, ViTConfig, preset
+from meshwright.models.presets import Config, DecoderConfig, ViTConfig, preset, profile_of
 from meshwright.planner.search import search
 from meshwright.run.model import open_config
 from meshwright.runtime.loop import Samples

@@ -415,8 +415,7 @@ def read_run_file(folder: Path) -> Any:
 def make_artefacts(folder: Path) -> None:
     from meshwright.core.plan import Plan
     from meshwright.machine.named_clusters import cluster
-    from meshwright.models.named_profile import profile_of
-    from meshwright.models.presets import preset
+    from meshwright.models.presets import preset, profile_of
     from meshwright.simulator.simulate import simulate
 
     profile, machines, plan = profile_of(preset("byte-tiny"), "byte-tiny"), cluster("2xh100"), Plan.from_json(PLAN)

@@ -30,8 +30,8 @@ def timed_job(*, num_bytes: int, rounds: int, rank: int, num_ranks: int, rendezv
     import torch
     import torch.distributed as dist
 
+    from meshwright.ops.collectives import all_gather, reduce_scatter
     from meshwright.ops.device_mesh import join
-    from meshwright.ops.gloo_collectives import all_gather, reduce_scatter
 
     torch.set_num_threads(1)
     join(rank, num_ranks, torch.device("cpu"), rendezvous=rendezvous, timeout_seconds=60)

@@ -8,8 +8,7 @@ from typing import Any, cast
 
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
-from meshwright.models.named_profile import profile_of
-from meshwright.models.presets import Config, DecoderConfig, preset
+from meshwright.models.presets import Config, DecoderConfig, preset, profile_of
 
 Technique = dict[str, Any]
 BF16: Technique = {"name": "precision"}

@@ -21,8 +21,7 @@ import torch
 import torch.distributed as dist
 
 import meshwright as mw
-from meshwright.models.named_profile import profile_of
-from meshwright.models.presets import DecoderConfig, preset
+from meshwright.models.presets import DecoderConfig, preset, profile_of
 from meshwright.ops.device_mesh import join
 from meshwright.runtime.api import build
 from meshwright.runtime.run_record import peak_bytes

@@ -27,7 +27,7 @@ from benchmarks.published_variants import (
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.profile import Profile
 from meshwright.models.dimensions import Config, DecoderConfig, ResNetConfig, VGGConfig, ViTConfig
-from meshwright.models.named_profile import profile_of
+from meshwright.models.presets import profile_of
 
 GPT2_VOCAB, BERT_VOCAB, VOCAB_MULTIPLE = 50257, 30522, 128
 """Megatron pads a vocabulary to a multiple of 128 for each rank that shares it."""

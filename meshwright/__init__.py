@@ -34,7 +34,7 @@ _NAMES = {
     "open_text": "meshwright.data.open_data",
 }
 _RENAMED = {
-    "profile": ("meshwright.models.named_profile", "mw.model(...).profile"),
+    "profile": ("meshwright.models.presets", "mw.model(...).profile"),
     "search": ("meshwright.planner.search", "mw.plan"),
 }
 """Old names, for one release."""

@@ -40,7 +40,7 @@ LONG = (
     "tests/cli/test_uneven_train.py",
     "tests/house/test_docs.py::test_the_tutorials_blocks_run",
     "tests/ops/test_gpu_pieces.py",
-    "tests/machine/test_machine.py::test_a_quick_probe_of_this_machine",
+    "tests/machine/test_probe.py::test_a_quick_probe_of_this_machine",
     "tests/run/test_handover.py::test_a_real_run_is_compared_and_teaches_the_next_forecast",
     "tests/runtime/test_sample.py::test_every_plan_writes_the_same_text",
     "tests/planner/test_search_best.py::test_no_plan_is_ranked_that_cannot_take_the_sequence",

@@ -11,8 +11,7 @@ from meshwright.cli.arguments import section_named
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.profile import Poly, Profile
 from meshwright.core.units import pretty_bytes, pretty_count, pretty_seconds
-from meshwright.models.named_profile import profile_of
-from meshwright.models.presets import PRESETS, config_kind
+from meshwright.models.presets import PRESETS, config_kind, profile_of
 from meshwright.report.terminal import stdout, unwritable, write_output
 from meshwright.run.model import describe
 

@@ -7,8 +7,11 @@ everything that is wrong at once and exit with one code.
 from __future__ import annotations
 
 import difflib
+import os
+import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,3 +52,14 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     if close:
         return f'Did you mean "{close[0]}"?'
     return f"Known: {', '.join(names)}." if names else ""
+
+
+def last_line(error: BaseException) -> str:
+    """What was raised, and where in the user's own code."""
+    frames = traceback.extract_tb(error.__traceback__)
+    others = ("site-packages", f"{os.sep}meshwright{os.sep}", "<")
+    own = [frame for frame in frames if not any(other in frame.filename for other in others)]
+    place = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
+    if isinstance(error, SyntaxError):  # says itself where it is
+        place = ""
+    return f"{type(error).__name__}: {str(error).strip().rstrip('.') or 'no message'}{place}."

@@ -19,9 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.errors import MeshwrightError, Problem, last_line
 from meshwright.core.profile import Profile
-from meshwright.foreign.block_regions import Regions, regions_of
 from meshwright.foreign.examine import (
     Anatomy,
     Coins,
@@ -31,11 +30,13 @@ from meshwright.foreign.examine import (
     examine,
     first_line,
     run_apart,
+    run_module,
     tracing,
 )
-from meshwright.foreign.factory import last_line, look, take_over_experts
+from meshwright.foreign.factory import look
 from meshwright.foreign.module_profile import ENDS, end_names, hidden_shape, profile_of_module
-from meshwright.foreign.regions import SplitRegion, linear_dims
+from meshwright.foreign.regions import Regions, SplitRegion, linear_dims, regions_of
+from meshwright.hf.weights_module import take_over_experts
 from meshwright.ops.batch_norm import BatchNorm
 from meshwright.ops.cross_entropy import token_loss
 from meshwright.ops.model_interface import Inputs, Inside, Model, ModelPart, Spans, is_within
@@ -48,9 +49,9 @@ def scores(output: Any) -> Tensor:
     """The tensor of scores in an output: itself, `logits` in a dict or as an attribute, or the first of a tuple."""
     if isinstance(output, Tensor):
         return output
-    found = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
-    if isinstance(found, Tensor):
-        return found
+    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    if isinstance(logits, Tensor):
+        return logits
     if isinstance(output, tuple | list) and output and isinstance(output[0], Tensor):
         return output[0]
     what = f"the module returns a {type(output).__name__}: no tensor of scores in it."
@@ -59,18 +60,14 @@ def scores(output: Any) -> Tensor:
 
 def default_loss(output: Any, targets: Tensor) -> Tensor:
     """Cross entropy over the last dim for whole-number targets, squared error for others."""
-    found = scores(output)
+    logits = scores(output)
     if targets.is_floating_point():
-        return F.mse_loss(found.reshape(targets.shape).to(targets.dtype), targets, reduction="none")
-    if found.shape[:-1] != targets.shape:
-        what = f"the module's scores are {tuple(found.shape)} for targets of shape {tuple(targets.shape)}."
+        return F.mse_loss(logits.reshape(targets.shape).to(targets.dtype), targets, reduction="none")
+    if logits.shape[:-1] != targets.shape:
+        what = f"the module's scores are {tuple(logits.shape)} for targets of shape {tuple(targets.shape)}."
         fix = "Return scores of shape (*targets, classes), or a loss from the factory."
         raise MeshwrightError([Problem(where="model.factory", what=what, fix=fix)])
-    return token_loss(found, targets)
-
-
-def run_module(module: nn.Module, inputs: Inputs) -> Any:
-    return module(*inputs) if isinstance(inputs, tuple) else module(inputs)
+    return token_loss(logits, targets)
 
 
 class _Handed(Exception):
@@ -92,24 +89,17 @@ def _idle(block: nn.Module, act: Callable[[Tensor], Any]) -> nn.Module:
     return block
 
 
-def _twin(block: nn.Module) -> nn.Module:
-    """Another module with everything the block has, now and later."""
-    made = object.__new__(type(block))
-    made.__dict__.update(block.__dict__)
-    return made
-
-
 class Adapted(Model):
     kind = "module"
 
     def __init__(self, module: nn.Module, anatomy: Anatomy, regions: Regions, template: InputTemplate, loss: Loss):
         super().__init__()
         self.module = module
-        self.anatomy, self.found, self.template, self.loss = anatomy, regions, template, loss
+        self.anatomy, self.split_regions, self.template, self.loss = anatomy, regions, template, loss
         self.fused = {
             f"{path}.{cut.name}": cut.groups
-            for path, found in regions.items()
-            for region in found
+            for path, own in regions.items()
+            for region in own
             for cut in region.cuts
             if cut.groups
         }
@@ -118,7 +108,7 @@ class Adapted(Model):
         self.aside: dict[int, nn.Module] = {}
         """For blocks that are here, while others have their turn."""
         self.ends_here = tuple(tuple(names) for names in end_names(module, anatomy))
-        self.right: Tensor | None = None
+        self.hits: Tensor | None = None
         self.left: Tensor | None = None
         """What the last block of a span handed on, where the forward does something to it before the next."""
         self.hollow: list[tuple[nn.Module, str, Tensor]] = []
@@ -153,18 +143,13 @@ class Adapted(Model):
             what = f"the loss gives {shape} for targets of shape {tuple(targets.shape)}."
             fix = "Return one value for each target (reduction='none'): they are weighed and summed over all ranks."
             raise MeshwrightError([Problem(where="model.factory", what=what, fix=fix)])
-        if not self.training:
-            self._count(output, targets, weights)
+        if not self.training and targets.ndim == 1 and not targets.is_floating_point():
+            hits = ((scores(output).argmax(-1) == targets) * weights).sum().double()
+            self.hits = hits if self.hits is None else self.hits + hits
         return (losses * weights).sum()
 
-    def _count(self, output: Any, targets: Tensor, weights: Tensor) -> None:
-        if targets.is_floating_point() or targets.ndim != 1:
-            return
-        hits = ((scores(output).argmax(-1) == targets) * weights).sum().double()
-        self.right = hits if self.right is None else self.right + hits
-
     def take_hits(self) -> Tensor | None:
-        hits, self.right = self.right, None
+        hits, self.hits = self.hits, None
         return hits
 
     def parameter_dtype(self, other: torch.dtype = torch.float32) -> torch.dtype:
@@ -211,14 +196,13 @@ class Adapted(Model):
                 self.hollow += [each for inner in block.modules() for each in _hollow(inner, list(_own_tensors(inner)))]
                 _idle(block, act)
             elif len(spans) > 1:
-                self.aside[index] = _idle(_twin(block), act)
+                twin = object.__new__(type(block))  # with everything the block has, now and later
+                twin.__dict__.update(block.__dict__)
+                self.aside[index] = _idle(twin, act)
             if any(index + 1 == last for _, last in spans) and index + 1 in self.anatomy.between:
-                block.register_forward_hook(self._leave)
+                block.register_forward_hook(self._note_left)
         self.spans = spans
-        self.ends_here = (
-            before if is_within(spans, 0) else (),
-            after if is_within(spans, len(blocks) - 1) else (),
-        )
+        self.ends_here = (before if is_within(spans, 0) else (), after if is_within(spans, len(blocks) - 1) else ())
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         shared = {id(parameters[name]) for names in self.ends_here for name in names}
         gone = {id(parameters[name]) for name in (*before, *after)} - shared
@@ -229,7 +213,7 @@ class Adapted(Model):
                 names = list(_own_tensors(each))
             self.hollow += _hollow(each, names)
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _note_left(self, module: nn.Module, args: Any, output: Any) -> None:
         self.left = output[0] if isinstance(output, tuple) else output
 
     @contextmanager
@@ -260,20 +244,20 @@ class Adapted(Model):
     def _regions_here(self) -> Iterator[tuple[nn.Module, SplitRegion]]:
         """Those whose weights are on this stage."""
         here = {name for name, _ in self.module.named_parameters()}
-        for path, regions in self.found.items():
-            for found in regions:
-                if f"{path}.{found.cuts[0].name}" in here:
-                    yield self.module.get_submodule(path), found
+        for path, regions in self.split_regions.items():
+            for region in regions:
+                if f"{path}.{region.cuts[0].name}" in here:
+                    yield self.module.get_submodule(path), region
 
     def regions(self) -> Iterable[Inside]:
-        for block, found in self._regions_here():
-            columns = tuple(block.get_submodule(name) for name in found.columns)
-            row = block.get_submodule(found.row)
+        for block, region in self._regions_here():
+            columns = tuple(block.get_submodule(name) for name in region.columns)
+            row = block.get_submodule(region.row)
             yield Inside(entries=columns, row=row, every=linear_dims(row) is None)
 
     def set_split(self, index: int, ways: int) -> None:
-        for block, found in self._regions_here():
-            found.split(block, index, ways)
+        for block, region in self._regions_here():
+            region.split(block, index, ways)
 
     def set_place(self, device: torch.device, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -329,35 +313,31 @@ def _restored(module: nn.Module) -> Iterator[None]:
 
 def cut_problem(module: nn.Module, anatomy: Anatomy, template: InputTemplate) -> str:
     """Why the forward fails where only one block is there; empty if it never does."""
-    samples, sequence = 2, max(1, min(4, template.sequence))
-    with tracing(module, run_module, template), Coins(0.5):
+    sizes = 2, max(1, min(4, template.sequence))
+    with tracing(module, template), Coins(0.5):
+        inputs = template.shaped(*sizes)
         for index in range(anatomy.num_blocks):
+            why = ""
             with _restored(module):
-                why = _stage_problem(module, anatomy, template, index, (samples, sequence))
+                stage = Adapted(module, anatomy, {}, template, lambda output, targets: targets)
+                stage.keep(((index, index + 1),))
+                dtype = stage.parameter_dtype()
+                stage.set_place(torch.device("cpu"), dtype)
+                given = torch.zeros(1), torch.zeros(1), torch.zeros(hidden_shape(anatomy, index, *sizes), dtype=dtype)
+
+                def call(stage: nn.Module, inputs: Inputs, given: Any = given) -> Any:
+                    return stage(inputs, *given)
+
+                try:
+                    output, _ = run_apart(stage, inputs, call)
+                    is_last = index + 1 == anatomy.num_blocks
+                    if not is_last and output.shape != hidden_shape(anatomy, index + 1, *sizes):
+                        why = "does not stop after it"
+                except Exception as error:
+                    why = f"fails ({type(error).__name__}: {first_line(error)})"
             if why:
                 return f"where only block {index} is there, its forward {why}."
     return ""
-
-
-def _stage_problem(
-    module: nn.Module, anatomy: Anatomy, template: InputTemplate, index: int, sizes: tuple[int, int]
-) -> str:
-    stage = Adapted(module, anatomy, {}, template, lambda output, targets: targets)
-    stage.keep(((index, index + 1),))
-    dtype = stage.parameter_dtype()
-    stage.set_place(torch.device("cpu"), dtype)
-    received = torch.zeros(hidden_shape(anatomy, index, *sizes), dtype=dtype)
-
-    def call(stage: nn.Module, inputs: Inputs) -> Tensor:
-        found: Tensor = stage(inputs, torch.zeros(1), torch.zeros(1), received)
-        return found
-
-    try:
-        output, _ = run_apart(stage, call, template.shaped(*sizes))
-    except Exception as error:
-        return f"fails ({type(error).__name__}: {first_line(error)})"
-    is_last = index + 1 == anatomy.num_blocks
-    return "" if is_last or output.shape == hidden_shape(anatomy, index + 1, *sizes) else "does not stop after it"
 
 
 def adopt_batch_norms(module: nn.Module) -> bool:
@@ -414,7 +394,7 @@ class ModuleFindings:
             returned=returned,
             between=tuple(sorted(anatomy.between)),
             shapes=tuple(anatomy.shapes),
-            regions={path: tuple(regions) for path, regions in made.found.items()},
+            regions={path: tuple(regions) for path, regions in made.split_regions.items()},
             block_order=made.block_order or (),
             vocab_size=made.vocab_size,
             num_scores=made.num_scores,
@@ -440,10 +420,6 @@ class ModuleFindings:
         return made
 
 
-def _leave_alone() -> None:
-    """In place of `flatten_parameters`."""
-
-
 def _ready(module: nn.Module) -> bool:
     """Change what of a module would not bear being cut or shared; whether it has batch norms."""
     take_over_experts(module)
@@ -451,7 +427,7 @@ def _ready(module: nn.Module) -> bool:
         if hasattr(getattr(each, "config", None), "use_cache"):
             each.config.use_cache = False
         if isinstance(each, nn.RNNBase):  # would move its weights while others hold on to where they were
-            each.__dict__["flatten_parameters"] = _leave_alone
+            each.__dict__["flatten_parameters"] = lambda: None
     return adopt_batch_norms(module)
 
 
@@ -459,15 +435,15 @@ def adapt(module: nn.Module, example: Inputs, *, name: str, loss: Loss | None = 
     """A module as a `Model` with its profile. Its tensors stay where they are."""
     has_statistics = _ready(module)
     template = InputTemplate.like(example)
-    seen = look(module, run_module, example)
+    seen = look(module, example)
     if seen.failure is not None:
         what = f"its forward fails on its sample inputs: {last_line(seen.failure)}"
         fix = "A module is called with what its data gives; return sample inputs like that from the factory."
         raise MeshwrightError([Problem(where=f"model {name}", what=what, fix=fix)])
-    anatomy = examine(module, run_module, template)
+    anatomy = examine(module, template)
     if anatomy.num_blocks and not anatomy.no_stages:
         anatomy.no_stages = cut_problem(module, anatomy, template)
-    regions, no_inside = regions_of(module, run_module, template, anatomy)
+    regions, no_inside = regions_of(module, template, anatomy)
     uncut = {
         "loss": "only our decoder's vocabulary can be gone through in pieces.",
         "sequence": "the code between its regions expects whole sequences.",
@@ -479,7 +455,7 @@ def adapt(module: nn.Module, example: Inputs, *, name: str, loss: Loss | None = 
     if has_statistics:
         uncut["samples"] = "its batch norms see the whole batch at once."
     aim = loss or default_loss
-    profile = profile_of_module(module, run_module, template, anatomy, regions, name=name, uncut=uncut, loss=aim)
+    profile = profile_of_module(module, template, anatomy, regions, name=name, uncut=uncut, loss=aim)
     made = Adapted(module, anatomy, regions, template, aim)
     made.vocab_size = seen.vocab_size
     order = tuple(anatomy.names.index(path) for path in seen.ran if path in anatomy.names)

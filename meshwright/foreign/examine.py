@@ -21,13 +21,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from meshwright.ops.model_interface import Inputs, map_inputs
 
+VALUES_WANTED = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+"""What a forward raises on fake tensors if it cannot do without values."""
 Dim = tuple[int, int, int]
 """A size as constant + per sample + per token of the sequence."""
 
@@ -50,6 +56,8 @@ class InputTemplate:
         return int(first.shape[1]) if self.has_sequence else 1
 
     def shaped(self, samples: int, sequence: int) -> Inputs:
+        """Zeros of so many samples and such a sequence."""
+
         def make(tensor: Tensor) -> Tensor:
             shape = [samples, *tensor.shape[1:]]
             if self.has_sequence and tensor.ndim >= 2 and tensor.shape[1] == self.sequence:
@@ -57,6 +65,10 @@ class InputTemplate:
             return torch.zeros(shape, dtype=tensor.dtype, device="cpu")
 
         return map_inputs(self.example, make)
+
+
+def run_module(module: nn.Module, inputs: Inputs) -> Any:
+    return module(*inputs) if isinstance(inputs, tuple) else module(inputs)
 
 
 class _Absent:
@@ -202,16 +214,17 @@ class Coins(TorchFunctionMode):
 
 
 def is_coin(func: Any, args: Any) -> bool:
+    """Whether it draws a single random number."""
     return func is torch.rand and not any(args[0] if len(args) == 1 and not isinstance(args[0], int) else args)
 
 
 @contextlib.contextmanager
-def tracing(module: nn.Module, call: Callable[[nn.Module, Inputs], Any], template: InputTemplate) -> Iterator[None]:
+def tracing(module: nn.Module, template: InputTemplate) -> Iterator[None]:
     """Fake tensors inside, if the module runs on them; a forward that looks at values is run with values."""
     with quiet():
         try:
             with FakeTensorMode(allow_non_fake_inputs=True), Coins(0.5):
-                run_apart(module, call, template.shaped(1, min(2, template.sequence)))
+                run_apart(module, template.shaped(1, min(2, template.sequence)))
             mode: Any = FakeTensorMode(allow_non_fake_inputs=True)
         except Exception:
             if any(value.device.type == "meta" for value in module.parameters()):
@@ -234,36 +247,46 @@ def quiet() -> Iterator[None]:
 
 
 def run_apart(
-    module: nn.Module, call: Callable[[nn.Module, Inputs], Any], inputs: Inputs
+    module: nn.Module, inputs: Inputs, call: Callable[[nn.Module, Inputs], Any] = run_module
 ) -> tuple[Any, dict[str, Tensor]]:
     """Run a module on other tensors than its own (fake ones, where that is on): (its output, those tensors)."""
+    fake_mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    is_fake = FakeTensorMode.is_infra_mode() and fake_mode is not None
+
+    def make(value: Tensor) -> Tensor:
+        made = torch.empty(value.shape, dtype=value.dtype, device="cpu") if is_fake else value.detach().clone()
+        return made.requires_grad_(isinstance(value, nn.Parameter) and value.is_floating_point())
+
+    tensors = other_tensors(module, make)
+    return call_with(module, tensors, lambda: call(module, inputs)), tensors
+
+
+def other_tensors(module: nn.Module, make: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """By name, a tensor for each of a module's parameters and buffers; tied ones stay one."""
     tensors: dict[str, Tensor] = {}
-    same: dict[int, Tensor] = {}  # tied ones stay one
+    same: dict[int, Tensor] = {}
     for path, each in module.named_modules():  # one that stands in two places comes once: else it is not put back
         for name, value in (*each._parameters.items(), *each._buffers.items()):
-            if value is None:
-                continue
-            if id(value) not in same:
-                may_train = isinstance(value, nn.Parameter) and value.is_floating_point()
-                same[id(value)] = _stand_in(value).requires_grad_(may_train)
-            tensors[f"{path}.{name}".lstrip(".")] = same[id(value)]
+            if value is not None:
+                if id(value) not in same:
+                    same[id(value)] = make(value)
+                tensors[f"{path}.{name}".lstrip(".")] = same[id(value)]
+    return tensors
 
-    class FakeCaller(nn.Module):
+
+def call_with(module: nn.Module, tensors: Mapping[str, Tensor], run: Callable[[], Any]) -> Any:
+    """`run()` while the module has `tensors` in place of its own."""
+
+    class Caller(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.inner = module
 
         def forward(self) -> Any:
-            return call(self.inner, inputs)
+            return run()
 
     inner = {f"inner.{name}": value for name, value in tensors.items()}
-    return functional_call(FakeCaller(), inner, (), tie_weights=False), tensors
-
-
-def _stand_in(value: Tensor) -> Tensor:
-    if FakeTensorMode.is_infra_mode() and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
-        return torch.empty(value.shape, dtype=value.dtype, device="cpu")
-    return value.detach().clone()
+    return functional_call(Caller(), inner, (), tie_weights=False)
 
 
 def block_names(module: nn.Module) -> list[tuple[str, ...]]:
@@ -271,7 +294,11 @@ def block_names(module: nn.Module) -> list[tuple[str, ...]]:
 
     Lists of equal blocks that hang side by side, as a ResNet's layer1 to layer4, may be one after the other.
     """
-    hint = _blocks_hint(module)
+    hints = []  # where transformers' own pipeline plan has the repeated layers
+    for path in getattr(module, "_pp_plan", None) or {}:
+        with contextlib.suppress(AttributeError):
+            if isinstance(each := module.get_submodule(path), nn.ModuleList) and len(each) > 1:
+                hints.append(_children(module, path))
     lists: dict[str, nn.Module] = {}
     beside: dict[tuple[str, type], list[str]] = {}
     for path, each in module.named_modules():
@@ -281,47 +308,32 @@ def block_names(module: nn.Module) -> list[tuple[str, ...]]:
                 lists[path] = each
             if path and len(kinds) == 1:
                 beside.setdefault((path.rpartition(".")[0], kinds.pop()), []).append(path)
-    found = [_children(module, path) for path in lists]
-    found += [sum((_children(module, path) for path in paths), ()) for paths in beside.values() if len(paths) > 1]
-    sizes = {names: _size(module, names) for names in found}
+    candidates = [_children(module, path) for path in lists]
+    candidates += [sum((_children(module, path) for path in paths), ()) for paths in beside.values() if len(paths) > 1]
+    sizes = {
+        names: sum(value.numel() for name in names for value in module.get_submodule(name).parameters())
+        for names in candidates
+    }
     total = sum(value.numel() for value in module.parameters())
-    best = sorted((names for names in found if 2 * sizes[names] >= total > 0), key=lambda names: -sizes[names])
-    return ([_children(module, hint)] if hint else []) + best[:2]
+    best = sorted((names for names in candidates if 2 * sizes[names] >= total > 0), key=lambda names: -sizes[names])
+    return hints[:1] + best[:2]
 
 
 def _children(module: nn.Module, path: str) -> tuple[str, ...]:
     return tuple(f"{path}.{name}".lstrip(".") for name, _ in module.get_submodule(path).named_children())
 
 
-def _size(module: nn.Module, names: Sequence[str]) -> int:
-    return sum(value.numel() for name in names for value in module.get_submodule(name).parameters())
-
-
-def _blocks_hint(module: nn.Module) -> str:
-    """The path transformers' own pipeline plan gives to the repeated layers."""
-    plan = getattr(module, "_pp_plan", None) or {}
-    lists = [path for path in plan if isinstance(each := _submodule(module, path), nn.ModuleList) and len(each) > 1]
-    return lists[0] if lists else ""
-
-
-def _submodule(module: nn.Module, path: str) -> nn.Module | None:
-    with contextlib.suppress(AttributeError):
-        return module.get_submodule(path)
-    return None
-
-
-def examine(module: nn.Module, call: Callable[[nn.Module, Inputs], Any], template: InputTemplate) -> Anatomy:
-    found = Anatomy(no_stages="it has no list of blocks that holds most of its parameters.")
+def examine(module: nn.Module, template: InputTemplate) -> Anatomy:
+    """Of the lists of blocks the first between which stages can be cut, else the last that was tried."""
+    anatomy = Anatomy(no_stages="it has no list of blocks that holds most of its parameters.")
     for names in block_names(module):
-        found = _examine(module, names, call, template)
-        if not found.no_stages:
+        anatomy = _examine(module, names, template)
+        if not anatomy.no_stages:
             break
-    return found
+    return anatomy
 
 
-def _examine(
-    module: nn.Module, names: tuple[str, ...], call: Callable[[nn.Module, Inputs], Any], template: InputTemplate
-) -> Anatomy:
+def _examine(module: nn.Module, names: tuple[str, ...], template: InputTemplate) -> Anatomy:
     blocks = [module.get_submodule(name) for name in names]
     if shared := _shared(module, blocks):
         return Anatomy(no_stages=f"{shared}, so that its blocks do not stand by themselves.")
@@ -330,10 +342,10 @@ def _examine(
     sizes = ((2, 2 * sequence, 1e-9), (3, 2 * sequence, 1 - 1e-7), (2, 3 * sequence, 0.5))
     traces = []
     try:
-        with tracing(module, call, template):
+        with tracing(module, template):
             for samples, length, coin in sizes:  # a layer that is dropped now and then is found by the coins
                 with Coins(coin):
-                    traces.append(_trace(module, blocks, call, template.shaped(samples, length), anatomy))
+                    traces.append(_trace(module, blocks, template.shaped(samples, length), anatomy))
     except _RunAgain as why:  # a block's weights are gathered when it runs: it is no unit if that is not once
         return Anatomy(no_stages=str(why))
     except _NoStages as why:
@@ -381,13 +393,7 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [""])[0][:160]
 
 
-def _trace(
-    module: nn.Module,
-    blocks: list[nn.Module],
-    call: Callable[[nn.Module, Inputs], Any],
-    inputs: Inputs,
-    anatomy: Anatomy,
-) -> list[tuple[int, ...]]:
+def _trace(module: nn.Module, blocks: list[nn.Module], inputs: Inputs, anatomy: Anatomy) -> list[tuple[int, ...]]:
     """Shapes at every border; _NoStages where the blocks are no chain at all."""
     entered: list[Tensor] = []
     left: list[Tensor] = []
@@ -406,7 +412,7 @@ def _trace(
         anatomy.calls[index] = (args, kwargs)
         entered.append(hidden)
 
-    def after(index: int, output: Any) -> Any:
+    def after(index: int, args: Any, output: Any) -> Any:
         hidden = output[0] if isinstance(output, tuple) and output else output
         if not isinstance(hidden, Tensor) or not hidden.is_floating_point():
             raise _NoStages(f"block {index} does not hand on a tensor of numbers.")
@@ -419,8 +425,8 @@ def _trace(
         handed.append(fresh)
         return returned.made(fresh, output[1:] if returned.kind is not None else ())
 
-    with hooked(blocks, before, after):
-        output, tensors = run_apart(module, call, inputs)
+    with hooked(dict(enumerate(blocks)), before, after):
+        output, tensors = run_apart(module, inputs)
     if len(entered) != len(blocks):
         raise _NoStages(f"only {len(entered)} of its {len(blocks)} blocks run every time.")
     anatomy.no_stages = _dependence(module, anatomy, tensors, left, handed, floats(output))
@@ -428,18 +434,21 @@ def _trace(
 
 
 @contextlib.contextmanager
-def hooked(blocks: Sequence[nn.Module], before: Any, after: Any) -> Iterator[None]:
-    handles = []
-    for index, block in enumerate(blocks):
-        handles.append(
-            block.register_forward_pre_hook(lambda _, args, kwargs, i=index: before(i, args, kwargs), with_kwargs=True)
-        )
-        handles.append(block.register_forward_hook(lambda _, args, output, i=index: after(i, output)))
-    try:
+def hooked(
+    modules: Mapping[Any, nn.Module],
+    before: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None = None,
+    after: Callable[[Any, tuple[Any, ...], Any], Any] | None = None,
+) -> Iterator[None]:
+    """Within it, each module runs `before(key, args, kwargs)` and `after(key, args, output)`, as torch's hooks do."""
+    with contextlib.ExitStack() as stack:
+        for key, module in modules.items():
+            if before is not None:
+                hook: Any = lambda _, args, kwargs, key=key: before(key, args, kwargs)  # noqa: E731
+                stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+            if after is not None:
+                hook = lambda _, args, output, key=key: after(key, args, output)  # noqa: E731
+                stack.callback(module.register_forward_hook(hook).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def floats(output: Any) -> list[Tensor]:
@@ -468,22 +477,24 @@ def _dependence(
             return []
         wanted = [tensors[name] for name in names] + handed
         ones = [torch.ones_like(each) for each in outputs]
-        found = torch.autograd.grad(outputs, wanted, ones, allow_unused=True, retain_graph=True)
-        return [label for label, gradient in zip([*names, *anatomy.names], found, strict=True) if gradient is not None]
+        gradients = torch.autograd.grad(outputs, wanted, ones, allow_unused=True, retain_graph=True)
+        return [
+            label for label, gradient in zip([*names, *anatomy.names], gradients, strict=True) if gradient is not None
+        ]
 
     before: tuple[str, ...] = ()
     anatomy.before = anatomy.after = ()
     for index, hidden in enumerate(left):
         name = anatomy.names[index]
         given = anatomy.names[index - 1] if index else ""
-        found = used([hidden])
-        others = [each for each in found if each != given and not each.startswith(f"{name}.")]
+        uses = used([hidden])
+        others = [each for each in uses if each != given and not each.startswith(f"{name}.")]
         if index == 0:
             before = tuple(each for each in others if each not in anatomy.names and not anatomy.holds(each))
             others = [each for each in others if each not in before]
         if others:
             return f"block {index} also depends on {others[0]}, and not only on what it is handed."
-        if given and given not in found:
+        if given and given not in uses:
             return f"what block {index} hands on has no gradient for what it is handed."
     late = used(output)
     if anatomy.names[-1] not in late:

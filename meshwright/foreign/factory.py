@@ -1,35 +1,23 @@
-"""Somebody else's module: from a function they name, or from transformers. What they return is checked before use."""
+"""Somebody else's module from a function they name, checked before use; and a first look at any module."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import inspect
 import os
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedOperatorException,
-)
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from meshwright.core.errors import MeshwrightError, Problem
-from meshwright.foreign.examine import Coins, floats, hooked, quiet, run_apart
+from meshwright.core.errors import MeshwrightError, Problem, last_line
+from meshwright.foreign.examine import VALUES_WANTED, Coins, floats, hooked, quiet, run_apart
 from meshwright.ops.model_interface import Inputs, map_inputs
-from meshwright.ops.routing import transformers_experts
-
-OUR_EXPERTS = "meshwright"
-_VALUES_WANTED = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 
 def _refuse(where: str, what: str, fix: str = "") -> MeshwrightError:
@@ -52,11 +40,11 @@ def call_factory(name: str, arguments: Mapping[str, Any], sequence: int) -> tupl
         what = "returned no sample inputs, and data.sequence is not given."
         fix = "Return (module, loss, inputs), inputs being a tensor (or tuple of tensors) of one or more samples."
         problems.append(Problem(where=where, what=what, fix=fix))
-    if example is not None and not _are_inputs(example):
-        what = f"its sample inputs are {_shown(example)}."
-        problems.append(
-            Problem(where=where, what=what, fix="Use a tensor, or a tuple of tensors, samples along dim 0.")
-        )
+    tensors = example if isinstance(example, tuple) else (example,)
+    are_inputs = bool(tensors) and all(isinstance(each, Tensor) and each.ndim >= 1 and len(each) for each in tensors)
+    if example is not None and not are_inputs:
+        fix = "Use a tensor, or a tuple of tensors, samples along dim 0."
+        problems.append(Problem(where=where, what=f"its sample inputs are {_shown(example)}.", fix=fix))
     problems += _weight_problems(module, where)
     if problems:
         raise MeshwrightError(problems)
@@ -86,11 +74,6 @@ def _weight_problems(module: nn.Module, where: str) -> Iterator[Problem]:
         yield Problem(where=where, what="all its parameters are frozen: nothing is left to train.", fix=fix)
 
 
-def _are_inputs(value: Any) -> bool:
-    tensors = value if isinstance(value, tuple) else (value,)
-    return bool(tensors) and all(isinstance(each, Tensor) and each.ndim >= 1 and len(each) for each in tensors)
-
-
 def _shown(value: Any) -> str:
     return f"a {type(value).__name__}" if not isinstance(value, tuple) else f"a tuple of {len(value)}"
 
@@ -109,14 +92,14 @@ def _find(name: str, where: str) -> Callable[..., Any]:
         raise _refuse(where, f"there is no module {path}.", fix) from None
     except (Exception, SystemExit) as error:
         raise _refuse(where, f"importing {path} failed: {last_line(error)}") from None
-    found = getattr(module, function, None)
-    if not callable(found):
+    factory = getattr(module, function, None)
+    if not callable(factory):
         names = [n for n, v in vars(module).items() if inspect.isfunction(v) or inspect.isclass(v)]
         place = getattr(module, "__file__", None) or "built in"
         raise _refuse(
             where, f"{path} ({place}) has no function {function}.", f"It has {', '.join(sorted(names)[:8]) or 'none'}."
         )
-    return found
+    return factory
 
 
 def _call(function: Callable[..., Any], arguments: Mapping[str, Any], where: str) -> Any:
@@ -130,17 +113,6 @@ def _call(function: Callable[..., Any], arguments: Mapping[str, Any], where: str
         return function(**arguments)
     except (Exception, SystemExit) as error:
         raise _refuse(where, f"raised {last_line(error)}") from None
-
-
-def last_line(error: BaseException) -> str:
-    """What was raised, and where in the user's own code."""
-    frames = traceback.extract_tb(error.__traceback__)
-    others = ("site-packages", f"{os.sep}meshwright{os.sep}", "<")
-    own = [frame for frame in frames if not any(other in frame.filename for other in others)]
-    place = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
-    if isinstance(error, SyntaxError):  # says itself where it is
-        place = ""
-    return f"{type(error).__name__}: {str(error).strip().rstrip('.') or 'no message'}{place}."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,111 +131,38 @@ class Look:
     """It asks for values: with others, other modules may run."""
 
 
-def look(module: nn.Module, call: Callable[[nn.Module, Inputs], Any], example: Inputs) -> Look:
+def look(module: nn.Module, example: Inputs) -> Look:
     """Without values where that is possible: it costs nothing, whatever the size."""
-    names, modules = zip(*module.named_modules(), strict=True)
     ran: list[str] = []
-    with hooked(modules, lambda index, *_: ran.append(names[index]), lambda *_: None):
+    sizes: list[int] = []
+    """Rows of every embedding that is given an input as it is."""
+
+    def note(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        ran.append(name)
+        each = module.get_submodule(name)
+        if isinstance(each, nn.Embedding) and args and any(args[0] is tensor for tensor in given):
+            sizes.append(int(each.num_embeddings))
+
+    given: tuple[Tensor, ...] = ()
+    with hooked(dict(module.named_modules()), note):
         try:
             with quiet(), FakeTensorMode(allow_non_fake_inputs=True), Coins(0.5):
                 inputs = map_inputs(example, lambda each: torch.zeros(each.shape, dtype=each.dtype))
-                sizes: list[int] = []
-                with _embeddings(module, inputs, sizes):
-                    output, tensors = run_apart(module, call, inputs)
-                idle = _idle(module, tensors, floats(output))
+                given = inputs if isinstance(inputs, tuple) else (inputs,)
+                output, tensors = run_apart(module, inputs)
+                outputs = floats(output)
+                idle: tuple[str, ...] = ()
+                if outputs:
+                    names = [name for name, _ in module.named_parameters()]
+                    wanted, ones = [tensors[name] for name in names], [torch.ones_like(each) for each in outputs]
+                    gradients = torch.autograd.grad(outputs, wanted, ones, allow_unused=True)
+                    idle = tuple(name for name, gradient in zip(names, gradients, strict=True) if gradient is None)
                 return Look(output=output, vocab_size=min(sizes, default=0), idle=idle, ran=tuple(ran))
         except Exception as error:
             if any(value.device.type == "meta" for value in module.parameters()):
-                return Look(failure=None if isinstance(error, _VALUES_WANTED) else error, needs_values=True)
+                return Look(failure=None if isinstance(error, VALUES_WANTED) else error, needs_values=True)
         ran.clear()
         try:
-            return Look(output=run_apart(module, call, example)[0], ran=tuple(ran), needs_values=True)
+            return Look(output=run_apart(module, example)[0], ran=tuple(ran), needs_values=True)
         except Exception as error:
             return Look(failure=error)
-
-
-@contextlib.contextmanager
-def _embeddings(module: nn.Module, inputs: Inputs, sizes: list[int]) -> Iterator[None]:
-    """Notes the size of every embedding that is given an input as it is."""
-    given = inputs if isinstance(inputs, tuple) else (inputs,)
-
-    def note(each: nn.Module, args: tuple[Any, ...]) -> None:
-        if args and any(args[0] is tensor for tensor in given):
-            sizes.append(int(each.num_embeddings))
-
-    tables = [each for each in module.modules() if isinstance(each, nn.Embedding)]
-    handles = [each.register_forward_pre_hook(note) for each in tables]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _idle(module: nn.Module, tensors: Mapping[str, Tensor], outputs: list[Tensor]) -> tuple[str, ...]:
-    names = [name for name, _ in module.named_parameters()]
-    if not outputs:
-        return ()
-    wanted, ones = [tensors[name] for name in names], [torch.ones_like(each) for each in outputs]
-    found = torch.autograd.grad(outputs, wanted, ones, allow_unused=True)
-    return tuple(name for name, gradient in zip(names, found, strict=True) if gradient is None)
-
-
-def transformers_module(folder: str, sequence: int) -> tuple[nn.Module, Inputs]:
-    """The module of a Hugging Face folder that our decoder cannot stand for; its parameters on the meta device."""
-    from meshwright.hf.config_json import read_folder
-
-    known = read_folder(folder)
-    where = f"model.hf {folder}"
-    try:
-        import transformers
-    except ImportError:
-        what = f"{known.architecture} is not one of our decoders ({known.reason}), and transformers is not installed."
-        raise _refuse(where, what, "pip install 'meshwright[hf]'") from None
-    try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        kind = getattr(transformers, known.architecture, None)
-        if not known.architecture:  # what models of this type are called where they continue texts
-            kind = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-        if not isinstance(kind, type) or not issubclass(kind, nn.Module):
-            raise _refuse(where, f"transformers has no {known.architecture or config.model_type}.", f"({known.reason})")
-        with parameters_on_meta():
-            module = kind(config)
-    except MeshwrightError:
-        raise
-    except Exception as error:
-        raise _refuse(where, f"transformers cannot make it: {last_line(error)}") from None
-    config = module.config
-    if getattr(config, "is_encoder_decoder", False):
-        what = f"{known.architecture} reads two texts."
-        raise _refuse(where, what, "Write a factory that returns a module of the inputs your data has.")
-    keys = ("max_position_embeddings", "max_seq_len", "n_positions")
-    longest = next((int(getattr(config, key)) for key in keys if getattr(config, key, None)), sequence)
-    return module, torch.zeros(1, max(1, min(sequence, longest)), dtype=torch.int64)
-
-
-def take_over_experts(module: nn.Module) -> None:
-    """Let transformers' experts run by our grouped product, unless somebody chose another way."""
-    moe: Any = sys.modules.get("transformers.integrations.moe")
-    for each in module.modules() if moe is not None else ():
-        config: Any = getattr(each, "config", None)
-        if getattr(config, "_experts_implementation", "") == "grouped_mm" and hasattr(each, "_is_expert_parallel"):
-            moe.ALL_EXPERTS_FUNCTIONS.register(OUR_EXPERTS, transformers_experts)
-            config._experts_implementation_internal = OUR_EXPERTS
-
-
-@contextlib.contextmanager
-def parameters_on_meta() -> Iterator[None]:
-    """Modules made inside have their buffers, and parameters without memory."""
-    register = nn.Module.register_parameter
-
-    def on_meta(self: nn.Module, name: str, value: nn.Parameter | None) -> None:
-        if value is not None and value.device.type != "meta":
-            value = nn.Parameter(value.detach().to("meta"), requires_grad=value.requires_grad)
-        register(self, name, value)
-
-    nn.Module.register_parameter = on_meta
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register

@@ -11,7 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.core.profile import Layer, Op, Param, Poly, Profile, Site
-from meshwright.foreign.examine import Anatomy, InputTemplate, block_names, examine, floats, list_path, quiet
+from meshwright.foreign.examine import (
+    Anatomy,
+    InputTemplate,
+    block_names,
+    examine,
+    floats,
+    list_path,
+    quiet,
+    run_module,
+)
 from meshwright.foreign.regions import SplitRegion
 from meshwright.foreign.trace import Subject, Traced, TracedLayer, Untraceable, equal_runs, standing_aside, trace
 from meshwright.ops.batch_norm import BatchNorm
@@ -23,7 +32,6 @@ Loss = Callable[[Any, Tensor], Tensor]
 
 def profile_of_module(
     module: nn.Module,
-    call: Callable[[nn.Module, Inputs], Any],
     template: InputTemplate,
     anatomy: Anatomy,
     regions: Mapping[str, list[SplitRegion]],
@@ -35,13 +43,15 @@ def profile_of_module(
     blocks = [module.get_submodule(block) for block in anatomy.names]
     # What is done between blocks would be counted at the one that stands for its equals.
     same = list(range(len(blocks))) if anatomy.between else equal_runs(blocks, anatomy.shapes)
-    traced = _traced(module, call, template, anatomy, regions, same, loss)
+    traced = _traced(module, template, anatomy, regions, same, loss)
     first, *inner, last = traced.ops
     layers = [_end(module, anatomy, regions, 0, first)]
     ops_of = dict(zip(dict.fromkeys(same), inner, strict=True))
     layers += _blocks(module, anatomy, regions, [ops_of[at] for at in same])
     layers.append(_end(module, anatomy, regions, 1, last))
     hidden = anatomy.shapes[0][-1][0] if anatomy.shapes else 0
+    names, path = anatomy.names, list_path(anatomy.names)
+    is_numbered = names == tuple(f"{path}.{i}".lstrip(".") for i in range(len(names)))
     return Profile(
         name=name,
         layers=tuple(layers),
@@ -49,45 +59,29 @@ def profile_of_module(
         max_sequence=template.sequence,
         counts="tokens" if template.has_sequence else "samples",
         stream="parameters",
-        block_path=_block_path(anatomy.names),
+        block_path=path if is_numbered else ",".join(names),
         uncut=dict(uncut),
         unpriced=traced.unpriced,
     )
 
 
-def _block_path(names: tuple[str, ...]) -> str:
-    path = list_path(names)
-    is_numbered = names == tuple(f"{path}.{i}".lstrip(".") for i in range(len(names)))
-    return path if is_numbered else ",".join(names)
-
-
 def trace_module(module: nn.Module, example: Inputs, *, name: str, loss: Loss | None = None) -> Profile:
     """A module's profile from sample inputs of the right shapes; it needs no weights. Nothing of it is cut."""
-
-    def call(module: nn.Module, inputs: Inputs) -> Any:
-        return module(*inputs) if isinstance(inputs, tuple) else module(inputs)
-
     template = InputTemplate.like(example)
-    anatomy = _examined(module, call, template)
-    return profile_of_module(module, call, template, anatomy, {}, name=name, uncut={}, loss=loss)
-
-
-def _examined(module: nn.Module, call: Callable[[nn.Module, Inputs], Any], template: InputTemplate) -> Anatomy:
-    """Equal blocks are looked at once, where that one hands on what it is given in the shape it came in."""
+    # Equal blocks are looked at once, where that one hands on what it is given in the shape it came in.
     names = next(iter(block_names(module)), ())
     same = equal_runs([module.get_submodule(name) for name in names], [None] * (len(names) + 1))
     with standing_aside(module, {names[at]: names[first] for at, first in enumerate(same) if at != first}):
-        anatomy = examine(module, call, template)
+        anatomy = examine(module, template)
     shapes = anatomy.shapes
-    is_chain = anatomy.names == names and not anatomy.between
-    if shapes and is_chain and all(shapes[first] == shapes[first + 1] for at, first in enumerate(same) if at != first):
-        return anatomy
-    return examine(module, call, template)
+    is_chain = bool(shapes) and anatomy.names == names and not anatomy.between
+    if not is_chain or any(shapes[first] != shapes[first + 1] for at, first in enumerate(same) if at != first):
+        anatomy = examine(module, template)
+    return profile_of_module(module, template, anatomy, {}, name=name, uncut={}, loss=loss)
 
 
 def _traced(
     module: nn.Module,
-    call: Callable[[nn.Module, Inputs], Any],
     template: InputTemplate,
     anatomy: Anatomy,
     regions: Mapping[str, list[SplitRegion]],
@@ -95,22 +89,20 @@ def _traced(
     loss: Loss | None,
 ) -> Traced:
     names = anatomy.names
-    outside = [(f"{path}.", region) for path, found in regions.items() if path not in names for region in found]
-    ends = TracedLayer(path="", columns=tuple(path + region.columns[0] for path, region in outside),
-                 rows=tuple(path + region.row for path, region in outside))  # fmt: skip
-    places = [ends]
-    for at in dict.fromkeys(same):
-        found = regions.get(names[at], ())
-        columns = tuple(region.columns[0] for region in found)
-        places.append(
-            TracedLayer(path=names[at], is_block=True, columns=columns, rows=tuple(region.row for region in found))
-        )
-    places.append(ends)
+
+    def layer(path: str, prefixed: list[tuple[str, SplitRegion]]) -> TracedLayer:
+        columns = tuple(prefix + region.columns[0] for prefix, region in prefixed)
+        rows = tuple(prefix + region.row for prefix, region in prefixed)
+        return TracedLayer(path=path, is_block=bool(path), columns=columns, rows=rows)
+
+    ends = layer("", [(f"{path}.", region) for path, own in regions.items() if path not in names for region in own])
+    blocks = [layer(names[at], [("", region) for region in regions.get(names[at], ())]) for at in dict.fromkeys(same)]
+    places = [ends, *blocks, ends]
     notes: dict[str, None] = {}
 
     def step(module: nn.Module, inputs: Inputs, is_fake: bool) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_fake):
-            output = call(module, inputs)
+            output = run_module(module, inputs)
         return _number(output, loss, notes)
 
     subject = Subject(
@@ -132,24 +124,20 @@ def _traced(
 
 def _number(output: Any, loss: Loss | None, notes: dict[str, None]) -> Tensor:
     """What to go backward from: the loss, for targets of the shape that scores have, or the sum of the output."""
-    found = floats(output)
-    if loss is not None and found:
+    tensors = floats(output)
+    if loss is not None and tensors:
         scores = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
-        scores = scores if isinstance(scores, Tensor) else found[0]
-        for make in (_whole_targets, torch.zeros_like):
+        scores = scores if isinstance(scores, Tensor) else tensors[0]
+        for make in (lambda: torch.zeros(scores.shape[:-1], dtype=torch.int64), lambda: torch.zeros_like(scores)):
             try:
-                return loss(output, make(scores)).sum()
+                return loss(output, make()).sum()
             except Exception:  # not of the kind it is for
                 continue
         notes["the loss: it took none of the targets made up for it"] = None
     total = torch.zeros(())
-    for each in found:
+    for each in tensors:
         total = total + each.sum()
     return total
-
-
-def _whole_targets(scores: Tensor) -> Tensor:
-    return torch.zeros(scores.shape[:-1], dtype=torch.int64)
 
 
 def end_names(module: nn.Module, anatomy: Anatomy) -> tuple[list[str], list[str]]:
@@ -182,21 +170,17 @@ def _end(
         tied = f"{ENDS[0]}.{canonical}" if canonical != name and canonical in names[0] else ""
         params.append(Param(name=name, shape=tuple(parameters[name].shape), tied=tied))
     sites: tuple[Site, ...] = ()
-    for path, found in regions.items():
-        own = {f"{path}.{cut.name}" for region in found for cut in region.cuts}
+    for path, block_regions in regions.items():
+        own = {f"{path}.{cut.name}" for region in block_regions for cut in region.cuts}
         if own.intersection(names[which]):
-            params = _cut_params(params, found, f"{path}.")
-            sites += _sites(found, names[which], f"{path}.")
+            params = _cut_params(params, block_regions, f"{path}.")
+            sites += _sites(block_regions, names[which], f"{path}.")
     boundary = Poly()
     if which == 0 and anatomy.shapes:
         boundary = _boundary(anatomy, 0)
     owners = dict.fromkeys(name.rpartition(".")[0] for name in names[which])
     sites += _statistics([module.get_submodule(owner) for owner in owners])
     return Layer(name=ENDS[which], params=tuple(params), ops=ops, sites=sites, boundary=boundary, unit="ends")
-
-
-def _times(poly: Poly, factor: float) -> Poly:
-    return Poly(one=poly.one * factor, b=poly.b * factor, bs=poly.bs * factor, bss=poly.bss * factor)
 
 
 def _boundary(anatomy: Anatomy, index: int) -> Poly:
@@ -208,15 +192,12 @@ def _boundary(anatomy: Anatomy, index: int) -> Poly:
         elif token:
             total = Poly(b=total.b * one, bs=total.b * token)
         else:
-            total = _times(total, one)
+            total = Poly(one=total.one * one, b=total.b * one, bs=total.bs * one, bss=total.bss * one)
     return total
 
 
 def _blocks(
-    module: nn.Module,
-    anatomy: Anatomy,
-    regions: Mapping[str, list[SplitRegion]],
-    ops: list[tuple[Op, ...]],
+    module: nn.Module, anatomy: Anatomy, regions: Mapping[str, list[SplitRegion]], ops: list[tuple[Op, ...]]
 ) -> list[Layer]:
     if not anatomy.num_blocks:
         return []
@@ -224,14 +205,14 @@ def _blocks(
     names: Counter[str] = Counter()
     last_key = None
     for index, path in enumerate(anatomy.names):
-        block, found = module.get_submodule(path), regions.get(path, [])
+        block, block_regions = module.get_submodule(path), regions.get(path, [])
         whole = [Param(name=each, shape=tuple(value.shape)) for each, value in block.named_parameters()]
-        params = tuple(_cut_params(whole, found))
+        params = tuple(_cut_params(whole, block_regions))
         boundary = _boundary(anatomy, index + 1) if anatomy.shapes else Poly()
-        sites = _sites(found, [param.name for param in params]) + _statistics(list(block.modules()))
+        sites = _sites(block_regions, [param.name for param in params]) + _statistics(list(block.modules()))
         key = (type(block), params, boundary, sites, ops[index])
         if key == last_key:
-            layers[-1] = Layer(**{**_fields(layers[-1]), "repeat": layers[-1].repeat + 1})
+            layers[-1] = replace(layers[-1], repeat=layers[-1].repeat + 1)
             continue
         last_key = key
         kind = type(block).__name__
@@ -241,14 +222,10 @@ def _blocks(
     return layers
 
 
-def _fields(layer: Layer) -> dict[str, Any]:
-    return {name: getattr(layer, name) for name in layer.__dataclass_fields__}
-
-
-def _cut_params(params: list[Param], found: list[SplitRegion], prefix: str = "") -> list[Param]:
+def _cut_params(params: list[Param], block_regions: list[SplitRegion], prefix: str = "") -> list[Param]:
     """The parameters of a block, or of what has them with a prefix, with where they may be cut."""
-    cuts = {prefix + cut.name: (cut.dim, region.units) for region in found for cut in region.cuts}
-    inside = {prefix + name for region in found for name in region.inside}
+    cuts = {prefix + cut.name: (cut.dim, region.units) for region in block_regions for cut in region.cuts}
+    inside = {prefix + name for region in block_regions for name in region.inside}
     return [
         replace(param, cut=cuts[param.name][0], units=cuts[param.name][1])
         if param.name in cuts
@@ -257,10 +234,10 @@ def _cut_params(params: list[Param], found: list[SplitRegion], prefix: str = "")
     ]
 
 
-def _sites(found: list[SplitRegion], names: list[str], prefix: str = "") -> tuple[Site, ...]:
+def _sites(block_regions: list[SplitRegion], names: list[str], prefix: str = "") -> tuple[Site, ...]:
     """Parameters are taken to be used in the order they are listed in, as is usual; it matters for frozen ones only."""
     sites: list[Site] = []
-    for region in found:
+    for region in block_regions:
         after = names.index(prefix + region.cuts[0].name)
         sites += [Site(kind="enter", elements=elements, after=after) for elements in region.enters]
         sites += [Site(kind="exit", elements=elements, tail=region.is_tail) for elements in region.exits]

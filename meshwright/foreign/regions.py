@@ -10,6 +10,7 @@ the reason. (Float32 where a block knows no float64. Many compute their norms in
 far more.)
 
 Where several matrices are fused in one weight (query, key and value; gate and up), each is cut by itself: `groups`.
+`regions_of` looks for regions in the blocks of a whole module, and measures how large what enters and leaves them is.
 """
 
 from __future__ import annotations
@@ -18,20 +19,28 @@ import copy
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.core.profile import Poly
+from meshwright.foreign.examine import Anatomy, Coins, InputTemplate, first_line, hooked, run_apart, tracing
+from meshwright.foreign.trace import equal_runs, standing_aside
+from meshwright.ops.model_interface import Inputs
 
+LEAST_SHARE = 0.01
+"""Of the parameters: where less would be split, nothing is."""
 _MOST_WAYS = 16
 """Pieces tried where a block does not say how many heads it has."""
 _TOLERANCE = 1e-4
 _HEADS = re.compile(r"head|group", re.IGNORECASE)
+_HEAD_SIZES = ("head_dim", "head_size", "attention_head_size", "d_head", "key_value_proj_dim")
 _NOT_HEADS = re.compile(r"dim|size|per_|_groups$", re.IGNORECASE)
 Counts = tuple[tuple[str, str], ...]
 """(module, attribute) that counts heads or columns, and is to be divided; `config.x`: of a copy of its config."""
@@ -104,10 +113,6 @@ def _stacks(module: nn.Module) -> list[str]:
     return named if len(named) >= 2 else []
 
 
-def _nodes(block: nn.Module) -> dict[str, nn.Module]:
-    return {name: each for name, each in block.named_modules() if linear_dims(each) is not None or _stacks(each)}
-
-
 def _sizes(module: nn.Module) -> tuple[int, int]:
     dims = linear_dims(module)
     assert dims is not None
@@ -149,7 +154,7 @@ def find_regions(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
                 values.args, values.kwargs = [fill(a) for a in args], {key: fill(v) for key, v in kwargs.items()}
                 seen.append(_watch(values))
         except Exception as error:
-            why = f"its block does not run by itself ({type(error).__name__}: {_first_line(error)})."
+            why = f"its block does not run by itself ({type(error).__name__}: {first_line(error)})."
             continue
         (order, last), (again, _) = seen
         for module in values.block.modules():  # without randomness; statistics stay those of the batch
@@ -157,10 +162,6 @@ def find_regions(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         steady = {name for name, each in order.items() if name in again and each.shapes == again[name].shapes}
         return _proved(values, order, steady, last)
     return [], why
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [""])[0][:120]
 
 
 def _filled(block: nn.Module, fill: Callable[[Any], Any]) -> nn.Module:
@@ -216,30 +217,27 @@ def _watch(values: _Values) -> tuple[dict[str, _Seen], str]:
 
     def before(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = [each for each in _tensors((args, kwargs)) if each.is_floating_point()]
-        found = [_gradients(each.sum(), list(outputs.values())) for each in given]
-        after = {other for row in found for other, gradient in zip(outputs, row, strict=True) if gradient is not None}
+        gradients = [_gradients(each.sum(), list(outputs.values())) for each in given]
+        after = {
+            other for row in gradients for other, gradient in zip(outputs, row, strict=True) if gradient is not None
+        }
         seen.setdefault(name, _Seen(after=after)).shapes += [each.shape for each in given]
 
-    def leave(name: str, output: Tensor) -> Tensor:
+    def leave(name: str, args: Any, output: Tensor) -> Tensor:
         nonlocal kept_after
         kept_after = 0
         outputs[name] = output.detach().requires_grad_()
         return outputs[name].clone()  # its own leaf could not be changed in place
 
-    with ExitStack() as hooks, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        for name, module in _nodes(values.block).items():
-            enter = module.register_forward_pre_hook(
-                lambda _, args, kwargs, n=name: before(n, args, kwargs), with_kwargs=True
-            )
-            exit = module.register_forward_hook(lambda _, args, output, n=name: leave(n, output))
-            hooks.callback(enter.remove)
-            hooks.callback(exit.remove)
+    modules = dict(values.block.named_modules())
+    nodes = {name: each for name, each in modules.items() if linear_dims(each) is not None or _stacks(each)}
+    with hooked(nodes, before, leave), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         values.run()
     return seen, list(seen)[-1] if seen and not kept_after else ""
 
 
 def _proved(values: _Values, order: dict[str, _Seen], steady: set[str], last: str) -> tuple[list[SplitRegion], str]:
-    block, found, reasons = values.block, list[SplitRegion](), list[str]()
+    block, regions, reasons = values.block, list[SplitRegion](), list[str]()
     tried: set[str] = set()
     for row, seen in order.items():
         module = block.get_submodule(row)
@@ -257,13 +255,13 @@ def _proved(values: _Values, order: dict[str, _Seen], steady: set[str], last: st
         if region is None:
             reasons.append(f"pieces of {', '.join(columns)} are not pieces of what {row} reads")
         else:
-            found.append(replace(region, is_tail=row == last))
+            regions.append(replace(region, is_tail=row == last))
     alone = [name for name in order if name not in tried]
     if alone:
         module = block.get_submodule(alone[0])
         sizes = f" ({' -> '.join(map(str, _sizes(module)))})" if linear_dims(module) else ""
         reasons.append(f"{alone[0]}{sizes} has no linear after it that leads back from its size")
-    return found, "; ".join(reasons) + "." if reasons else ""
+    return regions, "; ".join(reasons) + "." if reasons else ""
 
 
 def _layouts(block: nn.Module, columns: tuple[str, ...], row: str) -> Iterator[tuple[tuple[Cutting, ...], int, int]]:
@@ -285,59 +283,55 @@ def _layouts(block: nn.Module, columns: tuple[str, ...], row: str) -> Iterator[t
     row_cut = Cutting(name=f"{dot}weight", dim=dims[0])
     outputs = [_sizes(block.get_submodule(name))[1] for name in columns]
     for groups in _fused(outputs[0], num_in) if len(columns) == 1 else [()]:
-        found = [cut for name in columns for cut in _column_cuts(block.get_submodule(name), name, groups)]
-        yield (*found, row_cut), math.gcd(num_in, *outputs, *groups), num_in
-
-
-def _column_cuts(column: nn.Module, name: str, groups: tuple[int, ...]) -> Iterator[Cutting]:
-    dims = linear_dims(column)
-    assert dims is not None
-    yield Cutting(name=f"{name}.weight", dim=dims[1], groups=groups)
-    if getattr(column, "bias", None) is not None:
-        yield Cutting(name=f"{name}.bias", dim=0, groups=groups)
+        column_cuts = []
+        for name in columns:
+            column = block.get_submodule(name)
+            dims = linear_dims(column)
+            assert dims is not None
+            column_cuts.append(Cutting(name=f"{name}.weight", dim=dims[1], groups=groups))
+            if getattr(column, "bias", None) is not None:
+                column_cuts.append(Cutting(name=f"{name}.bias", dim=0, groups=groups))
+        yield (*column_cuts, row_cut), math.gcd(num_in, *outputs, *groups), num_in
 
 
 def _fused(width: int, num_in: int) -> list[tuple[int, ...]]:
     """Matrices that a weight wider than what it leads to may hold: equal ones, queries with fewer keys and values, or
     one, whose rows belong together as they lie."""
-    found: list[tuple[int, ...]] = []
+    layouts: list[tuple[int, ...]] = []
     if width > num_in and width % num_in == 0:
-        found.append((num_in,) * (width // num_in))
+        layouts.append((num_in,) * (width // num_in))
     if num_in < width < 3 * num_in and (width - num_in) % 2 == 0:
-        found.append((num_in, (width - num_in) // 2, (width - num_in) // 2))
-    return [*found, ()]
+        layouts.append((num_in, (width - num_in) // 2, (width - num_in) // 2))
+    return [*layouts, ()]
 
 
 def _prove(values: _Values, columns: tuple[str, ...], row: str) -> SplitRegion | None:
     block = values.block
-    base = _holder(*columns, row)
+    # The path of the innermost module that holds all of them.
+    levels = zip(*(name.split(".")[:-1] for name in (*columns, row)), strict=False)
+    base = ".".join(level[0] for level in takewhile(lambda level: len(set(level)) == 1, levels))
     nf = tuple((name, "nf") for name in columns if hasattr(block.get_submodule(name), "nf"))
     whole = _run(values, columns, row)
     for cuts, most, num_in in _layouts(block, columns, row):
-        sizes = {num_in, *(size for cut in cuts for size in cut.groups), *(_width(block, cut) for cut in cuts)}
+        sizes = {num_in, *(size for cut in cuts for size in cut.groups)}
+        sizes |= {block.get_parameter(cut.name).shape[cut.dim] for cut in cuts}
         heads, options = _numbers(block, base, sizes)
         hints = [math.gcd(*heads)] if heads else []
-        hints += [most // size for size in _head_sizes(block.get_submodule(base)) if most % size == 0]
+        named = [getattr(block.get_submodule(base), name, None) for name in _HEAD_SIZES]
+        hints += [most // size for size in named if type(size) is int and size > 0 and most % size == 0]
         ways = sorted({n for n in (*hints, *range(2, _MOST_WAYS + 1)) if 2 <= n <= most and most % n == 0})
         slices = _sliceable(values, base, max(heads, default=0))
         trials = [(counts, ()) for counts in options] + [(counts, slices) for counts in options if slices]
         for counts, sliced in trials:
             trial = SplitRegion(columns=columns, row=row, units=1, cuts=cuts, counts=counts + nf, slices=sliced)
-            if not any(_holds(values, whole, trial, n) is not None for n in ways if _is_prime(n)):
+            primes = (n for n in ways if all(n % factor for factor in range(2, n)))
+            if not any(_holds(values, whole, trial, n) is not None for n in primes):
                 continue
             for n in reversed(ways):
                 inside = _holds(values, whole, trial, n)
                 if inside is not None:
                     return replace(trial, units=n, inside=inside)
     return None
-
-
-def _is_prime(number: int) -> bool:
-    return all(number % factor for factor in range(2, number))
-
-
-def _width(block: nn.Module, cut: Cutting) -> int:
-    return block.get_parameter(cut.name).shape[cut.dim]
 
 
 def _numbers(block: nn.Module, base: str, sizes: set[int]) -> tuple[list[int], list[Counts]]:
@@ -360,44 +354,23 @@ def _numbers(block: nn.Module, base: str, sizes: set[int]) -> tuple[list[int], l
     return [own[at] for at in few], list(dict.fromkeys(options))
 
 
-def _head_sizes(module: nn.Module) -> list[int]:
-    names = ("head_dim", "head_size", "attention_head_size", "d_head", "key_value_proj_dim")
-    return [value for name in names if type(value := getattr(module, name, None)) is int and value > 0]
-
-
-def _holder(*names: str) -> str:
-    """The path of the innermost module that holds all of them."""
-    parts = [name.split(".")[:-1] for name in names]
-    shared = []
-    for level in zip(*parts, strict=False):
-        if len(set(level)) > 1:
-            break
-        shared.append(level[0])
-    return ".".join(shared)
-
-
 def _sliceable(values: _Values, base: str, heads: int) -> tuple[Slicing, ...]:
     """What the region's holder is given that has a dim of heads."""
     given: dict[int | str, Any] = {}
 
-    def look(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def look(_: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given.update(dict(enumerate(args)) | kwargs)
         raise _Reached
 
-    handle = values.block.get_submodule(base).register_forward_pre_hook(look, with_kwargs=True)
-    try:
+    with hooked({base: values.block.get_submodule(base)}, look), suppress(_Reached):
         values.run()
-    except _Reached:
-        pass
-    finally:
-        handle.remove()
     samples = next((value.shape[0] for value in given.values() if isinstance(value, Tensor) and value.ndim), 1)
-    found = []
+    slices = []
     for name, value in given.items() if heads > 1 else ():
         if isinstance(value, Tensor) and not value.requires_grad:
             dims = [dim for dim, size in enumerate(value.shape) if size in (heads, samples * heads)]
-            found += [Slicing(module=base, argument=name, dim=dim, heads=heads) for dim in dims[:1]]
-    return tuple(found)
+            slices += [Slicing(module=base, argument=name, dim=dim, heads=heads) for dim in dims[:1]]
+    return tuple(slices)
 
 
 class _Reached(Exception):
@@ -425,9 +398,9 @@ def entering(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 def _run(values: _Values, columns: tuple[str, ...], row: str) -> _Ran:
     ran, block = _Ran(), values.block
 
-    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def enter(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         fresh: dict[int, Tensor] = {}
-        for each in entering(module, args, kwargs):
+        for each in entering(block.get_submodule(name), args, kwargs):
             known = next((i for i, other in enumerate(ran.originals) if other is each), len(ran.originals))
             if known == len(ran.originals):
                 ran.originals.append(each)
@@ -435,20 +408,17 @@ def _run(values: _Values, columns: tuple[str, ...], row: str) -> _Ran:
             fresh[id(each)] = ran.entered[known]
         return tuple(fresh.get(id(a), a) for a in args), {key: fresh.get(id(v), v) for key, v in kwargs.items()}
 
-    def leave(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+    def leave(name: str, args: tuple[Any, ...], output: Tensor) -> None:
+        module = block.get_submodule(name)
         bias = getattr(module, "bias", None) if linear_dims(module) is not None else None
         ran.read, ran.out = args[0], output if bias is None else output - bias
         raise _Reached
 
-    with ExitStack() as hooks:
-        for name in columns:
-            hooks.callback(block.get_submodule(name).register_forward_pre_hook(enter, with_kwargs=True).remove)
-        hooks.callback(block.get_submodule(row).register_forward_hook(leave).remove)
-        try:
-            values.run()
-        except _Reached:
-            return ran
-    raise AssertionError(f"{row} does not run")
+    entries = {name: block.get_submodule(name) for name in columns}
+    with hooked(entries, enter), hooked({row: block.get_submodule(row)}, after=leave), suppress(_Reached):
+        values.run()
+        raise AssertionError(f"{row} does not run")
+    return ran
 
 
 def _holds(values: _Values, whole: _Ran, trial: SplitRegion, ways: int) -> tuple[str, ...] | None:
@@ -487,9 +457,9 @@ def _holds(values: _Values, whole: _Ran, trial: SplitRegion, ways: int) -> tuple
     return inside if all(w is not None and _is_close(s, w) for s, w in pairs) else None
 
 
-def _is_close(found: Tensor, wanted: Tensor) -> bool:
+def _is_close(value: Tensor, wanted: Tensor) -> bool:
     with torch.no_grad():
-        return float((found - wanted).abs().max()) <= _TOLERANCE * float(wanted.abs().max())
+        return float((value - wanted).abs().max()) <= _TOLERANCE * float(wanted.abs().max())
 
 
 def _gradients(aim: Tensor, leaves: list[Any]) -> tuple[Tensor | None, ...]:
@@ -540,3 +510,162 @@ def _slice_argument(block: nn.Module, each: Slicing, index: int, ways: int) -> C
         return tuple(held[i] for i in range(len(args))), {key: held[key] for key in kwargs}
 
     return block.get_submodule(each.module).register_forward_pre_hook(hook, with_kwargs=True).remove
+
+
+Regions = dict[str, list[SplitRegion]]
+"""By the path of their block."""
+
+
+class _ReadsMore(Exception):
+    pass
+
+
+def regions_of(module: nn.Module, template: InputTemplate, anatomy: Anatomy) -> tuple[Regions, str]:
+    """The regions of all blocks, and why there are no others."""
+    names = anatomy.names
+    blocks = {name: module.get_submodule(name) for name in names}
+    # Behind the blocks between which stages are cut, those of other lists (an encoder's).
+    taken = list(names)
+    for path, each in module.named_modules():
+        is_apart = not any(path == other or path.startswith(f"{other}.") for other in taken)
+        if path and isinstance(each, nn.ModuleList) and is_apart and not any(n.startswith(f"{path}.") for n in names):
+            taken.append(path)
+            blocks |= {f"{path}.{child}": block for child, block in each.named_children()}
+    same = equal_runs([blocks[name] for name in names], anatomy.shapes)
+    aside = {names[at]: names[first] for at, first in enumerate(same) if at != first}
+    try:
+        with standing_aside(module, aside):
+            calls = _calls(module, template, {name: blocks[name] for name in blocks if name not in aside})
+            regions, why = _regions_of_calls(module, blocks, calls)
+            regions, more = _measured(module, template, regions)
+    except _ReadsMore as reason:
+        return {}, str(reason)
+    except Exception as error:
+        return {}, f"it does not run on a sample ({type(error).__name__}: {first_line(error)})."
+    regions |= {name: regions[first] for name, first in aside.items() if first in regions}
+    why = why or more
+    total = sum(value.numel() for value in module.parameters())
+    cuts = [(path, cut) for path, own in regions.items() for region in own for cut in region.cuts]
+    num_cut = sum(blocks[path].get_parameter(cut.name).numel() for path, cut in cuts)
+    share = f"only {100 * num_cut / max(1, total):.1f} % of its parameters could be split"
+    if num_cut < LEAST_SHARE * total:
+        none = "none of its blocks has linears that lead back to their input."
+        return {}, f"{share}: {why}" if num_cut else why or none
+    return regions, f"{share}: {why}" if why and 2 * num_cut < total else why
+
+
+def _calls(module: nn.Module, template: InputTemplate, blocks: Mapping[str, nn.Module]) -> dict[str, Any]:
+    """What each block is called with. A block that reads more of another than its first output may read heads there,
+    of which a rank would have a part only (T5 hands on its position bias): nothing is split then."""
+    calls: dict[str, Any] = {}
+    more: list[Tensor] = []
+
+    def before(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if any(value is other for value in (*args, *kwargs.values()) for other in more):
+            raise _ReadsMore(f"{path} reads more of another block than its first output.")
+        calls.setdefault(path, (args, kwargs))
+
+    def after(path: str, args: Any, output: Any) -> None:
+        more.extend(each for each in (output[1:] if isinstance(output, tuple) else ()) if isinstance(each, Tensor))
+
+    with tracing(module, template), Coins(0.5), hooked(blocks, before, after):
+        run_apart(module, template.shaped(2, 2 * _third(template)))
+    return calls
+
+
+def _third(template: InputTemplate) -> int:
+    """Three times as long is still no longer than a sample."""
+    return max(1, min(8, template.sequence // 3))
+
+
+def _regions_of_calls(
+    module: nn.Module, blocks: Mapping[str, nn.Module], calls: Mapping[str, Any]
+) -> tuple[Regions, str]:
+    uses = Counter(id(value) for _, value in module.named_parameters(remove_duplicate=False))
+    known: dict[Any, tuple[list[SplitRegion], str]] = {}
+    regions: Regions = {}
+    reasons: list[str] = []
+    for path, (args, kwargs) in calls.items():
+        block = blocks[path]
+        given = tuple(tuple(value.shape) if isinstance(value, Tensor) else None for value in (*args, *kwargs.values()))
+        key = (type(block), given, tuple((n, tuple(p.shape)) for n, p in block.named_parameters()))
+        if key not in known:
+            known[key] = find_regions(block, args, kwargs)
+        all_regions, why = known[key]
+        reasons.append(why)
+        regions[path] = [
+            region for region in all_regions if all(uses[id(block.get_parameter(cut.name))] == 1 for cut in region.cuts)
+        ]
+        if len(regions[path]) < len(all_regions):
+            reasons.append(f"weights of {path} are used in more than one place.")
+    return regions, next(filter(None, reasons), "")
+
+
+def _measured(module: nn.Module, template: InputTemplate, regions: Regions) -> tuple[Regions, str]:
+    """The regions with the sizes of what enters and leaves; without those whose sizes follow no polynomial."""
+    third = _third(template)
+    sizes = [(2, 2 * third), (3, 2 * third), (2, third), (2, 3 * third), (3, 3 * third)]
+    with tracing(module, template), Coins(0.5):
+        runs = [_elements(module, template.shaped(*size), regions) for size in sizes]
+    kept: Regions = {}
+    why = ""
+    for path, own in regions.items():
+        kept[path] = []
+        for at, region in enumerate(own):
+            seen = [run.get((path, at), ([], [])) for run in runs]
+            enters, exits = (_polynomials(third, [each[side] for each in seen]) for side in (0, 1))
+            if enters and exits:
+                kept[path].append(replace(region, enters=enters, exits=exits))
+            else:
+                why = f"how many tokens {path}.{region.row} is given follows no polynomial of samples and sequence."
+    return kept, why
+
+
+def _elements(module: nn.Module, inputs: Inputs, regions: Regions) -> dict[Any, tuple[list[int], list[int]]]:
+    """Elements of each tensor that enters a region, and of each that leaves it."""
+    seen: dict[Any, tuple[list[int], list[int]]] = {}
+    entered: dict[Any, list[Tensor]] = {}
+    columns = {
+        (path, at, name): module.get_submodule(f"{path}.{name}".rstrip("."))
+        for path, own in regions.items()
+        for at, region in enumerate(own)
+        for name in region.columns
+    }
+    rows = {
+        (path, at): module.get_submodule(f"{path}.{region.row}".rstrip("."))
+        for path, own in regions.items()
+        for at, region in enumerate(own)
+    }
+
+    def enter(key: tuple[str, int, str], args: Any, kwargs: Any) -> None:
+        before = entered.setdefault(key[:2], [])
+        for tensor in entering(columns[key], args, kwargs):
+            if not any(tensor is other for other in before):
+                before.append(tensor)
+                seen.setdefault(key[:2], ([], []))[0].append(tensor.numel())
+
+    def leave(key: tuple[str, int], args: Any, output: Tensor) -> None:
+        entered.pop(key, None)
+        seen.setdefault(key, ([], []))[1].append(output.numel())
+
+    with hooked(columns, enter), hooked(rows, after=leave):
+        run_apart(module, inputs)
+    return seen
+
+
+def _polynomials(third: int, seen: list[list[int]]) -> tuple[Poly, ...]:
+    """Each tensor's elements as one + b (x + y s + z s²), told by five sizes; empty where they do not agree."""
+    if len({len(each) for each in seen}) != 1:
+        return ()
+    fitted = []
+    for base, more, short, long, most in zip(*seen, strict=True):
+        slope = more - base
+        one = base - 2 * slope
+        low, high = (short - one) / 2, (long - one) / 2
+        square = (high - 2 * slope + low) / (2 * third * third)
+        line = (slope - low) / third - 3 * third * square
+        poly = Poly(one=one, b=low - line * third - square * third * third, bs=line, bss=square)
+        if round(poly(3, 3 * third)) != most:
+            return ()
+        fitted.append(poly)
+    return tuple(fitted)

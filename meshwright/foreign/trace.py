@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,20 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedOperatorException,
-)
-from torch.func import functional_call
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from meshwright.core.profile import Op
+from meshwright.foreign.examine import VALUES_WANTED, call_with, hooked, other_tensors
 from meshwright.foreign.trace_fit import Summary, ops_of, summarise
 from meshwright.foreign.trace_ops import one_kernel_each
-from meshwright.foreign.trace_record import OpRecorder, Record
+from meshwright.foreign.trace_record import Label, OpRecorder, Record
 from meshwright.ops.model_interface import Inputs, map_inputs
 
-VALUES_WANTED = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 SHORT = 6
 """Tokens of the shortest sequence. Where a module goes through its tokens one by one, each is traced."""
 
@@ -48,6 +44,8 @@ class TracedLayer:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
+    """A module to be traced, and how it is run."""
+
     module: nn.Module
     step: Callable[[nn.Module, Inputs, bool], Tensor]
     """Forward and loss, one number to go backward from; under autocast if that is so and it runs without values."""
@@ -71,12 +69,6 @@ class Untraceable(Exception):
     """What stops a module from running without values: the operator, and the module that calls it."""
 
 
-def _pass_on(rest: list[Any], *args: Any, **kwargs: Any) -> Any:
-    """In place of the forward of a block that equals one that has run: what it is given, in that one's structure."""
-    hidden = args[0] if args else next(iter(kwargs.values()))
-    return (hidden, *rest[0]) if rest else hidden
-
-
 def trace(subject: Subject, longest: int, has_sequence: bool) -> Traced:
     """`longest`: sequence the inputs may have."""
     unpriced: dict[str, None] = {}
@@ -91,8 +83,8 @@ def trace(subject: Subject, longest: int, has_sequence: bool) -> Traced:
     summaries.reverse()
     ops = []
     for layer, place in enumerate(subject.places):
-        found, unfitted = ops_of(layer, summaries, points, has_sequence, frozenset(place.rows))
-        ops.append(found)
+        own_ops, unfitted = ops_of(layer, summaries, points, has_sequence, frozenset(place.rows))
+        ops.append(own_ops)
         if unfitted:
             where = f"{place.path or 'the ends'}: {', '.join(unfitted[:3])}{' and others' if unfitted[3:] else ''}"
             unpriced[f"{where} follow no polynomial of samples and sequence; fitted roughly"] = None
@@ -105,11 +97,7 @@ def trace_at(subject: Subject, samples: int, sequence: int) -> Summary:
 
 
 def _points(
-    subject: Subject,
-    longest: int,
-    has_sequence: bool,
-    runs: dict[tuple[int, int], Record],
-    unpriced: dict[str, None],
+    subject: Subject, longest: int, has_sequence: bool, runs: dict[tuple[int, int], Record], unpriced: dict[str, None]
 ) -> tuple[list[tuple[int, int]], bool]:
     """Sizes to trace at, the largest last, and whether without values. What was run to find that out is in `runs`.
 
@@ -117,7 +105,14 @@ def _points(
     by itself.
     """
     short = _unlike(subject.module, min(SHORT, max(1, longest // 3))) if has_sequence else 1
-    is_fake = _try(subject, (2, short), runs, unpriced)
+    is_fake = True
+    try:
+        runs[2, short] = _run(subject, subject.inputs(2, short), is_fake)
+    except Untraceable as why:  # then it is run with its values, if it has any
+        if any(value.device.type == "meta" for value in subject.module.parameters()):
+            raise
+        unpriced[f"{why} It was run with its values instead: counts hold for such values."] = None
+        is_fake = False
     if not has_sequence:
         return [(2, 1), (3, 1), (8 if is_fake else 4, 1)], is_fake
     base = _unlike(subject.module, min(1024, longest // 2) // 2 * 2)
@@ -127,20 +122,6 @@ def _points(
             return [(2, short), (2, 2 * short), (2, base), (3, base), (3, 2 * base)], is_fake
         unpriced[f"kernels: their number grows with the sequence; counted at {3 * short} tokens"] = None
     return [(2, short), (3, short), (2, 2 * short), (3, 2 * short), (3, 3 * short)], is_fake
-
-
-def _try(
-    subject: Subject, point: tuple[int, int], runs: dict[tuple[int, int], Record], unpriced: dict[str, None]
-) -> bool:
-    """Whether it runs without values; if not, and if it has weights, it is run with them."""
-    try:
-        runs[point] = _run(subject, subject.inputs(*point), True)
-    except Untraceable as why:
-        if any(value.device.type == "meta" for value in subject.module.parameters()):
-            raise
-        unpriced[f"{why} It was run with its values instead: counts hold for such values."] = None
-        return False
-    return True
 
 
 def _unlike(module: nn.Module, base: int) -> int:
@@ -154,10 +135,19 @@ def _run(subject: Subject, inputs: Inputs, is_fake: bool) -> Record:
     narrow = frozenset({torch.bfloat16, torch.float16} if is_fake else {torch.float32, torch.float64})
     recorder = OpRecorder(narrow)
     mode: Any = FakeTensorMode(allow_non_fake_inputs=True) if is_fake else contextlib.nullcontext()
+    wide = torch.float32 if subject.is_autocast else torch.bfloat16
+
+    def other(value: Tensor) -> Tensor:
+        """In place of an input or of one of the module's own: parameters float32 where autocast casts, else narrow."""
+        is_parameter = isinstance(value, nn.Parameter)
+        dtype = wide if value.is_floating_point() and is_parameter else value.dtype
+        made = torch.empty(value.shape, dtype=dtype) if is_fake else value.detach().clone()
+        return made.requires_grad_(is_parameter and value.requires_grad)
+
     try:
         with mode, _watched(subject, recorder):
-            given = map_inputs(inputs, _fake_like if is_fake else torch.clone)
-            tensors = _tensors(subject, is_fake)
+            given = map_inputs(inputs, other)
+            tensors = other_tensors(subject.module, other)
             for value in tensors.values():
                 recorder.know(value, is_given=True)
             for value in given if isinstance(given, tuple) else (given,):
@@ -167,7 +157,7 @@ def _run(subject: Subject, inputs: Inputs, is_fake: bool) -> Record:
             with recorder, stand_ins:
                 recorder.at_work = True
                 with hooks:
-                    loss = _call(subject, tensors, given, is_fake)
+                    loss = call_with(subject.module, tensors, lambda: subject.step(subject.module, given, is_fake))
                 recorder.is_backward = True
                 loss.backward()
                 recorder.at_work = False
@@ -175,142 +165,95 @@ def _run(subject: Subject, inputs: Inputs, is_fake: bool) -> Record:
                 if value.grad is not None:
                     recorder.know(value.grad, is_gradient=True)
     except VALUES_WANTED as error:
-        raise Untraceable(_wanted(error, recorder.label.path)) from None
+        func = getattr(error, "func", None) or (error.args[0] if error.args else error)
+        what = {
+            DataDependentOutputException: "asks for a value",
+            DynamicOutputShapeException: "has an output whose size depends on values",
+        }.get(type(error), "has no rule for running without values")
+        raise Untraceable(f"{func} in {recorder.label.path or 'the model itself'} {what}.") from None
     return recorder.record
-
-
-def _wanted(error: Exception, path: str) -> str:
-    func = getattr(error, "func", None) or (error.args[0] if error.args else error)
-    what = {
-        DataDependentOutputException: "asks for a value",
-        DynamicOutputShapeException: "has an output whose size depends on values",
-    }.get(type(error), "has no rule for running without values")
-    return f"{func} in {path or 'the model itself'} {what}."
-
-
-def _fake_like(value: Tensor) -> Tensor:
-    return torch.empty(value.shape, dtype=value.dtype)
-
-
-def _tensors(subject: Subject, is_fake: bool) -> dict[str, Tensor]:
-    """Other tensors than the module's own: float32 where autocast casts, else the narrow dtype. Tied ones stay one."""
-    tensors: dict[str, Tensor] = {}
-    same: dict[int, Tensor] = {}
-    wide = torch.float32 if subject.is_autocast else torch.bfloat16
-    for path, each in subject.module.named_modules():
-        for name, value in (*each._parameters.items(), *each._buffers.items()):
-            if value is None:
-                continue
-            if id(value) not in same:
-                is_parameter = isinstance(value, nn.Parameter)
-                dtype = wide if value.is_floating_point() and is_parameter else value.dtype
-                made = torch.empty(value.shape, dtype=dtype) if is_fake else value.detach().clone()
-                same[id(value)] = made.requires_grad_(is_parameter and value.requires_grad)
-            tensors[f"{path}.{name}".lstrip(".")] = same[id(value)]
-    return tensors
-
-
-def _call(subject: Subject, tensors: Mapping[str, Tensor], inputs: Inputs, is_fake: bool) -> Tensor:
-    class TracedCaller(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = subject.module
-
-        def forward(self) -> Tensor:
-            return subject.step(self.inner, inputs, is_fake)
-
-    inner = {f"inner.{name}": value for name, value in tensors.items()}
-    found: Tensor = functional_call(TracedCaller(), inner, (), tie_weights=False)
-    return found
 
 
 @contextlib.contextmanager
 def standing_aside(module: nn.Module, aside: Mapping[str, str]) -> Iterator[None]:
     """Blocks that equal one before them (block -> that one) hand on what they are given."""
-    rests: dict[str, list[Any]] = {path: [] for path in aside.values()}
-    handles = [module.get_submodule(path).register_forward_hook(_noting(rest)) for path, rest in rests.items()]
-    blocks = [(module.get_submodule(path), rests[other]) for path, other in aside.items()]
-    own = [vars(block).get("forward") for block, _ in blocks]
+    rests: dict[str, tuple[Any, ...] | None] = {}
+    """What the block before them returned behind its first tensor; None: that tensor alone."""
+
+    def note(path: str, args: Any, output: Any) -> None:
+        rests[path] = tuple(output[1:]) if isinstance(output, tuple) else None
+
+    def pass_on(other: str, *args: Any, **kwargs: Any) -> Any:
+        hidden = args[0] if args else next(iter(kwargs.values()))
+        rest = rests.get(other)
+        return hidden if rest is None else (hidden, *rest)
+
+    blocks = {path: module.get_submodule(path) for path in aside}
+    own = {path: vars(block)["forward"] for path, block in blocks.items() if "forward" in vars(block)}
     try:
-        for block, rest in blocks:
-            block.forward = functools.partial(_pass_on, rest)
-        yield
+        for path, block in blocks.items():
+            block.forward = functools.partial(pass_on, aside[path])
+        with hooked({path: module.get_submodule(path) for path in aside.values()}, after=note):
+            yield
     finally:
-        for handle in handles:
-            handle.remove()
-        for (block, _), forward in zip(blocks, own, strict=True):
-            vars(block).pop("forward", None)
-            if forward is not None:
-                block.forward = forward
+        for path, block in blocks.items():
+            del block.forward
+            vars(block).update({"forward": own[path]} if path in own else {})
 
 
 @contextlib.contextmanager
 def _watched(subject: Subject, recorder: OpRecorder) -> Iterator[None]:
     """Every module tells the recorder when it begins and ends."""
-    handles: list[Any] = []
-    places = {place.path: index for index, place in enumerate(subject.places) if place.path}
-    with standing_aside(subject.module, subject.aside):
-        try:
-            for path, each in subject.module.named_modules():
-                if path:
-                    handles += _follow(each, path, places, subject.places, recorder)
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+    layers = {place.path: index for index, place in enumerate(subject.places) if place.path}
+    stacks: dict[str, list[Label]] = defaultdict(list)
 
+    def place_of(path: str) -> tuple[str, TracedLayer]:
+        """The path inside of its layer, and that layer."""
+        owner = next((p for p in layers if path == p or path.startswith(f"{p}.")), "")
+        return (path[len(owner) + 1 :] if owner else path), subject.places[layers[owner] if owner else 0]
 
-def _noting(rest: list[Any]) -> Callable[..., None]:
-    def note(module: nn.Module, args: Any, output: Any) -> None:
-        rest[:] = [output[1:]] if isinstance(output, tuple) else []
+    places = {path: place_of(path) for path, _ in subject.module.named_modules() if path}
 
-    return note
-
-
-def _follow(
-    each: nn.Module, path: str, places: Mapping[str, int], all_places: Sequence[TracedLayer], recorder: OpRecorder
-) -> list[Any]:
-    owner = next((p for p in places if path == p or path.startswith(f"{p}.")), "")
-    inner = path if not owner else path[len(owner) + 1 :]
-    place = all_places[places[owner] if owner else 0]
-    stack: list[Any] = []
-
-    def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        stack.append(recorder.label)
+    def begin(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        inner, place = places[path]
+        stacks[path].append(recorder.label)
         changes: dict[str, Any] = {"path": inner}
-        if path in places:
-            changes |= {"layer": places[path], "cut": "none", "is_block": all_places[places[path]].is_block}
-            handed = [each for each in (*args, *kwargs.values())[:1] if isinstance(each, Tensor)]
-            for each in handed:
-                recorder.know(each, is_handed=True)
+        if path in layers:
+            changes |= {"layer": layers[path], "cut": "none", "is_block": subject.places[layers[path]].is_block}
+            for each in (*args, *kwargs.values())[:1]:
+                if isinstance(each, Tensor):
+                    recorder.know(each, is_handed=True)
         if inner in place.columns:
             changes["cut"] = "tensor"
         recorder.label = recorder.label._replace(**changes)
 
-    def end(*_: Any) -> None:
-        before = stack.pop() if stack else recorder.label
+    def end(path: str, args: Any, output: Any) -> None:
+        inner, place = places[path]
+        before = stacks[path].pop() if stacks[path] else recorder.label
         label = recorder.label._replace(path=before.path)
-        if path in places:
-            after = places[path] + 1
-            is_next = after < len(all_places) and not all_places[after].is_block
-            layer = after if is_next else places[path]
-            label = label._replace(layer=layer, is_block=all_places[layer].is_block)
+        if path in layers:
+            after = layers[path] + 1
+            is_next = after < len(subject.places) and not subject.places[after].is_block
+            layer = after if is_next else layers[path]
+            label = label._replace(layer=layer, is_block=subject.places[layer].is_block)
         if inner in place.rows:
             label = label._replace(cut="none")
         recorder.label = label
 
-    return [each.register_forward_pre_hook(begin, with_kwargs=True), each.register_forward_hook(end)]
+    modules = {path: each for path, each in subject.module.named_modules() if path}
+    with standing_aside(subject.module, subject.aside), hooked(modules, begin, end):
+        yield
 
 
 def equal_runs(blocks: Sequence[nn.Module], shapes: Sequence[Any]) -> list[int]:
     """For each block, the first of the equal ones right before it that hand on what they are given; else itself."""
-    found: list[int] = []
+    firsts: list[int] = []
     signatures = [_signature(block) for block in blocks]
     for index, signature in enumerate(signatures):
         same = index > 0 and signature == signatures[index - 1]
         same = same and len(shapes) > index + 1 and shapes[index - 1] == shapes[index] == shapes[index + 1]
-        found.append(found[-1] if same else index)
-    return found
+        firsts.append(firsts[-1] if same else index)
+    return firsts
 
 
 _NUMBERED = re.compile(r"idx|index|layer_id|number|depth")
@@ -318,7 +261,7 @@ _NUMBERED = re.compile(r"idx|index|layer_id|number|depth")
 
 def _signature(block: nn.Module) -> Any:
     """All that may make a block compute something else than its neighbour; its place among them is no such thing."""
-    found = []
+    signature = []
     for path, each in block.named_modules():
         plain = [
             (name, value)
@@ -329,5 +272,5 @@ def _signature(block: nn.Module) -> Any:
             (name, None if value is None else (tuple(value.shape), value.dtype, value.requires_grad))
             for name, value in (*each._parameters.items(), *each._buffers.items())
         ]
-        found.append((path, type(each), repr(plain), tensors))
-    return found
+        signature.append((path, type(each), repr(plain), tensors))
+    return signature

@@ -1,18 +1,25 @@
-"""Records of a few sizes -> ops, as polynomials in samples and sequence."""
+"""Records of a few sizes -> ops, as polynomials in samples and sequence; as they run, and as a compiler would leave
+them: chains of pointwise ops and reductions become one kernel each.
+
+    matmul ──> [ norm  add  gate ] ──> matmul        one kernel: reads what enters the chain, writes what leaves it
+
+Two fusible events are of one chain if one feeds the other and no product lies between them on any way. Kept for
+backward is what products' gradients read; what only pointwise gradients read is computed again where that needs less
+to be kept (torch's min-cut partitioner does so; it never recomputes what a product reads).
+"""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from meshwright.core.profile import FusedCost, Op, Poly, Role
-from meshwright.foreign.trace_fuse import fuse
-from meshwright.foreign.trace_record import Label, OpEvent, Record, Storage, Touch
+from meshwright.foreign.trace_record import NORM_GRADIENTS, Label, OpEvent, Record, Storage, Touch
 
 Points = Sequence[tuple[int, int]]
 """(samples, sequence) of each record."""
@@ -75,7 +82,9 @@ def summarise(record: Record, sequence: int, peaks: Peaks | None = None) -> Summ
         if not event.is_dropped:
             key = _add_event(ops, event, sequence)
             operators[key] |= set() if event.is_backward else {event.name}
-    _add_saved(ops, record.storages)
+    for storage in record.storages:
+        if storage.saver is not None and not storage.is_given:
+            ops[_saved_key(storage.saver, storage.is_wide)]["saved"] += storage.elements
     _add_fused(ops, record, sequence)
     blocks = frozenset(event.label.layer for event in record.events if event.label.is_block)
     working, peaks = _working(record, peaks)
@@ -155,12 +164,6 @@ def _saved_key(label: Label, is_wide: bool) -> Key:
     return Key(label.layer, _folded(label.path), "loss" if label.role == "loss" else "memory", label.cut, is_wide)
 
 
-def _add_saved(ops: dict[Key, Sums], storages: Iterable[Storage]) -> None:
-    for storage in storages:
-        if storage.saver is not None and not storage.is_given:
-            ops[_saved_key(storage.saver, storage.is_wide)]["saved"] += storage.elements
-
-
 def _add_fused(ops: dict[Key, Sums], record: Record, sequence: int) -> None:
     fused = fuse(record)
     for event in record.events:
@@ -198,15 +201,15 @@ def _working(record: Record, peaks: Peaks | None) -> tuple[dict[tuple[int, str, 
             place = event.label.layer, event.is_backward
             if place not in peaks or alive[event.number] > alive[peaks[place]]:
                 peaks[place] = event.number
-    found: dict[tuple[int, str, bool], float] = {}
+    working: dict[tuple[int, str, bool], float] = {}
     for layer in {layer for layer, _ in peaks}:
         moments = [peaks[layer, way] for way in (False, True) if (layer, way) in peaks]
         fullest = max(moments, key=lambda number: alive[number])
         for storage in passing:
             if storage.birth <= fullest < storage.death and storage.bytes > NEGLIGIBLE * alive[fullest]:
                 part = layer, storage.label.cut, storage.is_wide
-                found[part] = found.get(part, 0.0) + storage.elements
-    return found, peaks
+                working[part] = working.get(part, 0.0) + storage.elements
+    return working, peaks
 
 
 def fit(points: Points, values: Sequence[float], has_sequence: bool) -> Poly:
@@ -244,11 +247,11 @@ def ops_of(
 
         def of(quantity: str, key: Key = key, name: str = name) -> Poly:
             values = [summary.ops.get(key, {}).get(quantity, 0.0) for summary in summaries]
-            found = fit(points, values, has_sequence)
+            poly = fit(points, values, has_sequence)
             matters = quantity in TOLD and values[-1] > NEGLIGIBLE * totals[quantity]
-            if matters and not is_fitted(found, points, values):
+            if matters and not is_fitted(poly, points, values):
                 unfitted.append(name)
-            return found
+            return poly
 
         role = _role(key, largest)
         ops.append(replace(_op(key, name, largest.ops[key], of, rows), role=role))
@@ -294,3 +297,124 @@ def _op(key: Key, name: str, sums: Sums, of: Any, rows: frozenset[str]) -> Op:
         backward_kernels=sums.get("backward_kernels", 0.0),
         fused=fused,
     )
+
+
+@dataclass
+class FusedEvents:
+    """By number of the event that is charged."""
+
+    moved: dict[int, list[Touch]] = field(default_factory=lambda: defaultdict(list))
+    kernels: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    forgotten: set[int] = field(default_factory=set)
+    """Storages (by id) that are no longer kept."""
+    kept_instead: list[tuple[OpEvent, Storage]] = field(default_factory=list)
+
+
+def fuse(record: Record) -> FusedEvents:
+    fused = FusedEvents()
+    scopes: dict[tuple[int, bool], list[OpEvent]] = defaultdict(list)
+    for event in record.events:
+        if not event.is_dropped:
+            scopes[event.label.layer, event.is_backward].append(event)
+    readers: dict[int, list[OpEvent]] = defaultdict(list)
+    for event in record.events:
+        for touch in event.reads:
+            readers[id(touch.storage)].append(event)
+    for (_, is_backward), events in scopes.items():
+        for group in _groups(events):
+            _charge(group, events[-1].number, readers, fused)
+            if not is_backward and group[0].is_fusible:
+                _recompute(group, readers, fused)
+    return fused
+
+
+def _groups(events: list[OpEvent]) -> Iterable[list[OpEvent]]:
+    """Chains, and every other event by itself."""
+    # Whose results each event reads, and who reads its own.
+    makers: dict[int, set[int]] = {}
+    users: dict[int, set[int]] = defaultdict(set)
+    writer: dict[int, int] = {}
+    for event in events:
+        makers[event.number] = {writer[id(touch.storage)] for touch in event.reads if id(touch.storage) in writer}
+        for maker in makers[event.number]:
+            users[maker].add(event.number)
+        for touch in event.writes:
+            writer[id(touch.storage)] = event.number
+    # How many products lie before each event on its longest way; what can be fused waits for who reads it.
+    fusible = {event.number for event in events if event.is_fusible}
+    level: dict[int, int] = {}
+    for event in events:
+        ahead = (level[maker] + (maker not in fusible) for maker in makers[event.number])
+        level[event.number] = max(ahead, default=0)
+    for event in reversed(events):
+        if event.number in fusible and users[event.number]:
+            level[event.number] = min(level[user] for user in users[event.number])
+    parent = {event.number: event.number for event in events}
+
+    def root(number: int) -> int:
+        while parent[number] != number:
+            number = parent[number]
+        return number
+
+    reader: dict[tuple[int, int, float], int] = {}
+    for event in events:
+        if event.number not in fusible:
+            continue
+        for maker in makers[event.number]:
+            if maker in fusible and level[maker] == level[event.number]:
+                parent[root(event.number)] = root(maker)
+        for touch in event.reads:  # side by side, where they read the same
+            if touch.elements > 1 and not touch.storage.is_given:
+                place = id(touch.storage), level[event.number], touch.elements
+                parent[root(event.number)] = root(reader.setdefault(place, event.number))
+    groups: dict[int, list[OpEvent]] = defaultdict(list)
+    for event in events:
+        groups[root(event.number)].append(event)
+    return groups.values()
+
+
+def _charge(group: list[OpEvent], end: int, readers: dict[int, list[OpEvent]], fused: FusedEvents) -> None:
+    numbers = {event.number for event in group}
+    made: set[int] = set()
+    left: dict[int, float] = {}
+    for event in group:
+        for touch in event.reads:
+            key = id(touch.storage)
+            # In pieces, perhaps several times: no more than there is.
+            there = min(touch.elements, left.setdefault(key, touch.storage.elements))
+            if key not in made and there > 0:
+                left[key] -= there
+                fused.moved[event.number].append(touch._replace(elements=there))
+        made |= {id(touch.storage) for touch in event.writes}
+    last = {id(touch.storage): (event, touch) for event in group for touch in event.writes}
+    for key, (event, touch) in last.items():
+        leaves = touch.storage.saver is not None or touch.storage.death > end + 1
+        if leaves or any(reader.number not in numbers for reader in readers[key] if reader.number > event.number):
+            fused.moved[event.number].append(touch)
+    fused.kernels[group[0].number] += 1
+    for event in group:
+        if event.name in NORM_GRADIENTS:
+            fused.kernels[event.number] += 1
+            fused.moved[event.number] += event.reads[:2]
+
+
+def _recompute(group: list[OpEvent], readers: dict[int, list[OpEvent]], fused: FusedEvents) -> None:
+    made = {id(touch.storage): touch.storage for event in group for touch in event.writes}
+    forgotten = [
+        storage
+        for key, storage in made.items()
+        if storage.saver is not None
+        and storage.saver.layer == group[0].label.layer
+        and all(e.is_fusible for e in readers[key] if e.is_backward)
+    ]
+    inside = set(made)
+    entering = {
+        id(touch.storage): (event, touch.storage)
+        for event in reversed(group)
+        for touch in event.reads
+        if id(touch.storage) not in inside and not touch.storage.is_given
+    }
+    instead = [item for item in entering.values() if item[1].saver is None]
+    if forgotten and sum(s.bytes for _, s in instead) < sum(s.bytes for s in forgotten):
+        fused.forgotten |= {id(storage) for storage in forgotten}
+        fused.kept_instead += instead

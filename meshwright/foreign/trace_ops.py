@@ -25,22 +25,20 @@ from meshwright.foreign.examine import is_coin
 NAMESPACE = "meshwright_trace"
 
 
-def _define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+def _define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any] | None = None) -> Any:
+    """An operator; without values it runs `fake`, or the kernel if that looks at shapes only."""
     full = f"{NAMESPACE}::{name}"
     torch.library.define(full, schema)
     torch.library.impl(full, "cpu", kernel)
-    torch.library.register_fake(full, fake)
+    torch.library.register_fake(full, fake or kernel)
     return getattr(getattr(torch.ops, NAMESPACE), name)
 
 
 def _attention_fake(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> Any:
     # Flash and cuDNN write the output in the layout of the query.
-    out = torch.empty_like(query) if value.shape[-1] == query.shape[-1] else query.new_empty(_out_shape(query, value))
+    is_alike = value.shape[-1] == query.shape[-1]
+    out = torch.empty_like(query) if is_alike else query.new_empty((*query.shape[:-1], value.shape[-1]))
     return out, query.new_empty(query.shape[:-1], dtype=torch.float32)
-
-
-def _out_shape(query: Tensor, value: Tensor) -> tuple[int, ...]:
-    return (*query.shape[:-1], value.shape[-1])
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> Any:
@@ -53,6 +51,13 @@ def _likes(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(map(torch.zeros_like, tensors))
 
 
+def _lowered(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """As autocast casts the arguments of an operator that we stand for."""
+    if not torch.is_autocast_enabled("cpu"):
+        return tensors
+    return tuple(each.to(torch.get_autocast_dtype("cpu")) for each in tensors)
+
+
 ATTENTION = _define(
     "attention",
     "(Tensor query, Tensor key, Tensor value, Tensor? mask, bool is_causal) -> (Tensor, Tensor)",
@@ -63,7 +68,6 @@ ATTENTION_BACKWARD = _define(
     "attention_backward",
     "(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor rows, bool is_causal)"
     " -> (Tensor, Tensor, Tensor)",
-    lambda grad, query, key, value, out, rows, is_causal: _likes(query, key, value),
     lambda grad, query, key, value, out, rows, is_causal: _likes(query, key, value),
 )
 
@@ -93,10 +97,6 @@ BACKWARD_ATTENTION = 2.5
 """Times forward: five products where forward has two (Dao 2023)."""
 
 
-def _rms_fake(x: Tensor, weight: Tensor | None, dims: int) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), x.new_empty((*x.shape[:-dims], 1), dtype=torch.float32)
-
-
 def _rms(x: Tensor, weight: Tensor | None, dims: int) -> tuple[Tensor, Tensor]:
     over = tuple(range(-dims, 0))
     inverse = x.float().square().mean(over, keepdim=True).add(1e-6).rsqrt()
@@ -104,16 +104,16 @@ def _rms(x: Tensor, weight: Tensor | None, dims: int) -> tuple[Tensor, Tensor]:
     return (out.clone() if weight is None else out * weight.to(x.dtype)), inverse.flatten(-dims)
 
 
-def _rms_likes(grad: Tensor, x: Tensor, weight: Tensor | None, inverse: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.zeros_like(x), x.new_zeros(()) if weight is None else torch.zeros_like(weight)
-
-
-RMS_NORM = _define("rms_norm", "(Tensor x, Tensor? weight, int dims) -> (Tensor, Tensor)", _rms, _rms_fake)
+RMS_NORM = _define(
+    "rms_norm",
+    "(Tensor x, Tensor? weight, int dims) -> (Tensor, Tensor)",
+    _rms,
+    lambda x, weight, dims: (torch.empty_like(x), x.new_empty((*x.shape[:-dims], 1), dtype=torch.float32)),
+)
 RMS_NORM_BACKWARD = _define(
     "rms_norm_backward",
     "(Tensor grad, Tensor x, Tensor? weight, Tensor inverse) -> (Tensor, Tensor)",
-    _rms_likes,
-    _rms_likes,
+    lambda grad, x, weight, inverse: _likes(x, x.new_zeros(()) if weight is None else weight),
 )
 
 
@@ -141,8 +141,8 @@ def _outer(grad: Tensor, x: Tensor, num_experts: int) -> Tensor:
     return x.new_empty(num_experts, grad.shape[1], x.shape[1])
 
 
-ROWS_TIMES = _define("rows_times", "(Tensor x, Tensor weight) -> Tensor", _rows_times, _rows_times)
-OUTER = _define("outer", "(Tensor grad, Tensor x, int num_experts) -> Tensor", _outer, _outer)
+ROWS_TIMES = _define("rows_times", "(Tensor x, Tensor weight) -> Tensor", _rows_times)
+OUTER = _define("outer", "(Tensor grad, Tensor x, int num_experts) -> Tensor", _outer)
 
 
 class GroupedProduct(torch.autograd.Function):
@@ -159,13 +159,6 @@ class GroupedProduct(torch.autograd.Function):
         return ROWS_TIMES(grad, weight.transpose(1, 2)), OUTER(x, grad, weight.shape[0])
 
 
-def _grouped(x: Tensor, weight: Tensor) -> Tensor:
-    if torch.is_autocast_enabled("cpu"):
-        lower = torch.get_autocast_dtype("cpu")
-        x, weight = x.to(lower), weight.to(lower)
-    return GroupedProduct.apply(x, weight)
-
-
 RECURRENT_GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 RECURRENT_KEPT = {"lstm": 5, "gru": 6, "rnn_tanh": 1, "rnn_relu": 1}
 """Numbers cuDNN keeps for each step and unit beside the output, as measured on an H200."""
@@ -177,21 +170,13 @@ def _recurrent(x: Tensor, weights: list[Tensor], size: int, kept: int, time: int
     return out, x.new_empty((*x.shape[:-1], kept)), x.new_empty((*batch, size))
 
 
-def _recurrent_likes(grad: Tensor, x: Tensor, out: Tensor, gates: Tensor, weights: list[Tensor]) -> list[Tensor]:
-    return list(_likes(x, *weights))
-
-
 RECURRENT = _define(
-    "recurrent",
-    "(Tensor x, Tensor[] weights, int size, int kept, int time) -> (Tensor, Tensor, Tensor)",
-    _recurrent,
-    _recurrent,
+    "recurrent", "(Tensor x, Tensor[] weights, int size, int kept, int time) -> (Tensor, Tensor, Tensor)", _recurrent
 )
 RECURRENT_BACKWARD = _define(
     "recurrent_backward",
     "(Tensor grad, Tensor x, Tensor out, Tensor gates, Tensor[] weights) -> Tensor[]",
-    _recurrent_likes,
-    _recurrent_likes,
+    lambda grad, x, out, gates, weights: list(_likes(x, *weights)),
 )
 
 
@@ -220,9 +205,7 @@ def recur(
     name: str, x: Tensor, hx: Any, weights: list[Tensor], has_biases: bool, num_layers: int, dropout: float,
     train: bool, bidirectional: bool, batch_first: bool,
 ) -> Any:  # fmt: skip
-    if torch.is_autocast_enabled("cpu"):
-        lower = torch.get_autocast_dtype("cpu")
-        x, weights = x.to(lower), [weight.to(lower) for weight in weights]
+    x, *weights = _lowered(x, *weights)
     size, time = weights[0].shape[0] // RECURRENT_GATES[name], int(batch_first)
     kept = size * RECURRENT_KEPT[name]
     each = len(weights) // (num_layers * (1 + bidirectional))
@@ -242,14 +225,8 @@ def recur(
 
 
 GROUPED = tuple(filter(None, (getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None))))
-LOSSES: tuple[Any, ...] = (
-    F.cross_entropy,
-    F.nll_loss,
-    F.binary_cross_entropy,
-    F.binary_cross_entropy_with_logits,
-    F.mse_loss,
-)
-LOSSES += (F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.kl_div, F.ctc_loss)
+LOSSES: tuple[Any, ...] = (F.cross_entropy, F.nll_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits)
+LOSSES += (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.kl_div, F.ctc_loss)
 
 
 class _Stand(TorchFunctionMode):
@@ -264,11 +241,11 @@ class _Stand(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             return _attend(*args, **kwargs)
         if func in (F.rms_norm, torch.rms_norm):
-            return _normed(*args, **kwargs)
+            return _normalized(*args, **kwargs)
         if func is F.dropout:
             return _dropped(*args, **kwargs)
         if func in GROUPED and args[0].dim() == 2 and args[1].dim() == 3:
-            return _grouped(*args[:2])
+            return GroupedProduct.apply(*_lowered(*args[:2]))
         if is_coin(func, args):
             return torch.tensor(0.5)  # a coin thrown for a whole layer: kept, as most are
         if is_recurrent(func, args):
@@ -297,13 +274,10 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    if torch.is_autocast_enabled("cpu"):  # it would cast the arguments of the call we stand for
-        lower = torch.get_autocast_dtype("cpu")
-        query, key, value = query.to(lower), key.to(lower), value.to(lower)
-    return TracedAttention.apply(query, key, value, attn_mask, is_causal)
+    return TracedAttention.apply(*_lowered(query, key, value), attn_mask, is_causal)
 
 
-def _normed(x: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+def _normalized(x: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
     return TracedRMSNorm.apply(x, weight, len(normalized_shape))
 
 

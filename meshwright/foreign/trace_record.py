@@ -6,6 +6,7 @@ number that comes next is written down with every forward operator.
 
 from __future__ import annotations
 
+import math
 import weakref
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -132,10 +133,10 @@ class OpRecorder(TorchDispatchMode):
 
     def know(self, tensor: Tensor, **facts: Any) -> Storage:
         """A tensor that was there before: a parameter, a buffer or an input."""
-        found = self._storage(tensor)
+        storage = self._storage(tensor)
         for name, value in facts.items():
-            setattr(found, name, value)
-        return found
+            setattr(storage, name, value)
+        return storage
 
     def _storage(self, tensor: Tensor) -> Storage:
         held = tensor.untyped_storage()
@@ -200,7 +201,8 @@ class OpRecorder(TorchDispatchMode):
         stop = bisect_right(self._numbers, number)
         known = [event for event in self._forwards[start:stop] if event is not None]
         # A node without an event of its own is a view's: it belongs where the next event does.
-        label = known[0].label if known else self._label_after(start)
+        later = (event.label for event in self._forwards[start : start + 50] if event is not None)
+        label = known[0].label if known else next(later, self.label)
         self.label = label
         event = self._event(func, name, label, args, kwargs, out)
         if event is None:
@@ -212,15 +214,12 @@ class OpRecorder(TorchDispatchMode):
             event.forward = next(iter(same or products), None)
         event.is_dropped |= bool(known) and known[0].is_dropped and event.name == "_to_copy"
 
-    def _label_after(self, start: int) -> Label:
-        later = (event.label for event in self._forwards[start : start + 50] if event is not None)
-        return next(later, self.label)
-
     def _event(self, func: Any, name: str, label: Label, args: Any, kwargs: Any, out: Any) -> OpEvent | None:
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         made = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
         if not given and not made:
             return None
+        adds_in_place = name in SCATTERS and name.endswith("_")
         event = OpEvent(
             number=len(self.record.events),
             name=name,
@@ -228,7 +227,7 @@ class OpRecorder(TorchDispatchMode):
             label=label,
             is_backward=self.is_backward,
             reads=self._reads(name, given, made),
-            writes=self._writes(name, given, made),
+            writes=[self._touch(made[0], given[-1].numel())] if adds_in_place else [self._touch(each) for each in made],
             is_column_sum=name == "sum" and 1 < made[0].numel() == given[0].shape[-1] < given[0].numel(),
         )
         self._count(event, func, args, kwargs, out)
@@ -248,8 +247,10 @@ class OpRecorder(TorchDispatchMode):
     def _touch(self, tensor: Tensor, elements: float | None = None) -> Touch:
         is_wide = tensor.dtype not in self.narrow
         width = tensor.element_size() / 4 if is_wide else 1.0
-        there = _distinct(tensor) if elements is None else elements
-        return Touch(self._storage(tensor), there * width, is_wide, not tensor.is_floating_point())
+        if elements is None:  # that lie in memory: an expanded one is there once
+            strides = zip(tensor.shape, tensor.stride(), strict=True)
+            elements = float(math.prod(size if stride else 1 for size, stride in strides))
+        return Touch(self._storage(tensor), elements * width, is_wide, not tensor.is_floating_point())
 
     def _reads(self, name: str, given: list[Tensor], made: list[Tensor]) -> list[Touch]:
         if name.startswith("new_") or name.endswith("_like"):
@@ -260,16 +261,11 @@ class OpRecorder(TorchDispatchMode):
             return [self._touch(given[0], made[0].numel()), *map(self._touch, given[1:])]
         if name in SCATTERS and name.endswith("_"):
             return [self._touch(given[0], given[-1].numel()), *map(self._touch, given[1:])]
-        found = [self._touch(each) for each in given]
+        reads = [self._touch(each) for each in given]
         if name == "convolution_backward":  # each of its products reads the gradient; one the weight
-            return [*found, found[0]] if made[0].shape == given[1].shape else found[:2]
+            return [*reads, reads[0]] if made[0].shape == given[1].shape else reads[:2]
         # Statistics of a batch must be there before it is read again.
-        return found + found[: 2 if name in NORM_GRADIENTS else 1 if name == "native_batch_norm" else 0]
-
-    def _writes(self, name: str, given: list[Tensor], made: list[Tensor]) -> list[Touch]:
-        if name in SCATTERS and name.endswith("_"):
-            return [self._touch(made[0], given[-1].numel())]
-        return [self._touch(each) for each in made]
+        return reads + reads[: 2 if name in NORM_GRADIENTS else 1 if name == "native_batch_norm" else 0]
 
     def _count(self, event: OpEvent, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         packet, name = func._overloadpacket, event.name
@@ -281,7 +277,14 @@ class OpRecorder(TorchDispatchMode):
             flops = trace_ops.attention_flops(args[1], args[2], args[3], args[-1])
             event.flops = trace_ops.BACKWARD_ATTENTION * flops
         elif name in GROUPED:
-            self._count_grouped(event, args, out)
+            first, second = args[0], args[1]
+            stack = next(each for each in (first, second, out) if each.dim() == 3)
+            event.matrices = stack.shape[0]
+            num_rows, event.shape = first.shape[0], (out.shape[-1], first.shape[-1])
+            if first.dim() == second.dim() == 2:  # rows meet rows: a weight's gradient
+                num_rows = first.shape[0] if name == "outer" else first.shape[1]
+                event.shape = (stack.shape[1], stack.shape[2])
+            event.flops = 2.0 * num_rows * stack.shape[1] * stack.shape[2]
         elif name in RECURRENT:
             x, weights = (args[0], args[1]) if name == "recurrent" else (args[1], args[4])
             event.products = 1 if name == "recurrent" else 2
@@ -293,29 +296,9 @@ class OpRecorder(TorchDispatchMode):
             event.shape = (right.shape[-1], left.shape[-1])
             event.matrices = left.shape[0] if left.dim() == 3 else 1
 
-    def _count_grouped(self, event: OpEvent, args: Any, out: Any) -> None:
-        first, second = args[0], args[1]
-        stack = next(each for each in (first, second, out) if each.dim() == 3)
-        event.matrices = stack.shape[0]
-        if first.dim() == second.dim() == 2:  # rows meet rows: a weight's gradient
-            num_rows = first.shape[0] if event.name == "outer" else first.shape[1]
-            event.shape = (stack.shape[1], stack.shape[2])
-        else:
-            num_rows = first.shape[0]
-            event.shape = (out.shape[-1], first.shape[-1])
-        event.flops = 2.0 * num_rows * stack.shape[1] * stack.shape[2]
-
 
 def _is_free(func: Any, name: str) -> bool:
     return bool(func.is_view) or name in FREE
-
-
-def _distinct(tensor: Tensor) -> float:
-    """Elements that lie in memory: an expanded one is there once."""
-    found = 1
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        found *= size if stride else 1
-    return float(found)
 
 
 def _kind(func: Any, name: str, label: Label) -> str:

@@ -367,12 +367,7 @@ class BlockSize:
 
 def _config(hidden: int, heads: int, ffn: int) -> DecoderConfig:
     return DecoderConfig(
-        num_layers=1,
-        hidden_size=hidden,
-        num_heads=heads,
-        num_kv_heads=max(1, heads // 4),
-        ffn_size=ffn,
-        vocab_size=256,
+        num_layers=1, hidden_size=hidden, num_heads=heads, num_kv_heads=max(1, heads // 4), ffn_size=ffn, vocab_size=256
     )
 
 

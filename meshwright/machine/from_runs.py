@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from meshwright.core.cluster import Cluster, Errors, Link
+from meshwright.core.cluster import Cluster, Link
 from meshwright.core.device import MOST_OF_PEAK, Device
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.ledger import NOT_KNOWN, Entry
@@ -80,11 +80,21 @@ def learn(entries: Sequence[Entry], machine: str, base: Cluster | None = None) -
     if np.median(after) > np.median(before):  # never worse on its own runs
         factors, after = np.ones(len(causes)), before
     by_cause = dict(zip(causes, map(float, factors), strict=True))
-    errors = _errors(parts * factors, measured, causes, base.errors)
+    # All error bars widen or narrow alike, so that nine of ten of these runs lie inside, more where they are few.
+    terms = parts * factors
+    total = terms.sum(axis=1)
+    widths = np.array([getattr(base.errors, cause) for cause in causes])
+    expected = np.sqrt(((widths * terms / total[:, None]) ** 2).sum(axis=1))
+    off = np.expm1(_off(total, measured)) / expected
+    count = len(own)
+    spare = max(count - len(causes), 1)  # runs that the factors did not use up
+    # A few runs that agree by chance prove little.
+    scale = max(float(np.quantile(off, 0.9)) * math.sqrt(count / spare), 1 / math.sqrt(count))
+    bars = {cause: _width(scale * getattr(base.errors, cause)) for cause in (*causes, "idle")}
     return Learned(
-        cluster=replace(_corrected(base, own, by_cause), errors=errors),
+        cluster=replace(_corrected(base, own, by_cause), errors=replace(base.errors, **bars)),
         factors=by_cause,
-        num_runs=len(own),
+        num_runs=count,
         error_before=math.expm1(float(np.median(before))),
         error_after=math.expm1(float(np.median(after))),
     )
@@ -97,7 +107,15 @@ def learn_one(entry: Entry, base: Cluster) -> Learned:
     widths = np.array([max(getattr(base.errors, cause), _SMALLEST_ERROR) for cause in causes])
     fastest = FASTEST if "measured" in base.sources else SLOWEST
     limits = np.array([_limits(base, cause, fastest) for cause in causes])
-    factors, left_open = _update(_seen(entry, parts[0], causes), widths, limits)
+    # (seconds by cause, what was measured of them, how far that may be off): the step, and its parts as profiled.
+    steps, seconds = entry.measured, _own_seconds(entry)
+    scatter = (steps.step_seconds_p90 - steps.step_seconds_p10) / (2 * steps.step_seconds)
+    seen = [(parts[0], seconds, max(_NOISE, scatter))]
+    for name, those in _PARTS.items():
+        mine, profiled = np.where(np.isin(causes, those), parts[0], 0.0), steps.seconds_by_part.get(name, 0.0)
+        if mine.sum() >= LEAST_SHARE * parts[0].sum() and profiled >= LEAST_SHARE * seconds:
+            seen.append((mine, profiled, _PROFILED_NOISE))
+    factors, left_open = _update(seen, widths, limits)
     _refuse_unphysical(parts @ factors, measured, fastest)
     before, after = (float(_off(parts @ each, measured)[0]) for each in (np.ones(len(causes)), factors))
     reach = float(np.hypot.reduce(left_open * (parts * factors)[0] / (parts @ factors)[0]))
@@ -112,18 +130,6 @@ def learn_one(entry: Entry, base: Cluster) -> Learned:
         error_before=math.expm1(before),
         error_after=math.expm1(after),
     )
-
-
-def _seen(entry: Entry, parts: np.ndarray, causes: Sequence[str]) -> list[tuple[np.ndarray, float, float]]:
-    """(seconds by cause, what was measured of them, how far that may be off): the step, and its parts as profiled."""
-    steps, seconds = entry.measured, _own_seconds(entry)
-    scatter = (steps.step_seconds_p90 - steps.step_seconds_p10) / (2 * steps.step_seconds)
-    found = [(parts, seconds, max(_NOISE, scatter))]
-    for name, those in _PARTS.items():
-        mine, told = np.where(np.isin(causes, those), parts, 0.0), steps.seconds_by_part.get(name, 0.0)
-        if mine.sum() >= LEAST_SHARE * parts.sum() and told >= LEAST_SHARE * seconds:
-            found.append((mine, told, _PROFILED_NOISE))
-    return found
 
 
 def _update(
@@ -212,20 +218,6 @@ def _off(forecast: np.ndarray, measured: np.ndarray) -> np.ndarray:
     return np.abs(np.log(forecast / measured))
 
 
-def _errors(terms: np.ndarray, measured: np.ndarray, causes: Sequence[str], errors: Errors) -> Errors:
-    """All widened or narrowed alike, so that nine of ten of these runs lie inside, more where they are few."""
-    total = terms.sum(axis=1)
-    widths = np.array([getattr(errors, cause) for cause in causes])
-    expected = np.sqrt(((widths * terms / total[:, None]) ** 2).sum(axis=1))
-    off = np.expm1(_off(total, measured)) / expected
-    count = len(measured)
-    spare = max(count - terms.shape[1], 1)  # runs that the factors did not use up
-    # A few runs that agree by chance prove little.
-    scale = max(float(np.quantile(off, 0.9)) * math.sqrt(count / spare), 1 / math.sqrt(count))
-    learned = {cause: _width(scale * getattr(errors, cause)) for cause in causes}
-    return replace(errors, **learned, idle=_width(scale * errors.idle))
-
-
 def _width(error: float) -> float:
     return float(min(max(error, _SMALLEST_ERROR), 2.0))
 
@@ -258,14 +250,20 @@ def _earlier(base: Cluster, cause: str) -> float:
 
 def _corrected(base: Cluster, own: Sequence[Entry], factors: Mapping[str, float]) -> Cluster:
     device = _slower_device(base.device, factors.get("compute", 1.0), factors.get("launch", 1.0))
-    device, memory = _with_own_bytes(device, own)
-    versions = sorted({entry.versions.get("torch", "unknown") for entry in own})
     sources = dict(base.sources)
+    # What a rank's process holds beside what is forecast, on a CPU, where all of it is seen.
+    known = [entry for entry in own if entry.comparison.get("memory_verdict") != NOT_KNOWN]
+    if device.kind == "cpu" and known:
+        missed = [entry.measured.peak_bytes - entry.predicted.peak_bytes for entry in known]
+        held = [entry.cluster.device.reserved_bytes + more for entry, more in zip(known, missed, strict=True)]
+        reserved = int(np.median(held))
+        if 0 < reserved < device.memory_bytes:
+            device = replace(device, reserved_bytes=reserved)
+            sources["reserved_bytes"] = f"learned from {_runs(len(known))}"
+    versions = sorted({entry.versions.get("torch", "unknown") for entry in own})
     for cause, factor in factors.items():
         text = _LEARNED.format(runs=_runs(len(own)), factor=factor * _earlier(base, cause))
         sources[f"learned.{cause}"] = f"{text} (torch {', '.join(versions)})"
-    if memory:
-        sources["reserved_bytes"] = memory
     return replace(
         base,
         device=device,
@@ -279,41 +277,26 @@ def _slower_device(device: Device, compute: float, launch: float) -> Device:
     def share(value: float) -> float:
         return min(value / compute, MOST_OF_PEAK)
 
+    # On a CPU the host's part of an op is part of its compute.
+    launch = compute if device.kind == "cpu" else launch
+    device = replace(
+        device, kernel_seconds=device.kernel_seconds * compute, launch_seconds=device.launch_seconds * launch
+    )
     if device.kind == "cpu" and device.matmul_fraction / compute > MOST_OF_PEAK:  # whose peak is no data sheet's
         rates = {dtype: rate / compute for dtype, rate in device.flops_per_second.items()}
         rate = device.memory_bytes_per_second / compute
-        faster = replace(device, flops_per_second=rates, memory_bytes_per_second=rate)
-        return replace(
-            faster, kernel_seconds=device.kernel_seconds * compute, launch_seconds=device.launch_seconds * compute
-        )
-    # On a CPU the host's part of an op is part of its compute.
-    launch = compute if device.kind == "cpu" else launch
+        return replace(device, flops_per_second=rates, memory_bytes_per_second=rate)
     return replace(
         device,
         matmul_fraction=share(device.matmul_fraction),
         attention_fraction=share(device.attention_fraction),
         attention_backward_fraction=share(device.attention_backward_fraction),
         bandwidth_fraction=share(device.bandwidth_fraction),
-        kernel_seconds=device.kernel_seconds * compute,
-        launch_seconds=device.launch_seconds * launch,
     )
 
 
 def _slower_link(link: Link, factor: float) -> Link:
     return replace(link, bytes_per_second=link.bytes_per_second / factor, latency_seconds=link.latency_seconds * factor)
-
-
-def _with_own_bytes(device: Device, own: Sequence[Entry]) -> tuple[Device, str]:
-    """What a rank's process holds beside what is forecast, on a CPU, where all of it is seen."""
-    own = [entry for entry in own if entry.comparison.get("memory_verdict") != NOT_KNOWN]
-    if device.kind != "cpu" or not own:
-        return device, ""
-    missed = [entry.measured.peak_bytes - entry.predicted.peak_bytes for entry in own]
-    held = [entry.cluster.device.reserved_bytes + more for entry, more in zip(own, missed, strict=True)]
-    reserved = int(np.median(held))
-    if not 0 < reserved < device.memory_bytes:
-        return device, ""
-    return replace(device, reserved_bytes=reserved), f"learned from {_runs(len(own))}"
 
 
 def _runs(count: int) -> str:

@@ -52,11 +52,11 @@ def matmul_points(bench: Bench) -> list[tuple[float, float, float, float]]:
         dtype, grid = torch.bfloat16, _CUDA_QUICK_GRID if bench.is_quick else _CUDA_GRID
     pools = _pools(bench, dtype, grid)
     budget = bench.section_seconds / 20
-    found = []
+    points = []
     for shape in grid:
         for m, n, k, product in _products(*shape, pools):
-            found.append((float(m), float(n), float(k), bench.device_seconds(product, budget)))
-    return found
+            points.append((float(m), float(n), float(k), bench.device_seconds(product, budget)))
+    return points
 
 
 def odd_slowdown(bench: Bench) -> float:
@@ -109,14 +109,30 @@ def flops_by_dtype(bench: Bench) -> dict[str, float]:
         dtypes["bf16"] = torch.bfloat16
     if bench.on_gpu:
         dtypes["fp16"] = torch.float16
-    found = {}
+    rates = {}
     for name, dtype in dtypes.items():
         bench.together(f"{name} matmul")
-        found[name] = _large_flops_per_second(bench, dtype)
-    if bench.on_gpu:
-        bench.together("tf32 and fp8 matmul")
-        found |= _special_flops_per_second(bench)
-    return found
+        rates[name] = _large_flops_per_second(bench, dtype)
+    if not bench.on_gpu:
+        return rates
+    bench.together("tf32 and fp8 matmul")  # which not every card has
+    before = torch.backends.cuda.matmul.allow_tf32
+    if torch.cuda.get_device_capability(bench.device) >= (8, 0):
+        torch.backends.cuda.matmul.allow_tf32 = True
+        rates["tf32"] = _large_flops_per_second(bench, torch.float32)
+        torch.backends.cuda.matmul.allow_tf32 = before
+    try:
+        m, n, k = _CUDA_LARGE[-1]
+        left, right = (torch.randn(size, device=bench.device).to(torch.float8_e4m3fn) for size in ((m, k), (n, k)))
+        scale = torch.ones((), device=bench.device)
+
+        def product() -> Tensor:
+            return torch._scaled_mm(left, right.t(), scale, scale, out_dtype=torch.bfloat16)
+
+        rates["fp8"] = 2.0 * m * n * k / bench.device_seconds(product, bench.section_seconds / 4)
+    except (AttributeError, RuntimeError) as error:  # an older card, or another signature
+        print(f"fp8 was not measured: {error}", file=sys.stderr)
+    return rates
 
 
 def _large_flops_per_second(bench: Bench, dtype: torch.dtype) -> float:
@@ -133,28 +149,6 @@ def _flops_per_second(bench: Bench, dtype: torch.dtype, shape: Shape) -> float:
     out = torch.empty(m, n, device=bench.device, dtype=dtype)
     budget = bench.section_seconds / (4 if bench.on_gpu else 1)
     return 2.0 * m * n * k / bench.device_seconds(lambda: torch.mm(left, right, out=out), budget)
-
-
-def _special_flops_per_second(bench: Bench) -> dict[str, float]:
-    """Of modes that not every card has."""
-    found = {}
-    before = torch.backends.cuda.matmul.allow_tf32
-    if torch.cuda.get_device_capability(bench.device) >= (8, 0):
-        torch.backends.cuda.matmul.allow_tf32 = True
-        found["tf32"] = _large_flops_per_second(bench, torch.float32)
-        torch.backends.cuda.matmul.allow_tf32 = before
-    try:
-        m, n, k = _CUDA_LARGE[-1]
-        left, right = (torch.randn(size, device=bench.device).to(torch.float8_e4m3fn) for size in ((m, k), (n, k)))
-        scale = torch.ones((), device=bench.device)
-
-        def product() -> Tensor:
-            return torch._scaled_mm(left, right.t(), scale, scale, out_dtype=torch.bfloat16)
-
-        found["fp8"] = 2.0 * m * n * k / bench.device_seconds(product, bench.section_seconds / 4)
-    except (AttributeError, RuntimeError) as error:  # an older card, or another signature
-        print(f"fp8 was not measured: {error}", file=sys.stderr)
-    return found
 
 
 def attention_points(bench: Bench) -> list[tuple[float, float, float, float]]:
@@ -205,11 +199,11 @@ def memory_points(bench: Bench) -> list[tuple[str, float, float]]:
         sizes = (64 * MIB if bench.is_quick else 256 * MIB,)
     pool = torch.randn(2 * max(sizes) // 4, device=bench.device)
     out = torch.empty_like(pool)
-    found = []
+    points = []
     for size in sizes:
         for name, moved, kernel in _kernels(pool, out, size, bench.on_gpu):
-            found.append((name, moved, bench.device_seconds(kernel, budget)))
-    return found
+            points.append((name, moved, bench.device_seconds(kernel, budget)))
+    return points
 
 
 def _kernels(pool: Tensor, out: Tensor, size: int, on_gpu: bool) -> Iterator[tuple[str, float, Callable[[], Any]]]:
@@ -264,14 +258,14 @@ def block_seconds(bench: Bench) -> dict[str, float]:
     """Forward and backward of a decoder block, as it is and (on a GPU) compiled."""
     size = WHOLE_BLOCKS[bench.device.type]
     budget = bench.section_seconds / 2
-    found = {"eager": bench.device_seconds(_step_of(bench, size), budget)}
+    seconds = {"eager": bench.device_seconds(_step_of(bench, size), budget)}
     if bench.on_gpu and not bench.is_quick:
         bench.together("a compiled block")
         try:
-            found["compiled"] = bench.device_seconds(_step_of(bench, size, is_compiled=True), budget)
+            seconds["compiled"] = bench.device_seconds(_step_of(bench, size, is_compiled=True), budget)
         except Exception as error:  # no compiler on this machine: the forecast does without
             print(f"no block was compiled: {str(error)[:300]}", file=sys.stderr)
-    return found
+    return seconds
 
 
 def _step_of(bench: Bench, size: BlockSize, *, is_compiled: bool = False) -> Callable[[], Any]:

@@ -19,22 +19,22 @@ import torch.distributed as dist
 
 from meshwright.core.units import GIB, MIB
 from meshwright.machine.timing import Bench
-from meshwright.ops.gloo_collectives import all_gather, reduce_scatter
+from meshwright.ops.collectives import all_gather, reduce_scatter
 
 _CHUNK_BYTES = 32 * MIB
 _NVIDIA_SMI = ("nvidia-smi", "--query-gpu=power.limit,driver_version", "--format=csv,noheader,nounits")
 
 
 def versions(bench: Bench) -> dict[str, str]:
-    found = {"torch": torch.__version__}
+    by_library = {"torch": torch.__version__}
     if bench.on_gpu:
-        found["cuda"] = str(torch.version.cuda or torch.version.hip or "")
-        found["cudnn"] = str(torch.backends.cudnn.version() or "")
+        by_library["cuda"] = str(torch.version.cuda or torch.version.hip or "")
+        by_library["cudnn"] = str(torch.backends.cudnn.version() or "")
         if dist.is_available() and dist.is_nccl_available():
-            found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+            by_library["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
         driver = _nvidia_smi(bench)[1]
-        found |= {"driver": driver} if driver else {}
-    return found
+        by_library |= {"driver": driver} if driver else {}
+    return by_library
 
 
 def power_watts(bench: Bench) -> float:
@@ -92,14 +92,14 @@ def beside(bench: Bench) -> dict[str, float]:
     def compute() -> None:
         torch.mm(matrix, matrix, out=out)
 
-    found = {}
+    slowdowns = {}
     for name, other in pairs.items():
-        found[f"compute_by_{name}"] = _slower_beside(bench, compute, other)
-        found[f"{name}_by_compute"] = _slower_beside(bench, other, compute)
+        slowdowns[f"compute_by_{name}"] = _slower_beside(bench, compute, other)
+        slowdowns[f"{name}_by_compute"] = _slower_beside(bench, other, compute)
     if len(pairs) > 1:
-        found["collective_by_copy"] = _slower_beside(bench, pairs["collective"], pairs["copy"])
-        found["copy_by_collective"] = _slower_beside(bench, pairs["copy"], pairs["collective"])
-    return {name: max(1.0, value) for name, value in found.items()}
+        slowdowns["collective_by_copy"] = _slower_beside(bench, pairs["collective"], pairs["copy"])
+        slowdowns["copy_by_collective"] = _slower_beside(bench, pairs["copy"], pairs["collective"])
+    return {name: max(1.0, value) for name, value in slowdowns.items()}
 
 
 def _slower_beside(bench: Bench, op: Callable[[], Any], other: Callable[[], Any]) -> float:

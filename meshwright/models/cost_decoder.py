@@ -1,7 +1,8 @@
 """What a decoder costs, layer by layer, from its dimensions alone. No torch.
 
 The counts follow `zoo/decoder.py` line by line; `tests/models/test_cost.py` holds the parameters equal to the
-real module's and the saved bytes to what autograd really keeps.
+real module's and the saved bytes to what autograd really keeps. Of a mixture of experts only what surrounds it is
+compiled with its block: rows that go to their experts are as many as the router says.
 """
 
 from __future__ import annotations
@@ -9,27 +10,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 from meshwright.core.profile import Layer, Op, Param, Poly, Profile, Site
-from meshwright.models.cost_moe import experts_mlp, sent_to_experts
 from meshwright.models.cost_ops import (
     Mlp,
     bias,
     cross_entropy,
-    gather,
     kept,
+    linear_params,
     matmul,
     memory,
-    once,
+    norm_params,
     swiglu,
     two_readers,
+    with_role,
 )
-from meshwright.models.presets import DecoderConfig
-
-
-def _norm_params(config: DecoderConfig, name: str) -> tuple[Param, ...]:
-    weight = Param(name=f"{name}.weight", shape=(config.hidden_size,))
-    if config.norm == "layer":
-        return (weight, Param(name=f"{name}.bias", shape=(config.hidden_size,)))
-    return (weight,)
+from meshwright.models.dimensions import DecoderConfig
 
 
 def _norm_op(config: DecoderConfig, name: str, *, follows_add: bool = False, joins: bool = True) -> Op:
@@ -40,52 +34,33 @@ def _norm_op(config: DecoderConfig, name: str, *, follows_add: bool = False, joi
     """
     d = float(config.hidden_size)
     fused = (d, 5.0 * d, 0.0, 2.0) if follows_add else (2.0 * d, 5.0 * d, 1.0, 2.0)
-    back, kernels = (8.0 * d, 2.0) if joins else (5.0 * d, 1.0)
+    back, kernels = (8.0 * d, (1, 2)) if joins else (5.0 * d, (1, 1))
     weights = 2.0 * d if config.norm == "layer" else d
-    op = memory(name, 2.0 * d, d, "sequence", role="norm", back=back, backward_kernels=kernels, fused=fused)
-    return once(op, weights, 2.0 * weights)
+    once = (weights, 2.0 * weights)
+    return memory(name, "norm", 2.0 * d, back=back, saved=d, once=once, kernels=kernels, cut="sequence", fused=fused)
 
 
 def _attention(config: DecoderConfig, is_causal: bool) -> tuple[tuple[Param, ...], tuple[Op, ...]]:
     d, h = config.hidden_size, config.size_of_head
     q, kv = config.num_heads * h, config.num_kv_heads * h
-    params = [
-        Param(name="attention.query.weight", shape=(q, d), cut=0, units=config.num_heads),
-        Param(name="attention.key.weight", shape=(kv, d), cut=0, units=config.num_kv_heads),
-        Param(name="attention.value.weight", shape=(kv, d), cut=0, units=config.num_kv_heads),
+    sizes = {"query": (q, config.num_heads), "key": (kv, config.num_kv_heads), "value": (kv, config.num_kv_heads)}
+    projections = [
+        linear_params(f"attention.{name}", n, d, bias=config.qkv_bias, split="columns", units=units)
+        for name, (n, units) in sizes.items()
     ]
-    if config.qkv_bias:
-        params += [
-            Param(name="attention.query.bias", shape=(q,), cut=0, units=config.num_heads),
-            Param(name="attention.key.bias", shape=(kv,), cut=0, units=config.num_kv_heads),
-            Param(name="attention.value.bias", shape=(kv,), cut=0, units=config.num_kv_heads),
-        ]
+    params = [param for each in zip(*projections, strict=True) for param in each]
     if config.qk_norm:
         params.append(Param(name="attention.query_norm.weight", shape=(h,), inside=True))
         params.append(Param(name="attention.key_norm.weight", shape=(h,), inside=True))
-    params.append(Param(name="attention.output.weight", shape=(d, q), cut=1, units=config.num_heads))
-    if config.bias:
-        params.append(Param(name="attention.output.bias", shape=(d,)))
+    params += linear_params("attention.output", d, q, bias=config.bias, split="rows", units=config.num_heads)
     # One whole input serves query, key and value: kept once, and not divided by splitting. Its gradients are added.
     ops = [
-        memory(
-            "attention.input",
-            0.0,
-            d,
-            "none",
-            role="input",
-            back=6.0 * d,
-            kernels=0.0,
-            backward_kernels=2.0,
-            fused=(0, 3.0 * d, 0, 0),
-        ),
-        matmul("attention.query", q, d),
-        matmul("attention.key", kv, d),
-        matmul("attention.value", kv, d),
+        memory("attention.input", "input", back=6.0 * d, saved=d, kernels=(0, 2), fused=(0, 3.0 * d, 0, 0)),
+        *(matmul(f"attention.{name}", n, d) for name, (n, _) in sizes.items()),
     ]
     if config.qkv_bias:
         ops.append(bias("attention.biases", q + 2.0 * kv, "tensor", count=3))
-    ops += _turned(config, float(q + kv), float(q))
+    ops += _norms_and_rope(config, float(q + kv), float(q))
     seen = 0.5 if is_causal else 1.0  # of the sequence, on average
     ops.append(
         Op(
@@ -101,30 +76,22 @@ def _attention(config: DecoderConfig, is_causal: bool) -> tuple[tuple[Param, ...
             shape=(config.num_heads, h, 0),
         )
     )
-    ops.append(kept("attention.statistics", config.num_heads, "tensor", role="attention", wide=True))
+    ops.append(kept("attention.statistics", "attention", config.num_heads, cut="tensor", wide=True))
     ops.append(matmul("attention.output", d, q, cut_dim="k"))
     if config.bias:
-        ops.append(bias("attention.output.bias", d, "none"))
+        ops.append(bias("attention.output.bias", d))
     return tuple(params), tuple(ops)
 
 
-def _turned(config: DecoderConfig, n: float, q: float) -> list[Op]:
-    """Norms of the n elements of queries and keys, and their turning by position."""
+def _norms_and_rope(config: DecoderConfig, n: float, q: float) -> list[Op]:
+    """Norms of the n elements of queries and keys, and their rotation by position."""
     ops = []
     if config.qk_norm:
         fused = (n, 4.0 * n, 1.0, 2.0) if config.positions == "rope" else (2.0 * n, 5.0 * n, 2.0, 4.0)
-        ops.append(kept("attention.qk_norm.statistics", n / config.size_of_head, "tensor", role="norm", wide=True))
+        ops.append(kept("attention.qk_norm.statistics", "norm", n / config.size_of_head, cut="tensor", wide=True))
         ops.append(
             memory(
-                "attention.qk_norm",
-                2.0 * n,
-                n,
-                "tensor",
-                role="norm",
-                back=5.0 * n,
-                kernels=2,
-                backward_kernels=2,
-                fused=fused,
+                "attention.qk_norm", "norm", 2.0 * n, back=5.0 * n, saved=n, kernels=(2, 2), cut="tensor", fused=fused
             )
         )
     if config.positions != "rope":
@@ -132,76 +99,47 @@ def _turned(config: DecoderConfig, n: float, q: float) -> list[Op]:
     # Four products, a sum and a difference of halves, and a copy that joins them; the same going back. Then heads lie
     # outside of the sequence, and a product reads a copy: of gradients (a norm reads them as they lie), and of
     # attention's output, which takes the layout of the query.
-    copied = 0.0 if config.qk_norm else 1.0
-    ops.append(
-        memory(
-            "attention.rope",
-            9.0 * n,
-            0.0,
-            "tensor",
-            role="rope",
-            back=(9.0 + 2.0 * copied) * n,
-            kernels=14.0,
-            backward_kernels=16.0 + 2.0 * copied,
-            fused=(n, n, 0.0, 1.0) if config.qk_norm else (2.0 * n, 2.0 * n, 1.0, 1.0),
-        )
-    )
-    ops.append(memory("attention.layout", 2.0 * q, q, "tensor", role="layout"))
-    return ops
+    copied = 0 if config.qk_norm else 1
+    fused = (n, n, 0.0, 1.0) if config.qk_norm else (2.0 * n, 2.0 * n, 1.0, 1.0)
+    back, kernels = (9.0 + 2.0 * copied) * n, (14, 16 + 2 * copied)
+    return [
+        *ops,
+        memory("attention.rope", "rope", 9.0 * n, back=back, kernels=kernels, cut="tensor", fused=fused),
+        memory("attention.layout", "layout", 2.0 * q, saved=q, cut="tensor"),
+    ]
 
 
 def plain_mlp(config: DecoderConfig) -> Mlp:
     d, f = config.hidden_size, config.ffn_size
-    params = [Param(name="mlp.up.weight", shape=(f, d), cut=0, units=f)]
-    ops = [matmul("mlp.up", f, d)]
+    up = linear_params("mlp.up", f, d, bias=config.bias and config.mlp == "gelu", split="columns", units=f)
     if config.mlp == "swiglu":
-        params.insert(0, Param(name="mlp.gate.weight", shape=(f, d), cut=0, units=f))
-        ops.append(matmul("mlp.gate", f, d))
+        params = [*linear_params("mlp.gate", f, d, split="columns", units=f), *up]
         # The fullest moment is the gradient's, in here or where queries, keys and values have theirs.
         heads = (3 * config.num_heads + 2 * config.num_kv_heads) * config.size_of_head
-        ops.append(replace(swiglu("mlp.swiglu", f), working=Poly(bs=max(3 * f, heads))))
-        ops.insert(0, two_readers(d))
+        inner = swiglu("mlp.swiglu", f, working=max(3 * f, heads))
+        ops = [two_readers(d), matmul("mlp.up", f, d), matmul("mlp.gate", f, d), inner]
     else:
-        if config.bias:
-            params.append(Param(name="mlp.up.bias", shape=(f,), cut=0, units=f))
-            ops.append(bias("mlp.up.bias", f, "tensor"))
-        ops.append(
-            memory(
-                "mlp.gelu",
-                2.0 * f,
-                2.0 * f,
-                "tensor",
-                role="activation",
-                back=3.0 * f,
-                backward_kernels=1.0,
-                working=2.0 * f,
-            )
+        params = list(up)
+        given = memory("mlp.input", "input", saved=d, kernels=(0, 0), working=d, fused=(0, float(d), 0, 0))
+        ops = [given, matmul("mlp.up", f, d), *([bias("mlp.up.bias", f, "tensor")] if config.bias else [])]
+        moved, kernels = 2.0 * f, (1, 1)
+        gelu = memory(
+            "mlp.gelu", "activation", moved, back=3.0 * f, saved=moved, kernels=kernels, cut="tensor", working=moved
         )
-        ops.insert(
-            0, memory("mlp.input", 0.0, d, "none", role="input", kernels=0.0, working=d, fused=(0, float(d), 0, 0))
-        )
-    params.append(Param(name="mlp.down.weight", shape=(d, f), cut=1, units=f))
+        ops.append(gelu)
+    params += linear_params("mlp.down", d, f, bias=config.bias, split="rows", units=f)
     ops.append(matmul("mlp.down", d, f, cut_dim="k"))
     if config.bias:
-        params.append(Param(name="mlp.down.bias", shape=(d,)))
-        ops.append(bias("mlp.down.bias", d, "none"))
+        ops.append(bias("mlp.down.bias", d))
     return tuple(params), tuple(ops)
-
-
-def _blocks(config: DecoderConfig) -> tuple[Layer, ...]:
-    if not config.num_experts:
-        return (block_layer(config, "blocks", config.num_layers, plain_mlp(config)),)
-    dense = config.num_dense_layers
-    routed = block_layer(config, "blocks", config.num_layers - dense, experts_mlp(config))
-    return (block_layer(config, "dense_blocks", dense, plain_mlp(config)), routed) if dense else (routed,)
 
 
 def block_layer(config: DecoderConfig, name: str, repeat: int, mlp: Mlp, is_causal: bool = True) -> Layer:
     d = config.hidden_size
     attention_params, attention_ops = _attention(config, is_causal)
     mlp_params, mlp_ops = mlp
-    add = memory("residual", 3.0 * d, 0.0, "sequence", role="residual")  # its gradient goes both ways as it is
-    first, second = _norm_params(config, "attention_norm"), _norm_params(config, "mlp_norm")
+    add = memory("residual", "residual", 3.0 * d, cut="sequence")  # its gradient goes both ways as it is
+    first, second = (norm_params(each, d, bias=config.norm == "layer") for each in ("attention_norm", "mlp_norm"))
     middle = len(first) + len(attention_params)
     before_mlp = middle + len(second)
     sites = [
@@ -211,82 +149,160 @@ def block_layer(config: DecoderConfig, name: str, repeat: int, mlp: Mlp, is_caus
         Site(kind="exit", elements=Poly(bs=d), tail=True),
     ]
     if any(param.shared_out == "experts" for param in mlp_params):
-        sites.append(sent_to_experts(config, before_mlp))
+        # Every choice, or as many as find room; an expert's room in a sequence is a whole number, rounded up.
+        factor = config.capacity_factor
+        rounded = config.num_experts if 0 < factor < 1 else 0
+        elements = Poly(bs=_sent_by_a_token(config) * d, b=rounded * d)
+        sites.append(Site(kind="experts", elements=elements, after=before_mlp, at_most=factor > 0))
         if config.capacity_factor or config.balance:
             sites.append(Site(kind="choices", elements=Poly(bs=config.experts_per_token), after=before_mlp))
+    attention_norm, mlp_norm = _norm_op(config, "attention_norm"), _norm_op(config, "mlp_norm", follows_add=True)
     return Layer(
         name=name,
         repeat=repeat,
         params=(*first, *attention_params, *second, *mlp_params),
-        ops=(
-            _norm_op(config, "attention_norm"),
-            *attention_ops,
-            add,
-            _norm_op(config, "mlp_norm", follows_add=True),
-            *mlp_ops,
-            add,
-        ),
+        ops=(attention_norm, *attention_ops, add, mlp_norm, *mlp_ops, add),
         sites=tuple(sites),
         boundary=Poly(bs=d),
         is_block=True,
     )
 
 
+def _sent_by_a_token(config: DecoderConfig) -> float:
+    """Choices beyond the capacity of their expert go nowhere; how many find room depends on the router."""
+    return config.experts_per_token * min(1.0, config.capacity_factor or 1.0)
+
+
+def experts_mlp(config: DecoderConfig) -> Mlp:
+    d, f, count = config.hidden_size, config.expert_ffn_size, config.num_experts
+    used = config.experts_per_token / count
+    params = [
+        Param(name="mlp.router.weight", shape=(count, d), inside=True),
+        Param(name="mlp.experts.gate", shape=(count, f, d), cut=1, units=f, shared_out="experts", used=used),
+        Param(name="mlp.experts.up", shape=(count, f, d), cut=1, units=f, shared_out="experts", used=used),
+        Param(name="mlp.experts.down", shape=(count, d, f), cut=2, units=f, shared_out="experts", used=used),
+    ]
+    sent, shared = _sent_by_a_token(config), int(config.num_shared_experts > 0)
+    moment = 3.0 * sent * max(d, f) + shared * d
+    ops = [
+        two_readers(d, more=2 * shared),
+        *with_role("router", _routing(config, sent)),
+        *with_role("dispatch", _sending(config, sent)),
+        matmul("mlp.experts.gate", f, d, rows=sent, matrices=count, role="experts"),
+        matmul("mlp.experts.up", f, d, rows=sent, matrices=count, role="experts"),
+        swiglu("mlp.experts.swiglu", sent * f, working=moment, is_compiled=False),
+        matmul("mlp.experts.down", d, f, rows=sent, matrices=count, role="experts", cut_dim="k"),
+        # Rows times their shares, added up by token.
+        memory("mlp.weigh", "dispatch", (2.0 * sent + 1.0) * d, back=6.0 * sent * d, saved=sent * d, kernels=(2, 3)),
+        _gather("mlp.return", (3.0 * d + 4.0) * sent, (2.0 * d + 4.0) * sent),
+    ]
+    if config.balance:  # the loss that spreads tokens evenly: sums over sequences, most of a number for each expert
+        is_sigmoid = config.router == "sigmoid"
+        moved, back, kernels = (4.0, 12.0, (10, 11)) if is_sigmoid else (3.0, 5.0, (9, 5))
+        ops.append(memory("mlp.balance", "router", moved * count + sent, back=back * count, kernels=kernels, wide=True))
+        ops.append(memory("mlp.counts", "router", 5.0 * sent, wide=True, kind="gather"))
+    if config.num_shared_experts:
+        size = config.num_shared_experts * f
+        for name in ("gate", "up"):
+            params += linear_params(f"mlp.shared.{name}", size, d, split="columns", units=size)
+        params += linear_params("mlp.shared.down", d, size, split="rows", units=size)
+        ops += [
+            matmul("mlp.shared.gate", size, d),
+            matmul("mlp.shared.up", size, d),
+            swiglu("mlp.shared.swiglu", size, working=0.0),  # the experts' moment is the larger one
+            matmul("mlp.shared.down", d, size, cut_dim="k"),
+            memory("mlp.shared.sum", "residual", 3.0 * d),
+        ]
+    return tuple(params), tuple(ops)
+
+
+def _gather(name: str, moved: float, back: float, kernels: tuple[float, float] = (1, 1), wide: bool = False) -> Op:
+    return memory(name, "dispatch", moved, back=back, kernels=kernels, wide=wide, kind="gather")
+
+
+def _routing(config: DecoderConfig, sent: float) -> list[Op]:
+    """In float32: the input is cast, scored, and the best experts chosen."""
+    d, count, k = config.hidden_size, config.num_experts, sent
+    is_sigmoid = config.router == "sigmoid"
+    # Scores and shares, a step each: sigmoid and a quotient, or softmax of the chosen.
+    moved, back, steps, steps_back = (2.0 * count + 7.0 * k, 5.0 * count + 18.0 * k, 4, 10)
+    if not is_sigmoid:
+        moved, back, steps, steps_back = (4.0 * k, count + 5.0 * k, 2, 3)
+    if config.balance:  # scores are read twice
+        back, steps_back = back + 3.0 * count, steps_back + 1
+    # Scores where they are needed again, shares, and where each choice came from (int64).
+    remembered = (count if config.balance or is_sigmoid else 0) + 7.0 * k
+    weight = (0, count * d)
+    return [
+        replace(matmul("mlp.router", count, d, cut="none"), dtype="float32"),
+        memory("mlp.router.input", "router", d, back=2.0 * d, once=weight, kernels=(1, 3), wide=True),
+        memory("mlp.router.narrow", "router", d, back=2.0 * d, once=weight, kernels=(0, 0)),
+        memory("mlp.scores", "router", moved, back=back, kernels=(steps, steps_back), wide=True),
+        _gather("mlp.choice", count + 3.0 * k, 2.0 * count + 3.0 * k, wide=True),
+        kept("mlp.choices", "router", remembered, wide=True),
+        kept("mlp.shares", "router", k),
+    ]
+
+
+GROUPED_PRODUCTS, GROUPED_PRODUCTS_BACK = 3, 6
+"""Each asks where its groups end: a running sum, in int32."""
+
+
+def _sending(config: DecoderConfig, sent: float) -> list[Op]:
+    """Choices sorted by expert, rows copied in that order; going back, added where they came from."""
+    d, k, ends = float(config.hidden_size), sent, 7.0 * config.num_experts
+    once = (GROUPED_PRODUCTS * ends, GROUPED_PRODUCTS_BACK * ends)
+    return [
+        memory("mlp.order", "dispatch", 4.0 * k + 2.0 * k, back=4.0 * k, kernels=(3, 2), wide=True),
+        _gather("mlp.sort", 6.0 * k + 4.0 * k, 6.0 * k, (2, 1), wide=True),
+        memory(
+            "mlp.groups", "dispatch", once=once, kernels=(2 * GROUPED_PRODUCTS, 2 * GROUPED_PRODUCTS_BACK), wide=True
+        ),
+        _gather("mlp.send", 2.0 * k * d + 4.0 * k, k * d + 2.0 * d + 4.0 * k),
+        kept("mlp.rows", "dispatch", k * d),
+        # Two products read the rows: their gradients are added, and sums begin at zero.
+        memory("mlp.rows.sum", "dispatch", back=3.0 * k * d + d, kernels=(0, 2)),
+    ]
+
+
 def _embed(config: DecoderConfig) -> Layer:
     d, v = config.hidden_size, config.vocab_size
     params = [Param(name="tokens.weight", shape=(v, d), cut=0)]
-    if config.positions == "learned":
-        params.append(Param(name="positions.weight", shape=(config.max_sequence, d)))
-    # A dense gradient of the whole table is written.
-    lookup = gather("lookup", 2.0 * d + 4.0, 0.0, "none", 1.0, 1.0)
-    moment = Poly(bs=d)
-    lookup = replace(lookup, backward_moved=Poly(one=v * d, bs=d + 4.0), working=moment)
-    ops = [lookup, kept("tokens", 2.0, role="embedding", wide=True)]  # numbers of tokens are int64
+    # A dense gradient of the whole table is written. Numbers of tokens are int64.
+    moved, back, once = 2.0 * d + 4.0, d + 4.0, (0, v * d)
+    ops = [
+        memory("lookup", "embedding", moved, back=back, once=once, kernels=(1, 1), working=d, kind="gather"),
+        kept("tokens", "embedding", 2.0, wide=True),
+    ]
     if config.positions == "rope":
         # The tables of cosines and sines: small, but steps all the same.
-        steps = 11.0 if config.rope_scaling == "none" else 20.0
-        turns = memory("rotary", 0.0, 0.0, "none", role="rope", kernels=steps, wide=True)
-        ops.append(replace(turns, moved=Poly(one=config.size_of_head)))
+        steps = 11 if config.rope_scaling == "none" else 20
+        ops.append(memory("rotary", "rope", once=(config.size_of_head, 0), kernels=(steps, 0), wide=True))
     else:
-        ops += _learned_positions(config)
+        params.append(Param(name="positions.weight", shape=(config.max_sequence, d)))
+        table = (d, config.max_sequence * d)
+        ops += [
+            memory("places", "embedding", once=(2.0, 0), wide=True),
+            memory("positions", "embedding", once=table, kernels=(1, 1), kind="gather"),
+            memory("add_positions", "embedding", 2.0 * d, back=d, kernels=(1, 1)),
+        ]
     if config.tied:  # the head's gradient is added
-        table = Poly(one=3.0 * v * d)
-        ops.append(
-            replace(
-                memory("tied", 0.0, 0.0, "none", role="embedding", kernels=0, backward_kernels=1), backward_moved=table
-            )
-        )
-    return Layer(
-        name="embed",
-        params=tuple(params),
-        ops=tuple(ops),
-        sites=(Site(kind="exit", elements=Poly(bs=d)),),
-        boundary=Poly(bs=d),
-    )
-
-
-def _learned_positions(config: DecoderConfig) -> list[Op]:
-    d = float(config.hidden_size)
-    numbers = memory("places", 0.0, 0.0, "none", role="embedding", wide=True)
-    lookup = gather("positions", 0.0, 0.0, "none", 1.0, 1.0)
-    table = Poly(one=config.max_sequence * d)
-    return [
-        replace(numbers, moved=Poly(one=2.0)),
-        replace(lookup, moved=Poly(one=d), backward_moved=table),
-        memory("add_positions", 2.0 * d, 0.0, "none", role="embedding", back=d, backward_kernels=1.0),
-    ]
+        ops.append(memory("tied", "embedding", once=(0, 3.0 * v * d), kernels=(0, 1)))
+    boundary = Poly(bs=d)
+    sites = (Site(kind="exit", elements=boundary),)
+    return Layer(name="embed", params=tuple(params), ops=tuple(ops), sites=sites, boundary=boundary)
 
 
 def _head(config: DecoderConfig) -> Layer:
     d, v = config.hidden_size, config.vocab_size
     weight = Param(name="output.weight", shape=(v, d), cut=0, tied="embed.tokens.weight" if config.tied else "")
-    norm = _norm_params(config, "norm")
+    norm = norm_params("norm", d, bias=config.norm == "layer")
     return Layer(
         name="head",
         params=(*norm, weight),
         ops=(
             _norm_op(config, "norm", joins=False),
-            replace(kept("output.input", d, role="input"), working=Poly(bs=d)),
+            kept("output.input", "input", d, working=d),
             matmul("output", v, d),
             *cross_entropy(v, "tensor"),
         ),
@@ -295,9 +311,15 @@ def _head(config: DecoderConfig) -> Layer:
 
 
 def decoder_profile(config: DecoderConfig, name: str) -> Profile:
+    dense = config.num_dense_layers if config.num_experts else config.num_layers
+    blocks = []
+    if dense:
+        blocks.append(block_layer(config, "dense_blocks" if config.num_experts else "blocks", dense, plain_mlp(config)))
+    if config.num_experts:
+        blocks.append(block_layer(config, "blocks", config.num_layers - dense, experts_mlp(config)))
     return Profile(
         name=name,
-        layers=(_embed(config), *_blocks(config), _head(config)),
+        layers=(_embed(config), *blocks, _head(config)),
         hidden_size=config.hidden_size,
         max_sequence=config.max_sequence,
     )

@@ -1,17 +1,47 @@
-"""The ops that costs of models are written in."""
+"""The ops that costs of models are written in. Counts are of elements a token, unless they say otherwise. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import Literal
 
 from meshwright.core.profile import Cut, CutDim, FusedCost, Layer, Op, Param, Poly, Role
 
 Mlp = tuple[tuple[Param, ...], tuple[Op, ...]]
+NO_PIECES = "a sample has one loss, no vocabulary for every token."
+NO_SEQUENCE = "its samples have no sequence."
+
+
+def linear_params(
+    name: str, n: int, k: int, *, bias: bool = False, split: Literal["", "columns", "rows"] = "", units: int = 0
+) -> tuple[Param, ...]:
+    """Of a linear from k to n. Split by columns, each rank makes some of the outputs; by rows, it reads some inputs."""
+    dot = f"{name}." if name else ""
+    cut = {"": None, "columns": 0, "rows": 1}[split]
+    weight = Param(name=f"{dot}weight", shape=(n, k), cut=cut, units=units)
+    if not bias:
+        return (weight,)
+    if split == "columns":
+        return weight, Param(name=f"{dot}bias", shape=(n,), cut=0, units=units)
+    return weight, Param(name=f"{dot}bias", shape=(n,))
+
+
+def norm_params(name: str, size: int, *, bias: bool = True) -> tuple[Param, ...]:
+    weight = Param(name=f"{name}.weight", shape=(size,))
+    return (weight, Param(name=f"{name}.bias", shape=(size,))) if bias else (weight,)
 
 
 def matmul(
-    name: str, n: int, k: int, *, rows: float = 1.0, matrices: int = 1, cut_dim: CutDim = "n", role: Role = "linear"
+    name: str,
+    n: int,
+    k: int,
+    *,
+    rows: float = 1.0,
+    matrices: int = 1,
+    cut: Cut = "tensor",
+    cut_dim: CutDim = "n",
+    role: Role = "linear",
 ) -> Op:
     """y = x W: the backward is two more of the same size. Who produces x keeps it.
 
@@ -26,7 +56,7 @@ def matmul(
         backward_flops=Poly(bs=4.0 * rows * n * k),
         moved=Poly(one=weights, bs=rows * (n + k)),
         backward_moved=Poly(one=2 * weights, bs=2 * rows * (n + k)),
-        cut="tensor",
+        cut=cut,
         shape=(n, k),
         matrices=Poly(one=matrices),
         cut_dim=cut_dim,
@@ -36,122 +66,93 @@ def matmul(
 
 def memory(
     name: str,
-    moved: float,
-    saved: float,
-    cut: Cut,
+    role: Role,
+    moved: float = 0.0,
     *,
-    role: Role = "",
     back: float = 0.0,
-    kernels: float = 1.0,
-    backward_kernels: float = 0.0,
+    saved: float = 0.0,
+    kernels: tuple[float, float] = (1, 0),
+    once: tuple[float, float] = (0, 0),
+    cut: Cut = "none",
     working: float = 0.0,
     wide: bool = False,
     fused: tuple[float, float, float, float] | None = None,
+    kind: Literal["memory", "gather", "loss"] = "memory",
 ) -> Op:
-    """Elements moved going forward and `back`. `wide`: in float32 whatever is computed in.
+    """Moves elements going forward and `back`, and those of `once` however many samples there are (weights, their
+    gradients). `kernels`, too: going forward and back. `wide`: in float32, whatever is computed in.
 
     `fused`: moved, moved going back, kernels and kernels going back where its layer is compiled; None: as it is.
     """
-    op = Op(
+    left = None
+    if fused is not None:
+        left = FusedCost(
+            moved=Poly(bs=fused[0]),
+            backward_moved=Poly(bs=fused[1]),
+            saved=Poly(bs=saved),
+            kernels=fused[2],
+            backward_kernels=fused[3],
+        )
+    return Op(
         name=name,
-        kind="memory",
+        kind=kind,
         role=role,
-        moved=Poly(bs=moved),
-        backward_moved=Poly(bs=back),
+        moved=Poly(one=once[0], bs=moved),
+        backward_moved=Poly(one=once[1], bs=back),
         saved=Poly(bs=saved),
         working=Poly(bs=working),
         dtype="float32" if wide else "compute",
         cut=cut,
-        kernels=kernels,
-        backward_kernels=backward_kernels,
-    )
-    if fused is None:
-        return op
-    left = FusedCost(
-        moved=Poly(bs=fused[0]),
-        backward_moved=Poly(bs=fused[1]),
-        saved=Poly(bs=saved),
-        kernels=fused[2],
-        backward_kernels=fused[3],
-    )
-    return replace(op, fused=left)
-
-
-def once(op: Op, moved: float, back: float) -> Op:
-    """Elements moved however many samples there are: weights, their gradients, numbers of places."""
-    return replace(
-        op,
-        moved=replace(op.moved, one=op.moved.one + moved),
-        backward_moved=replace(op.backward_moved, one=op.backward_moved.one + back),
+        kernels=kernels[0],
+        backward_kernels=kernels[1],
+        fused=left,
     )
 
 
-def gather(
-    name: str, moved: float, back: float, cut: Cut, kernels: float, backward_kernels: float, role: Role = "embedding"
-) -> Op:
-    op = memory(name, moved, 0.0, cut, role=role, back=back, kernels=kernels, backward_kernels=backward_kernels)
-    return replace(op, kind="gather")
-
-
-def with_role(role: Role, ops: Iterable[Op]) -> list[Op]:
-    return [replace(op, role=role) for op in ops]
-
-
-def kept(name: str, elements: float, cut: Cut = "none", *, role: Role = "", wide: bool = False) -> Op:
+def kept(name: str, role: Role, elements: float, *, cut: Cut = "none", wide: bool = False, working: float = 0.0) -> Op:
     """Only keeps something: what somebody else reads or writes."""
-    return memory(name, 0.0, elements, cut, role=role, kernels=0.0, wide=wide)
+    return memory(name, role, saved=elements, kernels=(0, 0), cut=cut, wide=wide, working=working)
 
 
-def bias(name: str, n: float, cut: Cut, count: int = 1) -> Op:
+def kept_once(name: str, role: Role, elements: float) -> Op:
+    """In float32, however many samples there are."""
+    return replace(kept(name, role, 0.0, wide=True), saved=Poly(one=elements))
+
+
+def bias(name: str, n: float, cut: Cut = "none", count: int = 1) -> Op:
     """Its gradient is a sum over rows, a kernel by itself; forward it is part of the product."""
-    return once(memory(name, 0.0, 0.0, cut, role="bias", back=n, kernels=0.0, backward_kernels=count), 0.0, n)
+    return memory(name, "bias", back=n, once=(0, n), kernels=(0, count), cut=cut)
 
 
-def relu(name: str, n: float, cut: Cut, working: float = 0.0) -> Op:
+def relu(name: str, n: float, cut: Cut = "none", working: float = 0.0) -> Op:
     """In place: keeps its output."""
-    return memory(name, 2.0 * n, n, cut, role="activation", back=3.0 * n, backward_kernels=1.0, working=working)
+    return memory(name, "activation", 2.0 * n, back=3.0 * n, saved=n, kernels=(1, 1), cut=cut, working=working)
 
 
-def cast(name: str, n: float, cut: Cut, *, back: bool, saved: float = 0.0) -> tuple[Op, Op]:
+def cast(name: str, n: float, *, back: bool, saved: float = 0.0, kernels: int = 1) -> tuple[Op, Op]:
     """Under autocast, of a float32 tensor that a product reads: what is read, and what is written (and kept)."""
     both = n if back else 0.0
-    read = memory(name, n, 0.0, cut, role="cast", back=both, backward_kernels=float(back), wide=True)
-    return read, memory(f"{name}.narrow", n, saved, cut, role="cast", back=both, kernels=0.0)
+    read = memory(name, "cast", n, back=both, kernels=(kernels, kernels * back), wide=True)
+    return read, memory(f"{name}.narrow", "cast", n, back=both, saved=saved, kernels=(0, 0))
 
 
 def two_readers(d: float, more: int = 0) -> Op:
     """A region's whole input: kept, read by two (and `more`), whose gradients are added."""
-    adds = 1.0 + more
-    fused = (0.0, 2.0 * d, 0.0, 0.0)
-    return memory(
-        "mlp.input",
-        0.0,
-        d,
-        "none",
-        role="input",
-        back=3.0 * adds * d,
-        kernels=0.0,
-        backward_kernels=adds,
-        working=d,
-        fused=fused,
-    )
+    adds, fused = 1.0 + more, (0.0, 2.0 * d, 0.0, 0.0)
+    return memory("mlp.input", "input", back=3.0 * adds * d, saved=d, kernels=(0, adds), working=d, fused=fused)
 
 
-def swiglu(name: str, f: float, cut: Cut = "tensor", *, is_compiled: bool = True) -> Op:
+def swiglu(name: str, f: float, *, working: float, is_compiled: bool = True) -> Op:
     """Keeps gate, up and their product; going back, silu is computed again."""
     fused = (3.0 * f, 5.0 * f, 1.0, 1.0) if is_compiled else None
+    back, saved = 11.0 * f, 3.0 * f
     return memory(
-        name,
-        5.0 * f,
-        3.0 * f,
-        cut,
-        role="activation",
-        back=11.0 * f,
-        kernels=2.0,
-        backward_kernels=4.0,
-        working=3.0 * f,
-        fused=fused,
+        name, "activation", 5.0 * f, back=back, saved=saved, kernels=(2, 4), cut="tensor", working=working, fused=fused
     )
+
+
+def with_role(role: Role, ops: Iterable[Op]) -> list[Op]:
+    return [replace(op, role=role) for op in ops]
 
 
 def per_sample(layer: Layer, tokens: int = 1) -> Layer:
@@ -160,32 +161,21 @@ def per_sample(layer: Layer, tokens: int = 1) -> Layer:
     def fixed(poly: Poly) -> Poly:
         return Poly(one=poly.one, b=poly.b + tokens * poly.bs + tokens * tokens * poly.bss)
 
-    ops = tuple(
-        replace(
-            op,
-            flops=fixed(op.flops),
-            backward_flops=fixed(op.backward_flops),
-            moved=fixed(op.moved),
-            backward_moved=fixed(op.backward_moved),
-            saved=fixed(op.saved),
-            working=fixed(op.working),
-            matrices=fixed(op.matrices),
-            shape=tuple(size or tokens for size in op.shape),
-            fused=None if op.fused is None else _fixed(op.fused, fixed),
-        )
-        for op in layer.ops
-    )
+    def fix(op: Op) -> Op:
+        names = ("flops", "backward_flops", "moved", "backward_moved", "saved", "working", "matrices")
+        polys = {name: fixed(getattr(op, name)) for name in names}
+        fused = op.fused
+        if fused is not None:
+            left = {name: fixed(getattr(fused, name)) for name in ("moved", "backward_moved", "saved")}
+            fused = replace(fused, **left)  # type: ignore[arg-type]
+        shape = tuple(size or tokens for size in op.shape)
+        return replace(op, **polys, fused=fused, shape=shape)  # type: ignore[arg-type]
+
     sites = tuple(replace(site, elements=fixed(site.elements)) for site in layer.sites)
-    return replace(layer, ops=ops, sites=sites, boundary=fixed(layer.boundary))
+    return replace(layer, ops=tuple(map(fix, layer.ops)), sites=sites, boundary=fixed(layer.boundary))
 
 
-def _fixed(fused: FusedCost, fixed: Callable[[Poly], Poly]) -> FusedCost:
-    return replace(
-        fused, moved=fixed(fused.moved), backward_moved=fixed(fused.backward_moved), saved=fixed(fused.saved)
-    )
-
-
-def ends_here(op: Op) -> Op:
+def without_input_gradient(op: Op) -> Op:
     """A matmul of something that has no gradient: only its weight's is computed."""
 
     def half(poly: Poly) -> Poly:
@@ -197,26 +187,25 @@ def ends_here(op: Op) -> Op:
 
 def conv(name: str, channels: int, width: int, kernel: int, size_in: int, size_out: int) -> Op:
     """A convolution of squares, as the matmul it is."""
-    op = matmul(name, width, channels * kernel * kernel, rows=size_out * size_out, role="convolution")
+    inputs = channels * kernel * kernel
+    op = matmul(name, width, inputs, rows=size_out * size_out, role="convolution", cut="none")
     weights, passed = op.moved.one, channels * size_in * size_in + width * size_out * size_out
-    return replace(
-        op, cut="none", moved=Poly(one=weights, bs=passed), backward_moved=Poly(one=2 * weights, bs=2 * passed)
-    )
+    return replace(op, moved=Poly(one=weights, bs=passed), backward_moved=Poly(one=2 * weights, bs=2 * passed))
 
 
 def cross_entropy(num_scores: int, cut: Cut = "none") -> tuple[Op, ...]:
     """Of a float32 copy of the scores; a tensor of their size is kept, and made the gradient in place."""
     v = float(num_scores)
-    # Targets are int64.
-    moved, back = 3.0 * v + 6.0, 5.0 * v + 8.0
-    loss = memory(
-        "cross_entropy", moved, v + 2.0, cut, role="loss", back=back, kernels=4.0, backward_kernels=5.0, wide=True
+    moved, back, saved = 3.0 * v + 6.0, 5.0 * v + 8.0, v + 2.0  # targets are int64
+    return (
+        memory("cross_entropy", "loss", moved, back=back, saved=saved, kernels=(4, 5), cut=cut, wide=True, kind="loss"),
+        memory("scores", "loss", v, back=v, kernels=(0, 0), cut=cut, working=v, kind="loss"),
+        # Losses times weights, summed.
+        memory("weighing", "loss", 4.0, back=2.0, saved=1.0, kernels=(2, 1), wide=True),
     )
-    scores = memory("scores", v, 0.0, cut, role="loss", back=v, kernels=0.0, working=v)
-    # Losses times weights, summed.
-    weighing = memory("weighing", 4.0, 1.0, "none", role="loss", back=2.0, kernels=2.0, backward_kernels=1.0, wide=True)
-    return replace(loss, kind="loss"), replace(scores, kind="loss"), weighing
 
 
-NO_PIECES = "a sample has one loss, no vocabulary for every token."
-NO_SEQUENCE = "its samples have no sequence."
+def classifier(num_in: int, num_classes: int) -> tuple[Op, ...]:
+    """A linear with a bias, and the loss of its scores."""
+    output = matmul("output", num_classes, num_in, cut="none")
+    return output, bias("output.bias", num_classes), *cross_entropy(num_classes)

@@ -247,13 +247,13 @@ class VGGConfig:
 
     @property
     def convs(self) -> tuple[ConvShape, ...]:
-        found, channels, size = [], self.channels, self.image_size
+        shapes, channels, size = [], self.channels, self.image_size
         for count, width in zip(self.stages, self.widths, strict=True):
             for place in range(count):
-                found.append(ConvShape(channels=channels, width=width, size=size, pools=place == count - 1))
+                shapes.append(ConvShape(channels=channels, width=width, size=size, pools=place == count - 1))
                 channels = width
             size //= 2
-        return tuple(found)
+        return tuple(shapes)
 
     @property
     def flat_size(self) -> int:
@@ -307,17 +307,17 @@ class ResNetConfig:
 
     @property
     def bottlenecks(self) -> tuple[BottleneckShape, ...]:
-        found, channels, size = [], self.stem_width, -(-self.stem_size // 2)
+        shapes, channels, size = [], self.stem_width, -(-self.stem_size // 2)
         for stage, (count, width) in enumerate(zip(self.stages, self.widths, strict=True)):
             for place in range(count):
                 stride = 2 if stage and not place else 1
-                found.append(
+                shapes.append(
                     BottleneckShape(
                         channels=channels, width=width, stride=stride, size=size, stage=stage, enters=not place
                     )
                 )
-                channels, size = found[-1].out, found[-1].size_out
-        return tuple(found)
+                channels, size = shapes[-1].out, shapes[-1].size_out
+        return tuple(shapes)
 
 
 def _stage_problems(stages: tuple[int, ...], widths: tuple[int, ...]) -> list[Problem]:

@@ -1,11 +1,16 @@
-"""Presets of every kind of model, by name. No torch."""
+"""Presets of every kind of model, by name, and the profile of any of them. No torch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from meshwright.core.errors import MeshwrightError, Problem, nearest
+from meshwright.core.profile import Profile
+from meshwright.models.cost_decoder import decoder_profile
+from meshwright.models.cost_dlrm import dlrm_profile
+from meshwright.models.cost_images import resnet_profile, vgg_profile, vit_profile
 from meshwright.models.dimensions import Config, DecoderConfig, DLRMConfig, ResNetConfig, VGGConfig, ViTConfig
 
 __all__ = ["PRESETS", "Config", "DLRMConfig", "DecoderConfig", "ResNetConfig", "VGGConfig", "ViTConfig"]
@@ -56,6 +61,14 @@ def _mixtral(layers: int, hidden: int, heads: int, ffn: int, **changes: Any) -> 
     return _llama(layers, hidden, heads, ffn, **(base | changes))
 
 
+def _fine_experts(heads: int, experts: int, dense_layers: int, **changes: Any) -> DecoderConfig:
+    """DeepSeek-V3 and its kin, with plain attention (heads of 128, each with its own key and value) in place of their
+    latent one, and balanced by a loss rather than by biases."""
+    base = {"head_size": 128, "norm_epsilon": 1e-6, "expert_ffn_size": 2048, "router": "sigmoid", "balance": 1e-4}
+    base |= {"num_experts": experts, "experts_per_token": 8, "num_shared_experts": 1, "num_dense_layers": dense_layers}
+    return _llama(61, 7168, heads, 18432, num_kv_heads=heads, **(base | changes))
+
+
 def _vit(layers: int, hidden: int, heads: int, patch: int) -> ViTConfig:
     return ViTConfig(num_layers=layers, hidden_size=hidden, num_heads=heads, ffn_size=4 * hidden, patch_size=patch)
 
@@ -67,6 +80,8 @@ _CRITEO = (
     39979771, 25641295, 39664984, 585935, 12972, 108, 36,
 )
 # fmt: on
+
+_TINY: dict[str, Any] = {"num_kv_heads": 2, "vocab_size": 256, "max_sequence": 64, "rope_theta": 1e4}
 
 # Dimensions as published by the models' authors (their config files and papers).
 PRESETS: dict[str, Config] = {
@@ -89,47 +104,9 @@ PRESETS: dict[str, Config] = {
     "mistral-7b": _llama(32, 4096, 32, 14336, vocab_size=32768, max_sequence=32768, rope_theta=1_000_000.0),
     "mixtral-8x7b": _mixtral(32, 4096, 32, 14336),
     "mixtral-8x22b": _mixtral(56, 6144, 48, 16384, max_sequence=65536),
-    # DeepSeek-V3 with plain attention (128 heads of 128, each with its own key and value) in place of its latent one,
-    # so 17 billion parameters more than theirs; balanced by a loss rather than by biases.
-    "deepseek-v3-like": _llama(
-        61,
-        7168,
-        128,
-        18432,
-        num_kv_heads=128,
-        head_size=128,
-        vocab_size=129280,
-        rope_theta=10_000.0,
-        norm_epsilon=1e-6,
-        num_experts=256,
-        experts_per_token=8,
-        expert_ffn_size=2048,
-        num_shared_experts=1,
-        num_dense_layers=3,
-        router="sigmoid",
-        routed_scale=2.5,
-        balance=1e-4,
-    ),
-    # Kimi K2, likewise with plain attention (64 heads of 128): a trillion parameters.
-    "kimi-k2-like": _llama(
-        61,
-        7168,
-        64,
-        18432,
-        num_kv_heads=64,
-        head_size=128,
-        vocab_size=163840,
-        rope_theta=50_000.0,
-        norm_epsilon=1e-6,
-        num_experts=384,
-        experts_per_token=8,
-        expert_ffn_size=2048,
-        num_shared_experts=1,
-        num_dense_layers=1,
-        router="sigmoid",
-        routed_scale=2.827,
-        balance=1e-4,
-    ),
+    # 17 billion parameters more than DeepSeek-V3 has; Kimi K2: a trillion parameters.
+    "deepseek-v3-like": _fine_experts(128, 256, 3, vocab_size=129280, rope_theta=10_000.0, routed_scale=2.5),
+    "kimi-k2-like": _fine_experts(64, 384, 1, vocab_size=163840, rope_theta=50_000.0, routed_scale=2.827),
     "vit-b16": _vit(12, 768, 12, 16),
     "vit-l16": _vit(24, 1024, 16, 16),
     "vit-h14": _vit(32, 1280, 16, 14),
@@ -139,30 +116,10 @@ PRESETS: dict[str, Config] = {
     "dlrm-large": DLRMConfig(tables=_CRITEO),
     # Small ones for a laptop and for tests: byte-level, so the vocabulary is 256.
     "byte-3m": _llama(4, 256, 4, 688, num_kv_heads=2, vocab_size=256, max_sequence=1024, rope_theta=1e4),
-    "byte-tiny": _llama(2, 32, 4, 64, num_kv_heads=2, vocab_size=256, max_sequence=64, rope_theta=1e4),
-    "moe-tiny": _mixtral(
-        2,
-        32,
-        4,
-        64,
-        num_kv_heads=2,
-        vocab_size=256,
-        max_sequence=64,
-        rope_theta=1e4,
-        num_experts=4,
-        expert_ffn_size=32,
-        num_shared_experts=1,
-        balance=0.01,
-    ),
+    "byte-tiny": _llama(2, 32, 4, 64, **_TINY),
+    "moe-tiny": _mixtral(2, 32, 4, 64, **_TINY, num_experts=4, expert_ffn_size=32, num_shared_experts=1, balance=0.01),
     "vit-digits": ViTConfig(
-        num_layers=3,
-        hidden_size=48,
-        num_heads=4,
-        ffn_size=96,
-        patch_size=2,
-        image_size=8,
-        channels=1,
-        num_classes=10,
+        num_layers=3, hidden_size=48, num_heads=4, ffn_size=96, patch_size=2, image_size=8, channels=1, num_classes=10
     ),
     "vgg-tiny": VGGConfig(stages=(1, 2), widths=(8, 16), fc_size=32, image_size=8, channels=1, num_classes=10),
     "resnet-tiny": ResNetConfig(stages=(1, 2), widths=(8, 16), stem_width=8, image_size=16, channels=1, num_classes=10),
@@ -180,8 +137,23 @@ def preset(name: str) -> Config:
     return PRESETS[name]
 
 
-_KINDS = {ViTConfig: "vit", VGGConfig: "conv", ResNetConfig: "conv", DLRMConfig: "dlrm"}
+_KINDS: dict[type, tuple[str, Callable[[Any, str], Profile]]] = {
+    DecoderConfig: ("decoder", decoder_profile),
+    ViTConfig: ("vit", vit_profile),
+    VGGConfig: ("conv", vgg_profile),
+    ResNetConfig: ("conv", resnet_profile),
+    DLRMConfig: ("dlrm", dlrm_profile),
+}
 
 
 def config_kind(config: Config) -> str:
-    return _KINDS.get(type(config), "decoder")
+    return _KINDS[type(config)][0]
+
+
+def profile_of(config: Config, name: str) -> Profile:
+    return _KINDS[type(config)][1](config, name)
+
+
+def profile(model: str | Config) -> Profile:
+    """`profile("llama3-8b")`, or the profile of a model of any dimensions."""
+    return profile_of(preset(model), model) if isinstance(model, str) else profile_of(model, config_kind(model))

@@ -54,17 +54,35 @@ def piece_backward(
     """A piece's gradients of query, key and value; `out` and `lse` are those of all pieces together."""
     heads, kernel = key.shape[1], _kernel(query, key, mask)
     grad, query, key, value, out = map(_dense, (grad, query, key, value, out))
+    unused = torch.zeros((), dtype=torch.int64, device=query.device)  # of random numbers: nothing is dropped
     if kernel == "cudnn":
-        return _cudnn_backward(grad, query, key, value, out, lse, is_causal)
+        given = grad.contiguous(), query, key, value, out.contiguous(), lse.unsqueeze(-1).contiguous(), unused, unused
+        lengths = (None, None, None, query.shape[2], key.shape[2])
+        return _aten._scaled_dot_product_cudnn_attention_backward(*given, *lengths, 0.0, is_causal)
     key, value = _for_each_head(query, key), _for_each_head(query, value)
     if kernel == "plain":
-        into = _plain_backward(grad, query, key, value, out, lse, is_causal, mask)
+        share = (_scores(query, key, is_causal, mask) - lse.unsqueeze(-1)).exp().to(grad.dtype)
+        along = (grad * out).sum(-1, keepdim=True)
+        into_scores = share * (grad @ value.transpose(-1, -2) - along) * query.shape[-1] ** -0.5
+        into = into_scores @ key, into_scores.transpose(-1, -2) @ query, share.transpose(-1, -2) @ grad
     elif kernel == "cpu":
         into = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, query, key, value, out, lse, 0.0, is_causal, attn_mask=mask
         )
+    elif kernel == "flash":
+        numbers = (None, None, query.shape[2], key.shape[2], 0.0, is_causal, unused, unused)
+        into = _aten._scaled_dot_product_flash_attention_backward(
+            grad, query, key, value, out, lse.contiguous(), *numbers
+        )
     else:
-        into = _cuda_backward(kernel, grad, query, key, value, out, lse, is_causal, mask)
+        # In 16 bits the kernel reads `out` as one it made itself: a token's heads side by side, whatever the strides
+        # say. Rows past the end of lse must stay without a share.
+        out = out.transpose(1, 2).contiguous().transpose(1, 2)
+        lse = F.pad(lse, (0, -lse.shape[-1] % _ROWS), value=torch.inf)
+        wanted = (True, True, True, False)
+        into = _aten._scaled_dot_product_efficient_attention_backward(
+            grad, query, key, value, _each(query, key, mask), out, lse, unused, unused, 0.0, wanted, is_causal
+        )
     return into[0], _summed(into[1], heads), _summed(into[2], heads)
 
 
@@ -83,46 +101,6 @@ def _kernel(query: Tensor, key: Tensor, mask: Tensor | None) -> str:
 def _dense(x: Tensor) -> Tensor:
     """With a head's elements side by side: kernels called directly read them so, whatever the last stride says."""
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _cudnn_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, is_causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    unused = torch.zeros((), dtype=torch.int64, device=query.device)  # of random numbers: nothing is dropped
-    given = grad.contiguous(), query, key, value, out.contiguous(), lse.unsqueeze(-1).contiguous(), unused, unused
-    lengths = (None, None, None, query.shape[2], key.shape[2])
-    return _aten._scaled_dot_product_cudnn_attention_backward(*given, *lengths, 0.0, is_causal)
-
-
-def _cuda_backward(
-    kernel: str, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, is_causal: bool,
-    mask: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    unused = torch.zeros((), dtype=torch.int64, device=query.device)  # of random numbers: nothing is dropped
-    if kernel == "flash":
-        lengths = (None, None, query.shape[2], key.shape[2])
-        return _aten._scaled_dot_product_flash_attention_backward(
-            grad, query, key, value, out, lse.contiguous(), *lengths, 0.0, is_causal, unused, unused
-        )
-    # In 16 bits the kernel reads `out` as one it made itself: a token's heads side by side, whatever the strides say.
-    out = out.transpose(1, 2).contiguous().transpose(1, 2)
-    # Rows past the end must stay without a share.
-    lse = F.pad(lse, (0, -lse.shape[-1] % _ROWS), value=torch.inf)
-    wanted = (True, True, True, False)
-    bias = _each(query, key, mask)
-    return _aten._scaled_dot_product_efficient_attention_backward(
-        grad, query, key, value, bias, out, lse, unused, unused, 0.0, wanted, is_causal
-    )[:3]
-
-
-def _plain_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, is_causal: bool,
-    mask: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    share = (_scores(query, key, is_causal, mask) - lse.unsqueeze(-1)).exp().to(grad.dtype)
-    along = (grad * out).sum(-1, keepdim=True)
-    into_scores = share * (grad @ value.transpose(-1, -2) - along) * query.shape[-1] ** -0.5
-    return into_scores @ key, into_scores.transpose(-1, -2) @ query, share.transpose(-1, -2) @ grad
 
 
 def _scores(query: Tensor, key: Tensor, is_causal: bool, mask: Tensor | None) -> Tensor:

@@ -15,17 +15,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.ops.gloo_collectives import all_gather_single
+from meshwright.ops.collectives import all_gather_single
 from meshwright.ops.routing import precise
 
 Groups = tuple[dist.ProcessGroup, ...]
-
-
-def _mean_over(numbers: Tensor, groups: Groups) -> Tensor:
-    for group in groups:
-        dist.all_reduce(numbers, group=group)
-        numbers = numbers / group.size()
-    return numbers
 
 
 def batch_statistics(x: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
@@ -74,7 +67,10 @@ class Normalize(torch.autograd.Function):
         over = _all_but_channels(x)
         into_bias, into_weight = grad.sum(over), (grad * normal).sum(over)
         count = x.numel() // x.shape[1]
-        means = _mean_over(torch.stack((into_bias, into_weight)) / count, ctx.groups)
+        means = torch.stack((into_bias, into_weight)) / count
+        for group in ctx.groups:
+            dist.all_reduce(means, group=group)
+            means = means / group.size()
         normal.mul_(means[1].view(shape)).add_(means[0].view(shape))
         into_x = (grad - normal).mul_((inverse * weight.to(mean.dtype)).view(shape))
         return into_x.to(x.dtype), into_weight.to(weight.dtype), into_bias.to(ctx.bias_dtype), None, None, None, None

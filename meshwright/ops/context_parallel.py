@@ -23,9 +23,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from meshwright.ops.attention import HIDDEN, attend_piece, piece_backward
-from meshwright.ops.gloo_collectives import all_gather_single
+from meshwright.ops.collectives import all_gather_single
 from meshwright.ops.routing import fresh, precise
-from meshwright.ops.selective_recompute import once
 from meshwright.ops.traffic import OPENED, RING_TAG
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
@@ -102,22 +101,6 @@ class Passing:
         return self.received
 
 
-class RingAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, ring: Ring) -> Tensor:
-        both = torch.stack((key, value))
-        # One attention, whatever it is made of: its pieces and messages are neither kept nor asked for again.
-        out, lse = once(Ring.forward, lambda: ring.forward(query, both, documents))
-        ctx.ring = ring
-        ctx.save_for_backward(query, both, out, lse, documents)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        into_query, into_both = ctx.ring.backward(grad, *ctx.saved_tensors)
-        return into_query, into_both[0], into_both[1], None, None
-
-
 class Ring:
     """Attention whose keys and values go round. Keys and values travel as one tensor, (2, batch, heads, ...)."""
 
@@ -128,10 +111,8 @@ class Ring:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
         """`documents` of all the tokens of the sequences, where a token sees its own only."""
-        if torch.compiler.is_compiling():
-            both = torch.stack((key, value))
-            return torch.ops.meshwright.ring_attention(query, both, documents, self.group_name, self.window)[0]
-        return RingAttention.apply(query, key, value, documents, self)
+        both = torch.stack((key, value))
+        return torch.ops.meshwright.ring_attention(query, both, documents, self.group_name, self.window)[0]
 
     def forward(self, query: Tensor, both: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor]:
         out = torch.empty_like(query, dtype=precise(query))
@@ -155,15 +136,19 @@ class Ring:
         for turn in range(self.count):
             coming = self._pass_on(both, RING_TAG) if turn < self.count - 1 else None
             piece = self._piece(turn, query, documents)
-            found = None if piece is None else _gradients(piece, grad, query, both, out, lse)
+            parts = None
+            if piece is not None:
+                rows, (key, value) = piece.queries, (each[:, :, piece.keys] for each in both)
+                ours = grad[:, :, rows], query[:, :, rows], key, value, out[:, :, rows], lse[:, :, rows]
+                parts = piece_backward(*ours, piece.is_causal, piece.mask)
             # Gradients of others' keys come one turn behind the keys, and go on with this rank's added.
             total = into_both
             if turn > 0:
                 total = torch.zeros_like(into_both) if returning is None else returning.arrived()
-            if piece is not None and found is not None:
-                into_query[:, :, piece.queries] += found[0]
-                total[0, :, :, piece.keys] += found[1]
-                total[1, :, :, piece.keys] += found[2]
+            if piece is not None and parts is not None:
+                into_query[:, :, piece.queries] += parts[0]
+                total[0, :, :, piece.keys] += parts[1]
+                total[1, :, :, piece.keys] += parts[2]
             returning = self._pass_on(total, RING_TAG + 1) if turn > 0 else None
             both = both if coming is None else coming.arrived()
         if returning is not None:
@@ -198,8 +183,8 @@ class Ring:
         return torch.zeros(seen.shape, dtype=query.dtype, device=query.device).masked_fill_(~seen, HIDDEN)
 
 
-# To a compiler the ring is one operator each way: its messages cannot be moved, dropped or repeated, and a block that
-# is recomputed selectively saves its result.
+# The ring is one operator each way: a compiler cannot move, drop or repeat its messages, and a block that is recomputed
+# selectively keeps its result as a whole: its pieces and messages are neither kept nor run again.
 
 
 def _ring_forward(
@@ -248,15 +233,6 @@ def _back_through_ring(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None
 
 
 _forward_op.register_autograd(_back_through_ring, setup_context=_save_for_ring)
-
-
-def _gradients(
-    piece: AttentionPiece, grad: Tensor, query: Tensor, both: Tensor, out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """A piece's, of its queries, keys and values."""
-    rows, (key, value) = piece.queries, (each[:, :, piece.keys] for each in both)
-    ours = grad[:, :, rows], query[:, :, rows], key, value, out[:, :, rows], lse[:, :, rows]
-    return piece_backward(*ours, piece.is_causal, piece.mask)
 
 
 def _merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor, *, is_first: bool) -> None:

@@ -76,10 +76,7 @@ def chunked_score(score: Any, num_chunks: int) -> Any:
 
     def chunked(head: Any, x: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
         pieces = zip(
-            x.chunk(num_chunks, dim=1),
-            targets.chunk(num_chunks, dim=1),
-            weights.chunk(num_chunks, dim=1),
-            strict=True,
+            x.chunk(num_chunks, dim=1), targets.chunk(num_chunks, dim=1), weights.chunk(num_chunks, dim=1), strict=True
         )
         total = x.new_zeros((), dtype=precise(x))
         for hidden, target, weight in pieces:

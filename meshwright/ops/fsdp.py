@@ -12,7 +12,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from meshwright.core.build import Build, Exchange
 from meshwright.core.errors import MeshwrightError, Problem
-from meshwright.ops.gloo_collectives import all_gather, reduce_scatter
+from meshwright.ops.collectives import all_gather, reduce_scatter
 
 
 class _GlooGather:

@@ -39,16 +39,12 @@ def _normal(name: str, box: Box, mean: float, deviation: float, seed: int) -> Te
     out = torch.empty(box.size)
     for start in range(first // block * block, last, block):
         end = min(start + block, rows)
-        generator = torch.Generator().manual_seed(_seed(seed, name, start))
+        digest = hashlib.blake2b(f"{seed}/{name}/{start}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
         drawn = torch.empty((end - start, *box.shape[1:])).normal_(mean, deviation, generator=generator)
         low, high = max(start, first), min(end, last)
         out[low - first : high - first] = drawn[(slice(low - start, high - start), *box.slices[1:])]
     return out
-
-
-def _seed(seed: int, name: str, start: int) -> int:
-    digest = hashlib.blake2b(f"{seed}/{name}/{start}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
 
 
 def join_in_order(box: Box, parts: list[Tensor]) -> Tensor:

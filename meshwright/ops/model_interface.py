@@ -179,3 +179,11 @@ def split_inputs(inputs: Inputs, size: int) -> list[Inputs]:
 
 def num_samples(inputs: Inputs) -> int:
     return (inputs[0] if isinstance(inputs, tuple) else inputs).shape[0]
+
+
+def replace_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
+    """Wherever it hangs: in more than one place where it is tied."""
+    for module in model.modules():
+        for name, value in list(module._parameters.items()):
+            if value is old:
+                module._parameters[name] = new

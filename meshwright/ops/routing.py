@@ -1,19 +1,31 @@
-"""Tokens to their experts and back, and the losses that arise on the way.
+"""Tokens to their experts and back, here or on other ranks, and the losses that arise on the way.
 
 Rows are sorted by expert, each expert multiplies its own slice, and the results are added where they came from: no
-token is padded, none is dropped unless a capacity says so.
+token is padded, none is dropped unless a capacity says so. Where other ranks hold some of the experts:
+
+    4 experts on 2 ranks; a1 is what rank a has for expert 1
+
+      rank a   a0 a1 | a2 a3      all_to_all      a0 a1 | b0 b1      by expert      a0 b0 | a1 b1
+      rank b   b0 b1 | b2 b3     ----------->     a2 a3 | b2 b3     --------->      a2 b2 | a3 b3
+
+Each rank first says how many rows it has for every expert, so messages are as long as they must be: no padding, and a
+rank that nobody chose gets nothing. The way back is the mirror image, and gradients take the opposite ways.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
+
+from meshwright.ops.collectives import swap
 
 Back = Callable[[Tensor], Tensor]
 Send = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Back]]
@@ -220,27 +232,62 @@ def precise(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-@torch.compiler.disable
-def transformers_experts(self: Any, hidden: Tensor, chosen: Tensor, share: Tensor) -> Tensor:
-    """The forward of transformers' experts, in any dtype and without a look at values: its own kernels know no float64.
+@dataclass(frozen=True, kw_only=True)
+class Trip:
+    """Where the rows of one pass through a layer go, known to both ends."""
 
-    What `self` has is transformers' interface for such functions (transformers/integrations/moe.py).
-    """
-    experts, order = chosen.flatten().sort(stable=True)
-    counts = torch.zeros(self.num_experts, dtype=torch.int64, device=hidden.device)
-    counts.scatter_add_(0, experts, torch.ones_like(experts))
-    kind = hidden.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+    group: dist.ProcessGroup
+    sent: list[int]
+    """Rows of this rank for each rank."""
+    received: list[list[int]]
+    """Rows of each rank for each of the experts here."""
 
-    def times(x: Tensor, name: str) -> Tensor:
-        weight, bias = getattr(self, name).to(dtype), getattr(self, f"{name}_bias", None) if self.has_bias else None
-        made = GroupedLinear.apply(x, weight.transpose(1, 2) if self.is_transposed else weight, counts)
-        return made if bias is None else made + bias[experts].to(dtype)
+    def there(self, rows: Tensor) -> Tensor:
+        arrived = swap(rows, self.sent, self._from_each, self.group)
+        return _transposed(arrived, self.received)
 
-    inner = times(hidden[order // chosen.shape[-1]].to(dtype), "gate_up_proj" if self.has_gate else "up_proj")
-    out = times(self._apply_gate(inner) if self.has_gate else self.act_fn(inner), "down_proj")
-    if getattr(self, "has_post_expert_norm", False):
-        out = self.post_expert_norm(out)
-    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    rows = (out * share.flatten()[order].unsqueeze(-1))[back]
-    return rows.view(*chosen.shape, -1).sum(-2).to(hidden.dtype)
+    def back(self, rows: Tensor) -> Tensor:
+        by_expert = [list(column) for column in zip(*self.received, strict=True)]
+        return swap(_transposed(rows, by_expert), self._from_each, self.sent, self.group)
+
+    @property
+    def _from_each(self) -> list[int]:
+        return [sum(row) for row in self.received]
+
+
+def _transposed(rows: Tensor, lengths: list[list[int]]) -> Tensor:
+    """Runs of rows that lie in the order of a table of lengths, in the order of its columns instead."""
+    if len(lengths) == 1 or len(lengths[0]) == 1:
+        return rows
+    runs = rows.split([length for row in lengths for length in row])
+    width = len(lengths[0])
+    return torch.cat([run for column in range(width) for run in runs[column::width]])
+
+
+class _Travel(torch.autograd.Function):
+    """Rows go one way, their gradients the other."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, go: Back, go_back: Back) -> Tensor:
+        ctx.go_back = go_back
+        return fresh(go(rows))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.go_back(grad), None, None
+
+
+def sending_over(group: dist.ProcessGroup) -> Send:
+    """For experts dealt to the ranks of `group`, equally many to each, in their order."""
+
+    def send(rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Back]:
+        peers = torch.empty_like(counts)
+        dist.all_to_all_single(peers, counts, group=group)
+        ways = group.size()
+        # One copy to the host for both tables.
+        sent, received = torch.stack((counts, peers)).view(2, ways, -1).tolist()
+        trip = Trip(group=group, sent=[sum(row) for row in sent], received=received)
+        arrived = _Travel.apply(rows, trip.there, trip.back)
+        return arrived, peers.view(ways, -1).sum(0), lambda out: _Travel.apply(out, trip.back, trip.there)
+
+    return send

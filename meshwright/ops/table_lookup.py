@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.ops.expert_dispatch import swap
+from meshwright.ops.collectives import swap
 from meshwright.ops.routing import fresh
 
 Counts = list[list[int]]
@@ -51,8 +51,13 @@ class Lookup:
         asked, answered = self._counts(key, samples)
         given, taken = [sum(row) for row in asked], [sum(row) for row in answered]
         rows = swap((ids % self.step).flatten()[order], given, taken, self.group)
-        found, place = self._find(rows, answered, dtype)
-        vectors = Fetch.apply(found, place, order, taken, given, self.group)
+        # All peers' rows, table after table, and where in the answer each belongs.
+        by_table = torch.arange(num_tables).repeat(self.ways).repeat_interleave(torch.tensor(answered).flatten())
+        place = by_table.to(rows.device).argsort(stable=True)
+        of_table = rows[place].split([sum(column) for column in zip(*answered, strict=True)])
+        # Tables that nobody asked for take part too: then all ranks agree on whether there is a gradient to send.
+        answers = torch.cat([module(each).to(dtype) for module, each in zip(self.tables, of_table, strict=True)])
+        vectors = Fetch.apply(answers, place, order, taken, given, self.group)
         return vectors.view(samples, num_tables, -1).unbind(1)
 
     def _counts(self, key: Tensor, samples: int) -> tuple[Counts, Counts]:
@@ -66,17 +71,6 @@ class Lookup:
         dist.all_to_all_single(told, counts, group=self.group)
         asked, answered = torch.stack((counts, told)).view(2, self.ways, -1).tolist()
         return asked, answered
-
-    def _find(self, rows: Tensor, counts: Counts, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The vectors of all peers' rows, table after table, and where in the answer each belongs."""
-        num_tables = len(self.owners)
-        lengths = torch.tensor(counts).flatten()
-        table = torch.arange(num_tables).repeat(self.ways).repeat_interleave(lengths).to(rows.device)
-        place = table.argsort(stable=True)
-        of_table = rows[place].split([sum(column) for column in zip(*counts, strict=True)])
-        # Tables that nobody asked for take part too: then all ranks agree on whether there is a gradient to send.
-        found = [module(each).to(dtype) for module, each in zip(self.tables, of_table, strict=True)]
-        return torch.cat(found), place
 
 
 Held = tuple[nn.Module, str, nn.Parameter]
@@ -109,7 +103,7 @@ class Fetch(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        found: Tensor,
+        vectors: Tensor,
         place: Tensor,
         order: Tensor,
         given: list[int],
@@ -118,7 +112,7 @@ class Fetch(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(place, order)
         ctx.given, ctx.taken, ctx.group = given, taken, group
-        answer = torch.empty_like(found).index_copy_(0, place, found)
+        answer = torch.empty_like(vectors).index_copy_(0, place, vectors)
         received = swap(answer, given, taken, group)
         return fresh(torch.empty_like(received).index_copy_(0, order, received))
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.ops.gloo_collectives import all_gather, all_gather_single, reduce_scatter, reduce_scatter_single
+from meshwright.ops.collectives import all_gather, all_gather_single, reduce_scatter, reduce_scatter_single
 from meshwright.ops.model_interface import Inside
 from meshwright.ops.routing import fresh
 
@@ -73,15 +73,10 @@ class _Exit(torch.autograd.Function):
         return _gather(grad, ctx.group) if ctx.sequence else grad, None, None
 
 
-def _piecewise_exit(x: Tensor, weight: Tensor, group: dist.ProcessGroup, num_pieces: int) -> Tensor:
-    """x (batch, sequence, features) through a linear with split columns, summed: this rank's (batch, part, out)."""
-    # Two nodes, as a linear and an exit are: a replay that only wants what the linear saves ends before any message.
-    door = _PiecewiseLinear.apply(x, weight, group, num_pieces)
-    return _PiecewiseExit.apply(door, x.detach(), weight.detach(), group, num_pieces)
-
-
 class _PiecewiseExit(torch.autograd.Function):
-    """Piece j holds the j-th share of every rank's part, so what is sent lies in the order of the ranks:
+    """x (batch, sequence, features) through a linear with split columns, summed: this rank's (batch, part, out).
+
+    Piece j holds the j-th share of every rank's part, so what is sent lies in the order of the ranks:
 
     sequence   | rank 0: p0 p1 | rank 1: p0 p1 |      piece 0 = (rank 0: p0, rank 1: p0)
     """
@@ -192,7 +187,11 @@ class Region:
                 entered.clear()
             bias = getattr(row, "bias", None)
             if self.num_pieces > 1 and isinstance(row, nn.Linear):
-                out = _piecewise_exit(args[0], row.weight.to(args[0].dtype), self.group, self.num_pieces)
+                # Two nodes, as a linear and an exit are: a replay that only wants what the linear saves ends before
+                # any message.
+                x, weight = args[0], row.weight.to(args[0].dtype)
+                door = _PiecewiseLinear.apply(x, weight, self.group, self.num_pieces)
+                out = _PiecewiseExit.apply(door, x.detach(), weight.detach(), self.group, self.num_pieces)
             elif bias is None:
                 return self.exit(before(*args, **kwargs))
             else:

@@ -47,7 +47,7 @@ _C10D = {
     "alltoall_": ("all_to_all", 1),
     "send": ("send", 0),
 }
-# Ours (`ops/gloo_collectives.py`): (tensor holding the whole message)
+# Ours (`ops/collectives.py`): (tensor holding the whole message)
 _OURS = {"all_gather": 0, "reduce_scatter": 1}
 _FUNCTIONAL = {
     "all_reduce": "all_reduce",
@@ -94,10 +94,8 @@ class TrafficRecorder(TorchDispatchMode):
             group = next(a for a in args if isinstance(a, torch.ScriptObject | dist.ProcessGroup))
             if isinstance(group, torch.ScriptObject) and not isinstance(group, dist.ProcessGroup):
                 group = dist.ProcessGroup.unbox(group)
-            if name == "alltoall_base_" and any(args[place] for place in _SPLITS):
-                self._add_uneven(group.group_name, _bytes(args[position]))
-            else:
-                self._add(kind, group.group_name, _bytes(args[position]))
+            is_uneven = name == "alltoall_base_" and any(args[place] for place in _SPLITS)
+            self._add(kind, group.group_name, _bytes(args[position]), is_uneven)
         elif space == "_c10d_functional" and name in _FUNCTIONAL:
             kind = _FUNCTIONAL[name]
             whole = args[0] if kind in ("all_reduce", "reduce_scatter", "all_to_all") else result
@@ -107,16 +105,13 @@ class TrafficRecorder(TorchDispatchMode):
             self._add(name, args[2], _bytes(args[_OURS[name]]))
         return result
 
-    def _add(self, kind: str, group_name: str, size: int) -> None:
+    def _add(self, kind: str, group_name: str, size: int, is_uneven: bool = False) -> None:
         # Groups that belong to no axis carry the loop's own control traffic.
         axis = self.axis_of_group.get(group_name)
-        if axis is not None:
-            self.traffic[kind, axis, size] += 1
-
-    def _add_uneven(self, group_name: str, size: int) -> None:
-        axis = self.axis_of_group.get(group_name)
-        if axis is not None:
+        if axis is not None and is_uneven:
             self.uneven.setdefault(axis, []).append(size)
+        elif axis is not None:
+            self.traffic[kind, axis, size] += 1
 
     def evened(self, mesh: Mesh) -> Traffic:
         """All traffic; an uneven message counts as its mean over the axis, since what one rank has more another has

@@ -12,7 +12,7 @@ from torch import Tensor
 from meshwright.core.box import Box
 from meshwright.core.build import Build
 from meshwright.core.errors import MeshwrightError, Problem
-from meshwright.ops.control import gather_json
+from meshwright.ops.collectives import gather_json
 from meshwright.ops.fsdp import local
 from meshwright.optimizers.optimizer_config import OptimizerConfig
 from meshwright.optimizers.rule import ParameterPiece, squares

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from meshwright.core.box import Box
 from meshwright.core.build import Build
+from meshwright.ops.collectives import all_gather_single
 from meshwright.ops.device_mesh import Mesh
-from meshwright.ops.gloo_collectives import all_gather_single
 
 Held = dict[str, Tensor]
 

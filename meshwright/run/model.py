@@ -19,8 +19,7 @@ from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.profile import Profile
 from meshwright.models.dimensions import DecoderConfig
 from meshwright.models.frozen_parameters import check_patterns, freeze, frozen_by
-from meshwright.models.named_profile import profile_of
-from meshwright.models.presets import Config, config_kind
+from meshwright.models.presets import Config, config_kind, profile_of
 from meshwright.run.run_file import ModelSection, RunConfig
 
 if TYPE_CHECKING:
@@ -139,7 +138,8 @@ def section_named(text: str, **more: Any) -> ModelSection:
 
 def _module(section: ModelSection, sequence: int) -> tuple[Any, Any, Any]:
     """Somebody else's module, its loss (None: the usual one) and sample inputs."""
-    from meshwright.foreign.factory import call_factory, transformers_module
+    from meshwright.foreign.factory import call_factory
+    from meshwright.hf.weights_module import transformers_module
 
     if section.factory:
         return call_factory(section.factory, section.arguments, sequence)

@@ -24,8 +24,7 @@ from meshwright.ops.device_mesh import Mesh
 from meshwright.ops.fsdp import local
 from meshwright.ops.gradient_exchange import LateSums
 from meshwright.ops.initial_weights import Source, join_in_order
-from meshwright.ops.model_interface import Inputs, Model, ModelPart, ParameterUnit, Spans
-from meshwright.ops.module_edits import replace_parameter
+from meshwright.ops.model_interface import Inputs, Model, ModelPart, ParameterUnit, Spans, replace_parameter
 from meshwright.ops.split_backward import Later
 from meshwright.ops.stage_transport import Wire
 from meshwright.schedules import Actions, Call, Places, Timetable

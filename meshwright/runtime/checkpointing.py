@@ -14,7 +14,7 @@ from meshwright.checkpoint.load import Reader
 from meshwright.checkpoint.save import begin, commit, write_rank_file
 from meshwright.core.box import Box
 from meshwright.core.errors import MeshwrightError
-from meshwright.ops.control import gather_json, share_json
+from meshwright.ops.collectives import gather_json, share_json
 from meshwright.ops.initial_weights import Source
 from meshwright.optimizers.update import Optimizer
 from meshwright.runtime.build import RankBuild

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from meshwright.core.errors import MeshwrightError, Problem
-from meshwright.ops.control import gather_json
+from meshwright.ops.collectives import gather_json
 from meshwright.ops.model_interface import Inputs, map_inputs, split_inputs
 from meshwright.ops.weight_versions import Versions
 from meshwright.optimizers.update import Optimizer

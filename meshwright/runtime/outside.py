@@ -28,7 +28,7 @@ from meshwright.launch.network import address_towards, interface_of
 from meshwright.launch.peers import Connection, PeerWatch, RankHost, connections, silent_seconds
 from meshwright.launch.rank_job import STOP_SIGNALS, StopFlag
 from meshwright.machine.named_clusters import preset_of_device
-from meshwright.ops.control import gather_json
+from meshwright.ops.collectives import gather_json
 from meshwright.ops.device_mesh import join
 from meshwright.run.prepare import PreparedRun, prepare
 from meshwright.run.result import RunResult

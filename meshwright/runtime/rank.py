@@ -20,7 +20,7 @@ from meshwright.core.timeline import Span
 from meshwright.data.open_data import Data
 from meshwright.launch.cpu_bf16 import limit_isa_for_bf16
 from meshwright.launch.rank_job import PREEMPTED_EXIT_CODE, Job, StopFlag, run_rank
-from meshwright.ops.control import gather_json, share_json
+from meshwright.ops.collectives import gather_json, share_json
 from meshwright.ops.device_mesh import Mesh, join
 from meshwright.run.comparison import (
     COMPARISON,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from meshwright.data.open_data import Data
-from meshwright.ops.control import gather_json
+from meshwright.ops.collectives import gather_json
 from meshwright.ops.model_interface import Inputs
 from meshwright.run.run_file import TrainSection
 from meshwright.runtime.build import RankBuild

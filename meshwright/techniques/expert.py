@@ -125,8 +125,7 @@ class Expert(Technique):
         build.at("split", self._share_out)
 
     def _share_out(self, build: Build) -> None:
-        from meshwright.ops.expert_dispatch import sending_over
-        from meshwright.ops.routing import Sends
+        from meshwright.ops.routing import Sends, sending_over
 
         group, index = build.mesh.group(self.axis), build.mesh.index(self.axis)
         for name, param in build.named_params():

@@ -215,9 +215,7 @@ class Recompute(Technique):
         build.at("block", self._wrap)
 
     def _wrap(self, build: Build) -> None:
-        from meshwright.ops.module_edits import on_copies, recomputed, writes_in_place
-        from meshwright.ops.recompute_chain import Chain
-        from meshwright.ops.selective_recompute import selectively_recomputed
+        from meshwright.ops.recompute import Chain, on_copies, recomputed, selectively_recomputed, writes_in_place
 
         numbers = [block for first, last in build.spans for block in range(first, last)]
         blocks = dict(zip(numbers, build.model.block_modules(), strict=True))

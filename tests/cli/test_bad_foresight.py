@@ -20,7 +20,7 @@ from meshwright.cli.main import main
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.profile import Profile
 from meshwright.machine.named_clusters import preset
-from meshwright.models.named_profile import profile
+from meshwright.models.presets import profile
 
 ROOT = Path(__file__).parents[2]
 DELETED = object()

@@ -16,8 +16,7 @@ from meshwright.core.profile import Profile
 from meshwright.core.technique import axis_sizes
 from meshwright.core.units import pretty_bytes, pretty_count, pretty_seconds
 from meshwright.machine.named_clusters import cluster
-from meshwright.models.named_profile import profile_of
-from meshwright.models.presets import PRESETS
+from meshwright.models.presets import PRESETS, profile_of
 
 
 def changed(value: Any, path: tuple[Any, ...], new: Any) -> str:

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from meshwright.core.profile import Poly, Profile
-from meshwright.models.named_profile import profile as profile_named
 from meshwright.models.presets import PRESETS
+from meshwright.models.presets import profile as profile_named
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))

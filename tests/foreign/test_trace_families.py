@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.core.profile import Profile
-from meshwright.foreign.factory import parameters_on_meta
 from meshwright.foreign.module_profile import trace_module
-from meshwright.models.named_profile import profile_of
-from meshwright.models.presets import PRESETS
+from meshwright.hf.weights_module import parameters_on_meta
+from meshwright.models.presets import PRESETS, profile_of
 
 transformers = pytest.importorskip("transformers")
 

@@ -9,8 +9,7 @@ import pytest
 from traced import subject_of, totals, traced_totals
 
 from meshwright.foreign.trace import trace_at
-from meshwright.models.named_profile import profile
-from meshwright.models.presets import PRESETS, DecoderConfig, config_kind
+from meshwright.models.presets import PRESETS, DecoderConfig, config_kind, profile
 
 SAMPLES = 3
 EXACT = ("flops", "backward_flops", "kernels", "backward_kernels")

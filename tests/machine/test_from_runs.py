@@ -21,7 +21,7 @@ from meshwright.core.technique import technique_named
 from meshwright.machine.from_runs import learn, learn_one
 from meshwright.machine.named_clusters import cluster
 from meshwright.machine.probe import machine_name
-from meshwright.models.named_profile import profile
+from meshwright.models.presets import profile
 from meshwright.simulator.forecast import Forecast, forecast
 
 HERE = "made; 2 cores; 0 GPUs"

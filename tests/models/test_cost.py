@@ -12,8 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.core.codec import decode, encode
 from meshwright.core.profile import Profile
-from meshwright.models.named_profile import profile, profile_of
-from meshwright.models.presets import ALIASES, PRESETS, Config, preset
+from meshwright.models.presets import ALIASES, PRESETS, Config, preset, profile, profile_of
 from meshwright.ops.model_interface import Model
 from meshwright.zoo import module_of
 

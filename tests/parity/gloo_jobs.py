@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright.ops.gloo_collectives import all_gather, reduce_scatter
+from meshwright.ops.collectives import all_gather, reduce_scatter
 from meshwright.ops.traffic import TrafficRecorder
 from meshwright.verify import parity
 

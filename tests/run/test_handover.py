@@ -20,7 +20,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.timeline import Span
 from meshwright.machine.named_clusters import cluster
 from meshwright.machine.probe import machine_name
-from meshwright.models.named_profile import profile
+from meshwright.models.presets import profile
 from meshwright.run.comparison import Comparison, Facts, Promise, StepTally, compare, paragraph, parts_of
 from meshwright.run.learned_cluster import cluster_from_run, cluster_of_run
 from meshwright.run.prepare import plan_to_run, prepare

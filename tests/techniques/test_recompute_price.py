@@ -25,9 +25,7 @@ from meshwright.core.work import Work
 from meshwright.foreign.module_profile import trace_module
 from meshwright.machine.named_clusters import cluster
 from meshwright.models.presets import DecoderConfig
-from meshwright.ops.module_edits import recomputed
-from meshwright.ops.recompute_chain import Chain
-from meshwright.ops.selective_recompute import selectively_recomputed
+from meshwright.ops.recompute import Chain, recomputed, selectively_recomputed
 from meshwright.simulator.peak_memory import stage_memory
 from meshwright.simulator.pricing import price, price_sizes, sizes_of
 from meshwright.zoo.decoder import Decoder

@@ -1,12 +1,15 @@
-"""all_gather and reduce_scatter over gloo, made of messages between pairs of ranks.
+"""Collectives beyond torch's own: faster ones over gloo, messages of unequal length, and JSON values between ranks.
 
-Gloo's own pass everything round a ring through one thread; messages to all others at once are 2 to 4 times as fast at
-32 MiB and no slower below (`benchmarks/gloo_collectives.py`), but for small gathers, which stay gloo's. Each is an
-operator of ours, so that whoever watches the traffic sees the collective that is meant and none of its messages.
-Anything but a CPU keeps its own collectives.
+Gloo's own all_gather and reduce_scatter pass everything round a ring through one thread; messages to all others at once
+are 2 to 4 times as fast at 32 MiB and no slower below (`benchmarks/gloo_collectives.py`), but for small gathers, which
+stay gloo's. Each is an operator of ours, so that whoever watches the traffic sees the collective that is meant and none
+of its messages. Anything but a CPU keeps its own collectives.
 """
 
 from __future__ import annotations
+
+import json
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -70,12 +73,9 @@ def _sum_of_all(part: Tensor, whole: Tensor, group_name: str) -> None:
         arrived = torch.empty_like(whole)
         dist.all_to_all_single(arrived, whole, group=group)
         torch.sum(arrived.view(group.size(), -1), 0, out=part.view(-1))
-    else:
-        _sum_as_they_arrive(part.view(-1), whole, group)
-
-
-def _sum_as_they_arrive(part: Tensor, whole: Tensor, group: dist.ProcessGroup) -> None:
-    rank, ways = group.rank(), group.size()
+        return
+    # Summed as they arrive.
+    part, rank, ways = part.view(-1), group.rank(), group.size()
     given = whole.view(ways, -1)
     arrived = torch.empty_like(given[1:])
     sent, expected = [], []
@@ -90,3 +90,40 @@ def _sum_as_they_arrive(part: Tensor, whole: Tensor, group: dist.ProcessGroup) -
         part.copy_(total)
     for work in sent:
         work.wait()
+
+
+def swap(rows: Tensor, given: list[int], taken: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Rows, `given` to each peer in turn, for the rows `taken` from each."""
+    received = rows.new_empty(sum(taken), *rows.shape[1:])
+    dist.all_to_all_single(received, rows.contiguous(), taken, given, group=group)
+    return received
+
+
+def share_json(group: dist.ProcessGroup | None, value: Any) -> Any:
+    """Rank 0's value, on every rank."""
+    if group is None:
+        return value
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    size = torch.tensor([data.numel()])
+    dist.broadcast(size, 0, group=group)
+    if dist.get_rank() != 0:
+        data = torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(data, 0, group=group)
+    return json.loads(bytes(data.tolist()))
+
+
+def gather_json(group: dist.ProcessGroup | None, value: Any) -> list[Any]:
+    """Every rank's value, by rank, on every rank."""
+    if group is None:
+        return [value]
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    count = dist.get_world_size(group)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(count)]
+    dist.all_gather(sizes, torch.tensor([data.numel()]), group=group)
+    most = int(max(sizes))
+    padded = torch.zeros(most, dtype=torch.uint8)
+    padded[: data.numel()] = data
+    parts = [torch.empty(most, dtype=torch.uint8) for _ in range(count)]
+    dist.all_gather(parts, padded, group=group)
+    pairs = zip(parts, sizes, strict=True)
+    return [json.loads(bytes(part[: int(size)].tolist())) for part, size in pairs]

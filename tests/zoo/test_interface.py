@@ -9,10 +9,9 @@ import pytest
 import torch
 from model_families import MODELS, filled, microbatch
 
-from meshwright.models.named_profile import profile_of
-from meshwright.models.presets import config_kind
+from meshwright.models.presets import config_kind, profile_of
 from meshwright.ops.model_interface import Inside
-from meshwright.ops.module_edits import recomputed
+from meshwright.ops.recompute import recomputed
 from meshwright.zoo import module_of
 
 STAGED = [name for name in MODELS if "stages" not in profile_of(MODELS[name], name).uncut]

@@ -1,27 +1,41 @@
-"""Recomputation that keeps what is dear: in forward the results of products, attention and collectives are kept, and
-the replay, which runs every other operator again, is handed them.
+"""Blocks whose activations are computed again when backward needs them.
 
-Which are kept is decided by the operators that are dispatched, whatever module dispatches them. Of those, only results
-that the replay's own results depend on stay after the forward: not the product that ends a block, nor a partial one
-that only a collective reads. (torch's selective contexts keep them all, and cannot hand out what a collective writes
-into a tensor it is given; they serve where a compiler traces the block.)
+`recomputed` keeps a block's inputs only. `selectively_recomputed` also keeps what is dear to compute: in forward the
+results of products, attention and collectives are kept, and the replay, which runs every other operator again, is
+handed them. Which are kept is decided by the operators that are dispatched, whatever module dispatches them. Of those,
+only results that the replay's own results depend on stay after the forward: not the product that ends a block, nor a
+partial one that only a collective reads. (torch's selective contexts keep them all, and cannot hand out what a
+collective writes into a tensor it is given; they serve where a compiler traces the block.)
+
+In a `Chain` of blocks that follow each other only a few inputs are kept, the others are made again. Each block is a
+checkpoint, but what the checkpoint keeps as its input is a promise. The first to be asked, the last block's, runs the
+blocks from the nearest input that is there, and on the way leaves inputs in the slots that are free (`core/revolve.py`
+says which). Blocks are asked in turn from the end, so slots become free as backward goes.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._guards import TracingContext
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_map
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    get_device_states,
+    set_device_states,
+)
+
+from meshwright.core.revolve import places_kept
 
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "linear", "convolution", "_convolution"}
 PRODUCTS |= {"_grouped_mm", "_scaled_mm", "_scaled_grouped_mm", "_addmm_activation", "_trilinear"}
@@ -37,17 +51,11 @@ def _spelled(func: Any) -> tuple[str, str]:
 
 
 @functools.cache
-def _is_collective(func: Any) -> bool:
-    space, name = _spelled(func)
-    return space in COLLECTIVES and name != "wait_tensor"
-
-
-@functools.cache
 def is_dear(func: Any) -> bool:
     """Whether to run it again costs more than to keep what it made."""
-    _, name = _spelled(func)
+    space, name = _spelled(func)
     is_attention = ("attention" in name or "attn" in name) and "backward" not in name
-    return name in PRODUCTS or is_attention or _is_collective(func)
+    return name in PRODUCTS or is_attention or (space in COLLECTIVES and name != "wait_tensor")
 
 
 @functools.cache
@@ -64,21 +72,20 @@ def _written_places(func: Any) -> tuple[int | str, ...]:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    given = [kwargs.get(at) if isinstance(at, str) else args[at] for at in _written_places(func)]
-    return _tensors(given)
+    return _tensors([kwargs.get(at) if isinstance(at, str) else args[at] for at in _written_places(func)])
 
 
 def _tensors(values: Any) -> list[Tensor]:
     """Operators take and make tensors, and lists of them."""
     if isinstance(values, Tensor):
         return [values]
-    found = []
+    tensors = []
     for value in values if isinstance(values, list | tuple) else ():
         if isinstance(value, Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, list | tuple):
-            found += _tensors(value)
-    return found
+            tensors += _tensors(value)
+    return tensors
 
 
 def _storages(tensors: Iterable[Tensor]) -> set[int]:
@@ -94,7 +101,7 @@ def _covers(tensor: Tensor) -> bool:
 class KeptResult:
     """What one dear operator made."""
 
-    what: Any
+    func: Any
     made: Any
     """Its result, tensors as they were."""
     written: list[Tensor]
@@ -137,12 +144,10 @@ class Keeping(TorchDispatchMode):
         self.steps: list[ForwardOp] = []
         self.operators = 0
         """A number that stands for those that were called."""
-        self.is_aside = self.has_arrivals = False
+        self.has_arrivals = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.is_aside:
-            return func(*args, **kwargs)
         self.operators = hash((self.operators, func))
         dear = is_dear(func)
         if not (self.is_looking or dear or _written_places(func)):
@@ -157,20 +162,17 @@ class Keeping(TorchDispatchMode):
             self._note(_tensors(made), written, reads, None)
         return made
 
-    def once(self, what: Any, run: Callable[[], Any]) -> Any:
-        self.is_aside = True
-        try:
-            made = run()
-        finally:
-            self.is_aside = False
-        self._keep(what, made, [], set())
-        return made
-
-    def _keep(self, what: Any, made: Any, written: list[Tensor], reads: set[int]) -> None:
+    def _keep(self, func: Any, made: Any, written: list[Tensor], reads: set[int]) -> None:
         inside = _storages(written)
+
         # What was given to be written into is handed back as it is given again; handles of messages are not kept.
-        own = tree_map(lambda value: _held(value, inside), made)
-        kept = KeptResult(what, own, [each.detach() for each in written], _storages(_tensors(own)) | inside)
+        def held(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return _Given() if _storages([value]) & inside else value.detach()
+            return _Done() if isinstance(value, torch.ScriptObject) else value
+
+        own = tree_map(held, made)
+        kept = KeptResult(func, own, [each.detach() for each in written], _storages(_tensors(own)) | inside)
         self.kept.append(kept)
         if self.is_looking:
             self._note(_tensors(made), written, reads, kept)
@@ -193,7 +195,7 @@ class Keeping(TorchDispatchMode):
             is_arrival = is_copy and not kept.is_read and bool(kept.storages & over)
             self.has_arrivals = self.has_arrivals or is_arrival
             if kept.storages & over and not is_arrival:
-                kept.made = tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, kept.made)
+                kept.made = tree_map_only(Tensor, Tensor.clone, kept.made)
                 kept.written = [each.clone() for each in kept.written]
                 kept.storages = set()
             kept.is_read = kept.is_read or bool(kept.storages & (reads - over))
@@ -222,7 +224,7 @@ class Keeping(TorchDispatchMode):
         self.known.must_look = self.has_arrivals or self.operators not in self.known.idle
         for place in self.known.idle.get(self.operators, ()):
             kept = self.kept[place]
-            kept.made, kept.written = tree_map(_blank, kept.made), []
+            kept.made, kept.written = tree_map_only(Tensor, _Blank.like, kept.made), []
 
     def _idle(self) -> tuple[int, ...]:
         """Followed from the end of the forward."""
@@ -237,12 +239,6 @@ class Keeping(TorchDispatchMode):
                 idle.add(id(step.kept))
         self.steps = []
         return tuple(place for place, kept in enumerate(self.kept) if id(kept) in idle)
-
-
-def _held(value: Any, inside: set[int]) -> Any:
-    if isinstance(value, Tensor):
-        return _Given() if _storages([value]) & inside else value.detach()
-    return _Done() if isinstance(value, torch.ScriptObject) else value
 
 
 class _Given:
@@ -262,13 +258,13 @@ class _Blank:
     dtype: torch.dtype
     device: torch.device
 
+    @classmethod
+    def like(cls, value: Tensor) -> _Blank:
+        return cls(value.size(), value.stride(), value.dtype, value.device)
+
     def made(self) -> Tensor:
         blank = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
         return blank.zero_()  # anything may be computed from it, and must not go wrong
-
-
-def _blank(value: Any) -> Any:
-    return _Blank(value.size(), value.stride(), value.dtype, value.device) if isinstance(value, Tensor) else value
 
 
 class Recalling(TorchDispatchMode):
@@ -280,16 +276,12 @@ class Recalling(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        return self._recall(func, _written(func, args, kwargs)) if is_dear(func) else func(*args, **kwargs)
-
-    def once(self, what: Any, run: Callable[[], Any]) -> Any:
-        return self._recall(what, [])
-
-    def _recall(self, what: Any, given: list[Tensor]) -> Any:
+        if not is_dear(func):
+            return func(*args, **kwargs)
         place, self.place = self.place, self.place + 1
-        if place >= len(self.keeping.kept) or self.keeping.kept[place].what is not what:
-            raise RuntimeError(f"a block's replay calls {what} where its forward did not: it cannot be recomputed.")
-        kept = self.keeping.kept[place]
+        if place >= len(self.keeping.kept) or self.keeping.kept[place].func is not func:
+            raise RuntimeError(f"a block's replay calls {func} where its forward did not: it cannot be recomputed.")
+        kept, given = self.keeping.kept[place], _written(func, args, kwargs)
         for old, new in zip(kept.written, given, strict=bool(kept.written)):
             new.copy_(old)
         left = iter(given)
@@ -306,27 +298,18 @@ class Recalling(TorchDispatchMode):
         return made
 
 
-def once(what: Any, run: Callable[[], Any]) -> Any:
-    """`run()`, whose result is kept as a whole where a block keeps what is dear: nothing inside of it is run again."""
-    for mode in reversed(_get_current_dispatch_mode_stack()):
-        if isinstance(mode, Keeping | Recalling):
-            return mode.once(what, run)
-    return run()
-
-
-def _policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if is_dear(func) else CheckpointPolicy.PREFER_RECOMPUTE
-
-
 def selectively_recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
     """`forward`, keeping its inputs and what is dear to compute until backward needs the rest."""
     known = Known()
+
+    def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if is_dear(func) else CheckpointPolicy.PREFER_RECOMPUTE
 
     def contexts() -> tuple[Any, Any]:
         # Decided here and not when `checkpoint` is called: a compiler that meets something in the block that it cannot
         # trace gives the block up, and the call it was tracing runs as it is written.
         if TracingContext.try_get() is not None:
-            return create_selective_checkpoint_contexts(_policy)
+            return create_selective_checkpoint_contexts(policy)
         keeping = Keeping(known)
         return keeping, Recalling(keeping)
 
@@ -342,5 +325,158 @@ def selectively_recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+    return wrapped
+
+
+Forward = Callable[..., Any]
+
+
+@dataclass
+class Call:
+    """How a block was called, but for its input; and in which surroundings."""
+
+    forward: Forward
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    device: torch.device
+    autocast: torch.dtype | None
+    numbers: Tensor
+    """The state of the generator of random numbers."""
+    device_numbers: tuple[list[int], list[Tensor]]
+
+    @classmethod
+    def now(cls, forward: Forward, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        kind = x.device.type
+        lower = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        states = get_device_states(x) if kind != "cpu" else ([], [])
+        return cls(forward, args, kwargs, x.device, lower, torch.get_rng_state(), states)
+
+    def run_again(self, x: Tensor) -> Tensor:
+        kind = self.device.type
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(devices=self.device_numbers[0], device_type=kind))
+            torch.set_rng_state(self.numbers)
+            if self.device_numbers[0]:
+                set_device_states(*self.device_numbers, device_type=kind)
+            stack.enter_context(torch.autocast(kind, dtype=self.autocast, enabled=self.autocast is not None))
+            # As in training, where a block may do more than without gradients.
+            stack.enter_context(torch.enable_grad())
+            return handed_on(self.forward(x, *self.args, **self.kwargs)).detach()
+
+
+def handed_on(output: Any) -> Tensor:
+    """Of what a block returns, the tensor that the next one is given."""
+    return output[0] if isinstance(output, tuple) else output
+
+
+@dataclass
+class Pass:
+    """One microbatch on its way through a chain."""
+
+    chain: Chain
+    start: int
+    """The block at which it began."""
+    inputs: dict[int, Tensor] = field(default_factory=dict)
+    """By block; those that have a slot."""
+    calls: dict[int, Call] = field(default_factory=dict)
+    left: tuple[int, torch.Size] = (0, torch.Size())
+    """Where the last block's output lies."""
+
+    def __post_init__(self) -> None:
+        places = places_kept(self.chain.slots, len(self.chain.blocks) - self.start)
+        self.kept_places = {self.start + place for place in places}
+
+    def enter(self, place: int, x: Tensor, call: Call) -> None:
+        self.calls[place] = call
+        if place in self.kept_places:
+            self.inputs[place] = x.detach()
+
+    def input_of(self, place: int) -> Tensor:
+        """It leaves its slot: the block's own replay is the last to ask for it."""
+        if place not in self.inputs:
+            nearest = max(each for each in self.inputs if each < place)
+            free = self.chain.slots - sum(each < nearest for each in self.inputs)
+            kept = {nearest + each for each in places_kept(free, place - nearest + 1, is_first=False)}
+            x = self.inputs[nearest]
+            for each in range(nearest, place):
+                x = self.calls[each].run_again(x)
+                if each + 1 in kept or each + 1 == place:
+                    self.inputs[each + 1] = x
+        del self.calls[place]
+        return self.inputs.pop(place)
+
+
+class Chain:
+    def __init__(self, blocks: list[nn.Module], slots: int):
+        self.slots, self.blocks = slots, blocks
+        self.current: Pass | None = None
+        for place, block in enumerate(blocks):
+            block.forward = self._linked(place, block.forward)
+
+    def _linked(self, place: int, forward: Forward) -> Forward:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            if args:
+                return self._forward(place, forward, args[0], args[1:], kwargs)
+            (name, x), *rest = kwargs.items()
+            by_name = lambda x, **others: forward(**{name: x}, **others)  # noqa: E731
+            return self._forward(place, by_name, x, (), dict(rest))
+
+        return wrapped
+
+    def _forward(self, place: int, run: Forward, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        here = self.current
+        # What is not the last block's output begins anew, with a slot of its own.
+        if here is None or place == 0 or here.left != _spot(x):
+            here = self.current = Pass(self, place)
+        here.enter(place, x, Call.now(run, x, args, kwargs))
+        spot, promised = _spot(x), here
+
+        def keep(tensor: Tensor) -> Any:
+            return _Promise(promised, place) if _spot(tensor) == spot else tensor
+
+        def give(kept: Any) -> Tensor:
+            return kept.of.input_of(kept.place) if isinstance(kept, _Promise) else kept
+
+        with saved_tensors_hooks(keep, give):
+            made = checkpoint(run, x, *args, use_reentrant=False, **kwargs)
+        here.left = _spot(handed_on(made))
+        if place == len(self.blocks) - 1:
+            self.current = None
+        return made
+
+
+@dataclass(frozen=True)
+class _Promise:
+    of: Pass
+    place: int
+
+
+def _spot(tensor: Tensor) -> tuple[int, torch.Size]:
+    return tensor.data_ptr(), tensor.size()
+
+
+def recomputed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`forward`, keeping only its inputs until backward needs the rest."""
+
+    def wrapped(*args: Any, **kwargs: Any) -> Tensor:
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return wrapped
+
+
+def writes_in_place(module: nn.Module) -> bool:
+    """Whether it may write into what it is given, as `nn.ReLU(inplace=True)` does."""
+    return any(getattr(each, "inplace", False) is True for each in module.modules())
+
+
+def on_copies(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`forward` of copies of its tensors: a replay must find its inputs as they were."""
+
+    def wrapped(*args: Any, **kwargs: Any) -> Tensor:
+        copied = [each.clone() if isinstance(each, Tensor) and each.is_floating_point() else each for each in args]
+        return forward(*copied, **kwargs)
 
     return wrapped
