@@ -9,13 +9,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import ClassVar
+from typing import Any, ClassVar, Literal
 
 from meshwright.core.codec import read_artefact, to_json
 from meshwright.core.device import Device, wrong_numbers
 from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.work import Num, TierName
 
 MOST_DEVICES = 1 << 20
+HOST_LATENCY, DISK_LATENCY = 1e-5, 1e-4
+"""Seconds until a copy begins: a call of the driver; a read from flash."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,11 +59,41 @@ class HostResources:
     memory_bytes_per_second: float = 0.0
     adam_elements_per_second: float = 0.0
     """Parameters updated on the CPU."""
+    disk_bytes: int = 0
     disk_read_bytes_per_second: float = 0.0
     disk_write_bytes_per_second: float = 0.0
 
+    def times(self, count: int) -> HostResources:
+        """The same for `count` times as many devices."""
+        return HostResources(**{name: value * count for name, value in asdict(self).items()})
+
     def problems(self) -> Iterator[Problem]:
         yield from wrong_numbers(asdict(self), "zero or more", lambda value: value >= 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tier:
+    """Memory at one distance from the cores of a device, as that device sees it while all of its node do the same."""
+
+    bytes: int
+    """Of one device, or of all that share it; 0: there is none, or nobody knows."""
+    shared_by: Literal["device", "node"]
+    num_sharing: int = 1
+    """Devices that share it."""
+    in_bytes_per_second: float = 0.0
+    """Towards the device, while as much goes the other way; 0: not known."""
+    out_bytes_per_second: float = 0.0
+    latency_seconds: float = 0.0
+
+    @property
+    def bytes_each(self) -> int:
+        """What one device may have of it."""
+        return self.bytes // self.num_sharing
+
+    def copy_seconds(self, num_bytes: Num, *, is_inward: bool) -> Num:
+        """Of a tier whose rate is not known, as good as for ever."""
+        rate = self.in_bytes_per_second if is_inward else self.out_bytes_per_second
+        return self.latency_seconds + num_bytes / (rate or 1.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,6 +121,8 @@ class Errors:
     """Where the host cannot keep up."""
     inner: float = 0.3
     outer: float = 0.4
+    copy: float = 0.3
+    """Between tiers of memory."""
     idle: float = 0.2
     """Stages waiting, and whatever else no rate stands behind."""
 
@@ -107,13 +142,15 @@ class DeviceGroup:
     devices_per_node: int = 1
     num_nodes: int = 1
     beside: Beside = Beside()
+    host: HostResources = HostResources()
+    """Of one node."""
 
     @property
     def num_devices(self) -> int:
         return self.devices_per_node * self.num_nodes
 
     def problems(self) -> Iterator[Problem]:
-        for name in ("device", "inner", "outer", "beside"):
+        for name in ("device", "inner", "outer", "beside", "host"):
             yield from (replace(p, where=f"{name}.{p.where}") for p in getattr(self, name).problems())
         counts = {"devices_per_node": self.devices_per_node, "num_nodes": self.num_nodes}
         yield from wrong_numbers(counts, "above zero", lambda value: value > 0)
@@ -129,7 +166,7 @@ def slowest(links: Iterable[Link]) -> Link:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    VERSION: ClassVar[int] = 3
+    VERSION: ClassVar[int] = 4
     OLDEST: ClassVar[int] = 2
 
     name: str
@@ -152,11 +189,11 @@ class Cluster:
     """Further groups; the first one is this cluster's own device, nodes and links."""
     between: Link | None = None
     """Between groups, for each device; None: the slower of the two outers."""
-    version: int = 3
+    version: int = 4
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "version", self.VERSION)  # as it is written now, whatever it was read from
-        parts = {name: getattr(self, name) for name in ("host", "errors")}
+        parts = {name: getattr(self, name) for name in ("errors",)}
         parts |= {"between": self.between} if self.between is not None else {}
         problems = [*self.groups[0].problems()]
         parts |= {f"others[{i}]": group for i, group in enumerate(self.others)}
@@ -189,12 +226,44 @@ class Cluster:
             devices_per_node=self.devices_per_node,
             num_nodes=self.num_nodes,
             beside=self.beside,
+            host=self.host,
         )
         return (first, *self.others)
 
     @property
     def num_devices(self) -> int:
         return self.devices_per_node * self.num_nodes + sum(group.num_devices for group in self.others)
+
+    @property
+    def tiers(self) -> dict[TierName, Tier]:
+        """Where tensors of a device can live, nearest first; of the first group's devices."""
+        sharing, copied = self.devices_per_node, self.device.copy_bytes_per_second
+
+        def rate(*limits: float) -> float:
+            """Of a path, the slowest part that is known, if its first one is."""
+            return min(limit for limit in limits if limit) if limits[0] else 0.0
+
+        memory = self.host.memory_bytes_per_second / (2 * sharing)  # which both ways share
+        inward = rate(copied.get("both", copied.get("in", 0.0)), memory)
+        outward = rate(copied.get("both", copied.get("out", 0.0)), memory)
+        node: dict[str, Any] = {"shared_by": "node", "num_sharing": sharing}
+        return {
+            "device": Tier(bytes=self.device.memory_bytes, shared_by="device"),
+            "host": Tier(
+                **node,
+                bytes=self.host.memory_bytes,
+                in_bytes_per_second=inward,
+                out_bytes_per_second=outward,
+                latency_seconds=HOST_LATENCY,
+            ),
+            "disk": Tier(
+                **node,
+                bytes=self.host.disk_bytes,
+                in_bytes_per_second=rate(self.host.disk_read_bytes_per_second / sharing, inward),
+                out_bytes_per_second=rate(self.host.disk_write_bytes_per_second / sharing, outward),
+                latency_seconds=DISK_LATENCY,
+            ),
+        }
 
     @property
     def group_names(self) -> tuple[str, ...]:
@@ -221,6 +290,7 @@ class Cluster:
             devices_per_node=first.devices_per_node,
             num_nodes=first.num_nodes,
             beside=first.beside,
+            host=first.host,
             others=tuple(rest),
             between=self.between if rest else None,
         )

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.core.work import Collective, Compute, Num, ParameterSlot, Resident, Work
+from meshwright.core.work import Collective, Compute, Num, ParameterSlot, Resident, Task, Work
 
 UPDATE_LAUNCHES = 1.0
 """Ops of the host for each parameter in a step: its gradient let go of, its place in the lists of norm and update (20
@@ -15,7 +15,7 @@ to 40 us each beside an H200)."""
 
 def settle(work: Work) -> Work:
     """Residents and the optimizer's own work follow from the slots."""
-    tasks: list[Compute | Collective] = [*work.optimizer.collectives(work)]
+    tasks: list[Task] = [*work.optimizer.collectives(work)]
     residents = []
     for axis, origin in sorted({late for slot in work.slots for late in slot.late}):
         owed = [s for s in work.slots if (axis, origin) in s.late and not (s.copy_of or s.frozen)]
@@ -41,7 +41,10 @@ def settle(work: Work) -> Work:
         if slot.frozen:
             continue
         state_bytes = work.optimizer.state_bytes_of(slot)
-        residents.append(Resident(category="optimizer", bytes=state_bytes, **common))
+        for tier, share in slot.state_tiers:
+            residents.append(Resident(category="optimizer", bytes=state_bytes * share, tier=tier, **common))
+        if not slot.state_tiers:
+            residents.append(Resident(category="optimizer", bytes=state_bytes, **common))
         residents += _gradients(work, slot)
         older_bytes: Num = 0
         if np.any(work.facts.older_versions):

@@ -1,4 +1,6 @@
-"""What one step asks of one rank: compute, collectives, resident bytes. What `price` rewrites.
+"""What one step asks of one rank: compute, collectives, copies between tiers of memory, resident bytes.
+
+The techniques' `price` rewrites it.
 
 Every number may be a scalar or a NumPy array with one entry per candidate (a plan and one of its stages), so one
 call prices ten thousand plans. Items are per layer instance; `repeat` says how many instances this rank has.
@@ -23,6 +25,9 @@ Num = Any
 
 Phase = Literal["forward", "recompute", "backward", "weight", "step"]
 """`weight`: the half of backward that makes weights' gradients, where a schedule takes it apart."""
+TierName = Literal["device", "host", "disk"]
+TIERS: tuple[TierName, ...] = ("device", "host", "disk")
+"""Nearest to the cores of a device first."""
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "ring"]
 """send: to the next stage; ring: from each rank of an axis to the next, all at once."""
 
@@ -102,6 +107,36 @@ class Collective:
     """Fewer bytes go where the data decides so."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Copy:
+    """Bytes that a copy engine moves between two tiers of memory (`Cluster.tiers`), beside cores and network."""
+
+    layer: str
+    """Empty: of no layer."""
+    source: TierName
+    target: TierName
+    phase: Phase
+    repeat: Num
+    bytes: Num
+    origin: str
+    per_step: bool = False
+    hidden: bool = False
+    """Runs beside compute: only what compute cannot cover costs time."""
+    cut: Cut = "none"
+
+    @property
+    def is_inward(self) -> bool:
+        """Towards the device."""
+        return TIERS.index(self.target) < TIERS.index(self.source)
+
+    @property
+    def tier(self) -> TierName:
+        """The farther one of the two."""
+        return self.source if self.is_inward else self.target
+
+
+Task = Compute | Collective | Copy
+
 Category = Literal[
     "parameters", "gradients", "optimizer", "gathered", "activations", "logits", "working", "buffers", "non_torch"
 ]
@@ -118,6 +153,8 @@ class Resident:
     repeat: Num
     bytes: Num
     life: Life
+    tier: TierName = "device"
+    """Which memory holds it."""
     turn: int = 0
     """Where instances of a layer differ: of those that come so many turns before the last ones (-1, -2); 0: of the last
     ones, or while any of them runs."""
@@ -155,6 +192,8 @@ class ParameterSlot:
     frozen: bool = False
     shared_out: str = ""
     """As in `Param`."""
+    state_tiers: tuple[tuple[TierName, Num], ...] = ()
+    """(tier, share of its optimizer state) where not all of it is kept on the device."""
 
     @property
     def elements(self) -> Num:
@@ -269,7 +308,7 @@ class Work:
     stage, num_stages, first_block, blocks, every axis, settings."""
     optimizer: Updating
     slots: tuple[ParameterSlot, ...] = ()
-    tasks: tuple[Compute | Collective, ...] = ()
+    tasks: tuple[Task, ...] = ()
     residents: tuple[Resident, ...] = ()
     facts: WorkFacts = WorkFacts()
 
@@ -284,7 +323,11 @@ class Work:
     def collectives(self) -> Iterable[Collective]:
         return (task for task in self.tasks if isinstance(task, Collective))
 
-    def with_tasks(self, *tasks: Compute | Collective) -> Work:
+    @property
+    def copies(self) -> Iterable[Copy]:
+        return (task for task in self.tasks if isinstance(task, Copy))
+
+    def with_tasks(self, *tasks: Task) -> Work:
         return replace(self, tasks=self.tasks + tasks)
 
     def with_residents(self, *residents: Resident) -> Work:
@@ -401,7 +444,7 @@ def base_work(profile: Profile, sizes: Mapping[str, Num], *, element_bytes: int,
     counts = sizes["microbatch"], sizes["sequence"], sizes.get("sequence_parts", 1)
     tied = {p.tied.split(".")[0] for layer in profile.layers for p in layer.params if p.tied}
     slots: list[ParameterSlot] = []
-    tasks: list[Compute | Collective] = []
+    tasks: list[Task] = []
     residents: list[Resident] = []
     for layer in profile.layers:
         is_shared = layer.name in tied or any(param.tied for param in layer.params)

@@ -133,6 +133,7 @@ def bound_all(
             forbidden = rows.table(work.facts.forbidden).max(axis=(1, 2)) > 0
             cost = stage_cost(settled := settle(work), cluster, rows.roads, done, known)
             timetable, memory = timetable_of(settled), least_memory(settled, cluster)
+            forbidden |= rows.table(memory.overflows(cluster)).max(axis=(1, 2)) > 0
             yield Leaf(
                 grid=grid,
                 techniques=chosen,
@@ -152,7 +153,7 @@ def bound_all(
         if len(priced) > 1 and all(len(after.tasks) > len(work.tasks) for _, after in priced):
             here = TaskTally(tasks=work.tasks)
             if all(here.begins(after.tasks) for _, after in priced):
-                done = tally(work, cluster.device, rows.roads, done, known)
+                done = tally(work, cluster, rows.roads, done, known)
         if dial.kind.name in may_skip:
             yield from walk(depth + 1, work, chosen, done)
         for technique, after in priced:

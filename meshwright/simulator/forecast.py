@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, NamedTuple
 
 from meshwright.core.cluster import Cluster
+from meshwright.core.codec import encode
 from meshwright.core.device import Device
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.plan import Plan
@@ -45,6 +46,8 @@ class Forecast:
     """The same by whose error it has, a field of `Errors`: what runs teach about a machine."""
     worst_stage: int
     """The stage with the fullest rank."""
+    peak_bytes_by_tier: Mapping[str, int] = field(default_factory=dict)
+    """Of the fullest rank, in memory other than its device's."""
     counts: Literal["tokens", "samples"] = "tokens"
     """What `tokens_per_second` counts: samples where they have no sequence."""
 
@@ -52,6 +55,11 @@ class Forecast:
     def peak_allocated_bytes(self) -> int:
         """As torch counts."""
         return self.peak_bytes - self.peak_bytes_by_category.get("non_torch", 0)
+
+    def encode_self(self) -> dict[str, Any]:
+        """Other tiers are only told of where a plan uses them."""
+        data = {each.name: encode(getattr(self, each.name)) for each in fields(self)}
+        return {name: value for name, value in data.items() if value or name != "peak_bytes_by_tier"}
 
 
 def forecast(
@@ -119,11 +127,12 @@ def told(
         peak_bytes_by_category=fullest.memory.by_category(),
         peak_reserved_bytes=reserved.reserved_bytes,
         bottleneck=_bottleneck(spent, step),
-        fits=reserved.fits,
+        fits=reserved.fits and not any(stage.memory.overflows(cluster) for stage in staged.stages),
         memory_bytes=cluster.device.memory_bytes,
         seconds_by_origin=_by_origin(spent),
         seconds_by_cause=_by_cause(spent),
         worst_stage=fullest.run.start,
+        peak_bytes_by_tier=_by_tier(staged),
         counts=profile.counts,
     )
 
@@ -145,6 +154,14 @@ def reserved_by(stage: Stage, staged: Staged, cluster: Cluster, *, replays: bool
 def slowest_of(cluster: Cluster, num_ranks: int) -> float:
     """Times a step of one rank that the slowest of many takes (the largest of n normal deviations)."""
     return 1 + cluster.jitter_fraction * math.sqrt(2 * math.log(num_ranks))
+
+
+def _by_tier(staged: Staged) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for stage in staged.stages:
+        for tier, size in stage.memory.tier_bytes().items():
+            found[tier] = max(found.get(tier, 0), math.ceil(size))
+    return found
 
 
 class _Spent(NamedTuple):
@@ -171,6 +188,8 @@ def _spent(staged: Staged, plan: Plan, step_seconds: float, cluster: Cluster) ->
             link = "inner" if slowest.cost.roads[charge.axis].is_inner else "outer"
             name = slowest.cost.roads[charge.axis].name or getattr(cluster, link).name or f"the {link} link"
             found.append(_Spent(origin, f"{origin} collectives over {name}", link, total))
+        elif charge.tier:
+            found.append(_Spent(origin, f"{origin} copies to and from the {charge.tier}", "copy", total))
         elif origin == LAUNCH:
             found.append(_Spent(origin, "devices waiting for the host to launch", LAUNCH, total))
         else:

@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshwright.core.cluster import Device
-from meshwright.core.work import Num, Resident, Work
+from meshwright.core.cluster import Cluster, Device
+from meshwright.core.work import Num, Resident, TierName, Work
 from meshwright.schedules import Timetable
 
 NCCL_BYTES = 600_000_000
@@ -74,6 +74,25 @@ class StageMemory:
     """False: chunks take turns, so a whole microbatch and all gradients are counted at every place."""
     setup: tuple[Resident, ...] = field(default=(), repr=False)
     """What is always there, tensor by tensor."""
+    elsewhere: tuple[Resident, ...] = ()
+    """What other tiers than the device's hold."""
+
+    def tier_bytes(self) -> dict[TierName, Num]:
+        """What a rank has of each other tier that is used, counted as if all of it were there at one moment."""
+        found: dict[TierName, Num] = {}
+        for item in self.elsewhere:
+            size = _once(item) if item.life in ("moment", "forward", "backward") else _bytes(item)
+            times = self.in_flight if item.life == "microbatch" else 1
+            found[item.tier] = found.get(item.tier, 0) + size * times
+        return found
+
+    def overflows(self, cluster: Cluster) -> Num:
+        """Whether another tier than the device's is too small for it."""
+        tiers = cluster.tiers if self.elsewhere else {}
+        full: Num = False
+        for tier, size in self.tier_bytes().items():
+            full = full | (size > tiers[tier].bytes_each)
+        return full
 
     def base_bytes(self) -> Num:
         return sum(self.always.values(), start=0)
@@ -200,7 +219,10 @@ def stage_memory(work: Work, device: Device) -> StageMemory:
     always: ByCategory = {"non_torch": device.reserved_bytes + communicator_bytes(work, device)}
     by_layer: dict[str, list[Resident]] = {layer.name: [] for layer in work.profile.layers}
     setup = []
+    elsewhere = tuple(item for item in work.residents if item.tier != "device")
     for item in work.residents:
+        if item.tier != "device":
+            continue
         if item.life == "always":
             always[item.category] = always.get(item.category, 0) + item.repeat * item.bytes
             setup.append(item)
@@ -213,6 +235,7 @@ def stage_memory(work: Work, device: Device) -> StageMemory:
         num_microbatches=work.size("num_microbatches"),
         is_by_place=timetable.chunks == 1 and not timetable.splits_backward and not timetable.overlaps_steps,
         setup=tuple(setup),
+        elsewhere=elsewhere,
     )
 
 

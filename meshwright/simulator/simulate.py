@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from meshwright.core.cluster import Cluster
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.timeline import Span, Timeline
-from meshwright.core.work import ADAM, Updating
+from meshwright.core.work import ADAM, TierName, Updating
 from meshwright.schedules.chunk_placement import Places
 from meshwright.schedules.events import ScheduleEvent, halves, sweep
 from meshwright.simulator.async_events import NUM_STEPS, UPDATE, period_of, stream_events
@@ -34,6 +34,7 @@ _PARTS: dict[str, tuple[Part, ...]] = {
     "backward_weight": ("weight",),
 }
 
+_BESIDE_LANES: tuple[str, ...] = ("collective", "copy")
 MOST_DRAWN = 2048
 """Stages x microbatches in a timeline (at least one microbatch a stage): beyond, nobody sees them one by one."""
 
@@ -166,7 +167,7 @@ class _Drawing:
     def _tail(self, stage: int, start: float, end: float, first: float | None) -> Iterator[Span]:
         """`first`: when the step began, for what runs beside its first microbatch."""
         cost, device, slower = self.stages[stage].cost, self.devices[stage], self.slower
-        updates = _charged(cost.charges, ("step",), is_collective=False)
+        updates = _charged(cost.charges, ("step",), lane="compute")
         update_start = end - slower * sum(updates.values())
         for origin, seconds in updates.items():
             yield _span(device, _Piece("compute", origin, 0.0, slower * seconds), "update", update_start)
@@ -175,19 +176,20 @@ class _Drawing:
         late = {key: each for key, each in beside.items() if key.part == "backward"}
         begin = max(0.0, start - slower * sum(each.seconds - each.shown for each in late.values()))
         for key, each in late.items():
-            yield _span(device, _Piece("collective", key.origin, 0.0, slower * each.seconds), "exchange", begin)
+            yield _span(device, _Piece(key.lane, key.origin, 0.0, slower * each.seconds), key.words, begin)
             begin += slower * each.seconds
         early = {key: each for key, each in beside.items() if key.part == "forward"}
         for key, each in early.items():
             if first is not None and each.seconds > each.shown:
                 hidden = slower * (each.seconds - each.shown)
-                yield _span(device, _Piece("collective", key.origin, 0.0, hidden), "exchange", first)
+                yield _span(device, _Piece(key.lane, key.origin, 0.0, hidden), key.words, first)
                 first += hidden
-            yield _span(device, _Piece("collective", key.origin, 0.0, slower * each.shown), "exchange", begin)
+            yield _span(device, _Piece(key.lane, key.origin, 0.0, slower * each.shown), key.words, begin)
             begin += slower * each.shown
-        for origin, seconds in _charged(cost.bare, ("step",), is_collective=True).items():
-            yield _span(device, _Piece("collective", origin, 0.0, slower * seconds), "exchange", begin)
-            begin += slower * seconds
+        for lane, words in (("collective", "exchange"), ("copy", "copy")):
+            for origin, seconds in _charged(cost.bare, ("step",), lane=lane).items():
+                yield _span(device, _Piece(lane, origin, 0.0, slower * seconds), words, begin)
+                begin += slower * seconds
 
     def _name(self, event: ScheduleEvent) -> str:
         chunk = self.places.chunk(event.span)
@@ -224,46 +226,60 @@ def _span(device: int, piece: _Piece, name: str, start: float, took: float = 1.0
 def _pieces(cost: StageCost, kind: str) -> list[_Piece]:
     """Of one microbatch's work: compute, what runs beside it (with what shows of it), and what stops it."""
     parts = _PARTS[kind]
-    computes = _charged(cost.charges, parts, is_collective=False)
-    alone = _charged(cost.bare, parts, is_collective=True)
+    computes = _charged(cost.charges, parts, lane="compute")
+    stops = [(lane, *each) for lane in _BESIDE_LANES for each in _charged(cost.bare, parts, lane=lane).items()]
+    alone = sum(seconds for _, _, seconds in stops)
     hidden = {key: each for key, each in _beside(cost).items() if key.part in parts and not key.per_step}
     shown = sum(each.shown for each in hidden.values())
-    total = sum(computes.values()) + sum(alone.values()) + shown
+    total = sum(computes.values()) + alone + shown
     if not total:
         return []
     # Forward fetches before it computes, backward sends away what it has computed.
     is_forward = kind == "forward"
-    compute_start = shown if is_forward else sum(alone.values())
-    beside_start = 0.0 if is_forward else max(0.0, total - sum(each.seconds for each in hidden.values()))
-    alone_start = total - sum(alone.values()) if is_forward else 0.0
+    groups: list[tuple[float, list[tuple[str, str, float]]]] = [
+        (shown if is_forward else alone, [("compute", *each) for each in computes.items()])
+    ]
+    for lane in _BESIDE_LANES:
+        beside = [(lane, key.origin, each.seconds) for key, each in hidden.items() if key.lane == lane]
+        groups.append((0.0 if is_forward else max(0.0, total - sum(seconds for *_, seconds in beside)), beside))
+    groups.append((total - alone if is_forward else 0.0, stops))
     found: list[_Piece] = []
-    for lane, start, amounts in (
-        ("compute", compute_start, list(computes.items())),
-        ("collective", beside_start, [(key.origin, each.seconds) for key, each in hidden.items()]),
-        ("collective", alone_start, list(alone.items())),
-    ):
-        for origin, seconds in amounts:
+    for start, amounts in groups:
+        for lane, origin, seconds in amounts:
             found.append(_Piece(lane, origin, start / total, seconds / total))
             start += seconds
     return found
 
 
-def _charged(charges: Mapping[Charge, object], parts: tuple[Part, ...], *, is_collective: bool) -> dict[str, float]:
-    """Seconds by technique, of compute or of collectives."""
+def _charged(charges: Mapping[Charge, object], parts: tuple[Part, ...], *, lane: str) -> dict[str, float]:
+    """Seconds by technique, of one lane."""
     found: dict[str, float] = {}
     for charge, seconds in sorted(charges.items(), key=lambda item: (item[0].axis, item[0].origin)):
-        if charge.part in parts and bool(charge.axis) == is_collective and float(seconds) > 0:  # type: ignore[arg-type]
+        if charge.part in parts and charge.lane == lane and float(seconds) > 0:  # type: ignore[arg-type]
             found[charge.origin] = found.get(charge.origin, 0.0) + float(seconds)  # type: ignore[arg-type]
     return found
 
 
 class _Beside(NamedTuple):
-    """Collectives beside compute, by whose they are and when."""
+    """Collectives and copies beside compute, by whose they are and when."""
 
     origin: str
     axis: str
     part: Part
     per_step: bool
+    tier: TierName | Literal[""] = ""
+
+    @property
+    def lane(self) -> str:
+        return self.charge.lane
+
+    @property
+    def words(self) -> str:
+        return "copy" if self.tier else "exchange"
+
+    @property
+    def charge(self) -> Charge:
+        return Charge(self.origin, self.axis, "step" if self.per_step else self.part, self.tier)
 
 
 class _Took(NamedTuple):
@@ -275,19 +291,16 @@ class _Took(NamedTuple):
 def _beside(cost: StageCost) -> dict[_Beside, _Took]:
     whole: dict[_Beside, float] = {}
     for item in cost.hidden:
-        key = _Beside(item.task.origin, item.task.axis, item.part, bool(item.task.per_step))
+        charge = item.charge(item.part)
+        key = _Beside(charge.origin, charge.axis, item.part, bool(item.task.per_step), charge.tier)
         whole[key] = whole.get(key, 0.0) + float(item.total_seconds)
     by_charge: dict[Charge, float] = {}
     for key, seconds in whole.items():
-        by_charge[_charge(key)] = by_charge.get(_charge(key), 0.0) + seconds
+        by_charge[key.charge] = by_charge.get(key.charge, 0.0) + seconds
     found = {}
     for key, seconds in whole.items():
-        charge = _charge(key)
+        charge = key.charge
         shown = float(cost.charges.get(charge, 0.0)) - float(cost.bare.get(charge, 0.0))
         if seconds > 0:
             found[key] = _Took(seconds, min(seconds, max(0.0, shown) * seconds / by_charge[charge]))
     return found
-
-
-def _charge(key: _Beside) -> Charge:
-    return Charge(key.origin, key.axis, "step" if key.per_step else key.part)

@@ -18,9 +18,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from meshwright.core.cluster import Beside, Cluster
-from meshwright.core.device import Device
-from meshwright.core.work import Collective, Compute, Num, Work
+from meshwright.core.cluster import Cluster
+from meshwright.core.work import Collective, Compute, Copy, Num, Task, TierName, Work
 from meshwright.simulator.axis_links import Route
 from meshwright.simulator.op_seconds import compute_seconds, host_seconds
 
@@ -43,17 +42,30 @@ _PART: dict[str, Part] = {
 
 
 class Charge(NamedTuple):
-    """Why time passes: the technique (empty: the model itself), the axis it talks over (empty: compute), when."""
+    """Why time passes: the technique (empty: the model itself), the axis it talks over or the tier it copies from or
+    to (both empty: compute), when."""
 
     origin: str
     axis: str
     part: Part
+    tier: TierName | Literal[""] = ""
+
+    @property
+    def lane(self) -> Literal["compute", "collective", "copy"]:
+        return "collective" if self.axis else "copy" if self.tier else "compute"
+
+
+class Slowed(NamedTuple):
+    """How many times as long things take side by side: a message or copy, and the compute beside it."""
+
+    itself: float
+    compute: float
 
 
 class Hidden(NamedTuple):
-    """A collective that may run beside compute."""
+    """A collective or a copy that may run beside compute."""
 
-    task: Collective
+    task: Collective | Copy
     each_seconds: Num
     total_seconds: Num
     shared: Num
@@ -62,6 +74,21 @@ class Hidden(NamedTuple):
     def part(self) -> Part:
         """What it runs beside."""
         return _PART[self.task.phase]
+
+    @property
+    def lane(self) -> str:
+        if isinstance(self.task, Collective):
+            return "collective"
+        return "copy in" if self.task.is_inward else "copy out"
+
+    def charge(self, part: Part) -> Charge:
+        return _charge(self.task, part)
+
+
+def _charge(task: Collective | Copy, part: Part) -> Charge:
+    if isinstance(task, Copy):
+        return Charge(task.origin, "", part, task.tier)
+    return Charge(task.origin, task.axis, part)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +99,7 @@ class StageCost:
     """From the end of a stage's work to the neighbour that waits for it."""
     roads: Mapping[str, Route]
     hidden: tuple[Hidden, ...] = ()
-    """Collectives beside compute, whole: `charges` has what shows of them."""
+    """Collectives and copies beside compute, whole: `charges` has what shows of them."""
     bare: Mapping[Charge, Num] = field(default_factory=dict)
     """Charges without them."""
 
@@ -92,7 +119,7 @@ class StageCost:
 class TaskTally:
     """Tasks gone through so far. Plans that differ in their last techniques share a tally of the rest."""
 
-    tasks: tuple[Compute | Collective, ...] = ()
+    tasks: tuple[Task, ...] = ()
     charges: Mapping[Charge, Num] = field(default_factory=dict)
     cover: Mapping[tuple[str, Part], Num] = field(default_factory=dict)
     """(layer, part) -> seconds of compute that collectives may hide behind."""
@@ -101,7 +128,7 @@ class TaskTally:
     hidden: tuple[Hidden, ...] = ()
     send_seconds: Num = 0.0
 
-    def begins(self, tasks: tuple[Compute | Collective, ...]) -> bool:
+    def begins(self, tasks: tuple[Task, ...]) -> bool:
         """Whether these very tasks come first in `tasks`."""
         return len(self.tasks) <= len(tasks) and all(map(operator.is_, self.tasks, tasks))
 
@@ -112,14 +139,14 @@ Known = dict[int, tuple[Compute, Num, Num]]
 
 def tally(
     work: Work,
-    device: Device,
+    cluster: Cluster,
     roads: Mapping[str, Route],
     done: TaskTally | None = None,
     known: Known | None = None,
 ) -> TaskTally:
     """Go through the tasks of `work` that `done` has not; a tally of other tasks is no help and is left. What is known
     of a task, from another work that has it too, is not asked again."""
-    known = {} if known is None else known
+    known, device = {} if known is None else known, cluster.device
     done = done if done is not None and done.begins(work.tasks) else TaskTally()
     charges, cover, host, hidden = dict(done.charges), dict(done.cover), dict(done.host), list(done.hidden)
     send = done.send_seconds
@@ -134,6 +161,13 @@ def tally(
             _add(charges, Charge(task.origin, "", part), seconds)
             host[part] = host.get(part, 0.0) + launching
             continue
+        if isinstance(task, Copy):
+            each = cluster.tiers[task.tier].copy_seconds(task.bytes, is_inward=task.is_inward)
+            if task.hidden:
+                hidden.append(Hidden(task, each, task.repeat * each, False))
+            else:
+                _add(charges, _charge(task, "step" if task.per_step else part), task.repeat * each)
+            continue
         road = roads[task.axis]
         if device.kind != "cpu":
             calls = (not task.per_step) * (road.size > 1) * task.repeat * COLLECTIVE_LAUNCHES
@@ -144,7 +178,7 @@ def tally(
         elif task.hidden:
             hidden.append(Hidden(task, each, task.repeat * each, road.shared))
         else:
-            _add(charges, Charge(task.origin, task.axis, "step" if task.per_step else part), task.repeat * each)
+            _add(charges, _charge(task, "step" if task.per_step else part), task.repeat * each)
     return TaskTally(tasks=work.tasks, charges=charges, cover=cover, host=host, hidden=tuple(hidden), send_seconds=send)
 
 
@@ -156,13 +190,19 @@ def stage_cost(
     known: Known | None = None,
 ) -> StageCost:
     """`roads` are the mesh's, from `links.routes`; `done` a tally that begins this work, if there is one."""
-    total = tally(work, cluster.device, roads, done, known)
+    total = tally(work, cluster, roads, done, known)
     charges = dict(total.charges)
-    order = [layer.name for layer in work.profile.layers]
+    order = ["", *(layer.name for layer in work.profile.layers)]
+    beside = cluster.beside
+    messages = Slowed(beside.collective_by_compute, beside.compute_by_collective)
+    copies = Slowed(beside.copy_by_compute, beside.compute_by_copy)
+    # Each kind hides behind compute by itself: the network, and a copy engine for either way.
+    lanes = (("collective", messages), ("copy in", copies), ("copy out", copies))
     for part in ("forward", "backward"):
-        group = [item for item in total.hidden if item.part == part]
-        _charge_by_layer(charges, total.cover, [i for i in group if not i.task.per_step], order, part, cluster.beside)
-        _charge_once(charges, total.cover, [i for i in group if i.task.per_step], order, part, cluster.beside)
+        for lane, slowed in lanes:
+            group = [item for item in total.hidden if item.part == part and item.lane == lane]
+            _charge_by_layer(charges, total.cover, [i for i in group if not i.task.per_step], order, part, slowed)
+            _charge_once(charges, total.cover, [i for i in group if i.task.per_step], order, part, slowed)
     _charge_waiting(charges, total.host)
     return StageCost(
         charges=charges, send_seconds=total.send_seconds, roads=roads, hidden=total.hidden, bare=total.charges
@@ -193,11 +233,11 @@ def _charge_by_layer(
     group: list[Hidden],
     order: list[str],
     part: Part,
-    beside: Beside,
+    slowed: Slowed,
 ) -> None:
     """Collectives of a layer run beside its neighbours' compute; the first layer's has nothing to hide behind."""
     for layer, mine, bare in _in_turn(group, order if part == "forward" else order[::-1]):
-        _expose(charges, mine, cover.get((layer, part), 0.0), bare, part, beside)
+        _expose(charges, mine, cover.get((layer, part), 0.0), bare, part, slowed)
 
 
 def _in_turn(group: list[Hidden], order: list[str]) -> Iterator[tuple[str, list[Hidden], Num]]:
@@ -217,26 +257,26 @@ def _charge_once(
     group: list[Hidden],
     order: list[str],
     part: Part,
-    beside: Beside,
+    slowed: Slowed,
 ) -> None:
     """Once a step, beside one microbatch's pass; the first layer's is needed first, or ready last."""
     if not group:
         return
     bare = _sum(seconds for _, _, seconds in _in_turn(group, order))
     window = _sum(seconds for (_, when), seconds in cover.items() if when == part)
-    _expose(charges, group, window, bare, "step", beside)
+    _expose(charges, group, window, bare, "step", slowed)
 
 
 def _expose(
-    charges: dict[Charge, Num], group: list[Hidden], window: Num, bare: Num, part: Part, beside: Beside
+    charges: dict[Charge, Num], group: list[Hidden], window: Num, bare: Num, part: Part, slowed: Slowed
 ) -> None:
     """Charge each technique its share of what stays visible of `group` beside `window` seconds of compute.
 
     Side by side both are slower; what ends first leaves the other alone (Mist's peeling, for two).
     """
     total = _sum(item.total_seconds for item in group)
-    both = np.minimum(total * beside.collective_by_compute, window * beside.compute_by_collective)
-    visible = both - both / beside.compute_by_collective + total - both / beside.collective_by_compute + bare
+    both = np.minimum(total * slowed.itself, window * slowed.compute)
+    visible = both - both / slowed.compute + total - both / slowed.itself + bare
     visible = np.minimum(total, visible)
     fraction = visible / np.maximum(total, 1e-30)
     for item in group:
@@ -245,7 +285,7 @@ def _expose(
             shown = np.where(item.shared, 1.0, fraction)
         elif not item.shared:
             shown = fraction
-        _add(charges, Charge(item.task.origin, item.task.axis, part), item.total_seconds * shown)
+        _add(charges, item.charge(part), item.total_seconds * shown)
 
 
 def _sum(values: Iterable[Num]) -> Num:

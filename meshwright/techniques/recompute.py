@@ -32,7 +32,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.profile import Layer, Op, Poly, Profile
 from meshwright.core.revolve import forwards_again
 from meshwright.core.technique import Choice, Option, PerLayer, Spans, Technique
-from meshwright.core.work import Collective, Compute, Num, Resident, Work, replace
+from meshwright.core.work import Collective, Compute, Copy, Num, Resident, Task, Work, replace
 
 DEAR = ("matmul", "attention")
 """Kinds of ops whose results selective blocks keep."""
@@ -159,7 +159,7 @@ class Recompute(Technique):
         chosen = left[max(len(left) - value, 0) :] if self.layers is None else left[:value]
         return tuple((block, block + 1) for block in chosen)
 
-    def _replays(self, work: Work, layer: Layer, full: Num, some: Num, again: Num) -> list[Compute | Collective]:
+    def _replays(self, work: Work, layer: Layer, full: Num, some: Num, again: Num) -> list[Task]:
         """Of the forward's tasks, as often as they are run again."""
         each = np.maximum(work.repeat_of(layer.name), 1)  # some tasks come several times a block
         goes_back = work.has_backward(layer.name)
@@ -167,13 +167,14 @@ class Recompute(Technique):
         for task in work.tasks:
             if task.layer != layer.name or task.phase != "forward":
                 continue
-            if isinstance(task, Collective):
-                # The last exit only makes the output: for the next block's input, and for nothing else.
-                times, origin = (again if task.tail else full + again), task.origin
-                if task.tail and not self.slots:
-                    continue
-            else:
+            if isinstance(task, Compute):
                 times, origin = full + again + some * (task.kind not in DEAR), self.name
+            else:
+                # The last exit only makes the output: for the next block's input, and for nothing else.
+                is_tail = isinstance(task, Collective) and task.tail
+                times, origin = (again if is_tail else full + again), task.origin
+                if is_tail and not self.slots:
+                    continue
             repeat = task.repeat * times // each * goes_back
             found.append(replace(task, phase="recompute", repeat=repeat, origin=origin))
         return [*found, *self._watching(work, layer, some)]
@@ -263,7 +264,7 @@ def _dear_bytes(work: Work, layer: Layer) -> Num:
     wide = work.facts.widths.state
     last, total = _last_product(layer.ops), 0.0
     for task in work.tasks:
-        if task.layer != layer.name or task.phase != "forward" or task.per_step:
+        if task.layer != layer.name or task.phase != "forward" or task.per_step or isinstance(task, Copy):
             continue
         if isinstance(task, Collective):
             size = 0.0 if task.tail or task.kind in ("ring", "send") else task.bytes * (work.size(task.axis) > 1)
