@@ -28,7 +28,7 @@ from meshwright.machine.named_clusters import preset, preset_of_device
 from meshwright.machine.readings import Reading
 from meshwright.models.cost_decoder import decoder_profile
 from meshwright.models.dimensions import DecoderConfig
-from meshwright.simulator.op_seconds import compute_seconds
+from meshwright.simulator.stage_seconds import compute_seconds
 
 MEASURED = Errors(compute=0.15, launch=0.5, inner=0.2, outer=0.4, idle=0.15)
 _LEAST_ERROR = 0.03

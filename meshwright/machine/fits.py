@@ -17,7 +17,7 @@ from meshwright.core.cluster import Link
 from meshwright.core.device import Device
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.work import Compute
-from meshwright.simulator.op_seconds import LARGE_HEAD, SMALL_HEAD, compute_seconds
+from meshwright.simulator.stage_seconds import LARGE_HEAD, SMALL_HEAD, compute_seconds
 
 Points = Sequence[tuple[float, float]]
 """(message bytes, seconds)."""

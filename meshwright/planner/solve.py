@@ -24,9 +24,9 @@ from meshwright.planner.policies import Kinds
 from meshwright.planner.priced_rows import Cell, Pick, SearchInputs, kinds_of, policy_fields, size_of
 from meshwright.planner.stage_policies import Option, fronts_of, options_of
 from meshwright.planner.stage_split import Table, all_splits, is_small, least_bound, step_seconds
-from meshwright.simulator.equal_stages import straight
 from meshwright.simulator.forecast import slowest_of
 from meshwright.simulator.makespan import makespan
+from meshwright.simulator.priced_stages import straight
 
 REACH = 3
 """Blocks more or fewer than an even share that a stage may have; with few blocks, any number."""

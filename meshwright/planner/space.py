@@ -23,7 +23,7 @@ from meshwright.core.technique import Spans, Technique
 from meshwright.core.work import Num
 from meshwright.planner.even_split import balanced_stages
 from meshwright.planner.settings import Dial
-from meshwright.simulator.equal_stages import runs_of, straight
+from meshwright.simulator.priced_stages import runs_of, straight
 
 ALL_DIVISORS_UP_TO = 64
 """Microbatches up to here may be any divisor of a replica's samples; above, powers of two."""

@@ -11,16 +11,55 @@ import numpy as np
 from meshwright.core.cluster import Cluster
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
-from meshwright.core.technique import Technique
+from meshwright.core.technique import Spans, Technique
 from meshwright.core.work import Num, Updating, Work
 from meshwright.schedules import Timetable
 from meshwright.schedules.events import peak_held
 from meshwright.simulator.axis_links import routes
-from meshwright.simulator.candidate_pick import picked, stacked
-from meshwright.simulator.equal_stages import StageRun, runs_of
 from meshwright.simulator.peak_memory import StageMemory, stage_memory, timetable_of
-from meshwright.simulator.pricing import price_sizes, sizes_of
+from meshwright.simulator.pricing import picked, price_sizes, sizes_of, stacked
 from meshwright.simulator.stage_seconds import StageCost, stage_cost
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageRun:
+    start: int
+    """The stage that stands for the run."""
+    count: int
+    first_block: int
+    blocks: int
+
+
+def straight(blocks: Sequence[int]) -> tuple[Spans, ...]:
+    """Stages of so many blocks each, one after the other."""
+    ends = [sum(blocks[: stage + 1]) for stage in range(len(blocks))]
+    return tuple(((end - count, end),) for end, count in zip(ends, blocks, strict=True))
+
+
+def runs_of(profile: Profile, stages: Sequence[Spans], techniques: Sequence[Technique] = ()) -> tuple[StageRun, ...]:
+    """Stages that are alike are simulated once: (4, 4, 4, 4, 3) blocks are the runs [0] [1 2 3] [4].
+
+    Inner stages with equally many blocks of each kind do the same work; the first stage (where samples enter) and the
+    last (where the loss is) stay alone. The first of a run stands for it: it holds the most microbatches.
+    `techniques` may treat blocks of one kind differently.
+    """
+    runs: list[StageRun] = []
+    alike: tuple[Any, ...] = ()
+    for stage, spans in enumerate(stages):
+        is_end = stage in (0, 1, len(stages) - 1)
+        kinds: tuple[Any, ...] = tuple(profile.blocks_within(first, last - first) for first, last in spans)
+        for technique in techniques:
+            if technique.policies:
+                each = [technique.counts_in(profile, spans, chunk) for chunk in range(len(spans))]
+                kinds += tuple(tuple(counts.values()) for counts in each)
+        if not is_end and kinds == alike:
+            runs[-1] = replace(runs[-1], count=runs[-1].count + 1)
+        else:
+            blocks = sum(last - first for first, last in spans)
+            runs.append(StageRun(start=stage, count=1, first_block=spans[0][0], blocks=blocks))
+        alike = kinds
+    return tuple(runs)
+
 
 _MANY = 6
 """Microbatches a stage after which a schedule holds no more, unless it holds all."""

@@ -20,12 +20,11 @@ from meshwright.machine.named_clusters import cluster
 from meshwright.models.cost_decoder import decoder_profile
 from meshwright.models.presets import preset
 from meshwright.simulator.axis_links import LATENCY_BY_RANK, routes
-from meshwright.simulator.equal_stages import runs_of, straight
 from meshwright.simulator.forecast import Forecast, forecast
-from meshwright.simulator.op_seconds import compute_seconds, host_seconds
+from meshwright.simulator.priced_stages import runs_of, straight
 from meshwright.simulator.pricing import price
 from meshwright.simulator.simulate import simulate
-from meshwright.simulator.stage_seconds import Charge, stage_cost
+from meshwright.simulator.stage_seconds import Charge, compute_seconds, host_seconds, stage_cost
 
 PROFILE = decoder_profile(preset("byte-3m"), "byte-3m")
 NODES = cluster("2x4xh100")
