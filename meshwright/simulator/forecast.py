@@ -116,7 +116,14 @@ def told(
     tokens = plan.batch * sequence
     peak_flops = sum(device.flops_per_second[staged.compute_dtype] * ranks for device, ranks in devices)
     spent = _spent(staged, plan, step, cluster)
-    off = _error_fraction(spent, step, cluster)
+    causes, origins = _summed(spent, "cause"), _summed(spent, "origin")
+    # Parts of one cause are off together, causes each by themselves.
+    off = math.hypot(*(getattr(cluster.errors, cause) * (seconds / step) for cause, seconds in causes.items()))
+    words, most = max(_summed(spent, "words").items(), key=lambda item: item[1])
+    tiers: dict[str, int] = {}
+    for stage in staged.stages:
+        for tier, size in stage.memory.tier_bytes().items():
+            tiers[tier] = max(tiers.get(tier, 0), math.ceil(size))
     return Forecast(
         step_seconds=step,
         step_seconds_low=step / (1 + off),
@@ -126,13 +133,13 @@ def told(
         peak_bytes=int(fullest.memory.peak_bytes()),
         peak_bytes_by_category=fullest.memory.by_category(),
         peak_reserved_bytes=reserved.reserved_bytes,
-        bottleneck=_bottleneck(spent, step),
+        bottleneck=f"{words}: {most / step:.0%} of the step".replace("%", " %"),
         fits=reserved.fits and not any(stage.memory.overflows(cluster) for stage in staged.stages),
         memory_bytes=cluster.device.memory_bytes,
-        seconds_by_origin=_by_origin(spent),
-        seconds_by_cause=_by_cause(spent),
+        seconds_by_origin={origin: seconds for origin, seconds in sorted(origins.items()) if seconds > 0},
+        seconds_by_cause=causes,
         worst_stage=fullest.run.start,
-        peak_bytes_by_tier=_by_tier(staged),
+        peak_bytes_by_tier=tiers,
         counts=profile.counts,
     )
 
@@ -154,14 +161,6 @@ def reserved_by(stage: Stage, staged: Staged, cluster: Cluster, *, replays: bool
 def slowest_of(cluster: Cluster, num_ranks: int) -> float:
     """Times a step of one rank that the slowest of many takes (the largest of n normal deviations)."""
     return 1 + cluster.jitter_fraction * math.sqrt(2 * math.log(num_ranks))
-
-
-def _by_tier(staged: Staged) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for stage in staged.stages:
-        for tier, size in stage.memory.tier_bytes().items():
-            found[tier] = max(found.get(tier, 0), math.ceil(size))
-    return found
 
 
 class _Spent(NamedTuple):
@@ -200,31 +199,10 @@ def _spent(staged: Staged, plan: Plan, step_seconds: float, cluster: Cluster) ->
     return [*found, _Spent(*waiting, "idle", idle)]
 
 
-def _error_fraction(spent: list[_Spent], step_seconds: float, cluster: Cluster) -> float:
-    """Parts of one cause are off together, causes each by themselves."""
-    shares = {cause: seconds / step_seconds for cause, seconds in _by_cause(spent).items()}
-    return math.hypot(*(getattr(cluster.errors, cause) * share for cause, share in shares.items()))
-
-
-def _by_cause(spent: list[_Spent]) -> dict[str, float]:
-    found: dict[str, float] = {}
+def _summed(spent: list[_Spent], name: Literal["origin", "words", "cause"]) -> dict[str, float]:
+    """Seconds by what each part says of itself."""
+    totals: dict[str, float] = {}
     for each in spent:
-        found[each.cause] = found.get(each.cause, 0.0) + each.seconds
-    return found
-
-
-def _by_origin(spent: list[_Spent]) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for each in spent:
-        found[each.origin] = found.get(each.origin, 0.0) + each.seconds
-    return {origin: seconds for origin, seconds in sorted(found.items()) if seconds > 0}
-
-
-def _bottleneck(spent: list[_Spent], step_seconds: float) -> str:
-    """The largest part, in words."""
-    said: dict[str, float] = {}
-    for each in spent:
-        said[each.words] = said.get(each.words, 0.0) + each.seconds
-    words, most = max(said.items(), key=lambda item: item[1])
-    share = f"{most / step_seconds:.0%}".replace("%", " %")
-    return f"{words}: {share} of the step"
+        key = getattr(each, name)
+        totals[key] = totals.get(key, 0.0) + each.seconds
+    return totals

@@ -11,6 +11,7 @@ axis's route. Copies: a latency and the rate of their tier. A hidden collective 
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -334,11 +335,19 @@ def stage_cost(
     copies = Slowed(beside.copy_by_compute, beside.compute_by_copy)
     # Each kind hides behind compute by itself: the network, and a copy engine for either way.
     lanes = (("collective", messages), ("copy in", copies), ("copy out", copies))
-    for part in ("forward", "backward"):
-        for lane, slowed in lanes:
-            group = [item for item in total.hidden if item.part == part and item.lane == lane]
-            _charge_by_layer(charges, total.cover, [i for i in group if not i.task.per_step], order, part, slowed)
-            _charge_once(charges, total.cover, [i for i in group if i.task.per_step], order, part, slowed)
+    parts: tuple[Part, ...] = ("forward", "backward")
+    for part, (lane, slowed) in itertools.product(parts, lanes if total.hidden else ()):
+        group = [item for item in total.hidden if item.part == part and item.lane == lane]
+        # Those of a layer run beside its neighbours' compute; the first layer's have nothing to hide behind.
+        each = [item for item in group if not item.task.per_step]
+        for layer, mine, bare in _in_turn(each, order if part == "forward" else order[::-1]):
+            _expose(charges, mine, total.cover.get((layer, part), 0.0), bare, part, slowed)
+        # Once a step, beside one microbatch's pass; the first layer's is needed first, or ready last.
+        once = [item for item in group if item.task.per_step]
+        if once:
+            bare = _sum(seconds for _, _, seconds in _in_turn(once, order))
+            window = _sum(seconds for (_, when), seconds in total.cover.items() if when == part)
+            _expose(charges, once, window, bare, "step", slowed)
     _charge_waiting(charges, total.host)
     return StageCost(
         charges=charges, send_seconds=total.send_seconds, roads=roads, hidden=total.hidden, bare=total.charges
@@ -363,19 +372,6 @@ def _add(charges: dict[Charge, Num], charge: Charge, seconds: Num) -> None:
     charges[charge] = charges.get(charge, 0.0) + seconds
 
 
-def _charge_by_layer(
-    charges: dict[Charge, Num],
-    cover: Mapping[tuple[str, Part], Num],
-    group: list[Hidden],
-    order: list[str],
-    part: Part,
-    slowed: Slowed,
-) -> None:
-    """Collectives of a layer run beside its neighbours' compute; the first layer's has nothing to hide behind."""
-    for layer, mine, bare in _in_turn(group, order if part == "forward" else order[::-1]):
-        _expose(charges, mine, cover.get((layer, part), 0.0), bare, part, slowed)
-
-
 def _in_turn(group: list[Hidden], order: list[str]) -> Iterator[tuple[str, list[Hidden], Num]]:
     """Layer, its collectives, and their seconds where it is the first that this stage has (else none)."""
     unseen: Num = True
@@ -385,22 +381,6 @@ def _in_turn(group: list[Hidden], order: list[str]) -> Iterator[tuple[str, list[
             is_here = mine[0].task.repeat > 0
             yield layer, mine, _sum(item.each_seconds for item in mine) * (unseen & is_here)
             unseen = unseen & np.logical_not(is_here)
-
-
-def _charge_once(
-    charges: dict[Charge, Num],
-    cover: Mapping[tuple[str, Part], Num],
-    group: list[Hidden],
-    order: list[str],
-    part: Part,
-    slowed: Slowed,
-) -> None:
-    """Once a step, beside one microbatch's pass; the first layer's is needed first, or ready last."""
-    if not group:
-        return
-    bare = _sum(seconds for _, _, seconds in _in_turn(group, order))
-    window = _sum(seconds for (_, when), seconds in cover.items() if when == part)
-    _expose(charges, group, window, bare, "step", slowed)
 
 
 def _expose(
