@@ -12,9 +12,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from meshwright.core.codec import read_artefact, to_json
-from meshwright.core.device import Device, wrong_numbers
+from meshwright.core.device import Device, TierName, wrong_numbers
 from meshwright.core.errors import MeshwrightError, Problem
-from meshwright.core.work import Num, TierName
 
 MOST_DEVICES = 1 << 20
 HOST_LATENCY, DISK_LATENCY = 1e-5, 1e-4
@@ -90,8 +89,8 @@ class Tier:
         """What one device may have of it."""
         return self.bytes // self.num_sharing
 
-    def copy_seconds(self, num_bytes: Num, *, is_inward: bool) -> Num:
-        """Of a tier whose rate is not known, as good as for ever."""
+    def copy_seconds(self, num_bytes: Any, *, is_inward: bool) -> Any:
+        """Of a number of bytes, or an array of them; as good as for ever where the rate is not known."""
         rate = self.in_bytes_per_second if is_inward else self.out_bytes_per_second
         return self.latency_seconds + num_bytes / (rate or 1.0)
 

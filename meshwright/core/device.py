@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from meshwright.core.errors import Problem, nearest
 
 KINDS = ("cpu", "cuda")
 DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
+TierName = Literal["device", "host", "disk"]
+TIERS: tuple[TierName, ...] = ("device", "host", "disk")
+"""Where tensors can live, nearest to the cores of a device first."""
 MOST_OF_PEAK = 1.5
 """Shares of a data sheet's figure: a measurement may pass it a little, never by half."""
 

@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from meshwright.core.device import TIERS, TierName
 from meshwright.core.profile import Cut, CutDim, Layer, Op, Poly, Profile, Role
 
 Num = Any
@@ -25,9 +26,6 @@ Num = Any
 
 Phase = Literal["forward", "recompute", "backward", "weight", "step"]
 """`weight`: the half of backward that makes weights' gradients, where a schedule takes it apart."""
-TierName = Literal["device", "host", "disk"]
-TIERS: tuple[TierName, ...] = ("device", "host", "disk")
-"""Nearest to the cores of a device first."""
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "ring"]
 """send: to the next stage; ring: from each rank of an axis to the next, all at once."""
 

@@ -20,8 +20,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshwright.core.cluster import Cluster, Device
-from meshwright.core.work import Num, Resident, TierName, Work
+from meshwright.core.cluster import Cluster
+from meshwright.core.device import Device, TierName
+from meshwright.core.work import Num, Resident, Work
 from meshwright.schedules import Timetable
 
 NCCL_BYTES = 600_000_000

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from meshwright.core.cluster import Cluster
+from meshwright.core.device import TierName
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.timeline import MemoryPoint, Span, Timeline
-from meshwright.core.work import ADAM, TierName, Updating
+from meshwright.core.work import ADAM, Updating
 from meshwright.schedules.chunk_placement import Places
 from meshwright.schedules.events import ScheduleEvent, halves, sweep
 from meshwright.simulator.async_events import NUM_STEPS, UPDATE, period_of, stream_events

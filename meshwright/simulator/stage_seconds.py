@@ -21,8 +21,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from meshwright.core.cluster import Cluster
-from meshwright.core.device import Device
-from meshwright.core.work import Collective, Compute, Copy, Num, Task, TierName, Work
+from meshwright.core.device import Device, TierName
+from meshwright.core.work import Collective, Compute, Copy, Num, Task, Work
 from meshwright.simulator.axis_links import Route
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 128, 0.8), (64, 64, 0.6))
