@@ -15,7 +15,6 @@ from meshwright.core.cluster import Cluster
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
-from meshwright.models.dimensions import DecoderConfig
 from meshwright.models.presets import Config
 from meshwright.optimizers.optimizer_config import OptimizerConfig
 from meshwright.run.model import ModelDescription, describe, describe_config, section_named
@@ -224,6 +223,7 @@ def check(
     report = report or (lambda text: None)
     config = run if isinstance(run, RunConfig) else read_run(run, changes)
     description = describe_run(config)
+    # A plan that is given may need more devices than this machine has: its ranks are only processes here.
     given = load_plan(config, plan if isinstance(plan, Plan) else str(plan), description.profile)
     chosen = given or prepare(config, "", report, description=description).plan
     return compared(config, chosen, steps=steps, report=report, description=description)
@@ -267,15 +267,11 @@ def train(run: Any, *old: Any, **more: Any) -> Any:
         return made.start(show=show).result()
 
 
-def profile_of(model: AnyModel) -> Profile:
+def profile_of(given: AnyModel) -> Profile:
     """What each layer of a model costs."""
-    if isinstance(model, Profile):
-        return model
-    return (model if isinstance(model, ModelDescription) else _described(model)).profile
-
-
-def _described(source: str | Path | Config) -> ModelDescription:
-    return model(source)
+    if isinstance(given, Profile):
+        return given
+    return (given if isinstance(given, ModelDescription) else model(given)).profile
 
 
 def _cluster_of(given: Cluster | str) -> Cluster:
@@ -294,6 +290,3 @@ def _judged(model: AnyModel, plan: Plan, cluster: Cluster | str) -> tuple[Profil
     if problems := plan.check(profile, machines):
         raise MeshwrightError(problems)
     return profile, machines
-
-
-__all__ = ["DecoderConfig", "check", "cluster", "forecast", "model", "plan", "probe", "simulate", "train"]

@@ -5,31 +5,25 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 
+import meshwright as mw
 from meshwright.core.codec import encode
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.units import pretty_seconds
 from meshwright.launch.failure import cause
 from meshwright.launch.rank_pool import RankError
 from meshwright.report.terminal import progress, stdout
-from meshwright.run.model import describe_run
-from meshwright.run.prepare import load_plan, prepare
-from meshwright.run.run_file import read_run
-from meshwright.verify.check import Checked, check
+from meshwright.verify.check import Checked
 
 
 def run(arguments: Namespace) -> int:
     if arguments.steps < 1:
         raise MeshwrightError("--steps must be at least 1.")
-    config = read_run(arguments.run, arguments.changes)
-    # A plan that is given may need more devices than this machine has: its ranks are only processes here.
-    description = describe_run(config)
-    plan = load_plan(config, arguments.plan, description.profile)
-    plan = plan or prepare(config, "", progress, description=description).plan
     try:
-        checked = check(config, plan, steps=arguments.steps, report=progress, description=description)
+        checked = mw.check(
+            arguments.run, arguments.plan, changes=arguments.changes, steps=arguments.steps, report=progress
+        )
     except RankError as error:  # whose text has a traceback, for tests
-        first = cause(error.failures)
-        raise MeshwrightError(first.sentence(plan.num_ranks), error.exit_code) from None
+        raise MeshwrightError(cause(error.failures).sentence(error.num_ranks), error.exit_code) from None
     if arguments.json:
         print(json.dumps(encode(checked) | {"passed": checked.passed}))
     else:

@@ -27,9 +27,9 @@ from typing import Any
 
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.files import memory_file, open_to_append
-from meshwright.launch.child import Child, rank_environment, start_child
+from meshwright.core.process import Child, start_child
 from meshwright.launch.failure import Failure, cause, failure_from_error, failure_from_exit, log_tail
-from meshwright.launch.rank_job import PREEMPTED_EXIT_CODE, Job
+from meshwright.launch.rank_job import PREEMPTED_EXIT_CODE, Job, rank_environment
 from meshwright.launch.rank_job import STOP_SIGNALS as RANK_SIGNALS
 
 GRACE_SECONDS = 30.0  # what Slurm and Kubernetes allow between their SIGTERM and their SIGKILL

@@ -1,4 +1,7 @@
-"""Who of the other ranks is gone, told by the kernel from the connections to them. No torch.
+"""Other machines' ranks: which network interface leads to them, and who of them is gone. No torch.
+
+Gloo must be told the interface: left alone, it binds to whatever this machine's own name resolves to, on many machines
+127.0.0.1, and ranks of other machines then knock at their own door.
 
 A collective waits: for a rank that died on another machine, and for ten minutes or more if that machine went
 away without closing its connections (power, cable). So each rank watches its own connections. A process that
@@ -8,13 +11,18 @@ that only computes for long still answers, as its kernel does.
 
 from __future__ import annotations
 
+import array
 import contextlib
+import fcntl
+import ipaddress
 import os
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 POLL_SECONDS = 0.2
@@ -27,6 +35,9 @@ TOGETHER_SECONDS = 1.0
 """Ranks lost this soon after the first went with it; later ones left because of it."""
 _ESTABLISHED = 1  # the first byte of TCP_INFO, linux/tcp.h
 _V4_IN_V6 = "::ffff:"
+_SIOCGIFCONF = 0x8912  # linux/sockios.h
+_REQUEST_BYTES = 40  # sizeof(struct ifreq): a name of 16 bytes, then a sockaddr
+_MOST_INTERFACES = 256
 
 Endpoint = tuple[str, int]
 
@@ -173,3 +184,46 @@ class PeerWatch:
             if self._lost and now > min(self._lost.values()) + self.patience_seconds:
                 self.give_up()
                 return
+
+
+def address_towards(host: str, port: int) -> str:
+    """Our own address on the way to `host`; empty where its name or a way there is not known. Nothing is sent."""
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""
+
+
+def interface_of(address: str) -> str:
+    """The interface that has this address; empty where none has."""
+    try:
+        wanted = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return ""
+    if wanted.is_loopback:  # all of 127.0.0.0/8, of which the interface lists one
+        return "lo"
+    found = _interfaces_v4() if wanted.version == 4 else _interfaces_v6()
+    return found.get(wanted, "")
+
+
+def _interfaces_v4() -> dict[ipaddress.IPv4Address | ipaddress.IPv6Address, str]:
+    """Every address, the second ones of an interface too, and the interface's name."""
+    space = array.array("B", bytes(_MOST_INTERFACES * _REQUEST_BYTES))
+    place, length = space.buffer_info()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        answer = fcntl.ioctl(probe, _SIOCGIFCONF, struct.pack("iP", length, place))
+    filled = struct.unpack("iP", answer)[0]
+    found: dict[ipaddress.IPv4Address | ipaddress.IPv6Address, str] = {}
+    for start in range(0, filled, _REQUEST_BYTES):
+        name = space[start : start + 16].tobytes().partition(b"\0")[0].decode()
+        found[ipaddress.IPv4Address(space[start + 20 : start + 24].tobytes())] = name.partition(":")[0]
+    return found
+
+
+def _interfaces_v6() -> dict[ipaddress.IPv4Address | ipaddress.IPv6Address, str]:
+    listing = Path("/proc/net/if_inet6")
+    rows = [line.split() for line in listing.read_text().splitlines()] if listing.exists() else []
+    return {ipaddress.IPv6Address(bytes.fromhex(row[0])): row[5] for row in rows}

@@ -14,9 +14,8 @@ import signal
 import sys
 from typing import IO, Any
 
-from meshwright.launch.child import rank_names
 from meshwright.launch.failure import error_as_json
-from meshwright.launch.rank_job import show_stacks_on_crash
+from meshwright.launch.rank_job import rank_names, show_stacks_on_crash
 
 MOST_THREADS = 100
 """Beyond, a worker asks to be replaced. What torch keeps of a run (sharded or compiled modules) keeps its process

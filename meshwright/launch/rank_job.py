@@ -45,6 +45,30 @@ class Job:
     log_file: str
 
 
+def rank_environment(
+    rank: int, num_ranks: int, threads_per_rank: int, changes: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Our environment, loopback for gloo, the caller's changes, then torchrun's names."""
+    return {
+        **os.environ,
+        "PYTHONUNBUFFERED": "1",  # a rank killed by a signal leaves its last lines in its log
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": str(threads_per_rank),
+        **(changes or {}),
+        **rank_names(rank, num_ranks),
+    }
+
+
+def rank_names(rank: int, num_ranks: int) -> dict[str, str]:
+    """The part of torchrun's contract that tells a rank of one machine who it is."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+    }
+
+
 class StopFlag:
     """Set by a signal, polled by the loop. While there is nothing to save, a signal ends the process instead."""
 

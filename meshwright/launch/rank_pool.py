@@ -25,8 +25,9 @@ from typing import IO, Any, cast
 
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.files import memory_file
-from meshwright.launch.child import Child, rank_environment, start_child
+from meshwright.core.process import Child, start_child
 from meshwright.launch.failure import Failure, cause, failure_from_error, failure_from_exit, log_tail
+from meshwright.launch.rank_job import rank_environment
 
 START_SECONDS = 120.0  # importing torch takes 2 s, and far longer from a cold or busy disk
 POLL_SECONDS = 0.05
@@ -38,7 +39,7 @@ class RankError(MeshwrightError):
     """A function failed in a rank. The text is the cause and its traceback; `failures` has every rank's."""
 
     def __init__(self, failures: Sequence[Failure], num_ranks: int):
-        self.failures = tuple(failures)
+        self.failures, self.num_ranks = tuple(failures), num_ranks
         first = cause(failures)
         text = f"{first.sentence(num_ranks)}\n{first.details}".rstrip()
         super().__init__((Problem(where="", what=text),), exit_code=first.exit_code)

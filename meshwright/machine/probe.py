@@ -18,7 +18,7 @@ from meshwright.core.cluster import Cluster
 from meshwright.core.codec import decode
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.files import memory_file
-from meshwright.core.process import child_command, child_environment
+from meshwright.core.process import Child, child_command, child_environment, start_child
 from meshwright.machine.readings import Reading
 
 Files = Mapping[str, Path]
@@ -69,18 +69,16 @@ def read_machine(
             *("--store", str(files["store"]), "--section-seconds", str(section_seconds)),
             *("--folder", str(Path.cwd())),
         ]
-        processes: list[subprocess.Popen[bytes]] = []
+        children: list[Child] = []
         try:
             for rank in range(count):
                 with files[f"{rank}.out"].open("wb") as out, files[f"{rank}.err"].open("wb") as err:
-                    command = child_command(_MODULE, *arguments, "--rank", str(rank))
-                    processes.append(subprocess.Popen(command, env=_environment(num_threads), stdout=out, stderr=err))
-            _wait(processes, files, report)
+                    words, variables = (_MODULE, *arguments, "--rank", str(rank)), _environment(num_threads)
+                    children.append(start_child(rank, words, environment=variables, stdout=out, stderr=err))
+            _wait(children, files, report)
         finally:
-            for process in processes:
-                if process.poll() is None:
-                    process.kill()
-                process.wait()
+            for child in children:
+                child.end()
         readings = []
         for rank in range(count):
             last = next((line for line in reversed(_lines(files, rank)) if "reading" in line), None)
@@ -122,12 +120,12 @@ def _environment(num_threads: int) -> dict[str, str]:
     return {**os.environ, **own, **child_environment()}
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]], files: Files, report: Callable[[str], None]) -> None:
+def _wait(children: Sequence[Child], files: Files, report: Callable[[str], None]) -> None:
     """Until all have ended well, one has failed, or the deadline; passes rank 0's progress on."""
     deadline = time.monotonic() + _DEADLINE_SECONDS
     num_shown = 0
     while True:
-        codes = [process.poll() for process in processes]
+        codes = [child.exit_code for child in children]
         lines = _lines(files, 0)
         for line in lines[num_shown:]:
             if "progress" in line:

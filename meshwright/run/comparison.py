@@ -208,24 +208,20 @@ def compare(promise: Promise, facts: Facts, *, is_whole: bool) -> Comparison:
     memory_ratio = 0.0
     if predicted.peak_bytes and (is_whole or promise.is_first_fullest):
         memory_ratio = facts.peak_bytes / predicted.peak_bytes
+    memory_verdict = NOT_KNOWN
+    if memory_ratio:
+        off = memory_ratio - 1
+        memory_verdict = "as forecast" if abs(off) <= MEMORY_FRACTION else "more" if off > 0 else "less"
     reasons: list[Reason] = []
     if verdict != "as forecast":
         reasons = _reasons(promise, facts, is_slower=verdict == "slower")
     return Comparison(
         verdict=verdict,
         ratio=measured / predicted.step_seconds,
-        memory_verdict=_memory_verdict(memory_ratio),
+        memory_verdict=memory_verdict,
         memory_ratio=memory_ratio,
         reasons=tuple(reasons),
     )
-
-
-def _memory_verdict(ratio: float) -> str:
-    if not ratio:
-        return NOT_KNOWN
-    if abs(ratio - 1) <= MEMORY_FRACTION:
-        return "as forecast"
-    return "more" if ratio > 1 else "less"
 
 
 def _reasons(promise: Promise, facts: Facts, *, is_slower: bool) -> list[Reason]:
@@ -236,7 +232,11 @@ def _reasons(promise: Promise, facts: Facts, *, is_slower: bool) -> list[Reason]
     if sum(reason.seconds for reason in found) < _ENOUGH_SHARE * off:
         parts = [reason for reason in _parts(promise, facts, is_slower) if reason.seconds >= _LEAST_SHARE * off]
         found += sorted(parts, key=lambda reason: -reason.seconds)[:1]
-        found += [*_strange_figures(promise)]
+        cluster = promise.cluster
+        if "measured" not in cluster.sources:
+            error = f"compute ±{cluster.errors.compute:.0%}"
+            what = f"the forecast has the figures of {cluster.name} ({error}), which were not measured on this machine"
+            found.append(Reason(name="figures", what=what, seconds=0.0, next=_PROBE))
     return found[:2] or [_doubt(promise, facts)]
 
 
@@ -295,15 +295,6 @@ def _parts(promise: Promise, facts: Facts, is_slower: bool) -> Iterator[Reason]:
         yield Reason(name=name, what=what, seconds=found - seconds if is_slower else seconds - found, next=_PROBE)
 
 
-def _strange_figures(promise: Promise) -> Iterator[Reason]:
-    """A forecast with figures that nobody measured."""
-    cluster = promise.cluster
-    if "measured" not in cluster.sources:
-        error = f"compute ±{cluster.errors.compute:.0%}"
-        what = f"the forecast has the figures of {cluster.name} ({error}), which were not measured on this machine"
-        yield Reason(name="figures", what=what, seconds=0.0, next=_PROBE)
-
-
 def _doubt(promise: Promise, facts: Facts) -> Reason:
     """The part that makes most of the interval."""
     predicted, errors = promise.predicted, promise.cluster.errors
@@ -337,7 +328,10 @@ def paragraph(promise: Promise, facts: Facts, comparison: Comparison, folder: st
     text += f".{_memory_words(promise, facts, comparison)}"
     if comparison.reasons:
         text += f" Likely reason: {'; also, '.join(reason.what for reason in comparison.reasons)}."
-        text += _next(comparison, "" if few else folder)
+        steps = [reason.next for reason in comparison.reasons if reason.next][:1]
+        if not few:  # else the run is too short to be learned from
+            steps.append(f"`mw plan RUN.toml --from-run {shlex.quote(folder)}` plans with what was measured.")
+        text += f" Next: {' '.join(steps)}" if steps else ""
     return text
 
 
@@ -352,13 +346,6 @@ def _memory_words(promise: Promise, facts: Facts, comparison: Comparison) -> str
     most = f"{largest.replace('_', ' ')}, {pretty_bytes(promise.bytes_by_category[largest])}"
     times = f"{comparison.memory_ratio:.2f} times"
     return f"{text}: {comparison.memory_verdict} than forecast, {times}; its largest part was {most}."
-
-
-def _next(comparison: Comparison, folder: str) -> str:
-    """`folder` is empty where the run is too short to be learned from."""
-    steps = [reason.next for reason in comparison.reasons if reason.next][:1]
-    steps += [f"`mw plan RUN.toml --from-run {shlex.quote(folder)}` plans with what was measured."] if folder else []
-    return f" Next: {' '.join(steps)}" if steps else ""
 
 
 def as_data(comparison: Comparison, facts: Facts, text: str) -> dict[str, Any]:

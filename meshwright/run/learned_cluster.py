@@ -38,28 +38,22 @@ def cluster_from_run(path: str | Path, cluster: Cluster | None = None) -> tuple[
     whole = cluster if cluster is not None else own[-1].cluster
     alike = _groups_like(own[-1], whole, path)
     base = whole.view(alike[0])
-    learned = _learn(own, base)
-    return _with(whole, alike, learned.cluster), lines + _words(learned, base, own[-1])
-
-
-def _learn(own: list[Entry], base: Cluster) -> Learned:
     if len(own) >= LEAST_RUNS:
-        return learn(own, own[-1].machine, base)
-    learned = learn_one(own[0], base)
-    for entry in own[1:]:
-        more = learn_one(entry, learned.cluster)
-        factors = {cause: factor * learned.factors.get(cause, 1.0) for cause, factor in more.factors.items()}
-        learned = replace(more, factors=dict(learned.factors) | factors, num_runs=learned.num_runs + 1)
-    return learned
-
-
-def _with(whole: Cluster, alike: list[int], learned: Cluster) -> Cluster:
-    """What was learned of one group, for all of its kind. Error bars are for all groups, and stay where others are."""
-    figures: dict[str, Any] = {"device": learned.device, "inner": learned.inner, "outer": learned.outer}
+        learned = learn(own, own[-1].machine, base)
+    else:
+        learned = learn_one(own[0], base)
+        for entry in own[1:]:
+            more = learn_one(entry, learned.cluster)
+            factors = {cause: factor * learned.factors.get(cause, 1.0) for cause, factor in more.factors.items()}
+            learned = replace(more, factors=dict(learned.factors) | factors, num_runs=learned.num_runs + 1)
+    # What was learned of one group, for all of its kind. Error bars are for all groups, and stay where others are.
+    better = learned.cluster
+    figures: dict[str, Any] = {"device": better.device, "inner": better.inner, "outer": better.outer}
     groups = [replace(group, **figures) if i in alike else group for i, group in enumerate(whole.groups)]
     first = {name: getattr(groups[0], name) for name in figures}
-    errors = learned.errors if len(alike) == len(groups) else whole.errors
-    return replace(whole, **first, others=tuple(groups[1:]), errors=errors, sources=learned.sources)
+    errors = better.errors if len(alike) == len(groups) else whole.errors
+    corrected = replace(whole, **first, others=tuple(groups[1:]), errors=errors, sources=better.sources)
+    return corrected, lines + _words(learned, base, own[-1])
 
 
 def _entries(path: Path) -> tuple[list[Entry], list[str]]:

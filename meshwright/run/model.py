@@ -109,7 +109,11 @@ def describe(section: ModelSection, sequence: int) -> ModelDescription:
     }
     if config is not None:
         return ModelDescription(kind=config_kind(config), **about)
-    _require_used([name for name in made.idle if not is_frozen(name)], section.title)
+    if idle := [name for name in made.idle if not is_frozen(name)]:
+        # A parameter without a gradient would be decayed by one plan and waited for by another.
+        what = f"its scores do not depend on {', '.join(idle[:4])}{' and others' if idle[4:] else ''}."
+        fix = f"Remove them, or set model.freeze = {json.dumps(idle[:4])}."
+        raise MeshwrightError([Problem(where=f"model {section.title}", what=what, fix=fix)])
     is_image = not isinstance(example, tuple) and example.is_floating_point() and example.ndim == 4
     findings = ModuleFindings.of(made)
     return ModelDescription(
@@ -145,14 +149,6 @@ def _module(section: ModelSection, sequence: int) -> tuple[Any, Any, Any]:
         return call_factory(section.factory, section.arguments, sequence)
     module, example = transformers_module(section.hf, sequence)
     return module, None, example
-
-
-def _require_used(idle: list[str], title: str) -> None:
-    """A parameter without a gradient would be decayed by one plan and waited for by another."""
-    if idle:
-        what = f"its scores do not depend on {', '.join(idle[:4])}{' and others' if idle[4:] else ''}."
-        fix = f"Remove them, or set model.freeze = {json.dumps(idle[:4])}."
-        raise MeshwrightError([Problem(where=f"model {title}", what=what, fix=fix)])
 
 
 def _is_frozen(section: ModelSection, made: Any) -> Callable[[str], bool]:
@@ -233,7 +229,13 @@ def fitting(described: ModelDescription, data: Any) -> None:
     if data.kind == "tokens" and described.vocab_size:
         problems += data.check_vocabulary(described.vocab_size)
     if described.num_inputs:
-        problems += _input_problems(described, data.batch(0, 1, 0, 1).inputs, where)
+        inputs = data.batch(0, 1, 0, 1).inputs
+        num_given, num_taken = len(inputs) if isinstance(inputs, tuple) else 1, described.num_inputs
+        if num_given != num_taken:
+            what = f"a sample is {num_given} tensors; {name} is called with {num_taken}."
+            packed = 'Documents come with their numbers: set data.packing = "stream", or write'
+            fix = f"{packed if described.takes == 'tokens' else 'Write'} a module that takes {num_given}."
+            problems.append(Problem(where=where, what=what, fix=fix))
     num_targets = data.vocab_size if data.kind == "tokens" and described.num_scores else data.num_classes
     if described.num_scores > 1 and num_targets > described.num_scores:
         what = f"targets go up to {num_targets - 1}; {name} has scores for {described.num_scores}."
@@ -256,16 +258,6 @@ def fitting(described: ModelDescription, data: Any) -> None:
         problems += _table_problems(config, data.sample_shape, name, where)
     if problems:
         raise MeshwrightError(problems)
-
-
-def _input_problems(described: ModelDescription, inputs: Any, where: str) -> list[Problem]:
-    num_given, num_taken = len(inputs) if isinstance(inputs, tuple) else 1, described.num_inputs
-    if num_given == num_taken:
-        return []
-    what = f"a sample is {num_given} tensors; {described.profile.name} is called with {num_taken}."
-    packed = 'Documents come with their numbers: set data.packing = "stream", or write'
-    fix = f"{packed if described.takes == 'tokens' else 'Write'} a module that takes {num_given}."
-    return [Problem(where=where, what=what, fix=fix)]
 
 
 def _table_problems(config: Any, shape: tuple[int, ...], name: str, where: str) -> list[Problem]:

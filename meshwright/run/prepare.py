@@ -74,8 +74,20 @@ def prepare(
     found = None
     plan = plan_to_run(config, given, profile, cluster) or _earlier(config, profile, cluster, report)
     if plan is None:
-        found = _search(config, profile, cluster)
-        assert found.best is not None
+        found = search(
+            profile,
+            cluster,
+            batch=config.train.batch,
+            sequence=config.sequence,
+            optimizer=config.train.optimizer,
+            allow=config.plan.allow,
+            pin=config.plan.pin,
+            ban=config.plan.ban,
+        )
+        if found.best is None:
+            from meshwright.ask.explain import explain
+
+            raise MeshwrightError("no plan fits.\n" + "\n".join(explain(found, cluster)), exit_code=1)
         plan = found.best[0]
     if problems := _against_training(config, plan):
         raise MeshwrightError(problems)
@@ -303,24 +315,6 @@ def promise_of(config: RunConfig, prepared: PreparedRun) -> Promise:
         has_one_stage=len(plan.blocks_of_stages(profile)) == 1,
         is_first_fullest=forecast.worst_stage == 0,
     )
-
-
-def _search(config: RunConfig, profile: Profile, cluster: Cluster) -> SearchResult:
-    found = search(
-        profile,
-        cluster,
-        batch=config.train.batch,
-        sequence=config.sequence,
-        optimizer=config.train.optimizer,
-        allow=config.plan.allow,
-        pin=config.plan.pin,
-        ban=config.plan.ban,
-    )
-    if found.best is None:
-        from meshwright.ask.explain import explain
-
-        raise MeshwrightError("no plan fits.\n" + "\n".join(explain(found, cluster)), exit_code=1)
-    return found
 
 
 def open_folder(folder: Path) -> IO[str]:

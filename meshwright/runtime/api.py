@@ -111,14 +111,14 @@ class Built:
         `dtype`: "bfloat16", "float16" or "float32"; by default that of the parameters. The folder must be new.
         """
         out = Path(folder)
-        mesh = self.build.mesh
-        control = mesh.control
-        beside = on_first(control, lambda: tempfile.mkdtemp(prefix=f".{out.name}.", dir=_made(out.parent)))
+        out.parent.mkdir(parents=True, exist_ok=True)
+        control = self.build.mesh.control
+        beside = on_first(control, lambda: tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
         try:
             checkpoint = self.save(beside, keep=1)
             on_first(control, lambda: str(export(checkpoint, out, dtype=dtype, report=lambda text: None)))
         finally:
-            if mesh.rank == 0:
+            if self.build.mesh.rank == 0:
                 shutil.rmtree(beside, ignore_errors=True)
         return out
 
@@ -147,11 +147,6 @@ class Built:
             weights=weights.to(device, self.build.dtype),
             num_tokens=tokens,
         )
-
-
-def _made(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 def build(
@@ -258,7 +253,9 @@ def _frozen(profile: Profile, model: nn.Module) -> Profile:
 
 
 def _mesh(plan: Plan, device: str) -> Mesh:
-    place = device_of(device or ("cuda" if torch.cuda.is_available() else "cpu"), _local_rank())
+    place = device_of(
+        device or ("cuda" if torch.cuda.is_available() else "cpu"), int(os.environ.get("LOCAL_RANK", "0"))
+    )
     ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     if ranks != plan.num_ranks:
         what = f"the plan needs {plan.num_ranks} ranks, this program was started with {ranks}."
@@ -267,7 +264,3 @@ def _mesh(plan: Plan, device: str) -> Mesh:
     if plan.mesh and not dist.is_initialized():
         join(0, ranks, place)
     return Mesh.make(plan.mesh, place)
-
-
-def _local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK", "0"))

@@ -24,8 +24,14 @@ from meshwright.core.plan import Plan
 from meshwright.launch.cpu_bf16 import limit_isa_for_bf16
 from meshwright.launch.environment import RankPlace
 from meshwright.launch.failure import speaks_of_lost_peer
-from meshwright.launch.network import address_towards, interface_of
-from meshwright.launch.peers import Connection, PeerWatch, RankHost, connections, silent_seconds
+from meshwright.launch.peers import (
+    PeerWatch,
+    RankHost,
+    address_towards,
+    connections,
+    interface_of,
+    silent_seconds,
+)
 from meshwright.launch.rank_job import STOP_SIGNALS, StopFlag
 from meshwright.machine.named_clusters import preset_of_device
 from meshwright.ops.collectives import gather_json
@@ -88,7 +94,11 @@ def _run(run: Run, place: RankPlace, watch: PeerWatch, before: Tell, after: Call
     earlier = connections()
     control = dist.new_group(backend="gloo")
     # The control group's own: nobody closes these before the end, and each rank has one to every other.
-    _watch_peers(watch, control, own_address, [each for each in connections() if each not in earlier])
+    mine = [each for each in connections() if each not in earlier]
+    about = {"host": socket.gethostname(), "address": own_address, "ends": [each.ours for each in mine]}
+    ranks = gather_json(control, about)
+    hosts = [RankHost(name=rank["host"], address=rank["address"]) for rank in ranks]
+    watch.start(mine, hosts, [rank["ends"] for rank in ranks], silent_seconds(os.environ))
 
     def plan() -> dict[str, Any]:
         run.open()
@@ -134,7 +144,10 @@ def _meet(place: RankPlace, device: torch.device) -> str:
     os.environ.setdefault("MASTER_PORT", str(place.master_port))
     os.environ.setdefault("RANK", str(place.rank))
     os.environ.setdefault("WORLD_SIZE", str(place.num_ranks))
-    address = _own_address(place)
+    address = address_towards(place.master_address, place.master_port)
+    if place.num_local < place.num_ranks and interface_of(address) == "lo":
+        # Many machines call their own name 127.0.1.1, which no other can reach.
+        address = address_towards(_SOMEWHERE_ELSE, place.master_port) or address
     interface = interface_of(address)
     if interface:  # NCCL is left alone: it finds its ways by itself, and may use several at once
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -148,18 +161,3 @@ def _meet(place: RankPlace, device: torch.device) -> str:
             fix = f"Start all {place.num_ranks} ranks; is GLOO_SOCKET_IFNAME ({used}) the interface the others reach?"
         raise MeshwrightError([Problem(where=where, what=f"cannot meet the others: {reason}.", fix=fix)]) from None
     return address
-
-
-def _own_address(place: RankPlace) -> str:
-    """Where the other ranks find us. Many machines call their own name 127.0.1.1, which no other can reach."""
-    address = address_towards(place.master_address, place.master_port)
-    if place.num_local < place.num_ranks and interface_of(address) == "lo":
-        return address_towards(_SOMEWHERE_ELSE, place.master_port) or address
-    return address
-
-
-def _watch_peers(watch: PeerWatch, control: dist.ProcessGroup, own_address: str, mine: list[Connection]) -> None:
-    about = {"host": socket.gethostname(), "address": own_address, "ends": [each.ours for each in mine]}
-    ranks = gather_json(control, about)
-    hosts = [RankHost(name=rank["host"], address=rank["address"]) for rank in ranks]
-    watch.start(mine, hosts, [rank["ends"] for rank in ranks], silent_seconds(os.environ))

@@ -274,18 +274,7 @@ class RankTraining:
         most = {name: max(rank[name] for rank in gathered) for name in self._memory()}
         facts = self.tally.facts((Span(**span) for rank in gathered for span in rank["spans"]), most)
         measured = most | {"step_seconds": None, "num_measured": 0} if facts is None else encode(facts)
-        result = self._result(stopped, num_steps, measured)
-        try:
-            write_timeline(self.folder, gathered, self.trainer.plan.fingerprint)
-            write_whole(self.folder / "result.json", json.dumps(result, indent=1))
-        except OSError as error:
-            self.progress.say(f"result.json and the measured timeline are not written: {error.strerror or error}")
-        self.metrics.close(result)
-        if self.events is not None:
-            self.events.close()
-
-    def _result(self, stopped: bool, num_steps: int, measured: Mapping[str, Any]) -> dict[str, Any]:
-        return {
+        result = {
             "step": self.trainer.step,
             "steps_now": num_steps,
             "stopped": stopped,
@@ -300,6 +289,14 @@ class RankTraining:
             "saved_step": self.saved_step,
             "finished_unix_seconds": time.time(),
         }
+        try:
+            write_timeline(self.folder, gathered, self.trainer.plan.fingerprint)
+            write_whole(self.folder / "result.json", json.dumps(result, indent=1))
+        except OSError as error:
+            self.progress.say(f"result.json and the measured timeline are not written: {error.strerror or error}")
+        self.metrics.close(result)
+        if self.events is not None:
+            self.events.close()
 
 
 if __name__ == "__main__":

@@ -292,11 +292,10 @@ def _talks(found: list[Action], computes: list[Action]) -> list[Action]:
         at = bisect.bisect_right(starts, talk[1]) - 1
         return at >= 0 and talk[2] <= computes[at][2]
 
-    return [talk for talk in found if not _is_message(talk[0]) or is_inside(talk)]
+    def is_message(name: str) -> bool:
+        return name.startswith(("gloo:send", "gloo:recv")) or "SendRecv" in name
 
-
-def _is_message(name: str) -> bool:
-    return name.startswith(("gloo:send", "gloo:recv")) or "SendRecv" in name
+    return [talk for talk in found if not is_message(talk[0]) or is_inside(talk)]
 
 
 def _parted(actions: list[Action], stopped: list[tuple[float, float]]) -> list[Action]:

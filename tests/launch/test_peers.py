@@ -9,8 +9,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from meshwright.launch.network import address_towards, interface_of
-from meshwright.launch.peers import SILENT_SECONDS, Connection, PeerWatch, RankHost, connections, silent_seconds
+from meshwright.launch.peers import (
+    SILENT_SECONDS,
+    Connection,
+    PeerWatch,
+    RankHost,
+    address_towards,
+    connections,
+    interface_of,
+    silent_seconds,
+)
 
 Pair = tuple[socket.socket, socket.socket]
 
