@@ -43,8 +43,8 @@ from meshwright.ops.initial_weights import join_in_order
 from meshwright.ops.traffic import TrafficRecorder
 from meshwright.optimizers.optimizer_config import OptimizerConfig
 from meshwright.run.model import open_config
-from meshwright.simulator.pricing import price
 from meshwright.verify import reference
+from meshwright.verify.check_ranks import promised, rounded_up
 from meshwright.verify.reference import Plain
 from meshwright.verify.reference_model import plain_of
 from meshwright.zoo import module_of
@@ -553,25 +553,10 @@ def _compare_parameters(built: Any, tensors: dict[str, Tensor], exact: float, un
 
 
 def _compare_price(built: Any, case: Case, optimizer: OptimizerConfig, seen: Any) -> list[str]:
-    plan, mesh, wire = built.build.plan, built.build.mesh, built.build.wire
-    work = price(
-        built.build.profile, plan, sequence=_length(case, built.build.profile),
-        stage=mesh.index(wire.axis) if wire is not None else 0, optimizer=optimizer,
-        element_bytes=built.build.dtype.itemsize,
-    )  # fmt: skip
-    microbatches = plan.microbatches_of(mesh.part(plan.sample_axes)[0])
-    priced: Counter[tuple[str, str, int]] = Counter()
-    at_most = set()
-    for task in work.collectives:
-        count = int(task.repeat) * (1 if task.per_step else microbatches)
-        if count:
-            message = (task.kind, task.axis, int(task.bytes))
-            priced[message] += count
-            at_most |= {message} if task.at_most else set()
-    settled: Counter[tuple[str, str, int]] = Counter()
-    for message, count in seen.items():
-        bounds = [b for b in at_most if b[:2] == message[:2] and b[2] >= message[2]]
-        settled[message if message in priced or not bounds else min(bounds)] += count
+    mesh, wire = built.build.mesh, built.build.wire
+    length = _length(case, built.build.profile)
+    priced, at_most, priced_sizes = promised(built.build, sequence=length, optimizer=optimizer)
+    settled = rounded_up(seen, priced, at_most)
     cutting = {axis for axes in built.build.cut_axes.values() for axis in axes} - {wire.axis if wire else ""}
     if any(mesh.index(axis) for axis in cutting):
         return _fewer_bytes(settled, priced)
@@ -583,9 +568,8 @@ def _compare_price(built: Any, case: Case, optimizer: OptimizerConfig, seen: Any
         "optimizer": sum(v.numel() * v.element_size() for _, _, v, _ in built._loop.optimizer.state()),
     }
     for category, size in sizes.items():
-        wanted = sum(int(r.repeat * r.bytes) for r in work.residents if r.category == category)
-        if wanted != size:
-            lines.append(f"{category}: {size} bytes held, {wanted} priced")
+        if priced_sizes[category] != size:
+            lines.append(f"{category}: {size} bytes held, {priced_sizes[category]} priced")
     return lines
 
 

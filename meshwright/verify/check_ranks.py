@@ -21,7 +21,8 @@ from meshwright.ops.model_interface import Inputs, map_inputs, split_inputs
 from meshwright.ops.traffic import Traffic
 from meshwright.run.model import ModelDescription, OpenedModel, open_model
 from meshwright.run.prepare import open_data
-from meshwright.run.run_file import RunConfig
+from meshwright.run.run_file import OptimizerConfig, RunConfig
+from meshwright.runtime.build import Build
 from meshwright.runtime.loop import Samples
 from meshwright.simulator.pricing import price
 from meshwright.verify.parity import (
@@ -234,7 +235,7 @@ def parity_job(
             departures = rounded.departures
             result |= {"losses": rounded.losses, "sums": rounded.sums}
         traffic, sizes = observe(session, samples, optimizer)
-    priced, at_most, priced_sizes = promised(session, run.config, made, dtype)
+    priced, at_most, priced_sizes = promised(session.build, sequence=run.config.sequence, optimizer=optimizer)
     lines = differences(lengthened(rounded_up(traffic, priced, at_most), priced, _missing_bytes(session)), priced)
     if _is_largest(session):
         lines += [
@@ -259,22 +260,25 @@ def _is_largest(session: Any) -> bool:
 Message = tuple[str, str, int]
 
 
-def promised(session: Any, run: RunConfig, plan: Plan, dtype: str) -> tuple[Traffic, set[Message], dict[str, int]]:
+def promised(
+    build: Build, *, sequence: int, optimizer: OptimizerConfig
+) -> tuple[Traffic, set[Message], dict[str, int]]:
     """Messages that `price` promises this rank, which of them may be shorter, and resident bytes."""
-    wire = session.build.wire
+    plan, mesh, wire = build.plan, build.mesh, build.wire
     work = price(
-        session.build.profile,
+        build.profile,
         plan,
-        sequence=run.sequence,
-        stage=session.mesh.index(wire.axis) if wire is not None else 0,
-        optimizer=run.train.optimizer,
-        element_bytes=DTYPES[dtype].itemsize,
+        sequence=sequence,
+        stage=mesh.index(wire.axis) if wire is not None else 0,
+        optimizer=optimizer,
+        element_bytes=build.dtype.itemsize,
     )
-    num_microbatches = plan.microbatches_of(session.mesh.part(plan.sample_axes)[0])
+    num_microbatches = plan.microbatches_of(mesh.part(plan.sample_axes)[0])
     traffic: Traffic = Counter()
     at_most: set[Message] = set()
     for task in work.collectives:
         count = int(task.repeat) * (1 if task.per_step else num_microbatches)
+        assert float(task.bytes).is_integer(), f"{task} has a part of a byte"
         if count:
             message = (task.kind, task.axis, int(task.bytes))
             traffic[message] += count

@@ -18,12 +18,11 @@ from meshwright.optimizers.update import OptimizerConfig
 from meshwright.run.model import ModelDescription, OpenedModel, describe, open_config, open_model
 from meshwright.run.run_file import ModelSection
 from meshwright.runtime.loop import Samples
-from meshwright.simulator.pricing import price
 from meshwright.verify import parity
+from meshwright.verify.check_ranks import promised
 from meshwright.verify.reference_model import plain_model, plain_of
 
 CPU = torch.device("cpu")
-STATE = ("parameters", "gradients", "optimizer")
 
 
 def reference_job(
@@ -110,13 +109,9 @@ def plan_job(
         answer["errors"] = _errors(session, Path(reference), samples, steps, rates)
     if prices:
         answer["observed"], answer["state"] = _observed(session, samples, rates)
-        stage = session.mesh.index("pp")
         asked = sequence if opened.profile.counts == "tokens" else 1
-        width = parity.DTYPES[dtype].itemsize
-        promised = price(opened.profile, chosen, sequence=asked, stage=stage, optimizer=rates, element_bytes=width)
-        answer["priced"], answer["priced_state"] = _priced(
-            promised, chosen.microbatches_of(session.mesh.part(chosen.sample_axes)[0])
-        )
+        traffic, _, answer["priced_state"] = promised(session.build, sequence=asked, optimizer=rates)
+        answer["priced"] = _listed(traffic)
         places = [session.mesh.index(axis) for axis in session.mesh.sizes if axis != "pp"]
         answer["holds_largest"] = not any(places)
     answer["num_graphs"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -138,21 +133,6 @@ def _errors(session: Any, reference: Path, samples: Any, steps: int, rates: Opti
 
 def _observed(session: Any, samples: Any, rates: OptimizerConfig) -> tuple[list[Any], dict[str, int]]:
     traffic, state = parity.observe(session, samples, rates)
-    return _listed(traffic), state
-
-
-def _priced(work: Any, num_microbatches: int) -> tuple[list[Any], dict[str, int]]:
-    traffic: Counter[tuple[str, str, int]] = Counter()
-    for task in work.collectives:
-        size = float(task.bytes)
-        assert size.is_integer(), f"{task} has a part of a byte"
-        count = int(task.repeat) * (1 if task.per_step else num_microbatches)
-        if count:
-            traffic[task.kind, task.axis, int(size)] += count
-    state = dict.fromkeys(STATE, 0)
-    for item in work.residents:
-        if item.category in state:
-            state[item.category] += int(item.repeat * item.bytes)
     return _listed(traffic), state
 
 
