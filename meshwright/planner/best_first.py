@@ -12,16 +12,11 @@ from typing import Any
 import numpy as np
 
 from meshwright.core.plan import Plan
-from meshwright.planner.axis_orders import orders_of
-from meshwright.planner.bounds import Leaf, bound_all
-from meshwright.planner.candidates import Candidates, floors
-from meshwright.planner.priced_rows import Pick, SearchInputs
+from meshwright.planner.bounds import Candidates, bound_all, floors, order_bounds
 from meshwright.planner.result import Alternative, ScoredPlan, SearchResult
-from meshwright.planner.settings import dials
+from meshwright.planner.rows import Leaf, Pick, SearchInputs
 from meshwright.planner.solve import Solved, smallest_plan, solve
-from meshwright.planner.space import grids
-from meshwright.planner.stage_bounds import order_bounds
-from meshwright.planner.unit_axes import folded
+from meshwright.planner.space import dials, folded, grids, orders_of
 from meshwright.planner.wishes import Wishes
 from meshwright.simulator.forecast import Forecast, forecast, slowest_of
 

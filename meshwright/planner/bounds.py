@@ -1,9 +1,10 @@
-"""Every candidate's least bytes and a time it cannot beat, thousands at once.
+"""Every candidate's least bytes and a time it cannot beat, thousands at once; then closer, for one order of its axes.
 
 The techniques' settings form a tree in the order of their phases; candidates below a node share its priced work, and
 the numbers in it are arrays over the grid. Blocks that may follow policies are priced following none, and all following
 each; axes as if each lay innermost. So a bound holds for every order of the axes, every policy of every block, and
-every way to deal blocks to stages.
+every way to split blocks into stages. `order_bounds` then prices every stage by itself, with its axes in one order and
+with what its memory forces on it. docs/search.md derives the bounds.
 """
 
 from __future__ import annotations
@@ -16,64 +17,18 @@ from typing import Any
 import numpy as np
 
 from meshwright.core.cluster import Cluster
-from meshwright.core.errors import Problem
 from meshwright.core.profile import Profile
 from meshwright.core.technique import PHASES, Spans, Technique
 from meshwright.core.training_state import settle
 from meshwright.core.work import Num, Updating, Work, base_work
-from meshwright.planner.pipeline_bound import PipelineBound
-from meshwright.planner.settings import Dial
-from meshwright.planner.space import Grid
-from meshwright.schedules import Timetable
+from meshwright.planner.rows import ALL, Cell, Leaf, Pick, PricedRows, SearchInputs, kinds_of, policy_fields, size_of
+from meshwright.planner.space import Dial, Grid
+from meshwright.schedules import PipelineTimes, Timetable
 from meshwright.simulator.axis_links import Route, route, routes
+from meshwright.simulator.forecast import slowest_of
 from meshwright.simulator.peak_memory import StageMemory, stage_memory, timetable_of
 from meshwright.simulator.pricing import ELEMENT_BYTES
 from meshwright.simulator.stage_seconds import LAUNCH, Charge, Known, StageCost, TaskTally, stage_cost, tally
-
-ALL = 1 << 30
-"""Blocks that follow a policy, where all do."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Leaf:
-    """A grid with one way to set everything that is not a number."""
-
-    grid: Grid
-    techniques: tuple[Technique, ...]
-    policies: Mapping[str, tuple[str, ...]]
-    """Technique -> fields whose blocks are solved for."""
-    required: frozenset[str]
-    """Of these techniques, those that some block of every stage must follow."""
-    timetable: Timetable
-    least_seconds: np.ndarray
-    """No plan of the candidate is faster; infinite where the device cannot run it."""
-    least_bytes: np.ndarray
-    """No plan of the candidate has a fullest rank with less."""
-    base_bytes: np.ndarray
-    """Of these, what no policy can save."""
-    is_new: np.ndarray
-    """False where a technique is not used after all (its size is 1) and another leaf, with its other settings, has the
-    same plan; or where the techniques do not go together."""
-
-    def has(self, name: str) -> np.ndarray:
-        """Which candidates use the technique, as far as that is decided."""
-        for technique in self.techniques:
-            if technique.name == name and name not in self.policies:
-                return self.grid.uses(technique)
-        return np.zeros(self.grid.num_candidates, dtype=bool)
-
-    def sequence_problems(self, sequence: int) -> Iterator[tuple[np.ndarray, Problem]]:
-        """(candidates, why) where a technique cannot take samples of this length."""
-        fields = {dial.kind.name: dial.axis_field for dial in self.grid.axis_dials}
-        for technique in self.techniques:
-            if type(technique).check_sequence is Technique.check_sequence:
-                continue  # takes any
-            used = self.has(technique.name)
-            sizes = self.grid.columns[technique.axis] if technique.axis else np.ones(len(used), dtype=int)
-            for size in np.unique(sizes[used]):
-                changes = {fields[technique.name]: int(size)} if technique.axis else {}
-                for problem in replace(technique, **changes).check_sequence(sequence)[:1]:
-                    yield used & (sizes == size), problem
 
 
 def least_memory(work: Work, cluster: Cluster) -> StageMemory:
@@ -321,3 +276,274 @@ def least_seconds(
         timetable=timetable,
     )
     return pipeline.least_seconds() + tail
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineBound:
+    """A bound for every way to deal blocks out, from one that is about even (docs/search.md derives it)."""
+
+    blocks: int
+    is_one_kind: bool
+    runs: tuple[np.ndarray, ...]
+    stages: np.ndarray
+    microbatches: np.ndarray
+    forward: np.ndarray
+    """(candidates, runs), as the two after it."""
+    each: np.ndarray
+    """All of a microbatch's seconds."""
+    least: np.ndarray
+    """Of these, what a stage has in every split."""
+    apart: np.ndarray
+    """What backward leaves for later."""
+    send: np.ndarray
+    timetable: Timetable
+
+    def least_seconds(self) -> np.ndarray:
+        counts = self.runs[1]
+        through = (counts * self.least).sum(axis=1)
+        there, each = counts > 0, np.maximum(self.each, 1e-30)
+        forward = np.where(there, self.forward / each, np.inf)
+        larger = np.maximum(self.forward, self.each - self.forward) / each
+        times = PipelineTimes(
+            microbatches=self.microbatches,
+            stages=self.stages,
+            through=through,
+            pace=self._pace(through),
+            send=self.send,
+            larger=np.where(there, larger, np.inf).min(axis=1),
+            least_forward=forward.min(axis=1),
+            most_forward=np.where(there, forward, 0.0).max(axis=1),
+            least_way=np.where(there, (self.each - self.apart) / each, np.inf).min(axis=1),
+            later=(counts * self.apart).sum(axis=1),
+        )
+        bound = self.timetable.step_bound(times)
+        return np.maximum(bound, self._after_the_way()) if self.timetable.chunks > 1 else bound
+
+    def _pace(self, through: np.ndarray) -> np.ndarray:
+        """The slowest stage's seconds for a microbatch, at least: of an even share of it all; and of as many blocks as
+        some stage must have, where they are alike."""
+        _, counts, _, blocks = self.runs
+        if self.timetable.chunks > 1:  # dealt out evenly, as they are
+            return np.where(counts > 0, self.each, 0.0).max(axis=1)
+        least = through / self.stages
+        if not self.is_one_kind or counts.shape[1] < 3:
+            return least
+        most = -(-self.blocks // self.stages)
+        # An inner stage: without ends, and what it has beside its blocks only makes fewer cost more each.
+        is_inner = (self.stages > 2) & (blocks[:, 1] >= most)
+        inner = self.each[:, 1] * most / np.maximum(blocks[:, 1], 1)
+        return np.maximum(least, np.where(is_inner, inner, 0.0))
+
+    def _after_the_way(self) -> np.ndarray:
+        """A stage waits for the first chunks of those before it, going forward; and they for it, going back, unless it
+        has work left for then."""
+        starts, counts, _, blocks = self.runs
+        m = self.microbatches[:, None]
+        chunk = (self.blocks // (self.stages * self.timetable.chunks))[:, None] / np.maximum(blocks, 1)
+        before = np.maximum(starts + counts - 1, 0)
+        is_there = counts > 0
+        back = self.each - self.forward - self.apart
+        way_in = before * np.where(is_there, self.forward * chunk, np.inf).min(axis=1, keepdims=True)
+        way_out = before * np.where(is_there, back * chunk, np.inf).min(axis=1, keepdims=True)
+        bound = way_in + np.maximum(m * self.each, m * (self.each - self.apart) + way_out)
+        return np.where(is_there, bound, 0.0).max(axis=1)
+
+
+_HALVINGS = 16
+"""Until the pace is known to a part in ten thousand."""
+
+
+def order_bounds(problem: SearchInputs, leaf: Leaf, picks: Sequence[Pick]) -> np.ndarray:
+    """No plan of a candidate with its axes in this order is faster."""
+    cells: list[Cell] = []
+    starts, spare = [], []
+    for at, pick in enumerate(picks):
+        cut = leaf.grid.cuts[pick.candidate]
+        starts.append(len(cells))
+        kinds = [kinds_of(problem, spans) for spans in cut]
+        cells += [Cell(at, s, kinds[s], spans[0][0], size_of(spans)) for s, spans in enumerate(cut)]
+    for at, pick in enumerate(picks):  # an inner stage with a block more
+        cut = leaf.grid.cuts[pick.candidate]
+        stage = min(1, len(cut) - 1)
+        blocks = min(size_of(cut[stage]) + 1, problem.profile.num_blocks)
+        first = min(cut[stage][0][0], problem.profile.num_blocks - blocks)
+        spare.append((starts[at] + stage, len(cells)))
+        cells.append(Cell(at, stage, kinds_of(problem, cut[stage]), first, blocks))
+    policies = len(policy_fields(leaf))
+    each = np.zeros((1 + policies, len(problem.profile.block_layers), policies), dtype=int)
+    each[np.arange(policies) + 1, :, np.arange(policies)] = ALL
+    rows = PricedRows(problem, leaf, picks, cells, [each] * len(cells))
+    memory = least_memory(rows.work, problem.cluster)
+    found = _bounds_of_stages(problem, leaf, picks, rows, memory, np.array(starts), np.array(spare), 1 + policies)
+    return found * slowest_of(problem.cluster, problem.cluster.num_devices)
+
+
+def _bounds_of_stages(
+    problem: SearchInputs,
+    leaf: Leaf,
+    picks: Sequence[Pick],
+    rows: PricedRows,
+    memory: StageMemory,
+    starts: np.ndarray,
+    spare: np.ndarray,
+    ways: int,
+) -> np.ndarray:
+    def table(value: Num) -> np.ndarray:
+        return rows.column(value).reshape(1, -1, ways)
+
+    def column(value: Num) -> np.ndarray:
+        return table(value)[0, :, 0]
+
+    cost, timetable = rows.cost, leaf.timetable
+    forward, weight = column(cost.seconds("forward")), column(cost.seconds("weight"))
+    fast = forward + weight + column(cost.seconds("backward"))
+    forced, slope = np.zeros_like(fast), np.zeros_like(fast)
+    if ways > 1 and len(problem.profile.block_layers) == 1:
+        both = forced_seconds(table, cost, memory, problem.cluster.device.memory_bytes)
+        forced, slope = both[0][0], both[1][0]
+    tail = table(cost.seconds("step"))[0].min(axis=1)
+    count = spare[0, 1]  # rows of stages; those of spare ones come after
+    index = np.array([pick.candidate for pick in picks])
+    stages, m = (leaf.grid.columns[name][index] for name in ("num_stages", "num_microbatches"))
+    if leaf.grid.cutter is None:
+        stages = np.ones_like(m)
+    # What shows of hidden collectives may be less with another split.
+    total = np.add.reduceat((column(cost.bare_seconds()) if leaf.grid.may_choose else fast)[:count], starts)
+    apart = weight if timetable.splits_backward else np.zeros_like(weight)
+    slowest = np.maximum.reduceat((fast + forced)[:count], starts)
+    if leaf.grid.may_choose:
+        held = column(memory.in_flight)
+        kept, base = column(memory.microbatch_bytes()), column(memory.base_bytes())
+        at, more = spare.T
+        of = np.repeat(np.arange(len(picks)), np.diff([*starts, count]))
+        by_block = np.maximum(fast[more] - fast[at], 1e-30)[of]
+        grows = held[:count] * (kept[more] - kept[at])[of] + (base[more] - base[at])[of]
+        each = by_block + slope[:count] * np.maximum(grows, 0.0)
+        slowest = np.maximum(_least_pace(problem, leaf, picks, (fast + forced)[:count], each, starts), total / stages)
+    seconds = np.maximum(fast, 1e-30)[:count]
+    own = forward[:count] / seconds
+    times = PipelineTimes(
+        microbatches=m,
+        stages=stages,
+        through=total,
+        pace=slowest,
+        send=np.maximum.reduceat(column(cost.send_seconds)[:count], starts),
+        larger=np.minimum.reduceat(np.maximum(own, 1 - own), starts),
+        least_forward=np.minimum.reduceat(own, starts),
+        most_forward=np.maximum.reduceat(own, starts),
+        least_way=np.minimum.reduceat((fast - apart)[:count] / seconds, starts),
+        later=np.add.reduceat(apart[:count], starts),
+    )
+    bound = timetable.step_bound(times)
+    if timetable.chunks > 1:
+        bound = np.maximum(bound, _after_the_way(leaf, index, forward, fast, forced, apart, starts, count))
+    # With another split the stage that ends last may be a smaller one.
+    last = np.minimum if leaf.grid.may_choose else np.maximum
+    return bound + last.reduceat(tail[:count], starts)
+
+
+def _least_pace(
+    problem: SearchInputs, leaf: Leaf, picks: Sequence[Pick], seconds: np.ndarray, each: np.ndarray, starts: np.ndarray
+) -> np.ndarray:
+    """The least a slowest stage can take, where a stage with a block more takes `each` longer: the least at which whole
+    blocks find room."""
+    cuts = [leaf.grid.cuts[pick.candidate] for pick in picks]
+    blocks = np.array([size_of(spans) for cut in cuts for spans in cut])
+    of = np.repeat(np.arange(len(picks)), [len(cut) for cut in cuts])
+    low = np.add.reduceat(seconds / each, starts) / np.add.reduceat(1 / each, starts)
+    high = np.maximum(np.maximum.reduceat(seconds, starts), low)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        room = np.floor(blocks + (middle[of] - seconds) / each + 1e-9)
+        enough = np.add.reduceat(np.maximum(room, 0), starts) >= problem.profile.num_blocks
+        low, high = np.where(enough, low, middle), np.where(enough, middle, high)
+    return low
+
+
+def _after_the_way(
+    leaf: Leaf,
+    index: np.ndarray,
+    forward: np.ndarray,
+    fast: np.ndarray,
+    forced: np.ndarray,
+    apart: np.ndarray,
+    starts: np.ndarray,
+    count: int,
+) -> np.ndarray:
+    """A stage waits for the first chunks of those before it, going forward; and they for it, going back, unless it has
+    work left for then."""
+    chunks, blocks = leaf.timetable.chunks, leaf.grid.profile.num_blocks
+    sizes = np.diff([*starts, count])
+    of = np.repeat(np.arange(len(starts)), sizes)
+    stage = np.arange(count) - starts[of]
+    # The smallest chunk there is, as a share of the largest stage's blocks.
+    share = ((blocks // (sizes * chunks)) / (chunks * -(-blocks // (sizes * chunks))))[of]
+    way_in = stage * np.minimum.reduceat(forward[:count], starts)[of] * share
+    way_out = stage * np.minimum.reduceat((fast - forward - apart)[:count], starts)[of] * share
+    m = leaf.grid.columns["num_microbatches"][index][of]
+    busy = m * (fast + forced)[:count]
+    return np.maximum.reduceat(way_in + np.maximum(busy, busy - m * apart[:count] + way_out), starts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidates:
+    """Columns over all candidates of all leaves."""
+
+    leaf_of: np.ndarray
+    index_of: np.ndarray
+    least_seconds: np.ndarray
+    least_bytes: np.ndarray
+    base_bytes: np.ndarray
+    runs: np.ndarray
+    """Can run samples of this length, on this device, and is no other candidate over again."""
+    num_new: int = 0
+    parts: tuple[Candidates, ...] = ()
+
+    @classmethod
+    def none(cls) -> Candidates:
+        names = ("leaf_of", "index_of", "least_seconds", "least_bytes", "base_bytes", "runs")
+        return cls(**{name: np.zeros(0, dtype=bool if name == "runs" else float) for name in names})  # type: ignore[arg-type]
+
+    def and_those_of(self, leaf: Leaf, at: int, takes: np.ndarray, slower: float) -> Candidates:
+        count = leaf.grid.num_candidates
+        more = Candidates(
+            leaf_of=np.full(count, at),
+            index_of=np.arange(count),
+            least_seconds=leaf.least_seconds * slower,
+            least_bytes=leaf.least_bytes,
+            base_bytes=leaf.base_bytes,
+            runs=np.isfinite(leaf.least_seconds) & takes,
+            num_new=int(leaf.is_new.sum()),
+        )
+        return replace(self, parts=(*self.parts, more))
+
+    def joined(self) -> Candidates:
+        every = (self, *self.parts)
+        names = ("leaf_of", "index_of", "least_seconds", "least_bytes", "base_bytes", "runs")
+        columns: dict[str, Any] = {name: np.concatenate([getattr(each, name) for each in every]) for name in names}
+        return Candidates(**columns, num_new=sum(each.num_new for each in every))
+
+    def fits(self, memory_bytes: float) -> np.ndarray:
+        return self.runs & (self.least_bytes <= memory_bytes)
+
+
+def floors(asked: SearchInputs, grids: Sequence[Grid], dials: Sequence[Dial], sequence: int) -> list[tuple[str, float]]:
+    """(compute dtype, no plan in it is faster than this), the fastest first: all flops at all devices' peak."""
+    swaps = [dial for dial in dials if dial.kind.phase == PHASES[0]]
+    dtypes = {"fp32"}
+    sizes = {"batch": 1, "sequence": sequence, "microbatch": 1, "num_microbatches": 1}
+    for ways in itertools.product(*([None, *dial.settings] for dial in swaps)):
+        work = base_work(asked.profile, sizes, element_bytes=ELEMENT_BYTES, optimizer=asked.optimizer)
+        for dial, settings in zip(swaps, ways, strict=True):
+            work = work if settings is None else dial.example(settings).price(work)
+        dtypes.add(work.facts.compute_dtype)
+    batch = grids[0].batch if grids else 1
+    flops = sum(
+        batch * layer.repeat * (op.flops(1, sequence) + op.backward_flops(1, sequence))
+        for layer in asked.profile.layers
+        for op in layer.ops
+        if op.kind in ("matmul", "attention") and op.dtype == "compute"
+    )
+    peaks = asked.cluster.device.flops_per_second
+    found = [(dtype, flops / (peaks[dtype] * asked.cluster.num_devices)) for dtype in dtypes if dtype in peaks]
+    return sorted(found, key=lambda each: (each[1], each[0]))

@@ -17,10 +17,9 @@ from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.profile import Profile
 from meshwright.core.work import ADAM, Updating
 from meshwright.planner.best_first import Pool
-from meshwright.planner.impossible_pins import pin_problems
-from meshwright.planner.priced_rows import SearchInputs
 from meshwright.planner.result import Alternative, ScoredPlan, SearchResult
-from meshwright.planner.wishes import read_wishes
+from meshwright.planner.rows import SearchInputs
+from meshwright.planner.wishes import pin_problems, read_wishes
 
 __all__ = ["EPSILON", "Alternative", "ScoredPlan", "SearchResult", "search"]
 
@@ -48,7 +47,7 @@ def search(
 ) -> SearchResult:
     """Plans for `batch` samples of `sequence` tokens a step on all devices of `cluster`, best first."""
     if cluster.others:
-        from meshwright.planner.mixed import search_mixed
+        from meshwright.planner.across_groups import search_mixed
 
         return search_mixed(
             profile,

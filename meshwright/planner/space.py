@@ -1,29 +1,235 @@
-"""The points of the search: which axes there are and how they multiply to the machine, as columns of numbers.
+"""The points of the search, as columns of numbers.
 
-A grid has one set of axes and one way to cut stages. Its candidates are (axis sizes, microbatch); what is not a number
-(which other techniques, which settings) is walked in `bounds.py` with the same columns, and the blocks of each stage,
-the policies they follow and the order of the axes are solved for in `solve.py`.
+A `Dial` says what may be set on a technique, from its own options and the user's wishes. A `Grid` has one set of axes
+and one way to cut stages; its candidates are (axis sizes, microbatch). What is not a number (which other techniques,
+which settings) is walked in `bounds.py` with the same columns; the blocks of each stage, the policies they follow and
+the order of the axes are solved for in `solve.py`.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 
 from meshwright.core.cluster import Cluster
 from meshwright.core.plan import Plan
-from meshwright.core.profile import Profile
-from meshwright.core.technique import Spans, Technique
+from meshwright.core.profile import Layer, Profile
+from meshwright.core.technique import Axis, Choice, PerLayer, Spans, Technique, technique_named, technique_names
 from meshwright.core.work import Num
-from meshwright.planner.even_split import balanced_stages
-from meshwright.planner.settings import Dial
-from meshwright.simulator.priced_stages import runs_of, straight
+from meshwright.planner.wishes import Wishes, alone, is_allowed
+from meshwright.simulator.axis_links import routes
+from meshwright.simulator.equal_stages import runs_of, straight
+from meshwright.simulator.peak_memory import stage_memory
+from meshwright.simulator.pricing import price_sizes
+from meshwright.simulator.stage_seconds import stage_cost
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dial:
+    kind: type[Technique]
+    settings: tuple[dict[str, Any], ...]
+    """Each way its enumerated fields can be set."""
+    axis_field: str = ""
+    sizes: tuple[int, ...] = ()
+    policies: tuple[str, ...] = ()
+    """Fields whose blocks are solved for."""
+    named: Mapping[str, Any] = field(default_factory=dict)
+    """Fields whose blocks the user has named."""
+    required: bool = False
+
+    def example(self, settings: dict[str, Any], size: int = 2) -> Technique:
+        """The technique so set; numbers that are arrays stand in the sizes instead."""
+        return self.kind(**settings, **self.named, **({self.axis_field: size} if self.axis_field else {}))
+
+    @property
+    def cuts(self) -> bool:
+        """Whether it cuts the model into stages."""
+        return bool(self.settings) and self.example(self.settings[0]).blocks_of_stages(1 << 20) is not None
+
+
+def dials(profile: Profile, cluster: Cluster, wishes: Wishes, *, rescues: bool = False) -> tuple[Dial, ...]:
+    """One for each technique that may be used, by name. `rescues`: with what is tried where nothing else fits."""
+    found = []
+    for name in technique_names():
+        kind = technique_named(name)
+        if name in wishes.banned or not is_allowed(kind, wishes.allow):
+            continue
+        dial = _dial(kind, profile, cluster, wishes, rescues)
+        if dial is not None and (dial.settings or dial.required):  # bans may leave no way to set it
+            found.append(dial)
+    return tuple(found)
+
+
+def _dial(kind: type[Technique], profile: Profile, cluster: Cluster, wishes: Wishes, rescues: bool) -> Dial | None:
+    pinned = dict(wishes.pinned.get(kind.name, {}))
+    required = kind.name in wishes.pinned
+    options = kind.options(profile, cluster)
+    if not options and not required:
+        return None
+    axis = next((o for o in options if isinstance(o, Axis)), None)
+    numbers: dict[str, Any] = {}
+    if kind.axis:
+        size_field = axis.field if axis is not None else "size"
+        size = pinned.pop(size_field, None)
+        if size == 1:  # an axis of one rank is no axis
+            return None
+        sizes = (size,) if size is not None else axis.sizes if axis is not None else ()
+        bad = wishes.banned_values.get((kind.name, size_field), ())
+        numbers |= {"axis_field": size_field, "sizes": tuple(s for s in sizes if s > 1 and s not in bad)}
+    solved = next((o.fields for o in options if isinstance(o, PerLayer)), ())
+    named = {policy: pinned.pop(policy) for policy in kind.policies if policy in pinned}
+    none = {policy for policy, value in named.items() if value in (0, "")}
+    if none and none == set(kind.policies):
+        return None
+    # Nothing may follow what is pinned to none or banned; the rest is solved for, unless blocks are named.
+    banned = {policy for policy in kind.policies if (kind.name, policy) in wishes.banned_values}
+    if none == set(named):
+        numbers["policies"] = tuple(policy for policy in solved if policy not in none | banned)
+        named = {}
+    choices: dict[str, list[Any]] = {}
+    for option in options:
+        if isinstance(option, Choice):
+            values = (*option.values, *option.rescues) if rescues else option.values
+            bad = wishes.banned_values.get((kind.name, option.field), ())
+            choices[option.field] = [value for value in values if value not in bad]
+    choices |= {field: [value] for field, value in pinned.items()}
+    ways = tuple(dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values()))
+    return _keeping(
+        Dial(kind=kind, settings=ways, required=required, named=named, **numbers), profile, cluster, bool(pinned)
+    )
+
+
+def _keeping(dial: Dial, profile: Profile, cluster: Cluster, is_pinned: bool) -> Dial:
+    """Without the settings that rule each other out, or that what is pinned does: chunks leave the schedules that have
+    them."""
+    if len(dial.settings) < 2 and not is_pinned:
+        return dial
+
+    def will_do(settings: dict[str, Any]) -> bool:
+        sizes = dial.sizes if is_pinned else dial.sizes[:1]  # the smallest will do wherever any does
+        tried = (dial.example(settings, size) for size in sizes or (1,))
+        return not all(alone(technique, profile, cluster, profile.max_sequence) for technique in tried)
+
+    return replace(dial, settings=tuple(settings for settings in dial.settings if will_do(settings)))
+
+
+def folded(profile: Profile, cluster: Cluster, dials: Iterable[Dial], sequence: int) -> tuple[Dial, ...]:
+    """The same dials; those that may be folded have 1 among their sizes."""
+    alone = _measure(profile, cluster, (), sequence)
+
+    def fold(dial: Dial) -> Dial:
+        if not dial.axis_field or dial.required:
+            return dial
+        ones = [dial.example(settings, 1) for settings in dial.settings]
+        if any(one.blocks_of_stages(profile.num_blocks) is not None for one in ones):
+            return dial  # stages change what a row of the grid is
+        if any(_measure(profile, cluster, (one,), sequence) != alone for one in ones):
+            return dial
+        return replace(dial, sizes=(1, *dial.sizes))
+
+    return tuple(fold(dial) for dial in dials)
+
+
+def _measure(profile: Profile, cluster: Cluster, techniques: tuple[Technique, ...], sequence: int) -> tuple[float, ...]:
+    mesh = {technique.axis: 1 for technique in techniques}
+    sizes = {"batch": 1, "sequence": sequence, "microbatch": 1, "num_microbatches": 1, "stage": 0}
+    sizes |= {"num_stages": 1, "first_block": 0, "blocks": profile.num_blocks, **mesh}
+    work = price_sizes(profile, techniques, sizes)
+    cost = stage_cost(work, cluster, routes(cluster, mesh))
+    seconds = [float(cost.seconds(part)) for part in ("forward", "backward", "step")]
+    return (*seconds, float(stage_memory(work, cluster.device).peak_bytes()))
+
+
+def balanced_stages(profile: Profile, num_stages: int, sequence: int) -> tuple[int, ...]:
+    """Blocks of each stage, at least one each."""
+    kinds = profile.block_layers
+    block = max(_flops(layer, sequence) for layer in kinds) or 1.0
+    first, last = (
+        0.0 if layer.is_block else _flops(layer, sequence) / block for layer in (profile.layers[0], profile.layers[-1])
+    )
+    if len(kinds) == 1:
+        return _balanced(profile.num_blocks, num_stages, first, last)
+    costs = tuple(_flops(layer, sequence) / block for layer in kinds for _ in range(layer.repeat))
+    return _filled((costs[0] + first, *costs[1:-1], costs[-1] + last), num_stages)
+
+
+def _flops(layer: Layer, sequence: int) -> float:
+    return float(sum(op.flops(1, sequence) + op.backward_flops(1, sequence) for op in layer.ops))
+
+
+@lru_cache(maxsize=512)
+def _filled(costs: tuple[float, ...], num_stages: int) -> tuple[int, ...]:
+    """Neighbours together so that the costliest stage is as cheap as can be: every sum of neighbours is a limit that
+    might be the least one, and halving between the trivial limits finds it to a part in a million."""
+
+    def fill(limit: float) -> tuple[int, ...] | None:
+        stages: list[int] = []
+        held, size = 0, 0.0
+        for index, cost in enumerate(costs):
+            must_leave = len(costs) - index == num_stages - len(stages) - 1  # one block for each stage to come
+            if held and (size + cost > limit or must_leave):
+                stages.append(held)
+                held, size = 0, 0.0
+            held, size = held + 1, size + cost
+        stages.append(held)
+        return tuple(stages) if len(stages) == num_stages and size <= limit else None
+
+    low, high = max(costs), sum(costs)
+    best = fill(high)
+    for _ in range(20):
+        middle = (low + high) / 2
+        found = fill(middle)
+        low, high, best = (low, middle, found) if found else (middle, high, best)
+    assert best is not None, f"{num_stages} stages for {len(costs)} blocks"
+    return best
+
+
+@lru_cache(maxsize=512)
+def _balanced(blocks: int, num_stages: int, first: float, last: float) -> tuple[int, ...]:
+    if num_stages == 1:
+        return (blocks,)
+    best: tuple[float, float, tuple[int, ...]] | None = None
+    for at_end in range(1, blocks - num_stages + 2):
+        rest, extra = divmod(blocks - at_end, num_stages - 1)
+        # One more for the later ones: the earlier a stage, the more microbatches it holds.
+        stages = tuple(rest + (i >= num_stages - 1 - extra) for i in range(num_stages - 1))
+        slowest = max(stages[0] + first, *stages[1:], at_end + last)
+        # Of equals the one whose ends are nearest to the middle: memory follows blocks.
+        key = (slowest, abs(at_end - rest), (*stages, at_end))
+        best = key if best is None else min(best, key)
+    assert best is not None, f"{num_stages} stages for {blocks} blocks"
+    return best[2]
+
+
+def orders_of(grid: Grid, index: int, cluster: Cluster) -> tuple[tuple[str, ...], ...]:
+    """Outermost first, the usual one first; each stands for all that put the same ranks into a node."""
+    sizes = tuple(int(grid.columns[axis][index]) for axis in grid.axis_order)
+    return _orders(grid.axis_order, sizes, cluster.devices_per_node, cluster.num_nodes)
+
+
+@lru_cache(maxsize=1 << 14)
+def _orders(axes: tuple[str, ...], sizes: tuple[int, ...], per_node: int, nodes: int) -> tuple[tuple[str, ...], ...]:
+    if nodes == 1:
+        return (axes,)
+    size_of = dict(zip(axes, sizes, strict=True))
+    ones = tuple(axis for axis in axes if size_of[axis] == 1)
+    found: dict[tuple[tuple[str, int], ...], tuple[str, ...]] = {}
+    for order in itertools.permutations(axis for axis in axes if size_of[axis] > 1):
+        stride, inside = 1, []
+        for axis in reversed(order):
+            share = min(max(per_node // stride, 1), size_of[axis])
+            # A group that leaves its node only in part is neither in nor out of it.
+            inside.append((axis, share if stride * size_of[axis] > per_node else 0))
+            stride *= size_of[axis]
+        found.setdefault(tuple(sorted(inside)), (*ones, *order))
+    return tuple(found.values())
+
 
 ALL_DIVISORS_UP_TO = 64
 """Microbatches up to here may be any divisor of a replica's samples; above, powers of two."""

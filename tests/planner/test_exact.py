@@ -9,9 +9,9 @@ import pytest
 from small_spaces import Draw, Space
 
 from meshwright.core.plan import Plan
-from meshwright.planner.even_split import balanced_stages
 from meshwright.planner.search import SearchResult, search
 from meshwright.planner.solve import REACH
+from meshwright.planner.space import balanced_stages
 from meshwright.simulator.forecast import Forecast, forecast
 
 SPACES = 7

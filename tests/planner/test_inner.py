@@ -13,11 +13,10 @@ from small_spaces import Draw, Space, bare
 
 from meshwright.core.work import ADAM
 from meshwright.planner.best_first import Pool
+from meshwright.planner.bounds import order_bounds
 from meshwright.planner.policies import FEW, front, is_listed, listed
-from meshwright.planner.priced_rows import Pick, SearchInputs
-from meshwright.planner.solve import smallest_plan, solve
-from meshwright.planner.stage_bounds import order_bounds
-from meshwright.planner.stage_split import Table, all_splits, is_small, least_bound, step_seconds
+from meshwright.planner.rows import Pick, SearchInputs
+from meshwright.planner.solve import Table, all_splits, is_small, least_bound, smallest_plan, solve, step_seconds
 from meshwright.planner.wishes import read_wishes
 from meshwright.schedules import Timetable
 from meshwright.schedules.bounds import whole_bound

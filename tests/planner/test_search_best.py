@@ -19,8 +19,8 @@ from meshwright.core.plan import Plan
 from meshwright.machine.named_clusters import cluster
 from meshwright.models.cost_decoder import decoder_profile
 from meshwright.models.presets import PRESETS, preset
-from meshwright.planner.even_split import balanced_stages
 from meshwright.planner.search import SearchResult, search
+from meshwright.planner.space import balanced_stages
 from meshwright.report.answer_json import result_as_json
 from meshwright.simulator.forecast import Forecast, forecast
 

@@ -18,9 +18,9 @@ from meshwright.core.technique import Technique, technique_named, technique_name
 from meshwright.machine.named_clusters import cluster
 from meshwright.models.cost_decoder import decoder_profile
 from meshwright.models.presets import DecoderConfig
-from meshwright.planner.mixed import search_mixed
+from meshwright.planner.across_groups import search_mixed
+from meshwright.planner.device_groups import deal, split
 from meshwright.planner.search import SearchResult, search
-from meshwright.planner.uneven_shares import deal, split
 from meshwright.simulator.forecast import Forecast, forecast
 
 SEQUENCE = 128

@@ -1,12 +1,15 @@
 """The fastest plan on groups of different devices: replicas or stages across the groups, or only some of the groups.
 
-    ranks of one of a group ──search──> plans inside a replica ──deal──> shares ─┐
-                                                                                 ├─> forecast
-    all ranks of one kind ──search──> plans with stages ──split──> blocks ───────┘
+    ranks of one of a group --search--> plans inside a replica ----> shares of the microbatches --+
+                                                                                                  +--> forecast
+    all ranks of one kind --search--> plans with stages --split--> blocks of the stages ----------+
 
 What lies inside a replica or a stage is found by the search for clusters of one kind, once for each kind of device, and
-what each place gets is exact for that. So the best found is no proof: the gap is told against what the devices could
-do without memory, messages or waiting (`mixed_bound`), which is a loose bound.
+what each place gets is exact for that. So the best is no proof: the gap is told against a loose but certain bound. A
+device is never faster than alone, with all the memory it wants, nobody to talk to and products that fit its
+processors: what the search certifies for that is its least seconds for a batch, and devices together need at least
+
+    1 / sum over devices (1 / least seconds)
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from functools import partial
 from typing import Any
 
 from meshwright.core.cluster import Cluster
+from meshwright.core.device import Device
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
@@ -28,31 +32,80 @@ from meshwright.core.work import ADAM, Updating
 from meshwright.planner.device_groups import (
     Side,
     Sides,
+    block_weights,
     choices,
+    deal,
     joined,
     kinds,
+    largest_parts,
     limited,
     members,
     numbers_of,
     orders,
-    sides_of,
-)
-from meshwright.planner.group_axes import sharer, stage_cutter, without
-from meshwright.planner.mixed_bound import alone_seconds, together_seconds
-from meshwright.planner.search import Alternative, ScoredPlan, SearchResult, search
-from meshwright.planner.uneven_shares import (
-    block_weights,
-    deal,
-    largest_parts,
     remembered,
+    sharer,
+    sides_of,
     span_times,
     split,
+    stage_cutter,
     with_stages,
+    without,
 )
+from meshwright.planner.search import Alternative, ScoredPlan, SearchResult, search
 from meshwright.planner.wishes import Wishes, read_wishes
 from meshwright.simulator.forecast import Forecast, forecast
 from meshwright.simulator.mixed_groups import replica_pipe, rests_seconds, seen_from
-from meshwright.simulator.priced_stages import cutter_of
+from meshwright.simulator.priced_stages import cutter_of, stage_plan
+
+ENOUGH_BYTES = 1 << 52
+
+Search = Callable[[Cluster], SearchResult | None]
+"""What is best there for the whole batch."""
+
+
+def alone_seconds(
+    profile: Profile, side: Side, batch: int, sequence: int, optimizer: Updating, search: Search
+) -> float:
+    """Least seconds of one of its devices for the forward and backward passes of a batch."""
+    machine = replace(side.cluster.resized(1), device=at_best(side.cluster.device))
+    found = search(machine)
+    if found is None or found.best is None or found.gap_fraction is None:
+        return _least_by_flops(profile, machine.device, batch, sequence)
+    plan, told = found.best
+    # All plans for one device update the same parameters; several devices may share that out.
+    staged = stage_plan(profile, plan, machine, sequence=sequence, optimizer=optimizer)
+    return told.step_seconds * (1 - found.gap_fraction) - staged.stages[0].tail_seconds
+
+
+def together_seconds(alone: Sequence[float], counts: Sequence[int]) -> float:
+    """Least seconds of so many devices of each kind together."""
+    return 1 / sum(count / seconds for count, seconds in zip(counts, alone, strict=True))
+
+
+def at_best(device: Device) -> Device:
+    """Without what makes some shapes slower than others: pieces of a product may fit better than all of it."""
+    faster = max((1 / residual for *_, residual in device.residuals), default=1.0)
+    return replace(
+        device,
+        memory_bytes=ENOUGH_BYTES,
+        reserved_bytes=0,
+        flops_per_second={dtype: max(1.0, faster) * rate for dtype, rate in device.flops_per_second.items()},
+        residuals=(),
+        num_processors=0,
+        unaligned_slowdown=1.0,
+    )
+
+
+def _least_by_flops(profile: Profile, device: Device, batch: int, sequence: int) -> float:
+    """As if all of it were products at the best rate."""
+    flops = sum(
+        layer.repeat * float(op.flops(1, sequence) + op.backward_flops(1, sequence))
+        for layer in profile.layers
+        for op in layer.ops
+    )
+    fraction = max(device.matmul_fraction, device.attention_fraction, device.attention_backward_fraction)
+    return batch * flops / (max(device.flops_per_second.values()) * fraction)
+
 
 NEAR, FAR = 1.03, 1.05
 """Times the best so far: what could at best be slower than the first is not looked at closely; where it is slower than

@@ -2,23 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from meshwright.core.cluster import Cluster
+from meshwright.core.errors import Problem
 from meshwright.core.profile import Profile
-from meshwright.core.technique import Spans
+from meshwright.core.technique import Spans, Technique
 from meshwright.core.work import Num, Updating
-from meshwright.planner.bounds import Leaf
-from meshwright.planner.policies import Kinds
+from meshwright.planner.space import Grid
+from meshwright.schedules import Timetable
 from meshwright.simulator.axis_links import route
 from meshwright.simulator.peak_memory import stage_memory
 from meshwright.simulator.pricing import price_sizes
 from meshwright.simulator.stage_seconds import stage_cost
+
+Kinds = tuple[int, ...]
+"""Blocks of each kind in a stage."""
+
+ALL = 1 << 30
+"""Blocks that follow a policy, where all do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leaf:
+    """A grid with one way to set everything that is not a number."""
+
+    grid: Grid
+    techniques: tuple[Technique, ...]
+    policies: Mapping[str, tuple[str, ...]]
+    """Technique -> fields whose blocks are solved for."""
+    required: frozenset[str]
+    """Of these techniques, those that some block of every stage must follow."""
+    timetable: Timetable
+    least_seconds: np.ndarray
+    """No plan of the candidate is faster; infinite where the device cannot run it."""
+    least_bytes: np.ndarray
+    """No plan of the candidate has a fullest rank with less."""
+    base_bytes: np.ndarray
+    """Of these, what no policy can save."""
+    is_new: np.ndarray
+    """False where a technique is not used after all (its size is 1) and another leaf, with its other settings, has the
+    same plan; or where the techniques do not go together."""
+
+    def has(self, name: str) -> np.ndarray:
+        """Which candidates use the technique, as far as that is decided."""
+        for technique in self.techniques:
+            if technique.name == name and name not in self.policies:
+                return self.grid.uses(technique)
+        return np.zeros(self.grid.num_candidates, dtype=bool)
+
+    def sequence_problems(self, sequence: int) -> Iterator[tuple[np.ndarray, Problem]]:
+        """(candidates, why) where a technique cannot take samples of this length."""
+        fields = {dial.kind.name: dial.axis_field for dial in self.grid.axis_dials}
+        for technique in self.techniques:
+            if type(technique).check_sequence is Technique.check_sequence:
+                continue  # takes any
+            used = self.has(technique.name)
+            sizes = self.grid.columns[technique.axis] if technique.axis else np.ones(len(used), dtype=int)
+            for size in np.unique(sizes[used]):
+                changes = {fields[technique.name]: int(size)} if technique.axis else {}
+                for problem in replace(technique, **changes).check_sequence(sequence)[:1]:
+                    yield used & (sizes == size), problem
 
 
 @dataclass(frozen=True, kw_only=True)
