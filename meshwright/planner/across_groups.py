@@ -17,7 +17,6 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,7 +27,8 @@ from meshwright.core.device import Device
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
-from meshwright.core.work import ADAM, Updating
+from meshwright.core.work import Updating
+from meshwright.planner.best_first import search_group
 from meshwright.planner.device_groups import (
     Side,
     Sides,
@@ -51,9 +51,9 @@ from meshwright.planner.device_groups import (
     with_stages,
     without,
 )
-from meshwright.planner.search import Alternative, ScoredPlan, SearchResult, search
+from meshwright.planner.scoreboard import Alternative, Scoreboard, ScoredPlan, SearchResult
 from meshwright.planner.wishes import Wishes, read_wishes
-from meshwright.simulator.forecast import Forecast, forecast
+from meshwright.simulator.forecast import Forecast
 from meshwright.simulator.mixed_groups import replica_pipe, rests_seconds, seen_from
 from meshwright.simulator.priced_stages import cutter_of, stage_plan
 
@@ -125,38 +125,30 @@ SOME = 1.15
 """Times the best so far that a plan of few stages may take for that to be tried."""
 
 
-def search_mixed(
+def search_across(
     profile: Profile,
     cluster: Cluster,
     *,
     batch: int,
-    sequence: int,
-    optimizer: Updating = ADAM,
-    allow: str = "lossy",
-    pin: Sequence[str] = (),
-    ban: Sequence[str] = (),
-    top: int = 10,
-    microbatch: int | None = None,
-    **settings: Any,
+    pin: Sequence[str],
+    ban: Sequence[str],
+    top: int,
+    **common: Any,
 ) -> SearchResult:
-    """As `search`, for clusters of several groups. `settings` are handed on to it."""
+    """Plans for a cluster of several groups, best first. `common` is what all searches inside them are asked."""
     started = time.perf_counter()
-    common = {"sequence": sequence, "optimizer": optimizer, "allow": allow, "microbatch": microbatch, **settings}
-    merged = cluster.merged()
-    if not merged.others:
-        return search(profile, merged, batch=batch, pin=pin, ban=ban, top=top, **common)
-    if (limit := settings.get("max_memory_bytes")) is not None:
+    if (limit := common["max_memory_bytes"]) is not None:
         cluster = limited(cluster, limit)
-    wishes = read_wishes(pin, ban, allow=allow, microbatch=microbatch)
-    task = _Task(
+    task = _GroupSearch(
         profile=profile,
         cluster=cluster,
         batch=batch,
         pin=tuple(pin),
         ban=tuple(ban),
-        wishes=wishes,
+        wishes=read_wishes(pin, ban, allow=common["allow"], microbatch=common["microbatch"]),
         common=common,
         inside=max(INSIDE, top // 2),
+        board=Scoreboard(profile, cluster, common["sequence"], common["optimizer"]),
     )
     sides = sides_of(cluster)
     try:
@@ -164,14 +156,16 @@ def search_mixed(
         for chosen in choices(sides):
             task.try_groups(chosen)
     except KeyboardInterrupt:
-        task.is_interrupted = True
-    if not task.scored and not task.missed and task.problems:
+        task.board.is_interrupted = True
+    if not any(task.board.scored.values()) and task.problems:
         raise MeshwrightError(task.problems)
-    return replace(task.found(top), search_seconds=time.perf_counter() - started)
+    return replace(task.result(top), search_seconds=time.perf_counter() - started)
 
 
 @dataclass(kw_only=True)
-class _Task:
+class _GroupSearch:
+    """One search over all choices of groups."""
+
     profile: Profile
     cluster: Cluster
     batch: int
@@ -181,21 +175,13 @@ class _Task:
     common: dict[str, Any]
     inside: int
     """Plans taken from each search."""
-    scored: dict[Plan, Forecast] = field(default_factory=dict)
-    missed: dict[Plan, Forecast] = field(default_factory=dict)
-    """Plans that do not fit."""
+    board: Scoreboard
     problems: list[Problem] = field(default_factory=list)
-    rejected: Counter[str] = field(default_factory=Counter)
     alone: list[tuple[Side, float]] = field(default_factory=list)
     """Least seconds of one device of each kind."""
     least_seconds: float = 0.0
     """No plan is faster."""
     evaluated: int = 0
-    is_interrupted: bool = False
-
-    @property
-    def best_seconds(self) -> float:
-        return min((told.step_seconds for told in self.scored.values()), default=math.inf)
 
     def try_groups(self, sides: Sides) -> None:
         """Plans whose ranks take all devices of these."""
@@ -210,14 +196,13 @@ class _Task:
                 at_best = way(sides, ranks_each, num_devices // ranks_each)
                 # A model that fits on no replica fits on none of fewer ranks.
                 is_hopeless = at_best == math.inf if math.isfinite(before) else False
-                if is_hopeless or (math.isfinite(at_best) and at_best > max(before, FAR * self.best_seconds)):
+                if is_hopeless or (math.isfinite(at_best) and at_best > max(before, FAR * self.board.best_seconds)):
                     break
                 before = min(before, at_best)
 
     def measure(self, sides: Sides) -> None:
         """How fast each kind of device can be at all."""
-        wanted = {"pin": (), "ban": (), "top": 1, "microbatch": None, "max_memory_bytes": None}
-        free = {key: value for key, value in wanted.items() if key in self.common or key in ("pin", "ban", "top")}
+        free: dict[str, Any] = {"pin": (), "ban": (), "top": 1, "microbatch": None, "max_memory_bytes": None}
         settings = (self.batch, self._sequence, self._optimizer)
         for side in kinds(sides):
             seconds = alone_seconds(
@@ -253,7 +238,7 @@ class _Task:
             alike = together_seconds([self._alone_seconds(side)], [count])
             at_best = min(at_best, found.best.forecast.step_seconds * self._together(sides) / alike)
             plans += [plan for plan, _ in found.ranked]
-            if at_best > NEAR * self.best_seconds and side.cluster.device.memory_bytes >= large:
+            if at_best > NEAR * self.board.best_seconds and side.cluster.device.memory_bytes >= large:
                 return at_best, []
         return at_best, list(dict.fromkeys(plans))
 
@@ -261,23 +246,21 @@ class _Task:
         found = self._inside(side.cluster, self.batch, pin=self.pin, ban=self.ban, top=self.inside)
         if found is None:
             return
-        for plan, told in found.ranked:
-            self.scored[replace(plan, groups=side.numbers)] = told
-        if found.nearest_miss is not None:
-            self.missed[replace(found.nearest_miss.plan, groups=side.numbers)] = found.nearest_miss.forecast
+        for scored in (*found.ranked, *([found.nearest_miss] if found.nearest_miss is not None else [])):
+            self.board.record(scored._replace(plan=replace(scored.plan, groups=side.numbers)))
 
     def _inside(self, cluster: Cluster, batch: int, **wanted: Any) -> SearchResult | None:
         """Plans for devices of one kind; None where what is pinned cannot be on so many."""
-        if self.is_interrupted:
+        if self.board.is_interrupted:
             return None
         try:
-            found = search(self.profile, cluster, batch=batch, **{**self.common, **wanted})
+            found = search_group(self.profile, cluster, batch=batch, **{**self.common, **wanted})
         except MeshwrightError as error:
             self.problems += [problem for problem in error.problems if problem not in self.problems]
             return None
         self.evaluated += found.evaluated
-        self.rejected.update(found.rejected)
-        self.is_interrupted = found.is_interrupted
+        self.board.rejected.update(found.rejected)
+        self.board.is_interrupted = found.is_interrupted
         return found
 
     def _replicas(self, sides: Sides, ranks_each: int, count: int) -> float:
@@ -313,7 +296,7 @@ class _Task:
         ranks_each = plan.num_ranks // count
         total, rest = divmod(self.batch, plan.num_replicas // count * plan.microbatch)
         if rest or total < count:
-            self.rejected["a microbatch for each replica is more than the batch"] += 1
+            self.board.rejected["a microbatch for each replica is more than the batch"] += 1
             return
         if not plan.shares:
             about = max(1, total // count)
@@ -325,8 +308,8 @@ class _Task:
             times = [remembered(pipe.seconds_of, rest) for pipe, rest in zip(pipes, rests, strict=True)]
             lying = members(sides, ranks_each)
             shares = deal(total, [times[at] for at in lying])
-            if max(times[at](share) for at, share in zip(lying, shares, strict=True)) > self.best_seconds:
-                self.rejected["slower"] += 1
+            if max(times[at](share) for at, share in zip(lying, shares, strict=True)) > self.board.best_seconds:
+                self.board.rejected["slower"] += 1
                 return
             plan = plan.with_shares(shares if len(set(shares)) > 1 else ())
         self._score(plan, sides)
@@ -373,8 +356,8 @@ class _Task:
             busy = [0.0] * size
             for span, (alone, each) in enumerate(times):
                 busy[places.stage(span)] += alone + each * sum(weights[edges[span] : edges[span + 1]])
-            if max(busy) * plan.num_microbatches > self.best_seconds:
-                self.rejected["slower"] += 1
+            if max(busy) * plan.num_microbatches > self.board.best_seconds:
+                self.board.rejected["slower"] += 1
                 return
             told = self._score(with_stages(plan, stages), sides)
             if told is None or told.fits:
@@ -391,7 +374,7 @@ class _Task:
         pairs = list(itertools.permutations(range(len(stages)), 2))
         tried = 0
         near = SOME if len(pairs) < MOVES else NEAR
-        while best is not None and best.fits and best.step_seconds <= near * self.best_seconds and tried < MOVES:
+        while best is not None and best.fits and best.step_seconds <= near * self.board.best_seconds and tried < MOVES:
             better = None
             for giver, taker in pairs[: MOVES - tried]:
                 if stages[giver] > 1:
@@ -416,51 +399,46 @@ class _Task:
         """Its forecast, or None (and the reason counted) if the plan's own check objects."""
         numbers = numbers_of(sides)
         plan = replace(plan, groups=() if numbers == tuple(range(len(self.cluster.groups))) else numbers)
-        if plan in self.scored or plan in self.missed:
-            return self.scored.get(plan) or self.missed[plan]
-        self.evaluated += 1
-        problems = plan.check(self.profile, self.cluster) or plan.check_sequence(self._sequence)
-        if problems:
-            self.rejected[str(problems[0])] += 1
+        self.evaluated += (plan, False) not in self.board.scored
+        scored = self.board.score(plan)
+        if scored is None:
             return None
-        told = self._forecast(plan, replays=False)
-        (self.scored if told.fits else self.missed)[plan] = told
-        return told
+        if scored.forecast.fits:
+            self.board.take(scored)
+        return scored.forecast
 
-    def _forecast(self, plan: Plan, *, replays: bool) -> Forecast:
-        settings: dict[str, Any] = {"sequence": self._sequence, "optimizer": self._optimizer, "replays": replays}
-        return forecast(self.profile, plan, self.cluster, **settings)
-
-    def found(self, top: int) -> SearchResult:
+    def result(self, top: int) -> SearchResult:
         ranked: list[ScoredPlan] = []
-        for plan in sorted(self.scored, key=lambda plan: (self.scored[plan].step_seconds, str(plan))):
-            told = self._forecast(plan, replays=True)
-            if told.fits:
-                ranked.append(ScoredPlan(plan, told))
-            else:
-                self.rejected["does not fit in memory in pieces"] += 1
-                self.missed[plan] = told
+        missed = self.board.without_replay(fits=False)
+        for known in self.board.without_replay(fits=True):
+            scored = self.board.score(known.plan, replays=True)
+            if scored is not None and scored.forecast.fits:
+                ranked.append(scored)
+            elif scored is not None:
+                self.board.reject("does not fit in memory in pieces")
+                missed.append(scored)
             if len(ranked) == top:
                 break
         best = ranked[0] if ranked else None
-        nearest = min(self.missed.items(), key=lambda each: each[1].peak_bytes - each[1].memory_bytes, default=None)
+        nearest = min(missed, key=lambda each: each.forecast.peak_bytes - each.forecast.memory_bytes, default=None)
         gap = max(0.0, 1.0 - self.least_seconds / best.forecast.step_seconds) if best else None
         return SearchResult(
             best=best,
             ranked=tuple(ranked),
-            rejected=dict(self.rejected.most_common()),
-            nearest_miss=None if best or nearest is None else ScoredPlan(*nearest),
+            rejected=dict(self.board.rejected.most_common()),
+            nearest_miss=None if best else nearest,
             evaluated=self.evaluated,
             search_seconds=0.0,
             gap_fraction=gap,
             alternatives=tuple(self._alternatives(best.plan)) if best else (),
-            is_interrupted=self.is_interrupted,
+            is_interrupted=self.board.is_interrupted,
         )
 
     def _alternatives(self, best: Plan) -> Iterator[Alternative]:
         used = {technique.name for technique in best.techniques}
-        for name in sorted(used | {t.name for plan in self.scored for t in plan.techniques}):
-            plans = [plan for plan in self.scored if (plan.technique(name) is None) == (name in used)]
-            first = min(plans, key=lambda plan: (self.scored[plan].step_seconds, str(plan)), default=None)
+        fitting = self.board.without_replay(fits=True)
+        for name in sorted(used | {technique.name for each in fitting for technique in each.plan.techniques}):
+            others = (each for each in fitting if (each.plan.technique(name) is None) == (name in used))
+            first = next(others, None)
             if first is not None:  # else none was looked at, which says nothing
-                yield Alternative(technique=name, is_used=name in used, scored=ScoredPlan(first, self.scored[first]))
+                yield Alternative(technique=name, is_used=name in used, scored=first)

@@ -1,25 +1,39 @@
-"""Candidates in the order of their bounds, looked at ever closer until nothing that is left can win."""
+"""The fastest plan on devices of one kind: bound everything, then look closer in the order of the bounds until nothing
+can win.
+
+candidates --bounds.py, arrays--> no faster than, no smaller than
+    next lowest --bounds.py: order_bounds--> the same for each order of its axes
+    next lowest --solve.py---> stages, policies, simulated seconds --forecast, allocator--> the best so far
+stop when the next bound is not below the best by more than epsilon: what is left over is the gap
+"""
 
 from __future__ import annotations
 
 import heapq
 import itertools
-from collections import Counter, defaultdict
-from collections.abc import Iterable
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
+from meshwright.core.cluster import Cluster
+from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.plan import Plan
+from meshwright.core.profile import Profile
+from meshwright.core.work import Updating
 from meshwright.planner.bounds import Candidates, bound_all, floors, order_bounds
-from meshwright.planner.result import Alternative, ScoredPlan, SearchResult
+from meshwright.planner.device_groups import limited
 from meshwright.planner.rows import Leaf, Pick, SearchInputs
+from meshwright.planner.scoreboard import Alternative, Scoreboard, ScoredPlan, SearchResult
 from meshwright.planner.solve import Solved, smallest_plan, solve
 from meshwright.planner.space import dials, folded, grids, orders_of
-from meshwright.planner.wishes import Wishes
-from meshwright.simulator.forecast import Forecast, forecast, slowest_of
+from meshwright.planner.wishes import Wishes, pin_problems, read_wishes
+from meshwright.simulator.forecast import Forecast, slowest_of
 
+MOST_COUNTED = 2**53
+"""Samples or tokens; above, the floats that prices are cannot count them one by one."""
 CLOSE_LOOKS, MOST_LOOKS = 48, 1200
 """Candidates looked at closely before an epsilon counts, and at all. What bounds leave open then is said as the gap."""
 BATCHES = ((8, 8), (16, 8), (64, 16), (256, 16), (8192, 32))
@@ -39,7 +53,44 @@ _RETRIES, _LITTLE = 6, 1 << 27
 not worth another."""
 
 
-class Pool:
+def search_group(
+    profile: Profile,
+    cluster: Cluster,
+    *,
+    batch: int,
+    sequence: int,
+    optimizer: Updating,
+    allow: str,
+    pin: Sequence[str],
+    ban: Sequence[str],
+    top: int,
+    microbatch: int | None,
+    max_memory_bytes: int | None,
+    epsilon: float,
+) -> SearchResult:
+    """Plans for devices of one kind, best first."""
+    started = time.perf_counter()
+    wishes = read_wishes(pin, ban, allow=allow, microbatch=microbatch)
+    numbers = {"batch": batch, "sequence": sequence, "top": top, "microbatch": wishes.microbatch}
+    problems = [
+        Problem(where=name, what=f"is {value}.", fix=f"Use at {'least 1' if value < 1 else f'most {MOST_COUNTED}'}.")
+        for name, value in numbers.items()
+        if value is not None and not 1 <= value <= MOST_COUNTED
+    ]
+    if problems := problems or pin_problems(wishes, profile, cluster, sequence):
+        raise MeshwrightError(problems)
+    if max_memory_bytes is not None:
+        cluster = limited(cluster, max_memory_bytes)
+    inputs = SearchInputs(profile=profile, cluster=cluster, optimizer=optimizer)
+    for rescues in (False, True):
+        pool = BestFirst(inputs, wishes, batch=batch, sequence=sequence, epsilon=epsilon, rescues=rescues)
+        pool.run(top)
+        if pool.board.best is not None or pool.board.is_interrupted or not pool.may_be_rescued:
+            break
+    return replace(pool.result(top), search_seconds=time.perf_counter() - started)
+
+
+class BestFirst:
     """All candidates with their bounds, and the plans made of some."""
 
     def __init__(
@@ -55,7 +106,7 @@ class Pool:
         self.question, self.sequence, self.epsilon = question, sequence, epsilon
         profile, cluster = question.profile, question.cluster
         self.memory_bytes = cluster.device.memory_bytes
-        self.rejected: Counter[str] = Counter()
+        self.board = Scoreboard(profile, cluster, sequence, question.optimizer)
         # What may be tried depends on the samples there are, not on the longest the model takes.
         asked = replace(profile, max_sequence=sequence)
         self.turned = folded(profile, cluster, dials(asked, cluster, wishes, rescues=rescues), sequence)
@@ -67,7 +118,7 @@ class Pool:
                 batch=batch,
                 sequence=sequence,
                 microbatch=wishes.microbatch,
-                rejected=self.rejected,
+                rejected=self.board.rejected,
             )
         )
         self.leaves: list[Leaf] = []
@@ -75,15 +126,12 @@ class Pool:
         self.left_out: dict[str, float] = {}
         """Compute dtypes not looked at -> no plan in them is faster than this."""
         self.solved: list[tuple[Solved, int]] = []
-        self.scored: dict[tuple[Plan, bool], ScoredPlan | None] = {}
         self.waiting: list[tuple[float, int, int, Pick]] = []
         """Candidates with any order of their axes, or a given one: (bound, number, leaf, pick)."""
         self.numbers = itertools.count()
-        self.best: ScoredPlan | None = None
         self.next = 0
         self.order = np.zeros(0, dtype=int)
         """Candidates not yet looked at, those from `next` on, in the order of their bounds."""
-        self.is_interrupted = False
 
     def _add(self, dtype: str) -> None:
         """Bound all that computes in a dtype."""
@@ -108,15 +156,11 @@ class Pool:
         order = left[np.argsort(self.candidates.least_seconds[left], kind="stable")]
         self.order = np.concatenate([seen, order]).astype(int)
 
-    def _reject(self, reason: str, count: int = 1) -> None:
-        if count:
-            self.rejected[reason] += count
-
     def _takes_sequence(self, leaf: Leaf) -> np.ndarray:
         """New candidates that can run samples of this length; the others are counted with the reason."""
         takes = leaf.is_new
         for which, problem in leaf.sequence_problems(self.sequence):
-            self._reject(str(problem), int(np.sum(takes & which)))
+            self.board.reject(str(problem), int(np.sum(takes & which)))
             takes = takes & ~which
         return takes
 
@@ -128,10 +172,8 @@ class Pool:
     @property
     def limit_seconds(self) -> float:
         """Only what is bound to be below is looked at."""
-        if self.best is None:
-            return np.inf
         margin = self.epsilon if len(self.solved) >= CLOSE_LOOKS else 0.0
-        return self.best.forecast.step_seconds * (1 - margin)
+        return self.board.best_seconds * (1 - margin)
 
     def run(self, top: int) -> None:
         try:
@@ -142,7 +184,7 @@ class Pool:
                 self._add(dtype)
                 self._run(top)
         except KeyboardInterrupt:
-            self.is_interrupted = True
+            self.board.is_interrupted = True
 
     def _run(self, top: int) -> None:
         for sizes in itertools.chain(BATCHES, itertools.repeat(BATCHES[-1])):
@@ -200,21 +242,17 @@ class Pool:
     def _score(self, found: Solved, at: int) -> None:
         """Forecast the one solved last, if it may be the best; if it then does not fit, again with less memory."""
         if found.plan is None:
-            self._reject("does not fit in memory" if np.isinf(found.least_seconds) else "slower")
+            self.board.reject("does not fit in memory" if np.isinf(found.least_seconds) else "slower")
         elif found.seconds < self.limit_seconds * (1 + _ROUNDING):
-            scored = self._forecast(found.plan)
+            scored = self.board.score(found.plan)
             if scored is None or scored.forecast.step_seconds > self.limit_seconds:
                 return
-            scored = self._forecast(found.plan, replays=scored.forecast.fits)
+            scored = self.board.score(found.plan, replays=scored.forecast.fits)
             assert scored is not None
             if scored.forecast.fits:
-                self._take(scored)
+                self.board.take(scored)
             else:
                 self.solved[-1] = self._with_less(found, scored.forecast, at), at
-
-    def _take(self, scored: ScoredPlan) -> None:
-        if self.best is None or _rank(scored) < _rank(self.best):
-            self.best = scored
 
     def _with_less(self, found: Solved, told: Forecast, at: int) -> Solved:
         """The fastest that fits in pieces too, between the least memory that is too much and one that will do. What
@@ -226,11 +264,11 @@ class Pool:
         for _ in range(_RETRIES):
             room = low if best is None else (low + high) / 2
             (less,) = solve(self.question, self.leaves[at], [found.pick._replace(memory_bytes=room)])
-            scored = None if less.plan is None else self._forecast(less.plan, replays=True)
+            scored = None if less.plan is None else self.board.score(less.plan, replays=True)
             if scored is None:
                 break
             if scored.forecast.fits:
-                self._take(scored)
+                self.board.take(scored)
                 low, best = max(room, scored.forecast.peak_bytes), less
             else:
                 high = min(high, scored.forecast.peak_bytes - 1.0)
@@ -239,68 +277,53 @@ class Pool:
                 break
         (most,) = solve(self.question, self.leaves[at], [found.pick._replace(memory_bytes=high)])
         if best is None:
-            self._reject("does not fit in memory in pieces")
+            self.board.reject("does not fit in memory in pieces")
             return replace(most, plan=None, seconds=np.inf)
         return replace(best, least_seconds=min(most.least_seconds, best.seconds))
 
-    def _forecast(self, plan: Plan, *, replays: bool = False) -> ScoredPlan | None:
-        """None (and the reason counted) if the plan's own check objects. `replays`: with the allocator, which takes too
-        long for all."""
-        known = (plan, replays)
-        if known not in self.scored:
-            profile, cluster = self.question.profile, self.question.cluster
-            problems = plan.check(profile, cluster) or plan.check_sequence(self.sequence)
-            self.scored[known] = None
-            if problems:
-                self._reject(str(problems[0]))
-            else:
-                settings: dict[str, Any] = {"sequence": self.sequence, "optimizer": self.question.optimizer}
-                predicted = forecast(profile, plan, cluster, **settings, replays=replays)
-                self.scored[known] = ScoredPlan(plan, predicted)
-        return self.scored[known]
-
     def _plans(self) -> list[Plan]:
         """What was solved and is not faster than the best (and so too large), fastest first, each once."""
-        least = 0.0 if self.best is None else self.best.forecast.step_seconds * (1 - _ROUNDING)
+        least = 0.0 if self.board.best is None else self.board.best.forecast.step_seconds * (1 - _ROUNDING)
         solved = [found for found, _ in self.solved if found.plan is not None and found.seconds >= least]
         plans = {found.plan: found.seconds for found in solved if found.plan is not None}
         return sorted(plans, key=lambda plan: (plans[plan], str(plan)))
 
-    def found(self, top: int) -> SearchResult:
+    def result(self, top: int) -> SearchResult:
         ranked: list[ScoredPlan] = []
-        for plan in self._plans() if self.best is not None else ():
-            scored = self._forecast(plan)
+        for plan in self._plans() if self.board.best is not None else ():
+            scored = self.board.score(plan)
             if scored is not None and scored.forecast.fits:
                 ranked.append(scored)
             if len(ranked) >= 2 * top:  # a few more: where stages have chunks, they are sorted by bounds
                 break
-        if self.best is not None:  # the others' memory is not replayed: none of them is above it
-            best = self.best
-            ranked = [best, *(each for each in sorted(ranked, key=_rank) if _rank(each) > _rank(best))][:top]
+        if self.board.best is not None:  # the others' memory is not replayed: none of them is above it
+            best = self.board.best
+            others = sorted((each for each in ranked if each.rank > best.rank), key=lambda each: each.rank)
+            ranked = [best, *others][:top]
         unfitting = self.candidates.runs & ~self.candidates.fits(self.memory_bytes)
-        self._reject("does not fit in memory", int(np.sum(unfitting)))
-        self._reject("slower", len(self.order) - len({(at, f.pick.candidate) for f, at in self.solved}))
-        unfit = None if self.best is None else self._unfit(self.best)
+        self.board.reject("does not fit in memory", int(np.sum(unfitting)))
+        self.board.reject("slower", len(self.order) - len({(at, f.pick.candidate) for f, at in self.solved}))
+        unfit = None if self.board.best is None else self._unfit(self.board.best)
         return SearchResult(
-            best=self.best,
+            best=self.board.best,
             ranked=tuple(ranked),
-            rejected=dict(self.rejected.most_common()),
-            nearest_miss=None if self.best else self._nearest_miss(),
+            rejected=dict(self.board.rejected.most_common()),
+            nearest_miss=None if self.board.best else self._nearest_miss(),
             evaluated=self.candidates.num_new,
             search_seconds=0.0,
             gap_fraction=self._gap(),
-            alternatives=self._alternatives(self.best.plan) if self.best else (),
+            alternatives=self._alternatives(self.board.best.plan) if self.board.best else (),
             faster_unfit=unfit,
-            is_interrupted=self.is_interrupted,
+            is_interrupted=self.board.is_interrupted,
         )
 
     def _gap(self) -> float | None:
-        if self.best is None:
+        if self.board.best is None:
             return None
         left = [found.least_seconds * (1 - _ROUNDING) for found, _ in self.solved]
         left += [self.waiting[0][0]] if self.waiting else []
         left += [float(self.candidates.least_seconds[self.order[self.next]])] if self.next < len(self.order) else []
-        gap = 1.0 - min(left, default=np.inf) / self.best.forecast.step_seconds
+        gap = 1.0 - min(left, default=np.inf) / self.board.best.forecast.step_seconds
         return float(gap) if gap > 2 * _ROUNDING else 0.0
 
     def _smallest(self, candidate: int) -> ScoredPlan | None:
@@ -308,7 +331,7 @@ class Pool:
         at, index = int(self.candidates.leaf_of[candidate]), int(self.candidates.index_of[candidate])
         grid = self.leaves[at].grid
         plan = smallest_plan(self.question, self.leaves[at], index, grid.axis_order)
-        return self._forecast(plan)
+        return self.board.score(plan)
 
     def _nearest_miss(self) -> ScoredPlan | None:
         candidates = np.flatnonzero(self.candidates.runs)
@@ -343,7 +366,7 @@ class Pool:
         found = []
         for name in (dial.kind.name for dial in self.turned):
             others = [plan for plan in plans if (plan.technique(name) is None) == (name in used)]
-            scored = next((s for plan in others[:_TRIED] if (s := self._forecast(plan)) and s.forecast.fits), None)
+            scored = self.board.first_that_fits(others[:_TRIED])
             least = None if scored else self._least_without(name) if name in used else self._least_with(name)
             found.append(Alternative(technique=name, is_used=name in used, scored=scored, least_seconds=least))
         return tuple(found)
@@ -366,7 +389,3 @@ def _by_leaf(picks: Iterable[tuple[int, Pick]]) -> dict[int, list[Pick]]:
     for at, pick in picks:
         grouped[at].append(pick)
     return grouped
-
-
-def _rank(scored: ScoredPlan) -> tuple[float, str]:
-    return scored.forecast.step_seconds, str(scored.plan)

@@ -1,5 +1,5 @@
-"""The groups of a mixed cluster as a plan may take them, and what each place gets: microbatches for replicas, blocks for
-stages.
+"""The groups of a mixed cluster as a plan may take them, and what each place in them gets: microbatches for replicas,
+blocks for stages.
 
 Both are exact for their question. Microbatches: the next one goes to whoever would have it done first, which for any
 times that grow with their number makes the last one end as early as can be. Blocks: by dynamic programming over (span,

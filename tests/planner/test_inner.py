@@ -12,7 +12,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from small_spaces import Draw, Space, bare
 
 from meshwright.core.work import ADAM
-from meshwright.planner.best_first import Pool
+from meshwright.planner.best_first import BestFirst
 from meshwright.planner.bounds import order_bounds
 from meshwright.planner.policies import FEW, front, is_listed, listed
 from meshwright.planner.rows import Pick, SearchInputs
@@ -242,11 +242,11 @@ def test_equal_stages_reach_the_bound_of_all_splits() -> None:
 # Bounds of candidates, on models and machines.
 
 
-def _pooled(space: Space) -> Pool:
+def _pooled(space: Space) -> BestFirst:
     asked = {key: value for key, value in space.question.items() if key not in ("ban", "microbatch")}
     wishes = read_wishes((), space.question["ban"], allow="reordered", microbatch=space.microbatch)
     problem = SearchInputs(profile=space.profile, cluster=space.machine, optimizer=ADAM)
-    pool = Pool(problem, wishes, **asked, epsilon=0.0, rescues=False)
+    pool = BestFirst(problem, wishes, **asked, epsilon=0.0, rescues=False)
     pool._add("fp32")
     return pool
 

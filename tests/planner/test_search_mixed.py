@@ -18,7 +18,6 @@ from meshwright.core.technique import Technique, technique_named, technique_name
 from meshwright.machine.named_clusters import cluster
 from meshwright.models.cost_decoder import decoder_profile
 from meshwright.models.presets import DecoderConfig
-from meshwright.planner.across_groups import search_mixed
 from meshwright.planner.device_groups import deal, split
 from meshwright.planner.search import SearchResult, search
 from meshwright.simulator.forecast import Forecast, forecast
@@ -154,7 +153,7 @@ def all_plans(here: Cluster, batch: int) -> Iterator[Plan]:
 def test_brute_force(groups: Any, batch: int) -> None:
     """Replicas, stages, orders of groups, shares, cuts, microbatches and some of the groups: nothing is faster."""
     here = mixed(*groups)
-    found = search_mixed(PROFILE, here, batch=batch, ban=SIMPLE, top=1000, **WISHES)
+    found = search(PROFILE, here, batch=batch, ban=SIMPLE, top=1000, **WISHES)
     plan, told = best_of(found)
     seconds = {
         each: forecast(PROFILE, each, here, sequence=SEQUENCE, replays=False).step_seconds
@@ -171,12 +170,12 @@ def test_brute_force(groups: Any, batch: int) -> None:
 
 def test_half_as_fast_gets_half_as_much() -> None:
     here = mixed((1, 1.0), (1, 2.0))
-    found = search_mixed(PROFILE, here, batch=48, ban=[*SIMPLE, "pipeline"], pin=["microbatch=1"], **WISHES)
+    found = search(PROFILE, here, batch=48, ban=[*SIMPLE, "pipeline"], pin=["microbatch=1"], **WISHES)
     plan, _ = best_of(found)
     fast, slow = plan.shares
     assert (fast, slow) == pytest.approx((32, 16), abs=1)
     deep = replace(PROFILE, layers=tuple(replace(x, repeat=24) if x.is_block else x for x in PROFILE.layers))
-    found = search_mixed(deep, here, batch=48, ban=[*SIMPLE, "replicate"], pin=["microbatch=1"], **WISHES)
+    found = search(deep, here, batch=48, ban=[*SIMPLE, "replicate"], pin=["microbatch=1"], **WISHES)
     plan, _ = best_of(found)
     by_group = dict(zip(plan.groups or (0, 1), plan.blocks_of_stages(deep), strict=True))
     assert by_group[0] == pytest.approx(16, abs=1)
@@ -186,10 +185,10 @@ def test_half_as_fast_gets_half_as_much() -> None:
 def test_equal_groups_joined_like_nodes_give_the_answer_for_one_kind(ban: list[str]) -> None:
     alike = replace(LAPTOP, inner=NEAR, outer=NEAR, devices_per_node=2, num_nodes=2)
     wanted = best_of(search(PROFILE, alike, batch=8, ban=ban, **WISHES))
-    merged = best_of(search_mixed(PROFILE, mixed((2, 1.0), (2, 1.0)), batch=8, ban=ban, **WISHES))
+    merged = best_of(search(PROFILE, mixed((2, 1.0), (2, 1.0)), batch=8, ban=ban, **WISHES))
     assert merged == wanted
     by_groups = mixed((2, 1.0), (2, 1.0), between=replace(NEAR, name="by another name"))
-    told = best_of(search_mixed(PROFILE, by_groups, batch=8, ban=ban, **WISHES))[1]
+    told = best_of(search(PROFILE, by_groups, batch=8, ban=ban, **WISHES))[1]
     assert told.step_seconds == pytest.approx(wanted[1].step_seconds, rel=1e-9)
 
 
@@ -197,18 +196,18 @@ def test_equal_groups_joined_like_nodes_give_the_answer_for_one_kind(ban: list[s
 def test_permuting_equal_groups_changes_nothing(far: Link) -> None:
     groups = ((1, 1.0), (1, 2.0), (1, 1.0))
     answers = [
-        best_of(search_mixed(PROFILE, mixed(*order, between=far), batch=6, ban=SIMPLE, **WISHES))
+        best_of(search(PROFILE, mixed(*order, between=far), batch=6, ban=SIMPLE, **WISHES))
         for order in sorted(set(itertools.permutations(groups)))
     ]
     assert len(answers) == 3
     assert [told.step_seconds for _, told in answers] == pytest.approx([answers[0][1].step_seconds] * 3, rel=1e-9)
-    again = best_of(search_mixed(PROFILE, mixed(*groups, between=far), batch=6, ban=SIMPLE, **WISHES))
+    again = best_of(search(PROFILE, mixed(*groups, between=far), batch=6, ban=SIMPLE, **WISHES))
     assert again in answers
 
 
 def test_a_group_that_only_slows_the_rest_is_left_idle() -> None:
     here = replace(mixed((1, 60.0), (2, 1.0)), name="old+new")
-    found = search_mixed(PROFILE, here, batch=8, ban=SIMPLE, **WISHES)
+    found = search(PROFILE, here, batch=8, ban=SIMPLE, **WISHES)
     plan, told = best_of(found)
     assert plan.groups == (1,)
     assert told.step_seconds == best_of(search(PROFILE, here.view(1), batch=8, ban=SIMPLE, **WISHES))[1].step_seconds
@@ -221,9 +220,9 @@ def test_a_group_that_only_slows_the_rest_is_left_idle() -> None:
 
 def test_pins_hold_across_groups() -> None:
     here = mixed((2, 1.0), (2, 2.0))
-    two = best_of(search_mixed(PROFILE, here, batch=12, ban=OTHERS, pin=["replicate=2", "pipeline=2"], **WISHES))[0]
+    two = best_of(search(PROFILE, here, batch=12, ban=OTHERS, pin=["replicate=2", "pipeline=2"], **WISHES))[0]
     assert {each.name: each.size for each in two.techniques} == {"pipeline": 2, "replicate": 2}  # type: ignore[attr-defined]
-    given = best_of(search_mixed(PROFILE, here, batch=12, ban=SIMPLE, pin=["replicate.shares=[3,1]"], **WISHES))[0]
+    given = best_of(search(PROFILE, here, batch=12, ban=SIMPLE, pin=["replicate.shares=[3,1]"], **WISHES))[0]
     assert given.shares == (3, 1)
 
 
@@ -241,7 +240,7 @@ def test_memory_of_each_group_counts() -> None:
     while forecast(deep, even, with_room(room), sequence=SEQUENCE).fits:
         room = int(0.9 * room)
     small = with_room(room)
-    plan, told = best_of(search_mixed(deep, small, batch=8, ban=[*SIMPLE, "replicate"], **WISHES))
+    plan, told = best_of(search(deep, small, batch=8, ban=[*SIMPLE, "replicate"], **WISHES))
     assert told.fits
     blocks = dict(zip(plan.groups or (0, 1), plan.blocks_of_stages(deep), strict=True))
     assert 1 not in blocks or blocks[1] < 12

@@ -1,0 +1,123 @@
+"""What a search comes back with, and the board on which it writes down the plans it has looked at."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from meshwright.core.cluster import Cluster
+from meshwright.core.codec import decode_into, encode
+from meshwright.core.errors import Problem
+from meshwright.core.plan import Plan
+from meshwright.core.profile import Profile
+from meshwright.core.work import Updating
+from meshwright.simulator.forecast import Forecast, forecast
+
+
+class ScoredPlan(NamedTuple):
+    """A plan and what the simulator says of it."""
+
+    plan: Plan
+    forecast: Forecast
+
+    @property
+    def rank(self) -> tuple[float, str]:
+        """Fastest first; equally fast plans in a fixed order."""
+        return self.forecast.step_seconds, str(self.plan)
+
+    def encode_self(self) -> dict[str, Any]:
+        return {"plan": encode(self.plan), "forecast": encode(self.forecast)}
+
+    @classmethod
+    def decode_any(cls, value: Any, where: str, problems: list[Problem]) -> ScoredPlan | None:
+        if not isinstance(value, dict) or value.keys() != {"plan", "forecast"}:
+            problems.append(Problem(where=where, what="is not a plan with its forecast."))
+            return None
+        plan = decode_into(Plan, value["plan"], f"{where}.plan", problems)
+        return cls(plan, decode_into(Forecast, value["forecast"], f"{where}.forecast", problems))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Alternative:
+    """The best plan with a technique the winner lacks, or without one it has."""
+
+    technique: str
+    is_used: bool
+    scored: ScoredPlan | None
+    """None: nothing fits then, or it is far slower."""
+    least_seconds: float | None = None
+    """Where none was looked for: no such plan is faster than this."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchResult:
+    best: ScoredPlan | None
+    ranked: tuple[ScoredPlan, ...]
+    rejected: dict[str, int]
+    """Reason -> candidates."""
+    nearest_miss: ScoredPlan | None
+    """Where nothing fits, the plan that needs the least memory."""
+    evaluated: int
+    """Candidates, each with all ways to order its axes, split its blocks into stages and let them follow policies."""
+    search_seconds: float
+    gap_fraction: float | None
+    """No candidate is faster than the best by more than this share, by the cost model; 0: it is the optimum."""
+    alternatives: tuple[Alternative, ...] = field(default=())
+    faster_unfit: ScoredPlan | None = None
+    """The fastest plan that would beat the best if it fitted."""
+    is_interrupted: bool = False
+    """The user stopped the search: the best plan so far."""
+
+
+class Scoreboard:
+    """Forecasts of plans, each made once; the best that fits; and what was rejected, with the reasons."""
+
+    def __init__(self, profile: Profile, cluster: Cluster, sequence: int, optimizer: Updating):
+        self.profile, self.cluster, self.sequence, self.optimizer = profile, cluster, sequence, optimizer
+        self.scored: dict[tuple[Plan, bool], ScoredPlan | None] = {}
+        self.best: ScoredPlan | None = None
+        self.rejected: Counter[str] = Counter()
+        self.is_interrupted = False
+
+    @property
+    def best_seconds(self) -> float:
+        return self.best.forecast.step_seconds if self.best is not None else float("inf")
+
+    def reject(self, reason: str, count: int = 1) -> None:
+        if count:
+            self.rejected[reason] += count
+
+    def score(self, plan: Plan, *, replays: bool = False) -> ScoredPlan | None:
+        """None (and the reason counted) if the plan's own check objects. `replays`: with the allocator, which takes too
+        long for all."""
+        key = (plan, replays)
+        if key not in self.scored:
+            problems = plan.check(self.profile, self.cluster) or plan.check_sequence(self.sequence)
+            self.scored[key] = None
+            if problems:
+                self.reject(str(problems[0]))
+            else:
+                settings: dict[str, Any] = {"sequence": self.sequence, "optimizer": self.optimizer, "replays": replays}
+                self.scored[key] = ScoredPlan(plan, forecast(self.profile, plan, self.cluster, **settings))
+        return self.scored[key]
+
+    def record(self, scored: ScoredPlan) -> None:
+        """A forecast that was made elsewhere."""
+        self.scored[scored.plan, False] = scored
+        if scored.forecast.fits:
+            self.take(scored)
+
+    def without_replay(self, *, fits: bool) -> list[ScoredPlan]:
+        """All plans that fit by their bytes, or all that do not; fastest first."""
+        known = (scored for (_, replays), scored in self.scored.items() if scored is not None and not replays)
+        return sorted((each for each in known if each.forecast.fits is fits), key=lambda each: each.rank)
+
+    def take(self, scored: ScoredPlan) -> None:
+        """As the best, if it is."""
+        if self.best is None or scored.rank < self.best.rank:
+            self.best = scored
+
+    def first_that_fits(self, plans: Iterable[Plan]) -> ScoredPlan | None:
+        return next((scored for plan in plans if (scored := self.score(plan)) and scored.forecast.fits), None)
