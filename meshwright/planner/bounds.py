@@ -18,10 +18,21 @@ import numpy as np
 
 from meshwright.core.cluster import Cluster
 from meshwright.core.profile import Profile
-from meshwright.core.technique import PHASES, Spans, Technique
+from meshwright.core.technique import PHASES, Technique
 from meshwright.core.training_state import settle
 from meshwright.core.work import Num, Updating, Work, base_work
-from meshwright.planner.rows import ALL, Cell, Leaf, Pick, PricedRows, SearchInputs, kinds_of, policy_fields, size_of
+from meshwright.planner.rows import (
+    Cell,
+    Leaf,
+    Pick,
+    PricedRows,
+    SearchInputs,
+    extreme_choices,
+    kinds_of,
+    policy_fields,
+    row_sizes,
+    size_of,
+)
 from meshwright.planner.space import Dial, Grid
 from meshwright.schedules import PipelineTimes, Timetable
 from meshwright.simulator.axis_links import Route, route, routes
@@ -136,30 +147,21 @@ class BoundRows:
     ):
         self.grid = grid
         starts, self.counts, firsts, blocks = grid.runs
-        ways = 1 + sum(map(len, policies.values()))
-        self.shape = (*self.counts.shape, ways)
-        of = np.repeat(np.arange(grid.num_candidates), self.shape[1] * ways)
-        self.sizes = grid.sizes(of, *(np.repeat(each.ravel(), ways) for each in (starts, firsts, blocks)))
-        for at, (name, field) in enumerate((name, field) for name, each in policies.items() for field in each):
-            which = np.tile(ALL * (np.arange(ways) == at + 1), len(of) // ways)
-            self.sizes |= {f"{name}.{field}.{layer.name}": which for layer in grid.profile.block_layers}
-        if named:
-            self._count_named(named, np.repeat(starts.ravel(), ways), of)
+        choices = extreme_choices(grid.profile, sum(map(len, policies.values())))
+        self.shape = (*self.counts.shape, len(choices))
+        of = np.repeat(np.arange(grid.num_candidates), self.shape[1])
+        stages = np.stack([of, starts.ravel(), firsts.ravel(), blocks.ravel()], axis=1)
+        self.sizes = row_sizes(
+            grid,
+            policies,
+            named,
+            stages,
+            lambda number: grid.cuts[stages[number, 0]][stages[number, 1]],
+            np.tile(choices, (len(stages), 1, 1)),
+            len(choices),
+        )
         mesh = {axis: self.sizes[axis] for axis in grid.axis_order}
         self.roads = routes(cluster, mesh) if cluster.num_nodes == 1 else best_roads(cluster, mesh)
-
-    def _count_named(self, named: Sequence[Technique], stages: np.ndarray, of: np.ndarray) -> None:
-        known: dict[tuple[int, Spans], dict[str, int]] = {}
-        rows = []
-        for candidate, stage in zip(of, stages, strict=True):
-            spans = self.grid.cuts[candidate][stage]
-            key = (int(stage), spans)
-            if key not in known:
-                known[key] = {}
-                for technique in named:
-                    known[key] |= technique.counts_in(self.grid.profile, spans)
-            rows.append(known[key])
-        self.sizes |= {name: np.array([row[name] for row in rows]) for name in rows[0]}
 
     def table(self, value: Num) -> np.ndarray:
         return np.broadcast_to(np.asarray(value, dtype=float), (np.prod(self.shape),)).reshape(self.shape)
@@ -190,11 +192,115 @@ class BoundRows:
     def least_seconds(
         self, cost: StageCost, memory: StageMemory, timetable: Timetable, memory_bytes: float
     ) -> np.ndarray:
-        forced = None
-        if self.shape[2] > 1 and not self.grid.may_choose and len(self.grid.profile.block_layers) == 1:
-            forced, _ = forced_seconds(self.table, cost, memory, memory_bytes)
-        everyone = np.arange(self.grid.num_candidates)
-        return least_seconds(self.grid, everyone, cost, timetable, ways=self.shape[2], forced=forced)
+        """Of every candidate: each of its runs of stages following no policy, which is fastest, and what is forced upon
+        them beside."""
+        grid, table = self.grid, self.table
+        forward, backward, weight = (table(cost.seconds(part))[:, :, 0] for part in ("forward", "backward", "weight"))
+        seconds = forward + backward + weight
+        if self.shape[2] > 1 and not grid.may_choose and len(grid.profile.block_layers) == 1:
+            seconds = seconds + forced_seconds(table, cost, memory, memory_bytes)[0]
+        tails = table(cost.seconds("step")).min(axis=2)
+        # With another split the stage that ends last may be a smaller one.
+        tail = tails.min(axis=1) if grid.may_choose else tails.max(axis=1)
+        microbatches, stages = grid.columns["num_microbatches"], grid.columns["num_stages"]
+        if grid.cutter is None:
+            return microbatches * seconds[:, 0] + tail
+        starts, counts, _, blocks = grid.runs
+        # What shows of hidden collectives may be less with another split.
+        least = table(cost.bare_seconds())[:, :, 0] if grid.may_choose else seconds
+        bound = pipeline_bound(
+            timetable,
+            np.arange(grid.num_candidates) * self.shape[1],
+            microbatches=microbatches,
+            stages=stages,
+            pace=self._pace(seconds, (counts * least).sum(axis=1) / stages, timetable),
+            send=table(cost.send_seconds).max(axis=(1, 2)),
+            counts=counts.ravel(),
+            before=np.maximum(starts + counts - 1, 0).ravel(),
+            forward=forward.ravel(),
+            seconds=seconds.ravel(),
+            unforced=seconds.ravel(),
+            least=least.ravel(),
+            apart=(weight if timetable.splits_backward else np.zeros_like(weight)).ravel(),
+            chunk_share=(
+                (grid.profile.num_blocks // (stages * timetable.chunks))[:, None] / np.maximum(blocks, 1)
+            ).ravel(),
+        )
+        return bound + tail
+
+    def _pace(self, seconds: np.ndarray, even: np.ndarray, timetable: Timetable) -> np.ndarray:
+        """The slowest stage's seconds for a microbatch, at least: of an `even` share of it all; and of as many blocks
+        as some stage must have, where they are alike."""
+        _, counts, _, blocks = self.grid.runs
+        if timetable.chunks > 1:  # the split is even and given
+            return np.where(counts > 0, seconds, 0.0).max(axis=1)
+        if len(self.grid.profile.block_layers) > 1 or counts.shape[1] < 3:
+            return even
+        stages = self.grid.columns["num_stages"]
+        most = -(-self.grid.profile.num_blocks // stages)
+        # An inner stage: without ends, and what it has beside its blocks only makes fewer cost more each.
+        is_inner = (stages > 2) & (blocks[:, 1] >= most)
+        inner = seconds[:, 1] * most / np.maximum(blocks[:, 1], 1)
+        return np.maximum(even, np.where(is_inner, inner, 0.0))
+
+
+def pipeline_bound(
+    timetable: Timetable,
+    starts: np.ndarray,
+    *,
+    microbatches: np.ndarray,
+    stages: np.ndarray,
+    pace: np.ndarray,
+    send: np.ndarray,
+    counts: np.ndarray,
+    before: np.ndarray,
+    forward: np.ndarray,
+    seconds: np.ndarray,
+    unforced: np.ndarray,
+    least: np.ndarray,
+    apart: np.ndarray,
+    chunk_share: np.ndarray,
+) -> np.ndarray:
+    """Seconds of a step that no way to split blocks into stages beats, from one way that is about even.
+
+    The first four arrays are by candidate, the others by stage, or by run of equal stages: candidate i has those from
+    `starts[i]` on. `counts`: stages of a run; `before`: stages before its last one; `seconds` of a microbatch, of which
+    `unforced` without what memory forces upon it and `least` in every split; `apart`: what backward leaves for later;
+    `chunk_share`: of a stage's blocks the share of the smallest chunk.
+    """
+
+    def total(value: np.ndarray) -> np.ndarray:
+        return np.add.reduceat(counts * value, starts)
+
+    def smallest(value: np.ndarray) -> np.ndarray:
+        return np.minimum.reduceat(value, starts)
+
+    positive = np.maximum(unforced, 1e-30)
+    own = forward / positive
+    bound = timetable.step_bound(
+        PipelineTimes(
+            microbatches=microbatches,
+            stages=stages,
+            through=total(least),
+            pace=pace,
+            send=send,
+            larger=smallest(np.maximum(own, 1 - own)),
+            least_forward=smallest(own),
+            most_forward=np.maximum.reduceat(own, starts),
+            least_way=smallest((unforced - apart) / positive),
+            later=total(apart),
+        )
+    )
+    if timetable.chunks == 1:
+        return bound
+    # A stage waits for the first chunks of those before it, going forward; and they for it, going back, unless it has
+    # work left for then.
+    of = np.repeat(np.arange(len(starts)), np.diff([*starts, len(forward)]))
+    way_in = before * smallest(forward * chunk_share)[of]
+    way_out = before * smallest((unforced - forward - apart) * chunk_share)[of]
+    busy = microbatches[of] * seconds
+    after = way_in + np.maximum(busy, busy - microbatches[of] * apart + way_out)
+    return np.maximum(bound, np.maximum.reduceat(after, starts))
 
 
 def forced_seconds(
@@ -235,120 +341,6 @@ def forced_seconds(
     return np.where(is_forced, found, 0.0), np.where(is_forced, np.maximum(slope, 0.0), 0.0)
 
 
-def least_seconds(
-    grid: Grid,
-    of: np.ndarray,
-    cost: StageCost,
-    timetable: Timetable,
-    *,
-    ways: int = 1,
-    forced: np.ndarray | None = None,
-) -> np.ndarray:
-    """Of candidates `of`, from the cost of their runs of stages, each in `ways` ways of which the first is fastest, and
-    what is forced upon them beside."""
-    runs = tuple(table[of] for table in grid.runs)
-    shape = (*runs[1].shape, ways)
-
-    def table(value: Num) -> np.ndarray:
-        return np.broadcast_to(np.asarray(value, dtype=float), (np.prod(shape),)).reshape(shape)
-
-    forward, backward, weight = (table(cost.seconds(part))[:, :, 0] for part in ("forward", "backward", "weight"))
-    each = forward + backward + weight + (0.0 if forced is None else forced)
-    tails = table(cost.seconds("step")).min(axis=2)
-    # With another split the stage that ends last may be a smaller one.
-    tail = tails.min(axis=1) if grid.may_choose else tails.max(axis=1)
-    microbatches, stages = grid.columns["num_microbatches"][of], grid.columns["num_stages"][of]
-    if grid.cutter is None:
-        return microbatches * each[:, 0] + tail
-    apart = weight if timetable.splits_backward else np.zeros_like(each)
-    pipeline = PipelineBound(
-        blocks=grid.profile.num_blocks,
-        is_one_kind=len(grid.profile.block_layers) == 1,
-        runs=runs,
-        stages=stages,
-        microbatches=microbatches,
-        forward=forward,
-        each=each,
-        # What shows of hidden collectives may be less with another split.
-        least=table(cost.bare_seconds())[:, :, 0] if grid.may_choose else each,
-        apart=apart,
-        send=table(cost.send_seconds).max(axis=(1, 2)),
-        timetable=timetable,
-    )
-    return pipeline.least_seconds() + tail
-
-
-@dataclass(frozen=True, kw_only=True)
-class PipelineBound:
-    """A bound for every way to deal blocks out, from one that is about even (docs/search.md derives it)."""
-
-    blocks: int
-    is_one_kind: bool
-    runs: tuple[np.ndarray, ...]
-    stages: np.ndarray
-    microbatches: np.ndarray
-    forward: np.ndarray
-    """(candidates, runs), as the two after it."""
-    each: np.ndarray
-    """All of a microbatch's seconds."""
-    least: np.ndarray
-    """Of these, what a stage has in every split."""
-    apart: np.ndarray
-    """What backward leaves for later."""
-    send: np.ndarray
-    timetable: Timetable
-
-    def least_seconds(self) -> np.ndarray:
-        counts = self.runs[1]
-        through = (counts * self.least).sum(axis=1)
-        there, each = counts > 0, np.maximum(self.each, 1e-30)
-        forward = np.where(there, self.forward / each, np.inf)
-        larger = np.maximum(self.forward, self.each - self.forward) / each
-        times = PipelineTimes(
-            microbatches=self.microbatches,
-            stages=self.stages,
-            through=through,
-            pace=self._pace(through),
-            send=self.send,
-            larger=np.where(there, larger, np.inf).min(axis=1),
-            least_forward=forward.min(axis=1),
-            most_forward=np.where(there, forward, 0.0).max(axis=1),
-            least_way=np.where(there, (self.each - self.apart) / each, np.inf).min(axis=1),
-            later=(counts * self.apart).sum(axis=1),
-        )
-        bound = self.timetable.step_bound(times)
-        return np.maximum(bound, self._after_the_way()) if self.timetable.chunks > 1 else bound
-
-    def _pace(self, through: np.ndarray) -> np.ndarray:
-        """The slowest stage's seconds for a microbatch, at least: of an even share of it all; and of as many blocks as
-        some stage must have, where they are alike."""
-        _, counts, _, blocks = self.runs
-        if self.timetable.chunks > 1:  # dealt out evenly, as they are
-            return np.where(counts > 0, self.each, 0.0).max(axis=1)
-        least = through / self.stages
-        if not self.is_one_kind or counts.shape[1] < 3:
-            return least
-        most = -(-self.blocks // self.stages)
-        # An inner stage: without ends, and what it has beside its blocks only makes fewer cost more each.
-        is_inner = (self.stages > 2) & (blocks[:, 1] >= most)
-        inner = self.each[:, 1] * most / np.maximum(blocks[:, 1], 1)
-        return np.maximum(least, np.where(is_inner, inner, 0.0))
-
-    def _after_the_way(self) -> np.ndarray:
-        """A stage waits for the first chunks of those before it, going forward; and they for it, going back, unless it
-        has work left for then."""
-        starts, counts, _, blocks = self.runs
-        m = self.microbatches[:, None]
-        chunk = (self.blocks // (self.stages * self.timetable.chunks))[:, None] / np.maximum(blocks, 1)
-        before = np.maximum(starts + counts - 1, 0)
-        is_there = counts > 0
-        back = self.each - self.forward - self.apart
-        way_in = before * np.where(is_there, self.forward * chunk, np.inf).min(axis=1, keepdims=True)
-        way_out = before * np.where(is_there, back * chunk, np.inf).min(axis=1, keepdims=True)
-        bound = way_in + np.maximum(m * self.each, m * (self.each - self.apart) + way_out)
-        return np.where(is_there, bound, 0.0).max(axis=1)
-
-
 _HALVINGS = 16
 """Until the pace is known to a part in ten thousand."""
 
@@ -369,77 +361,73 @@ def order_bounds(problem: SearchInputs, leaf: Leaf, picks: Sequence[Pick]) -> np
         first = min(cut[stage][0][0], problem.profile.num_blocks - blocks)
         spare.append((starts[at] + stage, len(cells)))
         cells.append(Cell(at, stage, kinds_of(problem, cut[stage]), first, blocks))
-    policies = len(policy_fields(leaf))
-    each = np.zeros((1 + policies, len(problem.profile.block_layers), policies), dtype=int)
-    each[np.arange(policies) + 1, :, np.arange(policies)] = ALL
+    each = extreme_choices(problem.profile, len(policy_fields(leaf)))
     rows = PricedRows(problem, leaf, picks, cells, [each] * len(cells))
-    memory = least_memory(rows.work, problem.cluster)
-    found = _bounds_of_stages(problem, leaf, picks, rows, memory, np.array(starts), np.array(spare), 1 + policies)
-    return found * slowest_of(problem.cluster, problem.cluster.num_devices)
+    return _bounds_of_stages(problem, leaf, picks, rows, np.array(starts), np.array(spare)) * slowest_of(
+        problem.cluster, problem.cluster.num_devices
+    )
 
 
 def _bounds_of_stages(
-    problem: SearchInputs,
-    leaf: Leaf,
-    picks: Sequence[Pick],
-    rows: PricedRows,
-    memory: StageMemory,
-    starts: np.ndarray,
-    spare: np.ndarray,
-    ways: int,
+    problem: SearchInputs, leaf: Leaf, picks: Sequence[Pick], rows: PricedRows, starts: np.ndarray, spare: np.ndarray
 ) -> np.ndarray:
+    """`starts`: of each pick the row of its first stage; `spare`: the rows of a stage, and of it with a block more."""
+    ways = 1 + len(policy_fields(leaf))
+
     def table(value: Num) -> np.ndarray:
         return rows.column(value).reshape(1, -1, ways)
 
     def column(value: Num) -> np.ndarray:
         return table(value)[0, :, 0]
 
-    cost, timetable = rows.cost, leaf.timetable
+    grid, cost, timetable = leaf.grid, rows.cost, leaf.timetable
+    memory = least_memory(rows.work, problem.cluster)
     forward, weight = column(cost.seconds("forward")), column(cost.seconds("weight"))
     fast = forward + weight + column(cost.seconds("backward"))
     forced, slope = np.zeros_like(fast), np.zeros_like(fast)
-    if ways > 1 and len(problem.profile.block_layers) == 1:
+    if ways > 1 and problem.is_one_kind:
         both = forced_seconds(table, cost, memory, problem.cluster.device.memory_bytes)
         forced, slope = both[0][0], both[1][0]
-    tail = table(cost.seconds("step"))[0].min(axis=1)
     count = spare[0, 1]  # rows of stages; those of spare ones come after
     index = np.array([pick.candidate for pick in picks])
-    stages, m = (leaf.grid.columns[name][index] for name in ("num_stages", "num_microbatches"))
-    if leaf.grid.cutter is None:
-        stages = np.ones_like(m)
+    stages, microbatches = (grid.columns[name][index] for name in ("num_stages", "num_microbatches"))
+    if grid.cutter is None:
+        stages = np.ones_like(microbatches)
     # What shows of hidden collectives may be less with another split.
-    total = np.add.reduceat((column(cost.bare_seconds()) if leaf.grid.may_choose else fast)[:count], starts)
-    apart = weight if timetable.splits_backward else np.zeros_like(weight)
-    slowest = np.maximum.reduceat((fast + forced)[:count], starts)
-    if leaf.grid.may_choose:
-        held = column(memory.in_flight)
+    least = (column(cost.bare_seconds()) if grid.may_choose else fast)[:count]
+    seconds = (fast + forced)[:count]
+    sizes = np.diff([*starts, count])
+    of = np.repeat(np.arange(len(picks)), sizes)
+    pace = np.maximum.reduceat(seconds, starts)
+    if grid.may_choose:
         kept, base = column(memory.microbatch_bytes()), column(memory.base_bytes())
         at, more = spare.T
-        of = np.repeat(np.arange(len(picks)), np.diff([*starts, count]))
         by_block = np.maximum(fast[more] - fast[at], 1e-30)[of]
-        grows = held[:count] * (kept[more] - kept[at])[of] + (base[more] - base[at])[of]
+        grows = column(memory.in_flight)[:count] * (kept[more] - kept[at])[of] + (base[more] - base[at])[of]
         each = by_block + slope[:count] * np.maximum(grows, 0.0)
-        slowest = np.maximum(_least_pace(problem, leaf, picks, (fast + forced)[:count], each, starts), total / stages)
-    seconds = np.maximum(fast, 1e-30)[:count]
-    own = forward[:count] / seconds
-    times = PipelineTimes(
-        microbatches=m,
+        even = np.add.reduceat(least, starts) / stages
+        pace = np.maximum(_least_pace(problem, leaf, picks, seconds, each, starts), even)
+    blocks, spans = grid.profile.num_blocks, sizes * timetable.chunks
+    bound = pipeline_bound(
+        timetable,
+        starts,
+        microbatches=microbatches,
         stages=stages,
-        through=total,
-        pace=slowest,
+        pace=pace,
         send=np.maximum.reduceat(column(cost.send_seconds)[:count], starts),
-        larger=np.minimum.reduceat(np.maximum(own, 1 - own), starts),
-        least_forward=np.minimum.reduceat(own, starts),
-        most_forward=np.maximum.reduceat(own, starts),
-        least_way=np.minimum.reduceat((fast - apart)[:count] / seconds, starts),
-        later=np.add.reduceat(apart[:count], starts),
+        counts=np.ones(count),
+        before=np.arange(count) - starts[of],
+        forward=forward[:count],
+        seconds=seconds,
+        unforced=fast[:count],
+        least=least,
+        apart=(weight if timetable.splits_backward else np.zeros_like(weight))[:count],
+        # The smallest chunk there is, as a share of the largest stage's blocks.
+        chunk_share=((blocks // spans) / (timetable.chunks * -(-blocks // spans)))[of],
     )
-    bound = timetable.step_bound(times)
-    if timetable.chunks > 1:
-        bound = np.maximum(bound, _after_the_way(leaf, index, forward, fast, forced, apart, starts, count))
     # With another split the stage that ends last may be a smaller one.
-    last = np.minimum if leaf.grid.may_choose else np.maximum
-    return bound + last.reduceat(tail[:count], starts)
+    last = np.minimum if grid.may_choose else np.maximum
+    return bound + last.reduceat(table(cost.seconds("step"))[0].min(axis=1)[:count], starts)
 
 
 def _least_pace(
@@ -458,31 +446,6 @@ def _least_pace(
         enough = np.add.reduceat(np.maximum(room, 0), starts) >= problem.profile.num_blocks
         low, high = np.where(enough, low, middle), np.where(enough, middle, high)
     return low
-
-
-def _after_the_way(
-    leaf: Leaf,
-    index: np.ndarray,
-    forward: np.ndarray,
-    fast: np.ndarray,
-    forced: np.ndarray,
-    apart: np.ndarray,
-    starts: np.ndarray,
-    count: int,
-) -> np.ndarray:
-    """A stage waits for the first chunks of those before it, going forward; and they for it, going back, unless it has
-    work left for then."""
-    chunks, blocks = leaf.timetable.chunks, leaf.grid.profile.num_blocks
-    sizes = np.diff([*starts, count])
-    of = np.repeat(np.arange(len(starts)), sizes)
-    stage = np.arange(count) - starts[of]
-    # The smallest chunk there is, as a share of the largest stage's blocks.
-    share = ((blocks // (sizes * chunks)) / (chunks * -(-blocks // (sizes * chunks))))[of]
-    way_in = stage * np.minimum.reduceat(forward[:count], starts)[of] * share
-    way_out = stage * np.minimum.reduceat((fast - forward - apart)[:count], starts)[of] * share
-    m = leaf.grid.columns["num_microbatches"][index][of]
-    busy = m * (fast + forced)[:count]
-    return np.maximum.reduceat(way_in + np.maximum(busy, busy - m * apart[:count] + way_out), starts)
 
 
 @dataclass(frozen=True, kw_only=True)

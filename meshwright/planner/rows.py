@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -141,6 +141,47 @@ def size_of(spans: Spans) -> int:
     return sum(last - first for first, last in spans)
 
 
+def extreme_choices(profile: Profile, policies: int) -> np.ndarray:
+    """(choices, kinds, policies): no policy, then each policy followed by all blocks."""
+    choices = np.zeros((1 + policies, len(profile.block_layers), policies), dtype=int)
+    choices[np.arange(policies) + 1, :, np.arange(policies)] = ALL
+    return choices
+
+
+def row_sizes(
+    grid: Grid,
+    policies: Mapping[str, tuple[str, ...]],
+    named: Sequence[Technique],
+    stages: np.ndarray,
+    spans_of: Callable[[int], Spans],
+    choices: np.ndarray,
+    counts: int | Sequence[int],
+    chunk: int | None = None,
+) -> dict[str, Num]:
+    """What `price` reads, one row for each choice of each stage.
+
+    `stages`: (candidate, stage, first block, blocks) of each, `spans_of` its number: the blocks it has; `counts`:
+    choices that it has; `choices`: those of all stages one after the other; `named`: techniques whose blocks the user
+    has named; `chunk`: of each stage only this chunk of layers.
+    """
+    sizes = grid.sizes(*(np.repeat(column, counts) for column in stages.T))
+    if chunk is not None:
+        sizes["chunk"] = chunk
+    for at, (name, policy) in enumerate((name, policy) for name, each in policies.items() for policy in each):
+        for kind, layer in enumerate(grid.profile.block_layers):
+            sizes[f"{name}.{policy}.{layer.name}"] = choices[:, kind, at]
+    for technique in named:
+        known: dict[Spans, dict[str, int]] = {}
+        rows = []
+        for number in range(len(stages)):
+            spans = spans_of(number)
+            if spans not in known:
+                known[spans] = technique.counts_in(grid.profile, spans, chunk)
+            rows.append(known[spans])
+        sizes |= {name: np.repeat([row[name] for row in rows], counts) for name in rows[0]}
+    return sizes
+
+
 class PricedRows:
     """The price of cells, each with its choices, one row for each."""
 
@@ -156,22 +197,24 @@ class PricedRows:
         """`chunk`: of each cell only this chunk of layers."""
         grid = leaf.grid
         counts = [len(each) for each in choices]
-        index = np.array([picks[cell.at].candidate for cell in cells])
-        place = np.array([(cell.stage, cell.first_block, cell.blocks) for cell in cells])
         self.length = sum(counts)
-        sizes = grid.sizes(np.repeat(index, counts), *(np.repeat(place[:, i], counts) for i in range(3)))
-        if chunk is not None:
-            sizes["chunk"] = chunk
-        together = np.concatenate(choices)
-        for at, (name, policy) in enumerate(policy_fields(leaf)):
-            for kind, layer in enumerate(problem.profile.block_layers):
-                sizes[f"{name}.{policy}.{layer.name}"] = together[:, kind, at]
-        for technique in leaf.techniques:
-            if technique.policies and technique.name not in leaf.policies:  # the user has named its blocks
-                rows = [
-                    technique.counts_in(problem.profile, _spans_of(leaf, picks[cell.at], cell), chunk) for cell in cells
-                ]
-                sizes |= {name: np.repeat([row[name] for row in rows], counts) for name in rows[0]}
+
+        def spans_of(number: int) -> Spans:
+            cell = cells[number]
+            if grid.may_choose:
+                return ((cell.first_block, cell.first_block + cell.blocks),)
+            return grid.cuts[picks[cell.at].candidate][cell.stage]
+
+        sizes = row_sizes(
+            grid,
+            leaf.policies,
+            [each for each in leaf.techniques if each.policies and each.name not in leaf.policies],
+            np.array([(picks[cell.at].candidate, cell.stage, cell.first_block, cell.blocks) for cell in cells]),
+            spans_of,
+            np.concatenate(choices),
+            counts,
+            chunk,
+        )
         self.work = work = price_sizes(problem.profile, leaf.techniques, sizes, optimizer=problem.optimizer)
         roads = _roads(problem.cluster, grid.axis_order, sizes, [picks[cell.at].axis_order for cell in cells], counts)
         self.cost = stage_cost(work, problem.cluster, roads)
@@ -192,11 +235,6 @@ class PricedRows:
 
     def column(self, value: Num) -> np.ndarray:
         return np.broadcast_to(np.asarray(value, dtype=float), (self.length,))
-
-
-def _spans_of(leaf: Leaf, pick: Pick, cell: Cell) -> Spans:
-    cut = leaf.grid.cuts[pick.candidate]
-    return ((cell.first_block, cell.first_block + cell.blocks),) if leaf.grid.may_choose else cut[cell.stage]
 
 
 def _roads(
