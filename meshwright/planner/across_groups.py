@@ -30,26 +30,26 @@ from meshwright.core.profile import Profile
 from meshwright.core.work import Updating
 from meshwright.planner.best_first import search_group
 from meshwright.planner.device_groups import (
-    Side,
-    Sides,
+    UniformGroup,
+    UniformGroups,
     block_weights,
-    choices,
-    deal,
-    joined,
-    kinds,
+    cached_seconds,
+    distinct_kinds,
+    distinct_orders,
+    group_numbers,
+    group_of_each,
+    joined_cluster,
     largest_parts,
     limited,
-    members,
-    numbers_of,
-    orders,
-    remembered,
-    sharer,
-    sides_of,
+    pins_without,
+    replica_technique,
+    share_microbatches,
     span_times,
-    split,
-    stage_cutter,
+    split_blocks,
+    stage_technique,
+    subsets,
+    uniform_groups,
     with_stages,
-    without,
 )
 from meshwright.planner.scoreboard import Alternative, Scoreboard, ScoredPlan, SearchResult
 from meshwright.planner.wishes import Wishes, read_wishes
@@ -63,11 +63,11 @@ Search = Callable[[Cluster], SearchResult | None]
 """What is best there for the whole batch."""
 
 
-def alone_seconds(
-    profile: Profile, side: Side, batch: int, sequence: int, optimizer: Updating, search: Search
+def least_seconds_alone(
+    profile: Profile, group: UniformGroup, batch: int, sequence: int, optimizer: Updating, search: Search
 ) -> float:
     """Least seconds of one of its devices for the forward and backward passes of a batch."""
-    machine = replace(side.cluster.resized(1), device=at_best(side.cluster.device))
+    machine = replace(group.cluster.resized(1), device=at_best(group.cluster.device))
     found = search(machine)
     if found is None or found.best is None or found.gap_fraction is None:
         return _least_by_flops(profile, machine.device, batch, sequence)
@@ -77,7 +77,7 @@ def alone_seconds(
     return told.step_seconds * (1 - found.gap_fraction) - staged.stages[0].tail_seconds
 
 
-def together_seconds(alone: Sequence[float], counts: Sequence[int]) -> float:
+def least_seconds_together(alone: Sequence[float], counts: Sequence[int]) -> float:
     """Least seconds of so many devices of each kind together."""
     return 1 / sum(count / seconds for count, seconds in zip(counts, alone, strict=True))
 
@@ -150,10 +150,10 @@ def search_across(
         inside=max(INSIDE, top // 2),
         board=Scoreboard(profile, cluster, common["sequence"], common["optimizer"]),
     )
-    sides = sides_of(cluster)
+    groups = uniform_groups(cluster)
     try:
-        task.measure(sides)
-        for chosen in choices(sides):
+        task.measure(groups)
+        for chosen in subsets(groups):
             task.try_groups(chosen)
     except KeyboardInterrupt:
         task.board.is_interrupted = True
@@ -177,77 +177,81 @@ class _GroupSearch:
     """Plans taken from each search."""
     board: Scoreboard
     problems: list[Problem] = field(default_factory=list)
-    alone: list[tuple[Side, float]] = field(default_factory=list)
+    alone: list[tuple[UniformGroup, float]] = field(default_factory=list)
     """Least seconds of one device of each kind."""
     least_seconds: float = 0.0
     """No plan is faster."""
     evaluated: int = 0
 
-    def try_groups(self, sides: Sides) -> None:
+    def try_groups(self, groups: UniformGroups) -> None:
         """Plans whose ranks take all devices of these."""
-        if len(sides) == 1:
-            self._alone(sides[0])
+        if len(groups) == 1:
+            self._alone(groups[0])
             return
-        num_devices = sum(side.num_devices for side in sides)
-        common = math.gcd(*(side.num_devices for side in sides))
+        num_devices = sum(group.num_devices for group in groups)
+        common = math.gcd(*(group.num_devices for group in groups))
         for way in (self._replicas, self._stages):
             before = math.inf
             for ranks_each in (size for size in range(common, 0, -1) if common % size == 0):
-                at_best = way(sides, ranks_each, num_devices // ranks_each)
+                at_best = way(groups, ranks_each, num_devices // ranks_each)
                 # A model that fits on no replica fits on none of fewer ranks.
                 is_hopeless = at_best == math.inf if math.isfinite(before) else False
                 if is_hopeless or (math.isfinite(at_best) and at_best > max(before, FAR * self.board.best_seconds)):
                     break
                 before = min(before, at_best)
 
-    def measure(self, sides: Sides) -> None:
+    def measure(self, groups: UniformGroups) -> None:
         """How fast each kind of device can be at all."""
         free: dict[str, Any] = {"pin": (), "ban": (), "top": 1, "microbatch": None, "max_memory_bytes": None}
         settings = (self.batch, self._sequence, self._optimizer)
-        for side in kinds(sides):
-            seconds = alone_seconds(
-                self.profile, side, *settings, lambda machine: self._inside(machine, self.batch, **free)
+        for group in distinct_kinds(groups):
+            seconds = least_seconds_alone(
+                self.profile, group, *settings, lambda machine: self._inside(machine, self.batch, **free)
             )
-            self.alone.append((side, seconds))
+            self.alone.append((group, seconds))
         if self.problems:  # nothing was pinned: they are about the question itself
             raise MeshwrightError(self.problems)
-        self.least_seconds = self._together(sides)
+        self.least_seconds = self._together(groups)
 
-    def _alone_seconds(self, side: Side) -> float:
-        return next(seconds for kind, seconds in self.alone if kind.is_like(side))
+    def _alone_seconds(self, group: UniformGroup) -> float:
+        return next(seconds for kind, seconds in self.alone if kind.is_like(group))
 
-    def _together(self, sides: Sides) -> float:
-        return together_seconds([self._alone_seconds(side) for side in sides], [side.num_devices for side in sides])
+    def _together(self, groups: UniformGroups) -> float:
+        return least_seconds_together(
+            [self._alone_seconds(group) for group in groups], [group.num_devices for group in groups]
+        )
 
-    def _fastest_first(self, sides: Sides) -> list[Side]:
-        return sorted(kinds(sides), key=self._alone_seconds)
+    def _fastest_first(self, groups: UniformGroups) -> list[UniformGroup]:
+        return sorted(distinct_kinds(groups), key=self._alone_seconds)
 
-    def _looks(self, sides: Sides, search_on: Callable[[Side], SearchResult | None]) -> tuple[float, list[Plan]]:
+    def _looks(
+        self, groups: UniformGroups, search_on: Callable[[UniformGroup], SearchResult | None]
+    ) -> tuple[float, list[Plan]]:
         """Plans found on kinds of device, and what the best of them could take here, if its times followed the speed of
         the devices. Where that is too slow, the slower and smaller kinds are left."""
         at_best, plans = math.inf, list[Plan]()
-        count, least_bytes = sum(each.num_devices for each in sides), math.inf
-        large = ABOUT * max(side.cluster.device.memory_bytes for side in sides)
-        for side in self._fastest_first(sides):
-            if count > EACH_KIND and side.cluster.device.memory_bytes >= ABOUT * least_bytes:
+        count, least_bytes = sum(each.num_devices for each in groups), math.inf
+        large = ABOUT * max(group.cluster.device.memory_bytes for group in groups)
+        for group in self._fastest_first(groups):
+            if count > EACH_KIND and group.cluster.device.memory_bytes >= ABOUT * least_bytes:
                 continue  # what fits on those before fits here
-            least_bytes = min(least_bytes, side.cluster.device.memory_bytes)
-            found = search_on(side)
+            least_bytes = min(least_bytes, group.cluster.device.memory_bytes)
+            found = search_on(group)
             if found is None or found.best is None:
                 continue
-            alike = together_seconds([self._alone_seconds(side)], [count])
-            at_best = min(at_best, found.best.forecast.step_seconds * self._together(sides) / alike)
+            alike = least_seconds_together([self._alone_seconds(group)], [count])
+            at_best = min(at_best, found.best.forecast.step_seconds * self._together(groups) / alike)
             plans += [plan for plan, _ in found.ranked]
-            if at_best > NEAR * self.board.best_seconds and side.cluster.device.memory_bytes >= large:
+            if at_best > NEAR * self.board.best_seconds and group.cluster.device.memory_bytes >= large:
                 return at_best, []
         return at_best, list(dict.fromkeys(plans))
 
-    def _alone(self, side: Side) -> None:
-        found = self._inside(side.cluster, self.batch, pin=self.pin, ban=self.ban, top=self.inside)
+    def _alone(self, group: UniformGroup) -> None:
+        found = self._inside(group.cluster, self.batch, pin=self.pin, ban=self.ban, top=self.inside)
         if found is None:
             return
         for scored in (*found.ranked, *([found.nearest_miss] if found.nearest_miss is not None else [])):
-            self.board.record(scored._replace(plan=replace(scored.plan, groups=side.numbers)))
+            self.board.record(scored._replace(plan=replace(scored.plan, groups=group.numbers)))
 
     def _inside(self, cluster: Cluster, batch: int, **wanted: Any) -> SearchResult | None:
         """Plans for devices of one kind; None where what is pinned cannot be on so many."""
@@ -263,18 +267,18 @@ class _GroupSearch:
         self.board.is_interrupted = found.is_interrupted
         return found
 
-    def _replicas(self, sides: Sides, ranks_each: int, count: int) -> float:
+    def _replicas(self, groups: UniformGroups, ranks_each: int, count: int) -> float:
         """Replicas of `ranks_each` ranks across the groups; what they could take at best."""
-        kind = sharer()
+        kind = replica_technique()
         pinned = dict(self.wishes.pinned.get(kind.name, {}))
         if kind.name in self.wishes.banned or pinned.get("size", count) != count or count > self.batch:
             return math.inf
-        inner = {"pin": without(self.pin, kind), "ban": [*self.ban, kind.name], "top": self.inside}
+        inner = {"pin": pins_without(self.pin, kind), "ban": [*self.ban, kind.name], "top": self.inside}
         at_best, plans = math.inf, list[Plan]()
         whole_parts = largest_parts(self.batch, self.batch // count)
         parts = [*whole_parts]
         for within in parts:
-            looked, found = self._looks(sides, partial(self._inside_replica, ranks_each, within, inner))
+            looked, found = self._looks(groups, partial(self._inside_replica, ranks_each, within, inner))
             is_coarse = within in whole_parts and all(plan.num_microbatches < FINE for plan in found)
             if within >= FINE and found and is_coarse and ranks_each <= EACH_KIND:
                 parts += largest_parts(self.batch, within // FINE)[-1:]  # too few to be dealt out by speed
@@ -284,14 +288,16 @@ class _GroupSearch:
             outer = kind(**{**pinned, "size": count})
             order = (outer.axis, *plan.axis_order)
             whole = replace(plan, techniques=(*plan.techniques, outer), axis_order=order)
-            self._share_out(whole, sides)
+            self._share_out(whole, groups)
         return at_best
 
-    def _inside_replica(self, ranks_each: int, within: int, wanted: dict[str, Any], side: Side) -> SearchResult | None:
-        return self._inside(side.sized(ranks_each), within, **wanted)
+    def _inside_replica(
+        self, ranks_each: int, within: int, wanted: dict[str, Any], group: UniformGroup
+    ) -> SearchResult | None:
+        return self._inside(group.sized(ranks_each), within, **wanted)
 
-    def _share_out(self, plan: Plan, sides: Sides) -> None:
-        here = joined(sides, self.cluster.between)
+    def _share_out(self, plan: Plan, groups: UniformGroups) -> None:
+        here = joined_cluster(groups, self.cluster.between)
         count = plan.mesh[plan.axis_order[0]]
         ranks_each = plan.num_ranks // count
         total, rest = divmod(self.batch, plan.num_replicas // count * plan.microbatch)
@@ -302,56 +308,56 @@ class _GroupSearch:
             about = max(1, total // count)
             pipes = [
                 replica_pipe(self.profile, plan, here, group, about, self._sequence, self._optimizer)
-                for group in range(len(sides))
+                for group in range(len(groups))
             ]
             rests = rests_seconds(pipes)
-            times = [remembered(pipe.seconds_of, rest) for pipe, rest in zip(pipes, rests, strict=True)]
-            lying = members(sides, ranks_each)
-            shares = deal(total, [times[at] for at in lying])
+            times = [cached_seconds(pipe.seconds_of, rest) for pipe, rest in zip(pipes, rests, strict=True)]
+            lying = group_of_each(groups, ranks_each)
+            shares = share_microbatches(total, [times[at] for at in lying])
             if max(times[at](share) for at, share in zip(lying, shares, strict=True)) > self.board.best_seconds:
                 self.board.rejected["slower"] += 1
                 return
             plan = plan.with_shares(shares if len(set(shares)) > 1 else ())
-        self._score(plan, sides)
+        self._score(plan, groups)
 
-    def _stages(self, sides: Sides, ranks_each: int, count: int) -> float:
+    def _stages(self, groups: UniformGroups, ranks_each: int, count: int) -> float:
         """Stages of `ranks_each` ranks across the groups, in every order of them; what they could take at best."""
-        kind = stage_cutter()
+        kind = stage_technique()
         pinned = self.wishes.pinned.get(kind.name, {})
         if kind.name in self.wishes.banned or pinned.get("size", count) != count or count > self.profile.num_blocks:
             return math.inf
-        pin = [*without(self.pin, kind, "size"), f"{kind.name}.size={count}"]
+        pin = [*pins_without(self.pin, kind, "size"), f"{kind.name}.size={count}"]
         wanted = {"pin": pin, "ban": self.ban, "top": self.inside}
         at_best, plans = self._looks(
-            sides, lambda side: self._inside(side.sized(ranks_each * count), self.batch, **wanted)
+            groups, lambda group: self._inside(group.sized(ranks_each * count), self.batch, **wanted)
         )
         for plan in plans:
             order = (kind.axis, *(axis for axis in plan.axis_order if axis != kind.axis))
-            for arranged in orders(sides):
+            for arranged in distinct_orders(groups):
                 self._split(replace(plan, axis_order=order), arranged, is_pinned="stages" in pinned)
         return at_best
 
-    def _split(self, plan: Plan, sides: Sides, *, is_pinned: bool) -> None:
+    def _split(self, plan: Plan, groups: UniformGroups, *, is_pinned: bool) -> None:
         """Deal out the blocks; where a stage is then too full, with fewer in it; then move single ones."""
         if is_pinned:
-            self._score(plan, sides)
+            self._score(plan, groups)
             return
-        here = joined(sides, self.cluster.between)
+        here = joined_cluster(groups, self.cluster.between)
         cutter = cutter_of(plan)
         assert cutter is not None
         size = plan.mesh[cutter.axis]
         ranks_each = plan.num_ranks // size
-        units = members(sides, ranks_each)
+        units = group_of_each(groups, ranks_each)
         places = cutter.timetable.places(size)  # type: ignore[attr-defined]
-        groups = [units[places.stage(span)] for span in range(places.num_spans)]
+        group_of_span = [units[places.stage(span)] for span in range(places.num_spans)]
         if places.num_spans > self.profile.num_blocks:
             return
         weights = block_weights(self.profile, self._sequence)
         seen = {group: seen_from(here, group) for group in set(units)}
         settings: dict[str, Any] = {"sequence": self._sequence, "optimizer": self._optimizer}
-        times = span_times(self.profile, plan, seen, groups, weights, **settings)
+        times = span_times(self.profile, plan, seen, group_of_span, weights, **settings)
         most = [self.profile.num_blocks] * places.num_spans
-        while stages := split(weights, times, most):
+        while stages := split_blocks(weights, times, most):
             edges = [0, *itertools.accumulate(stages)]
             busy = [0.0] * size
             for span, (alone, each) in enumerate(times):
@@ -359,18 +365,18 @@ class _GroupSearch:
             if max(busy) * plan.num_microbatches > self.board.best_seconds:
                 self.board.rejected["slower"] += 1
                 return
-            told = self._score(with_stages(plan, stages), sides)
+            told = self._score(with_stages(plan, stages), groups)
             if told is None or told.fits:
                 break
             for chunk in range(places.chunks):
                 fullest = places.span(told.worst_stage, chunk)
                 most[fullest] = stages[fullest] - 1
         if stages:
-            self._move(with_stages(plan, stages), stages, sides)
+            self._move(with_stages(plan, stages), stages, groups)
 
-    def _move(self, plan: Plan, stages: tuple[int, ...], sides: Sides) -> None:
+    def _move(self, plan: Plan, stages: tuple[int, ...], groups: UniformGroups) -> None:
         """One block at a time from one span to another, as long as that helps and is not too many to try."""
-        best = self._score(plan, sides)
+        best = self._score(plan, groups)
         pairs = list(itertools.permutations(range(len(stages)), 2))
         tried = 0
         near = SOME if len(pairs) < MOVES else NEAR
@@ -380,7 +386,7 @@ class _GroupSearch:
                 if stages[giver] > 1:
                     tried += 1
                     moved = tuple(n - (at == giver) + (at == taker) for at, n in enumerate(stages))
-                    told = self._score(with_stages(plan, moved), sides)
+                    told = self._score(with_stages(plan, moved), groups)
                     if told is not None and told.fits and told.step_seconds < best.step_seconds:
                         best, better = told, moved
             if better is None:
@@ -395,9 +401,9 @@ class _GroupSearch:
     def _optimizer(self) -> Updating:
         return self.common["optimizer"]
 
-    def _score(self, plan: Plan, sides: Sides) -> Forecast | None:
+    def _score(self, plan: Plan, groups: UniformGroups) -> Forecast | None:
         """Its forecast, or None (and the reason counted) if the plan's own check objects."""
-        numbers = numbers_of(sides)
+        numbers = group_numbers(groups)
         plan = replace(plan, groups=() if numbers == tuple(range(len(self.cluster.groups))) else numbers)
         self.evaluated += (plan, False) not in self.board.scored
         scored = self.board.score(plan)

@@ -25,7 +25,7 @@ from meshwright.core.profile import Profile
 from meshwright.core.work import Updating
 from meshwright.planner.bounds import Candidates, bound_all, floors, order_bounds
 from meshwright.planner.device_groups import limited
-from meshwright.planner.rows import Leaf, Pick, SearchInputs
+from meshwright.planner.rows import BoundedGrid, OrderedCandidate, SearchInputs
 from meshwright.planner.scoreboard import Alternative, Scoreboard, ScoredPlan, SearchResult
 from meshwright.planner.solve import Solved, smallest_plan, solve
 from meshwright.planner.space import dials, folded, grids, orders_of
@@ -121,12 +121,12 @@ class BestFirst:
                 rejected=self.board.rejected,
             )
         )
-        self.leaves: list[Leaf] = []
+        self.leaves: list[BoundedGrid] = []
         self.candidates = Candidates.none()
         self.left_out: dict[str, float] = {}
         """Compute dtypes not looked at -> no plan in them is faster than this."""
         self.solved: list[tuple[Solved, int]] = []
-        self.waiting: list[tuple[float, int, int, Pick]] = []
+        self.waiting: list[tuple[float, int, int, OrderedCandidate]] = []
         """Candidates with any order of their axes, or a given one: (bound, number, leaf, pick)."""
         self.numbers = itertools.count()
         self.next = 0
@@ -156,7 +156,7 @@ class BestFirst:
         order = left[np.argsort(self.candidates.least_seconds[left], kind="stable")]
         self.order = np.concatenate([seen, order]).astype(int)
 
-    def _takes_sequence(self, leaf: Leaf) -> np.ndarray:
+    def _takes_sequence(self, leaf: BoundedGrid) -> np.ndarray:
         """New candidates that can run samples of this length; the others are counted with the reason."""
         takes = leaf.is_new
         for which, problem in leaf.sequence_problems(self.sequence):
@@ -197,9 +197,9 @@ class BestFirst:
 
     def _look(self, num_wide: int, num_close: int, limit: float) -> bool:
         """At the candidates with the least bounds below the limit; False if there are none."""
-        wide: list[tuple[int, Pick]] = []
-        free: list[tuple[int, Pick]] = []
-        close: list[tuple[int, Pick]] = []
+        wide: list[tuple[int, OrderedCandidate]] = []
+        free: list[tuple[int, OrderedCandidate]] = []
+        close: list[tuple[int, OrderedCandidate]] = []
         while len(wide) < num_wide and len(free) < num_wide and len(close) < num_close:
             ahead = self.candidates.least_seconds[self.order[self.next]] if self.next < len(self.order) else np.inf
             queued = self.waiting[0][0] if self.waiting else np.inf
@@ -211,7 +211,7 @@ class BestFirst:
             else:
                 candidate = self.order[self.next]
                 at = int(self.candidates.leaf_of[candidate])
-                pick = Pick(int(self.candidates.index_of[candidate]), None, self.memory_bytes)
+                pick = OrderedCandidate(int(self.candidates.index_of[candidate]), None, self.memory_bytes)
                 ordered = self._ordered(at, pick)
                 wide += [(at, each) for each in (ordered if len(ordered) <= FEW_ORDERS else [pick])]
                 self.next += 1
@@ -220,20 +220,20 @@ class BestFirst:
         self._solve(close)
         return bool(wide or free or close)
 
-    def _ordered(self, at: int, pick: Pick) -> list[Pick]:
+    def _ordered(self, at: int, pick: OrderedCandidate) -> list[OrderedCandidate]:
         """With every order of its axes."""
         return [
             pick._replace(axis_order=order)
             for order in orders_of(self.leaves[at].grid, pick.candidate, self.question.cluster)
         ]
 
-    def _bound(self, picks: Iterable[tuple[int, Pick]]) -> None:
+    def _bound(self, picks: Iterable[tuple[int, OrderedCandidate]]) -> None:
         for at, mine in _by_leaf(picks).items():
             bounds = order_bounds(self.question, self.leaves[at], mine)
             for pick, bound in zip(mine, bounds, strict=True):
                 heapq.heappush(self.waiting, (float(bound) * (1 - _ROUNDING), next(self.numbers), at, pick))
 
-    def _solve(self, picks: Iterable[tuple[int, Pick]]) -> None:
+    def _solve(self, picks: Iterable[tuple[int, OrderedCandidate]]) -> None:
         for at, mine in _by_leaf(picks).items():
             for found in solve(self.question, self.leaves[at], mine, self.limit_seconds * _COMPARED):
                 self.solved.append((found, at))
@@ -384,8 +384,8 @@ class BestFirst:
         return float(self.candidates.least_seconds[which].min()) if which.any() else None
 
 
-def _by_leaf(picks: Iterable[tuple[int, Pick]]) -> dict[int, list[Pick]]:
-    grouped: dict[int, list[Pick]] = defaultdict(list)
+def _by_leaf(picks: Iterable[tuple[int, OrderedCandidate]]) -> dict[int, list[OrderedCandidate]]:
+    grouped: dict[int, list[OrderedCandidate]] = defaultdict(list)
     for at, pick in picks:
         grouped[at].append(pick)
     return grouped

@@ -22,11 +22,11 @@ from meshwright.core.technique import PHASES, Technique
 from meshwright.core.training_state import settle
 from meshwright.core.work import Num, Updating, Work, base_work
 from meshwright.planner.rows import (
-    Cell,
-    Leaf,
-    Pick,
+    BoundedGrid,
+    OrderedCandidate,
     PricedRows,
     SearchInputs,
+    StageCell,
     extreme_choices,
     kinds_of,
     policy_fields,
@@ -78,7 +78,7 @@ def bound_all(
     *,
     optimizer: Updating,
     wanted: Callable[[str], bool],
-) -> Iterator[Leaf]:
+) -> Iterator[BoundedGrid]:
     """Leaves whose compute dtype is `wanted`."""
     others = [dial for dial in dials if not dial.axis_field]
     ordered = sorted(
@@ -92,15 +92,14 @@ def bound_all(
     known: Known = {}
     swaps = sum(dial.kind.phase == PHASES[0] for dial in ordered)
 
-    def walk(depth: int, work: Work, chosen: tuple[Technique, ...], done: TaskTally) -> Iterator[Leaf]:
+    def walk(depth: int, work: Work, chosen: tuple[Technique, ...], done: TaskTally) -> Iterator[BoundedGrid]:
         if depth == swaps and not wanted(work.facts.compute_dtype):
             return
         if depth == len(ordered):
             forbidden = rows.table(work.facts.forbidden).max(axis=(1, 2)) > 0
             cost = stage_cost(settled := settle(work), cluster, rows.roads, done, known)
             timetable, memory = timetable_of(settled), least_memory(settled, cluster)
-            forbidden |= rows.table(memory.overflows(cluster)).max(axis=(1, 2)) > 0
-            yield Leaf(
+            yield BoundedGrid(
                 grid=grid,
                 techniques=chosen,
                 policies=policies,
@@ -345,22 +344,22 @@ _HALVINGS = 16
 """Until the pace is known to a part in ten thousand."""
 
 
-def order_bounds(problem: SearchInputs, leaf: Leaf, picks: Sequence[Pick]) -> np.ndarray:
+def order_bounds(problem: SearchInputs, leaf: BoundedGrid, picks: Sequence[OrderedCandidate]) -> np.ndarray:
     """No plan of a candidate with its axes in this order is faster."""
-    cells: list[Cell] = []
+    cells: list[StageCell] = []
     starts, spare = [], []
     for at, pick in enumerate(picks):
         cut = leaf.grid.cuts[pick.candidate]
         starts.append(len(cells))
         kinds = [kinds_of(problem, spans) for spans in cut]
-        cells += [Cell(at, s, kinds[s], spans[0][0], size_of(spans)) for s, spans in enumerate(cut)]
+        cells += [StageCell(at, s, kinds[s], spans[0][0], size_of(spans)) for s, spans in enumerate(cut)]
     for at, pick in enumerate(picks):  # an inner stage with a block more
         cut = leaf.grid.cuts[pick.candidate]
         stage = min(1, len(cut) - 1)
         blocks = min(size_of(cut[stage]) + 1, problem.profile.num_blocks)
         first = min(cut[stage][0][0], problem.profile.num_blocks - blocks)
         spare.append((starts[at] + stage, len(cells)))
-        cells.append(Cell(at, stage, kinds_of(problem, cut[stage]), first, blocks))
+        cells.append(StageCell(at, stage, kinds_of(problem, cut[stage]), first, blocks))
     each = extreme_choices(problem.profile, len(policy_fields(leaf)))
     rows = PricedRows(problem, leaf, picks, cells, [each] * len(cells))
     return _bounds_of_stages(problem, leaf, picks, rows, np.array(starts), np.array(spare)) * slowest_of(
@@ -369,7 +368,12 @@ def order_bounds(problem: SearchInputs, leaf: Leaf, picks: Sequence[Pick]) -> np
 
 
 def _bounds_of_stages(
-    problem: SearchInputs, leaf: Leaf, picks: Sequence[Pick], rows: PricedRows, starts: np.ndarray, spare: np.ndarray
+    problem: SearchInputs,
+    leaf: BoundedGrid,
+    picks: Sequence[OrderedCandidate],
+    rows: PricedRows,
+    starts: np.ndarray,
+    spare: np.ndarray,
 ) -> np.ndarray:
     """`starts`: of each pick the row of its first stage; `spare`: the rows of a stage, and of it with a block more."""
     ways = 1 + len(policy_fields(leaf))
@@ -431,7 +435,12 @@ def _bounds_of_stages(
 
 
 def _least_pace(
-    problem: SearchInputs, leaf: Leaf, picks: Sequence[Pick], seconds: np.ndarray, each: np.ndarray, starts: np.ndarray
+    problem: SearchInputs,
+    leaf: BoundedGrid,
+    picks: Sequence[OrderedCandidate],
+    seconds: np.ndarray,
+    each: np.ndarray,
+    starts: np.ndarray,
 ) -> np.ndarray:
     """The least a slowest stage can take, where a stage with a block more takes `each` longer: the least at which whole
     blocks find room."""
@@ -467,7 +476,7 @@ class Candidates:
         names = ("leaf_of", "index_of", "least_seconds", "least_bytes", "base_bytes", "runs")
         return cls(**{name: np.zeros(0, dtype=bool if name == "runs" else float) for name in names})  # type: ignore[arg-type]
 
-    def and_those_of(self, leaf: Leaf, at: int, takes: np.ndarray, slower: float) -> Candidates:
+    def and_those_of(self, leaf: BoundedGrid, at: int, takes: np.ndarray, slower: float) -> Candidates:
         count = leaf.grid.num_candidates
         more = Candidates(
             leaf_of=np.full(count, at),

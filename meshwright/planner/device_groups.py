@@ -29,7 +29,7 @@ MOST_SUBSETS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Side:
+class UniformGroup:
     """Neighbouring groups that are one, by their numbers in the cluster."""
 
     numbers: tuple[int, ...]
@@ -39,7 +39,7 @@ class Side:
     def num_devices(self) -> int:
         return self.cluster.num_devices
 
-    def is_like(self, other: Side) -> bool:
+    def is_like(self, other: UniformGroup) -> bool:
         return self.cluster.groups[0].is_like(other.cluster.groups[0])
 
     def sized(self, count: int) -> Cluster:
@@ -49,30 +49,30 @@ class Side:
         return self.cluster.resized(full, count // full)
 
 
-Sides = tuple[Side, ...]
+UniformGroups = tuple[UniformGroup, ...]
 
 
-def numbers_of(sides: Sides) -> tuple[int, ...]:
-    return tuple(number for side in sides for number in side.numbers)
+def group_numbers(groups: UniformGroups) -> tuple[int, ...]:
+    return tuple(number for group in groups for number in group.numbers)
 
 
-def sides_of(cluster: Cluster) -> Sides:
+def uniform_groups(cluster: Cluster) -> UniformGroups:
     """Groups, those that nothing tells apart as one."""
-    found: list[tuple[int, ...]] = []
+    runs: list[tuple[int, ...]] = []
     for number in range(len(cluster.groups)):
-        joined = (*found[-1], number) if found else ()
-        if joined and not cluster.arranged(joined).merged().others:
-            found[-1] = joined
+        longer = (*runs[-1], number) if runs else ()
+        if longer and not cluster.arranged(longer).merged().others:
+            runs[-1] = longer
         else:
-            found.append((number,))
-    return tuple(Side(numbers=each, cluster=cluster.arranged(each).merged()) for each in found)
+            runs.append((number,))
+    return tuple(UniformGroup(numbers=each, cluster=cluster.arranged(each).merged()) for each in runs)
 
 
-def joined(sides: Sides, between: Link | None) -> Cluster:
+def joined_cluster(groups: UniformGroups, between: Link | None) -> Cluster:
     """A cluster with a group for each of them, in this order."""
-    first, *rest = (side.cluster for side in sides)
+    first, *rest = (group.cluster for group in groups)
     others = tuple(each.groups[0] for each in rest)
-    return replace(first, name="+".join(side.cluster.name for side in sides), others=others, between=between)
+    return replace(first, name="+".join(group.cluster.name for group in groups), others=others, between=between)
 
 
 def limited(cluster: Cluster, limit: int) -> Cluster:
@@ -85,43 +85,43 @@ def limited(cluster: Cluster, limit: int) -> Cluster:
     return replace(cluster, device=cut(cluster.device), others=others)
 
 
-def choices(sides: Sides) -> Iterator[Sides]:
+def subsets(groups: UniformGroups) -> Iterator[UniformGroups]:
     """The groups that a plan might use: each alone first, since they are the quickest to plan for."""
-    sizes = range(1, len(sides) + 1) if len(sides) <= MOST_SUBSETS else (1, len(sides))
+    sizes = range(1, len(groups) + 1) if len(groups) <= MOST_SUBSETS else (1, len(groups))
     for size in sizes:
-        yield from itertools.combinations(sides, size)
+        yield from itertools.combinations(groups, size)
 
 
-def orders(sides: Sides) -> Iterator[Sides]:
+def distinct_orders(groups: UniformGroups) -> Iterator[UniformGroups]:
     """Every order, one of those that only exchange equal groups."""
     seen: list[list[Any]] = []
-    for order in itertools.permutations(sides):
-        groups = [side.cluster.groups for side in order]
-        if groups not in seen:
-            seen.append(groups)
+    for order in itertools.permutations(groups):
+        clusters = [group.cluster.groups for group in order]
+        if clusters not in seen:
+            seen.append(clusters)
             yield order
 
 
-def kinds(sides: Sides) -> list[Side]:
-    """One side of each kind of device and node."""
-    found: list[Side] = []
-    for side in sides:
-        if not any(side.is_like(other) for other in found):
-            found.append(side)
-    return found
+def distinct_kinds(groups: UniformGroups) -> list[UniformGroup]:
+    """One group of each kind of device and node."""
+    kinds: list[UniformGroup] = []
+    for group in groups:
+        if not any(group.is_like(other) for other in kinds):
+            kinds.append(group)
+    return kinds
 
 
-def members(sides: Sides, ranks_each: int) -> list[int]:
-    """For each replica or stage of so many ranks, which side it lies on."""
-    return [at for at, side in enumerate(sides) for _ in range(side.num_devices // ranks_each)]
+def group_of_each(groups: UniformGroups, ranks_each: int) -> list[int]:
+    """For each replica or stage of so many ranks, which group it lies on."""
+    return [at for at, group in enumerate(groups) for _ in range(group.num_devices // ranks_each)]
 
 
-def sharer() -> type[Technique]:
+def replica_technique() -> type[Technique]:
     """Whose ranks may run different numbers of microbatches."""
     return _first(lambda kind: kind.takes_shares)
 
 
-def stage_cutter() -> type[Technique]:
+def stage_technique() -> type[Technique]:
     return _first(lambda kind: kind.blocks_of_stages is not Technique.blocks_of_stages)
 
 
@@ -129,7 +129,7 @@ def _first(is_it: Callable[[type[Technique]], bool]) -> type[Technique]:
     return next(kind for kind in map(technique_named, technique_names()) if is_it(kind))
 
 
-def without(pin: Sequence[str], kind: type[Technique], setting: str = "") -> list[str]:
+def pins_without(pin: Sequence[str], kind: type[Technique], setting: str = "") -> list[str]:
     """The pins that are not this technique's, or not of this setting."""
 
     def is_left(text: str) -> bool:
@@ -144,7 +144,7 @@ MOST_PARTS = 3
 """Numbers of samples for which a replica is planned."""
 
 
-def deal(total: int, seconds: Sequence[Callable[[int], float]]) -> tuple[int, ...]:
+def share_microbatches(total: int, seconds: Sequence[Callable[[int], float]]) -> tuple[int, ...]:
     """At least one for each; `seconds[r](n)`: when replica r is done with n, which grows with n."""
     shares = [1] * len(seconds)
     waiting = [(times(2), replica) for replica, times in enumerate(seconds)]
@@ -156,7 +156,7 @@ def deal(total: int, seconds: Sequence[Callable[[int], float]]) -> tuple[int, ..
     return tuple(shares)
 
 
-def remembered(seconds_of: Callable[[int], float], rest: float) -> Callable[[int], float]:
+def cached_seconds(seconds_of: Callable[[int], float], rest: float) -> Callable[[int], float]:
     """The same and a rest, each number computed once."""
     known: dict[int, float] = {}
 
@@ -174,7 +174,9 @@ def largest_parts(batch: int, most: int) -> list[int]:
     return [size for size in parts if not any(other > size and other % size == 0 for other in parts)][-MOST_PARTS:]
 
 
-def split(weights: Sequence[float], spans: Sequence[tuple[float, float]], most: Sequence[int] = ()) -> tuple[int, ...]:
+def split_blocks(
+    weights: Sequence[float], spans: Sequence[tuple[float, float]], most: Sequence[int] = ()
+) -> tuple[int, ...]:
     """Blocks of each span, at least one, so that the slowest is as fast as can be.
 
     `weights` of the blocks; `spans`: (seconds without blocks, seconds for a weight of 1) of each; `most`: blocks that a

@@ -17,7 +17,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshwright.planner.rows import Cell, Kinds, Leaf, Pick, PricedRows, SearchInputs, policy_fields
+from meshwright.planner.rows import (
+    BoundedGrid,
+    Kinds,
+    OrderedCandidate,
+    PricedRows,
+    SearchInputs,
+    StageCell,
+    policy_fields,
+)
 
 FEW = 36
 """Choices that are all listed: all of two policies for seven blocks, or two and two of two kinds."""
@@ -173,7 +181,9 @@ class _Known(NamedTuple):
     peak_bytes: float
 
 
-def fronts_of(problem: SearchInputs, leaf: Leaf, picks: Sequence[Pick], cells: Sequence[Cell]) -> list[PolicyFront]:
+def fronts_of(
+    problem: SearchInputs, leaf: BoundedGrid, picks: Sequence[OrderedCandidate], cells: Sequence[StageCell]
+) -> list[PolicyFront]:
     """What each stage's blocks may follow; where not all is listed, found with the help of a first pricing."""
     fields = policy_fields(leaf)
     policies = len(fields)
@@ -200,7 +210,7 @@ def fronts_of(problem: SearchInputs, leaf: Leaf, picks: Sequence[Pick], cells: S
     return [_keeping(found[i] if i in found else _all(cell, policies), must) for i, cell in enumerate(cells)]
 
 
-def _all(cell: Cell, policies: int) -> PolicyFront:
+def _all(cell: StageCell, policies: int) -> PolicyFront:
     choices = listed(cell.kinds, policies)
     return PolicyFront(choices=choices, saved_bytes=np.zeros(len(choices)), needed_bytes=0.0, is_all=True)
 
@@ -219,11 +229,11 @@ def _keeping(whole: PolicyFront, must: list[int]) -> PolicyFront:
 
 
 def options_of(
-    problem: SearchInputs, leaf: Leaf, picks: Sequence[Pick], cells: Sequence[Cell]
-) -> tuple[dict[Cell, Option], np.ndarray]:
+    problem: SearchInputs, leaf: BoundedGrid, picks: Sequence[OrderedCandidate], cells: Sequence[StageCell]
+) -> tuple[dict[StageCell, Option], np.ndarray]:
     """The best of every cell, and the longest send of every pick."""
     fronts = dict(zip(cells, fronts_of(problem, leaf, picks, cells), strict=True))
-    known: dict[Cell, dict[int, _Known]] = {cell: {} for cell in cells}
+    known: dict[StageCell, dict[int, _Known]] = {cell: {} for cell in cells}
     sends = np.zeros(len(picks))
     looks = {cell: each.first_look() for cell, each in fronts.items()}
     for _ in range(1 + REFINED):
@@ -244,11 +254,11 @@ def options_of(
 
 def _price(
     problem: SearchInputs,
-    leaf: Leaf,
-    picks: Sequence[Pick],
-    fronts: Mapping[Cell, PolicyFront],
-    looks: Mapping[Cell, np.ndarray],
-    known: dict[Cell, dict[int, _Known]],
+    leaf: BoundedGrid,
+    picks: Sequence[OrderedCandidate],
+    fronts: Mapping[StageCell, PolicyFront],
+    looks: Mapping[StageCell, np.ndarray],
+    known: dict[StageCell, dict[int, _Known]],
     sends: np.ndarray,
 ) -> None:
     chosen = [(cell, which) for cell, which in looks.items() if len(which)]

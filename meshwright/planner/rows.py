@@ -29,7 +29,7 @@ ALL = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
-class Leaf:
+class BoundedGrid:
     """A grid with one way to set everything that is not a number."""
 
     grid: Grid
@@ -93,7 +93,7 @@ class SearchInputs:
         return len(self.profile.block_layers) == 1
 
 
-class Pick(NamedTuple):
+class OrderedCandidate(NamedTuple):
     """A candidate of a leaf, with the order of its axes and the bytes its ranks may have."""
 
     candidate: int
@@ -102,7 +102,7 @@ class Pick(NamedTuple):
     memory_bytes: float
 
 
-class Cell(NamedTuple):
+class StageCell(NamedTuple):
     """A stage with so many blocks."""
 
     at: int
@@ -127,7 +127,7 @@ class Priced:
     late_bytes: np.ndarray
 
 
-def policy_fields(leaf: Leaf) -> list[tuple[str, str]]:
+def policy_fields(leaf: BoundedGrid) -> list[tuple[str, str]]:
     """(technique, policy) of all that are solved for."""
     return [(name, policy) for name, each in leaf.policies.items() for policy in each]
 
@@ -188,9 +188,9 @@ class PricedRows:
     def __init__(
         self,
         problem: SearchInputs,
-        leaf: Leaf,
-        picks: Sequence[Pick],
-        cells: Sequence[Cell],
+        leaf: BoundedGrid,
+        picks: Sequence[OrderedCandidate],
+        cells: Sequence[StageCell],
         choices: Sequence[np.ndarray],
         chunk: int | None = None,
     ):

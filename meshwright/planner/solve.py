@@ -23,7 +23,17 @@ from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.technique import Spans, Technique
 from meshwright.planner.policies import Option, fronts_of, options_of
-from meshwright.planner.rows import Cell, Kinds, Leaf, Pick, PricedRows, SearchInputs, kinds_of, policy_fields, size_of
+from meshwright.planner.rows import (
+    BoundedGrid,
+    Kinds,
+    OrderedCandidate,
+    PricedRows,
+    SearchInputs,
+    StageCell,
+    kinds_of,
+    policy_fields,
+    size_of,
+)
 from meshwright.schedules import Timetable
 from meshwright.simulator.equal_stages import straight
 from meshwright.simulator.forecast import slowest_of
@@ -211,13 +221,15 @@ class _ChunkedStage:
 
 
 def solve_chunks(
-    problem: SearchInputs, leaf: Leaf, picks: Sequence[Pick], listed: Sequence[Sequence[np.ndarray]]
+    problem: SearchInputs, leaf: BoundedGrid, picks: Sequence[OrderedCandidate], listed: Sequence[Sequence[np.ndarray]]
 ) -> list[ChunkedSolution]:
     """`listed`: of each pick and stage, the choices of policies to be tried."""
-    whole: list[Cell] = []
+    whole: list[StageCell] = []
     for at, pick in enumerate(picks):
         cut = leaf.grid.cuts[pick.candidate]
-        whole += [Cell(at, s, kinds_of(problem, spans), spans[0][0], size_of(spans)) for s, spans in enumerate(cut)]
+        whole += [
+            StageCell(at, s, kinds_of(problem, spans), spans[0][0], size_of(spans)) for s, spans in enumerate(cut)
+        ]
     choices = [each for mine in listed for each in mine]
     stages = PricedRows(problem, leaf, picks, whole, choices)
     chunks = leaf.timetable.chunks
@@ -274,7 +286,11 @@ def _by_chunk(profile: Profile, spans: Spans, choices: np.ndarray) -> np.ndarray
 
 
 def _held_rows(
-    leaf: Leaf, picks: Sequence[Pick], cells: Sequence[Cell], counts: Sequence[int], kept: np.ndarray
+    leaf: BoundedGrid,
+    picks: Sequence[OrderedCandidate],
+    cells: Sequence[StageCell],
+    counts: Sequence[int],
+    kept: np.ndarray,
 ) -> np.ndarray:
     """Microbatches in flight, of all the stage's layers: as many bytes as are held at most."""
     found = np.zeros(kept.shape[1])
@@ -287,7 +303,9 @@ def _held_rows(
     return found
 
 
-def _best_combination(leaf: Leaf, pick: Pick, stages: list[_ChunkedStage | None], send: float) -> ChunkedSolution:
+def _best_combination(
+    leaf: BoundedGrid, pick: OrderedCandidate, stages: list[_ChunkedStage | None], send: float
+) -> ChunkedSolution:
     options = [stage for stage in stages if stage is not None]
     if len(options) < len(stages):
         return ChunkedSolution(seconds=np.inf, least_seconds=np.inf, choices=None)
@@ -348,7 +366,7 @@ FEW_BLOCKS, FEW_SPLITS = 12, 64
 
 @dataclass(frozen=True, kw_only=True)
 class Solved:
-    pick: Pick
+    pick: OrderedCandidate
     plan: Plan | None
     """None: nothing fits."""
     seconds: float
@@ -357,7 +375,9 @@ class Solved:
     """No plan of this candidate and order is faster."""
 
 
-def solve(problem: SearchInputs, leaf: Leaf, picks: Sequence[Pick], limit_seconds: float = np.inf) -> list[Solved]:
+def solve(
+    problem: SearchInputs, leaf: BoundedGrid, picks: Sequence[OrderedCandidate], limit_seconds: float = np.inf
+) -> list[Solved]:
     """What is bound to be above the limit is not simulated."""
     if leaf.timetable.chunks > 1:
         return _solve_chunks(problem, leaf, picks)
@@ -370,7 +390,7 @@ def solve(problem: SearchInputs, leaf: Leaf, picks: Sequence[Pick], limit_second
     return found
 
 
-def _solve_chunks(problem: SearchInputs, leaf: Leaf, picks: Sequence[Pick]) -> list[Solved]:
+def _solve_chunks(problem: SearchInputs, leaf: BoundedGrid, picks: Sequence[OrderedCandidate]) -> list[Solved]:
     profile = problem.profile
     cells = [cell for at, pick in enumerate(picks) for cell in _cells(problem, leaf, at, pick)]
     listed_by: list[list[np.ndarray]] = [[] for _ in picks]
@@ -387,11 +407,12 @@ def _solve_chunks(problem: SearchInputs, leaf: Leaf, picks: Sequence[Pick]) -> l
     return found
 
 
-def _cells(problem: SearchInputs, leaf: Leaf, at: int, pick: Pick) -> list[Cell]:
+def _cells(problem: SearchInputs, leaf: BoundedGrid, at: int, pick: OrderedCandidate) -> list[StageCell]:
     cut = leaf.grid.cuts[pick.candidate]
     if not leaf.grid.may_choose:
         return [
-            Cell(at, stage, kinds_of(problem, spans), spans[0][0], size_of(spans)) for stage, spans in enumerate(cut)
+            StageCell(at, stage, kinds_of(problem, spans), spans[0][0], size_of(spans))
+            for stage, spans in enumerate(cut)
         ]
     found = []
     for stage, width, firsts in _places_of(leaf, pick):
@@ -400,7 +421,7 @@ def _cells(problem: SearchInputs, leaf: Leaf, at: int, pick: Pick) -> list[Cell]
             kinds = problem.kinds(first, width)
             if kinds not in seen:
                 seen.add(kinds)
-                found.append(Cell(at, stage, kinds, first, width))
+                found.append(StageCell(at, stage, kinds, first, width))
     return found
 
 
@@ -422,15 +443,15 @@ def _places(blocks: int, sizes: tuple[int, ...]) -> tuple[tuple[int, int, range]
     return tuple(found)
 
 
-def _places_of(leaf: Leaf, pick: Pick) -> tuple[tuple[int, int, range], ...]:
+def _places_of(leaf: BoundedGrid, pick: OrderedCandidate) -> tuple[tuple[int, int, range], ...]:
     sizes = tuple(size_of(spans) for spans in leaf.grid.cuts[pick.candidate])
     return _places(leaf.grid.profile.num_blocks, sizes)
 
 
 def _solved(
     problem: SearchInputs,
-    leaf: Leaf,
-    pick: Pick,
+    leaf: BoundedGrid,
+    pick: OrderedCandidate,
     options: Mapping[tuple[int, Kinds], Option],
     send: float,
     limit_seconds: float,
@@ -465,8 +486,8 @@ def _solved(
 
 def _at_once(
     problem: SearchInputs,
-    leaf: Leaf,
-    pick: Pick,
+    leaf: BoundedGrid,
+    pick: OrderedCandidate,
     options: Mapping[tuple[int, Kinds], Option],
     send: float,
     slower: float,
@@ -488,7 +509,11 @@ def _at_once(
 
 
 def _table(
-    problem: SearchInputs, leaf: Leaf, pick: Pick, options: Mapping[tuple[int, Kinds], Option], send: float
+    problem: SearchInputs,
+    leaf: BoundedGrid,
+    pick: OrderedCandidate,
+    options: Mapping[tuple[int, Kinds], Option],
+    send: float,
 ) -> Table:
     places = _places_of(leaf, pick)
     widest = max(width for _, width, _ in places)
@@ -509,7 +534,9 @@ def _table(
     )
 
 
-def _plan(profile: Profile, leaf: Leaf, pick: Pick, cut: tuple[Spans, ...], chosen: Sequence[np.ndarray]) -> Plan:
+def _plan(
+    profile: Profile, leaf: BoundedGrid, pick: OrderedCandidate, cut: tuple[Spans, ...], chosen: Sequence[np.ndarray]
+) -> Plan:
     """Policies are written down as the numbers of the blocks that follow them."""
     solved = policy_fields(leaf)
     blocks: dict[tuple[str, str], list[int]] = {each: [] for each in solved}
@@ -536,7 +563,7 @@ def _plan(profile: Profile, leaf: Leaf, pick: Pick, cut: tuple[Spans, ...], chos
     return leaf.grid.plan(techniques, pick.candidate, cut, pick.axis_order or leaf.grid.axis_order)
 
 
-def smallest_plan(problem: SearchInputs, leaf: Leaf, index: int, axis_order: tuple[str, ...]) -> Plan:
+def smallest_plan(problem: SearchInputs, leaf: BoundedGrid, index: int, axis_order: tuple[str, ...]) -> Plan:
     """All blocks following the policies that keep least, blocks split about evenly."""
     cut = leaf.grid.cuts[index]
     policies = sum(map(len, leaf.policies.values()))
@@ -545,7 +572,7 @@ def smallest_plan(problem: SearchInputs, leaf: Leaf, index: int, axis_order: tup
         choice = np.zeros((len(problem.profile.block_layers), policies), dtype=int)
         choice[:, :1] = np.array(kinds_of(problem, spans))[:, None]
         chosen.append(choice)
-    return _plan(problem.profile, leaf, Pick(index, axis_order, np.inf), cut, chosen)
+    return _plan(problem.profile, leaf, OrderedCandidate(index, axis_order, np.inf), cut, chosen)
 
 
 def _named(technique: Technique, field: str, profile: Profile, blocks: list[int]) -> int | str | None:

@@ -15,7 +15,7 @@ from meshwright.core.work import ADAM
 from meshwright.planner.best_first import BestFirst
 from meshwright.planner.bounds import order_bounds
 from meshwright.planner.policies import FEW, front, is_listed, listed
-from meshwright.planner.rows import Pick, SearchInputs
+from meshwright.planner.rows import OrderedCandidate, SearchInputs
 from meshwright.planner.solve import Table, all_splits, is_small, least_bound, smallest_plan, solve, step_seconds
 from meshwright.planner.wishes import read_wishes
 from meshwright.schedules import Timetable
@@ -271,7 +271,7 @@ def test_no_plan_of_a_candidate_beats_its_bounds(seed: int) -> None:
         assert pool.candidates.least_seconds[number] <= made.step_seconds, plan
         order = (*(axis for axis in leaf.grid.axis_order if axis not in plan.mesh), *plan.axis_order)
         if (number, order) not in closer:
-            pick = Pick(index, order, limit)
+            pick = OrderedCandidate(index, order, limit)
             (bound,) = order_bounds(pool.question, leaf, [pick])
             (solved,) = solve(pool.question, leaf, [pick])
             closer[number, order] = float(bound), solved.least_seconds

@@ -107,7 +107,7 @@ def test_whoever_does_not_want_to_wait_gets_the_best_so_far(monkeypatch: pytest.
             raise KeyboardInterrupt
         return forecast(*args, **settings)
 
-    monkeypatch.setattr("meshwright.planner.best_first.forecast", impatient)
+    monkeypatch.setattr("meshwright.planner.scoreboard.forecast", impatient)
     found = _search(MACHINES["slow"], epsilon=0.0)
     assert found.is_interrupted
     assert not whole.is_interrupted

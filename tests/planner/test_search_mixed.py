@@ -18,7 +18,7 @@ from meshwright.core.technique import Technique, technique_named, technique_name
 from meshwright.machine.named_clusters import cluster
 from meshwright.models.cost_decoder import decoder_profile
 from meshwright.models.presets import DecoderConfig
-from meshwright.planner.device_groups import deal, split
+from meshwright.planner.device_groups import share_microbatches, split_blocks
 from meshwright.planner.search import SearchResult, search
 from meshwright.simulator.forecast import Forecast, forecast
 
@@ -68,11 +68,11 @@ def best_of(found: SearchResult) -> tuple[Plan, Forecast]:
 
 class TestDealing:
     def test_by_hand(self) -> None:
-        assert deal(12, [lambda n: n, lambda n: 2.0 * n]) == (8, 4)
-        assert deal(7, [lambda n: n, lambda n: 2.0 * n, lambda n: 4.0 * n]) == (4, 2, 1)
-        assert deal(6, [lambda n: n] * 4) == (2, 2, 1, 1)
+        assert share_microbatches(12, [lambda n: n, lambda n: 2.0 * n]) == (8, 4)
+        assert share_microbatches(7, [lambda n: n, lambda n: 2.0 * n, lambda n: 4.0 * n]) == (4, 2, 1)
+        assert share_microbatches(6, [lambda n: n] * 4) == (2, 2, 1, 1)
         # A pipeline that takes 10 to fill gets fewer.
-        assert deal(12, [lambda n: n, lambda n: 10.0 + n]) == (11, 1)
+        assert share_microbatches(12, [lambda n: n, lambda n: 10.0 + n]) == (11, 1)
 
     def test_all_ways(self) -> None:
         draw = random.Random(0)
@@ -82,18 +82,18 @@ class TestDealing:
             times = [lambda n, a=a, b=b: a + b * n for a, b in lines]
             ways = [way for way in itertools.product(range(1, total), repeat=count) if sum(way) == total]
             least = min(max(f(n) for f, n in zip(times, way, strict=True)) for way in ways)
-            found = deal(total, times)
+            found = share_microbatches(total, times)
             assert sum(found) == total
             assert max(f(n) for f, n in zip(times, found, strict=True)) == least
 
 
 class TestSplitting:
     def test_by_hand(self) -> None:
-        assert split([1.0] * 12, [(0.0, 1.0), (0.0, 2.0)]) == (8, 4)
-        assert split([1.0] * 12, [(0.0, 1.0), (4.0, 1.0)]) == (8, 4)
-        assert split([1.0] * 6, [(0.0, 1.0), (0.0, 1.0)], most=[2, 6]) == (2, 4)
-        assert split([1.0] * 6, [(0.0, 1.0), (0.0, 1.0)], most=[2, 3]) == ()
-        assert split([1.0, 5.0, 1.0], [(0.0, 1.0), (0.0, 1.0), (0.0, 1.0)]) == (1, 1, 1)
+        assert split_blocks([1.0] * 12, [(0.0, 1.0), (0.0, 2.0)]) == (8, 4)
+        assert split_blocks([1.0] * 12, [(0.0, 1.0), (4.0, 1.0)]) == (8, 4)
+        assert split_blocks([1.0] * 6, [(0.0, 1.0), (0.0, 1.0)], most=[2, 6]) == (2, 4)
+        assert split_blocks([1.0] * 6, [(0.0, 1.0), (0.0, 1.0)], most=[2, 3]) == ()
+        assert split_blocks([1.0, 5.0, 1.0], [(0.0, 1.0), (0.0, 1.0), (0.0, 1.0)]) == (1, 1, 1)
 
     def test_all_ways(self) -> None:
         draw = random.Random(1)
@@ -111,7 +111,7 @@ class TestSplitting:
                 )
 
             ways = [way for way in itertools.product(range(1, blocks), repeat=spans) if sum(way) == blocks]
-            found = split(weights, times)
+            found = split_blocks(weights, times)
             assert sum(found) == blocks
             assert slowest(found) == min(map(slowest, ways))
 
