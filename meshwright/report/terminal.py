@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import shlex
 import sys
 import threading
@@ -96,10 +97,14 @@ def short_technique(technique: Technique) -> str:
         value = getattr(technique, field.name)
         if value == field.default:
             continue
-        if field.name == "size":
+        if field.name in technique.policies and value in (0, ""):
+            words.append("only")  # no block follows this policy, which all would by default
+        elif field.name == "size":
             words.append(str(value))
         elif value is True:
             words.append(field.name)
+        elif field.name in technique.policies and (lone := re.fullmatch(r"(\d+)-\1", str(value))):
+            words.append(f"{field.name} block {lone[1]}")
         else:
             words.append(f"{field.name} {_runs(value) if isinstance(value, tuple) else value}")
     return " ".join(words)

@@ -23,7 +23,7 @@ from meshwright.planner.search import ScoredPlan, SearchResult, search
 from meshwright.report.answer_text import plot, worth_words
 from meshwright.report.encoding import accept_any_encoding
 from meshwright.report.mesh_picture import axis_lines, mesh_picture, place_of
-from meshwright.report.terminal import short_plan
+from meshwright.report.terminal import short_plan, short_technique
 
 TINY = ("plan", "--model", "byte-tiny", "--cluster", "2xlaptop", "--seq", "32", "--batch", "4")
 QUICK = ("--ban", "pipeline", "--ban", "tensor", "--ban", "recompute", "--ban", "precision")
@@ -252,6 +252,10 @@ def test_plans_in_short_words() -> None:
     assert short_plan(plan) == "pipeline 4 stages 9,8x2,7 + shard 2 stage 1, microbatch 2 x 16"
     assert short_plan(plan, frozenset({"shard 2 stage 1"})) == "pipeline 4 stages 9,8x2,7, microbatch 2 x 16"
     assert short_plan(Plan(batch=4)) == "one device, microbatch 1 x 4"
+    recompute = technique_named("recompute")
+    assert short_technique(recompute(layers=0, selective="0-0")) == "recompute only selective block 0"
+    assert short_technique(recompute(layers="0-15")) == "recompute layers 0-15"
+    assert short_technique(recompute()) == "recompute"
 
 
 def _scored(seconds: float, peak: int, plan: Plan | None = None) -> ScoredPlan:

@@ -14,8 +14,7 @@ from meshwright.core.timeline import MemoryPoint, Span, Timeline
 from meshwright.machine.named_clusters import cluster
 from meshwright.models.cost_decoder import decoder_profile
 from meshwright.models.presets import preset
-from meshwright.report.svg import LETTER, WIDTH
-from meshwright.report.timeline_svg import picture
+from meshwright.report.timeline_svg import LETTER, WIDTH, picture
 from meshwright.report.timeline_text import draw
 from meshwright.simulator.simulate import simulate
 
