@@ -35,10 +35,9 @@ from meshwright.planner.rows import (
     size_of,
 )
 from meshwright.schedules import Timetable
-from meshwright.simulator.equal_stages import straight
 from meshwright.simulator.forecast import slowest_of
 from meshwright.simulator.makespan import makespan, stage_bound
-from meshwright.simulator.priced_stages import held_of_chunks
+from meshwright.simulator.priced_stages import held_of_chunks, straight
 
 MOST_SPLITS = 200
 """Splits that are all simulated."""

@@ -24,8 +24,8 @@ from meshwright.core.technique import Axis, Choice, PerLayer, Spans, Technique, 
 from meshwright.core.work import Num
 from meshwright.planner.wishes import Wishes, alone, is_allowed
 from meshwright.simulator.axis_links import routes
-from meshwright.simulator.equal_stages import runs_of, straight
 from meshwright.simulator.peak_memory import stage_memory
+from meshwright.simulator.priced_stages import runs_of, straight
 from meshwright.simulator.pricing import price_sizes
 from meshwright.simulator.stage_seconds import stage_cost
 

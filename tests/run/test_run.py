@@ -17,7 +17,7 @@ from meshwright.core.ledger import Entry
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.timeline import Timeline
-from meshwright.planner.result import SearchResult
+from meshwright.planner.scoreboard import SearchResult
 from meshwright.run.result import RunSummary
 from meshwright.run.run import EvaluationEvent, MessageEvent, Run, SaveEvent, StepEvent
 from meshwright.run.run_file import read_run
