@@ -46,7 +46,7 @@ from meshwright.core.errors import MeshwrightError
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.technique import Axis, Choice, PerLayer, Technique, technique_named, technique_names
-from meshwright.data.batch import part_rows
+from meshwright.data.dataset import part_rows
 from meshwright.launch.rank_pool import RankPool
 from meshwright.models.presets import Config, DecoderConfig, ViTConfig, preset, profile_of
 from meshwright.planner.search import search

@@ -221,7 +221,7 @@ def make_flat(folder: Path) -> None:
 
 
 def make_pair(folder: Path) -> None:
-    from meshwright.data.megatron import write_index
+    from meshwright.data.token_files import write_index
 
     lengths = np.random.default_rng(3).integers(1, 60, 120).astype(np.int32)
     (np.arange(int(lengths.sum())) % 500).astype(np.uint16).tofile(folder / "a.bin")
@@ -305,9 +305,8 @@ def read_checkpoint(folder: Path) -> Any:
     """The newest whole checkpoint: the one before it is right too."""
     import torch
 
-    from meshwright.checkpoint.format import newest_good
-    from meshwright.checkpoint.listing import describe
     from meshwright.checkpoint.load import Reader
+    from meshwright.checkpoint.step_folders import describe, newest_good
     from meshwright.core.box import Box
 
     describe(folder)
@@ -514,7 +513,7 @@ def make_parts(folder: Path) -> None:
 def read_parts(folder: Path) -> Any:
     """What an interrupted `mw data prepare` left, made again where it is not whole."""
     from meshwright.data.file_list import find_files
-    from meshwright.data.prepare_worker import PartJob, finished_part, make_part
+    from meshwright.data.prepare import PartJob, finished_part, make_part
     from meshwright.data.token_reader import chunks_of
 
     (file,) = find_files((str(folder / "a.jsonl"),), [])

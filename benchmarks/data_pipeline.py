@@ -25,9 +25,9 @@ import numpy as np
 from benchmarks.claims import Claim, alone
 from meshwright.data.data_section import DataSection
 from meshwright.data.dataset import Data
-from meshwright.data.megatron import write_index
 from meshwright.data.open_data import open_data
 from meshwright.data.prepare import prepare
+from meshwright.data.token_files import write_index
 
 NUM_TOKENS, NUM_DOCUMENTS = 200_000_000, 200_000
 SEQUENCE, BATCH = 2048, 32

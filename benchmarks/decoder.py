@@ -22,10 +22,10 @@ import torch
 from benchmarks import plain
 from benchmarks.claims import Claim, alone, difference, interleave, ratios
 from meshwright.core.plan import Plan
-from meshwright.data.batch import Batch
 from meshwright.data.data_section import DataSection
-from meshwright.data.megatron import write_index
+from meshwright.data.dataset import Batch
 from meshwright.data.open_data import Data, open_data
+from meshwright.data.token_files import write_index
 from meshwright.models.presets import DecoderConfig
 from meshwright.ops.device_mesh import Mesh
 from meshwright.run.model import open_config
@@ -67,7 +67,7 @@ def their_steps(data: Data, folder: Path) -> Iterator[float]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from meshwright.hf.config_json import config_for
-    from meshwright.hf.weights_names import parts_of_decoder
+    from meshwright.hf.weights_read import parts_of_decoder
 
     ours = plain.decoder(MODEL, SEED)
     parts = parts_of_decoder(MODEL)

@@ -27,8 +27,7 @@ from benchmarks.claims import Claim, alone
 from meshwright.checkpoint.safetensors_folder import INDEX
 from meshwright.core.box import Box
 from meshwright.hf.config_json import config_for
-from meshwright.hf.weights_names import parameter_shapes, parts_of_decoder
-from meshwright.hf.weights_read import source_of_folder
+from meshwright.hf.weights_read import parameter_shapes, parts_of_decoder, source_of_folder
 from meshwright.models.presets import DecoderConfig
 
 RANKS, ROUNDS = 2, 3

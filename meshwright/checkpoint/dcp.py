@@ -4,8 +4,8 @@
     __0_0.distcp     chunk after chunk, each a small zip archive as `torch.save` writes it:
                      data.pkl (a pickle that says "a tensor of this size, its numbers are record 0") and data/0
 
-Both kinds of pickle are walked by `inert`, never loaded; what they say is checked, and numbers are read from their
-place in the file. Whatever is not a tensor (steps, settings) is stored as a pickle of anything and is left alone.
+Both kinds of pickle are parsed by `parse_pickle`, never loaded; what they say is checked, and numbers are read from
+their place in the file. Whatever is not a tensor (steps, settings) is stored as a pickle of anything and is left alone.
 """
 
 from __future__ import annotations
@@ -14,21 +14,19 @@ import io
 import math
 import os
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from pickletools import genops
 from typing import Any
 
 from torch import Tensor
 
-from meshwright.checkpoint.box_reads import read_box
-from meshwright.checkpoint.cover import cover_problem
-from meshwright.checkpoint.inert_pickle import Made, Named, Outside, inert
-from meshwright.checkpoint.manifest import DTYPES, MAX_DIMS, MAX_NAME_CHARS, MAX_PIECES, MAX_TENSORS
-from meshwright.checkpoint.safetensors_folder import raise_first
+from meshwright.checkpoint.manifest import DTYPES, MAX_PIECES, MAX_TENSORS, cover_problem, tensor_problem
+from meshwright.checkpoint.safetensors_folder import read_box
 from meshwright.core.box import Box
-from meshwright.core.errors import MeshwrightError, Problem
-from meshwright.core.plain_files import open_plain, read_plain
+from meshwright.core.errors import Problem, error_at, raise_problems
+from meshwright.core.files import open_plain, read_plain
 
 METADATA = ".metadata"
 MAX_METADATA_BYTES = 256 << 20
@@ -66,10 +64,145 @@ _IN_METADATA = frozenset(
         *_DTYPES,
     }
 )
+MOST_INSTRUCTIONS = 40_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class StoredBox:
+class PickledName:
+    """Where a pickle names a class or a function: `torch.Size`."""
+
+    name: str
+
+
+class PickledCall:
+    """Where a pickle would call one: the name, the arguments, and the state it would set."""
+
+    __slots__ = ("arguments", "name", "state")
+
+    def __init__(self, name: str, arguments: tuple[Any, ...]):
+        self.name, self.arguments = name, arguments
+        self.state: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class PickledReference:
+    """Where a pickle refers to something that is stored beside it."""
+
+    key: Any
+
+
+class _PickleMachine:
+    """The stack and the memo of a pickle, which is a small program, and what its instructions do to them."""
+
+    def __init__(self, allowed: Collection[str]):
+        self.allowed = allowed
+        self.refused: list[str] = []
+        self.stack: list[Any] = []
+        self.marks: list[int] = []
+        self.memo: dict[int, Any] = {}
+
+    def since_mark(self) -> list[Any]:
+        return list(self.last(len(self.stack) - self.marks.pop()))
+
+    def last(self, count: int) -> tuple[Any, ...]:
+        start = len(self.stack) - count
+        if not 0 <= start <= len(self.stack):
+            raise ValueError("it takes more than there is")
+        items = tuple(self.stack[start:])
+        del self.stack[start:]
+        return items
+
+    def run(self, instruction: str, argument: Any) -> None:
+        """Raises ValueError, KeyError or IndexError where it has no place here."""
+        stack = self.stack
+        match instruction:
+            case "PROTO" | "FRAME" | "STOP":
+                pass
+            case "BININT" | "BININT1" | "BININT2" | "LONG1" | "BINFLOAT" | "SHORT_BINBYTES" | "BINBYTES":
+                stack.append(argument)
+            case "SHORT_BINUNICODE" | "BINUNICODE" | "BINUNICODE8":
+                stack.append(argument)
+            case "NONE" | "NEWTRUE" | "NEWFALSE":
+                stack.append({"NONE": None, "NEWTRUE": True, "NEWFALSE": False}[instruction])
+            case "BINGET" | "LONG_BINGET":
+                stack.append(self.memo[argument])
+            case "BINPUT" | "LONG_BINPUT" | "MEMOIZE":
+                self.memo[len(self.memo) if argument is None else argument] = stack[-1]
+            case "MARK":
+                self.marks.append(len(stack))
+            case "EMPTY_LIST":
+                stack.append([])
+            case "EMPTY_DICT":
+                stack.append({})
+            case "EMPTY_TUPLE" | "TUPLE1" | "TUPLE2" | "TUPLE3":
+                stack.append(self.last(("EMPTY_TUPLE", "TUPLE1", "TUPLE2", "TUPLE3").index(instruction)))
+            case "TUPLE":
+                stack.append(tuple(self.since_mark()))
+            case "APPEND" | "APPENDS":
+                items = self.since_mark() if instruction == "APPENDS" else list(self.last(1))
+                if not isinstance(stack[-1], list):
+                    raise ValueError("it appends to what is not a list")
+                stack[-1].extend(items)
+            case "SETITEM" | "SETITEMS":
+                items = self.since_mark() if instruction == "SETITEMS" else list(self.last(2))
+                if not isinstance(stack[-1], dict) or len(items) % 2:
+                    raise ValueError("it sets items of what is not a dict")
+                for key, value in zip(items[::2], items[1::2], strict=True):
+                    # Hashing a tuple of tuples of ... would overflow the C stack.
+                    if not isinstance(key, str | int | PickledCall):
+                        raise ValueError(f"a dict has a key of type {type(key).__name__}")
+                    stack[-1][key] = value
+            case "GLOBAL" | "STACK_GLOBAL":
+                module, name = argument.split(" ", 1) if instruction == "GLOBAL" else self.last(2)
+                if not isinstance(module, str) or not isinstance(name, str):
+                    raise ValueError("it names something without text")
+                full = f"{module}.{name}"
+                if full not in self.allowed and full not in self.refused:
+                    self.refused.append(full)
+                stack.append(PickledName(full))
+            case "REDUCE" | "NEWOBJ":
+                called, arguments = self.last(2)
+                if not isinstance(called, PickledName) or not isinstance(arguments, tuple):
+                    raise ValueError("it calls what is not a name")
+                is_dict = called.name == "collections.OrderedDict" and not arguments
+                stack.append({} if is_dict else PickledCall(called.name, arguments))
+            case "BUILD":
+                (state,) = self.last(1)
+                if not isinstance(stack[-1], PickledCall):
+                    raise ValueError("it sets the state of what it did not make")
+                stack[-1].state = state
+            case "BINPERSID":
+                stack.append(PickledReference(*self.last(1)))
+            case _:
+                raise ValueError(f"the instruction {instruction} has no place here")
+
+
+def parse_pickle(data: bytes, allowed: Collection[str], where: str) -> Any:
+    """What a pickle describes, as lists, dicts, text, numbers and the classes above; nothing is imported or called.
+
+    `allowed`: every name that it may mention; the others are refused, all of them at once.
+    """
+    machine, damage = _PickleMachine(allowed), ""
+    try:
+        for count, (code, argument, _) in enumerate(genops(data)):
+            if count > MOST_INSTRUCTIONS:
+                raise ValueError(f"it has more than {MOST_INSTRUCTIONS} instructions")
+            machine.run(code.name, argument)
+        (result,) = machine.last(1)
+    except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
+        damage, result = str(error)[:200], None
+    fix = "Nothing of it was run. Save the weights again, as plain tensors."
+    raise_problems(
+        Problem(where=where, what=f"names {name[:120]!r}, which has no place in it.", fix=fix)
+        for name in machine.refused
+    )
+    if damage:
+        raise error_at(where, f"cannot be read as plain values: {damage}.")
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class DcpChunk:
     """A box of a tensor, and the bytes its archive lies in."""
 
     box: Box
@@ -79,10 +212,12 @@ class StoredBox:
 
 
 @dataclass(frozen=True, slots=True)
-class Tensorful:
+class DcpTensor:
+    """A tensor and the chunks it is stored in."""
+
     dtype: str
     shape: tuple[int, ...]
-    chunks: tuple[StoredBox, ...]
+    chunks: tuple[DcpChunk, ...]
     path: tuple[str, ...]
     """Keys of the nested dicts it was saved in."""
 
@@ -90,7 +225,7 @@ class Tensorful:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DcpFolder:
     path: Path
-    tensors: Mapping[str, Tensorful]
+    tensors: Mapping[str, DcpTensor]
     files: dict[str, tuple[int, int]] = field(default_factory=dict, repr=False)
 
     @property
@@ -104,21 +239,21 @@ class DcpFolder:
             if both is not None:
                 self._read_chunk(held, chunk, both, out[both.within(box)])
 
-    def _read_chunk(self, held: Tensorful, chunk: StoredBox, both: Box, out: Tensor) -> None:
+    def _read_chunk(self, held: DcpTensor, chunk: DcpChunk, both: Box, out: Tensor) -> None:
         where = f"{self.path / chunk.file}: the archive at byte {chunk.start}"
         if chunk.file not in self.files:
             self.files[chunk.file] = open_plain(self.path, chunk.file)
         file, num_bytes = self.files[chunk.file]
         if chunk.start + chunk.length > num_bytes:
-            what = f"is cut short: it should end at byte {chunk.start + chunk.length} of {num_bytes}."
-            raise MeshwrightError([Problem(where=where, what=what)])
+            raise error_at(where, f"is cut short: it should end at byte {chunk.start + chunk.length} of {num_bytes}.")
         start, strides = _place_in_archive(_Window(file, chunk.start, chunk.length), held.dtype, chunk.box.size, where)
         # A transposed tensor is saved as it lies in memory: order the dims by stride, largest first, to read it so.
         whole = chunk.box.size
         order = sorted(range(len(strides)), key=lambda dim: (whole[dim] > 1, -strides[dim], dim))
         size = tuple(whole[dim] for dim in order)
-        if any(strides[d] != step for d, step in zip(order, _contiguous(size), strict=True) if whole[d] > 1):
-            raise MeshwrightError([Problem(where=where, what=f"has the strides {strides}, which leave gaps.")])
+        packed = [math.prod(size[place + 1 :]) for place in range(len(size))]
+        if any(strides[dim] != step for dim, step in zip(order, packed, strict=True) if whole[dim] > 1):
+            raise error_at(where, f"has the strides {strides}, which leave gaps.")
         offset = tuple(both.offset[dim] - chunk.box.offset[dim] for dim in order)
         within = Box(size, offset, tuple(both.size[dim] for dim in order))
         read_box(file, start, held.dtype, within, out.permute(order), where)
@@ -128,17 +263,13 @@ class DcpFolder:
             os.close(self.files.popitem()[1][0])
 
 
-def _contiguous(size: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(size[dim + 1 :]) for dim in range(len(size)))
-
-
 def open_dcp(folder: str | Path) -> DcpFolder:
     """The tensors of its model, named as the model names them; problems of the whole metadata at once."""
     folder = Path(folder)
     where = str(folder / METADATA)
-    metadata = inert(read_plain(folder, METADATA, MAX_METADATA_BYTES), _IN_METADATA, where)
+    metadata = parse_pickle(read_plain(folder, METADATA, MAX_METADATA_BYTES), _IN_METADATA, where)
     problems: list[Problem] = []
-    tensors: dict[str, Tensorful] = {}
+    tensors: dict[str, DcpTensor] = {}
     try:
         for name, each in _tensors(metadata):
             if isinstance(each, str):
@@ -147,12 +278,17 @@ def open_dcp(folder: str | Path) -> DcpFolder:
                 tensors[name] = each
     except (TypeError, KeyError, IndexError, ValueError, AttributeError) as error:
         what = f"is not the metadata of a Distributed Checkpoint ({type(error).__name__}: {str(error)[:120]})."
-        raise MeshwrightError([Problem(where=where, what=what)]) from None
-    raise_first(problems)
-    return DcpFolder(path=folder, tensors=_of_the_model(tensors))
+        raise error_at(where, what) from None
+    raise_problems(problems)
+    # Those saved under a key `model` (else those at the top), by the names below it; an optimizer's are left out.
+    depths = {name: each.path.index("model") + 1 for name, each in tensors.items() if "model" in each.path[:-1]}
+    if not depths:
+        depths = {name: 0 for name, each in tensors.items() if len(each.path) == 1} or dict.fromkeys(tensors, 0)
+    named = {".".join(tensors[name].path[depth:]): tensors[name] for name, depth in depths.items()}
+    return DcpFolder(path=folder, tensors=named)
 
 
-def _tensors(metadata: Any) -> Iterator[tuple[str, Tensorful | str]]:
+def _tensors(metadata: Any) -> Iterator[tuple[str, DcpTensor | str]]:
     """Each tensor, or what is wrong with it."""
     state = _state(metadata, f"{_DCP}.metadata.Metadata")
     listed, planned = state["state_dict_metadata"], state.get("planner_data") or {}
@@ -175,65 +311,50 @@ def _tensors(metadata: Any) -> Iterator[tuple[str, Tensorful | str]]:
 
 
 def _state(value: Any, name: str) -> dict[str, Any]:
-    if not isinstance(value, Made) or value.name != name or not isinstance(value.state, dict):
+    if not isinstance(value, PickledCall) or value.name != name or not isinstance(value.state, dict):
         raise ValueError(f"expected {name}")
     return value.state
 
 
 def _numbers(value: Any) -> tuple[int, ...]:
     """A torch.Size, or a tuple of whole numbers."""
-    found = value.arguments[0] if isinstance(value, Made) and value.name == "torch.Size" else value
-    if not isinstance(found, tuple) or not all(type(each) is int and 0 <= each < 1 << 48 for each in found):
+    sizes = value.arguments[0] if isinstance(value, PickledCall) and value.name == "torch.Size" else value
+    if not isinstance(sizes, tuple) or not all(type(size) is int and 0 <= size < 1 << 48 for size in sizes):
         raise ValueError("expected whole numbers")
-    return found
+    return sizes
 
 
-def _tensor(name: Any, state: Mapping[str, Any], places: Mapping[Any, Any], path: tuple[str, ...]) -> Tensorful | str:
+def _tensor(name: Any, state: Mapping[str, Any], places: Mapping[Any, Any], path: tuple[str, ...]) -> DcpTensor | str:
+    """A tensor and its chunks, or what is wrong with it."""
     properties = state["properties"].state
     kind = properties[0] if isinstance(properties, tuple) else properties["dtype"]
     shape = _numbers(state["size"])
-    if not isinstance(name, str) or not name.isprintable() or len(name) > MAX_NAME_CHARS:
-        return f"is not a plain name of at most {MAX_NAME_CHARS} characters."
-    if not isinstance(kind, Named) or kind.name not in _DTYPES:
-        return "has an unknown dtype."
-    if len(shape) > MAX_DIMS:
-        return f"has {len(shape)} dims; the limit is {MAX_DIMS}."
+    dtype = _DTYPES.get(kind.name, kind.name) if isinstance(kind, PickledName) else ""
+    if what := tensor_problem(name, dtype, shape):
+        return what
     chunks = []
     for each in state["chunks"]:
         offset, size = _numbers(each.state["offsets"]), _numbers(each.state["sizes"])
         fits = len(offset) == len(size) == len(shape)
         if not fits or any(o + s > limit for o, s, limit in zip(offset, size, shape, strict=True)):
             return f"of shape {shape} has a chunk at {offset} of size {size}."
-        found = _chunk(Box(shape, offset, size), places.get((name, offset)))
-        if isinstance(found, str):
-            return found
-        num_bytes = math.prod(size) * DTYPES[_DTYPES[kind.name]][1]
-        if found.length < num_bytes:
-            return f"has a chunk of {num_bytes} bytes that is stored in {found.length}."
-        chunks.append(found)
-    what = cover_problem(shape, [chunk.box for chunk in chunks])
-    return f"of shape {shape}: {what}" if what else Tensorful(_DTYPES[kind.name], shape, tuple(chunks), path)
-
-
-def _chunk(box: Box, info: Mapping[str, Any] | None) -> StoredBox | str:
-    if info is None:
-        return f"has a chunk at {box.offset} that is stored nowhere."
-    file, start, length = info["relative_path"], info["offset"], info["length"]
-    if info.get("transform_descriptors"):
-        return "is stored in a transformed way (compressed?), which is not read here."
-    if not isinstance(file, str) or not file.isprintable() or "/" in file or "\\" in file or file in ("", ".", ".."):
-        return f"is stored in {str(file)[:80]!r}, which is not a plain file name."
-    if type(start) is not int or type(length) is not int or not (0 <= start < 1 << 60 and 0 < length < 1 << 60):
-        return f"is stored at the impossible place {str(start)[:20]}, of {str(length)[:20]} bytes."
-    return StoredBox(box, file, start, length)
-
-
-def _of_the_model(tensors: Mapping[str, Tensorful]) -> dict[str, Tensorful]:
-    """Those saved under a key `model` (else those at the top), by the names below it; an optimizer's are left out."""
-    inside = {name: each.path.index("model") + 1 for name, each in tensors.items() if "model" in each.path[:-1]}
-    if not inside:
-        inside = {name: 0 for name, each in tensors.items() if len(each.path) == 1} or dict.fromkeys(tensors, 0)
-    return {".".join(tensors[name].path[first:]): tensors[name] for name, first in inside.items()}
+        info = places.get((name, offset))
+        if info is None:
+            return f"has a chunk at {offset} that is stored nowhere."
+        file, start, length = info["relative_path"], info["offset"], info["length"]
+        if info.get("transform_descriptors"):
+            return "is stored in a transformed way (compressed?), which is not read here."
+        is_name = isinstance(file, str) and file.isprintable() and file not in ("", ".", "..")
+        if not is_name or "/" in file or "\\" in file:
+            return f"is stored in {str(file)[:80]!r}, which is not a plain file name."
+        if type(start) is not int or type(length) is not int or not (0 <= start < 1 << 60 and 0 < length < 1 << 60):
+            return f"is stored at the impossible place {str(start)[:20]}, of {str(length)[:20]} bytes."
+        num_bytes = math.prod(size) * DTYPES[dtype][1]
+        if length < num_bytes:
+            return f"has a chunk of {num_bytes} bytes that is stored in {length}."
+        chunks.append(DcpChunk(Box(shape, offset, size), file, start, length))
+    overlap = cover_problem(shape, [chunk.box for chunk in chunks])
+    return f"of shape {shape}: {overlap}" if overlap else DcpTensor(dtype, shape, tuple(chunks), path)
 
 
 class _Window(io.RawIOBase):
@@ -281,9 +402,8 @@ def _place_in_archive(window: _Window, dtype: str, size: tuple[int, ...], where:
                 raise ValueError("its numbers are not little-endian")
             text = archive.read(pickled)
     except (zipfile.BadZipFile, OSError, KeyError, ValueError, NotImplementedError, EOFError, RuntimeError) as error:
-        what = f"is not a tensor as torch saves it: {str(error)[:120]}."
-        raise MeshwrightError([Problem(where=where, what=what)]) from None
-    numbers = inert(text, _IN_TENSORS, where)
+        raise error_at(where, f"is not a tensor as torch saves it: {str(error)[:120]}.") from None
+    numbers = parse_pickle(text, _IN_TENSORS, where)
     first, strides, problem = _described(numbers, dtype, size)
     num_bytes = (first + math.prod(size)) * DTYPES[dtype][1]
     if not problem and (data.compress_type != zipfile.ZIP_STORED or data.file_size < num_bytes):
@@ -294,18 +414,18 @@ def _place_in_archive(window: _Window, dtype: str, size: tuple[int, ...], where:
     if not problem and (head[:4] != b"PK\x03\x04" or start + data.file_size > window.length):
         problem = "has numbers that lie outside of it."
     if problem:
-        raise MeshwrightError([Problem(where=where, what=problem)])
+        raise error_at(where, problem)
     return window.start + start + first * DTYPES[dtype][1], strides
 
 
 def _described(made: Any, dtype: str, size: tuple[int, ...]) -> tuple[int, tuple[int, ...], str]:
     """(first element, strides, what is wrong) as data.pkl says."""
     try:
-        if not isinstance(made, Made) or made.name != _REBUILD:
+        if not isinstance(made, PickledCall) or made.name != _REBUILD:
             return 0, (), "is not a plain tensor."
         storage, first, shape, strides = made.arguments[:4]
         kind, key = storage.key[1], storage.key[2]
-        is_plain = isinstance(storage, Outside) and key == "0" and type(first) is int and 0 <= first < 1 << 48
+        is_plain = isinstance(storage, PickledReference) and key == "0" and type(first) is int and 0 <= first < 1 << 48
         if not is_plain or _STORAGES.get(kind.name) != dtype or _numbers(shape) != size:
             return 0, (), f"holds {kind.name} of shape {shape}; the metadata says {dtype} of shape {size}."
         strides = _numbers(strides)

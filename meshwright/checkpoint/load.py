@@ -14,10 +14,10 @@ from typing import Any, NoReturn
 import torch
 from safetensors import SafetensorError, safe_open
 
-from meshwright.checkpoint.format import read_manifest
 from meshwright.checkpoint.manifest import DTYPES, Manifest, StoredPiece
+from meshwright.checkpoint.step_folders import read_manifest
 from meshwright.core.box import Box
-from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.errors import error_at
 
 
 class Reader:
@@ -84,4 +84,4 @@ class Reader:
             self._refuse(f"{piece.file} cannot be read: {error}.")
 
     def _refuse(self, what: str, fix: str = "") -> NoReturn:
-        raise MeshwrightError([Problem(where=f"checkpoint {self.folder}", what=what, fix=fix)], exit_code=1)
+        raise error_at(f"checkpoint {self.folder}", what, fix, exit_code=1)

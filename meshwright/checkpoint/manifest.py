@@ -1,6 +1,6 @@
-"""What a manifest says, and everything that can be wrong with one.
+"""The manifest of a checkpoint: what it holds, and everything that can be wrong with it.
 
-A manifest comes from a disk, perhaps from a stranger's, so it is judged before anything acts on it: counts
+A manifest comes from a disk, perhaps from a stranger's, so it is checked before anything acts on it: counts
 are bounded before they are decoded, names cannot leave the folder, and the pieces of a tensor cover every
 element exactly once. The file opens with a digest of the rest of its own bytes, so that a flipped bit in the
 cursor or the seed is noticed as surely as one in a tensor.
@@ -12,16 +12,16 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, ClassVar, Literal
 
-from meshwright.checkpoint.cover import cover_problem
-from meshwright.core import codec
+import numpy as np
+
 from meshwright.core.box import Box
-from meshwright.core.codec import decode_fields, encode, read_artefact, to_json
-from meshwright.core.errors import MeshwrightError, Problem, Problems
+from meshwright.core.codec import decode_fields, encode, read_artefact, seal, to_json, unseal
+from meshwright.core.errors import MOST_PROBLEMS, MeshwrightError, Problem, Problems, error_at
 
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 256 << 20
@@ -30,10 +30,9 @@ MAX_TENSORS = 250_000
 MAX_PIECES = 2_000_000
 MAX_DIMS = 16
 MAX_NAME_CHARS = 512
-MAX_PROBLEMS = 20
-"""A broken manifest may be wrong in a million places; people read the first few."""
+MAX_CELLS = 1 << 22
 
-FILE_NAME = re.compile(r"[A-Za-z0-9._-]+")
+_FILE_NAME = re.compile(r"[A-Za-z0-9._-]+")
 _HASH = re.compile(r"[0-9a-f]{32}")
 
 # name in torch and in the manifest -> (name in safetensors, bytes per element)
@@ -151,40 +150,45 @@ class Manifest:
         return sum(entry.bytes for entry in self.files.values())
 
 
-def seal(manifest: Manifest) -> bytes:
-    """The bytes of the manifest file: JSON whose first key is the digest of everything after it."""
+def manifest_bytes(manifest: Manifest) -> bytes:
+    """The bytes of the manifest file: JSON whose first key is the digest of everything after it, a line per piece."""
     try:
-        return codec.seal(_text(manifest))
+        fields = encode(manifest)
+        pieces = ",\n    ".join(json.dumps(piece, ensure_ascii=False) for piece in fields.pop("pieces"))
+        return seal(to_json(fields)[:-1].rstrip() + f',\n  "pieces": [\n    {pieces}\n  ]\n}}')
     except (ValueError, TypeError, RecursionError) as error:
-        what = f"step {manifest.step} cannot be written as JSON: {error}."
-        raise MeshwrightError([Problem(where="checkpoint state", what=what)]) from None
+        raise error_at("checkpoint state", f"step {manifest.step} cannot be written as JSON: {error}.") from None
 
 
-def _text(manifest: Manifest) -> str:
-    """The usual JSON, but a line per piece."""
-    fields = encode(manifest)
-    pieces = ",\n    ".join(json.dumps(piece, ensure_ascii=False) for piece in fields.pop("pieces"))
-    return to_json(fields)[:-1].rstrip() + f',\n  "pieces": [\n    {pieces}\n  ]\n}}'
-
-
-def unseal(data: bytes, source: str) -> Manifest:
+def parse_manifest(data: bytes, source: str) -> Manifest:
     """The manifest in these bytes, checked in every way that needs no other file."""
     try:
-        manifest = read_artefact(Manifest, codec.unseal(data), source)
+        manifest = read_artefact(Manifest, unseal(data), source)
     except ValueError as error:
-        raise MeshwrightError([Problem(where=source, what=f"{error}.")], exit_code=1) from None
+        raise error_at(source, f"{error}.", exit_code=1) from None
     except MeshwrightError as error:
-        raise MeshwrightError(error.problems[:MAX_PROBLEMS], exit_code=1) from None
+        raise MeshwrightError(error.problems[:MOST_PROBLEMS], exit_code=1) from None
     problems = manifest_problems(manifest, source)
     if problems:
         raise MeshwrightError(problems, exit_code=1)
     return manifest
 
 
+def tensor_problem(name: str, dtype: Any, shape: Sequence[Any]) -> str:
+    """What is wrong with the description of a stored tensor, also of another format; "" when nothing is."""
+    if not isinstance(name, str) or not name.isprintable() or len(name) > MAX_NAME_CHARS:
+        return f"is not a plain name (printable text of at most {MAX_NAME_CHARS} characters)."
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        return f"has the unknown dtype {str(dtype)[:40]!r}."
+    if len(shape) > MAX_DIMS or any(type(length) is not int or not 0 <= length < 1 << 48 for length in shape):
+        return f"has the impossible shape {str(shape)[:60]}."
+    return ""
+
+
 def manifest_problems(manifest: Manifest, source: str) -> Problems:
     """Stage by stage, because each stage relies on what the one before has found sound."""
     for stage in (_entry_problems, _piece_problems, _whole_problems):
-        problems = [Problem(where=source, what=what) for what in islice(stage(manifest), MAX_PROBLEMS)]
+        problems = [Problem(where=source, what=what) for what in islice(stage(manifest), MOST_PROBLEMS)]
         if problems:
             return tuple(problems)
     return ()
@@ -194,14 +198,10 @@ def _entry_problems(manifest: Manifest) -> Iterator[str]:
     if manifest.step < 0:
         yield f"step is {manifest.step}."
     for name, tensor in manifest.tensors.items():
-        if not name.isprintable() or len(name) > MAX_NAME_CHARS:
-            yield f"tensor name {name[:40]!r} is not plain text of at most {MAX_NAME_CHARS} characters."
-        if tensor.dtype not in DTYPES:
-            yield f"tensor {name!r} has the unknown dtype {tensor.dtype[:40]!r}."
-        if len(tensor.shape) > MAX_DIMS or any(not 0 <= length < 1 << 48 for length in tensor.shape):
-            yield f"tensor {name!r} has the impossible shape {tensor.shape[:MAX_DIMS]}."
+        if what := tensor_problem(name, tensor.dtype, tensor.shape):
+            yield f"tensor {name[:80]!r} {what}"
     for name, file in manifest.files.items():
-        if not FILE_NAME.fullmatch(name) or name in (".", "..", MANIFEST) or len(name) > 255:
+        if not _FILE_NAME.fullmatch(name) or name in (".", "..", MANIFEST) or len(name) > 255:
             yield f"file name {name[:40]!r} is not allowed (only A-Z a-z 0-9 . _ -)."
         if file.bytes < 0 or not _HASH.fullmatch(file.xxh3):
             yield f"file {name!r} has the impossible size {file.bytes} or hash {file.xxh3[:40]!r}."
@@ -234,6 +234,44 @@ def _whole_problems(manifest: Manifest) -> Iterator[str]:
         if num_bytes > manifest.files[file].bytes:
             yield f"file {file!r} of {manifest.files[file].bytes} bytes is said to hold {num_bytes}."
     for name, held in boxes.items():
-        what = cover_problem(manifest.tensors[name].shape, held)
-        if what:
+        if what := cover_problem(manifest.tensors[name].shape, held):
             yield f"tensor {name!r} of shape {manifest.tensors[name].shape}: {what}"
+
+
+def cover_problem(shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
+    """None, or why these boxes, all within the shape, do not hold every element exactly once.
+
+    The tensor is cut along every edge of every box, and the cells of each box are marked. Pieces of a mesh are a grid,
+    so there are about as many cells as boxes; the work is bounded for any input, unlike comparing all pairs.
+
+         +----+--+        edges 0 4 6 across, 0 2 5 down: 4 cells
+         | A  |  |        A takes cell (0,0), C both cells of the second column
+         +----+ C|        and so each must be marked once
+         | B  |  |
+         +----+--+
+    """
+    boxes = [box for box in boxes if not box.is_empty]
+    total, held = math.prod(shape), sum(math.prod(box.size) for box in boxes)
+    if held < total:
+        return f"its pieces hold {held} of its {total} elements."
+    if held > total:
+        return f"its pieces overlap: they hold {held} elements, it has {total}."
+    if len(boxes) < 2:
+        return None
+    sizes: list[int] = []
+    spans: list[list[slice]] = [[] for _ in boxes]
+    for dim in range(len(shape)):
+        ends = [(box.offset[dim], box.offset[dim] + box.size[dim]) for box in boxes]
+        cell_at = {edge: cell for cell, edge in enumerate(sorted({edge for pair in ends for edge in pair}))}
+        sizes.append(len(cell_at) - 1)
+        for span, (start, stop) in zip(spans, ends, strict=True):
+            span.append(slice(cell_at[start], cell_at[stop]))
+    if math.prod(sizes) > MAX_CELLS:
+        return f"its {len(boxes)} pieces are cut too irregularly to check ({math.prod(sizes)} cells)."
+    # Counted before they are marked, so that marking never costs more than one visit to each cell.
+    if sum(math.prod(s.stop - s.start for s in span) for span in spans) != math.prod(sizes):
+        return "its pieces overlap."
+    cells = np.zeros(sizes, dtype=bool)
+    for span in spans:
+        cells[tuple(span)] = True
+    return None if cells.all() else "its pieces overlap."

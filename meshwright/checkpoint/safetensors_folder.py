@@ -1,4 +1,4 @@
-"""A folder of safetensors that a stranger gave, judged before a byte of its tensors is read.
+"""Safetensors files: a folder of them from a stranger, checked before a byte of its tensors is read; and a writer.
 
     model.safetensors                       or   model.safetensors.index.json: tensor name -> shard
     8 bytes: length of the header                model-00001-of-00002.safetensors ...
@@ -6,36 +6,43 @@
     the tensors' bytes, in no order, without overlap or hole
 
 Headers are read here, not by a library: every count is bounded, every offset checked, and everything wrong is told at
-once. Only plain files of the folder itself are opened.
+once. Only plain files of the folder itself are opened. A file is read, not mapped: mapped pages would count as this
+process's memory, and a rank must need no more than its own slices.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from mmap import mmap
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from meshwright.checkpoint.box_reads import read_box
-from meshwright.checkpoint.manifest import DTYPES, MAX_DIMS, MAX_NAME_CHARS, MAX_PROBLEMS, MAX_TENSORS
+from meshwright.checkpoint.manifest import DTYPES, MAX_TENSORS, tensor_problem
 from meshwright.core.box import Box
-from meshwright.core.errors import MeshwrightError, Problem
-from meshwright.core.plain_files import json_object, open_plain, read_plain
+from meshwright.core.errors import MeshwrightError, Problem, error_at, raise_problems
+from meshwright.core.files import json_object, open_plain, read_plain
 
+BUFFER_BYTES = 4 << 20
+SMALL_RUN_BYTES = 64 << 10
+"""Shorter runs are read together with what lies between them: a disk reads that much anyway."""
+_MOST_BYTES_OF_A_READ = 1 << 30
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000
 MAX_SHARDS = 10_000
 MOST_OPEN_FILES = 200
-_DTYPE_OF = {code: (dtype, size) for dtype, (code, size) in DTYPES.items()}
+_DTYPE_OF_CODE = {code: dtype for dtype, (code, _) in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class TensorPlace:
     """A tensor and where its bytes begin."""
 
     dtype: str
@@ -45,9 +52,9 @@ class Stored:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Folder:
+class SafetensorsFolder:
     path: Path
-    tensors: Mapping[str, Stored]
+    tensors: Mapping[str, TensorPlace]
     files: dict[str, int] = field(default_factory=dict, repr=False)
     """Descriptors, opened when first read from."""
 
@@ -73,14 +80,14 @@ class Folder:
             os.close(self.files.popitem()[1])
 
 
-def open_folder(folder: str | Path) -> Folder:
+def open_folder(folder: str | Path) -> SafetensorsFolder:
     """Its tensors, once every header has been found right; else every problem (the first twenty) at once."""
     folder = Path(folder)
     if not folder.is_dir():
-        raise MeshwrightError([Problem(where=str(folder), what="there is no such folder.")])
+        raise error_at(folder, "there is no such folder.")
     index = _read_index(folder)
     problems: list[Problem] = []
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, TensorPlace] = {}
     for shard in sorted(set(index.values())) if index is not None else [WEIGHTS]:
         try:
             held = read_shard(folder, shard)
@@ -93,18 +100,18 @@ def open_folder(folder: str | Path) -> Folder:
         tensors.update(held)
         if len(tensors) > MAX_TENSORS:
             raise MeshwrightError([_too_many(folder / shard, len(tensors))])
-    if index is not None and not problems:
-        problems += [Problem(where=str(folder / INDEX), what=what) for what in _disagreements(index, tensors)]
-    raise_first(problems)
-    return Folder(path=folder, tensors=tensors)
-
-
-def raise_first(problems: list[Problem]) -> None:
-    """A broken folder may be wrong in a million places; people read the first few."""
-    if problems:
-        left = len(problems) - MAX_PROBLEMS
-        more = [Problem(where="", what=f"And {left} more.")] if left > 0 else []
-        raise MeshwrightError([*problems[:MAX_PROBLEMS], *more])
+    raise_problems(problems)
+    if index is not None:
+        wrong = [
+            f"{name[:80]!r} is in {tensors[name].file}, not in {shard}."
+            if name in tensors
+            else f"{name[:80]!r} is not in {shard}."
+            for name, shard in index.items()
+            if name not in tensors or tensors[name].file != shard
+        ]
+        wrong += [f"{name[:80]!r} of {tensors[name].file} is not listed." for name in tensors.keys() - index.keys()]
+        raise_problems(Problem(where=str(folder / INDEX), what=what) for what in wrong)
+    return SafetensorsFolder(path=folder, tensors=tensors)
 
 
 def _too_many(path: Path, count: int) -> Problem:
@@ -120,20 +127,19 @@ def _read_index(folder: Path) -> dict[str, str] | None:
         what = f"has neither {WEIGHTS} nor {INDEX}."
         other = any(folder.glob("*.bin")) or any(folder.glob("*.pt*"))
         fix = "Its pickled weights are not read: save them as safetensors." if other else ""
-        raise MeshwrightError([Problem(where=str(folder), what=what, fix=fix)])
+        raise error_at(folder, what, fix)
     index = json_object(read_plain(folder, INDEX, MAX_HEADER_BYTES), str(path)).get("weight_map")
     if not isinstance(index, dict):
-        raise MeshwrightError([Problem(where=str(path), what="weight_map is not a table of names and files.")])
+        raise error_at(path, "weight_map is not a table of names and files.")
     if len(index) > MAX_TENSORS:
         raise MeshwrightError([_too_many(path, len(index))])
     wrong = {repr(shard)[:80] for shard in index.values() if not _is_plain_name(shard)}
-    raise_first(
+    raise_problems(
         [Problem(where=str(path), what=f"the shard {each} is not a plain file name.") for each in sorted(wrong)]
     )
     shards = len(set(index.values()))
     if not 1 <= shards <= MAX_SHARDS:
-        what = f"names {shards} shards; there may be 1 to {MAX_SHARDS}."
-        raise MeshwrightError([Problem(where=str(path), what=what)])
+        raise error_at(path, f"names {shards} shards; there may be 1 to {MAX_SHARDS}.")
     return index
 
 
@@ -147,17 +153,7 @@ def _is_plain_name(name: Any) -> bool:
     )
 
 
-def _disagreements(index: Mapping[str, str], tensors: Mapping[str, Stored]) -> Iterator[str]:
-    for name, shard in index.items():
-        if name not in tensors:
-            yield f"{name[:80]!r} is not in {shard}."
-        elif tensors[name].file != shard:
-            yield f"{name[:80]!r} is in {tensors[name].file}, not in {shard}."
-    for name in tensors.keys() - index.keys():
-        yield f"{name[:80]!r} of {tensors[name].file} is not listed."
-
-
-def read_shard(folder: Path, shard: str) -> dict[str, Stored]:
+def read_shard(folder: Path, shard: str) -> dict[str, TensorPlace]:
     """The tensors of one file, by its header alone."""
     path = folder / shard
     file, num_bytes = open_plain(folder, shard)
@@ -166,36 +162,33 @@ def read_shard(folder: Path, shard: str) -> dict[str, Stored]:
         length = int.from_bytes(first, "little")
         if len(first) < 8 or length > num_bytes - 8:
             what = f"is cut short: it has {num_bytes} bytes, its header alone {8 + length if len(first) == 8 else 8}."
-            raise MeshwrightError([Problem(where=str(path), what=what)])
+            raise error_at(path, what)
         if length > MAX_HEADER_BYTES:
-            what = f"has a header of {length} bytes; the limit is {MAX_HEADER_BYTES}."
-            raise MeshwrightError([Problem(where=str(path), what=what)])
+            raise error_at(path, f"has a header of {length} bytes; the limit is {MAX_HEADER_BYTES}.")
         text = stream.read(length)
     count = text.count(b'"data_offsets"')  # before an object is made for each
     if count > MAX_TENSORS:
         raise MeshwrightError([_too_many(path, count)])
     header = json_object(text, str(path))
     header.pop("__metadata__", None)
-    problems = [Problem(where=str(path), what=what) for what in header_problems(header, num_bytes - 8 - length)]
-    raise_first(problems)
+    raise_problems(Problem(where=str(path), what=what) for what in _header_problems(header, num_bytes - 8 - length))
     return {
-        name: Stored(_DTYPE_OF[each["dtype"]][0], tuple(each["shape"]), shard, 8 + length + each["data_offsets"][0])
+        name: TensorPlace(
+            _DTYPE_OF_CODE[each["dtype"]], tuple(each["shape"]), shard, 8 + length + each["data_offsets"][0]
+        )
         for name, each in header.items()
     }
 
 
-def header_problems(header: Mapping[str, Any], data_bytes: int) -> Iterator[str]:
-    """What each entry says of itself, and whether together they are the file's bytes exactly."""
+def _header_problems(header: Mapping[str, Any], data_bytes: int) -> Iterator[str]:
+    """What is wrong with each entry; if nothing is, whether together they are the file's bytes exactly."""
     spans: list[tuple[int, int, str]] = []
-    is_sound = True
-    for name, each in header.items():
-        what = _entry_problem(name, each)
-        if what:
-            is_sound = False
+    for name, entry in header.items():
+        if what := _entry_problem(name, entry):
             yield f"{name[:80]!r} {what}"
         else:
-            spans.append((*each["data_offsets"], name[:80]))
-    if not is_sound:
+            spans.append((*entry["data_offsets"], name[:80]))
+    if len(spans) < len(header):
         return
     end = 0
     for start, stop, name in sorted(spans):
@@ -208,22 +201,108 @@ def header_problems(header: Mapping[str, Any], data_bytes: int) -> Iterator[str]
 
 
 def _entry_problem(name: str, entry: Any) -> str:
-    if not name.isprintable() or len(name) > MAX_NAME_CHARS:
-        return f"is not a plain name of at most {MAX_NAME_CHARS} characters."
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         return "must have dtype, shape and data_offsets."
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in _DTYPE_OF:
-        return f"has the unknown dtype {str(dtype)[:40]!r}."
-    if not _are_counts(shape) or len(shape) > MAX_DIMS or any(length >= 1 << 48 for length in shape):
-        return f"has the impossible shape {str(shape)[:60]}."
-    if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+    code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    dtype = _DTYPE_OF_CODE.get(code) if isinstance(code, str) else None
+    if what := tensor_problem(name, dtype or code, shape if isinstance(shape, list) else [shape]):
+        return what
+    are_counts = isinstance(offsets, list) and all(type(offset) is int and offset >= 0 for offset in offsets)
+    if not are_counts or len(offsets) != 2 or offsets[0] > offsets[1]:
         return f"has the impossible data_offsets {str(offsets)[:60]}."
-    num_bytes = math.prod(shape) * _DTYPE_OF[dtype][1]
+    num_bytes = math.prod(shape) * DTYPES[dtype or ""][1]
     if offsets[1] - offsets[0] != num_bytes:
-        return f"of shape {shape} and {dtype} has {num_bytes} bytes, its data_offsets say {offsets[1] - offsets[0]}."
+        return f"of shape {shape} and {code} has {num_bytes} bytes, its data_offsets say {offsets[1] - offsets[0]}."
     return ""
 
 
-def _are_counts(values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+def safetensors_chunks(
+    entries: Mapping[str, tuple[str, tuple[int, ...]]], tensors: Iterable[Tensor], **metadata: str
+) -> Iterator[Any]:
+    """The bytes of a file: length of the header, header, then tensor after tensor, each asked for when it is its turn.
+
+    `entries`: key -> (dtype, shape), in the order of `tensors`.
+    """
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    end = 0
+    for key, (dtype, shape) in entries.items():
+        code, item = DTYPES[dtype]
+        start, end = end, end + math.prod(shape) * item
+        header[key] = {"dtype": code, "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for tensor in tensors:
+        yield flat_bytes(tensor).numpy()
+
+
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """The elements of a tensor of the host as one row of bytes; not a copy where they lie so."""
+    # One element of a strided tensor counts as contiguous, with a stride `view` refuses: say stride 1.
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def read_box(file: int, start: int, dtype: str, box: Box, out: Tensor, where: str) -> None:
+    """Fill `out`, of the size of the box and any strides and dtype, from the tensor at byte `start`."""
+    if box.is_empty:
+        return
+    stored, item = getattr(torch, dtype), DTYPES[dtype][1]
+    with torch.no_grad():
+        for offset, rows, target in _runs(box, out, item):
+            is_whole = rows.size == rows.shape
+            if is_whole and target.dtype == stored and target.is_contiguous():
+                _fill(file, start + offset * item, target, where)
+            else:
+                _fill_through_buffer(file, start + offset * item, stored, rows, target, where)
+
+
+def _runs(box: Box, out: Tensor, item: int) -> Iterator[tuple[int, Box, Tensor]]:
+    """(first element, box within the rows read, where it goes): as few as the layout allows."""
+    if not box.shape:
+        yield 0, box, out
+        return
+    width = math.prod(box.shape[1:])
+    is_run = tuple(box.size[1:]) == tuple(box.shape[1:])
+    is_short = math.prod(box.size[1:]) * item < SMALL_RUN_BYTES
+    inner = Box(tuple(box.shape[1:]), tuple(box.offset[1:]), tuple(box.size[1:]))
+    if is_run or len(box.shape) == 1 or (is_short and width * item <= BUFFER_BYTES):
+        rows = Box((box.size[0], *box.shape[1:]), (0, *inner.offset), tuple(box.size))
+        yield box.offset[0] * width, rows, out
+        return
+    for row in range(box.size[0]):
+        for offset, rows, target in _runs(inner, out[row], item):
+            yield (box.offset[0] + row) * width + offset, rows, target
+
+
+def _fill_through_buffer(file: int, start: int, stored: torch.dtype, rows: Box, out: Tensor, where: str) -> None:
+    """Whole rows into a buffer, their columns from there; a row longer than the buffer in parts."""
+    if not rows.shape:
+        held = torch.empty((), dtype=stored)
+        _fill(file, start, held, where)
+        out.copy_(held)
+        return
+    width, item = math.prod(rows.shape[1:]), stored.itemsize
+    if width * item > BUFFER_BYTES and len(rows.shape) > 1:  # only whole rows come here that long
+        inner = Box(tuple(rows.shape[1:]), (0,) * (len(rows.shape) - 1), tuple(rows.shape[1:]))
+        for row in range(rows.size[0]):
+            _fill_through_buffer(file, start + row * width * item, stored, inner, out[row], where)
+        return
+    count = max(1, BUFFER_BYTES // (width * item))
+    height = min(count, rows.size[0])
+    # Memory of its own goes back when it is dropped; from the heap it would leave holes between the slices.
+    held = torch.frombuffer(mmap(-1, height * width * item), dtype=stored).view(height, *rows.shape[1:])
+    for first in range(0, rows.size[0], count):
+        last = min(first + count, rows.size[0])
+        if last < rows.size[0] and hasattr(os, "posix_fadvise"):  # the disk reads on while these rows are converted
+            os.posix_fadvise(file, start + last * width * item, count * width * item, os.POSIX_FADV_WILLNEED)
+        _fill(file, start + first * width * item, held[: last - first], where)
+        out[first:last].copy_(held[(slice(0, last - first), *rows.slices[1:])])
+
+
+def _fill(file: int, start: int, out: Tensor, where: str) -> None:
+    view = memoryview(out.as_strided((out.numel(),), (1,)).view(torch.uint8).numpy())
+    while len(view):
+        count = os.preadv(file, [view[:_MOST_BYTES_OF_A_READ]], start)
+        if count == 0:
+            raise error_at(where, f"ends before byte {start + len(view)}.")
+        view, start = view[count:], start + count

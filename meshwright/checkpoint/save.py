@@ -4,37 +4,24 @@
     mkdir      write, hash, fsync                                   manifest last, fsync, rename, fsync root,
     .tmp-id                                                         read back, only then delete older ones
 
-A kill anywhere leaves the checkpoints that were there before; see tests/checkpoint/test_checkpoint_crash.py.
+A kill anywhere leaves the checkpoints that were there before. Everything goes through `os` calls in an order that
+tests can watch and interrupt one by one; see tests/checkpoint/test_save_crash.py.
 """
 
 from __future__ import annotations
 
-import json
-import math
+import errno
 import os
+import shutil
+import uuid
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from meshwright.checkpoint.durable import (
-    discard,
-    fresh_suffix,
-    fsync_folder,
-    make_folder,
-    refusals,
-    write_durably,
-)
-from meshwright.checkpoint.format import (
-    committed_folders,
-    leftover_folders,
-    rank_file,
-    read_manifest,
-    size_problems,
-    step_folder,
-)
 from meshwright.checkpoint.manifest import (
     DTYPES,
     MANIFEST,
@@ -43,32 +30,79 @@ from meshwright.checkpoint.manifest import (
     RankEntry,
     StoredPiece,
     TensorEntry,
+    manifest_bytes,
     manifest_problems,
-    seal,
+)
+from meshwright.checkpoint.safetensors_folder import safetensors_chunks
+from meshwright.checkpoint.step_folders import (
+    committed_folders,
+    leftover_folders,
+    rank_file,
+    read_manifest,
+    size_problems,
+    step_folder,
 )
 from meshwright.core.box import Box
 from meshwright.core.codec import decode, encode
-from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.errors import MeshwrightError, Problem, error_at, raise_problems
+from meshwright.core.files import fsync_folder, make_folder, write_new
+
+_FIXES = {
+    errno.ENOSPC: "Free space on that disk, or keep fewer checkpoints.",
+    errno.EDQUOT: "Free space within the quota, or keep fewer checkpoints.",
+    errno.EROFS: "Choose a run folder on a disk that can be written.",
+    errno.EACCES: "Choose a run folder that this user can write.",
+    errno.EPERM: "Choose a run folder that this user can write.",
+    errno.EIO: "The disk reports a fault; choose another.",
+    errno.ESTALE: "The network file system has lost that folder; mount it again.",
+    errno.EFBIG: "Raise the limit on the size of files (`ulimit -f`), or choose another disk.",
+    errno.ENOENT: "The run folder was moved or deleted while the run was under way.",
+}
+
+
+@contextmanager
+def disk_errors(doing: str, path: Path, tmp: Path | None = None) -> Iterator[None]:
+    """An error of the disk as one problem with its fix; the unfinished `tmp` folder goes, to give its space back."""
+    try:
+        yield
+    except (OSError, MeshwrightError) as error:
+        if tmp is not None:
+            shutil.rmtree(tmp, ignore_errors=True)
+        if isinstance(error, MeshwrightError):
+            raise
+        what = f"{doing} failed: {error.strerror or error}. Earlier checkpoints are untouched."
+        raise error_at(path, what, _FIXES.get(error.errno or 0, ""), exit_code=1) from error
+
+
+def temporary_name(path: Path, kind: str = "tmp") -> Path:
+    """`path` with a suffix of its own, for a folder that is being written ("tmp") or replaced ("old")."""
+    return path.with_name(f"{path.name}.{kind}-{uuid.uuid4().hex[:12]}")
+
+
+def discard(folder: Path) -> None:
+    """Delete a folder, best effort; renamed first, so a crash half-way leaves no half checkpoint behind."""
+    if ".tmp-" not in folder.name:
+        aside = temporary_name(folder.with_name(folder.name.partition(".")[0]))
+        try:
+            os.rename(folder, aside)
+        except OSError:
+            return
+        folder = aside
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def begin(root: Path, step: int) -> Path:
     """The folder this step is written into until it is committed. Rank 0 calls it and tells the others."""
     root = Path(root)
-    folder = step_folder(root, step)
-    tmp = folder.with_name(folder.name + fresh_suffix("tmp"))
-    with refusals(f"starting the checkpoint of step {step}", tmp):
+    tmp = temporary_name(step_folder(root, step))
+    with disk_errors(f"starting the checkpoint of step {step}", tmp):
         make_folder(root)
-        _put_back(root)
+        for other, folder in leftover_folders(root, "old"):
+            if not step_folder(root, other).exists():  # a crash cut its replacement short: it takes its name again
+                os.rename(folder, step_folder(root, other))
+                fsync_folder(root)
         os.mkdir(tmp)
     return tmp
-
-
-def _put_back(root: Path) -> None:
-    """Undo a replacement that a crash cut short: the old folder takes its name again."""
-    for step, folder in leftover_folders(root, "old"):
-        if not step_folder(root, step).exists():
-            os.rename(folder, step_folder(root, step))
-            fsync_folder(root)
 
 
 def write_rank_file(folder: Path, rank: int, pieces: Iterable[tuple[str, Box, torch.Tensor]]) -> dict[str, Any]:
@@ -77,56 +111,34 @@ def write_rank_file(folder: Path, rank: int, pieces: Iterable[tuple[str, Box, to
     Each piece of a tensor must be given by exactly one rank. Empty pieces are recorded by name only. After a failure
     the caller discards the folder, once no rank writes any more: it would report that the folder is missing.
     """
-    held = [(name, box, tensor.detach()) for name, box, tensor in pieces]
-    tensors = _tensor_entries(held)
-    # Widest elements first keeps every tensor aligned in the file, as safetensors' own writer does.
-    held = sorted((p for p in held if not p[1].is_empty), key=lambda p: -p[2].element_size())
-    path = Path(folder) / rank_file(rank)
-    with refusals(f"writing the checkpoint of rank {rank}", path):
-        num_bytes, xxh3 = write_durably(path, _file_chunks(held))
-    listed = tuple(
-        StoredPiece(tensor=name, offset=tuple(box.offset), size=tuple(box.size), file=path.name, key=f"k{index}")
-        for index, (name, box, _) in enumerate(held)
-    )
-    entry: dict[str, Any] = encode(
-        RankEntry(file=path.name, bytes=num_bytes, xxh3=xxh3, pieces=listed, tensors=tensors)
-    )
-    return entry
-
-
-def _tensor_entries(held: list[tuple[str, Box, torch.Tensor]]) -> dict[str, TensorEntry]:
+    owned = [(name, box, tensor.detach(), str(tensor.dtype).removeprefix("torch.")) for name, box, tensor in pieces]
     problems: list[Problem] = []
-    entries: dict[str, TensorEntry] = {}
-    for name, box, tensor in held:
-        dtype = str(tensor.dtype).removeprefix("torch.")
+    tensors: dict[str, TensorEntry] = {}
+    for name, box, tensor, dtype in owned:
         entry = TensorEntry(dtype=dtype, shape=tuple(box.shape))
         if dtype not in DTYPES:
             problems.append(Problem(where=name, what=f"a checkpoint cannot hold the dtype {dtype}."))
         if tuple(tensor.shape) != tuple(box.size):
             what = f"its piece has shape {tuple(tensor.shape)}, its box says {tuple(box.size)}."
             problems.append(Problem(where=name, what=what))
-        if entries.setdefault(name, entry) != entry:
-            problems.append(Problem(where=name, what=f"is given as {entries[name]} and as {entry}."))
+        if tensors.setdefault(name, entry) != entry:
+            problems.append(Problem(where=name, what=f"is given as {tensors[name]} and as {entry}."))
     if problems:
         raise MeshwrightError(problems)
-    return entries
-
-
-def _file_chunks(held: list[tuple[str, Box, torch.Tensor]]) -> Iterator[Any]:
-    """A safetensors file: length of the header, header, raw bytes. One piece at a time comes to the host."""
-    header: dict[str, Any] = {}
-    end = 0
-    for index, (_, box, tensor) in enumerate(held):
-        start, end = end, end + math.prod(box.size) * tensor.element_size()
-        code = DTYPES[str(tensor.dtype).removeprefix("torch.")][0]
-        header[f"k{index}"] = {"dtype": code, "shape": list(box.size), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
-    for _, _, tensor in held:
-        # One element of a strided tensor counts as contiguous, with a stride `view` refuses: say stride 1.
-        flat = tensor.cpu().contiguous().as_strided((tensor.numel(),), (1,))
-        yield flat.view(torch.uint8).numpy()
+    # Widest elements first keeps every tensor aligned in the file, as safetensors' own writer does.
+    owned = sorted((piece for piece in owned if not piece[1].is_empty), key=lambda piece: -piece[2].element_size())
+    path = Path(folder) / rank_file(rank)
+    entries = {f"k{index}": (dtype, tuple(box.size)) for index, (_, box, _, dtype) in enumerate(owned)}
+    with disk_errors(f"writing the checkpoint of rank {rank}", path):
+        num_bytes, xxh3 = write_new(path, safetensors_chunks(entries, (tensor.cpu() for _, _, tensor, _ in owned)))
+    listed = tuple(
+        StoredPiece(tensor=name, offset=tuple(box.offset), size=tuple(box.size), file=path.name, key=f"k{index}")
+        for index, (name, box, _, _) in enumerate(owned)
+    )
+    encoded: dict[str, Any] = encode(
+        RankEntry(file=path.name, bytes=num_bytes, xxh3=xxh3, pieces=listed, tensors=tensors)
+    )
+    return encoded
 
 
 def commit(
@@ -134,34 +146,40 @@ def commit(
 ) -> Path:
     """Make the step's checkpoint real, then keep it and the `keep - 1` before it.
 
-    Rank 0 calls it, once all ranks have written.
-    `state` is everything that is not a tensor (cursor, seed, plan, data fingerprint), as JSON.
+    Rank 0 calls it, once all ranks have written. `state` is everything that is not a tensor (cursor, seed, plan, data
+    fingerprint), as JSON. A folder that has the step's name already is set aside, not deleted: we may die between.
     """
-    root, tmp, final = Path(root), Path(tmp), step_folder(root, step)
-    with refusals(f"committing the checkpoint of step {step}", final, tmp=tmp):
+    root, tmp, final, aside = Path(root), Path(tmp), step_folder(root, step), None
+    with disk_errors(f"committing the checkpoint of step {step}", final, tmp=tmp):
         if keep < 1:
-            raise MeshwrightError([Problem(where="keep", what=f"is {keep}.", fix="Keep at least 1 checkpoint.")])
-        manifest = _gather(step, entries, state)
-        _refuse(size_problems(tmp, manifest))
-        write_durably(tmp / MANIFEST, [seal(manifest)])
+            raise error_at("keep", f"is {keep}.", "Keep at least 1 checkpoint.")
+        manifest = _manifest(step, entries, state)
+        raise_problems(size_problems(tmp, manifest), exit_code=1)
+        write_new(tmp / MANIFEST, [manifest_bytes(manifest)])
         fsync_folder(tmp)
-        replaced = _rename_in(tmp, final)
+        if final.exists():
+            aside = temporary_name(final, "old")
+            os.rename(final, aside)
+        try:
+            if aside is not None:
+                fsync_folder(root)
+            os.rename(tmp, final)
+        except OSError:
+            if aside is not None:
+                os.rename(aside, final)
+            raise
         fsync_folder(root)
         # Nothing older goes before the new one has been read back.
-        _refuse(size_problems(final, read_manifest(final)))
-    if replaced is not None:
-        discard(replaced)
-    _retire(root, step, keep)
+        raise_problems(size_problems(final, read_manifest(final)), exit_code=1)
+    older = [folder for other, folder in committed_folders(root).items() if other < step]  # newer ones are not touched
+    leftovers = [folder for kind in ("tmp", "old") for _, folder in leftover_folders(root, kind)]
+    for folder in [*older[: max(0, len(older) - (keep - 1))], *leftovers]:  # `aside` is one of the leftovers
+        discard(folder)
     return final
 
 
-def _refuse(problems: Iterable[Problem]) -> None:
-    problems = tuple(problems)
-    if problems:
-        raise MeshwrightError(problems, exit_code=1)
-
-
-def _gather(step: int, entries: list[dict[str, Any]], state: Mapping[str, Any]) -> Manifest:
+def _manifest(step: int, entries: list[dict[str, Any]], state: Mapping[str, Any]) -> Manifest:
+    """The entries of all ranks as one manifest, checked."""
     problems: list[Problem] = []
     tensors: dict[str, TensorEntry] = {}
     files: dict[str, FileEntry] = {}
@@ -177,29 +195,5 @@ def _gather(step: int, entries: list[dict[str, Any]], state: Mapping[str, Any]) 
                 problems.append(Problem(where=name, what=what))
     saved_utc = datetime.now(UTC).isoformat(timespec="seconds")
     manifest = Manifest(step=step, saved_utc=saved_utc, state=state, tensors=tensors, files=files, pieces=tuple(pieces))
-    _refuse([*problems, *(() if problems else manifest_problems(manifest, f"checkpoint of step {step}"))])
+    raise_problems(problems or manifest_problems(manifest, f"checkpoint of step {step}"), exit_code=1)
     return manifest
-
-
-def _rename_in(tmp: Path, final: Path) -> Path | None:
-    """Give the finished folder its name; one already there is set aside, not deleted: we may die between."""
-    if not final.exists():
-        os.rename(tmp, final)
-        return None
-    aside = final.with_name(final.name + fresh_suffix("old"))
-    os.rename(final, aside)
-    try:
-        fsync_folder(final.parent)
-        os.rename(tmp, final)
-    except OSError:
-        os.rename(aside, final)
-        raise
-    return aside
-
-
-def _retire(root: Path, step: int, keep: int) -> None:
-    """Delete what is beyond `keep`, and leftovers of crashes. Newer steps than this one are never touched."""
-    older = [folder for other, folder in committed_folders(root).items() if other < step]
-    leftovers = [folder for kind in ("tmp", "old") for _, folder in leftover_folders(root, kind)]
-    for folder in [*older[: max(0, len(older) - (keep - 1))], *leftovers]:
-        discard(folder)

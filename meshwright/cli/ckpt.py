@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from meshwright.checkpoint.listing import describe, verify_all
+from meshwright.checkpoint.step_folders import describe, verify_all
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.units import pretty_bytes
 from meshwright.report.terminal import stdout
@@ -58,7 +58,7 @@ def _say(line: str) -> None:
 
 
 def _export(root: Path, arguments: Namespace) -> int:
-    from meshwright.hf.weights_write import chosen_step, export
+    from meshwright.hf.weights_import_export import chosen_step, export
 
     config, original = _model(arguments.model)
     checkpoint = chosen_step(root, arguments.step, _say)
@@ -67,7 +67,7 @@ def _export(root: Path, arguments: Namespace) -> int:
 
 
 def _import(folder: Path, arguments: Namespace) -> int:
-    from meshwright.hf.weights_import import import_dcp, import_hf
+    from meshwright.hf.weights_import_export import import_dcp, import_hf
 
     root, dtype = Path(arguments.target) / "checkpoints", arguments.dtype or "float32"
     if (folder / ".metadata").exists():

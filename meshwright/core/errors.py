@@ -45,6 +45,27 @@ class MeshwrightError(Exception):
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
 
+def error_at(where: object, what: str, fix: str = "", exit_code: int = 2) -> MeshwrightError:
+    """An error of one problem, to be raised."""
+    return MeshwrightError([Problem(where=str(where), what=what, fix=fix)], exit_code)
+
+
+MOST_PROBLEMS = 20
+
+
+def raise_problems(problems: Iterable[Problem], exit_code: int = 2) -> None:
+    """Raise the first problems and the count of the others; nothing where there are none.
+
+    A broken file may be wrong in a million places; people read the first few.
+    """
+    problems = tuple(problems)
+    if left := len(problems[MOST_PROBLEMS:]):
+        more = Problem(where="", what=f"and {left} more problems like these.")
+        problems = (*problems[:MOST_PROBLEMS], more)
+    if problems:
+        raise MeshwrightError(problems, exit_code)
+
+
 def nearest(word: str, choices: Iterable[str]) -> str:
     """`Did you mean "batch"?`, or the list of choices when nothing is close."""
     names = sorted(choices)

@@ -1,29 +1,88 @@
-"""Files of a run folder: written whole or not at all, and never through a link; files in memory. No torch."""
+"""Writing files that are whole or absent, and reading files that a stranger gave. No torch.
+
+Writers never follow a link; readers follow neither links nor pipes, and bound every size before memory is taken.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import secrets
-from collections.abc import Iterator
+import stat
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any, BinaryIO
 
-from meshwright.core.errors import MeshwrightError, Problem, Problems
+import xxhash
 
+from meshwright.core.errors import MeshwrightError, Problem, Problems, error_at
+
+BLOCK_BYTES = 4 << 20
 _FOREIGN = "track"  # whose tools make links of their own
 
 
-def write_whole(path: Path, text: str) -> None:
-    """The whole text or nothing, for a reader that may look at any time. A link at `path` is replaced, not followed."""
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+def write_whole(path: Path, content: str | bytes | Callable[[BinaryIO], object], *, is_durable: bool = False) -> None:
+    """The whole content or nothing, for a reader at any time and (if durable) after a power cut.
+
+    `content` may be a function that writes into the file. A link at `path` is replaced, not followed.
+    """
+    draft = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
-        with open(draft, "x", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(text)
-        draft.replace(path)
+        with open(draft, "xb") as file:
+            if callable(content):
+                content(file)
+            else:
+                file.write(content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content)
+            if is_durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(draft, path)
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
+
+
+def write_new(path: Path, chunks: Iterable[Any]) -> tuple[int, str]:
+    """Write the chunks (flat bytes) to a new file and fsync it; how many bytes, and their XXH3-128 in hex."""
+    digest, num_bytes = xxhash.xxh3_128(), 0
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        for chunk in chunks:
+            view = memoryview(chunk)
+            for start in range(0, len(view), BLOCK_BYTES):
+                block = view[start : start + BLOCK_BYTES]
+                digest.update(block)  # while it is in the cache
+                while len(block):
+                    block = block[os.write(file, block) :]
+            num_bytes += len(view)
+        os.fsync(file)
+    finally:
+        os.close(file)
+    return num_bytes, digest.hexdigest()
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make the names in a folder durable: without this a rename may be forgotten."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot, and need not
+            raise
+    finally:
+        os.close(handle)
+
+
+def make_folder(folder: Path) -> None:
+    """`mkdir -p`, each new name made durable in its parent."""
+    if folder.is_dir():
+        return
+    make_folder(folder.parent)
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(folder)
+    fsync_folder(folder.parent)
 
 
 def open_to_append(path: Path, flags: int = os.O_WRONLY) -> int:
@@ -71,3 +130,63 @@ def memory_file(text: str = "") -> Iterator[str]:
         yield f"/proc/{os.getpid()}/fd/{file}"
     finally:
         os.close(file)
+
+
+def unreadable(path: Path, error: OSError) -> Problem:
+    """Why a file of a stranger's folder could not be opened."""
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
+        return Problem(where=str(path), what="is missing.")
+    return Problem(where=str(path), what=f"cannot be read: {error.strerror or error}.")
+
+
+def open_plain(folder: Path, name: str) -> tuple[int, int]:
+    """(descriptor, bytes) of a regular file that lies in the folder itself. The caller closes it."""
+    path = folder / name
+    try:
+        # Without O_NONBLOCK a pipe of that name would hang us.
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        problem = unreadable(path, error)
+        if path.is_symlink():
+            fix = "Copy the files themselves (`cp -rL OLD NEW`) and use that folder."
+            problem = Problem(where=str(path), what="is a symbolic link; it is not followed.", fix=fix)
+        raise MeshwrightError([problem]) from None
+    about = os.fstat(file)
+    if not stat.S_ISREG(about.st_mode):
+        os.close(file)
+        raise error_at(path, "is not a plain file.")
+    return file, about.st_size
+
+
+def read_plain(folder: Path, name: str, limit_bytes: int) -> bytes:
+    """The bytes of a regular file of the folder, which may have at most `limit_bytes`."""
+    file, num_bytes = open_plain(folder, name)
+    with os.fdopen(file, "rb") as stream:
+        if num_bytes > limit_bytes:
+            raise error_at(folder / name, f"has {num_bytes} bytes; the limit is {limit_bytes}.")
+        return stream.read(limit_bytes)
+
+
+def json_object(data: bytes, where: str) -> dict[str, Any]:
+    """The JSON object in these bytes; a name given twice is refused, because readers differ in which one counts."""
+    try:
+        value = json.loads(data, object_pairs_hook=_without_repeats, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise error_at(where, f"is not valid JSON: {reason}.") from None
+    if not isinstance(value, dict):
+        raise error_at(where, "is not a JSON object.")
+    return value
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for name, item in pairs:
+        if name in value:
+            raise ValueError(f"{name[:80]!r} is there twice")
+        value[name] = item
+    return value
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a number")

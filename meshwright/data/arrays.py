@@ -1,6 +1,7 @@
-"""Arrays that come from outside: .npy files, .npz members by name, and whether all numbers are numbers.
+"""Arrays and tables that come from outside: .npy files, .npz members by name, Parquet; whether all numbers are numbers.
 
-What a file claims is compared with its size before memory is taken for it.
+What a file claims is compared with its size before memory is taken for it. Packages that not everybody has are imported
+here, where they are needed.
 """
 
 from __future__ import annotations
@@ -10,18 +11,28 @@ import os
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.core.errors import MeshwrightError, Problem, nearest
+from meshwright.core.errors import MeshwrightError, Problem, error_at, nearest
 from meshwright.core.units import MIB, pretty_bytes
 
 _BLOCK_ROWS = 1 << 16
 _MAX_HEADER_BYTES = 10_000
 # A small file may claim to hold a lot: that much is unpacked whatever it claims, more only in proportion to its size.
 _FREE_BYTES, _MAX_RATIO = 256 * MIB, 32
+
+
+def optional_package(module: str, where: str, extra: str) -> Any:
+    """A module of a package that not everybody has; `extra` is how to install it."""
+    try:
+        return import_module(module)
+    except ImportError:
+        what = f"reading it needs the {module.partition('.')[0]} package."
+        raise error_at(where, what, f"Run: pip install meshwright[{extra}]") from None
 
 
 @contextmanager
@@ -32,18 +43,17 @@ def readable(where: str, kind: str, fix: str = "") -> Iterator[None]:
     except MeshwrightError:
         raise
     except PermissionError as error:
-        raise MeshwrightError([Problem(where=where, what=f"cannot be read: {str(error.strerror).lower()}.")]) from None
+        raise error_at(where, f"cannot be read: {str(error.strerror).lower()}.") from None
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")[:200]
-        raise MeshwrightError([Problem(where=where, what=f"is not {kind}: {reason}.", fix=fix)]) from None
+        raise error_at(where, f"is not {kind}: {reason}.", fix) from None
 
 
 def require_plausible(where: str, num_bytes: int, stored_bytes: int) -> None:
     """Refuse what would take far more memory than the file has bytes."""
     if num_bytes > max(_FREE_BYTES, _MAX_RATIO * stored_bytes):
-        what = f"unpacks to {pretty_bytes(num_bytes)} from {pretty_bytes(stored_bytes)}."
         fix = f"At most {_MAX_RATIO} times as much is unpacked: if it is right, store it uncompressed."
-        raise MeshwrightError([Problem(where=where, what=what, fix=fix)])
+        raise error_at(where, f"unpacks to {pretty_bytes(num_bytes)} from {pretty_bytes(stored_bytes)}.", fix)
 
 
 def npz_names(path: str) -> tuple[str, ...]:
@@ -103,3 +113,27 @@ def first_not_finite(values: npt.NDArray[Any]) -> tuple[int, ...] | None:
             place = np.unravel_index(int(np.argmax(wrong)), wrong.shape)
             return (start + int(place[0]), *map(int, place[1:]))
     return None
+
+
+def parquet_file(path: str) -> Any:
+    """An opened `pyarrow.parquet.ParquetFile`: its schema is read, its rows are not."""
+    parquet = optional_package("pyarrow.parquet", path, "data")
+    with readable_parquet(path):
+        opened = parquet.ParquetFile(path, memory_map=True)
+        assert all(isinstance(name, str) for name in opened.schema_arrow.names)  # Arrow decodes names only now
+        return opened
+
+
+def parquet_row_group(path: str, group: int) -> Any:
+    """One row group of numbers as an Arrow table."""
+    file, where = parquet_file(path), f"{path}: row group {group}"
+    with readable_parquet(where):
+        about = file.metadata.row_group(group)
+        require_plausible(where, 8 * about.num_rows * about.num_columns, os.path.getsize(path))
+        table = file.read_row_group(group)
+        table.validate(full=True)
+        return table
+
+
+def readable_parquet(where: str) -> Any:
+    return readable(where, "readable Parquet", "Write it again, or leave it out.")

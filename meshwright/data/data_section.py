@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.errors import MeshwrightError, Problem, error_at
 
 Kind = Literal["auto", "tokens", "images", "table"]
 TokenDtype = Literal["auto", "uint8", "uint16", "uint32", "int32", "int64"]
@@ -21,7 +21,7 @@ class MixturePart:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.weight) and self.weight > 0):
-            raise MeshwrightError([Problem(where="weight", what=f"is {self.weight}.", fix="Use more than 0.")])
+            raise error_at("weight", f"is {self.weight}.", "Use more than 0.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,8 @@
 
     cursor -> stream (which samples) -> source (their rows) -> Batch
 
-A source knows its samples by number and nothing of order; a stream knows order and nothing of content.
+A source knows its samples by number and nothing of order; a stream knows order and nothing of content. Several sources
+(files that stay where they are, the parts of a mixture) are numbered through as one.
 """
 
 from __future__ import annotations
@@ -12,17 +13,74 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
-from meshwright.core.errors import Problems
-from meshwright.data.batch import Batch, SampleRows, part_rows, require_place
+from meshwright.core.errors import MeshwrightError, Problem, Problems
 from meshwright.data.file_list import SourceFile
-from meshwright.data.sample_order import ORDER_VERSION, Index
-from meshwright.data.sample_stream import Stream
+from meshwright.data.sample_order import ORDER_VERSION, Index, Stream
 from meshwright.data.tokenizer import Tokenizer
+
+Inputs = npt.NDArray[Any] | tuple[npt.NDArray[Any], ...]
+
+
+class SampleRows(NamedTuple):
+    """Samples as a model takes them; what each array holds is told in `Batch`."""
+
+    inputs: Inputs
+    targets: npt.NDArray[Any]
+    weights: npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Batch:
+    """This rank's rows of one step's batch.
+
+                inputs                                              targets
+        tokens  int64 (rows, sequence)                              int64 (rows, sequence): one token later
+        packed  tokens and documents, int32 (rows, sequence)        the same
+        images  float32 (rows, channels, height, width)             int64 (rows,): the class
+        table   dense float32 (rows, D) and ids int64 (rows, T)     float32 (rows,): 0 or 1
+
+    `documents` numbers the document of each token inside its row, from 0: attention and positions stay inside one.
+    `num_tokens` is the sum of the weights over the WHOLE batch, all ranks together, so that the loss is
+    divided once and without communication. It is 0 when every row of the step lies inside prompts.
+    """
+
+    inputs: Inputs
+    targets: npt.NDArray[Any]
+    weights: npt.NDArray[np.float32]  # the shape of targets: 0 = this target does not count
+    num_tokens: float
+
+
+def part_rows(batch: int, part: int, num_parts: int, shares: Sequence[int] = ()) -> slice:
+    """The contiguous rows of part `part`: the parts in order are the batch, also when it does not divide.
+
+    `shares`: what each of as many equal runs of parts gets, in any unit; empty: all parts alike.
+    """
+    shares = shares or (1,)
+    each = num_parts // len(shares)
+    run, place = divmod(part, each)
+    before, whole = sum(shares[:run]) * each + place * shares[run], sum(shares) * each
+    return slice(before * batch // whole, (before + shares[run]) * batch // whole)
+
+
+def require_place(*, cursor: int, batch: int, part: int, num_parts: int) -> None:
+    """Refuse a place in the stream that does not exist."""
+    problems = []
+    if cursor < 0:
+        problems.append(Problem(where="data.cursor", what=f"{cursor} is negative.", fix="Start at 0."))
+    if batch < 1:
+        problems.append(Problem(where="data.batch", what=f"{batch} is not positive.", fix="Use 1 or more."))
+    if num_parts < 1 or not 0 <= part < num_parts:
+        what = f"part {part} of {num_parts} does not exist."
+        problems.append(Problem(where="data.part", what=what, fix="Parts count from 0 to num_parts - 1."))
+    if problems:
+        raise MeshwrightError(problems)
+
 
 _ORDER_BLOCK = 4096
 
@@ -79,22 +137,6 @@ class Source(Protocol):
         ...
 
     def check_vocabulary(self, vocab_size: int) -> Problems: ...
-
-
-class WithoutTokens:
-    """The part of a source that images and tables share: one target, of weight 1, for each sample."""
-
-    sequence: ClassVar[int] = 0
-    tokenizer: ClassVar[None] = None
-    vocab_size: ClassVar[int] = 0
-    num_bytes_per_token: ClassVar[float] = 0.0
-    max_chunk_samples: ClassVar[int] = 1
-
-    def count(self, samples: Index) -> float:
-        return float(len(samples))
-
-    def check_vocabulary(self, vocab_size: int) -> Problems:
-        return ()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -189,18 +231,15 @@ class Data:
     def order(self, cursor: int, num_samples: int) -> Index:
         """The samples that train at `cursor`, `cursor + 1`, ...; each epoch is a new order of all of them."""
         first, last = cursor // _ORDER_BLOCK, (cursor + max(num_samples, 1) - 1) // _ORDER_BLOCK
-        blocks = np.concatenate([self._order_block(number) for number in range(first, last + 1)])
-        return blocks[cursor - first * _ORDER_BLOCK :][:num_samples]
-
-    def _order_block(self, number: int) -> Index:
-        """A run of the order: working it out costs about as much for one batch as for a hundred."""
-        found = self._order_blocks.get(number)
-        if found is None:
-            found = self.stream.train(number * _ORDER_BLOCK, _ORDER_BLOCK)
-            if len(self._order_blocks) >= 4:
-                self._order_blocks.clear()
-            self._order_blocks[number] = found
-        return found
+        # Working out a block of the order costs about as much for one batch as for a hundred.
+        blocks = []
+        for number in range(first, last + 1):
+            if number not in self._order_blocks:
+                if len(self._order_blocks) >= 4:
+                    self._order_blocks.clear()
+                self._order_blocks[number] = self.stream.train(number * _ORDER_BLOCK, _ORDER_BLOCK)
+            blocks.append(self._order_blocks[number])
+        return np.concatenate(blocks)[cursor - first * _ORDER_BLOCK :][:num_samples]
 
     @cached_property
     def _order_blocks(self) -> dict[int, Index]:
@@ -237,3 +276,116 @@ class Data:
         else:
             num_tokens = self.source.count(samples[:num_real])
         return Batch(inputs=picked.inputs, targets=picked.targets, weights=picked.weights, num_tokens=num_tokens)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class JoinedSource:
+    parts: tuple[Source, ...]
+
+    @property
+    def kind(self) -> str:
+        return self.parts[0].kind
+
+    @property
+    def files(self) -> tuple[SourceFile, ...]:
+        return tuple(file for part in self.parts for file in part.files)
+
+    @property
+    def facts(self) -> list[Any]:
+        return [part.facts for part in self.parts]
+
+    @property
+    def num_samples(self) -> int:
+        return int(self._firsts[-1])
+
+    @property
+    def sequence(self) -> int:
+        return self.parts[0].sequence
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return next((part.tokenizer for part in self.parts if part.tokenizer), None)
+
+    @property
+    def num_bytes_per_token(self) -> float:
+        """Unknown where one part does not know it; else by samples, as a run sees them about so often."""
+        known = [part.num_bytes_per_token for part in self.parts]
+        counts = [part.num_samples for part in self.parts]
+        return float(np.average(known, weights=counts)) if all(known) else 0.0
+
+    @property
+    def sample_shape(self) -> tuple[int, ...]:
+        """Table columns are as large as their largest."""
+        return tuple(max(sizes) for sizes in zip(*(part.sample_shape for part in self.parts), strict=True))
+
+    @property
+    def num_classes(self) -> int:
+        return max(part.num_classes for part in self.parts)
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        return self.parts[0].classes
+
+    @property
+    def max_chunk_samples(self) -> int:
+        return self.parts[0].max_chunk_samples
+
+    @property
+    def vocab_size(self) -> int:
+        return max(part.vocab_size for part in self.parts)
+
+    def check_vocabulary(self, vocab_size: int) -> Problems:
+        return tuple(dict.fromkeys(problem for part in self.parts for problem in part.check_vocabulary(vocab_size)))
+
+    @cached_property
+    def _firsts(self) -> Index:
+        return np.cumsum([0, *(part.num_samples for part in self.parts)], dtype=np.int64)
+
+    def pick(self, samples: Index) -> SampleRows:
+        part_of = np.searchsorted(self._firsts, samples, side="right") - 1
+        chosen = np.unique(part_of) if len(samples) else np.zeros(1, dtype=np.int64)
+        where = [np.flatnonzero(part_of == part) for part in chosen]
+        picked = [
+            self.parts[part].pick(samples[rows] - self._firsts[part]) for part, rows in zip(chosen, where, strict=True)
+        ]
+        if len(picked) == 1:
+            return picked[0]
+        back = np.argsort(np.concatenate(where))
+        columns = [rows.inputs if isinstance(rows.inputs, tuple) else (rows.inputs,) for rows in picked]
+        inputs = tuple(np.concatenate(arrays)[back] for arrays in zip(*columns, strict=True))
+        return SampleRows(
+            inputs if isinstance(picked[0].inputs, tuple) else inputs[0],
+            np.concatenate([rows.targets for rows in picked])[back],
+            np.concatenate([rows.weights for rows in picked])[back],
+        )
+
+    def count(self, samples: Index) -> float:
+        part_of = np.searchsorted(self._firsts, samples, side="right") - 1
+        return sum(
+            (self.parts[part].count(samples[part_of == part] - self._firsts[part]) for part in np.unique(part_of)), 0.0
+        )
+
+
+def join_sources(sources: Sequence[Source], problems: list[Problem]) -> Source:
+    """One source of several; those of another kind or shape are told."""
+    if len(sources) == 1:
+        return sources[0]
+    first = sources[0]
+    for other in sources[1:]:
+        where = other.files[0].path if other.files else "data"
+        if other.kind != first.kind:
+            what = f"holds {other.kind}, {first.files[0].path} holds {first.kind}."
+            problems.append(Problem(where=where, what=what, fix="Use one kind of data in a run."))
+        elif _shape(other) != _shape(first):
+            what = f"its samples have the shape {_shape(other)}, those of {first.files[0].path} {_shape(first)}."
+            problems.append(Problem(where=where, what=what, fix="Bring all to one shape."))
+        elif other.classes != first.classes:
+            names, others = ", ".join(first.classes), ", ".join(other.classes)
+            what = f"its classes are {others}; those of {first.files[0].path} are {names}."
+            problems.append(Problem(where=where, what=what, fix="A class must have one number everywhere."))
+    return JoinedSource(parts=tuple(sources))
+
+
+def _shape(source: Source) -> tuple[int, ...]:
+    """Of a table only how many columns there are: their sizes may differ."""
+    return source.sample_shape[:2] if source.kind == "table" else source.sample_shape

@@ -6,6 +6,7 @@ machine. A file reached twice (two patterns, a symbolic link) is read once.
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 import stat
@@ -14,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.core.errors import Problem, nearest
+from meshwright.core.errors import MeshwrightError, Problem, nearest
 
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
 # What a folder may hold instead, looked for in this order.
@@ -51,6 +52,23 @@ class SourceFile:
     mtime_ns: int
 
 
+def unreadable(path: str, error: OSError) -> Problem:
+    return Problem(where=path, what=f"cannot be read: {(error.strerror or 'unknown error').lower()}.")
+
+
+@contextlib.contextmanager
+def collect_problems(problems: list[Problem], path: str = "") -> Iterator[None]:
+    """Append what a MeshwrightError says, or that the file at `path` cannot be read, and go on after the block."""
+    try:
+        yield
+    except MeshwrightError as error:
+        problems.extend(error.problems)
+    except OSError as error:
+        if not path:
+            raise
+        problems.append(unreadable(str(error.filename or path), error))
+
+
 def find_files(patterns: tuple[str, ...], problems: list[Problem]) -> tuple[SourceFile, ...]:
     """The regular files behind the patterns; what is wrong is appended to `problems`."""
     if not patterns or not all(pattern.strip() for pattern in patterns):
@@ -74,27 +92,24 @@ def _expand(pattern: str, problems: list[Problem]) -> Iterable[str]:
         return _files_below(path, problems)
     if os.path.lexists(path):  # a name that happens to hold a [ or a * is still a name
         return (path,)
-    if glob.has_magic(path):
-        return _files_like(path, problems)
     folder, name = os.path.split(path)
-    if not os.path.isdir(folder or "."):
-        fix = f"There is no folder {folder} either; the current folder is {os.getcwd()}."
-    else:
-        fix = nearest(name, sorted(entry for entry in _names_in(folder) if not entry.startswith("."))[:50])
-    problems.append(Problem(where=pattern, what="no such file.", fix=fix))
-    return ()
-
-
-def _files_like(pattern: str, problems: list[Problem]) -> list[str]:
-    matches = sorted(glob.glob(pattern, recursive=True))
-    files = [path for path in matches if not os.path.isdir(path)]
-    if not files:
+    what, fix = "no such file.", f"There is no folder {folder} either; the current folder is {os.getcwd()}."
+    if glob.has_magic(path):
+        matches = sorted(glob.glob(path, recursive=True))
+        files = [match for match in matches if not os.path.isdir(match)]
+        if files:
+            return files
         what, fix = "no file matches.", f"The current folder is {os.getcwd()}."
         if matches:
             what = f"matches folders ({len(matches)}) and no file."
-            fix = f'Name a folder, or use "{os.path.join(pattern, "*")}".'
-        problems.append(Problem(where=pattern, what=what, fix=fix))
-    return files
+            fix = f'Name a folder, or use "{os.path.join(path, "*")}".'
+    elif os.path.isdir(folder or "."):
+        names: list[str] = []
+        with contextlib.suppress(OSError):
+            names = os.listdir(folder or ".")
+        fix = nearest(name, sorted(entry for entry in names if not entry.startswith("."))[:50])
+    problems.append(Problem(where=pattern, what=what, fix=fix))
+    return ()
 
 
 def _files_below(folder: str, problems: list[Problem]) -> list[str]:
@@ -111,13 +126,6 @@ def _files_below(folder: str, problems: list[Problem]) -> list[str]:
             what, fix = "the folder cannot be read: permission denied.", ""
         problems.append(Problem(where=folder, what=what, fix=fix))
     return sorted(files)
-
-
-def _names_in(folder: str) -> list[str]:
-    try:
-        return os.listdir(folder or ".")
-    except OSError:
-        return []
 
 
 def _stdlib_files(problems: list[Problem]) -> Iterator[str]:
@@ -139,31 +147,6 @@ def _stdlib_files(problems: list[Problem]) -> Iterator[str]:
         problems.append(Problem(where=STDLIB, what=what, fix="Name your own text files."))
 
 
-def describe_folder(path: str, below: str, problems: list[Problem]) -> SourceFile | None:
-    """Everything below a folder as if it were one file: a change anywhere shows."""
-    try:
-        states = [
-            (entry.name, status.st_size, status.st_mtime_ns)
-            for folder, _, names in os.walk(below)
-            for entry in map(Path(folder).joinpath, sorted(names))
-            for status in (entry.stat(),)
-        ]
-    except OSError as error:
-        problems.append(Problem(where=path, what=f"cannot be read: {(error.strerror or 'unknown error').lower()}."))
-        return None
-    if not states:
-        problems.append(Problem(where=path, what="there is no such folder, or it is empty."))
-        return None
-    total_bytes, latest_ns = sum(state[1] for state in states), max(state[2] for state in states)
-    return SourceFile(path=path, size_bytes=total_bytes, mtime_ns=latest_ns)
-
-
-def _describe_dataset(path: str, problems: list[Problem]) -> SourceFile | None:
-    folder, split = dataset_place(path)
-    named = f"{DATASETS}{os.path.abspath(folder)}{':' if split else ''}{split}"
-    return describe_folder(named, folder, problems)
-
-
 def dataset_place(path: str) -> tuple[str, str]:
     """(folder, split or nothing) of "datasets:FOLDER" or "datasets:FOLDER:SPLIT"."""
     name = os.path.expanduser(path.removeprefix(DATASETS))
@@ -173,7 +156,18 @@ def dataset_place(path: str) -> tuple[str, str]:
 
 def _describe(path: str, problems: list[Problem]) -> SourceFile | None:
     if path.startswith(DATASETS):
-        return _describe_dataset(path, problems)
+        folder, split = dataset_place(path)
+        named = f"{DATASETS}{os.path.abspath(folder)}{':' if split else ''}{split}"
+        try:  # everything below the folder as if it were one file: a change anywhere shows
+            states = [os.stat(os.path.join(place, file)) for place, _, files in os.walk(folder) for file in files]
+        except OSError as error:
+            problems.append(unreadable(named, error))
+            return None
+        if not states:
+            problems.append(Problem(where=named, what="there is no such folder, or it is empty."))
+            return None
+        total_bytes, latest_ns = sum(state.st_size for state in states), max(state.st_mtime_ns for state in states)
+        return SourceFile(path=named, size_bytes=total_bytes, mtime_ns=latest_ns)
     try:
         status = os.stat(path)
     except OSError as error:

@@ -1,4 +1,7 @@
-"""Opening data: what the files are decides who reads them; everything wrong is raised at once."""
+"""Opening data: what the files are decides who reads them; everything wrong is raised at once.
+
+What a file is, is told from its name, and where that is not enough from its first bytes.
+"""
 
 from __future__ import annotations
 
@@ -10,28 +13,24 @@ from typing import Any
 
 import xxhash
 
-from meshwright.core.errors import MeshwrightError, Problem
-from meshwright.data.batch import Batch
-from meshwright.data.cache import CacheKey, Draft, Facts, keep
-from meshwright.data.chat import open_template
+from meshwright.core.errors import MeshwrightError, Problem, error_at, raise_problems
+from meshwright.data.arrays import npz_names, parquet_file
+from meshwright.data.cache import ArrayWriter, CacheKey, Facts, cached
 from meshwright.data.data_section import DataSection, MixturePart, patterns_of
-from meshwright.data.dataset import Data, Source
-from meshwright.data.file_kind import Form, form_of, kind_of
-from meshwright.data.file_list import SourceFile, find_files
-from meshwright.data.flat_tokens import open_flat
-from meshwright.data.held_out import split_samples
-from meshwright.data.image_folder import is_image_folder, open_image_folder, open_npz_images
-from meshwright.data.joined_sources import join_sources
-from meshwright.data.json_records import TextKeys
-from meshwright.data.label_tables import open_table
-from meshwright.data.megatron import open_megatron
-from meshwright.data.sample_stream import MixedStream, SplitStream, Stream, part_seed
-from meshwright.data.token_reader import FlatTokens, raise_all, read_files, unreadable
+from meshwright.data.dataset import Data, Source, join_sources
+from meshwright.data.file_list import DATASETS, SourceFile, collect_problems, find_files
+from meshwright.data.labelled_samples import is_image_folder, open_image_folder, open_npz_images, open_table
+from meshwright.data.records import TextKeys, has_messages, nearest_format, open_template
+from meshwright.data.sample_order import MixedStream, SplitStream, Stream, part_seed, split_samples
+from meshwright.data.token_files import open_flat, open_megatron
+from meshwright.data.token_reader import FlatTokens, read_files
 from meshwright.data.token_samples import TokenSource, length_problems
 from meshwright.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 
-__all__ = ["Batch", "Data", "open_data", "open_text"]
+__all__ = ["Data", "open_data", "open_text"]
 
+Form = str
+"""text, flat, megatron, npz images, npz table, csv or parquet table."""
 _Open = Callable[[Any, Path | None, DataSection], Source]
 
 
@@ -80,31 +79,27 @@ def _open(section: DataSection, cache: Path | None, problems: list[Problem]) -> 
     """`problems` are those known so far: the files are still read, to report theirs too."""
     parts = section.mixture or (MixturePart(train=section.train, weight=1.0),)
     opener = _Opener(section=section, cache=cache, problems=problems)
-    sources = [opener.open(patterns_of(part.train)) for part in parts]
-    raise_all(problems)
-    whole = [source for source in sources if source is not None]
-    joined = join_sources(whole, problems)
-    for source in whole:
+    opened = [opener.open(patterns_of(part.train)) for part in parts]
+    raise_problems(problems)
+    sources = [source for source in opened if source is not None]
+    joined = join_sources(sources, problems)
+    streams = []
+    for number, source in enumerate(sources):
         problems.extend(_size_problems(source, section))
-    raise_all(problems)
-    stream = _stream(whole, section)
-    return Data(source=joined, stream=stream, held_out_fraction=section.held_out_fraction, seed=section.seed)
-
-
-def _stream(sources: list[Source], section: DataSection) -> Stream:
-    def alone(source: Source, seed: int) -> SplitStream:
+        seed = part_seed(section.seed, number) if section.mixture else section.seed
         split = split_samples(
             source.num_samples,
             held_out_fraction=section.held_out_fraction,
             seed=seed,
             max_chunk_samples=source.max_chunk_samples,
         )
-        return SplitStream(split=split, seed=seed)
-
-    if not section.mixture:
-        return alone(sources[0], section.seed)
-    parts = tuple(alone(source, part_seed(section.seed, number)) for number, source in enumerate(sources))
-    return MixedStream(parts=parts, weights=tuple(part.weight for part in section.mixture), seed=section.seed)
+        streams.append(SplitStream(split=split, seed=seed))
+    raise_problems(problems)
+    stream: Stream = streams[0]
+    if section.mixture:
+        weights = tuple(part.weight for part in section.mixture)
+        stream = MixedStream(parts=tuple(streams), weights=weights, seed=section.seed)
+    return Data(source=joined, stream=stream, held_out_fraction=section.held_out_fraction, seed=section.seed)
 
 
 def _size_problems(source: Source, section: DataSection) -> list[Problem]:
@@ -133,19 +128,17 @@ class _Opener:
             return self._each(open_image_folder, patterns)
         forms: dict[Form, list[SourceFile]] = {}
         for file in find_files(patterns, self.problems):
-            try:
-                forms.setdefault(form_of(file, self.section), []).append(file)
-            except MeshwrightError as error:
-                self.problems.extend(error.problems)
+            with collect_problems(self.problems):
+                forms.setdefault(_form_of(file, self.section), []).append(file)
         if len(forms) > 1:
-            found = ", ".join(f"{form} ({members[0].path})" for form, members in forms.items())
+            kinds = ", ".join(f"{form} ({members[0].path})" for form, members in forms.items())
             fix = "Name files of one kind, or make each kind a part of data.mixture."
-            self.problems.append(Problem(where="data.train", what=f"the files are of several kinds: {found}.", fix=fix))
+            self.problems.append(Problem(where="data.train", what=f"the files are of several kinds: {kinds}.", fix=fix))
         opened = [self._open_form(form, tuple(members)) for form, members in forms.items()]
         return opened[0] if opened else None
 
     def _open_form(self, form: Form, files: tuple[SourceFile, ...]) -> Source | None:
-        if kind_of(form) == "tokens" and self.section.sequence < 1:
+        if _kind_of(form) == "tokens" and self.section.sequence < 1:
             what, fix = f"{self.section.sequence} is not positive.", "Say how many tokens a sample has."
             self.problems.append(Problem(where="data.sequence", what=what, fix=fix))
             return None
@@ -160,34 +153,40 @@ class _Opener:
         """One source of all files, each opened by itself."""
         sources = []
         for file in files:
-            try:
+            with collect_problems(self.problems, getattr(file, "path", file)):
                 sources.append(opener(file, self.cache, self.section))
-            except MeshwrightError as error:
-                self.problems.extend(error.problems)
-            except OSError as error:
-                self.problems.append(unreadable(str(error.filename or getattr(file, "path", file)), error))
         return join_sources(sources, self.problems) if sources else None
 
     def _text(self, files: tuple[SourceFile, ...]) -> Source | None:
-        try:
+        tokenizer: Tokenizer = ByteTokenizer()
+        template = kept = None
+        with collect_problems(self.problems):
             tokenizer = open_tokenizer(self.section.tokenizer)
-        except MeshwrightError as error:
-            self.problems.extend(error.problems)
-            tokenizer = ByteTokenizer()  # what is wrong with the files is told too
-        template = None
-        try:
+        with collect_problems(self.problems):
             template = open_template(self.section.chat_template, self.section.tokenizer)
-        except MeshwrightError as error:
-            self.problems.extend(error.problems)
         keys = TextKeys(text=self.section.text_key, prompt=self.section.prompt_key, template=template)
         if self.problems:
-            read_files(files, keys, tokenizer, self.problems)
+            read_files(files, keys, tokenizer, self.problems)  # what is wrong with the files is told too
             return None
-        slot = CacheKey(question=("text", tokenizer.name, *keys.facts), files=files)
-        try:
-            kept = keep(self.cache, slot, lambda draft: _tokenize(files, keys, tokenizer, draft), ("tokens", "weights"))
-        except MeshwrightError as error:
-            self.problems.extend(error.problems)
+
+        def tokenize(writer: ArrayWriter) -> Facts:
+            problems: list[Problem] = []
+            corpus = read_files(files, keys, tokenizer, problems)
+            if problems:
+                raise MeshwrightError(problems)
+            digest = xxhash.xxh3_64(corpus.tokens.data)
+            if corpus.weights is not None:
+                digest.update(b"weights")
+                digest.update(corpus.weights.data)
+            for name in ("tokens", "starts", "weights"):
+                if (array := getattr(corpus, name)) is not None:
+                    writer.save(name, array)
+            return {"digest": digest.hexdigest(), "num_text_bytes": corpus.num_text_bytes}
+
+        key = CacheKey(question=("text", tokenizer.name, *keys.facts), files=files)
+        with collect_problems(self.problems):
+            kept = cached(self.cache, key, tokenize, by_rows=("tokens", "weights"))
+        if kept is None:
             return None
         tokens, num_text_bytes = kept.arrays["tokens"], kept.facts["num_text_bytes"]
         return TokenSource(
@@ -202,23 +201,37 @@ class _Opener:
         )
 
 
-def _tokenize(files: tuple[SourceFile, ...], keys: TextKeys, tokenizer: Tokenizer, draft: Draft) -> Facts:
-    problems: list[Problem] = []
-    corpus = read_files(files, keys, tokenizer, problems)
-    if problems:
-        raise MeshwrightError(problems)
-    assert corpus.starts is not None
-    draft.put("tokens", corpus.tokens)
-    draft.put("starts", corpus.starts)
-    if corpus.weights is not None:
-        draft.put("weights", corpus.weights)
-    return {"digest": _digest(corpus), "num_text_bytes": corpus.num_text_bytes}
+def _form_of(file: SourceFile, section: DataSection) -> Form:
+    """What a file is, by its name or its first bytes. Raises where it cannot be what the section says, or anything."""
+    path, suffix, form = file.path, os.path.splitext(file.path)[1].lower(), "text"
+    if suffix == ".npz":
+        names = npz_names(path)
+        if "images" not in names and "ids" not in names and "dense" not in names:
+            what = f"holds the arrays {', '.join(names[:8]) or 'of nothing'}."
+            raise error_at(path, what, "Images are arrays images and labels; a table is dense, ids and labels.")
+        form = "npz images" if "images" in names else "npz table"
+    elif suffix == ".csv" and section.kind != "tokens":  # a CSV can also be read as the text it is
+        form = "csv"
+    elif suffix == ".parquet" and not path.startswith(DATASETS):
+        columns = parquet_file(path).schema_arrow.names
+        is_text = section.kind == "auto" and (section.text_key in columns or has_messages(columns))
+        if section.kind != "tokens" and not is_text:
+            form = "parquet table"
+            if section.kind != "table" and section.label not in columns:
+                what = f'has neither a column "{section.text_key}" (text) nor "{section.label}" (a table).'
+                fix = nearest_format(columns) or "Set data.text_key or data.label."
+                raise error_at(path, what, f"Its columns: {', '.join(columns[:8])}. {fix}")
+    elif suffix == ".idx" or (suffix == ".bin" and os.path.exists(f"{os.path.splitext(path)[0]}.idx")):
+        form = "megatron"
+    elif suffix in (".bin", ".npy"):
+        form = "flat"
+    if section.kind not in ("auto", _kind_of(form)):
+        what = f"holds {_kind_of(form)}, data.kind is {section.kind}."
+        raise error_at(path, what, 'Change one of them, or use kind = "auto".')
+    return form
 
 
-def _digest(corpus: FlatTokens) -> str:
-    """A hash of the content: tokens and weights."""
-    state = xxhash.xxh3_64(corpus.tokens.data)
-    if corpus.weights is not None:
-        state.update(b"weights")
-        state.update(corpus.weights.data)
-    return str(state.hexdigest())
+def _kind_of(form: Form) -> str:
+    if form in ("text", "flat", "megatron"):
+        return "tokens"
+    return "images" if form == "npz images" else "table"

@@ -7,6 +7,9 @@
 
 A chunk's name is made of everything that decides its tokens, so what was done is found again, also after some of the
 files changed. Chunks depend on the files alone: whoever makes which, the result is the same to the byte.
+
+This file is also the worker process that makes parts: it reads jobs from its input, a line of JSON each, and answers
+with a line each; it ends with its input.
 """
 
 from __future__ import annotations
@@ -17,29 +20,28 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xxhash
 
-from meshwright.core.codec import decode, encode, seal, to_json
-from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.codec import decode, encode, seal, to_json, unseal
+from meshwright.core.errors import MeshwrightError, Problem, error_at, raise_problems
+from meshwright.core.files import write_whole
 from meshwright.core.process import child_command, child_environment
-from meshwright.data.cache import write_whole
-from meshwright.data.chat import open_template
-from meshwright.data.file_list import SourceFile, find_files
-from meshwright.data.hashed_files import DamagedFile, hash_files
-from meshwright.data.json_records import TextKeys
-from meshwright.data.megatron import PreparedFacts, beside, megatron_dtype, write_index
-from meshwright.data.prepare_worker import PartJob, PartResult, finished_part
-from meshwright.data.token_reader import FileRange, chunks_of, emptiness, raise_all, unreadable
+from meshwright.data.cache import DamagedFile, hash_files
+from meshwright.data.file_list import collect_problems, find_files
+from meshwright.data.records import TextKeys, open_template
+from meshwright.data.token_files import PreparedFacts, beside, megatron_dtype, write_index
+from meshwright.data.token_reader import FileRange, chunks_of, emptiness, read_chunk
 from meshwright.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 
 # Raise it when the same input gives other files than before.
@@ -59,11 +61,36 @@ class PreparedTokens:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Part:
+class PartJob:
+    """One chunk of the input, to be made a part of the output."""
+
+    folder: str
+    name: str
     chunk: FileRange
-    num_bytes: int
+    tokenizer: str
+    text_key: str
+    prompt_key: str
+    chat_template: str
+    num_bytes: int = 0
     """Of the input; a guess where rows are not laid out in bytes."""
-    job: PartJob
+
+    @property
+    def path(self) -> Path:
+        return Path(self.folder) / self.name
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartResult:
+    num_tokens: int = 0
+    num_documents: int = 0
+    """Those that begin here."""
+    num_records: int = 0
+    num_text_bytes: int = 0
+    has_weights: bool = False
+    begins: bool = True
+    """Whether the first sequence begins a document, rather than going on with the last chunk's."""
+    digest: str = ""
+    problems: tuple[Problem, ...] = ()
 
 
 def prepare(
@@ -80,69 +107,52 @@ def prepare(
     """Tokenize `inputs` into OUTPUT.bin and .idx (or OUTPUT/tokens.bin and .idx of a folder)."""
     problems: list[Problem] = []
     files = find_files(tuple(inputs), problems)
-    try:
-        words = open_tokenizer(tokenizer)
-    except MeshwrightError as error:
-        problems.extend(error.problems)
-        words = ByteTokenizer()
+    words: Tokenizer = ByteTokenizer()
     keys = TextKeys(text=text_key, prompt=prompt_key)
-    try:
+    with collect_problems(problems):
+        words = open_tokenizer(tokenizer)
+    with collect_problems(problems):
         keys = replace(keys, template=open_template(chat_template, tokenizer))
-    except MeshwrightError as error:
-        problems.extend(error.problems)
-    chunks = {file: _chunks(file, problems) for file in files}
-    raise_all(problems)
-    stem = _stem(output)
+    stem = Path(output).expanduser()
+    if stem.is_dir() or output.endswith("/"):
+        stem = stem / "tokens"
+    stem = stem.with_suffix("") if stem.suffix in (".bin", ".idx") else stem
     folder = beside(stem, ".parts")
-    make = partial(
-        PartJob,
-        folder=str(folder),
-        tokenizer=tokenizer,
-        text_key=text_key,
-        prompt_key=prompt_key,
-        chat_template=chat_template,
-    )
-    parts = [part for file in files for part in _parts(file, chunks[file], make, [words.name, *keys.facts])]
-    identity = xxhash.xxh3_64_hexdigest(json.dumps([part.job.name for part in parts]).encode())
-    total = sum(part.num_bytes for part in parts)
-    finished = _finished(stem, identity)
+    jobs: list[PartJob] = []
+    for file in files:
+        chunks: list[FileRange] = []
+        with collect_problems(problems, file.path):
+            chunks = chunks_of(file)
+        for number, chunk in enumerate(chunks):
+            identity = [_PREPARE_VERSION, encode(file), encode(chunk), words.name, *keys.facts]
+            is_bytes = chunk.kind in ("text", "jsonl")
+            job = PartJob(
+                folder=str(folder),
+                name=f"{number:06}-{xxhash.xxh3_64_hexdigest(json.dumps(identity).encode())}",
+                chunk=chunk,
+                tokenizer=tokenizer,
+                text_key=text_key,
+                prompt_key=prompt_key,
+                chat_template=chat_template,
+                num_bytes=chunk.stop - chunk.start if is_bytes else file.size_bytes // len(chunks),
+            )
+            jobs.append(job)
+    raise_problems(problems)
+    name = xxhash.xxh3_64_hexdigest(json.dumps([job.name for job in jobs]).encode())
+    total = sum(job.num_bytes for job in jobs)
+    finished = _finished(stem, name)
     if finished:
         report(total, total, total)
         return PreparedTokens(stem=stem, facts=finished, num_bytes=total, num_bytes_reused=total)
-    raise_all(_others_files(stem, folder))
-    with _refusals(stem), _locked(folder):
-        results, num_reused = _make(parts, num_workers or len(os.sched_getaffinity(0)), report)
-        facts = _merge(stem, parts, results, words, tokenizer, identity)
+    if not beside(stem, ".facts.json").exists() and not folder.exists():
+        what = "is there already, and was not written by `mw data prepare`."
+        there = [path for path in (beside(stem, ".bin"), beside(stem, ".idx")) if path.exists()]
+        raise_problems(Problem(where=str(path), what=what, fix="Name another output.") for path in there)
+    with _write_errors(stem), _locked(folder):
+        results, num_reused = _make_parts(jobs, num_workers or len(os.sched_getaffinity(0)), report)
+        facts = _merge(stem, jobs, results, words, tokenizer, name)
         shutil.rmtree(folder, ignore_errors=True)
     return PreparedTokens(stem=stem, facts=facts, num_bytes=total, num_bytes_reused=num_reused)
-
-
-def _chunks(file: SourceFile, problems: list[Problem]) -> list[FileRange]:
-    try:
-        return chunks_of(file)
-    except OSError as error:
-        problems.append(unreadable(file.path, error))
-    except MeshwrightError as error:
-        problems.extend(error.problems)
-    return []
-
-
-def _stem(output: str) -> Path:
-    path = Path(output).expanduser()
-    if path.is_dir() or output.endswith("/"):
-        return path / "tokens"
-    return path.with_suffix("") if path.suffix in (".bin", ".idx") else path
-
-
-def _parts(
-    file: SourceFile, chunks: list[FileRange], make: Callable[..., PartJob], facts: list[str]
-) -> Iterator[_Part]:
-    for number, chunk in enumerate(chunks):
-        identity = [_PREPARE_VERSION, encode(file), encode(chunk), *facts]
-        name = f"{number:06}-{xxhash.xxh3_64_hexdigest(json.dumps(identity).encode())}"
-        is_bytes = chunk.kind in ("text", "jsonl")
-        num_bytes = chunk.stop - chunk.start if is_bytes else file.size_bytes // len(chunks)
-        yield _Part(chunk=chunk, num_bytes=num_bytes, job=make(name=name, chunk=chunk))
 
 
 def _finished(stem: Path, identity: str) -> PreparedFacts | None:
@@ -161,42 +171,30 @@ def _finished(stem: Path, identity: str) -> PreparedFacts | None:
     return facts
 
 
-def _others_files(stem: Path, folder: Path) -> list[Problem]:
-    """Files that would be replaced and are not ours."""
-    if beside(stem, ".facts.json").exists() or folder.exists():
-        return []
-    there = [path for path in (beside(stem, ".bin"), beside(stem, ".idx")) if path.exists()]
-    what = "is there already, and was not written by `mw data prepare`."
-    return [Problem(where=str(path), what=what, fix="Name another output.") for path in there]
-
-
-def _make(parts: list[_Part], num_workers: int, report: Report) -> tuple[list[PartResult], int]:
-    """Every part's result, in order; those an earlier run finished are only checked."""
-    results: dict[int, PartResult] = {}
-    for number, part in enumerate(parts):
-        found = finished_part(part.job)
-        if found is not None:
-            results[number] = found
-    total, reused = sum(part.num_bytes for part in parts), sum(parts[number].num_bytes for number in results)
-    waiting = deque(number for number in range(len(parts)) if number not in results)
+def _make_parts(jobs: list[PartJob], num_workers: int, report: Report) -> tuple[list[PartResult], int]:
+    """Every part's result, in order, and the input bytes of those that an earlier run made: these are only checked."""
+    earlier = {number: finished_part(job) for number, job in enumerate(jobs)}
+    results = {number: result for number, result in earlier.items() if result is not None}
+    total, reused = sum(job.num_bytes for job in jobs), sum(jobs[number].num_bytes for number in results)
+    waiting = deque(number for number in range(len(jobs)) if number not in results)
+    num_needed = min(num_workers, len(waiting))
     done_bytes, lock = reused, threading.Lock()
     report(done_bytes, total, reused)
 
     def work() -> None:
         nonlocal done_bytes
-        with _Worker(is_alone=num_workers == 1) as worker:
+        with _worker(is_alone=num_workers == 1) as make:
             while True:
                 try:
                     number = waiting.popleft()
                 except IndexError:
                     return
-                result = worker.make(parts[number].job)
+                result = make(jobs[number])
                 with lock:
                     results[number] = result
-                    done_bytes += parts[number].num_bytes
+                    done_bytes += jobs[number].num_bytes
                     report(done_bytes, total, reused)
 
-    num_needed = min(num_workers, len(parts) - len(results))
     with ThreadPoolExecutor(max(1, num_needed)) as pool:
         futures = [pool.submit(work) for _ in range(num_needed)]
         try:
@@ -204,65 +202,106 @@ def _make(parts: list[_Part], num_workers: int, report: Report) -> tuple[list[Pa
                 future.result()
         finally:
             waiting.clear()  # interrupted, or a worker died: the others finish what they have begun
-    in_order = [results[number] for number in range(len(parts))]
-    raise_all(_problems(parts, in_order))
+    in_order = [results[number] for number in range(len(jobs))]
+    problems = list(dict.fromkeys(problem for result in in_order for problem in result.problems))
+    for path in dict.fromkeys(job.chunk.path for job in jobs):
+        mine = [result for job, result in zip(jobs, in_order, strict=True) if job.chunk.path == path]
+        if not any(result.problems for result in mine):
+            problems += emptiness(path, sum(r.num_tokens for r in mine), sum(r.num_records for r in mine))
+    raise_problems(problems)
     return in_order, reused
 
 
-def _problems(parts: list[_Part], results: list[PartResult]) -> list[Problem]:
-    problems = list(dict.fromkeys(problem for result in results for problem in result.problems))
-    for path in dict.fromkeys(part.chunk.path for part in parts):
-        mine = [result for part, result in zip(parts, results, strict=True) if part.chunk.path == path]
-        if not any(result.problems for result in mine):
-            num_tokens, num_records = sum(r.num_tokens for r in mine), sum(r.num_records for r in mine)
-            problems.extend(emptiness(path, num_tokens, num_records))
-    return problems
-
-
-class _Worker:
+@contextlib.contextmanager
+def _worker(*, is_alone: bool) -> Iterator[Callable[[PartJob], PartResult]]:
     """A process that makes parts, one line of JSON each way; it ends when we do, however we end."""
+    environment = {**os.environ, **child_environment()} | ({} if is_alone else {"TOKENIZERS_PARALLELISM": "false"})
+    process = subprocess.Popen(
+        child_command("meshwright.data.prepare"),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,  # Ctrl-C is for us; the worker sees its input end
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    jobs, answers = process.stdin, process.stdout
 
-    def __init__(self, *, is_alone: bool):
-        environment = {**os.environ, **child_environment()} | ({} if is_alone else {"TOKENIZERS_PARALLELISM": "false"})
-        self.process = subprocess.Popen(
-            child_command("meshwright.data.prepare_worker"),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-            start_new_session=True,  # Ctrl-C is for us; the worker sees its input end
-        )
-
-    def make(self, job: PartJob) -> PartResult:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
+    def make(job: PartJob) -> PartResult:
         with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.write(json.dumps(encode(job)) + "\n")
-            self.process.stdin.flush()
-        answer = self.process.stdout.readline()
+            jobs.write(json.dumps(encode(job)) + "\n")
+            jobs.flush()
+        answer = answers.readline()
         if not answer:
-            what = f"the worker process ended with code {self.process.wait()}."
+            what = f"the worker process ended with code {process.wait()}."
             fix = "Out of memory? Use fewer workers; what is done is kept."
-            raise MeshwrightError([Problem(where=job.chunk.path, what=what, fix=fix)], exit_code=1)
+            raise error_at(job.chunk.path, what, fix, exit_code=1)
         return decode(PartResult, json.loads(answer), "worker")
 
-    def __enter__(self) -> _Worker:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
+    try:
+        yield make
+    finally:
         with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
-        self.process.stdout.close()
-        self.process.wait()
+            jobs.close()
+        answers.close()
+        process.wait()
+
+
+_open_tokenizer = cache(open_tokenizer)
+_open_template = cache(open_template)
+
+
+def make_part(job: PartJob) -> PartResult:
+    """Tokenize the chunk and write its files, the one that says it is done last. Problems are told, nothing written."""
+    problems: list[Problem] = []
+    with collect_problems(problems, job.chunk.path):
+        words, template = _open_tokenizer(job.tokenizer), _open_template(job.chat_template, job.tokenizer)
+        keys = TextKeys(text=job.text_key, prompt=job.prompt_key, template=template)
+        corpus = read_chunk(job.chunk, keys, words, problems)
+    if problems:
+        return PartResult(problems=tuple(problems))
+    tokens, starts = np.ascontiguousarray(corpus.tokens, dtype=megatron_dtype(words.vocab_size)), corpus.starts
+    assert starts is not None
+    # Of documents, or of the one that goes on here.
+    lengths = np.diff(starts if len(starts) else np.zeros(1, dtype=np.int64), append=len(tokens)).astype(np.int32)
+    contents = {".bin": tokens.tobytes(), ".lengths": lengths[: len(tokens)].tobytes()}
+    if corpus.weights is not None:
+        contents[".weights"] = corpus.weights.tobytes()
+    for end, content in contents.items():
+        write_whole(job.path.with_suffix(end), content)
+    result = PartResult(
+        num_tokens=len(tokens),
+        num_documents=len(starts),
+        num_records=corpus.num_records,
+        num_text_bytes=corpus.num_text_bytes,
+        begins=bool(len(starts)) or not len(tokens),
+        has_weights=corpus.weights is not None,
+        digest=_digest(*contents.values()),
+    )
+    write_whole(job.path.with_suffix(".json"), seal(json.dumps(encode(result))))
+    return result
+
+
+def finished_part(job: PartJob) -> PartResult | None:
+    """The result of an earlier run, if its files are still what it wrote: a power cut may have lost them."""
+    try:
+        result = decode(PartResult, json.loads(unseal(job.path.with_suffix(".json").read_bytes())), "part")
+        ends = (".bin", ".lengths", *([".weights"] if result.has_weights else []))
+        return result if result.digest == _digest(*(job.path.with_suffix(end).read_bytes() for end in ends)) else None
+    except (OSError, ValueError, RecursionError, MeshwrightError):
+        return None
+
+
+def _digest(*contents: bytes) -> str:
+    return " ".join(xxhash.xxh3_64_hexdigest(content) for content in contents)
 
 
 def _merge(
-    stem: Path, parts: list[_Part], results: list[PartResult], words: Tokenizer, tokenizer: str, identity: str
+    stem: Path, jobs: list[PartJob], results: list[PartResult], words: Tokenizer, tokenizer: str, identity: str
 ) -> PreparedFacts:
     """The final files from the parts; the one that says all is there comes last."""
-    paths = [Path(part.job.folder) / part.job.name for part in parts]
+    paths = [job.path for job in jobs]
     dtype = megatron_dtype(words.vocab_size)
 
     def copy_weights(file: Any) -> None:
@@ -276,21 +315,20 @@ def _merge(
                 while os.sendfile(file.fileno(), part.fileno(), None, _COPY_BYTES):
                     pass
 
-    write_whole(beside(stem, ".bin"), copy_tokens)
+    write_whole(beside(stem, ".bin"), copy_tokens, is_durable=True)
     ends = [".bin", ".idx"]
     if any(result.has_weights for result in results):
         ends.append(".weights")
-        write_whole(beside(stem, ".weights"), copy_weights)
+        write_whole(beside(stem, ".weights"), copy_weights, is_durable=True)
     lengths = [np.fromfile(path.with_suffix(".lengths"), dtype=np.int32) for path in paths]
     begins = [result.begins for result in results]
-    write_whole(beside(stem, ".idx"), lambda file: write_index(file, dtype, lengths, begins))
+    write_whole(beside(stem, ".idx"), lambda file: write_index(file, dtype, lengths, begins), is_durable=True)
     if words.name != ByteTokenizer.name:
         source = Path(tokenizer).expanduser()
         source = source / "tokenizer.json" if source.is_dir() else source
-        content = source.read_bytes()
-        write_whole(beside(stem, ".tokenizer.json"), lambda file: file.write(content))
+        write_whole(beside(stem, ".tokenizer.json"), source.read_bytes(), is_durable=True)
     hashes, content = hash_files({end: beside(stem, end) for end in ends})
-    write_whole(beside(stem, ".xxh3"), lambda file: file.write(content))
+    write_whole(beside(stem, ".xxh3"), content, is_durable=True)
     facts = PreparedFacts(
         hashes=hashes,
         identity=identity,
@@ -301,7 +339,7 @@ def _merge(
         num_documents=sum(result.num_documents for result in results),
         num_text_bytes=sum(result.num_text_bytes for result in results),
     )
-    write_whole(beside(stem, ".facts.json"), lambda file: file.write(seal(to_json(facts) + "\n")))
+    write_whole(beside(stem, ".facts.json"), seal(to_json(facts) + "\n"), is_durable=True)
     return facts
 
 
@@ -312,16 +350,23 @@ def _locked(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            what = "another `mw data prepare` is writing here."
-            raise MeshwrightError([Problem(where=str(folder), what=what, fix="Wait for it.")]) from None
+            raise error_at(folder, "another `mw data prepare` is writing here.", "Wait for it.") from None
         yield
 
 
 @contextlib.contextmanager
-def _refusals(stem: Path) -> Iterator[None]:
+def _write_errors(stem: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         what = f"cannot be written: {(error.strerror or str(error)).lower()}."
         fix = "Free space there or name another place; what is done is kept."
-        raise MeshwrightError([Problem(where=str(error.filename or stem), what=what, fix=fix)], exit_code=1) from None
+        raise error_at(error.filename or stem, what, fix, exit_code=1) from None
+
+
+if __name__ == "__main__":
+    try:
+        for line in sys.stdin:
+            print(json.dumps(encode(make_part(decode(PartJob, json.loads(line), "job")))), flush=True)
+    except BrokenPipeError:  # whoever asked is gone
+        sys.stderr.close()

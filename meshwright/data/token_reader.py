@@ -5,6 +5,8 @@ line: its prompt (weight 0: given, not to be learnt), then its text (weight 1), 
 where to stop is learnt too). Of a conversation what the assistant said has weight 1.
 All files are read before any problem is reported: one run shows them all.
 
+Parquet files and folders of the `datasets` package hold records in columns; both packages are optional.
+
 Files are read in chunks that end at a line (or a row group), so that many processes can share one file. Where
 chunks end depends on the file alone.
 """
@@ -15,20 +17,21 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
-from typing import BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.errors import Problem, error_at, nearest
 from meshwright.core.units import MIB
-from meshwright.data import columns
-from meshwright.data.file_list import DATASETS, SourceFile
-from meshwright.data.json_records import Records, TextKeys, parse_lines
+from meshwright.data.arrays import optional_package, parquet_file, readable, readable_parquet, require_plausible
+from meshwright.data.file_list import DATASETS, SourceFile, collect_problems, dataset_place
+from meshwright.data.records import BadRecord, FileProblems, Records, TextKeys, nearest_format, parse_lines
 from meshwright.data.tokenizer import TokenArray, Tokenizer
 
-MAX_PROBLEMS = 20
 CHUNK_BYTES = 16 * MIB
+_DATASET_CHUNK_ROWS = 20_000
+_BATCH_ROWS = 1024
 _NUL_SEARCH_BYTES = 64 * 1024
 # Sources in other suffixes (an old .py in Latin-1) are taken byte for byte.
 _UTF8_SUFFIXES = (".txt", ".md", ".jsonl")
@@ -64,24 +67,19 @@ def chunks_of(file: SourceFile) -> list[FileRange]:
     """The chunks of a file in order, none empty. Raises OSError or MeshwrightError where it cannot be opened."""
     suffix = os.path.splitext(file.path)[1].lower()
     if file.path.startswith(DATASETS):
-        kind, num_rows = "datasets", columns.num_dataset_rows(file.path)
-        cuts = [*range(0, num_rows, columns.DATASET_CHUNK_ROWS), num_rows]
+        kind, num_rows = "datasets", len(_dataset(file.path))
+        cuts = [*range(0, num_rows, _DATASET_CHUNK_ROWS), num_rows]
     elif suffix == ".parquet":
-        kind, cuts = "parquet", list(range(columns.parquet_file(file.path).num_row_groups + 1))
+        kind, cuts = "parquet", list(range(parquet_file(file.path).num_row_groups + 1))
     else:
-        kind, cuts = "jsonl" if suffix == ".jsonl" else "text", _line_cuts(file)
+        kind, cuts = "jsonl" if suffix == ".jsonl" else "text", [0]
+        with open(file.path, "rb") as opened:  # ends of lines about `CHUNK_BYTES` apart
+            while cuts[-1] + CHUNK_BYTES < file.size_bytes:
+                opened.seek(cuts[-1] + CHUNK_BYTES)
+                opened.readline()
+                cuts.append(min(opened.tell(), file.size_bytes))
+        cuts += [] if cuts[-1] == file.size_bytes else [file.size_bytes]
     return [FileRange(path=file.path, start=a, stop=b, kind=kind, is_last=b == cuts[-1]) for a, b in pairwise(cuts)]
-
-
-def _line_cuts(file: SourceFile) -> list[int]:
-    """Offsets of lines about `CHUNK_BYTES` apart, from 0 to the size of the file."""
-    cuts = [0]
-    with open(file.path, "rb") as opened:
-        while cuts[-1] + CHUNK_BYTES < file.size_bytes:
-            opened.seek(cuts[-1] + CHUNK_BYTES)
-            opened.readline()
-            cuts.append(min(opened.tell(), file.size_bytes))
-    return cuts if cuts[-1] == file.size_bytes else [*cuts, file.size_bytes]
 
 
 def read_files(
@@ -94,23 +92,15 @@ def read_files(
 def _read_file(file: SourceFile, keys: TextKeys, tokenizer: Tokenizer, problems: list[Problem]) -> FlatTokens:
     num_known = len(problems)
     parts = []
-    try:
+    with collect_problems(problems, file.path):
         for chunk in chunks_of(file):
             parts.append(read_chunk(chunk, keys, tokenizer, problems))
             if len(problems) > num_known and chunk.kind != "jsonl":  # the other chunks would say the same
                 break
-    except OSError as error:
-        problems.append(unreadable(file.path, error))
-    except MeshwrightError as error:
-        problems.extend(error.problems)
-    found = join(parts, tokenizer)
+    tokens = join(parts, tokenizer)
     if len(problems) == num_known:
-        problems.extend(emptiness(file.path, len(found.tokens), found.num_records))
-    return found
-
-
-def unreadable(path: str, error: OSError) -> Problem:
-    return Problem(where=path, what=f"cannot be read: {(error.strerror or 'unknown error').lower()}.")
+        problems.extend(emptiness(file.path, len(tokens.tokens), tokens.num_records))
+    return tokens
 
 
 def emptiness(path: str, num_tokens: int, num_records: int) -> list[Problem]:
@@ -124,9 +114,9 @@ def emptiness(path: str, num_tokens: int, num_records: int) -> list[Problem]:
 def read_chunk(chunk: FileRange, keys: TextKeys, tokenizer: Tokenizer, problems: list[Problem]) -> FlatTokens:
     """The tokens of one chunk; those of a text that goes on in the next chunk have no separator yet."""
     if chunk.kind == "parquet":
-        return _encode(columns.read_row_group(chunk.path, chunk.start, keys, problems), tokenizer)
+        return _encode(_read_row_group(chunk.path, chunk.start, keys, problems), tokenizer)
     if chunk.kind == "datasets":
-        return _encode(columns.read_dataset_rows(chunk.path, chunk.start, chunk.stop, keys, problems), tokenizer)
+        return _encode(_read_dataset_rows(chunk.path, chunk.start, chunk.stop, keys, problems), tokenizer)
     with open(chunk.path, "rb") as file:
         file.seek(chunk.start)
         content = file.read(chunk.stop - chunk.start)
@@ -135,15 +125,88 @@ def read_chunk(chunk: FileRange, keys: TextKeys, tokenizer: Tokenizer, problems:
             problems.append(problem)
             return join([], tokenizer)
         if chunk.kind == "text":
-            return _encode_text(content, tokenizer, begins=chunk.start == 0, ends=chunk.is_last)
+            tokens, begins = tokenizer.encode(content), chunk.start == 0
+            if chunk.is_last:
+                tokens = np.append(tokens, np.asarray([tokenizer.separator], dtype=tokens.dtype))
+            starts = np.zeros(1 if begins else 0, dtype=np.int64)
+            return FlatTokens(tokens=tokens, starts=starts, num_text_bytes=len(content), num_records=int(begins))
         lines = content.removeprefix(_UTF8_MARK) if chunk.start == 0 else content
-        records = parse_lines(chunk.path, lines, keys, lambda: _num_lines(file, chunk.start), problems)
+
+        def num_lines_before() -> int:
+            file.seek(0)
+            return sum(file.read(min(MIB, chunk.start - at)).count(b"\n") for at in range(0, chunk.start, MIB))
+
+        records = parse_lines(chunk.path, lines, keys, num_lines_before, problems)
     return _encode(records, tokenizer)
 
 
-def _num_lines(file: BinaryIO, stop: int) -> int:
-    file.seek(0)
-    return sum(file.read(min(MIB, stop - start)).count(b"\n") for start in range(0, stop, MIB))
+def _read_row_group(path: str, group: int, keys: TextKeys, problems: list[Problem]) -> Records:
+    names = parquet_file(path).schema_arrow.names
+    wanted = keys.wanted(names)
+    if not wanted:
+        return _no_column(path, keys.text, names, problems)
+    where = f"{path}: row group {group}"
+    columns: dict[str, list[Any]] = {name: [] for name in wanted}
+    num_bytes = 0
+    with readable_parquet(where):
+        # Equal texts take next to nothing in the file: they are counted as they are unpacked.
+        for batch in parquet_file(path).iter_batches(_BATCH_ROWS, row_groups=[group], columns=wanted):
+            batch.validate(full=True)
+            for name in wanted:
+                values = batch.column(name)
+                values = values.dictionary_decode() if hasattr(values, "dictionary_decode") else values
+                num_bytes += values.nbytes
+                require_plausible(where, num_bytes, os.path.getsize(path))
+                columns[name] += values.to_pylist()
+    return _records(path, columns, keys, where, problems)
+
+
+def _read_dataset_rows(path: str, start: int, stop: int, keys: TextKeys, problems: list[Problem]) -> Records:
+    dataset = _dataset(path)
+    wanted = keys.wanted(dataset.column_names)
+    if not wanted:
+        return _no_column(path, keys.text, dataset.column_names, problems)
+    with readable(path, "a readable dataset"):
+        table = dataset.data.table  # mapped as it is: offsets that lead outside would end the process
+        (table if dataset._indices else table.slice(start, stop - start)).validate(full=True)
+        rows = dataset.select_columns(wanted)[start:stop]
+    return _records(path, {name: rows[name] for name in wanted}, keys, f"{path}: rows from {start}", problems)
+
+
+def _no_column(where: str, name: str, names: Iterable[str], problems: list[Problem]) -> Records:
+    fix = nearest_format(tuple(names)) or f"{nearest(name, names)} Set data.text_key to the column that holds the text."
+    problems.append(Problem(where=where, what=f'has no column "{name}".', fix=fix.lstrip()))
+    return Records()
+
+
+def _records(path: str, columns: dict[str, list[Any]], keys: TextKeys, where: str, problems: list[Problem]) -> Records:
+    records, bad_rows = Records(), FileProblems(path=path, problems=problems, name="bad rows")
+    for row, values in enumerate(zip(*columns.values(), strict=True)):
+        record = dict(zip(columns, values, strict=True))
+        if keys.text in record and record[keys.text] is None:
+            record[keys.text] = ""
+        try:
+            records.add(record, keys)
+        except BadRecord as bad:
+            bad_rows.add(f"{where}: row {row}", bad)
+    bad_rows.close()
+    return records
+
+
+def _dataset(path: str) -> Any:
+    """The rows of "datasets:FOLDER" or "datasets:FOLDER:SPLIT", saved by `save_to_disk` or as plain data files."""
+    folder, split = dataset_place(path)
+    datasets = optional_package("datasets", path, "data")
+    is_saved = any(os.path.exists(os.path.join(folder, name)) for name in ("state.json", "dataset_dict.json"))
+    with readable(path, "a readable dataset"):
+        splits = datasets.load_from_disk(folder) if is_saved else datasets.load_dataset(folder)
+    if not isinstance(splits, dict):
+        return splits
+    chosen = split or ("train" if "train" in splits else next(iter(splits)) if len(splits) == 1 else "")
+    if chosen not in splits:
+        fix = f"Name one: {', '.join(f'{DATASETS}{folder}:{name}' for name in splits)}."
+        raise error_at(path, f'has no split "{chosen}".' if chosen else "has several splits.", fix)
+    return splits[chosen]
 
 
 def _binary_problem(chunk: FileRange, content: bytes) -> Problem | None:
@@ -158,14 +221,6 @@ def _binary_problem(chunk: FileRange, content: bytes) -> Problem | None:
             what = f"is not UTF-8: byte 0x{content[error.start]:02x} at offset {chunk.start + error.start}."
             return Problem(where=chunk.path, what=what, fix=fix)
     return None
-
-
-def _encode_text(content: bytes, tokenizer: Tokenizer, *, begins: bool, ends: bool) -> FlatTokens:
-    tokens = tokenizer.encode(content)
-    if ends:
-        tokens = np.append(tokens, np.asarray([tokenizer.separator], dtype=tokens.dtype))
-    starts = np.zeros(1 if begins else 0, dtype=np.int64)
-    return FlatTokens(tokens=tokens, starts=starts, num_text_bytes=len(content), num_records=int(begins))
 
 
 def _encode(records: Records, tokenizer: Tokenizer) -> FlatTokens:
@@ -235,12 +290,3 @@ def join(parts: list[FlatTokens], tokenizer: Tokenizer) -> FlatTokens:
         num_text_bytes=sum(part.num_text_bytes for part in parts),
         num_records=sum(part.num_records for part in parts),
     )
-
-
-def raise_all(problems: list[Problem]) -> None:
-    """One error with the first problems, and how many more there are; nothing if there are none."""
-    if len(problems) > MAX_PROBLEMS:
-        more = Problem(where="data", what=f"and {len(problems) - MAX_PROBLEMS} more problems like these.")
-        raise MeshwrightError([*problems[:MAX_PROBLEMS], more])
-    if problems:
-        raise MeshwrightError(problems)

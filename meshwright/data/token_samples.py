@@ -22,10 +22,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from meshwright.core.errors import Problem, Problems
-from meshwright.data.batch import SampleRows
+from meshwright.data.dataset import SampleRows
 from meshwright.data.file_list import SourceFile
-from meshwright.data.held_out import MAX_CHUNK_SAMPLES
-from meshwright.data.sample_order import Index
+from meshwright.data.sample_order import MAX_CHUNK_SAMPLES, Index
 from meshwright.data.token_reader import FlatTokens
 from meshwright.data.tokenizer import TokenArray, Tokenizer
 
@@ -75,24 +74,25 @@ class TokenSource:
 
     def check_vocabulary(self, vocab_size: int) -> Problems:
         if self.tokenizer is not None:
-            return self._tokenizer_problems(vocab_size)
+            what = f"the tokenizer has {self.vocab_size:,} tokens, the model's vocabulary {vocab_size:,}."
+            fix = f"Use a vocabulary of at least {self.vocab_size}."
+            fits = self.vocab_size <= vocab_size
+            return () if fits else (Problem(where="data.tokenizer", what=what, fix=fix),)
         assert self.id_range is not None
         smallest, largest = self.id_range()
         if smallest >= 0 and largest < vocab_size:
             return ()
-        position, token = _first_outside(self.corpus.tokens, vocab_size)
+        for start in range(0, self.num_tokens, SCAN_TOKENS):
+            piece = self.corpus.tokens[start : start + SCAN_TOKENS]
+            wrong = np.flatnonzero((piece < 0) | (piece >= vocab_size))
+            if len(wrong):
+                position, token = start + int(wrong[0]), int(piece[wrong[0]])
+                break
         what = f"token {token} at position {position:,} is outside the vocabulary of {vocab_size:,}."
         fix = f"The largest token in it is {largest}; use a vocabulary of at least {largest + 1}."
         if smallest < 0:
             fix = "Negative tokens are never valid: was it written with another token_dtype?"
         return (Problem(where=self.files[0].path, what=what, fix=fix),)
-
-    def _tokenizer_problems(self, vocab_size: int) -> Problems:
-        if self.vocab_size <= vocab_size:
-            return ()
-        what = f"the tokenizer has {self.vocab_size:,} tokens, the model's vocabulary {vocab_size:,}."
-        fix = f"Use a vocabulary of at least {self.vocab_size}."
-        return (Problem(where="data.tokenizer", what=what, fix=fix),)
 
     def pick(self, samples: Index) -> SampleRows:
         self._check(samples)
@@ -148,15 +148,6 @@ def scan_range(tokens: TokenArray) -> tuple[int, int]:
     pieces = [tokens[start : start + SCAN_TOKENS] for start in range(0, len(tokens), SCAN_TOKENS)]
     smallest = 0 if tokens.dtype.kind == "u" else min((int(piece.min()) for piece in pieces), default=0)
     return smallest, max((int(piece.max()) for piece in pieces), default=-1)
-
-
-def _first_outside(tokens: TokenArray, vocab_size: int) -> tuple[int, int]:
-    for start in range(0, len(tokens), SCAN_TOKENS):
-        piece = tokens[start : start + SCAN_TOKENS]
-        wrong = np.flatnonzero((piece < 0) | (piece >= vocab_size))
-        if len(wrong):
-            return start + int(wrong[0]), int(piece[wrong[0]])
-    raise AssertionError("every token is inside")
 
 
 def length_problems(num_tokens: int, sequence: int, held_out_fraction: float) -> list[Problem]:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.errors import error_at
 from meshwright.core.units import MIB
 from meshwright.data.arrays import readable
 
@@ -123,7 +123,11 @@ class FileTokenizer:
         self.dtype = np.min_scalar_type(self.vocab_size - 1)
 
     def encode(self, text: bytes | str) -> TokenArray:
-        return self.encode_all(_pieces(text.encode("utf-8") if isinstance(text, str) else text))[0]
+        content, cuts = text.encode("utf-8") if isinstance(text, str) else text, [0]
+        while cuts[-1] + _PIECE_BYTES < len(content):
+            cuts.append(content.find(b"\n", cuts[-1] + _PIECE_BYTES) + 1 or len(content))
+        cuts += [len(content)] if cuts[-1] < len(content) else []
+        return self.encode_all([content[a:b] for a, b in pairwise(cuts)])[0]
 
     def encode_all(self, texts: Sequence[bytes]) -> tuple[TokenArray, npt.NDArray[np.int64]]:
         words = [text.decode("utf-8", errors="replace") for text in texts]
@@ -147,14 +151,6 @@ class FileTokenizer:
         return str(self._engine.decode(known.tolist(), skip_special_tokens=False))
 
 
-def _pieces(content: bytes) -> list[bytes]:
-    cuts = [0]
-    while cuts[-1] + _PIECE_BYTES < len(content):
-        cuts.append(content.find(b"\n", cuts[-1] + _PIECE_BYTES) + 1 or len(content))
-    cuts += [len(content)] if cuts[-1] < len(content) else []
-    return [content[a:b] for a, b in pairwise(cuts)]
-
-
 def _is_inside(places: npt.NDArray[np.int64], spans: Sequence[tuple[int, int]]) -> npt.NDArray[np.uint8]:
     """1 for each place that lies in a span; spans are in order."""
     first, stop = np.asarray(spans, dtype=np.int64).reshape(-1, 2).T
@@ -174,24 +170,16 @@ def open_tokenizer(name: str) -> Tokenizer:
     try:
         content = file.read_bytes()
     except OSError as error:
-        what = f"cannot be read: {(error.strerror or 'unknown error').lower()}."
         fix = 'Use "byte", a tokenizers JSON file, or a folder with a tokenizer.json.'
-        raise MeshwrightError([Problem(where=str(file), what=what, fix=fix)]) from None
+        raise error_at(file, f"cannot be read: {(error.strerror or 'unknown error').lower()}.", fix) from None
+    own = special_token(tokenizer_settings(file.parent), "eos_token")  # what the folder itself calls the end of a text
     try:
-        return FileTokenizer(content, (*_named_separator(file.parent), *_SEPARATORS))
+        return FileTokenizer(content, (*([] if own is None else [own]), *_SEPARATORS))
     except ImportError:
-        what = "reading it needs the tokenizers package."
-        fix = "Run: pip install meshwright[text]"
-        raise MeshwrightError([Problem(where=str(file), what=what, fix=fix)]) from None
+        raise error_at(file, "reading it needs the tokenizers package.", "Run: pip install meshwright[text]") from None
     except ValueError as error:
         fix = f"Add one of these as a special token: {', '.join(_SEPARATORS[:3])}." if "ends" in str(error) else ""
-        raise MeshwrightError([Problem(where=str(file), what=f"{error}.", fix=fix)]) from None
-
-
-def _named_separator(folder: Path) -> tuple[str, ...]:
-    """What the folder's own settings call the end of a text."""
-    word = special_token(tokenizer_settings(folder), "eos_token")
-    return () if word is None else (word,)
+        raise error_at(file, f"{error}.", fix) from None
 
 
 def tokenizer_settings(folder: Path) -> Mapping[str, Any]:

@@ -1,21 +1,274 @@
-"""Weights of a Hugging Face folder for any plan: each rank reads the slices its boxes need, and nothing else."""
+"""Weights of a Hugging Face folder for any plan: each rank reads the slices its boxes need, and nothing else.
+
+Which of their tensors a parameter of ours is made of is a small value, `TensorPart`, that reads both ways:
+
+    ours  blocks.3.attention.key.weight  (out, in)        theirs  transformer.h.3.attn.c_attn.weight  (in, 3 out)
+
+          +-----+   at: all of it                          start: row `out`, transposed
+          | key |  <-------------------------------------  +-------+-------+-------+
+          +-----+                                          | query |  key  | value |
+                                                           +-------+-------+-------+
+Import asks for a box of ours and reads the slices of theirs; export asks for a tensor of theirs and gathers ours.
+
+Transformers' own modules have stored tensors of other names or shapes. It renames (GPT-NeoX's `embed_out` is
+`lm_head`), stacks (experts) and splits them by rules of its own; here the same rules are run on the names in a folder's
+headers, so that a renamed or stacked parameter is still read by slices; any other is read whole, one at a time.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from meshwright.checkpoint.safetensors_folder import open_folder, raise_first
+from meshwright.checkpoint.safetensors_folder import open_folder
 from meshwright.core.box import Box
-from meshwright.core.errors import Problem, Problems
-from meshwright.hf.weights_convert import Conversion, conversions
-from meshwright.hf.weights_names import Shape, TensorPart, parts_by_name, parts_of_decoder
+from meshwright.core.errors import Problem, Problems, raise_problems
+from meshwright.hf.config_json import family_of
 from meshwright.models.presets import DecoderConfig
+from meshwright.zoo.decoder import Decoder
+
+Shape = tuple[int, ...]
+_LLAMA = {
+    "embed.tokens.weight": "model.embed_tokens.weight",
+    "head.norm.weight": "model.norm.weight",
+    "head.output.weight": "lm_head.weight",
+    "attention_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+    "attention.query": "self_attn.q_proj",
+    "attention.key": "self_attn.k_proj",
+    "attention.value": "self_attn.v_proj",
+    "attention.output": "self_attn.o_proj",
+    "attention.query_norm": "self_attn.q_norm",
+    "attention.key_norm": "self_attn.k_norm",
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.up": "mlp.up_proj",
+    "mlp.down": "mlp.down_proj",
+    "mlp.router": "block_sparse_moe.gate",
+}
+_GPT2 = {
+    "embed.tokens.weight": "transformer.wte.weight",
+    "embed.positions.weight": "transformer.wpe.weight",
+    "head.norm.weight": "transformer.ln_f.weight",
+    "head.norm.bias": "transformer.ln_f.bias",
+    "head.output.weight": "lm_head.weight",
+    "attention_norm": "ln_1",
+    "mlp_norm": "ln_2",
+    "attention.query": "attn.c_attn",
+    "attention.key": "attn.c_attn",
+    "attention.value": "attn.c_attn",
+    "attention.output": "attn.c_proj",
+    "mlp.up": "mlp.c_fc",
+    "mlp.down": "mlp.c_proj",
+}
+_EXPERTS = {"gate": "w1", "up": "w3", "down": "w2"}
+_OURS = re.compile(r"blocks\.(\d+)\.(.+?)(?:\.(weight|bias))?")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorPart:
+    """The box `at` of a parameter of ours, as it lies in the tensor `name`."""
+
+    name: str
+    shape: Shape
+    """The whole tensor's, as it is stored."""
+    at: Box
+    start: Shape
+    """Where the box begins there, in our dims."""
+    is_transposed: bool = False
+
+    @classmethod
+    def whole(cls, name: str, shape: Shape) -> TensorPart:
+        return cls(name=name, shape=shape, at=Box.whole(shape), start=(0,) * len(shape))
+
+    def stored_box(self, both: Box) -> Box:
+        """Where a box of ours that lies within `at` is stored."""
+        offset = [o - a + s for o, a, s in zip(both.offset, self.at.offset, self.start, strict=True)]
+        size = list(both.size)
+        if len(self.shape) < len(size):  # one expert of ours is one tensor of theirs
+            del offset[0], size[0]
+        if self.is_transposed:
+            offset[-2:], size[-2:] = offset[:-3:-1], size[:-3:-1]
+        return Box(self.shape, tuple(offset), tuple(size))
+
+    def as_stored(self, piece: torch.Tensor) -> torch.Tensor:
+        """A piece of ours with their dims; a view, so that reading into it fills ours."""
+        piece = piece[0] if len(self.shape) < piece.dim() else piece
+        return piece.transpose(-1, -2) if self.is_transposed else piece
+
+
+def parameter_shapes(config: DecoderConfig) -> dict[str, Shape]:
+    """Of our decoder, by name; a tied head is its embedding and is not there."""
+    with torch.device("meta"):
+        return {name: tuple(each.shape) for name, each in Decoder(config).named_parameters()}
+
+
+def parts_of_decoder(config: DecoderConfig, stored: Container[str] | None = None) -> dict[str, tuple[TensorPart, ...]]:
+    """Parameter of ours -> its parts, named as in `stored`, or as transformers writes them."""
+    parts_of = _parts_gpt2 if family_of(config) == "GPT2LMHeadModel" else _parts_llama
+    parts = {name: parts_of(name, shape) for name, shape in parameter_shapes(config).items()}
+    if stored is None:
+        return parts
+    if config.num_experts and any(f"{at}layers.0.mlp.experts.gate_up_proj" in stored for at in ("model.", "")):
+        parts |= {name: _stacked(name, each) for name, each in parts.items() if ".mlp." in name}
+    embedding = parts["embed.tokens.weight"][0].name
+    prefix, _, bare = embedding.partition(".")
+    if embedding in stored or bare not in stored:
+        return parts
+    return {
+        name: tuple(replace(part, name=part.name.removeprefix(f"{prefix}.")) for part in each)
+        for name, each in parts.items()
+    }
+
+
+def _hf_name(name: str, names: Mapping[str, str], layers: str) -> str:
+    if name in names:
+        return names[name]
+    layer, middle, last = _split(name)
+    return f"{layers}.{layer}.{names[middle]}.{last}"
+
+
+def _split(name: str) -> tuple[str, str, str]:
+    match = _OURS.fullmatch(name)
+    assert match, f"{name} is of no block"
+    return match[1], match[2], match[3] or ""
+
+
+def _parts_llama(name: str, shape: Shape) -> tuple[TensorPart, ...]:
+    """Also Mistral, Qwen and Mixtral: they differ in which of the names exist."""
+    if ".mlp.experts." not in name:
+        return (TensorPart.whole(_hf_name(name, _LLAMA, "model.layers"), shape),)
+    layer, middle, _ = _split(name)
+    stem = f"model.layers.{layer}.block_sparse_moe.experts"
+    weight = f"{_EXPERTS[middle.rpartition('.')[2]]}.weight"
+    return tuple(
+        TensorPart(
+            name=f"{stem}.{expert}.{weight}",
+            shape=shape[1:],
+            at=Box(shape, (expert, 0, 0), (1, *shape[1:])),
+            start=(0, 0, 0),
+        )
+        for expert in range(shape[0])
+    )
+
+
+def _stacked(name: str, parts: tuple[TensorPart, ...]) -> tuple[TensorPart, ...]:
+    """As transformers 5 holds experts in memory: one tensor for all, gate above up."""
+    first = parts[0]
+    moved = first.name.replace("block_sparse_moe", "mlp")
+    if ".mlp.experts." not in name:
+        return (replace(first, name=moved),)
+    shape, stem = first.at.shape, moved.partition(".experts.")[0]
+    if name.endswith(".down"):
+        return (TensorPart.whole(f"{stem}.experts.down_proj", shape),)
+    num_experts, ffn, hidden = shape
+    row = 0 if name.endswith(".gate") else ffn
+    stacked = (num_experts, 2 * ffn, hidden)
+    return (TensorPart(name=f"{stem}.experts.gate_up_proj", shape=stacked, at=Box.whole(shape), start=(0, row, 0)),)
+
+
+def _parts_gpt2(name: str, shape: Shape) -> tuple[TensorPart, ...]:
+    """Its linears are stored transposed; query, key and value are one tensor."""
+    stored = _hf_name(name, _GPT2, "transformer.h")
+    is_linear = name.startswith("blocks.") and "_norm." not in name
+    third = ("query", "key", "value").index(name.split(".")[3]) if ".c_attn." in stored else 0
+    whole = (3 * shape[0], *shape[1:]) if ".c_attn." in stored else shape
+    is_transposed = is_linear and len(shape) == 2
+    return (
+        TensorPart(
+            name=stored,
+            shape=whole[::-1] if is_transposed else whole,
+            at=Box.whole(shape),
+            start=(third * shape[0], *(0 for _ in shape[1:])),
+            is_transposed=is_transposed,
+        ),
+    )
+
+
+_STACK = [("MergeModulelist", 0), ("Concatenate", 1)]
+
+
+@dataclass(kw_only=True)
+class Conversion:
+    """A rule of transformers and the stored tensors it makes one parameter or several of."""
+
+    rule: Any
+    first: str
+    module: nn.Module
+    sources: list[tuple[str, str]] = field(default_factory=list)
+    """(pattern of the rule, stored tensor)."""
+
+    def convert(self, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        rule = copy.deepcopy(self.rule)
+        for pattern, stored in self.sources:
+            rule.add_tensor(self.first, stored, pattern, read(stored))
+        values = rule.convert(self.first, model=self.module, config=self.module.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in values.items()}
+
+    def shapes(self, stored: Mapping[str, Any]) -> dict[str, Shape]:
+        def empty(name: str) -> Tensor:
+            return torch.empty(tuple(stored[name].shape), device="meta", dtype=torch.float32)
+
+        return {name: tuple(value.shape) for name, value in self.convert(empty).items()}
+
+    def stacked(self, shape: Shape, stored: Mapping[str, Any]) -> tuple[TensorPart, ...]:
+        """Where it only stacks matrices, and one kind of them above another: each as a part of the whole."""
+        steps = [(type(each).__name__, getattr(each, "dim", None)) for each in self.rule.operations]
+        if len(shape) != 3 or steps not in (_STACK[:1], _STACK):
+            return ()
+        parts, row = [], 0
+        for pattern in self.rule.source_patterns:
+            names = [name for each, name in self.sources if each == pattern]
+            rows = stored[names[0]].shape[0] if names else 0
+            for number, name in enumerate(names):
+                at = Box(shape, (number, row, 0), (1, rows, shape[2]))
+                parts.append(TensorPart(name=name, shape=(rows, shape[2]), at=at, start=(0, 0, 0)))
+            row += rows
+        return tuple(parts)
+
+
+def conversions(module: nn.Module, stored: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Conversion]]:
+    """(parameter -> what its tensor is called in the folder, parameter -> what it is made of). Only what is found."""
+    try:
+        from transformers import PreTrainedModel
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+    except ImportError:  # before 5 modules were called as they are stored
+        return {}, {}
+    if not isinstance(module, PreTrainedModel):
+        return {}, {}
+    known = module.state_dict()
+    rules = get_model_conversion_mapping(module)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    prefix = module.base_model_prefix
+    renamed: dict[str, str] = {}
+    groups: dict[str, Conversion] = {}
+    for name in sorted(stored, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, prefix, known)
+        if target not in known and name in known:
+            target, pattern = rename_source_key(name, [], [], prefix, known)
+        if target not in known:
+            continue
+        if pattern is None:
+            renamed[target] = name
+            continue
+        rule = next(rule for rule in converters if pattern in rule.source_patterns)
+        groups.setdefault(target, Conversion(rule=rule, first=target, module=module)).sources.append((pattern, name))
+
+    converted: dict[str, Conversion] = {}
+    for group in groups.values():
+        with contextlib.suppress(Exception):  # a rule that fails makes nothing: its parameters are missing
+            converted |= dict.fromkeys(group.shapes(stored), group)
+    return renamed, {name: group for name, group in converted.items() if name not in renamed}
+
 
 Source = Callable[[str, Box, torch.dtype], Tensor]
 """(name, piece, dtype) -> its values, as `runtime/init.py` asks for them."""
@@ -44,7 +297,7 @@ def source_of_folder(folder: str | Path, config: DecoderConfig) -> Source:
 
 
 def source_of_decoder(held: Tensors, config: DecoderConfig) -> Source:
-    raise_first(list(problems_of(held, config)))
+    raise_problems(problems_of(held, config))
     return source_of_parts(held, parts_of_decoder(config, held.tensors.keys()))
 
 
@@ -55,7 +308,7 @@ def source_of_named(folder: str | Path, module: nn.Module) -> Source:
     """
     held = open_folder(folder)
     named = NamedTensors(held, module)
-    raise_first(list(named.problems()))
+    raise_problems(named.problems())
     named.fill_buffers()
     return named.read
 
@@ -76,11 +329,11 @@ class NamedTensors:
         """Every parameter must be there; what else the folder has is not this module's concern."""
         for name, value in self.module.named_parameters():
             shape, where = tuple(value.shape), self.held.where
-            parts, conversion = self._found(name, shape)
+            parts, conversion = self._place_of(name, shape)
             if conversion is not None:
                 made = conversion.shapes(self.held.tensors)
                 parts = tuple(
-                    TensorPart.whole(each, tuple(self.held.tensors[each].shape)) for _, each in conversion.taken
+                    TensorPart.whole(each, tuple(self.held.tensors[each].shape)) for _, each in conversion.sources
                 )
                 if shape not in [made.get(each) for each in self.names[name]]:
                     what = f"what is stored for {name!r} has shape {made.get(name)}, this model needs {shape}."
@@ -91,10 +344,10 @@ class NamedTensors:
             yield from _part_problems(self.held, parts)
 
     def read(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
-        parts, conversion = self._found(name, tuple(box.shape))
+        parts, conversion = self._place_of(name, tuple(box.shape))
         if conversion is None:
             return read_parts(self.held, parts, box, dtype)
-        made = conversion.made(self._whole)
+        made = conversion.convert(self._whole)
         return next(made[each] for each in self.names[name] if each in made)[box.slices].to(dtype)
 
     def fill_buffers(self) -> None:
@@ -108,7 +361,7 @@ class NamedTensors:
     def _whole(self, stored: str) -> Tensor:
         return _read(self.held, stored, Box.whole(tuple(self.held.tensors[stored].shape)))
 
-    def _found(self, name: str, shape: Shape) -> tuple[tuple[TensorPart, ...], Conversion | None]:
+    def _place_of(self, name: str, shape: Shape) -> tuple[tuple[TensorPart, ...], Conversion | None]:
         """A parameter's parts, or the rule that makes it; neither where it is missing."""
         for each in self.names.get(name, [name]):
             if each in self.renamed:
@@ -116,8 +369,10 @@ class NamedTensors:
             if each in self.converted:
                 parts = self.converted[each].stacked(shape, self.held.tensors)
                 return parts, None if parts else self.converted[each]
-            if parts := parts_by_name(each, shape, self.held.tensors):
-                return parts, None
+            old = each.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
+            for known in (each, each.partition(".")[2], f"model.{each}", f"transformer.{each}", old):
+                if known in self.held.tensors:
+                    return (TensorPart.whole(known, shape),), None
         return (), None
 
 
@@ -144,14 +399,14 @@ def problems_of(held: Tensors, config: DecoderConfig) -> Problems:
     extra = [name for name in held.tensors if name not in known and not _NOT_WEIGHTS.fullmatch(name)]
     if config.tied and "lm_head.weight" in extra:
         extra.remove("lm_head.weight")
-        if not problems:
-            problems += _untied(held, parts["embed.tokens.weight"][0].name)
+        embedding = parts["embed.tokens.weight"][0].name
+        # A tied head may be stored a second time, but then it must be the same.
+        if not problems and not _are_equal(held, embedding, "lm_head.weight"):
+            what = f"'lm_head.weight' differs from {embedding!r}, but config.json ties them."
+            fix = "Set tie_word_embeddings to false in config.json."
+            problems.append(Problem(where=held.where, what=what, fix=fix))
     problems += [Problem(where=held.where, what=f"{name[:80]!r} is no tensor of this model.") for name in extra]
     return tuple(problems)
-
-
-def _missing(held: Tensors, name: str) -> Problem:
-    return Problem(where=held.where, what=f"has no tensor {name!r}.")
 
 
 def _part_problems(held: Tensors, parts: Collection[TensorPart]) -> Iterator[Problem]:
@@ -160,28 +415,22 @@ def _part_problems(held: Tensors, parts: Collection[TensorPart]) -> Iterator[Pro
         if part.name in seen:
             continue
         seen.add(part.name)
-        found = held.tensors.get(part.name)
-        if found is None:
-            yield _missing(held, part.name)
-        elif tuple(found.shape) != tuple(part.shape):
-            what = f"{part.name!r} has shape {tuple(found.shape)}, this model needs {tuple(part.shape)}."
+        stored = held.tensors.get(part.name)
+        if stored is None:
+            yield Problem(where=held.where, what=f"has no tensor {part.name!r}.")
+        elif tuple(stored.shape) != tuple(part.shape):
+            what = f"{part.name!r} has shape {tuple(stored.shape)}, this model needs {tuple(part.shape)}."
             yield Problem(where=held.where, what=what)
-        elif found.dtype not in FLOATS:
-            what = f"{part.name!r} is {found.dtype}: weights must be one of {', '.join(FLOATS)}."
+        elif stored.dtype not in FLOATS:
+            what = f"{part.name!r} is {stored.dtype}: weights must be one of {', '.join(FLOATS)}."
             yield Problem(where=held.where, what=what, fix="Quantised folders are not read; use the original one.")
 
 
-def _untied(held: Tensors, embedding: str) -> list[Problem]:
-    """A tied head may be stored a second time, but then it must be the same."""
-    shape = tuple(held.tensors[embedding].shape)
-    head = held.tensors["lm_head.weight"]
-    is_same = tuple(head.shape) == shape and all(
-        torch.equal(*(_read(held, name, box) for name in (embedding, "lm_head.weight"))) for box in row_blocks(shape)
+def _are_equal(held: Tensors, one: str, other: str) -> bool:
+    shape = tuple(held.tensors[one].shape)
+    return tuple(held.tensors[other].shape) == shape and all(
+        torch.equal(_read(held, one, box), _read(held, other, box)) for box in row_blocks(shape)
     )
-    if is_same:
-        return []
-    what = f"'lm_head.weight' differs from {embedding!r}, but config.json ties them."
-    return [Problem(where=held.where, what=what, fix="Set tie_word_embeddings to false in config.json.")]
 
 
 def _read(held: Tensors, name: str, box: Box) -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.format import list_steps
+from meshwright.checkpoint.step_folders import list_steps
 from meshwright.core.codec import encode, load_artefact
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.files import write_whole

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from meshwright.checkpoint.format import list_steps, newest_good, read_manifest
+from meshwright.checkpoint.step_folders import list_steps, newest_good, read_manifest
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.plan import Plan
 from meshwright.launch.local_ranks import LaunchOutcome, StopRequests, launch

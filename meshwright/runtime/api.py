@@ -16,15 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.checkpoint.format import step_folder
+from meshwright.checkpoint.step_folders import step_folder
 from meshwright.core.codec import encode
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
-from meshwright.data.batch import part_rows
+from meshwright.data.dataset import part_rows
 from meshwright.data.open_data import Data
 from meshwright.foreign.adapt import Loss, adapt
-from meshwright.hf.weights_write import export
+from meshwright.hf.weights_import_export import export
 from meshwright.models.frozen_parameters import freeze
 from meshwright.models.presets import Config, config_kind
 from meshwright.ops.device_mesh import Mesh, join

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright.checkpoint.format import newest_good, step_folder
+from meshwright.checkpoint.step_folders import newest_good, step_folder
 from meshwright.core.codec import decode, encode
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.files import write_whole

@@ -17,7 +17,7 @@ from meshwright.checkpoint.load import Reader
 from meshwright.core.codec import encode
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.plan import Plan
-from meshwright.data.batch import Batch
+from meshwright.data.dataset import Batch
 from meshwright.data.open_data import Data
 from meshwright.ops.device_mesh import Mesh
 from meshwright.optimizers.update import Optimizer

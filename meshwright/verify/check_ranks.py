@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 from meshwright.core.codec import decode
 from meshwright.core.plan import Plan
-from meshwright.data.batch import part_rows
+from meshwright.data.dataset import part_rows
 from meshwright.ops.collectives import gather_json
 from meshwright.ops.model_interface import Inputs, map_inputs, split_inputs
 from meshwright.ops.traffic import Traffic

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from meshwright.core.box import Box
 from meshwright.core.plan import Plan
-from meshwright.data.batch import part_rows
+from meshwright.data.dataset import part_rows
 from meshwright.ops.device_mesh import Mesh, join
 from meshwright.ops.fsdp import local
 from meshwright.ops.initial_weights import join_in_order

@@ -21,8 +21,7 @@ from meshwright.core.errors import MeshwrightError
 from meshwright.foreign.factory import call_factory
 from meshwright.hf.config_json import config_for, family_of
 from meshwright.hf.weights_module import parameters_on_meta, transformers_module
-from meshwright.hf.weights_names import TensorPart, parts_of_decoder
-from meshwright.hf.weights_read import source_of_named
+from meshwright.hf.weights_read import TensorPart, parts_of_decoder, source_of_named
 from meshwright.models.presets import DecoderConfig, DLRMConfig
 from meshwright.ops.batch_norm import BatchNorm
 from meshwright.run.model import ModelDescription, OpenedModel, open_model

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from meshwright.checkpoint.durable import discard
 from meshwright.checkpoint.load import Reader
-from meshwright.checkpoint.save import begin, commit, write_rank_file
+from meshwright.checkpoint.save import begin, commit, discard, write_rank_file
 from meshwright.core.box import Box
 from meshwright.core.errors import MeshwrightError
 

@@ -15,13 +15,12 @@ import pytest
 import torch
 from checkpoint_ranks import same_bits
 
-from meshwright.checkpoint.dcp import open_dcp
-from meshwright.checkpoint.inert_pickle import inert
+from meshwright.checkpoint.dcp import open_dcp, parse_pickle
 from meshwright.checkpoint.load import Reader
 from meshwright.core.box import Box
 from meshwright.core.errors import MeshwrightError
-from meshwright.hf.weights_import import import_dcp
-from meshwright.hf.weights_names import parts_of_decoder
+from meshwright.hf.weights_import_export import import_dcp
+from meshwright.hf.weights_read import parts_of_decoder
 from meshwright.models.presets import preset
 from meshwright.zoo.decoder import Decoder
 
@@ -231,8 +230,8 @@ def test_streams_that_are_no_metadata(tmp_path: Path, data: bytes) -> None:
 def test_plain_values_come_out_as_they_went_in() -> None:
     value = {"a": [1, -2, 3.5, None, True, 1 << 40], "b": {"c": ("x", (), "y")}, 7: "é" * 300}
     for protocol in (2, 3, 4, 5):
-        assert inert(pickle.dumps(value, protocol=protocol), (), "here") == value
+        assert parse_pickle(pickle.dumps(value, protocol=protocol), (), "here") == value
     ordered = pickle.dumps(OrderedDict(a=1), protocol=4)
-    assert inert(ordered, {"collections.OrderedDict"}, "here") == {"a": 1}
-    made = inert(pickle.dumps(Path("x"), protocol=4), {"pathlib.PosixPath"}, "here")
+    assert parse_pickle(ordered, {"collections.OrderedDict"}, "here") == {"a": 1}
+    made = parse_pickle(pickle.dumps(Path("x"), protocol=4), {"pathlib.PosixPath"}, "here")
     assert (made.name, made.arguments) == ("pathlib.PosixPath", ("x",))

@@ -15,7 +15,7 @@ import pytest
 from command import write_plan
 
 from meshwright.cli.main import main
-from meshwright.data.megatron import write_index
+from meshwright.data.token_files import write_index
 
 RUN = """\
 [model]

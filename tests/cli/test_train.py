@@ -18,7 +18,7 @@ import pytest
 from command import RUN, clean_environment, losses, mw, write_plan, write_run
 from safetensors import safe_open
 
-from meshwright.checkpoint.format import list_steps, newest_good
+from meshwright.checkpoint.step_folders import list_steps, newest_good
 
 REPLICATE = {"name": "replicate", "size": 2}
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.data.data_section import DataSection, MixturePart
-from meshwright.data.megatron import write_index
+from meshwright.data.token_files import write_index
 
 
 def write_flat(folder: Path) -> DataSection:

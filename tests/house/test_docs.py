@@ -139,7 +139,7 @@ def test_every_data_format_of_the_page_opens(tmp_path: Path, monkeypatch: pytest
 
 
 def test_the_models_page_has_every_preset_and_family() -> None:
-    from meshwright.hf.families import FAMILIES
+    from meshwright.hf.config_json import FAMILIES
     from meshwright.models.presets import PRESETS
 
     text = text_of("docs/models.md")

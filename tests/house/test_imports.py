@@ -24,7 +24,7 @@ WITH_TORCH_IN_PARTS = {"hf": ("weights_",), "machine": ("measure", "timing")}
 """Files that may import torch begin so: weights are tensors, and measurements are child processes."""
 TORCH_FREE = (
     *("verify/check.py", "optimizers/optimizer_config.py", "optimizers/rule.py", "optimizers/rules/"),
-    *(f"checkpoint/{name}.py" for name in ("listing", "format", "manifest", "durable", "cover")),
+    *(f"checkpoint/{name}.py" for name in ("step_folders", "manifest")),
 )
 """What the command line imports of packages that use torch."""
 

@@ -120,7 +120,7 @@ def test_children_start_in_one_way_alone() -> None:
 
 
 def test_files_of_a_run_folder_are_written_whole_and_never_through_a_link() -> None:
-    """By `core/files.py` or `checkpoint/durable.py`."""
+    """By `core/files.py` or `checkpoint/save.py`."""
     careless = re.compile(r"\.write_(?:text|bytes)\(|(?<!fd)\bopen\([^)\n]*, [\"'][wa]")
     found = [
         f"{source.place}:{number}"

@@ -12,7 +12,7 @@ import torch
 
 from meshwright.core.codec import decode, encode
 from meshwright.core.plan import Plan
-from meshwright.data.batch import part_rows
+from meshwright.data.dataset import part_rows
 from meshwright.models.presets import DecoderConfig
 from meshwright.optimizers.update import OptimizerConfig
 from meshwright.run.model import ModelDescription, OpenedModel, describe, open_config, open_model

@@ -11,7 +11,7 @@ import tiny
 from tiny import EXACT, GPT, LLAMA, MOE, QWEN, plan_of, t
 
 from meshwright.core.plan import Plan
-from meshwright.data.batch import part_rows
+from meshwright.data.dataset import part_rows
 from meshwright.verify.check import shortened
 
 Ran = Callable[..., list[dict[str, Any]]]

@@ -19,12 +19,11 @@ import pytest
 import xxhash
 from checkpoint_ranks import save, toy
 
-from meshwright.checkpoint.cover import MAX_CELLS, cover_problem
-from meshwright.checkpoint.format import read_manifest, verify
 from meshwright.checkpoint.load import Reader
-from meshwright.checkpoint.manifest import MAX_PROBLEMS, MAX_TENSORS
+from meshwright.checkpoint.manifest import MAX_CELLS, MAX_TENSORS, cover_problem
+from meshwright.checkpoint.step_folders import read_manifest, verify
 from meshwright.core.box import Box
-from meshwright.core.errors import MeshwrightError
+from meshwright.core.errors import MOST_PROBLEMS, MeshwrightError
 
 Json = dict[str, Any]
 SHARD = "rank-00000.safetensors"
@@ -112,7 +111,7 @@ CASES: list[tuple[str, Callable[[Json], None], str]] = [
     ("dtype", tensor(dtype="object"), "unknown dtype"),
     ("huge shape", tensor(shape=[1 << 60, 1]), "impossible shape"),
     ("many dims", tensor(shape=[1] * 1000), "impossible shape"),
-    ("terminal codes", odd_name, "plain text"),
+    ("terminal codes", odd_name, "plain name"),
     ("hash", lambda v: v["files"][SHARD].update(xxh3="zz"), "hash"),
     ("too small a file", lambda v: v["files"][SHARD].update(bytes=3), "is said to hold"),
     ("negative bytes", lambda v: v["files"][SHARD].update(bytes=-3), "impossible size"),
@@ -162,7 +161,7 @@ def test_huge_counts_are_refused_quickly(tmp_path: Path) -> None:
     assert time.process_time() - start < 5
     value["tensors"] = {f"t{index}": 0 for index in range(1000)}
     forge(final, json.dumps(value))
-    assert len(verify(final)) <= MAX_PROBLEMS
+    assert len(verify(final)) <= MOST_PROBLEMS
 
 
 def test_staircases_do_not_take_for_ever() -> None:
@@ -211,8 +210,8 @@ def test_reading_manifests_needs_no_torch(tmp_path: Path) -> None:
     final = save(tmp_path, 1, toy(1))
     assert read_manifest(final).step == 1
     code = (
-        "import sys, pathlib; from meshwright.checkpoint import format, listing; "
-        "assert not format.verify(pathlib.Path(sys.argv[1])); "
-        "assert listing.describe(pathlib.Path(sys.argv[1]).parent); assert 'torch' not in sys.modules"
+        "import sys, pathlib; from meshwright.checkpoint import step_folders; "
+        "assert not step_folders.verify(pathlib.Path(sys.argv[1])); "
+        "assert step_folders.describe(pathlib.Path(sys.argv[1]).parent); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, str(final)], check=True, timeout=60)

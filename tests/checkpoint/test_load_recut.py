@@ -13,11 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from meshwright.checkpoint.cover import cover_problem
-from meshwright.checkpoint.format import read_manifest, verify
 from meshwright.checkpoint.load import Reader
-from meshwright.checkpoint.manifest import DTYPES
+from meshwright.checkpoint.manifest import DTYPES, cover_problem
 from meshwright.checkpoint.save import begin, commit, write_rank_file
+from meshwright.checkpoint.step_folders import read_manifest, verify
 from meshwright.core.box import Box
 from meshwright.core.errors import MeshwrightError
 from meshwright.runtime.checkpointing import as_it_lies

@@ -1,4 +1,6 @@
-"""Every family in and out: transformers' logits are ours, slices are slices, and what we write it loads."""
+"""Every family in and out: transformers' logits are ours, slices are slices (`weights_read.py`), and what we write it
+loads.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,8 @@ from meshwright.core.box import Box
 from meshwright.core.codec import encode
 from meshwright.core.errors import MeshwrightError
 from meshwright.hf.config_json import read_folder
-from meshwright.hf.weights_import import import_hf
-from meshwright.hf.weights_names import parameter_shapes
-from meshwright.hf.weights_read import problems_of, row_blocks, source_of_folder, source_of_named
-from meshwright.hf.weights_write import chosen_step, compare, export, outgoing
+from meshwright.hf.weights_import_export import HFExport, chosen_step, export, import_hf
+from meshwright.hf.weights_read import parameter_shapes, problems_of, row_blocks, source_of_folder, source_of_named
 from meshwright.models.presets import DecoderConfig
 from meshwright.zoo.decoder import Decoder
 
@@ -127,12 +127,12 @@ def test_reading_back_notices_one_changed_byte(made: Made, tmp_path: Path) -> No
     checkpoint = import_hf(folder, tmp_path / "run", report=lambda _: None)
     out = export(checkpoint, tmp_path / "out", report=lambda _: None)
     reader = Reader(checkpoint)
-    compare(reader, outgoing(reader, None), out, "")
+    HFExport.of(reader, None).compare(out)
     data = bytearray((out / "model.safetensors").read_bytes())
     data[-2] ^= 1
     (out / "model.safetensors").write_bytes(data)
     with pytest.raises(MeshwrightError, match="other values"):
-        compare(reader, outgoing(reader, None), out, "")
+        HFExport.of(reader, None).compare(out)
 
 
 def test_an_export_that_cannot_be_leaves_nothing(made: Made, tmp_path: Path) -> None:

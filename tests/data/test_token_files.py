@@ -1,4 +1,4 @@
-"""Token files, Megatron pairs, tokenizers, packed documents."""
+"""Token files, Megatron pairs, tokenizers (`tokenizer.py`), packed documents (`token_samples.py`)."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_documents_of_several_sequences_and_without_a_document_list(tmp_path: Pa
 
 
 def test_tokens_beyond_the_vocabulary_are_found_once_and_remembered(tmp_path: Path, monkeypatch) -> None:
-    from meshwright.data import flat_tokens as flat
+    from meshwright.data import token_files as flat
 
     tokens = np.full(10_000, 7, dtype=np.uint16)
     tokens[[6789, 8000]] = 300, 400

@@ -13,8 +13,8 @@ import pytest
 import torch
 from checkpoint_ranks import holds, save, toy
 
-from meshwright.checkpoint.format import leftover_folders, list_steps, newest_good, usable_folders, verify
 from meshwright.checkpoint.save import begin, commit, write_rank_file
+from meshwright.checkpoint.step_folders import leftover_folders, list_steps, newest_good, usable_folders, verify
 from meshwright.core.box import Box
 from meshwright.core.errors import MeshwrightError
 

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.core.errors import MeshwrightError
-from meshwright.data.open_data import Batch, Data, open_text
+from meshwright.data.dataset import Batch, Data
+from meshwright.data.open_data import open_text
 from meshwright.data.tokenizer import ByteTokenizer
 
 laws = settings(max_examples=40, deadline=None)

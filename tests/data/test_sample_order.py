@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.data.held_out import split_samples
-from meshwright.data.sample_order import permuted
+from meshwright.data.sample_order import permuted, split_samples
 
 seeds = st.integers(-(2**70), 2**70)
 laws = settings(max_examples=60, deadline=None)

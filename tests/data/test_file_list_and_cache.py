@@ -1,4 +1,6 @@
-"""Finding, checking and caching files: all that is wrong is said at once; nothing is read twice."""
+"""Finding (`file_list.py`), checking and caching files (`cache.py`): all that is wrong is said at once; nothing is
+read twice.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.errors import MOST_PROBLEMS, MeshwrightError, Problem
 from meshwright.data import cache
-from meshwright.data import hashed_files as hashed
+from meshwright.data import cache as hashed
 from meshwright.data import open_data as source
 from meshwright.data import token_reader as read
 from meshwright.data.open_data import Data, open_text
@@ -129,7 +131,7 @@ def test_many_problems_are_counted_not_poured_out(tmp_path: Path) -> None:
     for i in range(30):
         (tmp_path / f"{i:02}.txt").touch()
     found = problems_of(tmp_path / "*.txt")
-    assert len(found) == read.MAX_PROBLEMS + 1
+    assert len(found) == MOST_PROBLEMS + 1
     assert "and 10 more problems" in str(found[-1])
 
 

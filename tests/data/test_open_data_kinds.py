@@ -1,4 +1,7 @@
-"""Every kind of data keeps the same laws: one order for any mesh, resuming from a number, a content fingerprint."""
+"""Every kind of data keeps the same laws: one order for any mesh, resuming from a number, a content fingerprint.
+
+Also the test of `labelled_samples.py`, `arrays.py` and `data_section.py`.
+"""
 
 from __future__ import annotations
 

@@ -12,9 +12,16 @@ import pytest
 import torch
 from checkpoint_ranks import holds, save, toy
 
-from meshwright.checkpoint.format import list_steps, newest_good, read_manifest, step_folder, verify
-from meshwright.checkpoint.listing import describe, verify_all
 from meshwright.checkpoint.load import Reader
+from meshwright.checkpoint.step_folders import (
+    describe,
+    list_steps,
+    newest_good,
+    read_manifest,
+    step_folder,
+    verify,
+    verify_all,
+)
 from meshwright.core.errors import MeshwrightError
 
 SHARD, OTHER = "rank-00000.safetensors", "rank-00001.safetensors"

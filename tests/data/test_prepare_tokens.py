@@ -16,7 +16,7 @@ from made_data import arrays, write_tokenizer
 
 from meshwright.cli.main import main
 from meshwright.core.errors import MeshwrightError
-from meshwright.data import hashed_files as hashed
+from meshwright.data import cache as hashed
 from meshwright.data import token_reader as read
 from meshwright.data.data_section import DataSection
 from meshwright.data.open_data import open_data

@@ -11,11 +11,10 @@ import pytest
 from made_data import arrays
 
 from meshwright.core.errors import MeshwrightError
-from meshwright.data.chat import ChatTemplate, open_template
 from meshwright.data.data_section import DataSection
-from meshwright.data.json_records import BadRecord
 from meshwright.data.open_data import open_data
 from meshwright.data.prepare import prepare
+from meshwright.data.records import BadRecord, ChatTemplate, open_template
 from meshwright.data.tokenizer import open_tokenizer
 
 CHATS: list[list[dict[str, Any]]] = [

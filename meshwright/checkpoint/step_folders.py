@@ -1,11 +1,11 @@
-"""Checkpoints on disk: which folders are committed, what they say, and whether their bytes are still right.
+"""Checkpoints on disk: which folders are committed, what they hold, and whether their bytes are still right.
 
     <root>/step-00000100/                 committed: manifest.json and rank-*.safetensors
     <root>/step-00000200.tmp-1f3a90c2/    being written, or left by a crash: never read
     <root>/step-00000100.old-77be01d4/    set aside while its replacement takes its name
 
 A valid manifest in a committed folder *is* the checkpoint. A folder set aside is read only if a crash came
-before the replacement had the name. No torch here: `mw ckpt list` and the supervisor use it.
+before the replacement had the name. No torch here: `mw ckpt list`, `mw ckpt verify` and the supervisor use it.
 """
 
 from __future__ import annotations
@@ -13,41 +13,19 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
-from meshwright.checkpoint.manifest import (
-    MANIFEST,
-    MAX_MANIFEST_BYTES,
-    FileEntry,
-    Manifest,
-    StoredPiece,
-    TensorEntry,
-    unseal,
-)
-from meshwright.core.errors import MeshwrightError, Problem, Problems
-from meshwright.core.files import refuse_link
+from meshwright.checkpoint.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, parse_manifest
+from meshwright.core.codec import decode
+from meshwright.core.errors import MeshwrightError, Problem, Problems, error_at
+from meshwright.core.files import BLOCK_BYTES, refuse_link, unreadable
+from meshwright.core.plan import Plan
 
-__all__ = [
-    "BLOCK_BYTES",
-    "FileEntry",
-    "Manifest",
-    "StoredPiece",
-    "TensorEntry",
-    "committed_folders",
-    "list_steps",
-    "newest_good",
-    "rank_file",
-    "read_manifest",
-    "size_problems",
-    "step_folder",
-    "usable_folders",
-    "verify",
-]
-
-BLOCK_BYTES = 4 << 20
 _FOLDER = re.compile(r"step-([0-9]{8,18})(\.(?:tmp|old)-[A-Za-z0-9-]+)?")
 
 
@@ -68,8 +46,7 @@ def _folders(root: Path) -> list[tuple[int, str, Path]]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        what = f"cannot be listed: {error.strerror}."
-        raise MeshwrightError([Problem(where=str(root), what=what)], exit_code=1) from None
+        raise error_at(root, f"cannot be listed: {error.strerror}.", exit_code=1) from None
     for entry in entries:
         match = _FOLDER.fullmatch(entry.name)
         if match and f"{int(match[1]):08d}" == match[1] and entry.is_dir(follow_symlinks=False):
@@ -103,7 +80,7 @@ def _plain_file_bytes(path: Path) -> int:
     about = os.lstat(path)
     if not stat.S_ISREG(about.st_mode):
         kind = "a symbolic link" if stat.S_ISLNK(about.st_mode) else "not a plain file"
-        raise MeshwrightError([Problem(where=str(path), what=f"is {kind}; it is not followed.")], exit_code=1)
+        raise error_at(path, f"is {kind}; it is not followed.", exit_code=1)
     return about.st_size
 
 
@@ -114,15 +91,13 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         num_bytes = _plain_file_bytes(path)
         if num_bytes > MAX_MANIFEST_BYTES:
-            what = f"has {num_bytes} bytes; the limit is {MAX_MANIFEST_BYTES}."
-            raise MeshwrightError([Problem(where=str(path), what=what)], exit_code=1)
-        manifest = unseal(path.read_bytes(), str(path))
+            raise error_at(path, f"has {num_bytes} bytes; the limit is {MAX_MANIFEST_BYTES}.", exit_code=1)
+        manifest = parse_manifest(path.read_bytes(), str(path))
     except OSError as error:
-        raise MeshwrightError([_unreadable(path, error)], exit_code=1) from None
+        raise MeshwrightError([unreadable(path, error)], exit_code=1) from None
     named = _FOLDER.fullmatch(folder.name)
     if named and int(named[1]) != manifest.step:
-        what = f"is of step {manifest.step}, in the folder {folder.name}."
-        raise MeshwrightError([Problem(where=str(path), what=what)], exit_code=1)
+        raise error_at(path, f"is of step {manifest.step}, in the folder {folder.name}.", exit_code=1)
     for name in manifest.files:
         try:
             _plain_file_bytes(folder / name)
@@ -139,7 +114,7 @@ def size_problems(folder: Path, manifest: Manifest) -> Problems:
         try:
             num_bytes = _plain_file_bytes(path)
         except OSError as error:
-            problems.append(_unreadable(path, error))
+            problems.append(unreadable(path, error))
         except MeshwrightError as error:
             problems.extend(error.problems)
         else:
@@ -161,13 +136,16 @@ def verify(folder: Path) -> Problems:
         path = Path(folder) / name
         if str(path) in wrong_size:
             continue
+        digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(min(BLOCK_BYTES, max(1, entry.bytes))))
         try:
-            found = _hash_of(path)
+            with open(path, "rb", buffering=0) as file:
+                while count := file.readinto(buffer):
+                    digest.update(buffer[:count])
         except OSError as error:
-            problems.append(_unreadable(path, error))
+            problems.append(unreadable(path, error))
             continue
-        if found != entry.xxh3:
-            what = f"has changed since it was written: xxh3 {found}, its manifest says {entry.xxh3}."
+        if digest.hexdigest() != entry.xxh3:
+            what = f"has changed since it was written: xxh3 {digest.hexdigest()}, its manifest says {entry.xxh3}."
             problems.append(Problem(where=str(path), what=what))
     return tuple(problems)
 
@@ -193,15 +171,51 @@ def newest_good(root: Path, *, report: Callable[[str], None]) -> Path | None:
     return None
 
 
-def _hash_of(path: Path) -> str:
-    digest = xxhash.xxh3_128()
-    buffer = memoryview(bytearray(min(BLOCK_BYTES, max(1, os.path.getsize(path)))))
-    with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(buffer[:count])
-    return str(digest.hexdigest())
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointRow:
+    step: int
+    bytes: int = 0
+    num_files: int = 0
+    num_tensors: int = 0
+    when_utc: str = ""
+    plan: str | None = None
+    damage: str = ""
+    """Why its manifest cannot be read; the counts are then 0. Shards are not read here: see `verify_all`."""
 
 
-def _unreadable(path: Path, error: OSError) -> Problem:
-    missing = isinstance(error, FileNotFoundError | NotADirectoryError)
-    return Problem(where=str(path), what="is missing." if missing else f"cannot be read: {error.strerror}.")
+def describe(root: Path) -> list[CheckpointRow]:
+    """Every checkpoint, oldest first, from its manifest."""
+    rows = []
+    for step, folder in usable_folders(root).items():
+        try:
+            manifest = read_manifest(folder)
+        except MeshwrightError as error:
+            rows.append(CheckpointRow(step=step, damage=str(error.problems[0])))
+            continue
+        row = CheckpointRow(
+            step=step,
+            bytes=manifest.total_bytes,
+            num_files=len(manifest.files),
+            num_tensors=len(manifest.tensors),
+            when_utc=manifest.saved_utc,
+            plan=_plan_text(manifest.state.get("plan")),
+        )
+        rows.append(row)
+    return rows
+
+
+def _plan_text(plan: Any) -> str | None:
+    """The plan as its one line; the names of its techniques when this program does not know them all."""
+    if not isinstance(plan, Mapping):
+        return plan if isinstance(plan, str) else None
+    try:
+        return str(decode(Plan, plan, "plan"))
+    except MeshwrightError:
+        techniques = plan.get("techniques")
+        listed = techniques if isinstance(techniques, list) else []
+        return " + ".join(str(t.get("name")) for t in listed if isinstance(t, Mapping)) or None
+
+
+def verify_all(root: Path) -> dict[int, Problems]:
+    """Step -> everything wrong with that checkpoint (an empty tuple when every byte is right)."""
+    return {step: verify(folder) for step, folder in usable_folders(root).items()}

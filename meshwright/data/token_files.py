@@ -1,4 +1,10 @@
-"""Megatron's token files: X.bin holds the tokens, X.idx the lengths of its sequences and where documents begin.
+"""Token files as other programs write them: mapped, never read in.
+
+One array in an .npy, or bare numbers in a .bin. What such a file holds is told from its size, its first and last MiB
+and some blocks between: a corpus of a terabyte must start as fast as a small one. The cache keeps that, and its largest
+token once somebody asked.
+
+Megatron's pairs: X.bin holds the tokens, X.idx the lengths of its sequences and where documents begin.
 
     magic (9)  version u64  type code u8  #sequences u64  #documents u64        34 bytes
     lengths i32 [#sequences]   first bytes i64 [#sequences]   documents i64 [#documents]: first sequences, and the end
@@ -19,7 +25,7 @@ import contextlib
 import json
 import os
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -29,16 +35,85 @@ import numpy.typing as npt
 import xxhash
 
 from meshwright.core.codec import decode, unseal
-from meshwright.core.errors import MeshwrightError, Problem
-from meshwright.data.cache import CacheKey, Draft, Facts, keep
+from meshwright.core.errors import MeshwrightError, Problem, error_at, raise_problems
+from meshwright.core.units import MIB
+from meshwright.data.arrays import map_npy
+from meshwright.data.cache import (
+    ArrayWriter,
+    BlockHashes,
+    CacheKey,
+    CheckedFile,
+    DamagedFile,
+    Facts,
+    cached,
+    load,
+    open_hashed,
+    store_facts,
+)
 from meshwright.data.data_section import DataSection
 from meshwright.data.file_list import SourceFile, find_files
-from meshwright.data.flat_tokens import map_bin, token_file
-from meshwright.data.hashed_files import BlockHashes, CheckedFile, DamagedFile, open_hashed
 from meshwright.data.sample_order import Index
 from meshwright.data.token_reader import FlatTokens
-from meshwright.data.token_samples import TokenSource
-from meshwright.data.tokenizer import ByteTokenizer, FileTokenizer
+from meshwright.data.token_samples import TokenSource, scan_range
+from meshwright.data.tokenizer import ByteTokenizer, FileTokenizer, TokenArray
+
+_NUM_BLOCKS, _BLOCK_BYTES = 64, 4096
+
+
+def open_flat(file: SourceFile, cache: Path | None, section: DataSection) -> TokenSource:
+    if section.packing == "documents":
+        fix = 'Use packing = "stream", or Megatron .bin + .idx files (`mw data prepare` writes them).'
+        raise error_at(file.path, 'does not say where documents begin; packing = "documents" needs that.', fix)
+    if not file.path.lower().endswith(".npy"):
+        dtype = np.dtype("uint16" if section.token_dtype == "auto" else section.token_dtype)
+        return _token_file(file, _map_bin(file, dtype), cache, section)
+    tokens = map_npy(file.path)
+    if tokens.dtype.kind not in "iu" or tokens.ndim != 1:
+        what = f"holds {tokens.dtype} of shape {tokens.shape}."
+        raise error_at(file.path, what, "Tokens are one row of whole numbers.")
+    return _token_file(file, tokens, cache, section)
+
+
+def _token_file(
+    file: SourceFile, tokens: TokenArray, cache: Path | None, section: DataSection, more: tuple[SourceFile, ...] = ()
+) -> TokenSource:
+    """The source of mapped tokens; `more` are files that belong to it.
+
+    Its digest is of the first and the last MiB and of blocks spread between them.
+    """
+    key = CacheKey(question=("token file", tokens.dtype.str), files=(file, *more))
+    known = load(cache, key) if cache else None
+    facts = dict(known.facts) if known else {}
+    if not known:
+        digest, last = xxhash.xxh3_64(), max(0, file.size_bytes - MIB)
+        between = {last * block // _NUM_BLOCKS for block in range(1, _NUM_BLOCKS)}
+        with open(file.path, "rb", buffering=0) as opened:
+            for offset, num_bytes in ((0, MIB), *((offset, _BLOCK_BYTES) for offset in sorted(between)), (last, MIB)):
+                digest.update(os.pread(opened.fileno(), num_bytes, offset))
+        facts["digest"] = digest.hexdigest()
+        store_facts(cache, key, facts)
+
+    def id_range() -> tuple[int, int]:
+        if "largest" not in facts:
+            facts["smallest"], facts["largest"] = scan_range(tokens)
+            store_facts(cache, key, facts)
+        return facts["smallest"], facts["largest"]
+
+    return TokenSource(
+        corpus=FlatTokens(tokens=tokens),
+        digest=facts["digest"],
+        files=(file, *more),
+        sequence=section.sequence,
+        id_range=id_range,
+    )
+
+
+def _map_bin(file: SourceFile, dtype: np.dtype[np.integer]) -> TokenArray:
+    if file.size_bytes % dtype.itemsize:
+        fix = "It is cut off: copy it again; or its tokens are of another type: set data.token_dtype."
+        raise error_at(file.path, f"has {file.size_bytes:,} bytes, not a multiple of {dtype.itemsize} ({dtype}).", fix)
+    return np.asarray(np.memmap(file.path, dtype=dtype, mode="r"))
+
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -74,7 +149,7 @@ class PreparedFacts:
         except FileNotFoundError:
             if not any(beside(stem, end).exists() for end in (".xxh3", ".weights")):
                 return None
-            raise MeshwrightError([Problem(where=str(path), what="is missing.", fix=_PREPARE_AGAIN)]) from None
+            raise error_at(path, "is missing.", _PREPARE_AGAIN) from None
         try:
             is_sealed = content.startswith(b'{"digest"')
             text = unseal(content) if is_sealed else content.decode("utf-8")
@@ -83,7 +158,7 @@ class PreparedFacts:
                 return facts
         except (ValueError, RecursionError, MeshwrightError):
             pass
-        raise MeshwrightError([Problem(where=str(path), what="was damaged or edited.", fix=_PREPARE_AGAIN)])
+        raise error_at(path, "was damaged or edited.", _PREPARE_AGAIN)
 
     def open_files(self, stem: Path) -> dict[str, CheckedFile]:
         """The files by their endings, small ones checked. Raises DamagedFile, or OSError where one is missing."""
@@ -118,62 +193,56 @@ def open_megatron(file: SourceFile, cache: Path | None, section: DataSection) ->
     """The pair that `file` (either of the two) belongs to."""
     stem = os.path.splitext(file.path)[0]
     problems: list[Problem] = []
-    found = find_files((f"{stem}.bin", f"{stem}.idx"), problems)
-    if problems:
-        raise MeshwrightError(problems)
-    tokens_file, index_file = found
+    pair = find_files((f"{stem}.bin", f"{stem}.idx"), problems)
+    raise_problems(problems)
+    tokens_file, index_file = pair
     index = _read_index(index_file)
     if index.num_bytes != tokens_file.size_bytes:
         what = f"promises {index.num_bytes:,} bytes, {tokens_file.path} has {tokens_file.size_bytes:,}."
         fix = "One of the two is cut off, or they do not belong together: copy or write both again."
-        raise MeshwrightError([Problem(where=index.path, what=what, fix=fix)])
+        raise error_at(index.path, what, fix)
     if section.token_dtype not in ("auto", index.dtype.name):
         what = f"says the tokens are {index.dtype}, data.token_dtype is {section.token_dtype}."
-        raise MeshwrightError([Problem(where=index.path, what=what, fix='Use token_dtype = "auto".')])
+        raise error_at(index.path, what, 'Use token_dtype = "auto".')
     facts = PreparedFacts.beside(Path(stem))
-    with _damage_told():
+    with _damage_as_problem():
         files = facts.open_files(Path(stem)) if facts else {}
         if files:
             files[".idx"].check(np.zeros(1, np.int64), np.ones(1, np.int64))  # the type of the tokens
-    source = token_file(tokens_file, map_bin(tokens_file, index.dtype), cache, section, more=(index_file,))
-    source = replace(_with_tokenizer(source, Path(stem), facts), check=_check_of(files, index.dtype.itemsize))
+    source = _token_file(tokens_file, _map_bin(tokens_file, index.dtype), cache, section, more=(index_file,))
+    source = _with_tokenizer(source, Path(stem), facts)
     weights = files[".weights"].bytes if ".weights" in files else None
+
+    def check(first: Index, stop: Index) -> None:
+        with _damage_as_problem():
+            files[".bin"].check(first * index.dtype.itemsize, stop * index.dtype.itemsize)
+            if weights is not None:
+                files[".weights"].check(first, stop)
+
+    if any(files[end].num_unseen for end in (".bin", ".weights") if end in files):
+        source = replace(source, check=check)
     if section.packing == "stream":
         return replace(source, corpus=FlatTokens(tokens=source.corpus.tokens, weights=weights))
 
-    def starts(draft: Draft) -> Facts:
-        with _damage_told():
+    def starts(writer: ArrayWriter) -> Facts:
+        with _damage_as_problem():
             if files:
                 files[".idx"].check_all()
-        return _starts(index, draft)
+        return _starts(index, writer)
 
-    kept = keep(cache, CacheKey(question=("document starts",), files=(index_file,)), starts)
+    kept = cached(cache, CacheKey(question=("document starts",), files=(index_file,)), starts)
     corpus = FlatTokens(tokens=source.corpus.tokens, weights=weights, starts=kept.arrays["starts"])
     return replace(source, corpus=corpus, is_packed=True)
 
 
 @contextlib.contextmanager
-def _damage_told() -> Iterator[None]:
+def _damage_as_problem() -> Iterator[None]:
     try:
         yield
     except DamagedFile as damage:
-        raise MeshwrightError([Problem(where=str(damage.path), what=f"{damage.what}.", fix=_PREPARE_AGAIN)]) from None
+        raise error_at(damage.path, f"{damage.what}.", _PREPARE_AGAIN) from None
     except FileNotFoundError as error:
-        raise MeshwrightError([Problem(where=error.filename, what="is missing.", fix=_PREPARE_AGAIN)]) from None
-
-
-def _check_of(files: dict[str, CheckedFile], itemsize: int) -> Callable[[Index, Index], None] | None:
-    """What checks ranges of tokens; None where nothing is left to check."""
-    if not any(files[end].num_unseen for end in (".bin", ".weights") if end in files):
-        return None
-
-    def check(first: Index, stop: Index) -> None:
-        with _damage_told():
-            files[".bin"].check(first * itemsize, stop * itemsize)
-            if ".weights" in files:
-                files[".weights"].check(first, stop)
-
-    return check
+        raise error_at(error.filename, "is missing.", _PREPARE_AGAIN) from None
 
 
 def _with_tokenizer(source: TokenSource, stem: Path, facts: PreparedFacts | None) -> TokenSource:
@@ -187,11 +256,10 @@ def _with_tokenizer(source: TokenSource, stem: Path, facts: PreparedFacts | None
     try:
         content = path.read_bytes()
         if f":{xxhash.xxh3_64_hexdigest(content)}:" not in facts.tokenizer:
-            what = f"is not the tokenizer that made {stem.name}.bin."
-            raise MeshwrightError([Problem(where=str(path), what=what, fix=_PREPARE_AGAIN)])
+            raise error_at(path, f"is not the tokenizer that made {stem.name}.bin.", _PREPARE_AGAIN)
         return replace(source, tokenizer=FileTokenizer(content, (facts.separator,)))
     except FileNotFoundError:
-        raise MeshwrightError([Problem(where=str(path), what="is missing.", fix=_PREPARE_AGAIN)]) from None
+        raise error_at(path, "is missing.", _PREPARE_AGAIN) from None
     except (ValueError, ImportError):  # tokens train without it; only turning them back into text needs it
         return source
 
@@ -211,7 +279,7 @@ def _read_index(file: SourceFile) -> TokenIndex:
         elif len(raw) < needed:
             problem = f"is cut off: {num_sequences:,} sequences need {needed:,} bytes, it has {len(raw):,}."
     if problem:
-        raise MeshwrightError([Problem(where=file.path, what=problem, fix="Copy or write the pair again.")])
+        raise error_at(file.path, problem, "Copy or write the pair again.")
     sections = ((np.int32, num_sequences), (np.int64, num_sequences), (np.int64, num_documents))
     arrays: list[npt.NDArray[Any]] = []
     offset = _HEADER.size
@@ -224,7 +292,7 @@ def _read_index(file: SourceFile) -> TokenIndex:
     )
 
 
-def _starts(index: TokenIndex, draft: Draft) -> Facts:
+def _starts(index: TokenIndex, writer: ArrayWriter) -> Facts:
     """The first token of every document that is not empty."""
     ends = index.first_bytes + index.lengths * np.int64(index.dtype.itemsize)
     is_laid_out = index.first_bytes[0] == 0 and np.array_equal(index.first_bytes[1:], ends[:-1])
@@ -233,11 +301,11 @@ def _starts(index: TokenIndex, draft: Draft) -> Facts:
     is_ordered = len(documents) and documents[0] == 0 and documents[-1] <= len(index.lengths)
     if not (is_laid_out and is_ordered and np.all(index.lengths >= 0) and np.all(np.diff(documents) >= 0)):
         what = "its sequences do not lie one after the other, or its documents are not in order."
-        raise MeshwrightError([Problem(where=index.path, what=what, fix="Write the pair again.")])
+        raise error_at(index.path, what, "Write the pair again.")
     first_bytes = np.append(index.first_bytes, ends[-1])[documents]
     starts = first_bytes // index.dtype.itemsize
     is_filled = np.diff(starts, append=ends[-1] // index.dtype.itemsize) > 0
-    draft.put("starts", starts[is_filled])
+    writer.save("starts", starts[is_filled])
     return {}
 
 

@@ -1,0 +1,348 @@
+"""`mw ckpt import` and `mw ckpt export`: weights from elsewhere as a checkpoint of ours, and ours as a folder that
+transformers loads.
+
+An import writes step 0: parameters only, in pieces of bounded size. An export goes tensor by tensor: the header of a
+shard is written before its first tensor is read, so the model is never in memory, and the folder has another name until
+every tensor of it has been read back and compared with the checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.checkpoint.dcp import open_dcp
+from meshwright.checkpoint.load import Reader
+from meshwright.checkpoint.manifest import DTYPES
+from meshwright.checkpoint.safetensors_folder import INDEX, WEIGHTS, flat_bytes, open_folder, safetensors_chunks
+from meshwright.checkpoint.save import begin, commit, discard, disk_errors, temporary_name, write_rank_file
+from meshwright.checkpoint.step_folders import list_steps, newest_good, usable_folders, verify
+from meshwright.core.box import Box
+from meshwright.core.codec import decode, encode
+from meshwright.core.errors import MeshwrightError, Problem, error_at, raise_problems
+from meshwright.core.files import fsync_folder, json_object, make_folder, read_plain, write_new
+from meshwright.core.units import pretty_bytes
+from meshwright.hf.config_json import CONFIG, MAX_CONFIG_BYTES, config_for, read_folder
+from meshwright.hf.weights_read import (
+    FLOATS,
+    Shape,
+    Source,
+    TensorPart,
+    Tensors,
+    parameter_shapes,
+    parts_of_decoder,
+    read_parts,
+    row_blocks,
+    source_of_decoder,
+    source_of_parts,
+)
+from meshwright.models.presets import DecoderConfig
+
+FILE_ELEMENTS = 1 << 28
+"""A file of 1 GiB in float32: that much is in memory at once."""
+SHARD_BYTES = 5_000_000_000
+PARAMETER = "parameter."
+BUFFER = "buffer."
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_ALONG = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+"""Files of the original folder that a model needs to be used."""
+_MAX_ALONG_BYTES = 256 << 20
+
+Report = Callable[[str], None]
+
+
+def import_hf(folder: str | Path, root: str | Path, *, dtype: str = "float32", report: Report = print) -> Path:
+    """A Hugging Face folder; what our decoder cannot be keeps its own names, for transformers' module."""
+    model, held = read_folder(folder), open_folder(folder)
+    state: dict[str, Any] = {"weights_only": True, "model_kind": "hf", "hf_config": model.raw}
+    try:
+        if model.config is None:
+            report(f"{model.reason} It keeps its own names, for transformers' module.")
+            shapes, source = _by_own_names(held, report)
+        else:
+            state |= {"model_kind": "decoder", "model_config": encode(model.config)}
+            shapes, source = parameter_shapes(model.config), source_of_decoder(held, model.config)
+        return _write(Path(root), shapes, source, getattr(torch, dtype), state, report)
+    finally:
+        held.close()
+
+
+def import_dcp(
+    folder: str | Path,
+    root: str | Path,
+    config: DecoderConfig | None = None,
+    *,
+    dtype: str = "float32",
+    report: Report = print,
+) -> Path:
+    """A torch Distributed Checkpoint: its model's tensors, by our names or by the family's where `config` is given."""
+    held = open_dcp(folder)
+    state: dict[str, Any] = {"weights_only": True, "model_kind": "module"}
+    try:
+        if config is None:
+            shapes, source = _by_own_names(held, report)
+        else:
+            state |= {"model_kind": "decoder", "model_config": encode(config)}
+            shapes = parameter_shapes(config)
+            has_our_names = all(
+                name in held.tensors and tuple(held.tensors[name].shape) == shape for name, shape in shapes.items()
+            )
+            source = _by_own_names(held, report)[1] if has_our_names else source_of_decoder(held, config)
+        return _write(Path(root), shapes, source, getattr(torch, dtype), state, report)
+    finally:
+        held.close()
+
+
+def _by_own_names(held: Tensors, report: Report) -> tuple[dict[str, Shape], Source]:
+    """The shapes of all tensors of floating point, and their values."""
+    shapes = {name: tuple(each.shape) for name, each in held.tensors.items() if each.dtype in FLOATS}
+    if not shapes:
+        raise error_at(held.where, "has no weights in floating point.")
+    left = len(held.tensors) - len(shapes)
+    if left:
+        report(f"{left} tensors of whole numbers are left out")
+    return shapes, source_of_parts(held, {name: (TensorPart.whole(name, shape),) for name, shape in shapes.items()})
+
+
+def _write(
+    root: Path,
+    shapes: Mapping[str, Shape],
+    source: Source,
+    dtype: torch.dtype,
+    state: Mapping[str, Any],
+    report: Report,
+) -> Path:
+    """A checkpoint of step 0; a large parameter goes by rows over several files."""
+    steps = list_steps(root)
+    if steps:
+        what = f"has checkpoints already (steps {', '.join(map(str, steps[:5]))})."
+        raise error_at(root, what, "Name a new run folder.")
+    files: list[list[tuple[str, Box]]] = []
+    num_elements = FILE_ELEMENTS + 1
+    for name, shape in shapes.items():
+        for box in row_blocks(shape, FILE_ELEMENTS):
+            size = torch.Size(box.size).numel()
+            if num_elements + size > FILE_ELEMENTS:
+                files.append([])
+                num_elements = 0
+            files[-1].append((name, box))
+            num_elements += size
+    tmp = begin(root, 0)
+    try:
+        entries = []
+        for number, pieces in enumerate(files):
+            read = ((f"{PARAMETER}{name}", box, source(name, box, dtype)) for name, box in pieces)
+            entries.append(write_rank_file(tmp, number, read))
+        final = commit(root, 0, tmp, entries, state, keep=1)
+    except BaseException:
+        discard(tmp)
+        raise
+    num_elements = sum(torch.Size(shape).numel() for shape in shapes.values())
+    report(f"{final}: {len(shapes)} parameters, {num_elements:,} numbers")
+    return final
+
+
+@dataclass(frozen=True, kw_only=True)
+class HFExport:
+    """A checkpoint as the tensors of a Hugging Face folder."""
+
+    reader: Reader
+    parts: Mapping[str, tuple[TensorPart, ...]]
+    """Parameter of ours -> its parts in their tensors."""
+    config: dict[str, Any] | None
+    """Their config.json; None where there is none."""
+    dtype: str
+    """Of tensors of floating point; "" keeps the checkpoint's."""
+
+    @classmethod
+    def of(cls, reader: Reader, config: DecoderConfig | None, dtype: str = "") -> HFExport:
+        """A decoder by the names of its family; any other module by its own names."""
+        shapes = {
+            kind: {n.removeprefix(kind): e.shape for n, e in reader.manifest.tensors.items() if n.startswith(kind)}
+            for kind in (PARAMETER, BUFFER)
+        }
+        ours, where = shapes[PARAMETER], reader.folder
+        if not ours:
+            raise error_at(where, "has no parameters.")
+        if reader.state.get("model_kind", "decoder") != "decoder" and config is None:
+            known = reader.state.get("hf_config")
+            own = {name: (TensorPart.whole(name, shape),) for name, shape in (ours | shapes[BUFFER]).items()}
+            return cls(
+                reader=reader, parts=own, config=dict(known) if isinstance(known, Mapping) else None, dtype=dtype
+            )
+        if config is None:
+            stated = reader.state.get("model_config")
+            if stated is None:
+                fix = "Say it: --model NAME, or the Hugging Face folder it came from."
+                raise error_at(where, "does not tell which model it is.", fix)
+            config = decode(DecoderConfig, stated, "model_config")
+        parts = parts_of_decoder(config)
+        wrong = []
+        for name, (first, *_) in parts.items():
+            if tuple(ours.get(name, ())) != first.at.shape:
+                has = f"has {name!r} of shape {tuple(ours[name])}" if name in ours else f"has no {name!r}"
+                wrong.append(f"{has}, the model needs {first.at.shape}.")
+        wrong += [f"{name!r} is no parameter of the model." for name in sorted(ours.keys() - parts.keys())]
+        raise_problems(Problem(where=str(where), what=what) for what in wrong)
+        return cls(reader=reader, parts=parts, config=config_for(config), dtype=dtype)
+
+    @cached_property
+    def uses(self) -> dict[str, list[tuple[str, TensorPart]]]:
+        """Their tensor -> the parameters of ours that it holds."""
+        uses: dict[str, list[tuple[str, TensorPart]]] = {}
+        for name, parts in self.parts.items():
+            for part in parts:
+                uses.setdefault(part.name, []).append((name, part))
+        return uses
+
+    def key(self, name: str) -> str:
+        """A parameter's name in the checkpoint, or a buffer's."""
+        return PARAMETER + name if PARAMETER + name in self.reader.manifest.tensors else BUFFER + name
+
+    def dtype_of(self, name: str) -> str:
+        """As which a parameter of ours is written."""
+        own = self.reader.manifest.tensors[self.key(name)].dtype
+        return self.dtype if self.dtype and "float" in own else own
+
+    def value(self, name: str, box: Box) -> Tensor:
+        """A piece of a parameter of ours, in the dtype it is written as."""
+        key = self.key(name)
+        piece = torch.empty(box.size, dtype=getattr(torch, self.reader.manifest.tensors[key].dtype))
+        self.reader.read_into(key, box, piece)
+        cast = piece.to(getattr(torch, self.dtype_of(name)))
+        if cast.dtype == torch.float16 and piece.dtype != cast.dtype and (cast.isinf() & piece.isfinite()).any():
+            what = f"has values up to {piece.abs().max():.3g}, too large for float16."
+            raise error_at(name, what, "Use --dtype bfloat16.")
+        return cast
+
+    def tensor(self, theirs: str) -> Tensor:
+        """A tensor of theirs, from the parameters of ours it holds, a few rows at a time."""
+        uses = self.uses[theirs]
+        out = torch.empty(uses[0][1].shape, dtype=getattr(torch, self.dtype_of(uses[0][0])))
+        for name, part in uses:
+            for block in row_blocks(part.at.size):
+                offset = tuple(a + b for a, b in zip(part.at.offset, block.offset, strict=True))
+                box = Box(part.at.shape, offset, block.size)
+                out[part.stored_box(box).slices].copy_(part.as_stored(self.value(name, box)))
+        return out
+
+    def write(self, folder: Path, max_shard_bytes: int) -> int:
+        """Shards and, when there are several, their index; the bytes of all tensors."""
+        entries = {name: (self.dtype_of(uses[0][0]), tuple(uses[0][1].shape)) for name, uses in self.uses.items()}
+        sizes = {name: math.prod(shape) * DTYPES[dtype][1] for name, (dtype, shape) in entries.items()}
+        shards: list[list[str]] = [[]]
+        for name, num_bytes in sizes.items():
+            if shards[-1] and sum(sizes[each] for each in shards[-1]) + num_bytes > max_shard_bytes:
+                shards.append([])
+            shards[-1].append(name)
+        index: dict[str, str] = {}
+        for number, names in enumerate(shards, start=1):
+            file = WEIGHTS if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            listed = {name: entries[name] for name in names}
+            write_new(folder / file, safetensors_chunks(listed, map(self.tensor, names), format="pt"))
+            index |= dict.fromkeys(names, file)
+        if len(shards) > 1:
+            text = json.dumps({"metadata": {"total_size": sum(sizes.values())}, "weight_map": index}, indent=2)
+            write_new(folder / INDEX, [text.encode() + b"\n"])
+        return sum(sizes.values())
+
+    def compare(self, folder: Path) -> None:
+        """Read the folder as an import would, and hold every parameter against the checkpoint, bit by bit."""
+        written = open_folder(folder)
+        try:
+            for name, parts in self.parts.items():
+                for box in row_blocks(parts[0].at.shape):
+                    value = self.value(name, box)
+                    if not torch.equal(flat_bytes(read_parts(written, parts, box, value.dtype)), flat_bytes(value)):
+                        what = f"{name!r} was read back with other values; the export is not kept."
+                        raise error_at(folder, what, exit_code=1)
+        finally:
+            written.close()
+
+
+def export(
+    checkpoint: str | Path,
+    out: str | Path,
+    config: DecoderConfig | None = None,
+    *,
+    dtype: str = "",
+    max_shard_bytes: int = SHARD_BYTES,
+    original: str | Path | None = None,
+    report: Report = print,
+) -> Path:
+    """Write a committed checkpoint folder (see `chosen_step`) as a Hugging Face folder, and compare the two.
+
+    `config`: for a checkpoint that does not tell its own. `dtype`: "" keeps the checkpoint's. `original`: the Hugging
+    Face folder the model came from; its tokenizer and special tokens go along.
+    """
+    out, reader = Path(out), Reader(Path(checkpoint))
+    if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
+        raise error_at(out, "is there already.", "Name a new folder.")
+    exported = HFExport.of(reader, config, dtype)
+    files: dict[str, bytes] = {}
+    before: Any = reader.state.get("hf_config")
+    if original is not None:
+        folder = Path(original)
+        before = json_object(read_plain(folder, CONFIG, MAX_CONFIG_BYTES), str(folder / CONFIG))
+        files = {name: read_plain(folder, name, _MAX_ALONG_BYTES) for name in _ALONG if os.path.lexists(folder / name)}
+    if exported.config is not None:
+        settings = exported.config | {"torch_dtype": exported.dtype_of(next(iter(exported.parts)))}
+        settings.pop("dtype", None)
+        if isinstance(before, Mapping):
+            settings |= {key: before[key] for key in _TOKENS if key in before}
+        files[CONFIG] = json.dumps(settings, indent=2).encode() + b"\n"
+    tmp = temporary_name(out)
+    try:
+        with disk_errors("writing the export", out, tmp=tmp):
+            make_folder(out.parent)
+            os.mkdir(tmp)
+            num_bytes = exported.write(tmp, max_shard_bytes)
+            for name, data in files.items():
+                write_new(tmp / name, [data])
+            report(f"wrote {pretty_bytes(num_bytes)}; reading it back")
+            exported.compare(tmp)
+            fsync_folder(tmp)
+            os.rename(tmp, out)  # also onto an empty folder
+            fsync_folder(out.parent)
+    finally:
+        shutil.rmtree(tmp, ignore_errors=True)
+    report(f"{out}: {len(exported.uses)} tensors, each equal to step {reader.step} of the run")
+    return out
+
+
+def chosen_step(root: Path, step: int | None, report: Report) -> Path:
+    """The newest undamaged checkpoint, or the one of that step, every byte checked."""
+    folders = usable_folders(root)
+    if step is None:
+        newest = newest_good(root, report=report) if folders else None
+        if newest is None:
+            raise error_at(root, "has no checkpoints.")
+        return newest
+    if step not in folders:
+        listed = ", ".join(map(str, folders)) or "none"
+        raise error_at(root, f"has no step {step}.", f"It has {listed}.")
+    problems = verify(folders[step])
+    if problems:
+        raise MeshwrightError(problems, exit_code=1)
+    return folders[step]
