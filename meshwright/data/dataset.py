@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
@@ -85,11 +85,32 @@ def require_place(*, cursor: int, batch: int, part: int, num_parts: int) -> None
 _ORDER_BLOCK = 4096
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleInfo:
+    """What all samples of a source have in common."""
+
+    kind: str
+    """tokens, images or table."""
+    sequence: int = 0
+    """Tokens in a sample; 0 where samples are no tokens."""
+    tokenizer: Tokenizer | None = None
+    num_bytes_per_token: float = 0.0
+    """Of text; 0 where it is not known."""
+    shape: tuple[int, ...] = ()
+    """Images: (channels, height, width). Tables: (dense columns, id columns, then each id column's size)."""
+    num_classes: int = 0
+    """Of images and tables; 0 for tokens."""
+    classes: tuple[str, ...] = ()
+    """Their names, where the data has names."""
+    max_chunk_samples: int = 1
+    """Neighbours that may be held out together, as they often come from one document."""
+
+
 class Source(Protocol):
-    """Numbered samples of one kind, all of one shape. What the words mean is told in `Data`."""
+    """Numbered samples of one kind, all of one shape."""
 
     @property
-    def kind(self) -> str: ...
+    def info(self) -> SampleInfo: ...
 
     @property
     def files(self) -> tuple[SourceFile, ...]: ...
@@ -103,29 +124,8 @@ class Source(Protocol):
     def num_samples(self) -> int: ...
 
     @property
-    def sequence(self) -> int: ...
-
-    @property
-    def tokenizer(self) -> Tokenizer | None: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def num_bytes_per_token(self) -> float: ...
-
-    @property
-    def sample_shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def num_classes(self) -> int: ...
-
-    @property
-    def classes(self) -> tuple[str, ...]: ...
-
-    @property
-    def max_chunk_samples(self) -> int:
-        """Neighbours that may be held out together, as they often come from one document."""
+    def vocab_size(self) -> int:
+        """Largest token that may occur, plus one; 0 without tokens. Token files are read through the first time."""
         ...
 
     def pick(self, samples: Index) -> SampleRows:
@@ -136,7 +136,9 @@ class Source(Protocol):
         """The sum of the weights of these samples."""
         ...
 
-    def check_vocabulary(self, vocab_size: int) -> Problems: ...
+    def check_vocabulary(self, vocab_size: int) -> Problems:
+        """Tokens that a model of `vocab_size` does not know, by file and position."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -151,7 +153,7 @@ class Data:
     @property
     def kind(self) -> str:
         """tokens, images or table."""
-        return self.source.kind
+        return self.source.info.kind
 
     @property
     def files(self) -> tuple[SourceFile, ...]:
@@ -174,11 +176,11 @@ class Data:
     @property
     def sequence(self) -> int:
         """Tokens in a sample; 0 where samples are no tokens."""
-        return self.source.sequence
+        return self.source.info.sequence
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        return self.source.tokenizer
+        return self.source.info.tokenizer
 
     @property
     def vocab_size(self) -> int:
@@ -188,22 +190,22 @@ class Data:
     @property
     def num_bytes_per_token(self) -> float:
         """Of text; 0 where it is not known."""
-        return self.source.num_bytes_per_token
+        return self.source.info.num_bytes_per_token
 
     @property
     def sample_shape(self) -> tuple[int, ...]:
         """Images: (channels, height, width). Tables: (dense columns, id columns, then each id column's size)."""
-        return self.source.sample_shape
+        return self.source.info.shape
 
     @property
     def num_classes(self) -> int:
         """Of images and tables; 0 for tokens."""
-        return self.source.num_classes
+        return self.source.info.num_classes
 
     @property
     def classes(self) -> tuple[str, ...]:
         """Their names, where the data has names."""
-        return self.source.classes
+        return self.source.info.classes
 
     @cached_property
     def fingerprint(self) -> str:
@@ -282,9 +284,19 @@ class Data:
 class JoinedSource:
     parts: tuple[Source, ...]
 
-    @property
-    def kind(self) -> str:
-        return self.parts[0].kind
+    @cached_property
+    def info(self) -> SampleInfo:
+        """Table columns are as large as their largest; bytes per token are known where all parts know them."""
+        infos = [part.info for part in self.parts]
+        known, counts = [info.num_bytes_per_token for info in infos], [part.num_samples for part in self.parts]
+        return replace(
+            infos[0],
+            tokenizer=next((info.tokenizer for info in infos if info.tokenizer), None),
+            # By samples, as a run sees the parts about so often.
+            num_bytes_per_token=float(np.average(known, weights=counts)) if all(known) else 0.0,
+            shape=tuple(max(sizes) for sizes in zip(*(info.shape for info in infos), strict=True)),
+            num_classes=max(info.num_classes for info in infos),
+        )
 
     @property
     def files(self) -> tuple[SourceFile, ...]:
@@ -297,38 +309,6 @@ class JoinedSource:
     @property
     def num_samples(self) -> int:
         return int(self._firsts[-1])
-
-    @property
-    def sequence(self) -> int:
-        return self.parts[0].sequence
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        return next((part.tokenizer for part in self.parts if part.tokenizer), None)
-
-    @property
-    def num_bytes_per_token(self) -> float:
-        """Unknown where one part does not know it; else by samples, as a run sees them about so often."""
-        known = [part.num_bytes_per_token for part in self.parts]
-        counts = [part.num_samples for part in self.parts]
-        return float(np.average(known, weights=counts)) if all(known) else 0.0
-
-    @property
-    def sample_shape(self) -> tuple[int, ...]:
-        """Table columns are as large as their largest."""
-        return tuple(max(sizes) for sizes in zip(*(part.sample_shape for part in self.parts), strict=True))
-
-    @property
-    def num_classes(self) -> int:
-        return max(part.num_classes for part in self.parts)
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        return self.parts[0].classes
-
-    @property
-    def max_chunk_samples(self) -> int:
-        return self.parts[0].max_chunk_samples
 
     @property
     def vocab_size(self) -> int:
@@ -370,22 +350,23 @@ def join_sources(sources: Sequence[Source], problems: list[Problem]) -> Source:
     """One source of several; those of another kind or shape are told."""
     if len(sources) == 1:
         return sources[0]
-    first = sources[0]
+
+    def shape_of(info: SampleInfo) -> tuple[int, ...]:
+        """Of a table only how many columns there are: their sizes may differ."""
+        return info.shape[:2] if info.kind == "table" else info.shape
+
+    first, path = sources[0].info, sources[0].files[0].path if sources[0].files else "data"
     for other in sources[1:]:
-        where = other.files[0].path if other.files else "data"
-        if other.kind != first.kind:
-            what = f"holds {other.kind}, {first.files[0].path} holds {first.kind}."
-            problems.append(Problem(where=where, what=what, fix="Use one kind of data in a run."))
-        elif _shape(other) != _shape(first):
-            what = f"its samples have the shape {_shape(other)}, those of {first.files[0].path} {_shape(first)}."
-            problems.append(Problem(where=where, what=what, fix="Bring all to one shape."))
-        elif other.classes != first.classes:
-            names, others = ", ".join(first.classes), ", ".join(other.classes)
-            what = f"its classes are {others}; those of {first.files[0].path} are {names}."
-            problems.append(Problem(where=where, what=what, fix="A class must have one number everywhere."))
+        info, what = other.info, ""
+        if info.kind != first.kind:
+            what, fix = f"holds {info.kind}, {path} holds {first.kind}.", "Use one kind of data in a run."
+        elif shape_of(info) != shape_of(first):
+            what = f"its samples have the shape {shape_of(info)}, those of {path} {shape_of(first)}."
+            fix = "Bring all to one shape."
+        elif info.classes != first.classes:
+            names, others = ", ".join(first.classes), ", ".join(info.classes)
+            what = f"its classes are {others}; those of {path} are {names}."
+            fix = "A class must have one number everywhere."
+        if what:
+            problems.append(Problem(where=other.files[0].path if other.files else "data", what=what, fix=fix))
     return JoinedSource(parts=tuple(sources))
-
-
-def _shape(source: Source) -> tuple[int, ...]:
-    """Of a table only how many columns there are: their sizes may differ."""
-    return source.sample_shape[:2] if source.kind == "table" else source.sample_shape

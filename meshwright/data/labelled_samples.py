@@ -34,7 +34,7 @@ from meshwright.data.arrays import (
 )
 from meshwright.data.cache import ArrayWriter, CachedArrays, CacheKey, Facts, cached
 from meshwright.data.data_section import DataSection
-from meshwright.data.dataset import Inputs, SampleRows
+from meshwright.data.dataset import Inputs, SampleInfo, SampleRows
 from meshwright.data.file_list import SourceFile
 from meshwright.data.sample_order import Index
 
@@ -56,11 +56,7 @@ class LabelledSource:
 
     entry: CachedArrays
     files: tuple[SourceFile, ...]
-    sequence: ClassVar[int] = 0
-    tokenizer: ClassVar[None] = None
     vocab_size: ClassVar[int] = 0
-    num_bytes_per_token: ClassVar[float] = 0.0
-    max_chunk_samples: ClassVar[int] = 1
 
     @property
     def num_samples(self) -> int:
@@ -84,23 +80,16 @@ class LabelledSource:
 class ImageSource(LabelledSource):
     """Its array `images` is (samples, channels, height, width): uint8, or float32 taken as it is."""
 
-    kind: ClassVar[str] = "images"
-
     @property
-    def sample_shape(self) -> tuple[int, ...]:
-        return tuple(self.entry.arrays["images"].shape[1:])
-
-    @property
-    def num_classes(self) -> int:
-        return int(self.entry.facts["num_classes"])
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        return tuple(self.entry.facts["classes"])
+    def info(self) -> SampleInfo:
+        shape, facts = self.entry.arrays["images"].shape[1:], self.entry.facts
+        num_classes, classes = facts["num_classes"], tuple(facts["classes"])
+        return SampleInfo(kind="images", shape=tuple(shape), num_classes=num_classes, classes=classes)
 
     @property
     def facts(self) -> list[Any]:
-        return ["images", [self.num_samples, *self.sample_shape], self.num_classes, self.entry.facts["digest"]]
+        shape = list(self.entry.arrays["images"].shape)
+        return ["images", shape, self.entry.facts["num_classes"], self.entry.facts["digest"]]
 
     def inputs(self, samples: Index) -> Inputs:
         chosen = self.entry.arrays["images"][samples]
@@ -110,18 +99,14 @@ class ImageSource(LabelledSource):
 class TableSource(LabelledSource):
     """Its arrays `dense` and `ids` have a column each of the table's; `id_sizes` are the largest ids plus one."""
 
-    kind: ClassVar[str] = "table"
-    num_classes: ClassVar[int] = 2
-    classes: ClassVar[tuple[str, ...]] = ()
-
     @property
-    def sample_shape(self) -> tuple[int, ...]:
-        arrays = self.entry.arrays
-        return (arrays["dense"].shape[1], arrays["ids"].shape[1], *self.entry.facts["id_sizes"])
+    def info(self) -> SampleInfo:
+        num_dense, num_ids = self.entry.arrays["dense"].shape[1], self.entry.arrays["ids"].shape[1]
+        return SampleInfo(kind="table", shape=(num_dense, num_ids, *self.entry.facts["id_sizes"]), num_classes=2)
 
     @property
     def facts(self) -> list[Any]:
-        return ["table", self.num_samples, list(self.sample_shape), self.entry.facts["digest"]]
+        return ["table", self.num_samples, list(self.info.shape), self.entry.facts["digest"]]
 
     def inputs(self, samples: Index) -> Inputs:
         return self.entry.arrays["dense"][samples], self.entry.arrays["ids"][samples].astype(np.int64)

@@ -91,7 +91,7 @@ def _open(section: DataSection, cache: Path | None, problems: list[Problem]) -> 
             source.num_samples,
             held_out_fraction=section.held_out_fraction,
             seed=seed,
-            max_chunk_samples=source.max_chunk_samples,
+            max_chunk_samples=source.info.max_chunk_samples,
         )
         streams.append(SplitStream(split=split, seed=seed))
     raise_problems(problems)
@@ -111,7 +111,7 @@ def _size_problems(source: Source, section: DataSection) -> list[Problem]:
         return []
     what = f"there are {source.num_samples} samples; training{' and holding out' if needed > 1 else ''} needs {needed}."
     where = source.files[0].path if source.files else "data"
-    fix = "Add tokens, or use a shorter sequence." if source.kind == "tokens" else "Add samples."
+    fix = "Add tokens, or use a shorter sequence." if source.info.kind == "tokens" else "Add samples."
     return [Problem(where=where, what=what, fix=fix)]
 
 

@@ -17,12 +17,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from meshwright.core.errors import Problem, Problems
-from meshwright.data.dataset import SampleRows
+from meshwright.data.dataset import SampleInfo, SampleRows
 from meshwright.data.file_list import SourceFile
 from meshwright.data.sample_order import MAX_CHUNK_SAMPLES, Index
 from meshwright.data.token_reader import FlatTokens
@@ -46,11 +46,16 @@ class TokenSource:
     """Smallest and largest token, of files that no tokenizer of ours made."""
     check: Callable[[Index, Index], None] | None = None
     """Called with the first token and the end of each range before it is used, of files that have hashes."""
-    kind: ClassVar[str] = "tokens"
-    sample_shape: ClassVar[tuple[int, ...]] = ()
-    num_classes: ClassVar[int] = 0
-    classes: ClassVar[tuple[str, ...]] = ()
-    max_chunk_samples: ClassVar[int] = MAX_CHUNK_SAMPLES
+
+    @property
+    def info(self) -> SampleInfo:
+        return SampleInfo(
+            kind="tokens",
+            sequence=self.sequence,
+            tokenizer=self.tokenizer,
+            num_bytes_per_token=self.num_bytes_per_token,
+            max_chunk_samples=MAX_CHUNK_SAMPLES,
+        )
 
     @property
     def num_tokens(self) -> int:
