@@ -21,7 +21,7 @@ from meshwright.data.dataset import Data, Source, join_sources
 from meshwright.data.file_list import DATASETS, SourceFile, collect_problems, find_files
 from meshwright.data.labelled_samples import is_image_folder, open_image_folder, open_npz_images, open_table
 from meshwright.data.records import TextKeys, has_messages, nearest_format, open_template
-from meshwright.data.sample_order import MixedStream, SplitStream, Stream, part_seed, split_samples
+from meshwright.data.sample_order import Stream, part_seed, split_samples
 from meshwright.data.token_files import open_flat, open_megatron
 from meshwright.data.token_reader import FlatTokens, read_files
 from meshwright.data.token_samples import TokenSource, length_problems
@@ -83,7 +83,7 @@ def _open(section: DataSection, cache: Path | None, problems: list[Problem]) -> 
     raise_problems(problems)
     sources = [source for source in opened if source is not None]
     joined = join_sources(sources, problems)
-    streams = []
+    splits = []
     for number, source in enumerate(sources):
         problems.extend(_size_problems(source, section))
         seed = part_seed(section.seed, number) if section.mixture else section.seed
@@ -93,12 +93,10 @@ def _open(section: DataSection, cache: Path | None, problems: list[Problem]) -> 
             seed=seed,
             max_chunk_samples=source.info.max_chunk_samples,
         )
-        streams.append(SplitStream(split=split, seed=seed))
+        splits.append(split)
     raise_problems(problems)
-    stream: Stream = streams[0]
-    if section.mixture:
-        weights = tuple(part.weight for part in section.mixture)
-        stream = MixedStream(parts=tuple(streams), weights=weights, seed=section.seed)
+    weights = tuple(part.weight for part in section.mixture)
+    stream = Stream(parts=tuple(splits), weights=weights, seed=section.seed)
     return Data(source=joined, stream=stream, held_out_fraction=section.held_out_fraction, seed=section.seed)
 
 

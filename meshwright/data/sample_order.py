@@ -30,9 +30,10 @@ so that the part and its own cursor cost one lookup each, wherever the cursor st
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -116,6 +117,11 @@ class Split:
         in_tail = index >= chunked
         return np.where(in_tail, index + self.num_held_out, self._in_chunks(np.where(in_tail, 0, index)))
 
+    def at(self, cursors: Index) -> Index:
+        """The sample that trains at each cursor: each epoch is a new order of all train samples."""
+        epoch, place = np.divmod(cursors, self.num_train)
+        return self.train(permuted(place, size=self.num_train, seed=self.seed, stream=epoch))
+
     def held_out(self, index: Index) -> Index:
         """The sample behind each held-out index: drawn from all over the corpus, in a fixed order."""
         return self._in_chunks(index + (self.num_chunks - self.num_held_out_chunks) * self.chunk_samples)
@@ -147,64 +153,17 @@ def split_samples(
 _NUM_SLOTS = 1 << 16
 
 
-class Stream(Protocol):
-    @property
-    def num_train(self) -> int: ...
-
-    @property
-    def num_held_out(self) -> int: ...
-
-    @property
-    def facts(self) -> list[Any]:
-        """What makes this another order than that of the same samples alone."""
-        ...
-
-    def train(self, cursor: int, num_samples: int) -> Index:
-        """The samples that train at `cursor`, `cursor + 1`, ..."""
-        ...
-
-    def held_out(self, index: Index) -> Index:
-        """The sample behind each held-out index, in a fixed order."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SplitStream:
-    """Each epoch is a new order of all train samples."""
-
-    split: Split
-    seed: int
-
-    @property
-    def num_train(self) -> int:
-        return self.split.num_train
-
-    @property
-    def num_held_out(self) -> int:
-        return self.split.num_held_out
-
-    @property
-    def facts(self) -> list[Any]:
-        return []
-
-    def train(self, cursor: int, num_samples: int) -> Index:
-        return self.at(cursor + np.arange(num_samples, dtype=np.int64))
-
-    def at(self, cursors: Index) -> Index:
-        epoch, place = np.divmod(cursors, self.num_train)
-        return self.split.train(permuted(place, size=self.num_train, seed=self.seed, stream=epoch))
-
-    def held_out(self, index: Index) -> Index:
-        return self.split.held_out(index)
-
-
 @dataclass(frozen=True, kw_only=True)
-class MixedStream:
-    """Parts with weights; samples are numbered through, part after part. Each part keeps its own epochs."""
+class Stream:
+    """The order of one part's samples, or of several with weights, numbered through, part after part.
 
-    parts: tuple[SplitStream, ...]
-    weights: tuple[float, ...]
-    seed: int
+    Each part keeps its own epochs.
+    """
+
+    parts: tuple[Split, ...]
+    weights: tuple[float, ...] = ()
+    """Empty where there is no mixture but one part."""
+    seed: int = 0
 
     @property
     def num_train(self) -> int:
@@ -216,37 +175,48 @@ class MixedStream:
 
     @property
     def facts(self) -> list[Any]:
-        return ["mixture", list(self.weights), [part.split.num_samples for part in self.parts]]
+        """What makes this another order than that of the same samples alone."""
+        return ["mixture", list(self.weights), [part.num_samples for part in self.parts]] if self.weights else []
 
     def train(self, cursor: int, num_samples: int) -> Index:
-        part_of, own = self._places(cursor + np.arange(num_samples, dtype=np.int64))
-        return self._gather(part_of, own, lambda part, index: part.at(index))
+        """The samples that train at `cursor`, `cursor + 1`, ..."""
+        return self._samples(cursor + np.arange(num_samples, dtype=np.int64), Split.at)
 
     def held_out(self, index: Index) -> Index:
-        """In the same proportions. A part that is too small for its share repeats: what is estimated is the mixture."""
-        part_of, own = self._places(np.asarray(index))
-        return self._gather(part_of, own, lambda part, place: part.held_out(place % part.num_held_out))
+        """The sample behind each held-out index, in a fixed order.
 
-    def _places(self, cursors: Index) -> tuple[Index, Index]:
-        """The part of each cursor, and how many samples of that part came before."""
+        In the proportions of training: a part that is too small for its share repeats.
+        """
+        return self._samples(np.asarray(index), lambda part, own: part.held_out(own % part.num_held_out))
+
+    def _samples(self, cursors: Index, sample_at: Callable[[Split, Index], Index]) -> Index:
+        if not self.weights:
+            return sample_at(self.parts[0], cursors)
         part_of, own, counts = self._schedule
         turn, slot = np.divmod(cursors, _NUM_SLOTS)
         chosen = part_of[slot]
-        return chosen, turn * counts[chosen] + own[slot]
-
-    def _gather(self, part_of: Index, own: Index, sample_at: Any) -> Index:
-        samples = np.empty(len(part_of), dtype=np.int64)
-        first = 0
+        place = turn * counts[chosen] + own[slot]  # how many samples of that part came before
+        samples, first = np.empty(len(cursors), dtype=np.int64), 0
         for number, part in enumerate(self.parts):
-            mine = part_of == number
-            samples[mine] = first + sample_at(part, own[mine])
-            first += part.split.num_samples
+            mine = chosen == number
+            samples[mine] = first + sample_at(part, place[mine])
+            first += part.num_samples
         return samples
 
     @cached_property
     def _schedule(self) -> tuple[Index, Index, Index]:
         """(part of each slot, its own place, slots of each part)."""
-        counts = _slot_counts(np.asarray(self.weights, dtype=np.float64))
+        weights = np.asarray(self.weights, dtype=np.float64)
+        assert len(weights) <= _NUM_SLOTS
+        exact = weights / weights.sum() * _NUM_SLOTS
+        # Whole slots in proportion, at least one each, by largest remainder.
+        counts = np.maximum(1, np.floor(exact)).astype(np.int64)
+        for _ in range(int(abs(_NUM_SLOTS - counts.sum()))):
+            missing = exact - counts
+            if counts.sum() < _NUM_SLOTS:
+                counts[np.argmax(missing)] += 1
+            else:
+                counts[np.argmin(np.where(counts > 1, missing, np.inf))] -= 1
         part_of = np.repeat(np.arange(len(counts)), counts)
         own = np.arange(_NUM_SLOTS) - np.repeat(np.cumsum(counts) - counts, counts)
         # Evenly spread, each part from a place of its own that the seed decides.
@@ -259,17 +229,3 @@ class MixedStream:
 def part_seed(seed: int, part: int) -> int:
     """Parts of one size must not walk in step."""
     return xxhash.xxh3_64_intdigest(f"{seed}/part {part}".encode())
-
-
-def _slot_counts(weights: npt.NDArray[np.float64]) -> Index:
-    """Whole slots in proportion, at least one each, by largest remainder."""
-    assert 1 <= len(weights) <= _NUM_SLOTS
-    exact = weights / weights.sum() * _NUM_SLOTS
-    counts = np.maximum(1, np.floor(exact)).astype(np.int64)
-    for _ in range(int(abs(_NUM_SLOTS - counts.sum()))):
-        missing = exact - counts
-        if counts.sum() < _NUM_SLOTS:
-            counts[np.argmax(missing)] += 1
-        else:
-            counts[np.argmin(np.where(counts > 1, missing, np.inf))] -= 1
-    return counts

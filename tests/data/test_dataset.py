@@ -113,7 +113,7 @@ def test_held_out_batches_cover_the_held_out_samples_once(corpora, batch, num_pa
         assert same(joined(ranks), whole)
         assert whole.num_tokens == whole.weights.sum()
     real = np.concatenate([whole.inputs for whole in wholes])[: data.num_held_out]
-    expected = data.stream.split.held_out(np.arange(data.num_held_out))[:, None] * data.sequence
+    expected = data.stream.parts[0].held_out(np.arange(data.num_held_out))[:, None] * data.sequence
     assert np.array_equal(real, data.source.corpus.tokens[expected + np.arange(data.sequence)])
     assert not np.concatenate([whole.weights for whole in wholes])[data.num_held_out :].any()
 

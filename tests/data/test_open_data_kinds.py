@@ -175,7 +175,7 @@ def test_a_mixture_has_its_proportions_at_any_place(tmp_path: Path) -> None:
     # Each part goes through all of its own samples before it repeats one.
     part = first.stream.parts[1]
     samples = first.order(0, 5 * part.num_train + 50)
-    sizes = [each.split.num_samples for each in first.stream.parts]
+    sizes = [each.num_samples for each in first.stream.parts]
     mine = samples[(samples >= sizes[0]) & (samples < sizes[0] + sizes[1])][: part.num_train]
     assert len(set(mine.tolist())) == part.num_train
     held_out = np.concatenate([batch.inputs[:, 0] for batch in first.held_out_batches(10, limit=10)]) - ord("0")
