@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar, Union
 
 import xxhash
 
-from meshwright.core.errors import MeshwrightError, Problem, nearest
+from meshwright.core.errors import MeshwrightError, Problem, error_at, nearest
 
 T = TypeVar("T")
 LARGEST_WHOLE_NUMBER = 2**63 - 1
@@ -197,33 +197,21 @@ def read_artefact(cls: type[T], text: str, source: str) -> T:
     A newer version is said first: its unknown keys would only confuse.
     """
     try:
-        return _read_artefact(cls, text, source)
+        try:
+            value = json.loads(text, parse_constant=_refuse_constant)
+        except ValueError as error:
+            raise error_at(source, f"is not valid JSON: {error}.") from None
+        version = value.get("version") if isinstance(value, Mapping) else None
+        newest, oldest = getattr(cls, "VERSION", 1), getattr(cls, "OLDEST", None)
+        if isinstance(version, int) and version > newest:
+            what = f"is a {cls.__name__} of version {version}; this program reads up to {newest}."
+            raise error_at(source, what, "Upgrade meshwright, or write the file again with this version.")
+        if oldest is not None and isinstance(version, int) and version < oldest:
+            what = f"is a {cls.__name__} of version {version}; this program reads from {oldest} on."
+            raise error_at(source, what, "Write the file again with this version.")
+        return decode(cls, value, source)
     except RecursionError:
-        raise MeshwrightError([Problem(where=source, what="is nested too deeply.")]) from None
-
-
-def _read_artefact(cls: type[T], text: str, source: str) -> T:
-    try:
-        value = json.loads(text, parse_constant=_refuse_constant)
-    except ValueError as error:
-        raise MeshwrightError([Problem(where=source, what=f"is not valid JSON: {error}.")]) from None
-    newest = getattr(cls, "VERSION", 1)
-    version = value.get("version") if isinstance(value, Mapping) else None
-    if isinstance(version, int) and version > newest:
-        raise MeshwrightError(
-            [
-                Problem(
-                    where=source,
-                    what=f"is a {cls.__name__} of version {version}; this program reads up to {newest}.",
-                    fix="Upgrade meshwright, or write the file again with this version.",
-                )
-            ]
-        )
-    oldest = getattr(cls, "OLDEST", None)
-    if oldest is not None and isinstance(version, int) and version < oldest:
-        what = f"is a {cls.__name__} of version {version}; this program reads from {oldest} on."
-        raise MeshwrightError([Problem(where=source, what=what, fix="Write the file again with this version.")])
-    return decode(cls, value, source)
+        raise error_at(source, "is nested too deeply.") from None
 
 
 def load_artefact(cls: type[T], path: str | Path) -> T:
@@ -231,7 +219,7 @@ def load_artefact(cls: type[T], path: str | Path) -> T:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "is not a text file"
-        raise MeshwrightError([Problem(where=str(path), what=f"cannot be read: {reason}.")]) from None
+        raise error_at(path, f"cannot be read: {reason}.") from None
     return read_artefact(cls, text, str(path))
 
 
