@@ -73,10 +73,10 @@ class Reader:
             if piece.file not in self._files:
                 self._files[piece.file] = safe_open(self.folder / piece.file, framework="pt")
             stored = self._files[piece.file].get_slice(piece.key)
-            found = (stored.get_dtype(), tuple(stored.get_shape()))
+            actual = (stored.get_dtype(), tuple(stored.get_shape()))
             wanted = (DTYPES[self.manifest.tensors[piece.tensor].dtype][0], piece.size)
-            if found != wanted:
-                self._refuse(f"{piece.file}: {piece.key} of {piece.tensor!r} is {found}, the manifest says {wanted}.")
+            if actual != wanted:
+                self._refuse(f"{piece.file}: {piece.key} of {piece.tensor!r} is {actual}, the manifest says {wanted}.")
             if both == held:  # also what has no dim to slice
                 return self._files[piece.file].get_tensor(piece.key)
             return stored[both.within(held)]

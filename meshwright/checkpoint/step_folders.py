@@ -39,7 +39,7 @@ def rank_file(rank: int) -> str:
 
 def _folders(root: Path) -> list[tuple[int, str, Path]]:
     """(step, suffix, folder) of every folder of ours; links are not ours."""
-    found = []
+    folders = []
     refuse_link(Path(root))
     try:
         entries = list(os.scandir(root))
@@ -50,8 +50,8 @@ def _folders(root: Path) -> list[tuple[int, str, Path]]:
     for entry in entries:
         match = _FOLDER.fullmatch(entry.name)
         if match and f"{int(match[1]):08d}" == match[1] and entry.is_dir(follow_symlinks=False):
-            found.append((int(match[1]), match[2] or "", Path(root) / entry.name))
-    return sorted(found)
+            folders.append((int(match[1]), match[2] or "", Path(root) / entry.name))
+    return sorted(folders)
 
 
 def committed_folders(root: Path) -> dict[int, Path]:

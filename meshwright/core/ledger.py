@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from meshwright.core.cluster import Cluster
 from meshwright.core.codec import decode, encode, seal, unseal
 from meshwright.core.device import wrong_numbers
-from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.errors import MeshwrightError, error_at
 
 NOT_KNOWN = "not known"
 """What a comparison says of memory while only one rank's has been seen, and that one is not the fullest."""
@@ -136,7 +136,7 @@ def read(path: Path) -> tuple[list[Entry], int]:
     except OSError as error:
         what = f"cannot be read: {error.strerror}."
         fix = "`mw train` makes it; give another file if it lies elsewhere."
-        raise MeshwrightError([Problem(where=str(path), what=what, fix=fix)]) from None
+        raise error_at(path, what, fix) from None
     entries, num_bad = [], 0
     for line in lines:
         if not line.strip():

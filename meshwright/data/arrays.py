@@ -71,7 +71,7 @@ def read_npz(path: str, wanted: tuple[str, ...]) -> dict[str, npt.NDArray[Any]]:
     missing = [name for name in wanted if name not in names]
     if missing:
         raise MeshwrightError(
-            [Problem(where=path, what=f'has no array "{name}".', fix=nearest(name, names)) for name in missing]
+            Problem(where=path, what=f'has no array "{name}".', fix=nearest(name, names)) for name in missing
         )
     with _readable_npz(path), zipfile.ZipFile(path) as archive:
         return {name: _read_member(archive, name, path) for name in wanted}
@@ -100,9 +100,9 @@ def read_header(stream: BinaryIO, num_bytes: int) -> None:
     shape, _, dtype = read(stream, max_header_size=_MAX_HEADER_BYTES)
     if dtype.hasobject or not dtype.itemsize:
         raise ValueError(f"it holds {'Python objects' if dtype.hasobject else 'nothing'}, not numbers")
-    needed, found = math.prod(shape) * dtype.itemsize, num_bytes - stream.tell()
-    if any(length < 0 for length in shape) or needed != found:
-        raise ValueError(f"an array of shape {shape} and type {dtype} has {needed:,} bytes, not {found:,}")
+    needed, actual = math.prod(shape) * dtype.itemsize, num_bytes - stream.tell()
+    if any(length < 0 for length in shape) or needed != actual:
+        raise ValueError(f"an array of shape {shape} and type {dtype} has {needed:,} bytes, not {actual:,}")
 
 
 def first_not_finite(values: npt.NDArray[Any]) -> tuple[int, ...] | None:

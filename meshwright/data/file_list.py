@@ -78,8 +78,8 @@ def find_files(patterns: tuple[str, ...], problems: list[Problem]) -> tuple[Sour
     for pattern in patterns:
         for path in _expand(pattern, problems) if pattern.strip() else ():
             paths.setdefault(os.path.realpath(path), path)
-    found = (_describe(path, problems) for path in paths.values())
-    return tuple(file for file in found if file)
+    files = (_describe(path, problems) for path in paths.values())
+    return tuple(file for file in files if file)
 
 
 def _expand(pattern: str, problems: list[Problem]) -> Iterable[str]:

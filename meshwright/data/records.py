@@ -83,8 +83,8 @@ class Records:
             spoken, said = keys.template.spans(messages, record.get("tools")) if messages else ("", [])
             prompt, text = b"", _text_field(spoken, "messages")
         else:
-            found = ", ".join(f'"{key}"' for key in list(record)[:8]) or "none"
-            raise BadRecord(f'has no "{keys.text}" key.', f"Its keys: {found}. {nearest_format(record)}".rstrip())
+            names = ", ".join(f'"{key}"' for key in list(record)[:8]) or "none"
+            raise BadRecord(f'has no "{keys.text}" key.', f"Its keys: {names}. {nearest_format(record)}".rstrip())
         self.num_records += 1
         if prompt or text:
             self.prompts.append(prompt)
@@ -165,7 +165,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     """One message, `from` and `value` as `role` and `content`; what else it has is the template's."""
     if not isinstance(message, Mapping):
         raise BadRecord(f"{where} is a {type(message).__name__}, not a message.")
-    found = {name: value for name, value in message.items() if name not in ("from", "value") and value is not None}
+    others = {name: value for name, value in message.items() if name not in ("from", "value") and value is not None}
     role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
     if isinstance(content, list) and all(isinstance(p, Mapping) and isinstance(p.get("text"), str) for p in content):
         content = "".join(part["text"] for part in content)
@@ -173,7 +173,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         content = ""
     if not isinstance(role, str) or not isinstance(content, str):
         raise BadRecord(f"{where} has no text as role or content.", 'Write {"role": "user", "content": "..."}.')
-    return {**found, "role": _SHAREGPT_ROLES.get(role, role), "content": content}
+    return {**others, "role": _SHAREGPT_ROLES.get(role, role), "content": content}
 
 
 def nearest_format(names: Collection[str]) -> str:

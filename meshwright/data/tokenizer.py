@@ -81,12 +81,12 @@ class ByteTokenizer:
     def encode_spans(
         self, texts: Sequence[bytes], spans: Sequence[Sequence[tuple[int, int]]]
     ) -> list[tuple[TokenArray, npt.NDArray[np.uint8]]]:
-        found = []
+        encoded = []
         for text, inside in zip(texts, spans, strict=True):
             tokens = self.encode(text)
             characters = np.cumsum((tokens & 0xC0) != 0x80) - 1  # all but the bytes that go on with a character
-            found.append((tokens, _is_inside(characters, inside)))
-        return found
+            encoded.append((tokens, _is_inside(characters, inside)))
+        return encoded
 
     def decode(self, tokens: npt.ArrayLike) -> str:
         """The text of tokens; what is not UTF-8 becomes U+FFFD: sampled text is often cut mid-character."""
@@ -114,12 +114,12 @@ class FileTokenizer:
         vocabulary: dict[str, int] = self._engine.get_vocab(with_added_tokens=True)
         tokens = set(vocabulary.values())
         candidates = (vocabulary.get(word) if isinstance(word, str) else word for word in separators)
-        found = next((token for token in candidates if token in tokens), None)
-        if found is None:
+        separator = next((token for token in candidates if token in tokens), None)
+        if separator is None:
             raise ValueError("has no token that ends a text")
-        self.name = f"tokenizers:{xxhash.xxh3_64_hexdigest(content)}:{found}"
+        self.name = f"tokenizers:{xxhash.xxh3_64_hexdigest(content)}:{separator}"
         self.vocab_size = max(vocabulary.values()) + 1
-        self.separator = found
+        self.separator = separator
         self.dtype = np.min_scalar_type(self.vocab_size - 1)
 
     def encode(self, text: bytes | str) -> TokenArray:

@@ -179,10 +179,10 @@ def read_folder(folder: str | Path) -> HFModel:
     if family is None:
         named = architecture or "no architecture"
         return HFModel(architecture=architecture, config=None, reason=f"config.json names {named}.", raw=raw)
-    return _Reading(raw, family, where).model(architecture)
+    return _ConfigReader(raw, family, where).model(architecture)
 
 
-class _Reading:
+class _ConfigReader:
     """One config.json: the problems and the reasons are collected while its keys are looked at."""
 
     def __init__(self, raw: dict[str, Any], family: Family, where: str):

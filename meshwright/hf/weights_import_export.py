@@ -37,8 +37,8 @@ from meshwright.hf.weights_read import (
     FLOATS,
     Shape,
     Source,
+    StoredTensors,
     TensorPart,
-    Tensors,
     parameter_shapes,
     parts_of_decoder,
     read_parts,
@@ -74,18 +74,18 @@ Report = Callable[[str], None]
 
 def import_hf(folder: str | Path, root: str | Path, *, dtype: str = "float32", report: Report = print) -> Path:
     """A Hugging Face folder; what our decoder cannot be keeps its own names, for transformers' module."""
-    model, held = read_folder(folder), open_folder(folder)
+    model, weights = read_folder(folder), open_folder(folder)
     state: dict[str, Any] = {"weights_only": True, "model_kind": "hf", "hf_config": model.raw}
     try:
         if model.config is None:
             report(f"{model.reason} It keeps its own names, for transformers' module.")
-            shapes, source = _by_own_names(held, report)
+            shapes, source = _by_own_names(weights, report)
         else:
             state |= {"model_kind": "decoder", "model_config": encode(model.config)}
-            shapes, source = parameter_shapes(model.config), source_of_decoder(held, model.config)
+            shapes, source = parameter_shapes(model.config), source_of_decoder(weights, model.config)
         return _write(Path(root), shapes, source, getattr(torch, dtype), state, report)
     finally:
-        held.close()
+        weights.close()
 
 
 def import_dcp(
@@ -97,32 +97,33 @@ def import_dcp(
     report: Report = print,
 ) -> Path:
     """A torch Distributed Checkpoint: its model's tensors, by our names or by the family's where `config` is given."""
-    held = open_dcp(folder)
+    weights = open_dcp(folder)
     state: dict[str, Any] = {"weights_only": True, "model_kind": "module"}
     try:
         if config is None:
-            shapes, source = _by_own_names(held, report)
+            shapes, source = _by_own_names(weights, report)
         else:
             state |= {"model_kind": "decoder", "model_config": encode(config)}
             shapes = parameter_shapes(config)
             has_our_names = all(
-                name in held.tensors and tuple(held.tensors[name].shape) == shape for name, shape in shapes.items()
+                name in weights.tensors and tuple(weights.tensors[name].shape) == shape
+                for name, shape in shapes.items()
             )
-            source = _by_own_names(held, report)[1] if has_our_names else source_of_decoder(held, config)
+            source = _by_own_names(weights, report)[1] if has_our_names else source_of_decoder(weights, config)
         return _write(Path(root), shapes, source, getattr(torch, dtype), state, report)
     finally:
-        held.close()
+        weights.close()
 
 
-def _by_own_names(held: Tensors, report: Report) -> tuple[dict[str, Shape], Source]:
+def _by_own_names(weights: StoredTensors, report: Report) -> tuple[dict[str, Shape], Source]:
     """The shapes of all tensors of floating point, and their values."""
-    shapes = {name: tuple(each.shape) for name, each in held.tensors.items() if each.dtype in FLOATS}
+    shapes = {name: tuple(each.shape) for name, each in weights.tensors.items() if each.dtype in FLOATS}
     if not shapes:
-        raise error_at(held.where, "has no weights in floating point.")
-    left = len(held.tensors) - len(shapes)
+        raise error_at(weights.where, "has no weights in floating point.")
+    left = len(weights.tensors) - len(shapes)
     if left:
         report(f"{left} tensors of whole numbers are left out")
-    return shapes, source_of_parts(held, {name: (TensorPart.whole(name, shape),) for name, shape in shapes.items()})
+    return shapes, source_of_parts(weights, {name: (TensorPart.whole(name, shape),) for name, shape in shapes.items()})
 
 
 def _write(

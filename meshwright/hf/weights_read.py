@@ -278,7 +278,7 @@ _NOT_WEIGHTS = re.compile(r"(?:.*\.)?(?:rotary_emb\.inv_freq|attn\.(?:masked_)?b
 _BLOCK_ELEMENTS = 1 << 22
 
 
-class Tensors(Protocol):
+class StoredTensors(Protocol):
     """Named tensors somewhere on a disk: safetensors or a torch Distributed Checkpoint."""
 
     @property
@@ -296,9 +296,9 @@ def source_of_folder(folder: str | Path, config: DecoderConfig) -> Source:
     return source_of_decoder(open_folder(folder), config)
 
 
-def source_of_decoder(held: Tensors, config: DecoderConfig) -> Source:
-    raise_problems(problems_of(held, config))
-    return source_of_parts(held, parts_of_decoder(config, held.tensors.keys()))
+def source_of_decoder(weights: StoredTensors, config: DecoderConfig) -> Source:
+    raise_problems(problems_of(weights, config))
+    return source_of_parts(weights, parts_of_decoder(config, weights.tensors.keys()))
 
 
 def source_of_named(folder: str | Path, module: nn.Module) -> Source:
@@ -306,8 +306,8 @@ def source_of_named(folder: str | Path, module: nn.Module) -> Source:
 
     Its lasting buffers are filled at once.
     """
-    held = open_folder(folder)
-    named = NamedTensors(held, module)
+    weights = open_folder(folder)
+    named = NamedTensors(weights, module)
     raise_problems(named.problems())
     named.fill_buffers()
     return named.read
@@ -316,9 +316,9 @@ def source_of_named(folder: str | Path, module: nn.Module) -> Source:
 class NamedTensors:
     """A module's parameters in a folder: by their own names, or by transformers' rules for loading."""
 
-    def __init__(self, held: Tensors, module: nn.Module):
-        self.held, self.module = held, module
-        self.renamed, self.converted = conversions(module, held.tensors)
+    def __init__(self, weights: StoredTensors, module: nn.Module):
+        self.weights, self.module = weights, module
+        self.renamed, self.converted = conversions(module, weights.tensors)
         names: dict[int, list[str]] = {}
         for name, value in module.named_parameters(remove_duplicate=False):
             names.setdefault(id(value), []).append(name)
@@ -328,12 +328,12 @@ class NamedTensors:
     def problems(self) -> Iterator[Problem]:
         """Every parameter must be there; what else the folder has is not this module's concern."""
         for name, value in self.module.named_parameters():
-            shape, where = tuple(value.shape), self.held.where
+            shape, where = tuple(value.shape), self.weights.where
             parts, conversion = self._place_of(name, shape)
             if conversion is not None:
-                made = conversion.shapes(self.held.tensors)
+                made = conversion.shapes(self.weights.tensors)
                 parts = tuple(
-                    TensorPart.whole(each, tuple(self.held.tensors[each].shape)) for _, each in conversion.sources
+                    TensorPart.whole(each, tuple(self.weights.tensors[each].shape)) for _, each in conversion.sources
                 )
                 if shape not in [made.get(each) for each in self.names[name]]:
                     what = f"what is stored for {name!r} has shape {made.get(name)}, this model needs {shape}."
@@ -341,12 +341,12 @@ class NamedTensors:
             elif not parts:
                 fix = "If transformers loads it under other names, load it in a factory: from_pretrained(FOLDER)."
                 yield Problem(where=where, what=f"has no tensor {name!r}.", fix=fix)
-            yield from _part_problems(self.held, parts)
+            yield from _part_problems(self.weights, parts)
 
     def read(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
         parts, conversion = self._place_of(name, tuple(box.shape))
         if conversion is None:
-            return read_parts(self.held, parts, box, dtype)
+            return read_parts(self.weights, parts, box, dtype)
         made = conversion.convert(self._whole)
         return next(made[each] for each in self.names[name] if each in made)[box.slices].to(dtype)
 
@@ -354,12 +354,12 @@ class NamedTensors:
         """Those that are part of what was learnt, such as a router's corrections."""
         lasting = self.module.state_dict()
         for name, buffer in self.module.named_buffers():
-            stored = self.held.tensors.get(self.renamed.get(name, name))
+            stored = self.weights.tensors.get(self.renamed.get(name, name))
             if name in lasting and stored is not None and tuple(stored.shape) == tuple(buffer.shape):
                 buffer.copy_(self._whole(self.renamed.get(name, name)))
 
     def _whole(self, stored: str) -> Tensor:
-        return _read(self.held, stored, Box.whole(tuple(self.held.tensors[stored].shape)))
+        return _read(self.weights, stored, Box.whole(tuple(self.weights.tensors[stored].shape)))
 
     def _place_of(self, name: str, shape: Shape) -> tuple[tuple[TensorPart, ...], Conversion | None]:
         """A parameter's parts, or the rule that makes it; neither where it is missing."""
@@ -367,75 +367,75 @@ class NamedTensors:
             if each in self.renamed:
                 return (TensorPart.whole(self.renamed[each], shape),), None
             if each in self.converted:
-                parts = self.converted[each].stacked(shape, self.held.tensors)
+                parts = self.converted[each].stacked(shape, self.weights.tensors)
                 return parts, None if parts else self.converted[each]
             old = each.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
             for known in (each, each.partition(".")[2], f"model.{each}", f"transformer.{each}", old):
-                if known in self.held.tensors:
+                if known in self.weights.tensors:
                     return (TensorPart.whole(known, shape),), None
         return (), None
 
 
-def source_of_parts(held: Tensors, parts: Mapping[str, tuple[TensorPart, ...]]) -> Source:
-    return lambda name, box, dtype: read_parts(held, parts[name], box, dtype)
+def source_of_parts(weights: StoredTensors, parts: Mapping[str, tuple[TensorPart, ...]]) -> Source:
+    return lambda name, box, dtype: read_parts(weights, parts[name], box, dtype)
 
 
-def read_parts(held: Tensors, parts: tuple[TensorPart, ...], box: Box, dtype: torch.dtype) -> Tensor:
+def read_parts(weights: StoredTensors, parts: tuple[TensorPart, ...], box: Box, dtype: torch.dtype) -> Tensor:
     """A box of a parameter of ours, gathered from the parts that meet it."""
     out = torch.empty(box.size, dtype=dtype)
     for part in () if box.is_empty else parts:
         both = part.at.overlap(box)
         if both is not None:
-            held.read_into(part.name, part.stored_box(both), part.as_stored(out[both.within(box)]))
+            weights.read_into(part.name, part.stored_box(both), part.as_stored(out[both.within(box)]))
     return out
 
 
-def problems_of(held: Tensors, config: DecoderConfig) -> Problems:
+def problems_of(weights: StoredTensors, config: DecoderConfig) -> Problems:
     """Missing, wrongly shaped and unknown tensors, from headers alone; only a head that should be tied is read."""
-    parts = parts_of_decoder(config, held.tensors.keys())
+    parts = parts_of_decoder(config, weights.tensors.keys())
     wanted = [part for each in parts.values() for part in each]
-    problems = list(_part_problems(held, wanted))
+    problems = list(_part_problems(weights, wanted))
     known = {part.name for part in wanted}
-    extra = [name for name in held.tensors if name not in known and not _NOT_WEIGHTS.fullmatch(name)]
+    extra = [name for name in weights.tensors if name not in known and not _NOT_WEIGHTS.fullmatch(name)]
     if config.tied and "lm_head.weight" in extra:
         extra.remove("lm_head.weight")
         embedding = parts["embed.tokens.weight"][0].name
         # A tied head may be stored a second time, but then it must be the same.
-        if not problems and not _are_equal(held, embedding, "lm_head.weight"):
+        if not problems and not _are_equal(weights, embedding, "lm_head.weight"):
             what = f"'lm_head.weight' differs from {embedding!r}, but config.json ties them."
             fix = "Set tie_word_embeddings to false in config.json."
-            problems.append(Problem(where=held.where, what=what, fix=fix))
-    problems += [Problem(where=held.where, what=f"{name[:80]!r} is no tensor of this model.") for name in extra]
+            problems.append(Problem(where=weights.where, what=what, fix=fix))
+    problems += [Problem(where=weights.where, what=f"{name[:80]!r} is no tensor of this model.") for name in extra]
     return tuple(problems)
 
 
-def _part_problems(held: Tensors, parts: Collection[TensorPart]) -> Iterator[Problem]:
+def _part_problems(weights: StoredTensors, parts: Collection[TensorPart]) -> Iterator[Problem]:
     seen: set[str] = set()
     for part in parts:
         if part.name in seen:
             continue
         seen.add(part.name)
-        stored = held.tensors.get(part.name)
+        stored = weights.tensors.get(part.name)
         if stored is None:
-            yield Problem(where=held.where, what=f"has no tensor {part.name!r}.")
+            yield Problem(where=weights.where, what=f"has no tensor {part.name!r}.")
         elif tuple(stored.shape) != tuple(part.shape):
             what = f"{part.name!r} has shape {tuple(stored.shape)}, this model needs {tuple(part.shape)}."
-            yield Problem(where=held.where, what=what)
+            yield Problem(where=weights.where, what=what)
         elif stored.dtype not in FLOATS:
             what = f"{part.name!r} is {stored.dtype}: weights must be one of {', '.join(FLOATS)}."
-            yield Problem(where=held.where, what=what, fix="Quantised folders are not read; use the original one.")
+            yield Problem(where=weights.where, what=what, fix="Quantised folders are not read; use the original one.")
 
 
-def _are_equal(held: Tensors, one: str, other: str) -> bool:
-    shape = tuple(held.tensors[one].shape)
-    return tuple(held.tensors[other].shape) == shape and all(
-        torch.equal(_read(held, one, box), _read(held, other, box)) for box in row_blocks(shape)
+def _are_equal(weights: StoredTensors, one: str, other: str) -> bool:
+    shape = tuple(weights.tensors[one].shape)
+    return tuple(weights.tensors[other].shape) == shape and all(
+        torch.equal(_read(weights, one, box), _read(weights, other, box)) for box in row_blocks(shape)
     )
 
 
-def _read(held: Tensors, name: str, box: Box) -> Tensor:
-    out = torch.empty(box.size, dtype=getattr(torch, held.tensors[name].dtype))
-    held.read_into(name, box, out)
+def _read(weights: StoredTensors, name: str, box: Box) -> Tensor:
+    out = torch.empty(box.size, dtype=getattr(torch, weights.tensors[name].dtype))
+    weights.read_into(name, box, out)
     return out
 
 
