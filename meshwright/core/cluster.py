@@ -165,6 +165,8 @@ def slowest(links: Iterable[Link]) -> Link:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
+    """The machines: what their devices compute and hold, and how fast the links between them are."""
+
     VERSION: ClassVar[int] = 4
     OLDEST: ClassVar[int] = 2
 

@@ -24,6 +24,10 @@ MOST_SAMPLES = 2**31
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
+    """How a model is trained: techniques with their settings, and how a step's samples are divided. A value: it can be
+    printed, compared, edited, saved as JSON and read again.
+    """
+
     VERSION: ClassVar[int] = 1
 
     techniques: tuple[Technique, ...] = ()

@@ -183,6 +183,8 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
+    """What each layer of a model costs: parameters, operations, bytes, as polynomials of samples and sequence."""
+
     VERSION: ClassVar[int] = 1
 
     name: str

@@ -308,6 +308,7 @@ def technique_names() -> tuple[str, ...]:
 
 
 def technique_named(name: str) -> type[Technique]:
+    """The class of a technique; raises with the nearest name where there is none."""
     if name in _own_names():
         return _own_technique(name)
     for module in plugins():

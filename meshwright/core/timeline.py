@@ -61,6 +61,8 @@ class MemoryPoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
+    """What every device does when, over a step: simulated or measured, as spans on lanes, and memory over time."""
+
     VERSION: ClassVar[int] = 2
 
     source: Literal["predicted", "measured"]

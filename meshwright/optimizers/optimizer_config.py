@@ -44,6 +44,8 @@ class ParameterGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
+    """The update rule and its rates: `[train.optimizer]` of a run file."""
+
     name: str = "adamw"
     """A file of `optimizers/rules`."""
     lr: float = 3e-4

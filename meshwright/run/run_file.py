@@ -73,6 +73,8 @@ class ModelSection:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSection:
+    """`[train]` of a run file: how much to train, with which optimizer, and when to evaluate, save and sample."""
+
     batch: int
     """Samples per step, the same whatever the plan."""
     steps: int

@@ -25,6 +25,8 @@ COMPUTE = "compute"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forecast:
+    """What a step of a plan will take: seconds with an interval, memory of the fullest rank, and where it goes."""
+
     step_seconds: float
     step_seconds_low: float
     step_seconds_high: float

@@ -166,3 +166,16 @@ def build_job(
     if chosen.mesh:
         parity.leave()
     return worst
+
+
+def export_job(*, plan: dict[str, Any], folder: str, rank: int, num_ranks: int, rendezvous: str) -> str:
+    """Two steps of a decoder, saved and exported by all ranks together; where the checkpoint is."""
+    parity.enter(rank, num_ranks, rendezvous)
+    chosen = Plan.from_json(json.dumps(plan))
+    built = mw.build(chosen, mw.model("byte-tiny"), device="cpu")
+    tokens = torch.randint(256, (chosen.batch, 17), generator=torch.Generator().manual_seed(0))
+    rows = built.rows(chosen.batch)
+    for _ in range(2):
+        built.step(tokens[rows, :-1], tokens[rows, 1:])
+    built.export(f"{folder}/exported")
+    return str(built.save(folder))

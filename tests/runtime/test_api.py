@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from tiny import GPT, MOE, t
 
 import meshwright as mw
+from meshwright.checkpoint.listing import verify_all
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.plan import Plan
 from meshwright.launch.rank_pool import RankError, RankPool
@@ -99,3 +101,14 @@ def test_parameters_inside_blocks_that_the_data_chooses(technique: Any, pool: Ra
 def test_blocks_that_the_data_leaves_out_are_refused_by_name_under_shard(pool: RankPool) -> None:
     with pytest.raises(RankError, match=r"shard: block \d did not run"):
         right(pool, Plan(techniques=(tiny.SHARD3,), batch=4, microbatch=1), "dropping")
+
+
+def test_what_was_built_is_saved_and_exported_by_all_ranks_together(pool: RankPool, tmp_path: Path) -> None:
+    plan = Plan(techniques=(tiny.SHARD3,), batch=4, microbatch=1)
+    arguments = {"plan": json.loads(plan.to_json()), "folder": str(tmp_path)}
+    first, second = pool.run("api_jobs:export_job", arguments, 2, timeout_seconds=100)
+    assert first == second == str(tmp_path / "checkpoints" / "step-00000002")
+    assert verify_all(tmp_path / "checkpoints") == {2: ()}
+    assert json.loads((tmp_path / "exported" / "config.json").read_text())["num_hidden_layers"] > 0
+    assert (tmp_path / "exported" / "model.safetensors").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoints", "exported"}
