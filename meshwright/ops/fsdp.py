@@ -100,7 +100,10 @@ class ShardedUnits(Exchange):
         if build.model.block_order is not None:
             _require_order(build.model, build.model.block_order, problem)
         if mesh.device.type == "cpu":
-            _take_over_gloo(self.wrapped)
+            for module in self.wrapped:
+                if hasattr(module, "set_custom_all_gather") and hasattr(module, "set_custom_reduce_scatter"):
+                    module.set_custom_all_gather(_GlooGather())
+                    module.set_custom_reduce_scatter(_GlooReduce())
         for name in build.boxes:
             build.boxes[name] = build.boxes[name].chunk(0, mesh.index(axis), mesh.size(axis))
             build.cut_axes[name] |= {axis}
@@ -295,13 +298,6 @@ def _match_norms(model: Any) -> None:
         bases = " ".join(each.__name__ for each in type(module).__mro__)
         if any(name in bases for name in ("LayerNorm", "GroupNorm", "InstanceNorm", "Bilinear")):
             module.register_forward_pre_hook(match, with_kwargs=True)
-
-
-def _take_over_gloo(wrapped: list[Any]) -> None:
-    for module in wrapped:
-        if hasattr(module, "set_custom_all_gather") and hasattr(module, "set_custom_reduce_scatter"):
-            module.set_custom_all_gather(_GlooGather())
-            module.set_custom_reduce_scatter(_GlooReduce())
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ so it is posted when it is needed: sends are asynchronous either way.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -33,62 +33,44 @@ class _End(NamedTuple):
 
 class Wire:
     def __init__(self, mesh: Mesh, axis: str, places: Places):
-        self.axis, self.device = axis, mesh.device
-        self.mesh, self.places, self.stage = mesh, places, mesh.index(axis)
-        self.groups: dict[tuple[str, int, bool], dist.ProcessGroup] = {}
-        for boundary in self._boundaries():
-            for way in WAYS:
-                self._group(way, boundary)
-        self.sources, self.targets = self._ends()
+        self.axis, self.device, self.stage = axis, mesh.device, mesh.index(axis)
+        self.sources: dict[Channel, _End] = {}
+        self.targets: dict[Channel, _End] = {}
+        """Where this stage's channels come from and lead to."""
         self.waiting: Counter[Channel] = Counter()
         self.posted: dict[Channel, tuple[Tensor, dist.Work]] = {}
         self.sent: deque[tuple[Tensor, dist.Work]] = deque()
         self.posts_early = mesh.device.type == "cpu"
-        if not self.posts_early:
-            self._introduce()
-
-    def _group(self, way: str, boundary: int) -> dist.ProcessGroup:
-        """Of messages between spans `boundary` and `boundary + 1`; all ranks ask for all of them in one order."""
-        goes_round = self.places.stage(boundary) > self.places.stage(boundary + 1)
-        key = (way, self.places.chunk(boundary), goes_round)
-        if key not in self.groups:
-            group = self.mesh.new_group(self.axis, self.mesh.along(self.axis))
-            assert group is not None
-            self.groups[key] = group
-        return self.groups[key]
-
-    def _ends(self) -> tuple[dict[Channel, _End], dict[Channel, _End]]:
-        """Where this stage's channels come from and lead to."""
-        sources, targets = {}, {}
-        for boundary in self._boundaries():
-            low, high = boundary, boundary + 1
-            for way, giver, taker in (("forward", low, high), ("backward", high, low)):
-                group = self._group(way, boundary)
-                if self.places.stage(giver) == self.stage:
-                    peer = self.mesh.neighbour(self.axis, self.places.stage(taker))
-                    targets[way, self.places.chunk(giver)] = _End(peer, group)
-                if self.places.stage(taker) == self.stage:
-                    peer = self.mesh.neighbour(self.axis, self.places.stage(giver))
-                    sources[way, self.places.chunk(taker)] = _End(peer, group)
-        return sources, targets
-
-    def _boundaries(self) -> Iterable[int]:
-        """Those between two stages: a stage hands over to itself without a wire."""
-        spans = range(self.places.num_spans - 1)
-        return (at for at in spans if self.places.stage(at) != self.places.stage(at + 1))
-
-    def _introduce(self) -> None:
-        """NCCL makes a pair's communicator at its first message and waits for the other side: one pair after the other,
-        in the same order everywhere, before a schedule makes both wait for different pairs."""
+        groups: dict[tuple[str, int, bool], dist.ProcessGroup] = {}
+        crossings = [
+            (way, giver, taker)
+            for low in range(places.num_spans - 1)
+            if places.stage(low) != places.stage(low + 1)  # a stage hands over to itself without a wire
+            for way, giver, taker in (("forward", low, low + 1), ("backward", low + 1, low))
+        ]
+        for way, giver, taker in crossings:
+            low = min(giver, taker)
+            key = (way, places.chunk(low), places.stage(low) > places.stage(low + 1))
+            if key not in groups:  # all ranks ask for all of them in one order
+                group = mesh.new_group(axis, mesh.along(axis))
+                assert group is not None
+                groups[key] = group
+            if places.stage(giver) == self.stage:
+                peer = mesh.neighbour(axis, places.stage(taker))
+                self.targets[way, places.chunk(giver)] = _End(peer, groups[key])
+            if places.stage(taker) == self.stage:
+                peer = mesh.neighbour(axis, places.stage(giver))
+                self.sources[way, places.chunk(taker)] = _End(peer, groups[key])
+        # NCCL makes a pair's communicator at its first message and waits for the other side: one pair after the other,
+        # in the same order everywhere, before a schedule makes both wait for different pairs.
         hello = torch.zeros(1, device=self.device)
-        for boundary in self._boundaries():
-            for way, giver, taker in (("forward", boundary, boundary + 1), ("backward", boundary + 1, boundary)):
-                if self.places.stage(giver) == self.stage:
-                    end = self.targets[way, self.places.chunk(giver)]
-                    dist.send(hello, end.peer, group=end.group)
-                elif self.places.stage(taker) == self.stage:
-                    end = self.sources[way, self.places.chunk(taker)]
-                    dist.recv(hello, end.peer, group=end.group)
+        for way, giver, taker in () if self.posts_early else crossings:
+            if places.stage(giver) == self.stage:
+                end = self.targets[way, places.chunk(giver)]
+                dist.send(hello, end.peer, group=end.group)
+            elif places.stage(taker) == self.stage:
+                end = self.sources[way, places.chunk(taker)]
+                dist.recv(hello, end.peer, group=end.group)
 
     def start(self, actions: Actions, shapes: Mapping[Channel, tuple[int, ...]], dtype: torch.dtype) -> None:
         """Before a step: which messages of what shape will come."""

@@ -32,8 +32,11 @@ class Optimizer:
         trained = [(name, parameter) for name, parameter in build.named_parameters() if parameter.requires_grad]
         self.parameters = [parameter for _, parameter in trained]
         shapes: dict[str, tuple[int, ...]] = {}
+        """Of every trained parameter of every stage, in one order; all ranks ask for them together."""
         if config.groups or config.kind != "elementwise":
-            shapes = _all_shapes(build, [name for name, _ in trained])
+            mine = {name: build.boxes[name].shape for name, _ in trained if build.owns(name)}
+            every = [item for told in gather_json(build.mesh.control, mine) for item in told.items()]
+            shapes = {name: tuple(shape) for name, shape in sorted(every)}
         _check_groups(config, list(shapes))
         self.pieces = [_piece(config, build, name, local(parameter.detach())) for name, parameter in trained]
         self.rule = config.rule(config, self.pieces, build, shapes)
@@ -94,13 +97,6 @@ class Optimizer:
     def set_num_steps(self, count: int) -> None:
         self.num_steps = count
         self.rule.set_num_steps(count)
-
-
-def _all_shapes(build: Build, names: list[str]) -> dict[str, tuple[int, ...]]:
-    """Every trained parameter of every stage, in one order. All ranks call it together."""
-    mine = {name: build.boxes[name].shape for name in names if build.owns(name)}
-    found = {name: tuple(shape) for told in gather_json(build.mesh.control, mine) for name, shape in told.items()}
-    return dict(sorted(found.items()))
 
 
 def _check_groups(config: OptimizerConfig, names: list[str]) -> None:

@@ -87,7 +87,12 @@ class RankBuild:
         for phase in PHASES:
             if phase == "wrap":
                 self.model.set_place(self.mesh.device, self.dtype)
-                self._fill_buffers()
+                for name, buffer in list(self.model.named_buffers()):
+                    value = buffer
+                    if buffer.device.type == "meta":
+                        value = self.source(name, Box.whole(tuple(buffer.shape)), buffer.dtype)
+                    holder = self.model.get_submodule(name.rpartition(".")[0])
+                    holder._buffers[name.rpartition(".")[2]] = value.to(self.mesh.device)
             if phase == "optimizer":
                 self.materialise(self.model.parameters())  # whatever no wrapper has filled yet
             for change in self._phases.get(phase, ()):
@@ -130,10 +135,12 @@ class RankBuild:
             grouped.setdefault("shared" if is_shared else layer.unit or part.name, []).append(part)
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         units, chunks = [], dict[str, int]()
+        of_blocks = [chunk for chunk, (first, last) in enumerate(self.spans) for _ in range(first, last)]
         at = -1
         for part in self.model.parts():
             at += part.is_block
-            chunks[part.name] = self._chunk_of(at) if part.is_block or at < 0 else len(self.spans) - 1
+            # What comes before the blocks is in the first chunk, what comes after them in the last.
+            chunks[part.name] = of_blocks[at] if part.is_block else 0 if at < 0 else len(self.spans) - 1
         for parts in grouped.values():
             own = {id(parameters[name]): parameters[name] for part in parts for name in self._names(part)}
             module = parts[0].module if len(parts) == 1 else None
@@ -142,14 +149,6 @@ class RankBuild:
             units.append(ParameterUnit(module=module, parameters=tuple(own.values()), is_block=is_block, chunk=chunk))
         return sorted(units, key=lambda unit: unit.module is not None)
 
-    def _chunk_of(self, at: int) -> int:
-        """The chunk of the at-th block here."""
-        for chunk, (first, last) in enumerate(self.spans):
-            if at < last - first:
-                return chunk
-            at -= last - first
-        return 0
-
     @property
     def places(self) -> Places:
         return self.timetable.places(self.num_stages)
@@ -157,11 +156,6 @@ class RankBuild:
     @property
     def first_block(self) -> int:
         return self.spans[0][0]
-
-    @property
-    def has_loss(self) -> bool:
-        """Whether the last layers are here."""
-        return self.spans[-1][1] == self.profile.num_blocks
 
     def actions(self, num_microbatches: int, call: Call = "first") -> Actions:
         """What this stage does in a call of the loop."""
@@ -226,14 +220,6 @@ class RankBuild:
             value = join_in_order(self.boxes[name], parts).to(self.mesh.device)
             new = nn.Parameter(value.contiguous(), requires_grad=parameter.requires_grad)
             replace_parameter(self.model, parameter, new)
-
-    def _fill_buffers(self) -> None:
-        for name, buffer in list(self.model.named_buffers()):
-            value = buffer
-            if buffer.device.type == "meta":
-                value = self.source(name, Box.whole(tuple(buffer.shape)), buffer.dtype)
-            holder = self.model.get_submodule(name.rpartition(".")[0])
-            holder._buffers[name.rpartition(".")[2]] = value.to(self.mesh.device)
 
     def lasting_buffers(self) -> Iterable[tuple[str, Tensor]]:
         """Buffers that are part of what was learnt, such as running statistics: the same on every replica."""

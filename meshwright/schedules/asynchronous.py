@@ -30,18 +30,15 @@ Call = Literal["first", "next", "flush"]
 def stream(stage: int, num_stages: int, num_microbatches: int, call: Call) -> Actions:
     """What a stage computes. Needs as many microbatches as stages: a step is updated within the next call."""
     assert num_microbatches >= num_stages
-    return tuple(_actions(num_stages - 1 - stage, num_microbatches, call))
-
-
-def _actions(lag: int, num_microbatches: int, call: Call) -> Iterator[Action]:
+    lag = num_stages - 1 - stage
     if call == "flush":
-        for i in range(-lag, 0):
-            yield from _backward(i, num_microbatches)
-        return
+        return tuple(action for i in range(-lag, 0) for action in _backward(i, num_microbatches))
+    actions: list[Action] = []
     for i in range(num_microbatches):
-        yield Action("forward", i)
+        actions.append(Action("forward", i))
         if i >= lag or call == "next":
-            yield from _backward(i - lag, num_microbatches)
+            actions += _backward(i - lag, num_microbatches)
+    return tuple(actions)
 
 
 def _backward(i: int, num_microbatches: int) -> Iterator[Action]:

@@ -31,7 +31,20 @@ class Lamb(UpdateRule):
     def step(self, lr: float, count: int) -> None:
         import torch
 
-        updates = self._adam(count) if self.values else []
+        config, gradients = self.config, self.gradients()
+        updates: list[torch.Tensor] = []
+        if gradients:  # m / (sqrt(v) + epsilon) + decay x weight, the averages freed of their bias
+            mean, square = self.state["exp_avg"], self.state["exp_avg_sq"]
+            torch._foreach_lerp_(mean, gradients, 1 - config.beta1)
+            torch._foreach_mul_(square, config.beta2)
+            torch._foreach_addcmul_(square, gradients, gradients, 1 - config.beta2)
+            below = torch._foreach_sqrt(square)
+            torch._foreach_div_(below, (1 - config.beta2**count) ** 0.5)
+            torch._foreach_add_(below, config.epsilon)
+            updates = list(torch._foreach_div(mean, below))
+            torch._foreach_div_(updates, 1 - config.beta1**count)
+            decays = [piece.weight_decay for piece in self.pieces]
+            torch._foreach_add_(updates, torch._foreach_mul(self.values, decays))
         ratios = [
             weight / update if piece.is_matrix and weight and update else 1.0
             for piece, (weight, update) in zip(self.pieces, self.norms(self.values, updates), strict=True)
@@ -39,20 +52,3 @@ class Lamb(UpdateRule):
         if updates:
             torch._foreach_mul_(updates, [-rate * ratio for rate, ratio in zip(self.rates(lr), ratios, strict=True)])
             torch._foreach_add_(self.values, updates)
-
-    def _adam(self, count: int) -> list[torch.Tensor]:
-        """m / (sqrt(v) + epsilon) + decay x weight, the averages freed of their bias."""
-        import torch
-
-        config, gradients = self.config, self.gradients()
-        mean, square = self.state["exp_avg"], self.state["exp_avg_sq"]
-        torch._foreach_lerp_(mean, gradients, 1 - config.beta1)
-        torch._foreach_mul_(square, config.beta2)
-        torch._foreach_addcmul_(square, gradients, gradients, 1 - config.beta2)
-        below = torch._foreach_sqrt(square)
-        torch._foreach_div_(below, (1 - config.beta2**count) ** 0.5)
-        torch._foreach_add_(below, config.epsilon)
-        updates = torch._foreach_div(mean, below)
-        torch._foreach_div_(updates, 1 - config.beta1**count)
-        torch._foreach_add_(updates, torch._foreach_mul(self.values, [piece.weight_decay for piece in self.pieces]))
-        return list(updates)

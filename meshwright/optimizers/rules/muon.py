@@ -99,24 +99,9 @@ class Muon(UpdateRule):
         import torch
 
         self.others.step(lr, count)
-        updates = self._directions()
-        if not updates:
-            return
-        scales = [
-            -rate * 0.2 * max(piece.box.shape[-2:]) ** 0.5
-            for piece, rate in zip(self.pieces, self.rates(lr), strict=True)
-        ]
-        torch._foreach_mul_(updates, scales)
-        self.decay(lr)
-        torch._foreach_add_(self.values, updates)
-
-    def _directions(self) -> list[Tensor]:
-        """This rank's piece of every orthogonalised matrix."""
-        import torch
-
         gradients, moving = self.gradients(), self.state["momentum_buffer"]
         if not gradients:
-            return []
+            return
         torch._foreach_lerp_(moving, gradients, 1 - self.config.momentum)
         ahead = torch._foreach_lerp(gradients, moving, self.config.momentum)  # Nesterov
         held = {piece.name: value for piece, value in zip(self.pieces, ahead, strict=True)}
@@ -125,7 +110,14 @@ class Muon(UpdateRule):
         held = {name: orthogonal(value) for name, value in held.items()}
         for turn in reversed(self.rounds):
             held = turn.back(held)
-        return [held[piece.name] for piece in self.pieces]
+        updates = [held[piece.name] for piece in self.pieces]
+        scales = [
+            -rate * 0.2 * max(piece.box.shape[-2:]) ** 0.5
+            for piece, rate in zip(self.pieces, self.rates(lr), strict=True)
+        ]
+        torch._foreach_mul_(updates, scales)
+        self.decay(lr)
+        torch._foreach_add_(self.values, updates)
 
     def kept(self) -> Iterable[OptimizerState]:
         return chain(super().kept(), self.others.kept())
