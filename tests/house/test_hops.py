@@ -19,6 +19,9 @@ from meshwright.core.plugins import VARIABLE
 
 MOST_FROM_BUILD = 4
 MOST_IN_A_RANK = 7
+"""From a rank's `main` on."""
+MOST_BEFORE_A_RANK = 4
+"""That start a child process and lead to its `main`."""
 
 
 def hops() -> list[str]:
@@ -86,4 +89,6 @@ def test_few_hops_inside_a_rank_of_a_run(tmp_path: Path) -> None:
     done = subprocess.run([*command, "--plan", plan], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     frames = json.loads(seen.read_text())
-    assert len(frames) <= MOST_IN_A_RANK, frames
+    main = next(at for at, frame in enumerate(frames) if frame.endswith("runtime/rank.py:main"))
+    assert main <= MOST_BEFORE_A_RANK, frames
+    assert len(frames[main:]) <= MOST_IN_A_RANK, frames
