@@ -124,6 +124,9 @@ class Interpreter:
             batch = self.batch if action.microbatch >= 0 else self.before
             assert batch is not None
             key, is_last = (action.microbatch, action.chunk), position in lasts
+            if action.kind == "begin":  # too short to be seen in a timeline
+                self.begin(batch)
+                continue
             with record_function(f"mw:{action}"):
                 if action.kind == "forward":
                     self.forward(batch, key)
@@ -132,8 +135,6 @@ class Interpreter:
                 elif action.kind == "backward_weight":
                     assert build.later is not None
                     build.zero_filled.difference_update(map(id, build.later.pay(key)))
-                elif action.kind == "begin":
-                    self.begin(batch)
                 elif action.kind == "exchange":
                     self.exchange(batch)
                 elif action.kind == "update":
