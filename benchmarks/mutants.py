@@ -279,7 +279,7 @@ def trust_of_a_piece_for_the_whole(swap: Swap) -> None:
 
         return call
 
-    swap("optimizers.global_sums:Sums", "__call__", change)
+    swap("optimizers.whole_parameters:Sums", "__call__", change)
 
 
 @mutant("muon")

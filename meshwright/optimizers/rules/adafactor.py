@@ -85,7 +85,7 @@ class Adafactor(UpdateRule):
     def __init__(self, config: Any, pieces: list[ParameterPiece], build: Build, shapes: Any):
         import torch
 
-        from meshwright.optimizers.global_sums import Norms, Sums
+        from meshwright.optimizers.whole_parameters import Norms, Sums
 
         super().__init__(config, pieces, build, shapes)
         self.factored = {index: Factored.of(piece) for index, piece in enumerate(pieces) if piece.is_matrix}

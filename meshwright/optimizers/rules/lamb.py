@@ -22,7 +22,7 @@ class Lamb(UpdateRule):
     epsilon = 1e-6
 
     def __init__(self, config: Any, pieces: Any, build: Build, shapes: Any):
-        from meshwright.optimizers.global_sums import Norms
+        from meshwright.optimizers.whole_parameters import Norms
 
         super().__init__(config, pieces, build, shapes)
         self.remember("exp_avg", "exp_avg_sq")

@@ -22,7 +22,7 @@ class Lars(UpdateRule):
     needs_momentum = True
 
     def __init__(self, config: Any, pieces: Any, build: Build, shapes: Any):
-        from meshwright.optimizers.global_sums import Norms
+        from meshwright.optimizers.whole_parameters import Norms
 
         super().__init__(config, pieces, build, shapes)
         if config.momentum:

@@ -3,7 +3,7 @@
 Steps have the size of AdamW's, 0.2 sqrt(max(rows, columns)) of an orthogonal matrix (Liu et al. 2025, "Muon is scalable
 for LLM training", section 2.2), so that one rate serves both: the matrices of the blocks are Muon's, and stacks of
 them (experts) one by one; embedding, head, norms and biases are AdamW's. Ranks that cut a matrix share out the work
-(`whole_matrix.py`); replicas each do all of theirs.
+(`whole_parameters.py`); replicas each do all of theirs.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Muon(UpdateRule):
     def __init__(
         self, config: OptimizerConfig, pieces: list[ParameterPiece], build: Build, shapes: Mapping[str, tuple[int, ...]]
     ):
-        from meshwright.optimizers.whole_matrix import Matrix, plan_rounds
+        from meshwright.optimizers.whole_parameters import Matrix, plan_rounds
 
         blocks = tuple(build.model.public_name(f"{part.name}.") for part in build.model.parts() if part.is_block)
         mine = [piece for piece in pieces if self.updates(piece.box.shape, piece.name.startswith(blocks))]
