@@ -75,6 +75,11 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     return f"Known: {', '.join(names)}." if names else ""
 
 
+def refusal(where: str, what: str, fix: str = "") -> MeshwrightError:
+    """An error of one problem."""
+    return MeshwrightError([Problem(where=where, what=what, fix=fix)])
+
+
 def last_line(error: BaseException) -> str:
     """What was raised, and where in the user's own code."""
     frames = traceback.extract_tb(error.__traceback__)

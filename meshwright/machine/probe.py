@@ -16,7 +16,7 @@ from pathlib import Path
 
 from meshwright.core.cluster import Cluster
 from meshwright.core.codec import decode
-from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.errors import MeshwrightError, refusal
 from meshwright.core.files import memory_file
 from meshwright.core.process import Child, child_command, child_environment, start_child
 from meshwright.machine.readings import Reading
@@ -155,7 +155,7 @@ def _failure(files: Files, rank: int, what: str) -> MeshwrightError:
 
 
 def _problem(what: str, fix: str = "") -> MeshwrightError:
-    return MeshwrightError([Problem(where="probe", what=what, fix=fix)])
+    return refusal("probe", what, fix)
 
 
 def machine_name(root: Path = Path("/")) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from meshwright.core.errors import MeshwrightError, Problem, nearest
+from meshwright.core.errors import nearest, refusal
 from meshwright.core.profile import Profile
 from meshwright.models.cost_decoder import decoder_profile
 from meshwright.models.cost_dlrm import dlrm_profile
@@ -131,9 +131,7 @@ ALIASES = {"vit-b": "vit-b16", "vit-l": "vit-l16", "vit-h": "vit-h14"}
 def preset(name: str) -> Config:
     name = ALIASES.get(name, name)
     if name not in PRESETS:
-        raise MeshwrightError(
-            [Problem(where="model", what=f'no model is called "{name}".', fix=nearest(name, PRESETS))]
-        )
+        raise refusal("model", f'no model is called "{name}".', nearest(name, PRESETS))
     return PRESETS[name]
 
 

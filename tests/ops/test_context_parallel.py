@@ -9,9 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from meshwright.ops import attention
-from meshwright.ops.attention import HIDDEN, attend_piece, piece_backward
-from meshwright.ops.context_parallel import piece_of
+from meshwright.ops import context_parallel as attention
+from meshwright.ops.context_parallel import HIDDEN, attend_piece, piece_backward, piece_of
 
 SEQUENCE = 64
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
