@@ -23,8 +23,8 @@ from meshwright.core.errors import last_line, refusal
 from meshwright.core.profile import Profile
 from meshwright.foreign.examine import (
     Anatomy,
-    Coins,
     Dim,
+    FixedDraw,
     InputTemplate,
     Returned,
     examine,
@@ -70,7 +70,7 @@ def default_loss(output: Any, targets: Tensor) -> Tensor:
     return token_loss(logits, targets)
 
 
-class _Handed(Exception):
+class _StageEnd(Exception):
     """Ends a forward: the rest is another stage's."""
 
     def __init__(self, hidden: Tensor):
@@ -131,7 +131,7 @@ class Adapted(Model):
         try:
             with self.casting(device), self._turn():
                 output = run_module(self.module, inputs)
-        except _Handed as stop:
+        except _StageEnd as stop:
             return stop.hidden.to(self.dtype or self.parameter_dtype(stop.hidden.dtype))
         finally:
             self.received = self.left = None
@@ -235,7 +235,7 @@ class Adapted(Model):
     def _stand_in(self, index: int, hidden: Tensor) -> Any:
         first, last = self.span or self.spans[0]
         if index >= last:
-            raise _Handed(self.left if index in self.anatomy.between and self.left is not None else hidden)
+            raise _StageEnd(self.left if index in self.anatomy.between and self.left is not None else hidden)
         if index < first - 1:  # whatever this is, the last one before the span hands in what was received
             return self.anatomy.returned[index].made(hidden)
         assert self.received is not None, "a later stage is given what the stage before it made"
@@ -314,7 +314,7 @@ def _restored(module: nn.Module) -> Iterator[None]:
 def cut_problem(module: nn.Module, anatomy: Anatomy, template: InputTemplate) -> str:
     """Why the forward fails where only one block is there; empty if it never does."""
     sizes = 2, max(1, min(4, template.sequence))
-    with tracing(module, template), Coins(0.5):
+    with tracing(module, template), FixedDraw(0.5):
         inputs = template.shaped(*sizes)
         for index in range(anatomy.num_blocks):
             why = ""

@@ -193,7 +193,7 @@ def list_path(names: Sequence[str]) -> str:
     return paths.pop() if len(paths) == 1 else ""
 
 
-class Coins(TorchFunctionMode):
+class FixedDraw(TorchFunctionMode):
     """A number drawn for a whole layer (`torch.rand([])`, as for layer drop) is the given one.
 
     Recurrent layers, which torch would go through step by step, are one operator where there are no values.
@@ -204,7 +204,7 @@ class Coins(TorchFunctionMode):
         self.value = value
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if is_coin(func, args):
+        if is_single_draw(func, args):
             return torch.tensor(self.value)
         from meshwright.foreign import trace_ops
 
@@ -213,7 +213,7 @@ class Coins(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def is_coin(func: Any, args: Any) -> bool:
+def is_single_draw(func: Any, args: Any) -> bool:
     """Whether it draws a single random number."""
     return func is torch.rand and not any(args[0] if len(args) == 1 and not isinstance(args[0], int) else args)
 
@@ -223,7 +223,7 @@ def tracing(module: nn.Module, template: InputTemplate) -> Iterator[None]:
     """Fake tensors inside, if the module runs on them; a forward that looks at values is run with values."""
     with quiet():
         try:
-            with FakeTensorMode(allow_non_fake_inputs=True), Coins(0.5):
+            with FakeTensorMode(allow_non_fake_inputs=True), FixedDraw(0.5):
                 run_apart(module, template.shaped(1, min(2, template.sequence)))
             mode: Any = FakeTensorMode(allow_non_fake_inputs=True)
         except Exception:
@@ -344,7 +344,7 @@ def _examine(module: nn.Module, names: tuple[str, ...], template: InputTemplate)
     try:
         with tracing(module, template):
             for samples, length, coin in sizes:  # a layer that is dropped now and then is found by the coins
-                with Coins(coin):
+                with FixedDraw(coin):
                     traces.append(_trace(module, blocks, template.shaped(samples, length), anatomy))
     except _RunAgain as why:  # a block's weights are gathered when it runs: it is no unit if that is not once
         return Anatomy(no_stages=str(why))

@@ -16,7 +16,7 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from meshwright.core.errors import MeshwrightError, Problem, last_line, refusal
-from meshwright.foreign.examine import VALUES_WANTED, Coins, floats, hooked, quiet, run_apart
+from meshwright.foreign.examine import VALUES_WANTED, FixedDraw, floats, hooked, quiet, run_apart
 from meshwright.ops.model_interface import Inputs, map_inputs
 
 
@@ -142,7 +142,7 @@ def look(module: nn.Module, example: Inputs) -> Look:
     given: tuple[Tensor, ...] = ()
     with hooked(dict(module.named_modules()), note):
         try:
-            with quiet(), FakeTensorMode(allow_non_fake_inputs=True), Coins(0.5):
+            with quiet(), FakeTensorMode(allow_non_fake_inputs=True), FixedDraw(0.5):
                 inputs = map_inputs(example, lambda each: torch.zeros(each.shape, dtype=each.dtype))
                 given = inputs if isinstance(inputs, tuple) else (inputs,)
                 output, tensors = run_apart(module, inputs)

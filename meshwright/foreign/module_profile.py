@@ -22,7 +22,7 @@ from meshwright.foreign.examine import (
     run_module,
 )
 from meshwright.foreign.regions import SplitRegion
-from meshwright.foreign.trace import Subject, Traced, TracedLayer, Untraceable, equal_runs, standing_aside, trace
+from meshwright.foreign.trace import Subject, Traced, TracedLayer, Untraceable, equal_runs, pass_through, trace
 from meshwright.ops.batch_norm import BatchNorm
 from meshwright.ops.model_interface import Inputs
 
@@ -71,7 +71,7 @@ def trace_module(module: nn.Module, example: Inputs, *, name: str, loss: Loss | 
     # Equal blocks are looked at once, where that one hands on what it is given in the shape it came in.
     names = next(iter(block_names(module)), ())
     same = equal_runs([module.get_submodule(name) for name in names], [None] * (len(names) + 1))
-    with standing_aside(module, {names[at]: names[first] for at, first in enumerate(same) if at != first}):
+    with pass_through(module, {names[at]: names[first] for at, first in enumerate(same) if at != first}):
         anatomy = examine(module, template)
     shapes = anatomy.shapes
     is_chain = bool(shapes) and anatomy.names == names and not anatomy.between

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.core.profile import Poly
-from meshwright.foreign.examine import Anatomy, Coins, InputTemplate, first_line, hooked, run_apart, tracing
-from meshwright.foreign.trace import equal_runs, standing_aside
+from meshwright.foreign.examine import Anatomy, FixedDraw, InputTemplate, first_line, hooked, run_apart, tracing
+from meshwright.foreign.trace import equal_runs, pass_through
 from meshwright.ops.model_interface import Inputs
 
 LEAST_SHARE = 0.01
@@ -534,7 +534,7 @@ def regions_of(module: nn.Module, template: InputTemplate, anatomy: Anatomy) -> 
     same = equal_runs([blocks[name] for name in names], anatomy.shapes)
     aside = {names[at]: names[first] for at, first in enumerate(same) if at != first}
     try:
-        with standing_aside(module, aside):
+        with pass_through(module, aside):
             calls = _calls(module, template, {name: blocks[name] for name in blocks if name not in aside})
             regions, why = _regions_of_calls(module, blocks, calls)
             regions, more = _measured(module, template, regions)
@@ -568,7 +568,7 @@ def _calls(module: nn.Module, template: InputTemplate, blocks: Mapping[str, nn.M
     def after(path: str, args: Any, output: Any) -> None:
         more.extend(each for each in (output[1:] if isinstance(output, tuple) else ()) if isinstance(each, Tensor))
 
-    with tracing(module, template), Coins(0.5), hooked(blocks, before, after):
+    with tracing(module, template), FixedDraw(0.5), hooked(blocks, before, after):
         run_apart(module, template.shaped(2, 2 * _third(template)))
     return calls
 
@@ -605,7 +605,7 @@ def _measured(module: nn.Module, template: InputTemplate, regions: Regions) -> t
     """The regions with the sizes of what enters and leaves; without those whose sizes follow no polynomial."""
     third = _third(template)
     sizes = [(2, 2 * third), (3, 2 * third), (2, third), (2, 3 * third), (3, 3 * third)]
-    with tracing(module, template), Coins(0.5):
+    with tracing(module, template), FixedDraw(0.5):
         runs = [_elements(module, template.shaped(*size), regions) for size in sizes]
     kept: Regions = {}
     why = ""

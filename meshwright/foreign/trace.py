@@ -175,7 +175,7 @@ def _run(subject: Subject, inputs: Inputs, is_fake: bool) -> Record:
 
 
 @contextlib.contextmanager
-def standing_aside(module: nn.Module, aside: Mapping[str, str]) -> Iterator[None]:
+def pass_through(module: nn.Module, aside: Mapping[str, str]) -> Iterator[None]:
     """Blocks that equal one before them (block -> that one) hand on what they are given."""
     rests: dict[str, tuple[Any, ...] | None] = {}
     """What the block before them returned behind its first tensor; None: that tensor alone."""
@@ -241,7 +241,7 @@ def _watched(subject: Subject, recorder: OpRecorder) -> Iterator[None]:
         recorder.label = label
 
     modules = {path: each for path, each in subject.module.named_modules() if path}
-    with standing_aside(subject.module, subject.aside), hooked(modules, begin, end):
+    with pass_through(subject.module, subject.aside), hooked(modules, begin, end):
         yield
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from meshwright.foreign.examine import is_coin
+from meshwright.foreign.examine import is_single_draw
 
 NAMESPACE = "meshwright_trace"
 
@@ -229,7 +229,7 @@ LOSSES: tuple[Any, ...] = (F.cross_entropy, F.nll_loss, F.binary_cross_entropy, 
 LOSSES += (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.kl_div, F.ctc_loss)
 
 
-class _Stand(TorchFunctionMode):
+class _KernelMode(TorchFunctionMode):
     """Calls of torch's functions that CUDA would serve by one kernel; `in_loss` marks what belongs to a loss."""
 
     def __init__(self, in_loss: Callable[[], Any]):
@@ -246,7 +246,7 @@ class _Stand(TorchFunctionMode):
             return _dropped(*args, **kwargs)
         if func in GROUPED and args[0].dim() == 2 and args[1].dim() == 3:
             return GroupedProduct.apply(*_lowered(*args[:2]))
-        if is_coin(func, args):
+        if is_single_draw(func, args):
             return torch.tensor(0.5)  # a coin thrown for a whole layer: kept, as most are
         if is_recurrent(func, args):
             return recur(func.__name__, *args)
@@ -316,7 +316,7 @@ def one_kernel_each(in_loss: Callable[[], Any], unfused: Callable[[], Any]) -> I
         return OUTER(grad, x, counts.shape[0])
 
     with ExitStack() as stack:
-        stack.enter_context(_Stand(in_loss))
+        stack.enter_context(_KernelMode(in_loss))
         for owner, name, stand_in in (
             (loss.TokenLoss, "apply", in_token_loss),
             (layers, "through_experts", through_experts),

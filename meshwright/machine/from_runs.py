@@ -50,7 +50,7 @@ _MESSAGE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Learned:
+class LearnedCluster:
     cluster: Cluster
     factors: Mapping[str, float]
     """Cause -> times as long as the newest run's cluster says."""
@@ -60,7 +60,7 @@ class Learned:
     error_after: float
 
 
-def learn(entries: Sequence[Entry], machine: str, base: Cluster | None = None) -> Learned:
+def learn(entries: Sequence[Entry], machine: str, base: Cluster | None = None) -> LearnedCluster:
     """From the runs of this machine. `base` is the cluster that is corrected; without one, that of the newest run."""
     own = sorted((entry for entry in entries if entry.machine == machine), key=lambda entry: entry.unix_seconds)
     kinds = {entry.cluster.device.kind for entry in own[-1:]}
@@ -91,7 +91,7 @@ def learn(entries: Sequence[Entry], machine: str, base: Cluster | None = None) -
     # A few runs that agree by chance prove little.
     scale = max(float(np.quantile(off, 0.9)) * math.sqrt(count / spare), 1 / math.sqrt(count))
     bars = {cause: _width(scale * getattr(base.errors, cause)) for cause in (*causes, "idle")}
-    return Learned(
+    return LearnedCluster(
         cluster=replace(_corrected(base, own, by_cause), errors=replace(base.errors, **bars)),
         factors=by_cause,
         num_runs=count,
@@ -100,7 +100,7 @@ def learn(entries: Sequence[Entry], machine: str, base: Cluster | None = None) -
     )
 
 
-def learn_one(entry: Entry, base: Cluster) -> Learned:
+def learn_one(entry: Entry, base: Cluster) -> LearnedCluster:
     """From one run on such devices, whoever's machine it was."""
     causes = _causes([entry])
     parts, measured = np.array([_converted(entry, base, causes)]), np.array([_own_seconds(entry)])
@@ -123,7 +123,7 @@ def learn_one(entry: Entry, base: Cluster) -> Learned:
     left_open = np.minimum(left_open, widths) * max(1.0, 1.01 * math.expm1(after) / reach)
     by_cause = dict(zip(causes, map(float, factors), strict=True))
     errors = replace(base.errors, **dict(zip(causes, map(_width, left_open), strict=True)))
-    return Learned(
+    return LearnedCluster(
         cluster=replace(_corrected(base, [entry], by_cause), errors=errors),
         factors=by_cause,
         num_runs=1,

@@ -33,7 +33,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from meshwright.ops.collectives import all_gather_single
 from meshwright.ops.routing import fresh, precise
-from meshwright.ops.traffic import OPENED, RING_TAG
+from meshwright.ops.traffic import COMPOSITE_OPS, RING_TAG
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
@@ -213,9 +213,9 @@ def _ring_of(group_name: str, window: int) -> Ring:
     return Ring(TokenSplit(group=group, index=group.rank(), is_folded=True), window)
 
 
-OPENED.update(ring_attention=_ring_forward, ring_attention_backward=_ring_backward)
+COMPOSITE_OPS.update(ring_attention=_ring_forward, ring_attention_backward=_ring_backward)
 _forward_op, _backward_op = (
-    torch.library.custom_op(f"meshwright::{name}", OPENED[name], mutates_args=())
+    torch.library.custom_op(f"meshwright::{name}", COMPOSITE_OPS[name], mutates_args=())
     for name in ("ring_attention", "ring_attention_backward")
 )
 

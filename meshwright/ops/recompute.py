@@ -1,7 +1,7 @@
 """Blocks whose activations are computed again when backward needs them.
 
-`recomputed` keeps a block's inputs only. `selectively_recomputed` also keeps what is dear to compute: in forward the
-results of products, attention and collectives are kept, and the replay, which runs every other operator again, is
+`recomputed` keeps a block's inputs only. `selectively_recomputed` also keeps what is expensive to compute: in forward
+the results of products, attention and collectives are kept, and the replay, which runs every other operator again, is
 handed them. Which are kept is decided by the operators that are dispatched, whatever module dispatches them. Of those,
 only results that the replay's own results depend on stay after the forward: not the product that ends a block, nor a
 partial one that only a collective reads. (torch's selective contexts keep them all, and cannot hand out what a
@@ -51,7 +51,7 @@ def _spelled(func: Any) -> tuple[str, str]:
 
 
 @functools.cache
-def is_dear(func: Any) -> bool:
+def is_expensive(func: Any) -> bool:
     """Whether to run it again costs more than to keep what it made."""
     space, name = _spelled(func)
     is_attention = ("attention" in name or "attn" in name) and "backward" not in name
@@ -99,7 +99,7 @@ def _covers(tensor: Tensor) -> bool:
 
 @dataclass
 class KeptResult:
-    """What one dear operator made."""
+    """What one expensive operator made."""
 
     func: Any
     made: Any
@@ -126,7 +126,7 @@ class ForwardOp:
 
 
 @dataclass
-class Known:
+class ForwardMemory:
     """Of a block, from forwards that were looked at: to look at every operator takes the host longer than it does."""
 
     idle: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -134,10 +134,10 @@ class Known:
     must_look: bool = True
 
 
-class Keeping(TorchDispatchMode):
+class KeepMode(TorchDispatchMode):
     """Around a block's forward."""
 
-    def __init__(self, known: Known) -> None:
+    def __init__(self, known: ForwardMemory) -> None:
         super().__init__()
         self.known, self.is_looking = known, known.must_look
         self.kept: list[KeptResult] = []
@@ -149,14 +149,14 @@ class Keeping(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self.operators = hash((self.operators, func))
-        dear = is_dear(func)
-        if not (self.is_looking or dear or _written_places(func)):
+        expensive = is_expensive(func)
+        if not (self.is_looking or expensive or _written_places(func)):
             return func(*args, **kwargs)
         written = _written(func, args, kwargs)
         reads = _storages(_tensors((*args, *kwargs.values()))) if self.is_looking else set()
-        self._save_from(func, written, reads, dear)
+        self._save_from(func, written, reads, expensive)
         made = func(*args, **kwargs)
-        if dear:
+        if expensive:
             self._keep(func, made, written, reads)
         elif self.is_looking:
             self._note(_tensors(made), written, reads, None)
@@ -184,10 +184,10 @@ class Keeping(TorchDispatchMode):
         is_seen = not makes or any(not each.is_floating_point() for each in (*made, *written))
         self.steps.append(ForwardOp(reads, makes, begins, kept, is_seen))
 
-    def _save_from(self, func: Any, written: list[Tensor], reads: set[int], dear: bool) -> None:
+    def _save_from(self, func: Any, written: list[Tensor], reads: set[int], expensive: bool) -> None:
         """What is kept and about to be written over is kept as a copy. (Parts of one tensor are written in turn; and a
         message may be copied to its place only when it is waited for.)"""
-        over = _storages(each for each in written if not dear or _covers(each))
+        over = _storages(each for each in written if not expensive or _covers(each))
         if not over and not self.is_looking:
             return
         is_copy = self.is_looking and _spelled(func) == ("aten", "copy_")
@@ -267,16 +267,16 @@ class _Blank:
         return blank.zero_()  # anything may be computed from it, and must not go wrong
 
 
-class Recalling(TorchDispatchMode):
+class ReplayMode(TorchDispatchMode):
     """Around a block's replay."""
 
-    def __init__(self, keeping: Keeping):
+    def __init__(self, keeping: KeepMode):
         super().__init__()
         self.keeping, self.place = keeping, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not is_dear(func):
+        if not is_expensive(func):
             return func(*args, **kwargs)
         place, self.place = self.place, self.place + 1
         if place >= len(self.keeping.kept) or self.keeping.kept[place].func is not func:
@@ -299,24 +299,24 @@ class Recalling(TorchDispatchMode):
 
 
 def selectively_recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward`, keeping its inputs and what is dear to compute until backward needs the rest."""
-    known = Known()
+    """`forward`, keeping its inputs and what is expensive to compute until backward needs the rest."""
+    known = ForwardMemory()
 
     def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if is_dear(func) else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if is_expensive(func) else CheckpointPolicy.PREFER_RECOMPUTE
 
     def contexts() -> tuple[Any, Any]:
         # Decided here and not when `checkpoint` is called: a compiler that meets something in the block that it cannot
         # trace gives the block up, and the call it was tracing runs as it is written.
         if TracingContext.try_get() is not None:
             return create_selective_checkpoint_contexts(policy)
-        keeping = Keeping(known)
-        return keeping, Recalling(keeping)
+        keeping = KeepMode(known)
+        return keeping, ReplayMode(keeping)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         modes = [] if torch.compiler.is_compiling() else _get_current_dispatch_mode_stack()
         keeping = modes[-1] if modes else None
-        if not isinstance(keeping, Keeping):
+        if not isinstance(keeping, KeepMode):
             return forward(*args, **kwargs)
         with keeping.watched():
             made = forward(*args, **kwargs)

@@ -38,7 +38,7 @@ def stay(rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Back]:
     return rows, counts, lambda out: out
 
 
-class Sends(nn.Module):
+class ExpertHolder(nn.Module):
     """Holds experts. Where others hold some of them, `send` is what reaches those."""
 
     send: Send = staticmethod(stay)
@@ -233,7 +233,7 @@ def precise(x: Tensor) -> torch.dtype:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trip:
+class RowRoute:
     """Where the rows of one pass through a layer go, known to both ends."""
 
     group: dist.ProcessGroup
@@ -286,8 +286,8 @@ def sending_over(group: dist.ProcessGroup) -> Send:
         ways = group.size()
         # One copy to the host for both tables.
         sent, received = torch.stack((counts, peers)).view(2, ways, -1).tolist()
-        trip = Trip(group=group, sent=[sum(row) for row in sent], received=received)
-        arrived = _Travel.apply(rows, trip.there, trip.back)
-        return arrived, peers.view(ways, -1).sum(0), lambda out: _Travel.apply(out, trip.back, trip.there)
+        route = RowRoute(group=group, sent=[sum(row) for row in sent], received=received)
+        arrived = _Travel.apply(rows, route.there, route.back)
+        return arrived, peers.view(ways, -1).sum(0), lambda out: _Travel.apply(out, route.back, route.there)
 
     return send

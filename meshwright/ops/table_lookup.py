@@ -73,11 +73,11 @@ class Lookup:
         return asked, answered
 
 
-Held = tuple[nn.Module, str, nn.Parameter]
+ParameterPlace = tuple[nn.Module, str, nn.Parameter]
 """A parameter and where it hangs."""
 
 
-def take_out_empty(tables: nn.Module) -> list[Held]:
+def take_out_empty(tables: nn.Module) -> list[ParameterPlace]:
     """Those without elements, which the module no longer has."""
     empty = [
         (module, name, value)
@@ -90,7 +90,7 @@ def take_out_empty(tables: nn.Module) -> list[Held]:
     return empty
 
 
-def put_back(held: list[Held], dtype: torch.dtype, device: torch.device) -> None:
+def put_back(held: list[ParameterPlace], dtype: torch.dtype, device: torch.device) -> None:
     """Where they were, no longer on the meta device."""
     for module, name, value in held:
         filled = torch.empty(value.shape, dtype=dtype, device=device)

@@ -58,7 +58,7 @@ _FUNCTIONAL = {
     "all_to_all_single": "all_to_all",
 }
 
-OPENED: dict[str, Callable[..., Any]] = {}
+COMPOSITE_OPS: dict[str, Callable[..., Any]] = {}
 """Operators of ours that send several messages, and the functions that they run."""
 
 
@@ -83,9 +83,9 @@ class TrafficRecorder(TorchDispatchMode):
         if isinstance(func, HigherOrderOperator):
             return func(*args, **(kwargs or {}))
         space, name = func._schema.name.split("::")
-        if space == "meshwright" and name in OPENED:
+        if space == "meshwright" and name in COMPOSITE_OPS:
             with self:
-                return OPENED[name](*args, **(kwargs or {}))
+                return COMPOSITE_OPS[name](*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
         if space == "c10d" and name in _C10D:
             kind, position = _C10D[name]

@@ -13,7 +13,7 @@ from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.files import refuse_link
 from meshwright.core.ledger import LEAST_STEPS, Entry, read
 from meshwright.core.units import counted, pretty_bytes, pretty_seconds
-from meshwright.machine.from_runs import LEAST_RUNS, Learned, learn, learn_one
+from meshwright.machine.from_runs import LEAST_RUNS, LearnedCluster, learn, learn_one
 from meshwright.machine.named_clusters import preset_of_device
 from meshwright.machine.probe import machine_name
 from meshwright.run.comparison import CAUSES, COMPARISON
@@ -127,7 +127,7 @@ def _figures(device: Device) -> dict[str, float]:
     }
 
 
-def _words(learned: Learned, base: Cluster, newest: Entry) -> list[str]:
+def _words(learned: LearnedCluster, base: Cluster, newest: Entry) -> list[str]:
     runs = f"{learned.num_runs} run" + ("s, the newest" if learned.num_runs > 1 else "")
     step = f"a step took {pretty_seconds(newest.measured.step_seconds)} ({newest.measured.num_steps} measured)"
     lines = [

@@ -125,7 +125,7 @@ class Expert(Technique):
         build.at("split", self._share_out)
 
     def _share_out(self, build: Build) -> None:
-        from meshwright.ops.routing import Sends, sending_over
+        from meshwright.ops.routing import ExpertHolder, sending_over
 
         group, index = build.mesh.group(self.axis), build.mesh.index(self.axis)
         for name, param in build.named_params():
@@ -134,7 +134,7 @@ class Expert(Technique):
         build.sum_rest_late(self)
         send = sending_over(group)
         for module in build.model.modules():
-            if isinstance(module, Sends):
+            if isinstance(module, ExpertHolder):
                 module.send = send
 
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from meshwright.models.presets import DecoderConfig
 from meshwright.ops.model_interface import Inside, every_token
 from meshwright.ops.routing import (
+    ExpertHolder,
     Gated,
     PreciseLinear,
-    Sends,
     attach_loss,
     balancing_loss,
     fresh,
@@ -259,7 +259,7 @@ class Router(nn.Module):
         return scores.softmax(-1) if self.kind == "softmax" else scores / scores.sum(-1, keepdim=True)
 
 
-class Experts(Sends):
+class Experts(ExpertHolder):
     def __init__(self, config: DecoderConfig):
         super().__init__()
         self.num_experts = config.num_experts

@@ -25,7 +25,7 @@ from meshwright.launch.rank_pool import RankError, RankPool
 from meshwright.machine.named_clusters import cluster
 from meshwright.models.cost_decoder import decoder_profile
 from meshwright.models.presets import DecoderConfig
-from meshwright.ops.routing import Sends, sending_over, through_experts
+from meshwright.ops.routing import ExpertHolder, sending_over, through_experts
 from meshwright.optimizers.optimizer_config import OptimizerConfig
 from meshwright.runtime.checkpointing import restore_optimizer, save
 from meshwright.simulator.pricing import price, price_sizes, sizes_of
@@ -198,7 +198,7 @@ def counting_job(
         return send
 
     for module in session.build.model.modules():
-        if isinstance(module, Sends):
+        if isinstance(module, ExpertHolder):
             module.send = watched(module.send)
     with parity.TrafficRecorder(session.mesh.axis_of_group()) as recorder:
         session.loop.step(samples(0, *session.mesh.part(chosen.sample_axes)), rates.lr)
