@@ -162,6 +162,38 @@ class Model(nn.Module):
         return None
 
 
+class BlockModel(Model):
+    """A first layer, numbered blocks and a head; each may be on another stage, and is then None or not among them."""
+
+    first: str
+    """Attribute that holds the first layer, and the name of its profile's layer."""
+    num_blocks: int
+    """Of the whole model."""
+    blocks: nn.ModuleDict
+    head: nn.Module | None
+
+    def kind_of(self, block: int) -> str:
+        """The profile's layer that a block is."""
+        return "blocks"
+
+    def keep(self, spans: Spans) -> None:
+        for name in list(self.blocks):
+            if not is_within(spans, int(name)):
+                del self.blocks[name]
+        if not is_within(spans, 0):
+            setattr(self, self.first, None)
+        if not is_within(spans, self.num_blocks - 1):
+            self.head = None
+
+    def parts(self) -> Iterable[ModelPart]:
+        if getattr(self, self.first) is not None:
+            yield ModelPart(name=self.first, kind=self.first, module=getattr(self, self.first))
+        for name, block in self.blocks.items():
+            yield ModelPart(name=f"blocks.{name}", kind=self.kind_of(int(name)), module=block, is_block=True)
+        if self.head is not None:
+            yield ModelPart(name="head", kind="head", module=self.head)
+
+
 def is_within(spans: Spans, block: int) -> bool:
     return any(first <= block < last for first, last in spans)
 

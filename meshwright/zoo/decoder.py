@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from meshwright.models.presets import DecoderConfig
 from meshwright.ops.cross_entropy import token_loss
-from meshwright.ops.model_interface import Inputs, Inside, Model, ModelPart, Spans, is_within
+from meshwright.ops.model_interface import BlockModel, Inputs, Inside
 from meshwright.zoo.layers import (
     GELU,
     Linear,
@@ -74,12 +74,14 @@ class DecoderHead(nn.Module):
         return self.score(self, x, targets, weights)
 
 
-class Decoder(Model):
+class Decoder(BlockModel):
     kind = "decoder"
+    first = "embed"
 
     def __init__(self, config: DecoderConfig):
         super().__init__()
         self.config = config
+        self.num_blocks = config.num_layers
         self.scale = LossScale()
         self.mask: Callable[[int, int, Tensor | None, torch.device], Tensor | None] = attention_mask
         self.embed: Embed | None = Embed(config)
@@ -125,23 +127,8 @@ class Decoder(Model):
             return self.head(x)
         return self.head(x, self.own_tokens(targets, 1), self.own_tokens(weights, 1))
 
-    def keep(self, spans: Spans) -> None:
-        for name in list(self.blocks):
-            if not is_within(spans, int(name)):
-                del self.blocks[name]
-        if not is_within(spans, 0):
-            self.embed = None
-        if not is_within(spans, self.config.num_layers - 1):
-            self.head = None
-
-    def parts(self) -> Iterable[ModelPart]:
-        if self.embed is not None:
-            yield ModelPart(name="embed", kind="embed", module=self.embed)
-        for name, block in self.blocks.items():
-            kind = "dense_blocks" if int(name) < self.config.num_dense_layers else "blocks"
-            yield ModelPart(name=f"blocks.{name}", kind=kind, module=block, is_block=True)
-        if self.head is not None:
-            yield ModelPart(name="head", kind="head", module=self.head)
+    def kind_of(self, block: int) -> str:
+        return "dense_blocks" if block < self.config.num_dense_layers else "blocks"
 
     def regions(self) -> Iterable[Inside]:
         for block in self.blocks.values():

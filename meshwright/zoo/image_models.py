@@ -17,27 +17,25 @@ from meshwright.models.dimensions import BottleneckShape, ConvShape
 from meshwright.models.presets import ResNetConfig, VGGConfig, ViTConfig
 from meshwright.ops.batch_norm import BatchNorm
 from meshwright.ops.cross_entropy import token_loss
-from meshwright.ops.model_interface import Inputs, Inside, Model, ModelPart, Spans, is_within
+from meshwright.ops.model_interface import BlockModel, Inputs, Inside
 from meshwright.zoo.layers import GELU, Norm, TransformerBlock
 
 
-class ImageModel(Model):
+class ImageModel(BlockModel):
     """Images come in the dtype of the parameters; lower precision is left to autocast, inside of a stage."""
+
+    first = "stem"
 
     def __init__(self, stem: nn.Module, blocks: Sequence[nn.Module], head: nn.Module, init_std: float | None = None):
         super().__init__()
         self.stem: nn.Module | None = stem
         self.blocks = nn.ModuleDict({str(i): block for i, block in enumerate(blocks)})
-        self.head: nn.Module | None = head
+        self.head = head
         self.num_blocks = len(blocks)
         self.hits: Tensor | None = None
         self.starts: dict[str, float | tuple[float, float]]
         self.starts = {name: _start(name, value, init_std) for name, value in self.named_parameters()}
         self.starts |= {name: float(name.endswith("running_var")) for name, _ in self.named_buffers()}
-
-    def kind_of(self, block: int) -> str:
-        """The profile's layer that a block is."""
-        raise NotImplementedError
 
     def entry(self, block: int) -> tuple[int, ...]:
         """Shape of one image where it enters a block."""
@@ -75,23 +73,6 @@ class ImageModel(Model):
         hits, self.hits = self.hits, None
         device = next(self.parameters()).device
         return torch.zeros((), dtype=torch.float64, device=device) if hits is None else hits
-
-    def keep(self, spans: Spans) -> None:
-        for name in list(self.blocks):
-            if not is_within(spans, int(name)):
-                del self.blocks[name]
-        if not is_within(spans, 0):
-            self.stem = None
-        if not is_within(spans, self.num_blocks - 1):
-            self.head = None
-
-    def parts(self) -> Iterable[ModelPart]:
-        if self.stem is not None:
-            yield ModelPart(name="stem", kind="stem", module=self.stem)
-        for name, block in self.blocks.items():
-            yield ModelPart(name=f"blocks.{name}", kind=self.kind_of(int(name)), module=block, is_block=True)
-        if self.head is not None:
-            yield ModelPart(name="head", kind="head", module=self.head)
 
     def boundary(self, inputs: Inputs, block: int) -> tuple[int, ...]:
         assert isinstance(inputs, Tensor)
@@ -158,9 +139,6 @@ class ViT(ImageModel):
         blocks = [TransformerBlock(encoder, GELU(encoder, "none"), is_causal=False) for _ in range(config.num_layers)]
         super().__init__(PatchStem(config), blocks, ImageHead(config), config.init_std)
         self.config = config
-
-    def kind_of(self, block: int) -> str:
-        return "blocks"
 
     def entry(self, block: int) -> tuple[int, ...]:
         return self.config.num_tokens, self.config.hidden_size
