@@ -12,7 +12,7 @@ import torch
 from tiny import GPT, MOE, t
 
 import meshwright as mw
-from meshwright.checkpoint.listing import verify_all
+from meshwright.checkpoint.step_folders import verify_all
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.plan import Plan
 from meshwright.launch.rank_pool import RankError, RankPool

@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
-from meshwright.models.named_profile import profile
 
 from meshwright.core.cluster import Cluster, HostResources
 from meshwright.core.plan import Plan
 from meshwright.core.technique import Technique
 from meshwright.core.work import Copy, Resident, Work
 from meshwright.machine.named_clusters import cluster
+from meshwright.models.presets import profile
 from meshwright.simulator.forecast import Forecast, forecast
 from meshwright.simulator.simulate import simulate
 
