@@ -12,12 +12,21 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from meshwright.ask.batch_goal import BatchGoal, BatchGoals, best_batch, fewer, read_goal
-from meshwright.ask.device_counts import DeviceCounts, compare_sizes, node_width, resized, sizes_between
 from meshwright.ask.explain import explain
-from meshwright.ask.memory_front import MemoryFront, front
+from meshwright.ask.memory import MemoryFront, WaysOut, front, ways_out
 from meshwright.ask.question import Question, Tell
-from meshwright.ask.ways_out import WaysOut, ways_out
+from meshwright.ask.sizes import (
+    BatchGoal,
+    BatchGoals,
+    DeviceCounts,
+    best_batch,
+    compare_sizes,
+    fewer,
+    node_width,
+    read_goal,
+    resized,
+    sizes_between,
+)
 from meshwright.ask.what_if import (
     ComparedPlans,
     WhatIfChange,

@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from meshwright.ask.device_counts import node_width, reshaped, resized
 from meshwright.ask.question import Outcome, Question, outcome, with_devices
+from meshwright.ask.sizes import node_width, reshaped, resized
 from meshwright.core.cluster import MOST_DEVICES, Cluster, DeviceGroup, Link
 from meshwright.core.device import Device
 from meshwright.core.errors import MeshwrightError, Problem, nearest

@@ -15,6 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +25,6 @@ from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.work import Updating
 from meshwright.planner.bounds import Candidates, bound_all, floors, order_bounds
-from meshwright.planner.device_groups import limited
 from meshwright.planner.rows import BoundedGrid, OrderedCandidate, SearchInputs
 from meshwright.planner.scoreboard import Alternative, Scoreboard, ScoredPlan, SearchResult
 from meshwright.planner.solve import Solved, smallest_plan, solve
@@ -88,6 +88,16 @@ def search_group(
         if pool.board.best is not None or pool.board.is_interrupted or not pool.may_be_rescued:
             break
     return replace(pool.result(top), search_seconds=time.perf_counter() - started)
+
+
+def limited(cluster: Cluster, limit: int) -> Cluster:
+    """With at most so many bytes on each device."""
+
+    def cut(device: Any) -> Any:
+        return replace(device, memory_bytes=min(device.memory_bytes, limit))
+
+    others = tuple(replace(group, device=cut(group.device)) for group in cluster.others)
+    return replace(cluster, device=cut(cluster.device), others=others)
 
 
 class BestFirst:

@@ -428,7 +428,7 @@ def _bounds_of_stages(
         least=least,
         apart=(weight if timetable.splits_backward else np.zeros_like(weight))[:count],
         # The smallest chunk there is, as a share of the largest stage's blocks.
-        chunk_share=((blocks // spans) / (timetable.chunks * -(-blocks // spans)))[of],
+        chunk_share=((blocks // spans) / np.maximum(timetable.chunks * -(-blocks // spans), 1))[of],
     )
     # With another split the stage that ends last may be a smaller one.
     last = np.minimum if grid.may_choose else np.maximum

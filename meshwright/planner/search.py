@@ -8,8 +8,8 @@ from typing import Any
 from meshwright.core.cluster import Cluster
 from meshwright.core.profile import Profile
 from meshwright.core.work import ADAM, Updating
-from meshwright.planner.across_groups import search_across
 from meshwright.planner.best_first import search_group
+from meshwright.planner.groups import search_across
 from meshwright.planner.scoreboard import Alternative, ScoredPlan, SearchResult
 
 __all__ = ["EPSILON", "Alternative", "ScoredPlan", "SearchResult", "search"]

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from meshwright.ask.answer import Answer
-from meshwright.ask.batch_goal import BatchGoals, BatchRun
-from meshwright.ask.device_counts import DeviceCounts
 from meshwright.ask.explain import alternative_of, differences, faster_unfit, gap_words, missing_bytes, runner_up
 from meshwright.ask.question import Outcome
+from meshwright.ask.sizes import BatchGoals, BatchRun, DeviceCounts
 from meshwright.ask.what_if import ComparedPlans
 from meshwright.core.codec import encode
 from meshwright.planner.search import ScoredPlan, SearchResult

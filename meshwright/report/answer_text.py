@@ -10,12 +10,10 @@ from rich.console import Console
 from rich.table import Table
 
 from meshwright.ask.answer import Answer
-from meshwright.ask.batch_goal import BatchGoals, BatchRun
-from meshwright.ask.device_counts import DeviceCounts
 from meshwright.ask.explain import differences, percent
-from meshwright.ask.memory_front import MemoryFront
+from meshwright.ask.memory import MemoryFront, WaysOut
 from meshwright.ask.question import Question
-from meshwright.ask.ways_out import WaysOut
+from meshwright.ask.sizes import BatchGoals, BatchRun, DeviceCounts
 from meshwright.ask.what_if import ComparedPlans
 from meshwright.ask.why import Why
 from meshwright.core.units import counted, pretty_bytes, pretty_count, pretty_seconds

@@ -14,12 +14,19 @@ from dataclasses import replace
 import pytest
 
 from meshwright.ask import question as asking
-from meshwright.ask.batch_goal import best_batch, fewer, ladder, read_goal
-from meshwright.ask.device_counts import compare_sizes, larger_sizes, resized, sizes_between
 from meshwright.ask.explain import differences, explain
-from meshwright.ask.memory_front import MOST_POINTS, front
+from meshwright.ask.memory import MOST_POINTS, front, ways_out
 from meshwright.ask.question import Question, outcome
-from meshwright.ask.ways_out import ways_out
+from meshwright.ask.sizes import (
+    best_batch,
+    compare_sizes,
+    fewer,
+    ladder,
+    larger_sizes,
+    read_goal,
+    resized,
+    sizes_between,
+)
 from meshwright.ask.what_if import (
     MEMORY,
     RATE,

@@ -12,7 +12,7 @@ import pytest
 from command import clean_environment
 
 from meshwright.ask import question as asking
-from meshwright.ask.memory_front import MemoryFront, Point
+from meshwright.ask.memory import MemoryFront, Point
 from meshwright.ask.what_if import ComparedPlans
 from meshwright.cli.main import main
 from meshwright.core.plan import Plan
@@ -106,7 +106,7 @@ def test_numbers_of_devices_are_compared(told: Told) -> None:
 
 
 def test_the_batch_is_chosen(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshwright.ask.batch_goal.NUM_BATCHES", 3)
+    monkeypatch.setattr("meshwright.ask.sizes.NUM_BATCHES", 3)
     words = ["--critical-batch", "2", "--target-steps", "100", "--json"]
     assert main([*TINY[:-1], "auto", *QUICK, *words]) == 0
     value = json.loads(capsys.readouterr().out)

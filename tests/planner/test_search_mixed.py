@@ -18,7 +18,7 @@ from meshwright.core.technique import Technique, technique_named, technique_name
 from meshwright.machine.named_clusters import cluster
 from meshwright.models.cost_decoder import decoder_profile
 from meshwright.models.presets import DecoderConfig
-from meshwright.planner.device_groups import share_microbatches, split_blocks
+from meshwright.planner.groups import share_microbatches, split_blocks
 from meshwright.planner.search import SearchResult, search
 from meshwright.simulator.forecast import Forecast, forecast
 

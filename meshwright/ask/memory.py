@@ -1,16 +1,131 @@
-"""Nothing fits: what would, each way searched for and with what it costs."""
+"""What memory buys: the fastest plan for each memory; and where nothing fits, what would, each way searched for.
+
+seconds
+  |*                each search with a budget finds the fastest plan that fits in it; its peak is a point, and no
+  |   *             plan between that peak and the budget is faster. The widest stretch not yet known is next.
+  |       *    *
+  +-----------------> bytes of the fullest rank
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from meshwright.ask.device_counts import larger_sizes, resized
 from meshwright.ask.question import Outcome, Question, Tell, outcome
-from meshwright.core.units import pretty_bytes
+from meshwright.ask.sizes import larger_sizes, resized
+from meshwright.core.units import MIB, pretty_bytes
 from meshwright.planner import wishes
-from meshwright.planner.search import SearchResult
+from meshwright.planner.search import ScoredPlan, SearchResult
+
+MOST_POINTS = 10
+_MOST_SEARCHES = 24
+_UNLIMITED_BYTES = 1 << 50
+_WORTH = 0.002
+"""Less of the step than this is not looked for between two points."""
+_NARROW = 1.01
+"""Budgets this near are one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    scored: ScoredPlan
+    budget_bytes: int
+    """Up to here no plan is faster."""
+
+    @property
+    def seconds(self) -> float:
+        return self.scored.forecast.step_seconds
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.scored.forecast.peak_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryFront:
+    points: tuple[Point, ...]
+    """Less memory first; each is faster than the one before."""
+    is_interrupted: bool = False
+
+
+def front(question: Question, tell: Tell, best: ScoredPlan | None = None) -> MemoryFront:
+    """`best`: what the question itself has given, if anything fits; it is a point too."""
+    points: list[Point] = []
+    if best is not None:
+        points.append(Point(scored=best, budget_bytes=question.machine.device.memory_bytes))
+    try:
+        points = _ends(question, tell, points)
+        for _ in range(_MOST_SEARCHES):
+            budget = _next_budget(points)
+            if budget is None or len(points) >= MOST_POINTS:
+                break
+            tell(f"searching with {budget / 1024**3:.1f} GiB, {len(points)} points so far")
+            points = _added(points, _point(question, budget))
+    except KeyboardInterrupt:
+        return MemoryFront(points=tuple(points), is_interrupted=True)
+    return MemoryFront(points=tuple(points))
+
+
+def _point(question: Question, budget: int) -> Point | None:
+    best = outcome("", question.with_memory(budget)).best
+    return Point(scored=best, budget_bytes=budget) if best else None
+
+
+def _ends(question: Question, tell: Tell, points: list[Point]) -> list[Point]:
+    """The fastest plan of all, and the one that needs least."""
+    tell("searching without a limit of memory")
+    fastest = _point(question, _UNLIMITED_BYTES)
+    if fastest is None:
+        return []
+    tell("searching for the least memory")
+    least = _least(question, fastest.budget_bytes)
+    return _added(_added(points, fastest), least)
+
+
+def _least(question: Question, enough_bytes: int) -> Point | None:
+    """Where nothing fits, search names the plan that needs least; what an allocator loses in pieces comes on top."""
+    taken = max(group.device.reserved_bytes for group in question.cluster.groups)
+    nothing = outcome("", question.with_memory(taken + MIB))
+    if nothing.best is not None:
+        return Point(scored=nothing.best, budget_bytes=nothing.question.cluster.device.memory_bytes)
+    if nothing.result is None or nothing.result.nearest_miss is None:
+        return None
+    budget = nothing.result.nearest_miss.forecast.peak_bytes
+    while budget < enough_bytes:
+        point = _point(question, budget)
+        if point is not None:
+            return point
+        budget = math.ceil(budget * 1.02)
+    return None
+
+
+def _added(points: list[Point], new: Point | None) -> list[Point]:
+    """With one more; what it beats in both is gone, and equal plans are one point with the larger budget."""
+    if new is None:
+        return points
+    kept: list[Point] = []
+    for point in sorted([*points, new], key=lambda p: (p.peak_bytes, p.seconds, -p.budget_bytes)):
+        if not kept or point.seconds < kept[-1].seconds:
+            kept.append(point)
+        else:
+            budget = max(kept[-1].budget_bytes, point.budget_bytes)
+            kept[-1] = Point(scored=kept[-1].scored, budget_bytes=budget)
+    return kept
+
+
+def _next_budget(points: list[Point]) -> int | None:
+    """The middle of the stretch with most to find: memory not yet looked into, times the time between its ends."""
+    stretches = []
+    for lower, upper in itertools.pairwise(points):
+        room, gain = upper.peak_bytes / lower.budget_bytes, lower.seconds / upper.seconds
+        if room > _NARROW and gain > 1 + _WORTH:
+            area = math.log(room) * math.log(gain)
+            stretches.append((area, math.isqrt(lower.budget_bytes * upper.peak_bytes)))
+    return max(stretches)[1] if stretches else None
+
 
 _MOST_DEVICES = 1 << 14
 """More are not looked at: no way out that anybody has."""
