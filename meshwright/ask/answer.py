@@ -276,8 +276,8 @@ def read_request(
             return None
 
     is_auto = batch == AUTO
-    knobs = tried(lambda: read_knobs(why)) or ()
-    changes = tried(lambda: read_changes(what_if)) or ()
+    knobs = (tried(lambda: read_knobs(why)) or ()) if why else ()
+    changes = (tried(lambda: read_changes(what_if)) or ()) if what_if else ()
     limit = read_memory(max_memory, "--max-memory", wrong) if isinstance(max_memory, str) else max_memory
     range_ = _read_range(str(devices), wrong) if devices else None
     may_have_target = (is_auto, is_auto, is_auto or bool(devices))  # by tokens, ranges of devices are compared too
@@ -303,7 +303,8 @@ def read_request(
     if limit is not None and (problem := question.memory_problem(limit, "--max-memory")):
         raise MeshwrightError([*wrong, problem])
     goal = tried(lambda: read_goal(profile, sequence, *targets)) if is_auto else None
-    tried(lambda: with_changes(question, changes))
+    if changes:
+        tried(lambda: with_changes(question, changes))
     if wrong:
         raise MeshwrightError(list(dict.fromkeys(wrong)))
     return PlanRequest(

@@ -70,16 +70,14 @@ def larger_sizes(cluster: Cluster) -> Iterator[int]:
     width, devices = node_width(cluster), cluster.num_devices
     if cluster.others:
         return
-    while (devices := 2 * devices if 2 * devices <= width else _next_nodes(devices, width)) <= MOST_DEVICES:
+    while True:
+        if 2 * devices <= width:
+            devices *= 2
+        else:  # the next of 1, 2, 4, 8, ... nodes
+            devices = width << (devices // width).bit_length()
+        if devices > MOST_DEVICES:
+            return
         yield devices
-
-
-def _next_nodes(devices: int, width: int) -> int:
-    """The next of 1, 2, 4, 8, ... nodes."""
-    nodes = 1
-    while nodes * width <= devices:
-        nodes *= 2
-    return nodes * width
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,24 +288,15 @@ class _Climb:
     def near(self, question: Question, batch: int) -> None:
         """From a batch that is good on other devices, up and down as long as it gets better."""
         own = [self.run(question, batch)]
-        for following in (self._halves, self._doubles):
-            for each in following(batch):
+        twos = (batch & -batch).bit_length() - 1
+        halves = [batch >> bits for bits in range(1, twos + 1)]
+        doubles = [batch << bits for bits in range(1, _MOST_MORE + 1)]
+        for others in (halves, doubles):
+            for each in others:
                 before = min(run.seconds for run in own)
                 own.append(self.run(question, each))
                 if own[-1].seconds >= before:
                     break
-
-    @staticmethod
-    def _halves(batch: int) -> Iterator[int]:
-        while batch % 2 == 0:
-            batch //= 2
-            yield batch
-
-    @staticmethod
-    def _doubles(batch: int) -> Iterator[int]:
-        for _ in range(_MOST_MORE):
-            batch *= 2
-            yield batch
 
 
 def best_batch(question: Question, goal: BatchGoal, devices: tuple[int, ...], tell: Tell) -> BatchGoals:

@@ -159,7 +159,10 @@ def with_changes(question: Question, changes: Sequence[WhatIfChange]) -> Questio
     """All of them together; those that cannot be are reported at once."""
     problems = []
     for wanted in changes:
-        changed = _tried(CHANGES[wanted.name][2], question, wanted.amount)
+        try:
+            changed = CHANGES[wanted.name][2](question, wanted.amount)
+        except MeshwrightError as error:  # no such machine can be: the cluster's own checks say why
+            changed = Problem(where="", what=" ".join(map(str, error.problems)))
         if isinstance(changed, Problem):
             problems.append(replace(changed, where=f"--what-if {wanted}"))
         else:
@@ -167,13 +170,6 @@ def with_changes(question: Question, changes: Sequence[WhatIfChange]) -> Questio
     if problems:
         raise MeshwrightError(problems)
     return question
-
-
-def _tried(change: Change, question: Question, amount: Amount) -> Question | Problem:
-    try:
-        return change(question, amount)
-    except MeshwrightError as error:  # no such machine can be: the cluster's own checks say why
-        return Problem(where="", what=" ".join(map(str, error.problems)))
 
 
 def _memory(question: Question, amount: Amount) -> Question | Problem:

@@ -192,18 +192,15 @@ class BestFirst:
                     self.left_out[dtype] = floor
                     continue
                 self._add(dtype)
-                self._run(top)
+                for sizes in itertools.chain(BATCHES, itertools.repeat(BATCHES[-1])):
+                    if len(self.solved) >= MOST_LOOKS or not self._look(*sizes, self.limit_seconds):
+                        break
+                for _ in range(2 * top):  # for people who want to compare
+                    missing = top - len(self._plans())
+                    if missing <= 0 or not self._look(missing, missing, np.inf):
+                        break
         except KeyboardInterrupt:
             self.board.is_interrupted = True
-
-    def _run(self, top: int) -> None:
-        for sizes in itertools.chain(BATCHES, itertools.repeat(BATCHES[-1])):
-            if len(self.solved) >= MOST_LOOKS or not self._look(*sizes, self.limit_seconds):
-                break
-        for _ in range(2 * top):  # for people who want to compare
-            missing = top - len(self._plans())
-            if missing <= 0 or not self._look(missing, missing, np.inf):
-                break
 
     def _look(self, num_wide: int, num_close: int, limit: float) -> bool:
         """At the candidates with the least bounds below the limit; False if there are none."""
@@ -377,16 +374,14 @@ class BestFirst:
         for name in (dial.kind.name for dial in self.turned):
             others = [plan for plan in plans if (plan.technique(name) is None) == (name in used)]
             scored = self.board.first_that_fits(others[:_TRIED])
-            least = None if scored else self._least_without(name) if name in used else self._least_with(name)
-            found.append(Alternative(technique=name, is_used=name in used, scored=scored, least_seconds=least))
+            least: list[float | None] = []
+            if scored is None and name in used:
+                least = [self._least_of([~leaf.has(name) for leaf in self.leaves]), *self.left_out.values()]
+            elif scored is None:
+                least = [self._least_of([leaf.has(name) for leaf in self.leaves])]
+            bound = min((each for each in least if each is not None), default=None)
+            found.append(Alternative(technique=name, is_used=name in used, scored=scored, least_seconds=bound))
         return tuple(found)
-
-    def _least_with(self, name: str) -> float | None:
-        return self._least_of([leaf.has(name) for leaf in self.leaves])
-
-    def _least_without(self, name: str) -> float | None:
-        bounds = [self._least_of([~leaf.has(name) for leaf in self.leaves]), *self.left_out.values()]
-        return min((bound for bound in bounds if bound is not None), default=None)
 
     def _least_of(self, masks: list[np.ndarray]) -> float | None:
         """No candidate so marked that may fit is faster; None: there is none."""

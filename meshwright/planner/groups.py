@@ -24,7 +24,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -433,9 +432,6 @@ class _GroupSearch:
             [self._alone_seconds(group) for group in groups], [group.num_devices for group in groups]
         )
 
-    def _fastest_first(self, groups: UniformGroups) -> list[UniformGroup]:
-        return sorted(distinct_kinds(groups), key=self._alone_seconds)
-
     def _looks(
         self, groups: UniformGroups, search_on: Callable[[UniformGroup], SearchResult | None]
     ) -> tuple[float, list[Plan]]:
@@ -444,7 +440,7 @@ class _GroupSearch:
         at_best, plans = math.inf, list[Plan]()
         count, least_bytes = sum(each.num_devices for each in groups), math.inf
         large = ABOUT * max(group.cluster.device.memory_bytes for group in groups)
-        for group in self._fastest_first(groups):
+        for group in sorted(distinct_kinds(groups), key=self._alone_seconds):
             if count > EACH_KIND and group.cluster.device.memory_bytes >= ABOUT * least_bytes:
                 continue  # what fits on those before fits here
             least_bytes = min(least_bytes, group.cluster.device.memory_bytes)
@@ -490,7 +486,11 @@ class _GroupSearch:
         whole_parts = largest_parts(self.batch, self.batch // count)
         parts = [*whole_parts]
         for within in parts:
-            looked, found = self._looks(groups, partial(self._inside_replica, ranks_each, within, inner))
+
+            def search_on(group: UniformGroup, samples: int = within) -> SearchResult | None:
+                return self._inside(group.sized(ranks_each), samples, **inner)
+
+            looked, found = self._looks(groups, search_on)
             is_coarse = within in whole_parts and all(plan.num_microbatches < FINE for plan in found)
             if within >= FINE and found and is_coarse and ranks_each <= EACH_KIND:
                 parts += largest_parts(self.batch, within // FINE)[-1:]  # too few to be dealt out by speed
@@ -502,11 +502,6 @@ class _GroupSearch:
             whole = replace(plan, techniques=(*plan.techniques, outer), axis_order=order)
             self._share_out(whole, groups)
         return at_best
-
-    def _inside_replica(
-        self, ranks_each: int, within: int, wanted: dict[str, Any], group: UniformGroup
-    ) -> SearchResult | None:
-        return self._inside(group.sized(ranks_each), within, **wanted)
 
     def _share_out(self, plan: Plan, groups: UniformGroups) -> None:
         here = joined_cluster(groups, self.cluster.between)

@@ -60,11 +60,6 @@ def _counts(count: int, policies: int) -> list[tuple[int, ...]]:
     return [way for way in ways if sum(way) <= count]
 
 
-@lru_cache(maxsize=1024)
-def _count_table(count: int, policies: int) -> np.ndarray:
-    return np.array(_counts(count, policies), dtype=int).reshape(-1, policies)
-
-
 def unit_choices(kinds: Kinds, policies: int) -> np.ndarray:
     """None, then every policy followed by all blocks of one kind: what `front` is made from."""
     found = [np.zeros((len(kinds), policies), dtype=int)]
@@ -101,7 +96,7 @@ def front(kinds: Kinds, seconds: np.ndarray, num_bytes: np.ndarray, most: int = 
 
 def _of_one(count: int, seconds: np.ndarray, num_bytes: np.ndarray) -> np.ndarray:
     """The same for blocks of one kind."""
-    ways = _count_table(count, len(seconds))
+    ways = listed((count,), len(seconds))[:, 0]
     spent, saved = ways @ seconds, ways @ num_bytes
     ways = ways[np.lexsort((-saved, spent))]
     saved = ways @ num_bytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -251,16 +252,11 @@ def _roads(
     which = np.repeat([distinct.index(order) for order in orders], counts)
     found = {}
     for axis in axes:
-        strides = [_stride(axis, order, sizes) for order in distinct]
+        strides: list[Num] = []  # ranks of the axes inside this one; any order: none
+        for order in distinct:
+            inside = () if order is None else order[order.index(axis) + 1 :]
+            strides.append(prod(sizes[each] for each in inside))
         every = np.stack([np.broadcast_to(each, which.shape) for each in strides])
         stride = strides[0] if len(distinct) == 1 else every[which, np.arange(len(which))]
         found[axis] = route(cluster, sizes[axis], stride)
     return found
-
-
-def _stride(axis: str, order: tuple[str, ...] | None, sizes: Mapping[str, Num]) -> Num:
-    """Ranks of the axes inside this one; any order: none."""
-    stride: Num = 1
-    for each in () if order is None else order[order.index(axis) + 1 :]:
-        stride = stride * sizes[each]
-    return stride
