@@ -124,16 +124,5 @@ def parquet_file(path: str) -> Any:
         return opened
 
 
-def parquet_row_group(path: str, group: int) -> Any:
-    """One row group of numbers as an Arrow table."""
-    file, where = parquet_file(path), f"{path}: row group {group}"
-    with readable_parquet(where):
-        about = file.metadata.row_group(group)
-        require_plausible(where, 8 * about.num_rows * about.num_columns, os.path.getsize(path))
-        table = file.read_row_group(group)
-        table.validate(full=True)
-        return table
-
-
 def readable_parquet(where: str) -> Any:
     return readable(where, "readable Parquet", "Write it again, or leave it out.")

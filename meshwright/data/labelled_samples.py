@@ -28,9 +28,10 @@ from meshwright.data.arrays import (
     npz_names,
     optional_package,
     parquet_file,
-    parquet_row_group,
     read_npz,
     readable,
+    readable_parquet,
+    require_plausible,
 )
 from meshwright.data.cache import ArrayWriter, CachedArrays, CacheKey, Facts, cached
 from meshwright.data.data_section import DataSection
@@ -337,17 +338,24 @@ def _read_columns(path: str, label: str) -> _Columns:
 
 
 def _arrow_table(path: str) -> Any:
-    if path.lower().endswith(".parquet"):
-        groups = [parquet_row_group(path, group) for group in range(parquet_file(path).num_row_groups)]
-        if not groups:
-            raise error_at(path, "has no rows.", "Remove it or fill it.")
-        return import_module("pyarrow").concat_tables(groups)
-    csv = optional_package("pyarrow.csv", path, "data")
-    with readable(path, "readable CSV"):
-        table = csv.read_csv(path, convert_options=csv.ConvertOptions(null_values=[""]))
-        table.validate(full=True)
-        assert all(isinstance(name, str) for name in table.column_names)  # Arrow decodes names only now
-        return table
+    if path.lower().endswith(".csv"):
+        csv = optional_package("pyarrow.csv", path, "data")
+        with readable(path, "readable CSV"):
+            table = csv.read_csv(path, convert_options=csv.ConvertOptions(null_values=[""]))
+            table.validate(full=True)
+            assert all(isinstance(name, str) for name in table.column_names)  # Arrow decodes names only now
+            return table
+    file, groups = parquet_file(path), []
+    for number in range(file.num_row_groups):
+        where = f"{path}: row group {number}"
+        with readable_parquet(where):
+            about = file.metadata.row_group(number)
+            require_plausible(where, 8 * about.num_rows * about.num_columns, os.path.getsize(path))
+            groups.append(file.read_row_group(number))
+            groups[-1].validate(full=True)
+    if not groups:
+        raise error_at(path, "has no rows.", "Remove it or fill it.")
+    return import_module("pyarrow").concat_tables(groups)
 
 
 def _column(path: str, name: str, column: Any, problems: list[Problem]) -> Column:

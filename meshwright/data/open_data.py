@@ -132,20 +132,18 @@ class _Opener:
             kinds = ", ".join(f"{form} ({members[0].path})" for form, members in forms.items())
             fix = "Name files of one kind, or make each kind a part of data.mixture."
             self.problems.append(Problem(where="data.train", what=f"the files are of several kinds: {kinds}.", fix=fix))
-        opened = [self._open_form(form, tuple(members)) for form, members in forms.items()]
+        opened = []
+        for form, members in forms.items():
+            if _kind_of(form) == "tokens" and self.section.sequence < 1:
+                what, fix = f"{self.section.sequence} is not positive.", "Say how many tokens a sample has."
+                self.problems.append(Problem(where="data.sequence", what=what, fix=fix))
+                continue
+            if form == "megatron":  # each pair once, whichever of the two was named
+                members = list({os.path.splitext(file.path)[0]: file for file in members}.values())
+            openers: dict[Form, _Open] = {"flat": open_flat, "megatron": open_megatron, "npz images": open_npz_images}
+            is_text = form == "text"
+            opened.append(self._text(tuple(members)) if is_text else self._each(openers.get(form, open_table), members))
         return opened[0] if opened else None
-
-    def _open_form(self, form: Form, files: tuple[SourceFile, ...]) -> Source | None:
-        if _kind_of(form) == "tokens" and self.section.sequence < 1:
-            what, fix = f"{self.section.sequence} is not positive.", "Say how many tokens a sample has."
-            self.problems.append(Problem(where="data.sequence", what=what, fix=fix))
-            return None
-        if form == "text":
-            return self._text(files)
-        if form == "megatron":  # each pair once, whichever of the two was named
-            files = tuple({os.path.splitext(file.path)[0]: file for file in files}.values())
-        openers: dict[Form, _Open] = {"flat": open_flat, "megatron": open_megatron, "npz images": open_npz_images}
-        return self._each(openers.get(form, open_table), files)
 
     def _each(self, opener: _Open, files: Sequence[Any]) -> Source | None:
         """One source of all files, each opened by itself."""
