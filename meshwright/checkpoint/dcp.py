@@ -116,18 +116,16 @@ class _PickleMachine:
         """Raises ValueError, KeyError or IndexError where it has no place here."""
         stack = self.stack
         match instruction:
-            case "PROTO" | "FRAME" | "STOP":
-                pass
+            case "BINPUT" | "LONG_BINPUT" | "MEMOIZE":  # the most frequent ones first
+                self.memo[len(self.memo) if argument is None else argument] = stack[-1]
+            case "BINGET" | "LONG_BINGET":
+                stack.append(self.memo[argument])
             case "BININT" | "BININT1" | "BININT2" | "LONG1" | "BINFLOAT" | "SHORT_BINBYTES" | "BINBYTES":
                 stack.append(argument)
             case "SHORT_BINUNICODE" | "BINUNICODE" | "BINUNICODE8":
                 stack.append(argument)
             case "NONE" | "NEWTRUE" | "NEWFALSE":
                 stack.append({"NONE": None, "NEWTRUE": True, "NEWFALSE": False}[instruction])
-            case "BINGET" | "LONG_BINGET":
-                stack.append(self.memo[argument])
-            case "BINPUT" | "LONG_BINPUT" | "MEMOIZE":
-                self.memo[len(self.memo) if argument is None else argument] = stack[-1]
             case "MARK":
                 self.marks.append(len(stack))
             case "EMPTY_LIST":
@@ -173,6 +171,8 @@ class _PickleMachine:
                 stack[-1].state = state
             case "BINPERSID":
                 stack.append(PickledReference(*self.last(1)))
+            case "PROTO" | "FRAME" | "STOP":
+                pass
             case _:
                 raise ValueError(f"the instruction {instruction} has no place here")
 
