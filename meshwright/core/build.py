@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from meshwright.ops.model_interface import Model, ParameterUnit, Spans
     from meshwright.ops.split_backward import Later
     from meshwright.ops.stage_transport import Wire
+    from meshwright.optimizers.rule import RuleMaker
     from meshwright.schedules import Places, Timetable
 
 
@@ -88,6 +89,8 @@ class Build(Protocol):
     """Ids of parameters whose gradient is only the zeros it began the step with: nothing was added so far."""
     exchange_owners: dict[str, str]
     """Axis -> the technique that exchanges over it."""
+    rule_wraps: list[Callable[[RuleMaker], RuleMaker]]
+    """How techniques change the making of this rank's optimizer: what it keeps, where, and what a step of it does."""
     tied: tuple[str, ...]
     """Parameters that two layers share."""
 

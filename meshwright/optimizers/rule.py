@@ -10,7 +10,7 @@ import pkgutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Protocol
 
 from meshwright.core.box import Box
 
@@ -127,6 +127,19 @@ class UpdateRule:
 
         kept = [1 - rate * piece.weight_decay for rate, piece in zip(self.rates(lr), self.pieces, strict=True)]
         torch._foreach_mul_(self.values, kept)
+
+
+class RuleMaker(Protocol):
+    """What makes a rank's optimizer: the class of a rule, or what a technique puts in its place."""
+
+    def __call__(
+        self,
+        config: OptimizerConfig,
+        pieces: list[ParameterPiece],
+        build: Build,
+        shapes: Mapping[str, tuple[int, ...]],
+        /,
+    ) -> UpdateRule: ...
 
 
 def squares(tensors: list[Tensor], device: torch.device) -> Tensor:

@@ -15,7 +15,7 @@ from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.ops.collectives import gather_json
 from meshwright.ops.fsdp import local
 from meshwright.optimizers.optimizer_config import OptimizerConfig
-from meshwright.optimizers.rule import ParameterPiece, squares
+from meshwright.optimizers.rule import ParameterPiece, RuleMaker, squares
 
 __all__ = ["Optimizer", "OptimizerConfig"]
 
@@ -39,7 +39,10 @@ class Optimizer:
             shapes = {name: tuple(shape) for name, shape in sorted(every)}
         _check_groups(config, list(shapes))
         self.pieces = [_piece(config, build, name, local(parameter.detach())) for name, parameter in trained]
-        self.rule = config.rule(config, self.pieces, build, shapes)
+        make: RuleMaker = config.rule
+        for wrap in build.rule_wraps:
+            make = wrap(make)
+        self.rule = make(config, self.pieces, build, shapes)
         self.num_steps = 0
 
     def zero_gradients(self) -> None:

@@ -82,6 +82,7 @@ def _memory_words(forecast: Forecast) -> str:
     words = f"{pretty_bytes(forecast.peak_bytes)} of {pretty_bytes(forecast.memory_bytes)}"
     if forecast.peak_reserved_bytes > forecast.peak_allocated_bytes:
         words += f"; torch reserves {pretty_bytes(forecast.peak_reserved_bytes)}"
+    words += "".join(f"; {pretty_bytes(size)} on the {tier}" for tier, size in forecast.peak_bytes_by_tier.items())
     if forecast.fits:
         return words
     over = forecast.peak_bytes - forecast.memory_bytes

@@ -27,6 +27,7 @@ from meshwright.ops.initial_weights import Source, join_in_order
 from meshwright.ops.model_interface import Inputs, Model, ModelPart, ParameterUnit, Spans, replace_parameter
 from meshwright.ops.split_backward import Later
 from meshwright.ops.stage_transport import Wire
+from meshwright.optimizers.rule import RuleMaker
 from meshwright.schedules import Actions, Call, Places, Timetable
 
 
@@ -52,6 +53,7 @@ class RankBuild:
     exchanges: list[Exchange] = field(default_factory=list)
     """Called in this order at every place of a step; late sums are the last."""
     exchange_owners: dict[str, str] = field(default_factory=dict)
+    rule_wraps: list[Callable[[RuleMaker], RuleMaker]] = field(default_factory=list)
     late_sums: LateSums = field(init=False)
     on_action: list[Callable[[], Any]] = field(default_factory=list)
     """Called before every action: for whoever watches."""

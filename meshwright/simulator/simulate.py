@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from meshwright.core.cluster import Cluster
@@ -19,9 +20,10 @@ from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.timeline import MemoryPoint, Span, Timeline
 from meshwright.core.work import ADAM, Updating
+from meshwright.schedules.actions import Action
+from meshwright.schedules.asynchronous import Call, stream
 from meshwright.schedules.chunk_placement import Places
-from meshwright.schedules.events import ScheduleEvent, halves, sweep
-from meshwright.simulator.async_events import NUM_STEPS, UPDATE, period_of, stream_events
+from meshwright.schedules.events import ScheduleEvent, halves, in_order, sweep
 from meshwright.simulator.forecast import slowest_of
 from meshwright.simulator.mixed_groups import drawn_plan
 from meshwright.simulator.priced_stages import Stage, Staged, cutter_of
@@ -34,6 +36,11 @@ _PARTS: dict[str, tuple[Part, ...]] = {
     "backward_weight": ("weight",),
 }
 
+_STREAM: tuple[Call, ...] = ("first", "next", "next", "flush")
+NUM_STEPS = len(_STREAM) - 1
+"""Drawn where steps overlap. The first has its way in; from the end of the second to the end of the third is as every
+later one."""
+UPDATE = "update"
 _BESIDE_LANES: tuple[str, ...] = ("collective", "copy")
 MOST_DRAWN = 2048
 """Stages x microbatches in a timeline (at least one microbatch a stage): beyond, nobody sees them one by one."""
@@ -75,7 +82,7 @@ def _drawing(staged: Staged, plan: Plan, slower: float, first_rank: int) -> _Dra
     seconds = {kind: [slower * each for each in by_span] for kind, by_span in halves(*staged.columns).items()}
     events = timetable.events(len(stages), count)
     if timetable.overlaps_steps:
-        events = stream_events(len(stages), count)
+        events = _stream_events(len(stages), count)
         seconds[UPDATE] = [slower * stage.tail_seconds for stage in stages]
     sends = [slower * each for each in staged.sends_seconds or (staged.send_seconds,) * len(staged.spans)]
     ends, finished = sweep(events, seconds, sends)
@@ -93,6 +100,22 @@ def _drawing(staged: Staged, plan: Plan, slower: float, first_rank: int) -> _Dra
         sender=cutter.name if cutter is not None else "",
         slower=slower,
     )
+
+
+@lru_cache(maxsize=16)
+def _stream_events(num_stages: int, num_microbatches: int) -> tuple[ScheduleEvent, ...]:
+    """Of several steps that follow each other without a flush. Microbatches are numbered through all of them; an update
+    comes after its step's last backward."""
+    orders = []
+    for stage in range(num_stages):
+        actions = [
+            Action(each.kind, each.microbatch + step * num_microbatches)
+            for step, call in enumerate(_STREAM)
+            for each in stream(stage, num_stages, num_microbatches, call)
+        ]
+        orders.append(tuple(actions))
+    events, _ = in_order(orders, Places(num_stages))
+    return tuple(events)
 
 
 def _first_ranks(plan: Plan, num_stages: int) -> list[int]:
@@ -199,7 +222,9 @@ class _Drawing:
         """Where steps overlap: from when to when one of them is."""
         if not self.is_stream:
             return {}
-        start, end = period_of(self.events, self.ends)
+        # From one update of the first stage, which is the last to make it, to the next.
+        pairs = zip(self.events, self.ends, strict=True)
+        start, end, *_ = (over for event, over in pairs if event.kind == UPDATE and event.stage == 0)
         return {"period_start_seconds": f"{start:.9g}", "period_end_seconds": f"{end:.9g}", "steps": str(NUM_STEPS)}
 
 

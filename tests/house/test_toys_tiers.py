@@ -1,0 +1,110 @@
+"""Two plugins of a page each: optimizer states on the host's tier, and a fused kernel by the roles of ops."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import toy_fused_norm
+import toy_host_states
+
+from meshwright.core.plan import Plan
+from meshwright.core.plugins import VARIABLE
+from meshwright.core.technique import Technique, technique_named
+from meshwright.launch.rank_pool import RankPool
+from meshwright.machine.named_clusters import cluster
+from meshwright.models.presets import profile
+from meshwright.planner.search import search
+from meshwright.simulator.forecast import Forecast, forecast
+from meshwright.simulator.pricing import price
+from meshwright.simulator.simulate import simulate
+
+TOYS = (toy_host_states, toy_fused_norm)
+MOST_LINES = 120
+PROFILE = profile("llama3.2-1b")
+SEQUENCE = 2048
+
+
+@pytest.fixture(scope="module")
+def plugged() -> Iterator[RankPool]:
+    """Ranks that were started with the toys as plugins; they are plugins of the test too."""
+    patch = pytest.MonkeyPatch()
+    patch.setitem(os.environ, VARIABLE, ",".join(toy.__name__ for toy in TOYS))
+    with RankPool(2, threads_per_rank=1) as pool:
+        yield pool
+    patch.undo()
+
+
+@pytest.mark.parametrize("toy", TOYS, ids=lambda toy: toy.__name__)
+def test_a_toy_is_a_page(toy: object) -> None:
+    assert len(Path(toy.__file__).read_text().splitlines()) <= MOST_LINES  # type: ignore[attr-defined]
+
+
+def told(*techniques: Technique) -> Forecast:
+    plan = Plan(techniques=(technique_named("precision")(), *techniques), batch=4, microbatch=1)
+    return forecast(PROFILE, plan, cluster("h100"), sequence=SEQUENCE)
+
+
+def errors_of(pool: RankPool, folder: Path, plan: Plan, optimizer: dict[str, Any]) -> dict[str, Any]:
+    """What the fullest rank's losses, gradients, parameters and states are off those of one device."""
+    question = {"config": tiny.LLAMA, "optimizer": optimizer, "sequence": tiny.SEQUENCE, "steps": tiny.STEPS}
+    asked = question | {"batch": tiny.BATCH, "dtype": "float64", "folder": str(folder)}
+    pool.run("rank_jobs:reference_job", asked, num_ranks=1)
+    arguments = question | {"plan": json.loads(plan.to_json()), "reference": str(folder)}
+    answers = pool.run("rank_jobs:plan_job", arguments, num_ranks=plan.num_ranks)
+    return {name: max(each["errors"][name][0] for each in answers) for name in answers[0]["errors"]}
+
+
+@pytest.mark.parametrize("optimizer", [tiny.ADAMW, tiny.SGD], ids=lambda optimizer: optimizer["name"])
+@pytest.mark.parametrize("splits", [(), ("replicate",), ("shard",)], ids=str)
+def test_states_on_the_host_train_as_one_device_does(
+    splits: tuple[str, ...], optimizer: dict[str, Any], plugged: RankPool, tmp_path: Path
+) -> None:
+    techniques = tuple(technique_named(name)(size=2) for name in splits)
+    plan = Plan(techniques=(*techniques, technique_named("host_states")()), batch=tiny.BATCH, microbatch=2)
+    errors = errors_of(plugged, tmp_path, plan, optimizer)
+    assert {"parameters", "optimizer"} <= set(errors)
+    assert max(errors.values()) <= tiny.EXACT
+
+
+def test_states_on_the_host_are_priced(plugged: RankPool) -> None:
+    bare, streamed = told(), told(technique_named("host_states")())
+    states = 8 * PROFILE.num_params
+    assert streamed.peak_bytes_by_tier["host"] == states
+    largest = max(streamed.peak_bytes_by_category["buffers"], 0)
+    assert bare.peak_bytes - streamed.peak_bytes == pytest.approx(states - largest, rel=1e-3)
+    seconds = 2 * states / cluster("h100").tiers["host"].in_bytes_per_second
+    assert streamed.step_seconds - bare.step_seconds == pytest.approx(seconds, rel=0.05)
+    plan = Plan(techniques=(technique_named("host_states")(),), batch=1)
+    spans = simulate(PROFILE, plan, cluster("h100"), sequence=SEQUENCE).spans
+    assert sum(span.seconds for span in spans if span.lane == "copy") == pytest.approx(seconds, rel=0.05)
+
+
+def test_search_uses_the_host_where_nothing_else_fits(plugged: RankPool) -> None:
+    found = search(profile("llama3.2-3b"), cluster("h100"), batch=4, sequence=1024)
+    assert found.best is not None
+    assert found.best.plan.technique("host_states") is None  # recomputation is enough, and cheaper
+    found = search(profile("llama3-8b"), cluster("h100"), batch=4, sequence=1024)
+    assert found.best is not None
+    assert found.best.plan.technique("host_states") is not None
+    assert found.best.forecast.peak_bytes_by_tier["host"] == 8 * profile("llama3-8b").num_params
+
+
+def test_a_fused_norm_trains_as_one_device_does(plugged: RankPool, tmp_path: Path) -> None:
+    plan = Plan(techniques=(technique_named("fused_norm")(),), batch=tiny.BATCH, microbatch=2)
+    assert max(errors_of(plugged, tmp_path, plan, tiny.ADAMW).values()) <= tiny.EXACT
+
+
+def test_a_fused_norm_is_priced_by_roles(plugged: RankPool) -> None:
+    fused = technique_named("fused_norm")()
+    before, after = (price(PROFILE, Plan(techniques=each, batch=1), sequence=SEQUENCE) for each in ((), (fused,)))
+    kernels = [sum(task.kernels for task in work.computes if task.layer == "blocks") for work in (before, after)]
+    assert kernels[0] - kernels[1] == 1
+    moved = [sum(task.moved_bytes for task in work.computes if task.layer == "blocks") for work in (before, after)]
+    assert moved[0] - moved[1] == pytest.approx(PROFILE.hidden_size * SEQUENCE * 4, rel=1e-2)
+    assert told(fused).step_seconds < told().step_seconds
