@@ -21,8 +21,8 @@ from meshwright.run.model import ModelDescription, describe, describe_config, se
 from meshwright.run.run_file import RunConfig, read_run
 
 if TYPE_CHECKING:
+    from meshwright.ask.answer import Answer
     from meshwright.core.timeline import Timeline
-    from meshwright.planner.search import SearchResult
     from meshwright.run.result import RunResult
     from meshwright.runtime.trainer import TrainStep
     from meshwright.simulator.forecast import Forecast
@@ -103,43 +103,57 @@ def plan(
     model: AnyModel,
     cluster: Cluster | str,
     *,
-    batch: int = 64,
+    batch: int | str = 64,
     sequence: int | None = None,
     optimizer: OptimizerConfig | None = None,
     allow: Literal["exact", "reordered", "lossy", "approximate"] = "lossy",
     pin: Sequence[str] = (),
     ban: Sequence[str] = (),
-    max_memory_bytes: int | None = None,
+    max_memory: int | str | None = None,
     top: int = 8,
-) -> SearchResult:
-    """Find the fastest training plans that fit.
+    why: Sequence[str] = (),
+    what_if: Sequence[str] = (),
+    front: bool = False,
+    devices: int | str | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Answer:
+    """Find the fastest training plans that fit, and answer questions about the best one.
 
     Parameters
     ----------
     model, cluster
         By name, or as `model`, `cluster` and `probe` return them.
     batch
-        Samples per step.
+        Samples per step; "auto": the batch that reaches its target soonest.
     sequence
         Tokens in a sample; by default 4096, or as many as the model has positions for.
     allow
         How far numbers may depart from one device's.
     pin, ban
         Settings that must be kept ("tensor=2"), techniques that must not be used ("pipeline").
-    max_memory_bytes
-        Of each device that may be used.
+    max_memory
+        Of each device that may be used: bytes, or "70GiB".
     top
         Plans to rank.
+    why, what_if
+        Settings to explain ("microbatch"); changes of the machines, taken together ("memory=+20GiB").
+    front
+        Whether the fastest plan for each memory is searched for.
+    devices
+        Numbers of devices to compare ("16..64"), or one to plan for.
+    progress
+        Is called with what is being searched.
 
     Returns
     -------
-    SearchResult
-        `best` is (plan, forecast), or None where nothing fits; `ranked` has the others.
+    Answer
+        `best` is (plan, forecast), or None where nothing fits; `ranked` has the others, `explanation` says why in
+        words; `why`, `what_if`, `front` and `device_counts` are there where they were asked for.
     """
-    from meshwright.planner.search import search
+    from meshwright.ask.answer import plan as answered
 
     profile = profile_of(model)
-    return search(
+    return answered(
         profile,
         _cluster_of(cluster),
         batch=batch,
@@ -148,8 +162,13 @@ def plan(
         allow=allow,
         pin=pin,
         ban=ban,
-        max_memory_bytes=max_memory_bytes,
+        max_memory=max_memory,
         top=top,
+        why=why,
+        what_if=what_if,
+        front=front,
+        devices=devices,
+        progress=progress or (lambda text: None),
     )
 
 

@@ -113,6 +113,11 @@ class Answer:
         return self.result.best if self.result is not None else None
 
     @property
+    def ranked(self) -> tuple[ScoredPlan, ...]:
+        """The fastest plans that fit, best first."""
+        return self.result.ranked if self.result is not None else ()
+
+    @property
     def explanation(self) -> list[str]:
         """Why the best plan won, or why nothing fits: a few lines of words."""
         return explain(self.result, self.question.machine) if self.result is not None else []
