@@ -406,9 +406,12 @@ def make_run(folder: Path) -> None:
 
 
 def read_run_file(folder: Path) -> Any:
+    from meshwright.run.model import describe_run
     from meshwright.run.run_file import read_run
 
-    return repr(read_run(folder / "run.toml"))
+    config = read_run(folder / "run.toml")
+    describe_run(config)  # what only the model can tell is wrong
+    return repr(config)
 
 
 def make_artefacts(folder: Path) -> None:
