@@ -456,7 +456,7 @@ def heads_of_ulysses_come_back_in_another_order(swap: Swap) -> None:
 
 @mutant("experts")
 def rows_of_experts_not_sorted(swap: Swap) -> None:
-    swap("ops.expert_dispatch", "_transposed", lambda old: lambda rows, lengths: rows)
+    swap("ops.routing", "_transposed", lambda old: lambda rows, lengths: rows)
 
 
 @mutant("experts")
@@ -494,7 +494,7 @@ def running_variance_biased(swap: Swap) -> None:
 
 @mutant("batch norm")
 def statistics_of_one_rank(swap: Swap) -> None:
-    swap("ops.batch_norm", "_mean_over", lambda old: lambda numbers, groups: numbers)
+    swap("ops.batch_norm:Normalize", "forward", lambda old: lambda ctx, *given: old(ctx, *given[:-1], ()))
 
 
 @mutant("dropout")
@@ -502,7 +502,7 @@ def recomputation_draws_other_numbers(swap: Swap) -> None:
     def change(old: Any) -> Any:
         return lambda *given, **more: old(*given, preserve_rng_state=False, **more)
 
-    swap("ops.module_edits", "checkpoint", change)
+    swap("ops.recompute", "checkpoint", change)
 
 
 @mutant("bf16")
@@ -561,7 +561,7 @@ def recomputed_blocks_hand_no_gradient_back(swap: Swap) -> None:
 
         return recomputed
 
-    swap("ops.module_edits", "recomputed", change)
+    swap("ops.recompute", "recomputed", change)
 
 
 # Cases
