@@ -29,8 +29,6 @@ OTHER_WORDS = {
     ("core/work.py", "recompute"),  # a phase of a step
     ("simulator/stage_seconds.py", "recompute"),
     # Still to go: what whole matrices are gathered over, and who splits heads beside context.
-    ("optimizers/optimizer_config.py", "fsdp"),
-    ("optimizers/optimizer_config.py", "tp"),
     ("techniques/context.py", "tp"),
 }
 
