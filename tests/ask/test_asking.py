@@ -1,6 +1,9 @@
 """Asking the planner further: other machines, other values, other sizes, the front, ways out.
 
 Most of it asks a search that is made up, whose answers are known by hand; what it asks is what is tested.
+
+Tests of `ask/explain.py`, `ask/memory.py`, `ask/question.py`, `ask/sizes.py`, `ask/what_if.py`, `ask/why.py`,
+`report/answer_json.py`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,12 @@
-"""What odd rows mean: cells, names, machines, and the changes of a model that no plan has a word for. By hand."""
+"""What odd rows mean: cells, names, machines, and the changes of a model that no plan has a word for. By hand.
+
+Tests of `models/dimensions.py`.
+"""
 
 from __future__ import annotations
 
 import pytest
-from tests.ledger.test_published import row
+from test_published import row
 
 from benchmarks.published_machines import cluster, machine
 from benchmarks.published_models import decoder, model, profile, variant

@@ -1,4 +1,7 @@
-"""What other frameworks keep, by hand."""
+"""What other frameworks keep, by hand.
+
+Tests of `core/work.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Saved under one cutting, read under any other: bit for bit the same tensor."""
+"""Saved under one cutting, read under any other: bit for bit the same tensor.
+
+Tests of `core/box.py`, `runtime/checkpointing.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Bad data through `mw`: exit 2, one line for each problem with file and place, nothing outside the run folder."""
+"""Bad data through `mw`: exit 2, one line for each problem with file and place, nothing outside the run folder.
+
+Tests of `cli/data.py`.
+"""
 
 from __future__ import annotations
 

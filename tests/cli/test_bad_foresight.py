@@ -1,4 +1,7 @@
-"""Bad input to what forecasts stand on: machines, profiles, plans, ledgers. One clear message, nothing written."""
+"""Bad input to what forecasts stand on: machines, profiles, plans, ledgers. One clear message, nothing written.
+
+Tests of `cli/probe.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Bad input: one clear message for each, all problems at once, the right exit code, no traceback, nothing written."""
+"""Bad input: one clear message for each, all problems at once, the right exit code, no traceback, nothing written.
+
+Tests of `cli/arguments.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Modules that know nothing of us and make trouble: each is told in a line before anything starts, or trains right."""
+"""Modules that know nothing of us and make trouble: each is told in a line before anything starts, or trains right.
+
+Tests of `foreign/factory.py`.
+"""
 
 from __future__ import annotations
 

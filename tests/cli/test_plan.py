@@ -1,4 +1,7 @@
-"""`mw plan` as a user sees it: its table and pictures, its flags, what it refuses, being stopped."""
+"""`mw plan` as a user sees it: its table and pictures, its flags, what it refuses, being stopped.
+
+Tests of `report/answer_text.py`, `report/encoding.py`, `report/mesh_picture.py`, `report/terminal.py`.
+"""
 
 from __future__ import annotations
 

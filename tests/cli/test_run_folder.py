@@ -1,4 +1,7 @@
-"""The run folder of `mw train`: links in it, damaged files in it, a disk that refuses; and signals before it trains."""
+"""The run folder of `mw train`: links in it, damaged files in it, a disk that refuses; and signals before it trains.
+
+Tests of `cli/main.py`, `core/files.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What people read around a run: versions, counts, suggested commands; and what is checked before any work."""
+"""What people read around a run: versions, counts, suggested commands; and what is checked before any work.
+
+Tests of `cli/profile.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`mw simulate` and the files it reads and writes: what is asked for is there, what is wrong is told (exit code 2)."""
+"""`mw simulate` and the files it reads and writes: what is asked for is there, what is wrong is told (exit code 2).
+
+Tests of `cli/simulate.py`, `core/timeline.py`, `report/overlay.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`mw train` end to end: real processes, real files, resumed, re-cut, damaged, stopped and killed."""
+"""`mw train` end to end: real processes, real files, resumed, re-cut, damaged, stopped and killed.
+
+Tests of `runtime/rank.py`, `runtime/trainer.py`.
+"""
 
 from __future__ import annotations
 

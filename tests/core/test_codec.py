@@ -1,4 +1,7 @@
-"""Artefacts are read strictly: what is unknown, missing, of the wrong type or too new is said, with its place."""
+"""Artefacts are read strictly: what is unknown, missing, of the wrong type or too new is said, with its place.
+
+Tests of `core/errors.py`, `core/plan.py`, `core/units.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Techniques of modules that the environment names are techniques like any other."""
+"""Techniques of modules that the environment names are techniques like any other.
+
+Tests of `core/technique.py`.
+"""
 
 from __future__ import annotations
 

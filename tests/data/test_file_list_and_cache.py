@@ -1,5 +1,7 @@
 """Finding (`file_list.py`), checking and caching files (`cache.py`): all that is wrong is said at once; nothing is
 read twice.
+
+Tests of `data/cache.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Token files, Megatron pairs, tokenizers (`tokenizer.py`), packed documents (`token_samples.py`)."""
+"""Token files, Megatron pairs, tokenizers (`tokenizer.py`), packed documents (`token_samples.py`).
+
+Tests of `data/token_samples.py`, `data/tokenizer.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What is found in modules of others: blocks, stages, and why there are none."""
+"""What is found in modules of others: blocks, stages, and why there are none.
+
+Tests of `foreign/adapt.py`, `models/frozen_parameters.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What the tracer counts of small modules is what a pencil counts."""
+"""What the tracer counts of small modules is what a pencil counts.
+
+Tests of `foreign/module_profile.py`, `foreign/trace_fit.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Other people's models: what the tracer counts of products is what torch counts when they really run."""
+"""Other people's models: what the tracer counts of products is what torch counts when they really run.
+
+Tests of `foreign/trace_ops.py`, `foreign/trace_record.py`, `hf/weights_module.py`.
+"""
 
 from __future__ import annotations
 

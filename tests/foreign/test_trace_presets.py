@@ -1,6 +1,8 @@
 """The torch-free costs of our own models are what the tracer finds: every named model is traced again, at full width.
 
 Held per layer and op kind: flops and kernels exactly, bytes kept within 1 %, bytes moved within 3 % (or a kilobyte).
+
+Tests of `models/cost_images.py`, `models/cost_ops.py`.
 """
 
 from __future__ import annotations

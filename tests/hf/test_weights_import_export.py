@@ -1,5 +1,7 @@
 """Every family in and out: transformers' logits are ours, slices are slices (`weights_read.py`), and what we write it
 loads.
+
+Tests of `cli/ckpt.py`, `hf/weights_read.py`.
 """
 
 from __future__ import annotations

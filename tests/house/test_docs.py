@@ -1,4 +1,7 @@
-"""Documents are run: every block of the tutorials in order, every data format, the commands other pages promise."""
+"""Documents are run: every block of the tutorials in order, every data format, the commands other pages promise.
+
+Tests of `api.py`, `cli/techniques.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A renderer of `Answer` that is no part of the package gets everything from the value."""
+"""A renderer of `Answer` that is no part of the package gets everything from the value.
+
+Tests of `ask/answer.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Two plugins of a page each: an exchange with a period, and a schedule driven by arrival."""
+"""Two plugins of a page each: an exchange with a period, and a schedule driven by arrival.
+
+Tests of `core/build.py`.
+"""
 
 from __future__ import annotations
 

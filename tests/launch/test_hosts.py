@@ -1,4 +1,7 @@
-"""Two and three hosts: one plan across them trains as on one host, and what happens when a host goes away."""
+"""Two and three hosts: one plan across them trains as on one host, and what happens when a host goes away.
+
+Tests of `runtime/outside.py`.
+"""
 
 from __future__ import annotations
 

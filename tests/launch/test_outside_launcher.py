@@ -1,4 +1,7 @@
-"""Who started us: torchrun, Slurm, or nobody. Pure functions of a mapping."""
+"""Who started us: torchrun, Slurm, or nobody. Pure functions of a mapping.
+
+Tests of `launch/environment.py`.
+"""
 
 from __future__ import annotations
 

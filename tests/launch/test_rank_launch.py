@@ -1,4 +1,7 @@
-"""Real processes: every way a rank can end, and what the one who launched it is told."""
+"""Real processes: every way a rank can end, and what the one who launched it is told.
+
+Tests of `core/process.py`, `launch/failure.py`, `launch/local_ranks.py`, `launch/rank_job.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Real workers with real gloo collectives between them. One pool for the file: torch costs 2 s a worker."""
+"""Real workers with real gloo collectives between them. One pool for the file: torch costs 2 s a worker.
+
+Tests of `launch/pool_worker.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Pieces tile the whole, two pieces agree on what both hold, and weights do not depend on how they are cut."""
+"""Pieces tile the whole, two pieces agree on what both hold, and weights do not depend on how they are cut.
+
+Tests of `ops/initial_weights.py`.
+"""
 
 from __future__ import annotations
 

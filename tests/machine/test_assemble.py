@@ -1,4 +1,7 @@
-"""From timings to a Cluster, without a machine: the line through all_reduce times, known and new cards."""
+"""From timings to a Cluster, without a machine: the line through all_reduce times, known and new cards.
+
+Tests of `machine/readings.py`.
+"""
 
 from __future__ import annotations
 

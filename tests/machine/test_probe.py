@@ -1,4 +1,8 @@
-"""One quick probe of this machine, and what is said when a measuring process dies."""
+"""One quick probe of this machine, and what is said when a measuring process dies.
+
+Tests of `launch/cpu_bf16.py`, `machine/measure.py`, `machine/measure_compute.py`, `machine/measure_host.py`,
+`machine/timing.py`.
+"""
 
 from __future__ import annotations
 

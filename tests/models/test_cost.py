@@ -1,4 +1,7 @@
-"""What the profile says of a model is what the model is: parameters exactly, saved bytes closely, flops exactly."""
+"""What the profile says of a model is what the model is: parameters exactly, saved bytes closely, flops exactly.
+
+Tests of `models/presets.py`, `ops/model_interface.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Our batch norm is torch's, and over ranks it is that of all their samples."""
+"""Our batch norm is torch's, and over ranks it is that of all their samples.
+
+Tests of `ops/device_mesh.py`.
+"""
 
 from __future__ import annotations
 

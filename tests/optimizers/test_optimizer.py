@@ -1,4 +1,7 @@
-"""Rates, clipping and updates are the formulas, to the last digit that float64 keeps."""
+"""Rates, clipping and updates are the formulas, to the last digit that float64 keeps.
+
+Tests of `optimizers/update.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Each optimizer is its paper's formula, written again here for one parameter at a time and in the plainest way."""
+"""Each optimizer is its paper's formula, written again here for one parameter at a time and in the plainest way.
+
+Tests of `optimizers/optimizer_config.py`, `optimizers/rule.py`.
+"""
 
 from __future__ import annotations
 

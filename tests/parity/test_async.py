@@ -1,6 +1,8 @@
 """Overlapping steps do what they promise: W[t + 1] = update(W[t], gradient of batch t one update earlier).
 
 One device trains by other numbers, so the reference is a replay of the promise in one process (`async_jobs`).
+
+Tests of `ops/weight_versions.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""One sequence over several ranks: one device's numbers, the bytes that were priced, and equally busy ranks."""
+"""One sequence over several ranks: one device's numbers, the bytes that were priced, and equally busy ranks.
+
+Tests of `techniques/context.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Experts shared out over ranks train the model one device trains, and send and hold what was priced."""
+"""Experts shared out over ranks train the model one device trains, and send and hold what was priced.
+
+Tests of `ops/routing.py`, `techniques/expert.py`, `verify/check_ranks.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Every model, ours and anybody's: a plan trains it as one device does and moves what was priced, or says why not."""
+"""Every model, ours and anybody's: a plan trains it as one device does and moves what was priced, or says why not.
+
+Tests of `zoo/image_models.py`, `zoo/recommendation.py`.
+"""
 
 from __future__ import annotations
 

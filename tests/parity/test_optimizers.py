@@ -1,4 +1,9 @@
-"""Every optimizer trains the same model under every cut, remembers and sends what its price says, and can be re-cut."""
+"""Every optimizer trains the same model under every cut, remembers and sends what its price says, and can be re-cut.
+
+Tests of `optimizers/rules/adafactor.py`, `optimizers/rules/adamw.py`, `optimizers/rules/lamb.py`,
+`optimizers/rules/lars.py`, `optimizers/rules/lion.py`, `optimizers/rules/muon.py`, `optimizers/rules/sgd.py`,
+`optimizers/whole_parameters.py`.
+"""
 
 from __future__ import annotations
 

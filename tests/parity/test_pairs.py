@@ -1,6 +1,9 @@
 """Every pair of techniques: `check` objects, or the pair trains one device's model and moves what was priced.
 
 What is found is the compatibility matrix of the docs. `pytest tests/parity/test_pairs.py --write-matrix` writes it.
+
+Tests of `techniques/chunked_loss.py`, `techniques/compile.py`, `techniques/precision.py`, `techniques/replicate.py`,
+`techniques/tensor.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Every plan trains the model one device would train: losses, gradients and weights, step after step.
 
 Three steps in float64 with clipping and masked tokens; the error is relative to the quantity's global norm.
+
+Tests of `ops/cross_entropy.py`, `ops/gradient_exchange.py`, `ops/tensor_parallel.py`.
 """
 
 from __future__ import annotations

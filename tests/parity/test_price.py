@@ -1,6 +1,8 @@
 """The bytes `price` promises are the bytes that move, and the state it promises is the state that is held.
 
 Every collective of a steady step: kind, axis, bytes and how often, on every rank. Exactly.
+
+Tests of `ops/collectives.py`.
 """
 
 from __future__ import annotations

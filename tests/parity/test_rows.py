@@ -1,4 +1,7 @@
-"""Tables that are shared out: the same model as on one device, and only the rows that were asked for travel."""
+"""Tables that are shared out: the same model as on one device, and only the rows that were asked for travel.
+
+Tests of `models/cost_dlrm.py`, `ops/table_lookup.py`, `techniques/rows.py`.
+"""
 
 from __future__ import annotations
 

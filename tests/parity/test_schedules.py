@@ -1,4 +1,7 @@
-"""Every schedule trains one device's model and sends what was priced."""
+"""Every schedule trains one device's model and sends what was priced.
+
+Tests of `ops/split_backward.py`, `ops/stage_transport.py`, `techniques/pipeline.py`.
+"""
 
 from __future__ import annotations
 

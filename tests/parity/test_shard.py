@@ -1,4 +1,7 @@
-"""Sharding in all its settings: stages with and without replicas, layers fetched ahead, gradients summed in bf16."""
+"""Sharding in all its settings: stages with and without replicas, layers fetched ahead, gradients summed in bf16.
+
+Tests of `ops/fsdp.py`, `techniques/shard.py`.
+"""
 
 from __future__ import annotations
 

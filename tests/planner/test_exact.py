@@ -1,4 +1,7 @@
-"""The search against brute force: every plan of a small space, forecast one by one by the same simulator."""
+"""The search against brute force: every plan of a small space, forecast one by one by the same simulator.
+
+Tests of `planner/space.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a search comes back with."""
+"""What a search comes back with.
+
+Tests of `models/cost_decoder.py`, `planner/scoreboard.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The search on groups of different devices: what each place gets, against brute force and by hand."""
+"""The search on groups of different devices: what each place gets, against brute force and by hand.
+
+Tests of `planner/groups.py`.
+"""
 
 from __future__ import annotations
 

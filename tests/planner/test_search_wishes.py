@@ -1,4 +1,7 @@
-"""Pins and bans: respected, and refused all at once when they make no sense."""
+"""Pins and bans: respected, and refused all at once when they make no sense.
+
+Tests of `planner/wishes.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Drawings of timelines: in a terminal letter by letter, as a picture well formed and without words on words."""
+"""Drawings of timelines: in a terminal letter by letter, as a picture well formed and without words on words.
+
+Tests of `report/timeline_svg.py`, `report/timeline_text.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""From forecast to run and back: a comparison says what numbers say, and what a run teaches makes forecasts right."""
+"""From forecast to run and back: a comparison says what numbers say, and what a run teaches makes forecasts right.
+
+Tests of `run/comparison.py`, `run/learned_cluster.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Every run leaves a line; nothing that goes wrong with the ledger hurts a run, and no line hurts another."""
+"""Every run leaves a line; nothing that goes wrong with the ledger hurts a run, and no line hurts another.
+
+Tests of `core/ledger.py`, `run/prepare.py`.
+"""
 
 from __future__ import annotations
 

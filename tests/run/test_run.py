@@ -1,4 +1,7 @@
-"""A run driven from Python: events as they come, a stop that saves, a resume, two at once, nothing printed."""
+"""A run driven from Python: events as they come, a stop that saves, a resume, two at once, nothing printed.
+
+Tests of `run/result.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Reading a run file runs nobody's code; what only the model can tell is told later, with the same place."""
+"""Reading a run file runs nobody's code; what only the model can tell is told later, with the same place.
+
+Tests of `run/model.py`.
+"""
 
 from __future__ import annotations
 

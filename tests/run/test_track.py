@@ -1,4 +1,7 @@
-"""Tools that follow a run may fail, hang, fall behind or run out of disk: no step is held up, and it is said once."""
+"""Tools that follow a run may fail, hang, fall behind or run out of disk: no step is held up, and it is said once.
+
+Tests of `run/trackers.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Steps and evaluations: the mean over tokens, agreed by all ranks; a plan that cannot run is not built."""
+"""Steps and evaluations: the mean over tokens, agreed by all ranks; a plan that cannot run is not built.
+
+Tests of `runtime/build.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""metrics.jsonl: each line whole or absent, none of a step that runs again, and a resume reads only the end of it."""
+"""metrics.jsonl: each line whole or absent, none of a step that runs again, and a resume reads only the end of it.
+
+Tests of `ops/traffic.py`, `runtime/run_record.py`.
+"""
 
 from __future__ import annotations
 

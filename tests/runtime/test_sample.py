@@ -1,4 +1,7 @@
-"""Sampled text depends on the weights, the seed and the step: never on how the model is cut."""
+"""Sampled text depends on the weights, the seed and the step: never on how the model is cut.
+
+Tests of `runtime/text_samples.py`.
+"""
 
 from __future__ import annotations
 

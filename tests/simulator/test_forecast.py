@@ -1,4 +1,7 @@
-"""Forecasts, links and timelines: sums add up, units are right, and hand-computed cases agree."""
+"""Forecasts, links and timelines: sums add up, units are right, and hand-computed cases agree.
+
+Tests of `simulator/axis_links.py`, `simulator/priced_stages.py`, `simulator/stage_seconds.py`.
+"""
 
 from __future__ import annotations
 

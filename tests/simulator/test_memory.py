@@ -1,4 +1,7 @@
-"""Where the peak of a step is, and what is there: by hand, tensor by tensor, and as torch really allocates."""
+"""Where the peak of a step is, and what is there: by hand, tensor by tensor, and as torch really allocates.
+
+Tests of `simulator/memory_curve.py`, `simulator/peak_memory.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Plans on groups of different devices: where ranks lie, what a step takes, what fits, what is refused."""
+"""Plans on groups of different devices: where ranks lie, what a step takes, what fits, what is refused.
+
+Tests of `core/device.py`, `core/placement.py`, `simulator/mixed_groups.py`.
+"""
 
 from __future__ import annotations
 

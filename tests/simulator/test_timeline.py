@@ -1,4 +1,7 @@
-"""Predicted timelines: what lies beside what, what it adds up to, and what traces of it say. Worked out by hand."""
+"""Predicted timelines: what lies beside what, what it adds up to, and what traces of it say. Worked out by hand.
+
+Tests of `report/timeline_lanes.py`, `simulator/simulate.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Prices obey the laws of splitting: nothing is lost, an axis of one rank is nothing, arrays are one by one."""
+"""Prices obey the laws of splitting: nothing is lost, an axis of one rank is nothing, arrays are one by one.
+
+Tests of `core/training_state.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`mw check` as a user runs it: on their model and data, with a plan of theirs."""
+"""`mw check` as a user runs it: on their model and data, with a plan of theirs.
+
+Tests of `cli/check.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A check that cannot fail proves nothing: what `mw check` must notice, made to happen on one rank."""
+"""A check that cannot fail proves nothing: what `mw check` must notice, made to happen on one rank.
+
+Tests of `verify/parity.py`, `verify/reference_model.py`.
+"""
 
 from __future__ import annotations
 
