@@ -1,4 +1,4 @@
-"""The tests of a file are found by its name: `tests/P/test_f*.py` for `P/f.py`, else a test whose docstring names it."""
+"""The tests of a file are found by its name: `tests/P/test_f*.py` for `P/f.py`, else by a docstring that names it."""
 
 from __future__ import annotations
 
