@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from meshwright.core.cluster import Cluster
-from meshwright.core.errors import MeshwrightError
+from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.models.presets import Config
@@ -66,6 +66,10 @@ def model(
         Its `profile` says what each layer costs. `plan`, `forecast`, `simulate` and `build` take it as it is.
     """
     if not isinstance(source, str | Path):
+        if change or arguments or freeze or train:
+            what = "dimensions take no change, arguments, freeze or train."
+            fix = "Change the dimensions themselves, or name a preset."
+            raise MeshwrightError([Problem(where="model", what=what, fix=fix)])
         return describe_config(source)
     more = {"change": change or {}, "arguments": arguments or {}, "freeze": tuple(freeze), "train": tuple(train)}
     return describe(section_named(str(source), **more), sequence)
@@ -240,6 +244,8 @@ def check(
     from meshwright.verify.check import check as compared
 
     report = report or (lambda text: None)
+    if isinstance(run, RunConfig) and changes:
+        raise MeshwrightError([Problem(where="changes", what="are of a run file.", fix="Change the RunConfig itself.")])
     config = run if isinstance(run, RunConfig) else read_run(run, changes)
     description = describe_run(config)
     # A plan that is given may need more devices than this machine has: its ranks are only processes here.
@@ -254,7 +260,7 @@ def train(run: Plan, *old: Any, **more: Any) -> Iterator[TrainStep]: ...
 def train(
     run: str | Path | RunConfig, *, changes: Sequence[str] = (), plan: str | Path | Plan = "", show: bool = False
 ) -> RunResult: ...
-def train(run: Any, *old: Any, **more: Any) -> Any:
+def train(run: Any = None, *old: Any, **more: Any) -> Any:
     """Train to the end, or resume: what `mw train` does, without a console.
 
     Parameters
@@ -273,6 +279,8 @@ def train(run: Any, *old: Any, **more: Any) -> Any:
     RunResult
         Summary, comparison with the forecast, and the files of the run. `Run` gives events while it trains.
     """
+    if run is None and isinstance(more.get("plan"), Plan):
+        run = more.pop("plan")
     if isinstance(run, Plan):
         text = "mw.train(plan, model, data, settings) is called mw.train_steps now, and goes in the next release."
         warnings.warn(text, DeprecationWarning, stacklevel=2)
@@ -300,6 +308,9 @@ def _cluster_of(given: Cluster | str) -> Cluster:
 def _sequence_of(profile: Profile, sequence: int | None) -> int:
     if profile.counts == "samples":
         return 1
+    if sequence is not None and not 1 <= sequence <= profile.max_sequence:
+        what = f"is {sequence}; {profile.name} has positions for {profile.max_sequence}."
+        raise MeshwrightError([Problem(where="sequence", what=what)])
     return min(DEFAULT_SEQUENCE, profile.max_sequence) if sequence is None else sequence
 
 

@@ -8,9 +8,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import SupportsIndex, TypeVar
 
 from meshwright.ask.explain import explain
 from meshwright.ask.memory import MemoryFront, WaysOut, front, ways_out
@@ -280,7 +281,8 @@ def read_request(
             wrong.extend(error.problems)
             return None
 
-    is_auto = batch == AUTO
+    is_auto = isinstance(batch, str) and batch == AUTO
+    samples = default_batch if is_auto else _read_batch(batch, wrong)
     knobs = (tried(lambda: read_knobs(why)) or ()) if why else ()
     changes = (tried(lambda: read_changes(what_if)) or ()) if what_if else ()
     limit = read_memory(max_memory, "--max-memory", wrong) if isinstance(max_memory, str) else max_memory
@@ -297,7 +299,7 @@ def read_request(
     question = Question(
         profile=profile,
         cluster=cluster,
-        batch=batch if isinstance(batch, int) else default_batch,
+        batch=samples,
         sequence=sequence,
         optimizer=optimizer,
         allow=allow,
@@ -323,6 +325,15 @@ def read_request(
         has_front=front,
         suggests=suggests,
     )
+
+
+def _read_batch(batch: SupportsIndex | str, wrong: list[Problem]) -> int:
+    try:
+        return int(batch) if isinstance(batch, str) else operator.index(batch)
+    except (TypeError, ValueError):
+        what, fix = f'"{batch}" is no number of samples.', f"For example --batch 128, or --batch {AUTO}."
+        wrong.append(Problem(where="--batch", what=what, fix=fix))
+        return 0
 
 
 def _read_range(text: str, problems: list[Problem]) -> tuple[int, int] | None:

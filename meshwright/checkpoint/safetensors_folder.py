@@ -205,12 +205,16 @@ def _entry_problem(name: str, entry: Any) -> str:
         return "must have dtype, shape and data_offsets."
     code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     dtype = _DTYPE_OF_CODE.get(code) if isinstance(code, str) else None
-    if what := tensor_problem(name, dtype or code, shape if isinstance(shape, list) else [shape]):
+    if dtype is None:
+        return f"has the unknown dtype {str(code)[:40]!r}."
+    if not isinstance(shape, list):
+        return f"has the impossible shape {str(shape)[:60]}."
+    if what := tensor_problem(name, dtype, shape):
         return what
     are_counts = isinstance(offsets, list) and all(type(offset) is int and offset >= 0 for offset in offsets)
     if not are_counts or len(offsets) != 2 or offsets[0] > offsets[1]:
         return f"has the impossible data_offsets {str(offsets)[:60]}."
-    num_bytes = math.prod(shape) * DTYPES[dtype or ""][1]
+    num_bytes = math.prod(shape) * DTYPES[dtype][1]
     if offsets[1] - offsets[0] != num_bytes:
         return f"of shape {shape} and {code} has {num_bytes} bytes, its data_offsets say {offsets[1] - offsets[0]}."
     return ""

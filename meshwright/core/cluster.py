@@ -193,6 +193,8 @@ class Cluster:
     version: int = 4
 
     def __post_init__(self) -> None:
+        if self.version < 4:  # one host was written for all groups
+            object.__setattr__(self, "others", tuple(replace(group, host=self.host) for group in self.others))
         object.__setattr__(self, "version", self.VERSION)  # as it is written now, whatever it was read from
         parts = {name: getattr(self, name) for name in ("errors",)}
         parts |= {"between": self.between} if self.between is not None else {}

@@ -15,11 +15,13 @@ from functools import cache
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import numpy as np
+
 from meshwright.core.block_ranges import count_between
 from meshwright.core.block_ranges import read as read_ranges
 from meshwright.core.codec import decode_fields, encode
 from meshwright.core.errors import MeshwrightError, Problem, Problems, nearest
-from meshwright.core.plugins import plugins
+from meshwright.core.plugins import VARIABLE, plugins
 from meshwright.core.work import Circumstances, Num, Work
 
 if TYPE_CHECKING:
@@ -149,7 +151,8 @@ class Technique:
 
     def forbid(self, work: Work) -> Work:
         """The refusals, for all candidates that `work` is about."""
-        for applies, _ in self.refusals(work.circumstances(self.axis)):
+        refusals = [applies for applies, _ in self.refusals(work.circumstances(self.axis)) if np.any(applies)]
+        for applies in refusals:
             work = work.forbid(applies)
         return work
 
@@ -293,17 +296,22 @@ def _own_names() -> tuple[str, ...]:
 
 
 def _defined_in(module: ModuleType) -> list[type[Technique]]:
-    values = vars(module).values()
+    """Techniques of a module; a class without a name is a base of others."""
     return [
         value
-        for value in values
+        for value in vars(module).values()
         if isinstance(value, type) and issubclass(value, Technique) and value.__module__ == module.__name__
+        if hasattr(value, "name")
     ]
 
 
 def technique_names() -> tuple[str, ...]:
     """All names: one for each file of `techniques/` (which is not imported), and those of plugins."""
     added = [technique.name for module in plugins() for technique in _defined_in(module)]
+    taken = [name for at, name in enumerate(added) if name in (*_own_names(), *added[:at])]
+    if taken:
+        what = f'a technique "{taken[0]}" exists already.'
+        raise MeshwrightError([Problem(where=VARIABLE, what=what, fix="Give the plugin's another name.")])
     return tuple(sorted((*_own_names(), *added)))
 
 

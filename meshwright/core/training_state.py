@@ -32,6 +32,9 @@ def settle(work: Work) -> Work:
                 per_step=True,
             )
         )
+    has_older_versions, keeps_gradients = (
+        bool(np.any(each)) for each in (work.facts.older_versions, work.facts.keeps_gradients)
+    )
     for slot in work.slots:
         if slot.copy_of:
             continue
@@ -45,9 +48,9 @@ def settle(work: Work) -> Work:
             residents.append(Resident(category="optimizer", bytes=state_bytes * share, tier=tier, **common))
         if not slot.state_tiers:
             residents.append(Resident(category="optimizer", bytes=state_bytes, **common))
-        residents += _gradients(work, slot)
+        residents += _gradients(work, slot, keeps_gradients)
         older_bytes: Num = 0
-        if np.any(work.facts.older_versions):
+        if has_older_versions:
             older_bytes = work.facts.older_versions * stored * slot.element_bytes
             residents.append(Resident(category="buffers", bytes=older_bytes, **common))
         tasks.append(
@@ -75,14 +78,14 @@ def settle(work: Work) -> Work:
     return work.with_tasks(*tasks).with_residents(*residents, *_made_gradients(work))
 
 
-def _gradients(work: Work, slot: ParameterSlot) -> list[Resident]:
+def _gradients(work: Work, slot: ParameterSlot, is_kept: bool) -> list[Resident]:
     """Kept from step to step where somebody keeps them in one place to be summed, else made anew in each."""
     common: dict[str, Any] = {"category": "gradients", "layer": slot.layer, "repeat": slot.repeat}
     # A tied weight's is first made where it is used last.
     last = [each.layer for each in work.slots if each.copy_of == f"{slot.layer}.{slot.name}"]
     common["layer"] = [slot.layer, *last][-1]
     size = slot.stored(slot.gradient_shards) * slot.element_bytes
-    if not np.any(work.facts.keeps_gradients):
+    if not is_kept:
         return [Resident(**common, bytes=size, life="step")]
     kept = work.facts.keeps_gradients * (slot.gradient_shards == 1)
     return [

@@ -363,7 +363,7 @@ class Work:
         return replace(self, slots=tuple(change(slot) for slot in self.slots))
 
     def owing(self, axis: str, origin: str, shared_out: str = "none") -> Work:
-        """All gradients but those of what `axis` shares out are still to be summed over it: `Build.owe_rest`."""
+        """All gradients but those of what `axis` shares out are still to be summed over it: `Build.sum_rest_late`."""
 
         def slot(item: ParameterSlot) -> ParameterSlot:
             return item if item.shared_out == shared_out else replace(item, late=(*item.late, (axis, origin)))

@@ -154,6 +154,8 @@ def _from_data(data: Any) -> Any:
     if "items" not in data:
         return ABSENT
     kind, items = _kind_named(data["kind"]), [_from_data(each) for each in data["items"]]
+    if not (isinstance(kind, type) and issubclass(kind, list | tuple)):
+        raise LookupError(data["kind"])
     return kind._make(items) if hasattr(kind, "_make") else kind(items)
 
 

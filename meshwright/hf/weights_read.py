@@ -271,7 +271,7 @@ def conversions(module: nn.Module, stored: Mapping[str, Any]) -> tuple[dict[str,
 
 
 Source = Callable[[str, Box, torch.dtype], Tensor]
-"""(name, piece, dtype) -> its values, as `runtime/init.py` asks for them."""
+"""(name, piece, dtype) -> its values, as `ops/initial_weights.py` asks for them."""
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 _NOT_WEIGHTS = re.compile(r"(?:.*\.)?(?:rotary_emb\.inv_freq|attn\.(?:masked_)?bias)")
 """Buffers that old versions saved along with the weights."""

@@ -136,6 +136,8 @@ def launch(
     children: list[Child] = []
     with contextlib.ExitStack() as held:
         stop = stop or held.enter_context(stop_signals())
+        if stop.first_seconds < math.inf:  # nothing has begun, so there is nothing to save
+            return LaunchOutcome(exit_code=PREEMPTED_EXIT_CODE, failures=(), num_ranks=num_ranks)
         rendezvous = held.enter_context(memory_file())
         try:
             for job in jobs(arguments, num_ranks, log_folder, rendezvous):

@@ -114,7 +114,7 @@ class LateSums(Exchange):
     """Sums that several techniques ask for, made when the backward passes are over: one message for each group."""
 
     def __init__(self, build: Build):
-        self.build = build
+        self.build: Build = weakref.proxy(build)  # the build holds this: a model must go when nobody needs it
         self.groups: dict[str, list[dist.ProcessGroup]] = {}
         """Parameter -> the groups that its gradient is summed over."""
 

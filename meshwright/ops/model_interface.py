@@ -81,7 +81,8 @@ class Model(nn.Module):
     fused: Mapping[str, tuple[int, ...]] = MappingProxyType({})
     """Parameters (by public name) that hold several matrices along the dim that is cut, and the size of each there."""
     loss_scale: float = 1.0
-    """What the loss is about to be multiplied by; losses that arise inside of layers need it. Set before each step."""
+    """What the loss is about to be multiplied by; losses that arise inside of layers need it. Set before each forward
+    and backward."""
 
     def parts(self) -> Iterable[ModelPart]:
         """The layers here, in order."""

@@ -99,7 +99,8 @@ def bound_all(
             forbidden = rows.table(work.facts.forbidden).max(axis=(1, 2)) > 0
             cost = stage_cost(settled := settle(work), cluster, rows.roads, done, known)
             timetable, memory = timetable_of(settled), least_memory(settled, cluster)
-            forbidden |= rows.table(memory.overflows(cluster)).max(axis=(1, 2)) > 0
+            if memory.elsewhere:
+                forbidden |= rows.table(memory.overflows(cluster)).max(axis=(1, 2)) > 0
             yield BoundedGrid(
                 grid=grid,
                 techniques=chosen,

@@ -458,8 +458,11 @@ class _GroupSearch:
         found = self._inside(group.cluster, self.batch, pin=self.pin, ban=self.ban, top=self.inside)
         if found is None:
             return
-        for scored in (*found.ranked, *([found.nearest_miss] if found.nearest_miss is not None else [])):
-            self.board.record(scored._replace(plan=replace(scored.plan, groups=group.numbers)))
+        for plan, forecast in found.ranked:
+            self.board.record(ScoredPlan(replace(plan, groups=group.numbers), forecast))
+        if found.nearest_miss is not None:  # also one that fits by its bytes, but not in the pieces they come in
+            plan, forecast = found.nearest_miss
+            self.board.record(ScoredPlan(replace(plan, groups=group.numbers), replace(forecast, fits=False)))
 
     def _inside(self, cluster: Cluster, batch: int, **wanted: Any) -> SearchResult | None:
         """Plans for devices of one kind; None where what is pinned cannot be on so many."""

@@ -150,7 +150,7 @@ class Option(NamedTuple):
 
     @property
     def columns(self) -> tuple[float, ...]:
-        """As in `stages.Table`."""
+        """As in `solve.Table`."""
         return self.forward, self.backward, self.weight, self.tail, *self.fast, self.lower
 
 

@@ -84,6 +84,8 @@ def _print_result(console: Console, answer: Answer, result: SearchResult) -> Non
             return
     for line in answer.explanation:
         console.print(line, markup=False)
+    for what in question.profile.unpriced:
+        console.print(f"not counted, or roughly: {what}", markup=False)
 
 
 def _rate(scored: ScoredPlan) -> str:

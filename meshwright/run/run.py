@@ -199,6 +199,7 @@ class Run:
         if self._thread is not None:
             raise MeshwrightError("this run was started before; make another Run of the same file to resume it.")
         self._stop = stop or self._stop
+        self.open()
         if not self.is_finished:
             arguments = self.adopt(self.prepare())
             self._thread = threading.Thread(
@@ -260,6 +261,7 @@ class Run:
             self.wait()
             outcome = self._outcome
             if isinstance(outcome, BaseException):
+                self.close()
                 raise outcome
             if self._thread is None:
                 if not self.is_finished:

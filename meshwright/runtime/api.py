@@ -50,7 +50,6 @@ class Built:
         """`about`: what checkpoints tell of the model, so that they can be exported by themselves."""
         self._loop, self._about = loop, dict(about or {})
         self.build = loop.build
-        self.num_steps = 0
         """Steps made so far."""
 
     @property
@@ -71,7 +70,6 @@ class Built:
         The loss is the weighted mean over the batch. Where no target of the batch counts, loss and gradient are zero.
         """
         samples = self._samples(inputs, targets, weights)
-        self.num_steps += 1
         return self._loop.step(samples, self._loop.optimizer.config.lr if lr is None else lr)
 
     def feed(
@@ -79,7 +77,6 @@ class Built:
     ) -> list[StepResult]:
         """As `step`, but where the plan's steps overlap this one ends later: the results known since the last call."""
         samples = self._samples(inputs, targets, weights)
-        self.num_steps += 1
         return self._loop.feed(samples, self._loop.optimizer.config.lr if lr is None else lr)
 
     def flush(self) -> list[StepResult]:
@@ -91,19 +88,19 @@ class Built:
         samples = self._samples(inputs, targets, weights)
         return self._loop.evaluate([samples])[0] / samples.divisor
 
-    def save(self, folder: str | Path, *, keep: int = 2) -> Path:
-        """Write a checkpoint into `folder`/checkpoints; where it is.
+    def save(self, folder: str | Path) -> Path:
+        """Write the weights as a checkpoint into `folder`/checkpoints, in place of those saved before; where it is.
 
-        Any plan can read it: `mw ckpt verify` and `mw ckpt export` take the folder, and a run whose `run.folder` it is
-        begins with these weights. `keep`: checkpoints that stay.
+        Any plan can read it: `mw ckpt verify` and `mw ckpt export` take the folder, and a new run whose `run.folder` it
+        is begins its first step with these weights.
         """
         self._loop.require_rest()
         root = Path(folder) / "checkpoints"
         state = {"weights_only": True, "plan": encode(self.build.plan), **self._about}
-        reason = save(root, self.num_steps, self.build, self._loop.optimizer, state, keep)
+        reason = save(root, 0, self.build, self._loop.optimizer, state, keep=1)
         if reason:
             raise MeshwrightError(reason, exit_code=1)
-        return step_folder(root, self.num_steps)
+        return step_folder(root, 0)
 
     def export(self, folder: str | Path, *, dtype: str = "") -> Path:
         """Write the weights as a folder that transformers loads; other models than decoders as plain safetensors.
@@ -111,11 +108,15 @@ class Built:
         `dtype`: "bfloat16", "float16" or "float32"; by default that of the parameters. The folder must be new.
         """
         out = Path(folder)
-        out.parent.mkdir(parents=True, exist_ok=True)
         control = self.build.mesh.control
-        beside = on_first(control, lambda: tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+
+        def make_folder() -> str:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            return tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent)
+
+        beside = on_first(control, make_folder)
         try:
-            checkpoint = self.save(beside, keep=1)
+            checkpoint = self.save(beside)
             on_first(control, lambda: str(export(checkpoint, out, dtype=dtype, report=lambda text: None)))
         finally:
             if self.build.mesh.rank == 0:

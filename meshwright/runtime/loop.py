@@ -47,9 +47,6 @@ class Samples:
         parts = (split_inputs(self.inputs, size), self.targets.split(size), self.weights.split(size))
         return list(zip(*parts, strict=True))
 
-    def num_microbatches(self, size: int) -> int:
-        return self.targets.shape[0] // size
-
     def rows(self, chosen: slice) -> Samples:
         """Some of them; the count of tokens stays that of the whole batch."""
         inputs = map_inputs(self.inputs, lambda tensor: tensor[chosen])
@@ -136,6 +133,8 @@ class Interpreter:
                     assert build.later is not None
                     build.zero_filled.difference_update(map(id, build.later.pay(key)))
                 elif action.kind == "exchange":
+                    if wire is not None and ends_all:
+                        wire.finish()  # what was sent need not stay in memory beside the optimizer's work
                     self.exchange(batch)
                 elif action.kind == "update":
                     self.update(batch)
@@ -275,6 +274,8 @@ class Loop(Interpreter):
         """The call's batch, and how many microbatches it has."""
         if not self.build.model.training:
             self.build.model.train()
+        if self.versions is None:  # whatever a step that failed has left
+            self.received, self.outputs, self.gradients = {}, {}, {}
         self.requests = 2.0 * stop + save
         self.batch = self._batch(samples, trains=True, lr=lr)
         self.num_fed += 1

@@ -9,6 +9,7 @@ import json
 import os
 import resource
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -42,6 +43,8 @@ class Lines:
         """Lines of steps after `last_step` go: those steps will run again."""
         self.name, self.say, self.has_told = path.name, say, False
         self.waiting: deque[bytes] = deque(maxlen=_MOST_WAITING)
+        self.lock = threading.RLock()
+        """Trackers say what failed from threads of their own, which is an event of the run too."""
         self.file = -1
         try:
             self.file = open_to_append(path, os.O_RDWR)
@@ -50,9 +53,10 @@ class Lines:
             self._tell(error)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        if self.file >= 0:
-            self.waiting.append(json.dumps(record).encode() + b"\n")
-            self._flush()
+        with self.lock:
+            if self.file >= 0:
+                self.waiting.append(json.dumps(record).encode() + b"\n")
+                self._flush()
 
     def _flush(self) -> None:
         data = b"".join(self.waiting)
@@ -72,14 +76,15 @@ class Lines:
             self.say(f"{self.name} cannot be written for now, training goes on: {reason}")
 
     def close(self) -> None:
-        if self.file < 0:
-            return
-        if self.waiting:
-            self._flush()
-        if self.waiting:
-            self.say(f"{self.name} lacks its last {len(self.waiting)} lines")
-        os.close(self.file)
-        self.file = -1
+        with self.lock:
+            if self.file < 0:
+                return
+            if self.waiting:
+                self._flush()
+            if self.waiting:
+                self.say(f"{self.name} lacks its last {len(self.waiting)} lines")
+            os.close(self.file)
+            self.file = -1
 
 
 class Metrics:

@@ -134,7 +134,10 @@ class Trainer:
             # One clock decides: rank 0's.
             save = self.mesh.rank == 0 and 0 < settings.save_minutes * 60 <= time.monotonic() - self.saved_seconds
             is_told = stop is not None and stop.is_set
-            results = self.loop.feed(self._samples(batch), lr, stop=is_told, save=save)
+            samples = self._samples(batch)
+            del batch  # two batches need not be in memory while the next one is read
+            results = self.loop.feed(samples, lr, stop=is_told, save=save)
+            del samples
             must_stop = any(result.must_stop for result in results)
             must_save = any(result.must_save for result in results)
             if must_stop or must_save or self._is_pause(self.step + len(fed)):

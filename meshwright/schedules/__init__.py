@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from meshwright.core.errors import MeshwrightError, Problem, nearest
-from meshwright.core.plugins import plugins
+from meshwright.core.plugins import VARIABLE, plugins
 from meshwright.schedules import asynchronous, gpipe, one_f_one_b, zero_bubble
 from meshwright.schedules import v_shaped as vee
 from meshwright.schedules.actions import Action, Actions, as_step
@@ -100,11 +100,15 @@ SCHEDULES: Mapping[str, Schedule] = {
 
 def _added() -> dict[str, Schedule]:
     """Schedules of plugins."""
-    return {name: each for module in plugins() for name, each in getattr(module, "SCHEDULES", {}).items()}
+    added = {name: each for module in plugins() for name, each in getattr(module, "SCHEDULES", {}).items()}
+    if taken := [name for name in added if name in SCHEDULES]:
+        what = f'a schedule "{taken[0]}" exists already.'
+        raise MeshwrightError([Problem(where=VARIABLE, what=what, fix="Give the plugin's another name.")])
+    return added
 
 
 def schedule_names() -> tuple[str, ...]:
-    return (*SCHEDULES, *(name for name in _added() if name not in SCHEDULES))
+    return (*SCHEDULES, *_added())
 
 
 def schedule_named(name: str) -> Schedule:

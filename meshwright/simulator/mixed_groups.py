@@ -3,7 +3,7 @@
     stages across groups      |  stage 0, stage 1  | -between-> |  stage 2  |     each stage at its own pace
     replicas across groups    |  replica 0: 5 microbatches  |   |  replica 1: 3  |     as slow as the slowest of them
 
-Groups are priced one by one as ordinary clusters; only the outermost axis lies across them (`simulate.links`).
+Groups are priced one by one as ordinary clusters; only the outermost axis lies across them (`axis_links`).
 """
 
 from __future__ import annotations

@@ -326,7 +326,7 @@ def stage_cost(
     done: TaskTally | None = None,
     known: Known | None = None,
 ) -> StageCost:
-    """`roads` are the mesh's, from `links.routes`; `done` a tally that begins this work, if there is one."""
+    """`roads` are the mesh's, from `axis_links.routes`; `done` a tally that begins this work, if there is one."""
     total = tally(work, cluster, roads, done, known)
     charges = dict(total.charges)
     order = ["", *(layer.name for layer in work.profile.layers)]

@@ -40,7 +40,7 @@ class Compile(Technique):
         what = "a compiled backward is one piece, and this schedule takes its halves apart."
         yield given.splits_backward, self.problem(what, "Use another schedule, or leave it out.")
         what = "slots decides while backward runs which blocks run again; a compiled block cannot."
-        yield given.replays_blocks, self.problem(what, "Use slots = 0, or leave it out.")
+        yield given.replays_blocks, self.problem(what, "Use recompute.slots = 0, or leave it out.")
 
     def price(self, work: Work) -> Work:
         work = self.forbid(work)

@@ -86,7 +86,7 @@ class Shard(Technique):
             fix = "Use stage 2 or 1, a schedule with whole backwards, or replicate."
             yield is_used & given.splits_backward, self.problem(what, fix)
             what = "slots runs blocks again whose weights shard has let go of by then."
-            yield is_used & given.replays_blocks, self.problem(what, "Use slots = 0, or stage 2.")
+            yield is_used & given.replays_blocks, self.problem(what, "Use recompute.slots = 0, or stage 2.")
 
     def price(self, work: Work) -> Work:
         ways = work.size(self.axis)

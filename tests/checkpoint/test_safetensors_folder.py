@@ -45,6 +45,8 @@ HEADERS: dict[str, tuple[Any, int, str]] = {
     "backwards": ({"a": entry(8, 0, shape=[2])}, 8, "impossible data_offsets"),
     "dtype": ({"a": entry(0, 8, dtype="OBJECT")}, 8, "unknown dtype 'OBJECT'"),
     "dtype of another type": ({"a": entry(0, 8, dtype=["F32"])}, 8, "unknown dtype"),
+    "dtype by its torch name": ({"a": entry(0, 8, dtype="float32")}, 8, "unknown dtype 'float32'"),
+    "a number for a shape": ({"a": entry(0, 8, shape=2)}, 8, "impossible shape 2"),
     "missing key": ({"a": {"dtype": "F32", "shape": [2]}}, 8, "must have dtype, shape and data_offsets"),
     "extra key": ({"a": {**entry(0, 8), "run": "rm"}}, 8, "must have"),
     "terminal codes": ({"a\x1b[2J": entry(0, 8)}, 8, "not a plain name"),

@@ -17,7 +17,14 @@ import pytest
 
 from meshwright.core.errors import MeshwrightError
 from meshwright.launch.failure import Failure, cause
-from meshwright.launch.local_ranks import KEPT_ATTEMPTS, STOP_SIGNALS, LaunchOutcome, launch, set_logs_aside
+from meshwright.launch.local_ranks import (
+    KEPT_ATTEMPTS,
+    STOP_SIGNALS,
+    LaunchOutcome,
+    StopRequests,
+    launch,
+    set_logs_aside,
+)
 
 HERE = Path(__file__).parent
 
@@ -294,3 +301,11 @@ def test_supervise_never_imports_torch_or_numpy() -> None:
     code = f"import sys; {imports}; print([name for name in ('torch', 'numpy') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=HERE.parents[1])
     assert done.stdout == "[]\n"
+
+
+def test_a_stop_before_the_ranks_start_ends_as_preempted(tmp_path: Path) -> None:
+    stop = StopRequests()
+    stop.request()
+    stop.request(is_urgent=True)
+    outcome = launch("no.such.module", {}, 2, log_folder=tmp_path, stop=stop)
+    assert outcome.exit_code == 75
