@@ -7,7 +7,7 @@ from collections import Counter
 
 from house import sources
 
-MOST_LINES = 43_700
+MOST_LINES = 43_730
 MOST_FILES = 240
 MOST_PRIVATE_FUNCTIONS_WITH_ONE_CALLER = 520
 
