@@ -98,8 +98,9 @@ def describe(section: ModelSection, sequence: int) -> ModelDescription:
         vocab = made.vocab_size or int(getattr(getattr(made.module, "config", None), "vocab_size", 0) or 0)
     if section.freeze or section.train:
         check_patterns(profile, section.freeze, section.train)
-    is_frozen = _is_frozen(section, made if config is None else None)
-    profile = freeze(profile, is_frozen)
+    if config is None or section.freeze or section.train:
+        is_frozen = _is_frozen(section, made if config is None else None)
+        profile = freeze(profile, is_frozen)
     about: dict[str, Any] = {
         "section": section,
         "config": config,
