@@ -154,10 +154,10 @@ def plan(
         `best` is (plan, forecast), or None where nothing fits; `ranked` has the others, `explanation` says why in
         words; `why`, `what_if`, `front` and `device_counts` are there where they were asked for.
     """
-    from meshwright.ask.answer import plan as answered
+    from meshwright.ask.answer import answer_of, read_request
 
     profile = profile_of(model)
-    return answered(
+    request = read_request(
         profile,
         _cluster_of(cluster),
         batch=batch,
@@ -172,8 +172,8 @@ def plan(
         what_if=what_if,
         front=front,
         devices=devices,
-        progress=progress or (lambda text: None),
     )
+    return answer_of(request, progress or (lambda text: None))
 
 
 def forecast(

@@ -135,54 +135,6 @@ def _tell_nobody(text: str) -> None:
     pass
 
 
-def plan(
-    profile: Profile,
-    cluster: Cluster,
-    *,
-    batch: int | str,
-    sequence: int,
-    optimizer: OptimizerConfig | EachElement = ADAM,
-    allow: str = "lossy",
-    pin: Sequence[str] = (),
-    ban: Sequence[str] = (),
-    max_memory: int | str | None = None,
-    top: int = 8,
-    why: Sequence[str] = (),
-    what_if: Sequence[str] = (),
-    front: bool = False,
-    devices: int | str | None = None,
-    critical_batch: float | str | None = None,
-    target_steps: float | str | None = None,
-    target_tokens: float | str | None = None,
-    progress: Tell = _tell_nobody,
-) -> Answer:
-    """The fastest plan that fits, and all that is asked about it.
-
-    Texts are as on the command line: `pin=["tensor=2"]`, `max_memory="70GiB"`, `why=["microbatch"]`,
-    `what_if=["memory=+20GiB"]`, `devices="16..64"`, `batch="auto"`. Everything that is wrong is raised at once.
-    """
-    request = read_request(
-        profile,
-        cluster,
-        batch=batch,
-        sequence=sequence,
-        optimizer=optimizer,
-        allow=allow,
-        pin=pin,
-        ban=ban,
-        max_memory=max_memory,
-        top=top,
-        why=why,
-        what_if=what_if,
-        front=front,
-        devices=devices,
-        critical_batch=critical_batch,
-        target_steps=target_steps,
-        target_tokens=target_tokens,
-    )
-    return answer_of(request, progress)
-
-
 def answer_of(request: PlanRequest, progress: Tell = _tell_nobody) -> Answer:
     *_, whole = answers(request, progress)
     return whole
@@ -282,7 +234,7 @@ def read_request(
             return None
 
     is_auto = isinstance(batch, str) and batch == AUTO
-    samples = default_batch if is_auto else _read_batch(batch, wrong)
+    samples = default_batch if is_auto else read_batch(batch, wrong)
     knobs = (tried(lambda: read_knobs(why)) or ()) if why else ()
     changes = (tried(lambda: read_changes(what_if)) or ()) if what_if else ()
     limit = read_memory(max_memory, "--max-memory", wrong) if isinstance(max_memory, str) else max_memory
@@ -291,7 +243,7 @@ def read_request(
     flags = {"--critical-batch": critical_batch, "--target-steps": target_steps, "--target-tokens": target_tokens}
     targets = [_read_target(*flag, may, wrong) for flag, may in zip(flags.items(), may_have_target, strict=True)]
     tried(lambda: read_wishes(pin, ban, allow=allow))
-    if wrong or profile is None or cluster is None:
+    if wrong or profile is None or cluster is None or samples is None:
         raise MeshwrightError(list(dict.fromkeys(wrong)))
     counts = _devices(cluster, range_, wrong) if range_ else ()
     if len(counts) == 1:
@@ -327,13 +279,14 @@ def read_request(
     )
 
 
-def _read_batch(batch: SupportsIndex | str, wrong: list[Problem]) -> int:
+def read_batch(batch: SupportsIndex | str, wrong: list[Problem]) -> int | None:
+    """None where it is wrong, which is added to `wrong`."""
     try:
         return int(batch) if isinstance(batch, str) else operator.index(batch)
     except (TypeError, ValueError):
         what, fix = f'"{batch}" is no number of samples.', f"For example --batch 128, or --batch {AUTO}."
         wrong.append(Problem(where="--batch", what=what, fix=fix))
-        return 0
+        return None
 
 
 def _read_range(text: str, problems: list[Problem]) -> tuple[int, int] | None:

@@ -6,10 +6,10 @@ import json
 import shlex
 from argparse import Namespace
 
-from meshwright.ask.answer import AUTO, DEFAULT_BATCH, Answer, PlanRequest, answers, read_request
+from meshwright.ask.answer import AUTO, DEFAULT_BATCH, Answer, PlanRequest, answers, read_batch, read_request
 from meshwright.cli.arguments import PlanInputs, read_wanted
 from meshwright.core.cluster import Cluster
-from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.errors import MeshwrightError
 from meshwright.optimizers.optimizer_config import OptimizerConfig
 from meshwright.report.answer_json import answer_as_json
 from meshwright.report.answer_text import print_answer
@@ -49,12 +49,7 @@ def _read(arguments: Namespace) -> tuple[PlanInputs, PlanRequest]:
     wishes = file.plan if file else PlanSection()
     default_batch = file.train.batch if file else DEFAULT_BATCH
     is_auto = arguments.batch == AUTO
-    try:
-        arguments.batch = None if is_auto or arguments.batch is None else int(arguments.batch)
-    except ValueError:
-        what, fix = f'"{arguments.batch}" is no number of samples.', f"For example --batch 128, or --batch {AUTO}."
-        problems.append(Problem(where="--batch", what=what, fix=fix))
-        arguments.batch = None
+    arguments.batch = None if is_auto or arguments.batch is None else read_batch(arguments.batch, problems)
     inputs, cluster = None, None
     try:
         inputs = read_wanted(arguments, file)

@@ -11,7 +11,8 @@ import pytest
 import toy_markdown_answer
 from toy_markdown_answer import markdown
 
-from meshwright.ask.answer import Answer, plan
+from meshwright.api import plan
+from meshwright.ask.answer import Answer
 from meshwright.machine.named_clusters import cluster
 from meshwright.models.cost_decoder import decoder_profile
 from meshwright.models.presets import preset

@@ -6,8 +6,6 @@ Tests of `core/build.py`.
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +17,6 @@ import toy_periodic_exchange
 
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.plan import Plan
-from meshwright.core.plugins import VARIABLE
 from meshwright.core.technique import technique_named
 from meshwright.launch.rank_pool import RankPool
 from meshwright.models.cost_decoder import decoder_profile
@@ -28,22 +25,6 @@ from meshwright.schedules import Timetable, schedule_names
 from meshwright.simulator.pricing import price
 
 TOYS = (toy_periodic_exchange, toy_arrival_schedule)
-MOST_LINES = 120
-
-
-@pytest.fixture(scope="module")
-def plugged() -> Iterator[RankPool]:
-    """Ranks that were started with the toys as plugins; they are plugins of the test too."""
-    patch = pytest.MonkeyPatch()
-    patch.setitem(os.environ, VARIABLE, ",".join(toy.__name__ for toy in TOYS))
-    with RankPool(3, threads_per_rank=1) as pool:
-        yield pool
-    patch.undo()
-
-
-@pytest.mark.parametrize("toy", TOYS, ids=lambda toy: toy.__name__)
-def test_a_toy_is_a_page(toy: object) -> None:
-    assert len(Path(toy.__file__).read_text().splitlines()) <= MOST_LINES  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("every", [1, 3])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +15,6 @@ import toy_host_states
 
 from meshwright.core.box import Box
 from meshwright.core.plan import Plan
-from meshwright.core.plugins import VARIABLE
 from meshwright.core.technique import Technique, technique_named
 from meshwright.launch.rank_pool import RankPool
 from meshwright.machine.named_clusters import cluster
@@ -30,24 +27,8 @@ from meshwright.simulator.pricing import price
 from meshwright.simulator.simulate import simulate
 
 TOYS = (toy_host_states, toy_fused_norm)
-MOST_LINES = 120
 PROFILE = profile("llama3.2-1b")
 SEQUENCE = 2048
-
-
-@pytest.fixture(scope="module")
-def plugged() -> Iterator[RankPool]:
-    """Ranks that were started with the toys as plugins; they are plugins of the test too."""
-    patch = pytest.MonkeyPatch()
-    patch.setitem(os.environ, VARIABLE, ",".join(toy.__name__ for toy in TOYS))
-    with RankPool(2, threads_per_rank=1) as pool:
-        yield pool
-    patch.undo()
-
-
-@pytest.mark.parametrize("toy", TOYS, ids=lambda toy: toy.__name__)
-def test_a_toy_is_a_page(toy: object) -> None:
-    assert len(Path(toy.__file__).read_text().splitlines()) <= MOST_LINES  # type: ignore[attr-defined]
 
 
 def told(*techniques: Technique) -> Forecast:
