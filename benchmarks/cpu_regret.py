@@ -45,7 +45,7 @@ from meshwright.core.codec import decode, encode, load_artefact
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
-from meshwright.core.technique import Axis, Choice, PerLayer, Technique, technique_named, technique_names
+from meshwright.core.technique import Axis, Choice, PerLayer, Technique, is_within, technique_named, technique_names
 from meshwright.data.dataset import part_rows
 from meshwright.launch.rank_pool import RankPool
 from meshwright.models.presets import Config, DecoderConfig, ViTConfig, preset, profile_of
@@ -57,7 +57,7 @@ from meshwright.verify import parity
 
 RESULTS = Path(__file__).parent / "results" / "cpu_regret.json"
 GOAL, MOST_PLANS, QUICK_PLANS = 0.10, 12, 4
-ALLOW = "lossy"
+ALLOW = "rounded"
 
 _GPT2 = replace(preset("gpt2-124m"), num_layers=4, hidden_size=256, num_heads=4, num_kv_heads=4, ffn_size=1024)  # type: ignore[arg-type]
 _MIXTRAL = replace(
@@ -95,7 +95,7 @@ def settings_of(name: str, profile: Profile, cluster: Cluster) -> list[Technique
     """A technique in every way its options allow; an axis takes all ranks, a policy all blocks."""
     kind: Any = technique_named(name)
     options = kind.options(profile, cluster)
-    if not options or kind.exactness == "approximate":
+    if not options:
         return []
     fields: dict[str, tuple[Any, ...]] = {}
     policies: tuple[str, ...] = ()
@@ -109,6 +109,7 @@ def settings_of(name: str, profile: Profile, cluster: Cluster) -> list[Technique
                 policies = names
     ways = [dict(zip(fields, values, strict=True)) for values in itertools.product(*fields.values())]
     followed = [{each: profile.num_blocks * (each == one) for each in policies} for one in policies] or [{}]
+    ways = [way for way in ways if is_within(kind.exactness_with(way), ALLOW)]
     return [kind(**way, **more) for way in ways for more in followed]
 
 

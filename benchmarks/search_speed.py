@@ -76,7 +76,7 @@ def searched(question: Question) -> dict[str, Any]:
         batch=question.batch,
         sequence=question.sequence,
         optimizer=OptimizerConfig(),
-        allow="lossy",
+        allow="rounded",
         top=TOP,
     )
     facts = {

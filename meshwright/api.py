@@ -9,12 +9,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
+from meshwright.core.technique import Exactness
 from meshwright.models.presets import Config
 from meshwright.optimizers.optimizer_config import OptimizerConfig
 from meshwright.run.model import ModelDescription, describe, describe_config, section_named
@@ -110,7 +111,7 @@ def plan(
     batch: int | str = 64,
     sequence: int | None = None,
     optimizer: OptimizerConfig | None = None,
-    allow: Literal["exact", "reordered", "lossy", "approximate"] = "lossy",
+    allow: Exactness = "rounded",
     pin: Sequence[str] = (),
     ban: Sequence[str] = (),
     max_memory: int | str | None = None,
@@ -132,7 +133,8 @@ def plan(
     sequence
         Tokens in a sample; by default 4096, or as many as the model has positions for.
     allow
-        How far numbers may depart from one device's.
+        How far numbers may differ from one device's in float32: "exact", "reordered" (order of sums), "rounded" (16-bit
+        compute), "lossy" (fewer bits: fp8, 16-bit weights, low-bit optimizer states), "approximate" (stale gradients).
     pin, ban
         Settings that must be kept ("tensor=2"), techniques that must not be used ("pipeline").
     max_memory

@@ -206,7 +206,7 @@ def read_request(
     batch: int | str,
     sequence: int,
     optimizer: OptimizerConfig | EachElement = ADAM,
-    allow: str = "lossy",
+    allow: str = "rounded",
     pin: Sequence[str] = (),
     ban: Sequence[str] = (),
     max_memory: int | str | None = None,

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 
 from meshwright.ask.question import Outcome, Question, Tell, outcome
 from meshwright.ask.sizes import larger_sizes, resized
+from meshwright.core.technique import EXACTNESS
 from meshwright.core.units import MIB, pretty_bytes
-from meshwright.planner import wishes
 from meshwright.planner.search import ScoredPlan, SearchResult
 
 MOST_POINTS = 10
@@ -318,10 +318,9 @@ def _least_words(made: Outcome) -> str:
 
 def _other_numerics(question: Question, result: SearchResult, tell: Tell) -> WayOut | str:
     """The first level of exactness beyond the one allowed with which something fits."""
-    levels: tuple[str, ...] = getattr(wishes, "ALLOW", wishes.EXACTNESS)
     if _is_too_small(question, result, 4 * question.cluster.num_devices):
         return ""  # no numerics make four out of one
-    beyond = levels[levels.index(question.allow) + 1 :]
+    beyond = EXACTNESS[EXACTNESS.index(question.allow) + 1 :]
     for level in beyond:
         tell(f"searching with allow {level}")
         made = outcome(f"--allow {level}", replace(question, allow=level))

@@ -95,7 +95,10 @@ def _plan(made: Parser) -> None:
     )
     made.add_argument("--ban", action="append", default=[], metavar="X", help="must not be used: pipeline")
     made.add_argument(
-        "--allow", metavar="HOW", help="how far numbers may differ: exact, reordered, lossy (default), approximate"
+        "--allow",
+        metavar="HOW",
+        help="how far numbers may differ: exact, reordered, rounded (16-bit compute, default), lossy (fewer bits), "
+        "approximate",
     )
     made.add_argument("--top", type=int, default=8, metavar="K", help="plans to show (default 8)")
     made.add_argument(

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import numpy as np
 
@@ -37,10 +37,17 @@ PHASES = ("swap", "cut", "split", "block", "compile", "wrap", "optimizer", "step
 """The order in which techniques change a model. Order is correctness: splitting after wrapping would lose the
 reduction over replicas without a sound."""
 
-Exactness = Literal["exact", "rounded", "approximate"]
-EXACTNESS = ("exact", "rounded", "approximate")
-"""exact: one device's numbers up to the order of sums; rounded: the same algorithm in fewer bits; approximate:
-another algorithm."""
+Exactness = Literal["exact", "reordered", "rounded", "lossy", "approximate"]
+EXACTNESS: tuple[str, ...] = get_args(Exactness)
+"""How far numbers may differ from one device's in float32, nearest first. exact: not at all (but for the gradient's
+norm, which is always summed over ranks); reordered: by the order of sums; rounded: computed in 16 bits, with weights,
+their gradients' sums and optimizer states in float32; lossy: in fewer bits than that; approximate: by another
+algorithm, such as one with older gradients."""
+
+
+def is_within(exactness: str, limit: str) -> bool:
+    """Whether numbers are at least as near one device's as `limit` allows."""
+    return EXACTNESS.index(exactness) <= EXACTNESS.index(limit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +89,8 @@ class Technique:
 
     name: ClassVar[str]
     phase: ClassVar[str]
-    exactness: ClassVar[Exactness] = "exact"
+    exactness: ClassVar[Exactness] = "reordered"
     """With settings as search chooses them; `exactness_with` says it of others, and an instance of its own."""
-    reorders: ClassVar[bool] = True
-    """Sums that were made in one order on one device are made in another."""
     axis: ClassVar[str] = ""
     """The mesh axis it owns (its size is the field `size`), if any."""
     closeness: ClassVar[int] = 0
@@ -129,8 +134,13 @@ class Technique:
         return cls.exactness
 
     def as_exact(self) -> Technique | None:
-        """The same with exact numbers; None where nothing is left of it then."""
-        return self if self.exactness == "exact" else None
+        """The same with one device's numbers, up to the order of sums; None where nothing is left of it then."""
+        return None if self.rounds else self
+
+    @property
+    def rounds(self) -> bool:
+        """Numbers differ from one device's by more than the order of sums."""
+        return not is_within(self.exactness, "reordered")
 
     def refusals(self, given: Circumstances) -> Iterable[tuple[Num, Problem]]:
         """(where it applies, problem) for combinations that cannot run: `check` tests them for one plan, and `forbid`

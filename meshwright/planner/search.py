@@ -25,7 +25,7 @@ def search(
     batch: int,
     sequence: int,
     optimizer: Updating = ADAM,
-    allow: str = "lossy",
+    allow: str = "rounded",
     pin: Sequence[str] = (),
     ban: Sequence[str] = (),
     top: int = 10,

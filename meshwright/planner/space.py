@@ -20,9 +20,18 @@ import numpy as np
 from meshwright.core.cluster import Cluster
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Layer, Profile
-from meshwright.core.technique import Axis, Choice, PerLayer, Spans, Technique, technique_named, technique_names
+from meshwright.core.technique import (
+    Axis,
+    Choice,
+    PerLayer,
+    Spans,
+    Technique,
+    is_within,
+    technique_named,
+    technique_names,
+)
 from meshwright.core.work import Num
-from meshwright.planner.wishes import Wishes, alone, is_allowed
+from meshwright.planner.wishes import Wishes, alone
 from meshwright.simulator.axis_links import routes
 from meshwright.simulator.peak_memory import stage_memory
 from meshwright.simulator.priced_stages import runs_of, straight
@@ -58,7 +67,7 @@ def dials(profile: Profile, cluster: Cluster, wishes: Wishes, *, rescues: bool =
     found = []
     for name in technique_names():
         kind = technique_named(name)
-        if name in wishes.banned or not is_allowed(kind, wishes.allow):
+        if name in wishes.banned:
             continue
         dial = _dial(kind, profile, cluster, wishes, rescues)
         if dial is not None and (dial.settings or dial.required):  # bans may leave no way to set it
@@ -100,6 +109,7 @@ def _dial(kind: type[Technique], profile: Profile, cluster: Cluster, wishes: Wis
             choices[option.field] = [value for value in values if value not in bad]
     choices |= {field: [value] for field, value in pinned.items()}
     ways = tuple(dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values()))
+    ways = tuple(way for way in ways if is_within(kind.exactness_with(way), wishes.allow))
     return _keeping(
         Dial(kind=kind, settings=ways, required=required, named=named, **numbers), profile, cluster, bool(pinned)
     )

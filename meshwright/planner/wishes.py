@@ -18,13 +18,17 @@ from meshwright.core.codec import decode_into, field_types
 from meshwright.core.errors import MeshwrightError, Problem, Problems, nearest
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
-from meshwright.core.technique import EXACTNESS, Axis, Choice, Technique, technique_named, technique_names
+from meshwright.core.technique import (
+    EXACTNESS,
+    Axis,
+    Choice,
+    Technique,
+    is_within,
+    technique_named,
+    technique_names,
+)
 
 MICROBATCH = "microbatch"
-
-ALLOW = ("exact", "reordered", "lossy", "approximate")
-"""How far numbers may differ from one device's: not at all (but for the gradient's norm, which is always summed over
-ranks); by the order of sums; by fewer bits; by another algorithm."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,15 +39,15 @@ class Wishes:
     banned_values: dict[tuple[str, str], tuple[Any, ...]] = field(default_factory=dict)
     """(technique, field) -> values it must not have."""
     microbatch: int | None = None
-    allow: str = "lossy"
+    allow: str = "rounded"
 
 
 def read_wishes(
-    pin: Sequence[str] = (), ban: Sequence[str] = (), *, allow: str = "lossy", microbatch: int | None = None
+    pin: Sequence[str] = (), ban: Sequence[str] = (), *, allow: str = "rounded", microbatch: int | None = None
 ) -> Wishes:
     problems: list[Problem] = []
-    if allow not in ALLOW:
-        problems.append(Problem(where="allow", what=f'there is no "{allow}".', fix=nearest(allow, ALLOW)))
+    if allow not in EXACTNESS:
+        problems.append(Problem(where="allow", what=f'there is no "{allow}".', fix=nearest(allow, EXACTNESS)))
     pinned: dict[str, dict[str, Any]] = {}
     for text in pin:
         if text.split("=")[0].strip() == MICROBATCH:
@@ -85,20 +89,8 @@ def read_wishes(
     )
 
 
-def allowance(kind: type[Technique] | Technique, settings: Mapping[str, Any] | None = None) -> str:
-    """The least that must be allowed for a technique, with these settings."""
-    exactness = kind.exactness if settings is None else kind.exactness_with(settings)
-    if exactness == EXACTNESS[0]:
-        return ALLOW[1] if kind.reorders else ALLOW[0]
-    return ALLOW[EXACTNESS.index(exactness) + 1]
-
-
-def is_allowed(kind: type[Technique] | Technique, allow: str) -> bool:
-    return ALLOW.index(allowance(kind)) <= ALLOW.index(allow)
-
-
 def _too_inexact(pinned: dict[str, dict[str, Any]], allow: str) -> list[Problem]:
-    needed = {name: allowance(technique_named(name), settings) for name, settings in pinned.items()}
+    needed = {name: technique_named(name).exactness_with(settings) for name, settings in pinned.items()}
     return [
         Problem(
             where=f"pin {name}",
@@ -106,7 +98,7 @@ def _too_inexact(pinned: dict[str, dict[str, Any]], allow: str) -> list[Problem]
             fix=f'Use allow = "{least}", or take the pin away.',
         )
         for name, least in needed.items()
-        if ALLOW.index(least) > ALLOW.index(allow)
+        if not is_within(least, allow)
     ]
 
 

@@ -19,12 +19,13 @@ from meshwright.core.ledger import Predicted
 from meshwright.core.placement import placed
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
+from meshwright.core.technique import is_within
 from meshwright.core.units import counted, pretty_bytes
 from meshwright.data.open_data import Data
 from meshwright.data.open_data import open_data as open_files
 from meshwright.machine.probe import machine_name
 from meshwright.planner.search import SearchResult, search
-from meshwright.planner.wishes import allowance, is_allowed, read_wishes
+from meshwright.planner.wishes import read_wishes
 from meshwright.run.comparison import Promise
 from meshwright.run.model import ModelDescription, describe_run, fitting
 from meshwright.run.run_file import RunConfig
@@ -112,11 +113,11 @@ def plan_to_run(config: RunConfig, given: str | Plan, profile: Profile, cluster:
     problems += [
         Problem(
             where=f"{_name_of(config, given)}: {technique.name}",
-            what=f'{technique} is {allowance(technique)}, and plan.allow is "{config.plan.allow}".',
-            fix=f'Set plan.allow = "{allowance(technique)}", or plan again without it.',
+            what=f'{technique} is {technique.exactness}, and plan.allow is "{config.plan.allow}".',
+            fix=f'Set plan.allow = "{technique.exactness}", or plan again without it.',
         )
         for technique in plan.techniques
-        if not is_allowed(technique, config.plan.allow)
+        if not is_within(technique.exactness, config.plan.allow)
     ]
     problems += _against_training(config, plan)
     if problems:

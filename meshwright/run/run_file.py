@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from meshwright.core.codec import decode, decode_into
 from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.technique import Exactness
 from meshwright.data.data_section import DataSection
 from meshwright.models.presets import Config, preset
 from meshwright.optimizers.optimizer_config import OptimizerConfig
@@ -117,7 +118,7 @@ class TrainSection:
 class PlanSection:
     file: str = ""
     """A plan to use as it is."""
-    allow: Literal["exact", "reordered", "lossy", "approximate"] = "lossy"
+    allow: Exactness = "rounded"
     pin: tuple[str, ...] = ()
     """Settings the search must keep, such as "replicate=2"."""
     ban: tuple[str, ...] = ()

@@ -6,7 +6,7 @@ When it helps: large vocabularies and long sequences: logits, their probabilitie
 for each token and word, often the peak of the whole step.
 When it does not: small vocabularies (bytes), or memory to spare: the vocabulary matmul runs forward twice.
 Cost: one more forward of the head; logits memory divided by `chunks`.
-Exactness: exact; the order of the sum over tokens changes.
+Exactness: reordered: the order of the sum over tokens changes.
 """
 
 from __future__ import annotations

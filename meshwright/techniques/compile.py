@@ -5,7 +5,7 @@ When it helps: on GPUs, where it removes launches and memory passes (torchtitan 
 When it does not: short runs (tens of seconds to compile), or CPUs (0 to 7 % here).
 Cost: a chain reads what enters and writes what leaves it, in one kernel; what its profile says of each op. Activations
 that only pointwise gradients read are computed again (torch's min-cut partitioner). Temporaries are not counted less.
-Exactness: exact up to the order of operations inside a fused kernel.
+Exactness: reordered: the order of operations inside a fused kernel changes.
 """
 
 from __future__ import annotations

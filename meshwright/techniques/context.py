@@ -12,7 +12,7 @@ again and as many of their gradients (float32) backward, beside attention (Liu e
 2024). Ulysses: all_to_all of q, k, v and of the output, and the same backward, not hidden; n must divide the key heads
 (Jacobs et al. 2023). Gradients are summed over cp once a step. Choices of experts are gathered where a capacity or a
 balance of theirs is a sequence's.
-Exactness: exact; the order of the sum over keys changes. Axis: cp.
+Exactness: reordered: the order of the sum over keys changes. Axis: cp.
 """
 
 from __future__ import annotations

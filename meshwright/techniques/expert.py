@@ -11,7 +11,7 @@ hides it), or a router that prefers the experts of one rank: all wait for that o
 Cost: per layer and microbatch 2 all_to_alls of b·s·k·d forward and 2 backward (Lepikhin et al. 2020, GShard; Fedus et
 al. 2021, Switch), one of the counts, and once a step an all_reduce of the other gradients. Bytes are the mean over the
 ranks, what stays at home included: exact whatever the router does; with a capacity, the most that it lets through.
-Exactness: exact; the order of the sums over samples changes. Axis: ep.
+Exactness: reordered: the order of the sums over samples changes. Axis: ep.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ from meshwright.schedules import BlockSpan, Places, Timetable, schedule_named, s
 class Pipeline(Technique):
     name: ClassVar[str] = "pipeline"
     phase: ClassVar[str] = "cut"
-    reorders: ClassVar[bool] = False
+    exactness: ClassVar[Exactness] = "exact"
     axis: ClassVar[str] = "pp"
     closeness: ClassVar[int] = 0
 

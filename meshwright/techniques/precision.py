@@ -22,7 +22,7 @@ from meshwright.core.cluster import Cluster
 from meshwright.core.errors import Problems
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
-from meshwright.core.technique import Choice, Option, Technique
+from meshwright.core.technique import Choice, Exactness, Option, Technique
 from meshwright.core.work import Compute, Life, Num, ParameterSlot, Phase, Resident, Work, replace
 
 
@@ -30,7 +30,7 @@ from meshwright.core.work import Compute, Life, Num, ParameterSlot, Phase, Resid
 class Precision(Technique):
     name: ClassVar[str] = "precision"
     phase: ClassVar[str] = "swap"
-    exactness: ClassVar[Literal["exact", "rounded", "approximate"]] = "rounded"
+    exactness: ClassVar[Exactness] = "rounded"
 
     dtype: Literal["bf16", "fp32"] = "bf16"
 

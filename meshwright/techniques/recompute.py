@@ -31,7 +31,7 @@ from meshwright.core.errors import Problem, Problems
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Layer, Op, Poly, Profile
 from meshwright.core.revolve import forwards_again
-from meshwright.core.technique import Choice, Option, PerLayer, Spans, Technique
+from meshwright.core.technique import Choice, Exactness, Option, PerLayer, Spans, Technique
 from meshwright.core.work import Collective, Compute, Copy, Num, Resident, Task, Work, replace
 
 DEAR = ("matmul", "attention")
@@ -45,7 +45,7 @@ beside an H200 (torch's own selective checkpoints take as long)."""
 class Recompute(Technique):
     name: ClassVar[str] = "recompute"
     phase: ClassVar[str] = "block"
-    reorders: ClassVar[bool] = False
+    exactness: ClassVar[Exactness] = "exact"
 
     policies: ClassVar[tuple[str, ...]] = ("layers", "selective")
 

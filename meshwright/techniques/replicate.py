@@ -8,7 +8,7 @@ When it does not: memory is the limit (nothing shrinks), or the batch is smaller
 compute cores themselves drive (gloo), overlap gains little.
 Cost: an all_reduce of every gradient per step, 2 (n-1)/n of its bytes over each link; exposed beyond the backward pass
 it hides behind (Li et al. 2020, "PyTorch Distributed").
-Exactness: exact; the order of the sum over samples changes. Axis: dp.
+Exactness: reordered: the order of the sum over samples changes. Axis: dp.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ time, their owner is; by tables, where one table is larger than a device, or tab
 Cost: per microbatch all_to_alls of b·T ids (8 bytes each; by rows also n·T counts) and b·T·d vectors forward, of their
 gradients backward; an all_reduce of the dense gradients per step (Naumov et al. 2019; Mudigere et al. 2022). Bytes are
 the mean over the ranks, what stays at home included: exact whatever the ids are, and whoever has more of the tables.
-Exactness: exact; the order of sums over samples changes. Axis: emb.
+Exactness: reordered: the order of sums over samples changes. Axis: emb.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ When it does not: small batches per rank over slow links (the gathers do not hid
 Cost: stage 3: per microbatch 2 all_gathers and 1 reduce_scatter of the parameters; stage 2: 1 all_gather per step and a
 reduce_scatter per microbatch; stage 1: one of each per step (Rajbhandari et al. 2020; Zhao et al. 2023). 1 + `prefetch`
 blocks are whole at once; with 0, a gather hides behind nothing. bf16 halves the bytes of sums.
-Exactness: exact; rounded with reduce = "bf16", which search does not choose by itself. Axis: fsdp.
+Exactness: reordered: the order of sums over samples changes; rounded with reduce = "bf16", which search does not choose
+by itself. Axis: fsdp.
 """
 
 from __future__ import annotations

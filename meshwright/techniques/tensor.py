@@ -11,7 +11,7 @@ When it does not: over slow links (two exposed collectives of the whole activati
 whose pieces no longer fill the device.
 Cost: per block and microbatch, 2 all_reduces of b·s·d forward and 2 backward (Shoeybi et al. 2019); sequence:
 activations between regions / t (Korthikanti et al. 2022).
-Exactness: exact; the order of sums over hidden columns changes. Axis: tp.
+Exactness: reordered: the order of sums over hidden columns changes. Axis: tp.
 """
 
 from __future__ import annotations

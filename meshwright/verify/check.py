@@ -31,7 +31,6 @@ TOLERANCE = 1e-9
 """Largest difference of any element over the quantity's global norm, every step, in float64."""
 MOST_SPREAD = 1e-3
 """One device that departs from itself by more sets no tolerance."""
-DTYPE = {"exact": "float64", "rounded": "float32"}
 STEPS = 4
 _JOBS = "meshwright.verify.check_ranks"
 
@@ -72,7 +71,7 @@ class Checked:
 
 
 def exactness_of(plan: Plan) -> str:
-    return max((t.exactness for t in plan.techniques), key=EXACTNESS.index, default="exact")
+    return max((t.exactness for t in plan.techniques), key=EXACTNESS.index, default=EXACTNESS[0])
 
 
 def shortened(plan: Plan, num_stages: int) -> Plan:
@@ -111,7 +110,7 @@ def check(
 
 def _require(config: RunConfig, plan: Plan, profile: Profile) -> None:
     exactness = exactness_of(plan)
-    if exactness not in DTYPE:
+    if exactness == EXACTNESS[-1]:
         named = ", ".join(str(each) for each in plan.techniques if each.exactness == exactness)
         what = f"{named} is {exactness}: one device computes other numbers, so there is no parity."
         fix = "Check the plan with exact settings in its place; its own algorithm is proved by the project's tests."
@@ -146,7 +145,7 @@ class _Comparing:
 
     def parts(self) -> list[CheckResult]:
         plan = self.plan
-        rounds = exactness_of(plan) != "exact"
+        rounds = any(technique.rounds for technique in plan.techniques)
         exact = replace(plan, techniques=tuple(filter(None, (t.as_exact() for t in plan.techniques))))
         with tempfile.TemporaryDirectory(prefix="mw-check-") as folder:
             answer = self._reference(exact, Path(folder), keeps_dropout(exact) and not rounds, rounds)
@@ -178,10 +177,10 @@ class _Comparing:
         (answer,) = self.pool.run(f"{_JOBS}:reference_job", arguments, 1, timeout_seconds=3600)
         return dict(answer)
 
-    def _ranks(self, plan: Plan, exactness: str, answer: dict[str, Any], folder: Path, tolerance: float) -> list[Any]:
+    def _ranks(self, plan: Plan, rounds: bool, answer: dict[str, Any], folder: Path, tolerance: float) -> list[Any]:
         self.report(f"{plan.num_ranks} ranks: {plan}")
         arguments = {**self._arguments(folder, plan), "tolerance": tolerance, "answer": answer}
-        arguments |= {"exactness": exactness, "dtype": DTYPE[exactness]}
+        arguments |= {"rounds": rounds, "dtype": "float32" if rounds else "float64"}
         return self.pool.run(f"{_JOBS}:parity_job", arguments, plan.num_ranks, timeout_seconds=3600)
 
     def _exact(self, plan: Plan, answer: dict[str, Any], folder: Path, what: str) -> CheckResult:
@@ -191,17 +190,17 @@ class _Comparing:
             tolerance, source = 10 * spread, f"10 x what one device departs from itself, {spread:.1e}"
         elif spread > MOST_SPREAD:
             source = f"float64; one device departs by {spread:.1e} from itself"
-        answers = self._ranks(plan, "exact", answer, folder, tolerance)
+        answers = self._ranks(plan, False, answer, folder, tolerance)
         departures = _listed(answers)
         for step in answer["wrong_rates"]:
             departures.append(_departure(step, "learning rate", "all", float("inf"), 1e-9))
         if answer["is_random"] and answer["dropout"] == "off":
             what += "dropout off, "
-        return _part("exact", f"{what}in float64", plan, answers, departures, tolerance, source, _worst(answers))
+        return _part(f"{what}in float64", plan, answers, departures, tolerance, source, _worst(answers))
 
     def _rounded(self, plan: Plan, answer: dict[str, Any], folder: Path) -> CheckResult:
         """By the whole gradient of the first step, by every loss, and by every update."""
-        answers = self._ranks(plan, "rounded", answer, folder, 0.0)
+        answers = self._ranks(plan, True, answer, folder, 0.0)
         control = answer["rounded"]
         distance, bias = _of_sums([a["sums"] for a in answers])
         known_distance, known_bias = _of_sums([control["sums"]])
@@ -215,7 +214,7 @@ class _Comparing:
                 departures.append(_departure(step, "loss", "all", max(errors), limit))
         source = f"4 x that of one device in bf16 by autocast, {known_distance:.1e}"
         what = "the whole plan: first gradient, losses, updates"
-        return _part("rounded", what, plan, answers, departures + _listed(answers), tolerance, source, distance)
+        return _part(what, plan, answers, departures + _listed(answers), tolerance, source, distance)
 
 
 def _departure(step: int, quantity: str, layer: str, error: float, tolerance: float) -> dict[str, Any]:
@@ -238,11 +237,11 @@ def _of_sums(sums: Sequence[Sequence[float]]) -> tuple[float, float]:
 
 
 def _part(
-    exactness: str, what: str, plan: Plan, answers: Sequence[Any], departures: list[dict[str, Any]], tolerance: float,
+    what: str, plan: Plan, answers: Sequence[Any], departures: list[dict[str, Any]], tolerance: float,
     source: str, worst: float,
 ) -> CheckResult:  # fmt: skip
     return CheckResult(
-        exactness=exactness,
+        exactness=exactness_of(plan),
         what=what,
         plan=plan,
         worst_error=worst,

@@ -213,7 +213,7 @@ def _rounded_control(
 
 def parity_job(
     *, rank: int, num_ranks: int, rendezvous: str, config: Any, description: Any, folder: str, steps: int, dtype: str,
-    cache: str, plan: Any, tolerance: float, answer: dict[str, Any], exactness: str,
+    cache: str, plan: Any, tolerance: float, answer: dict[str, Any], rounds: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """This rank of the plan against the reference, as the reference's `answer` says; then what it sends and holds."""
     run, made = CheckedRun.decoded(config, description), decode(Plan, plan, "plan")
@@ -226,7 +226,7 @@ def parity_job(
     )
     result: dict[str, Any] = {"worst": 0.0, "losses": [], "sums": (0.0, 0.0, 0.0)}
     with _drawing(answer):
-        if exactness == "exact":
+        if not rounds:
             seed = run.config.train.seed if answer["is_random"] and answer["dropout"] == "on" else None
             limits: dict[str, Any] = {"tolerance": tolerance, "update_tolerance": answer["update_tolerance"]}
             result["worst"], departures = compare(session, Path(folder), samples, steps, optimizer, **limits, seed=seed)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from meshwright.core.build import Build
 from meshwright.core.cluster import Cluster
 from meshwright.core.profile import Profile
-from meshwright.core.technique import Choice, Option, Technique
+from meshwright.core.technique import Choice, Exactness, Option, Technique
 from meshwright.core.work import Compute, Task, Work, replace
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class FusedNorm(Technique):
     name: ClassVar[str] = "fused_norm"
     phase: ClassVar[str] = "block"
-    reorders: ClassVar[bool] = False
+    exactness: ClassVar[Exactness] = "exact"
 
     is_used: bool = True
 

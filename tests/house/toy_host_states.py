@@ -17,7 +17,7 @@ from meshwright.core.cluster import Cluster
 from meshwright.core.errors import Problems
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
-from meshwright.core.technique import Choice, Option, Technique
+from meshwright.core.technique import Choice, Exactness, Option, Technique
 from meshwright.core.work import Copy, Num, ParameterSlot, Resident, Task, Work, replace
 from meshwright.optimizers.optimizer_config import OptimizerConfig
 from meshwright.optimizers.rule import OptimizerState, ParameterPiece, RuleMaker, UpdateRule
@@ -74,7 +74,7 @@ class StreamedRule(UpdateRule):
 class HostStates(Technique):
     name: ClassVar[str] = "host_states"
     phase: ClassVar[str] = "optimizer"
-    reorders: ClassVar[bool] = False
+    exactness: ClassVar[Exactness] = "exact"
 
     is_used: bool = True
 

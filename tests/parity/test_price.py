@@ -24,7 +24,7 @@ def honest(ran: Callable[..., list[dict[str, Any]]]) -> Honest:
     """Fails unless a plan sends and holds exactly what its price says."""
 
     def check(plan: Plan, config: dict[str, Any], **question: Any) -> list[dict[str, Any]]:
-        dtype = "float64" if all(each.exactness == "exact" for each in plan.techniques) else "float32"
+        dtype = "float32" if any(each.rounds for each in plan.techniques) else "float64"
         answers = ran(plan, config, **{"dtype": dtype, **question})
         assert tiny.price_differences(answers) == []
         if plan.num_ranks > 1:

@@ -110,14 +110,14 @@ def test_sums_in_bf16_are_rounded_and_half_the_bytes(techniques: tuple[Any, ...]
 
 
 def test_the_dtype_of_sums_decides_how_exact_it_is() -> None:
-    assert type(tiny.SHARD3).exactness == tiny.SHARD3.exactness == "exact"
+    assert type(tiny.SHARD3).exactness == tiny.SHARD3.exactness == "reordered"
     rounded = t("shard", size=2, reduce="bf16")
     assert rounded.exactness == "rounded"
     assert rounded.as_exact() == tiny.SHARD3
     assert Plan.from_json(plan_of(rounded).to_json()).techniques[0].exactness == "rounded"
-    read_wishes(["shard.reduce=bf16"], allow="lossy")
+    read_wishes(["shard.reduce=bf16"], allow="rounded")
     read_wishes(["shard.reduce=fp32"], allow="reordered")
-    with pytest.raises(MeshwrightError, match="it is lossy, and only reordered techniques are allowed"):
+    with pytest.raises(MeshwrightError, match="it is rounded, and only reordered techniques are allowed"):
         read_wishes(["shard.reduce=bf16"], allow="reordered")
 
 

@@ -14,11 +14,11 @@ from small_spaces import Draw, Space
 
 from meshwright.core.cluster import Cluster, Link
 from meshwright.core.device import Device
+from meshwright.core.technique import EXACTNESS
 from meshwright.machine.named_clusters import cluster
 from meshwright.models.cost_decoder import decoder_profile
 from meshwright.models.presets import PRESETS
 from meshwright.planner.search import SearchResult, search
-from meshwright.planner.wishes import ALLOW
 from meshwright.report.answer_json import result_as_json
 from meshwright.simulator.forecast import forecast
 
@@ -108,7 +108,9 @@ def test_fewer_bans_never_give_a_slower_plan(seed: int, share: float, data: st.D
 def test_the_more_is_allowed_the_faster_is_the_plan(shape: str) -> None:
     profile = decoder_profile(PRESETS["byte-3m"], "byte-3m")
     machine = cluster(shape)
-    seconds = [_seconds(search(profile, machine, batch=16, sequence=128, allow=allow, epsilon=0.0)) for allow in ALLOW]
+    seconds = [
+        _seconds(search(profile, machine, batch=16, sequence=128, allow=allow, epsilon=0.0)) for allow in EXACTNESS
+    ]
     assert seconds == sorted(seconds, reverse=True)
 
 

@@ -84,11 +84,11 @@ def test_an_axis_pinned_to_one_is_absent() -> None:
 def test_only_what_is_allowed_is_used() -> None:
     assert any(t.exactness == "rounded" for plan, _ in _search().ranked for t in plan.techniques)
     reordered = _search(allow="reordered")
-    assert all(t.exactness == "exact" for plan, _ in reordered.ranked for t in plan.techniques)
-    assert any(t.reorders for plan, _ in reordered.ranked for t in plan.techniques)
+    assert not any(t.rounds for plan, _ in reordered.ranked for t in plan.techniques)
+    assert any(t.exactness == "reordered" for plan, _ in reordered.ranked for t in plan.techniques)
     exact = _search(allow="exact")
     assert exact.ranked
-    assert not any(t.reorders for plan, _ in exact.ranked for t in plan.techniques)
+    assert all(t.exactness == "exact" for plan, _ in exact.ranked for t in plan.techniques)
 
 
 def test_everything_wrong_is_said_at_once() -> None:
@@ -108,7 +108,7 @@ def test_everything_wrong_is_said_at_once() -> None:
 
 
 def test_a_pin_that_is_not_exact_enough_is_refused() -> None:
-    with pytest.raises(MeshwrightError, match="it is lossy"):
+    with pytest.raises(MeshwrightError, match="it is rounded"):
         read_wishes(["precision"], allow="reordered")
 
 

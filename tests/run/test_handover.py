@@ -383,7 +383,12 @@ def test_a_plan_file_is_refused_before_data_is_made_ready(tmp_path: Path, capsys
     """There is no data: whoever speaks of it has looked at it first."""
     path = write_run(tmp_path)
     for words, techniques, batch, changes in (
-        ('precision() is lossy, and plan.allow is "reordered".', [{"name": "precision"}], 4, ["plan.allow=reordered"]),
+        (
+            'precision() is rounded, and plan.allow is "reordered".',
+            [{"name": "precision"}],
+            4,
+            ["plan.allow=reordered"],
+        ),
         ("the plan is for 8 samples", [{"name": "replicate", "size": 2}], 8, []),
         ("needs 4 ranks", [{"name": "replicate", "size": 4}], 4, []),
         ("train.optimizer.clip", [{"name": "pipeline", "size": 2, "schedule": "async"}], 4, []),
