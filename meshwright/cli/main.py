@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
-from meshwright.core.errors import MeshwrightError, nearest
 from meshwright.report.encoding import accept_any_encoding
 
 EXAMPLES = """\
@@ -34,6 +33,8 @@ class Parser(argparse.ArgumentParser):
     """argparse that suggests the flag that was meant."""
 
     def error(self, message: str) -> NoReturn:
+        from meshwright.core.errors import nearest
+
         prefix = "unrecognized arguments: "
         if message.startswith(prefix):
             known = [flag for action in self._actions for flag in action.option_strings if len(flag) > 2]
@@ -262,6 +263,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.command is None:
         top.print_help()
         return 0
+    from meshwright.core.errors import MeshwrightError
+
     try:
         with _ready_to_stop() if arguments.command == "train" else contextlib.nullcontext():
             module = importlib.import_module(f"meshwright.cli.{arguments.command}")

@@ -12,7 +12,6 @@ from meshwright.core.cluster import Cluster
 from meshwright.core.errors import MeshwrightError
 from meshwright.optimizers.optimizer_config import OptimizerConfig
 from meshwright.report.answer_json import answer_as_json
-from meshwright.report.answer_text import print_answer
 from meshwright.report.terminal import Waiting, progress, stdout, unwritable, write_output
 from meshwright.run.run_file import PlanSection, read_run
 
@@ -21,23 +20,25 @@ STOPPED = 130
 
 def run(arguments: Namespace) -> int:
     inputs, request = _read(arguments)
-    console = stdout()
+    console = None if arguments.json else stdout()
     answer: Answer | None = None
     with Waiting("searching") as waiting:
         for grown in answers(request, waiting.tell):
             if arguments.output and grown.best is not None and (answer is None or answer.best is None):
                 write_output(arguments.output, grown.best.plan.to_json())
-            if not arguments.json:
+            if console is not None:
+                from meshwright.report.answer_text import print_answer
+
                 print_answer(console, grown, answer)
             answer = grown
     assert answer is not None, "the search always says something"
-    if arguments.json:
+    if console is None:
         print(json.dumps(answer_as_json(answer)))
     if answer.is_interrupted:
         return STOPPED
     if answer.best is None:
         return 1
-    if not arguments.json:
+    if console is not None:
         console.print(f"next: {_next(arguments, inputs)}", markup=False)
     return 0
 

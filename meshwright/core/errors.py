@@ -6,12 +6,9 @@ everything that is wrong at once and exit with one code.
 
 from __future__ import annotations
 
-import difflib
 import os
-import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +65,8 @@ def raise_problems(problems: Iterable[Problem], exit_code: int = 2) -> None:
 
 def nearest(word: str, choices: Iterable[str]) -> str:
     """`Did you mean "batch"?`, or the list of choices when nothing is close."""
+    import difflib
+
     names = sorted(choices)
     close = difflib.get_close_matches(word, names, n=1, cutoff=0.55)
     if close:
@@ -82,10 +81,12 @@ def refusal(where: str, what: str, fix: str = "") -> MeshwrightError:
 
 def last_line(error: BaseException) -> str:
     """What was raised, and where in the user's own code."""
+    import traceback
+
     frames = traceback.extract_tb(error.__traceback__)
     others = ("site-packages", f"{os.sep}meshwright{os.sep}", "<")
     own = [frame for frame in frames if not any(other in frame.filename for other in others)]
-    place = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
+    place = f" ({os.path.basename(own[-1].filename)}:{own[-1].lineno})" if own else ""
     if isinstance(error, SyntaxError):  # says itself where it is
         place = ""
     return f"{type(error).__name__}: {str(error).strip().rstrip('.') or 'no message'}{place}."

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import chain
 from typing import Any, Literal, Protocol
 
@@ -31,14 +32,28 @@ Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send
 
 
 def replace(item: Any, **changes: Any) -> Any:
-    """As dataclasses.replace, in a third of the time for what has slots: search makes half a million."""
-    slots = getattr(item, "__slots__", None)
-    if not slots or not all(name in slots for name in changes):
+    """As dataclasses.replace, in a fifth of the time for what has slots: search makes half a million."""
+    kind: type = type(item)
+    setters, copy = _copier(kind)
+    if not setters.keys() >= changes.keys():
         return dataclasses.replace(item, **changes)  # which knows what to say of a wrong name
-    new = object.__new__(type(item))
-    for name in slots:
-        object.__setattr__(new, name, changes[name] if name in changes else getattr(item, name))
+    new = copy(item)
+    for name, value in changes.items():
+        setters[name](new, value)
     return new
+
+
+@cache
+def _copier(kind: type) -> tuple[dict[str, Callable[[Any, Any], None]], Callable[[Any], Any]]:
+    """By field, what sets it, frozen or not; and a function that copies an instance, written out as dataclasses write
+    theirs: going through the fields of each item would take most of the time. Nothing for a class without slots."""
+    if "__slots__" not in vars(kind):
+        return {}, dataclasses.replace
+    setters = {each.name: getattr(kind, each.name).__set__ for each in dataclasses.fields(kind)}
+    lines = [f"    set_{name}(new, item.{name})" for name in setters]
+    names: dict[str, Any] = {f"set_{name}": setter for name, setter in setters.items()} | {"kind": kind}
+    exec("\n".join(["def copy(item):", "    new = object.__new__(kind)", *lines, "    return new"]), names)
+    return setters, names["copy"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -298,7 +313,7 @@ class Updating(Protocol):
     def collectives(self, work: Work) -> tuple[Collective, ...]: ...
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
     profile: Profile
     sizes: Mapping[str, Num]

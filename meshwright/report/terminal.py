@@ -11,9 +11,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-
-from rich.console import Console
-from rich.table import Table
+from typing import TYPE_CHECKING
 
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.plan import Plan
@@ -21,8 +19,13 @@ from meshwright.core.technique import Technique
 from meshwright.core.units import counted, pretty_bytes, pretty_count, pretty_seconds
 from meshwright.simulator.forecast import Forecast
 
+if TYPE_CHECKING:
+    from rich.console import Console  # imported where it draws: JSON needs none of it
+
 
 def stdout() -> Console:
+    from rich.console import Console
+
     # A pipe has no width of its own; cutting a table there would lose words.
     return Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 
@@ -59,6 +62,8 @@ def mesh_of(plan: Plan) -> str:
 
 
 def print_forecast(console: Console, plan: Plan, forecast: Forecast, title: str) -> None:
+    from rich.table import Table
+
     console.print(f"[bold]{title}[/bold]")
     table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 2))
     for technique in plan.in_phase_order():
@@ -128,6 +133,8 @@ def short_plan(plan: Plan, leaving: frozenset[str] = frozenset()) -> str:
 
 def print_ranked(console: Console, ranked: tuple[tuple[Plan, Forecast], ...]) -> None:
     """What all plans have is said once, above the table."""
+    from rich.table import Table
+
     told = [frozenset(short_technique(technique) for technique in plan.techniques) for plan, _ in ranked]
     common = frozenset.intersection(*told) if len(told) > 1 else frozenset()
     if common:

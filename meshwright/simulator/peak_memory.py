@@ -13,7 +13,7 @@ makes weights' gradients later, a whole microbatch is counted at every layer: ne
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -51,6 +51,22 @@ class LayerInstances(NamedTuple):
 
     def gradient_bytes(self, item: Resident) -> Num:
         return np.minimum(item.repeat, self.count) * item.bytes
+
+
+class PlaceSums(NamedTuple):
+    """Bytes at one place, summed over what is there."""
+
+    kept: Num
+    """Of all instances, by one microbatch; `_once`: of one."""
+    kept_once: Num
+    kept_logits: Num
+    gradients: Num
+    gradients_once: Num
+    forward: Num
+    """Beside that while an instance runs, on the way forward; or back."""
+    backward: Num
+    is_here: Num
+    """1 where the stage has any instance of it."""
 
 
 class Moment(NamedTuple):
@@ -182,37 +198,43 @@ class StageMemory:
         )
 
     @cached_property
-    def _sums(self) -> tuple[list[Num], list[Num]]:
-        """By place: what a microbatch keeps, and gradients."""
-        kept = [sum((_bytes(item) for item in place.kept), start=0) for place in self.places]
-        made = [sum((place.gradient_bytes(item) for item in place.gradients), start=0) for place in self.places]
-        return kept, made
+    def _sums(self) -> tuple[PlaceSums, ...]:
+        """By place: every moment is made of these."""
+        return tuple(
+            PlaceSums(
+                kept=_total(_bytes(item) for item in place.kept),
+                kept_once=_total(_once(item) for item in place.kept),
+                kept_logits=_total(_bytes(item) for item in place.kept if item.category == "logits"),
+                gradients=_total(place.gradient_bytes(item) for item in place.gradients),
+                gradients_once=_total(_once(item) for item in place.gradients),
+                forward=_total(_once(item) for item in place.running if _is_there(item, True)),
+                backward=_total(_once(item) for item in place.running if _is_there(item, False)),
+                is_here=(place.count > 0) * 1,
+            )
+            for place in self.places
+        )
 
     def _moments(self, held: Num, is_forward: bool, gradients: Num) -> Iterator[tuple[Moment, Num]]:
         """With the bytes beside those that are always there."""
-        kept, made = self._sums
-        whole, all_made = sum(kept, start=0), sum(made, start=0)
+        sums = self._sums
+        whole, all_made = _total(place.kept for place in sums), _total(place.gradients for place in sums)
+        others, earlier = (held - 1) * whole, gradients * all_made
         before: Num = 0
-        for at, place in enumerate(self.places):
-            runs = sum((_once(item) for item in place.running if _is_there(item, is_forward)), start=0)
-            runs = runs + (held - 1) * whole
-            later = sum(made[at + 1 :], start=0)
-            is_here = (place.count > 0) * 1
-            for is_last in (True,) if is_forward or not self.is_by_place else (True, False):
-                here = before + (kept[at] if is_last else sum((_once(item) for item in place.kept), start=0))
-                if not is_forward and self.is_by_place:
+        for at, place in enumerate(sums):
+            runs = (place.forward if is_forward else place.backward) + others
+            if not self.is_by_place:
+                yield Moment(at, is_forward, True), place.is_here * (runs + (whole + all_made))
+            elif is_forward:
+                yield Moment(at, is_forward, True), place.is_here * (runs + (before + place.kept + earlier))
+            else:
+                later = _total(each.gradients for each in sums[at + 1 :])
+                for is_last in (True, False):
                     # By the time weights' gradients are made, that of the logits is all that is left of the loss.
-                    here = here - sum((_bytes(item) for item in place.kept if item.category == "logits"), start=0)
-                if not self.is_by_place:
-                    size = whole + all_made
-                elif is_forward:
-                    size = here + gradients * all_made
-                else:
-                    one = sum((_once(item) for item in place.gradients), start=0)
-                    so_far = later + (one if is_last else made[at])
-                    size = here + gradients * all_made + (1 - gradients) * so_far
-                yield Moment(at, is_forward, is_last), is_here * (runs + size)
-            before = before + kept[at]
+                    here = before + (place.kept if is_last else place.kept_once) - place.kept_logits
+                    so_far = later + (place.gradients_once if is_last else place.gradients)
+                    size = here + earlier + (1 - gradients) * so_far
+                    yield Moment(at, is_forward, is_last), place.is_here * (runs + size)
+            before = before + place.kept
 
 
 def stage_memory(work: Work, device: Device) -> StageMemory:
@@ -267,6 +289,10 @@ def _is_there(item: Resident, is_forward: bool) -> bool:
 
 def _bytes(item: Resident) -> Num:
     return item.repeat * item.bytes
+
+
+def _total(sizes: Iterable[Num]) -> Num:
+    return sum(sizes, start=0)
 
 
 def _once(item: Resident) -> Num:
