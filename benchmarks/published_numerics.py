@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from benchmarks.published_rows import Row, Unscored
-from meshwright.core.device import Device
+from meshwright.core.cluster import Device
 from meshwright.core.work import Compute, Resident, Work
 
 NF4_BITS, NF4_TWICE_BITS = 4.5, 4.127

@@ -23,7 +23,7 @@ from meshwright.core.work import ADAM, Work
 from meshwright.models.dimensions import Config
 from meshwright.planner.space import balanced_stages
 from meshwright.simulator.forecast import forecast_of
-from meshwright.simulator.priced_stages import stage_plan
+from meshwright.simulator.pricing import stage_plan
 from meshwright.techniques.chunked_loss import ChunkedLoss
 from meshwright.techniques.compile import Compile
 from meshwright.techniques.context import Context

@@ -1,9 +1,9 @@
 """Two checkouts of this project side by side: `mw --help`, `mw plan`, opening a run, and steps through `mw.build`.
 
 Runs alternate between the two, each in a process of its own, so that a slower moment of the machine meets both; of each
-the fastest run counts. Commands are told in seconds of the clock and of the processor, which others' work disturbs less.
-Compiled files are kept, as they are after an installation; a first run that makes them is not counted. Ratios above 1: the
-second checkout is faster.
+the fastest run counts. Commands are told in seconds of the clock and of the processor, which others' work disturbs
+less. Compiled files are kept, as they are after an installation; a first run that makes them is not counted. Ratios
+above 1: the second checkout is faster.
 
 Run: python -m benchmarks.versions BEFORE AFTER [--runs 5] [--device cuda] [--commands-only]
 """

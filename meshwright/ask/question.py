@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from meshwright.core.cluster import Cluster
-from meshwright.core.device import Device
+from meshwright.core.cluster import Cluster, Device
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.profile import Profile
 from meshwright.core.units import pretty_bytes

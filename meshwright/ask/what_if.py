@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 
 from meshwright.ask.question import Outcome, Question, outcome, with_devices
 from meshwright.ask.sizes import node_width, reshaped, resized
-from meshwright.core.cluster import MOST_DEVICES, Cluster, DeviceGroup, Link
-from meshwright.core.device import Device
+from meshwright.core.cluster import MOST_DEVICES, Cluster, Device, DeviceGroup, Link
 from meshwright.core.errors import MeshwrightError, Problem, nearest
 from meshwright.core.units import GIB, MIB
 from meshwright.planner.search import ScoredPlan

@@ -6,6 +6,7 @@ Nothing heavy is imported here: `mw --help` answers at once.
 from __future__ import annotations
 
 import argparse
+import codecs
 import contextlib
 import importlib
 import os
@@ -13,9 +14,8 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from io import TextIOWrapper
 from typing import NoReturn
-
-from meshwright.report.encoding import accept_any_encoding
 
 EXAMPLES = """\
 examples:
@@ -250,6 +250,38 @@ COMMANDS: dict[str, tuple[str, str, Callable[[Parser], None]]] = {
     ),
     "data": ("make token files of text", "mw data prepare corpus/*.jsonl -o corpus/tokens", _data),
 }
+
+
+_ASCII = {
+    **dict.fromkeys("─━═", "-"),
+    **dict.fromkeys("│┃║▎▏", "|"),
+    **dict.fromkeys("┌┐└┘├┤┬┴┼╭╮╰╯", "+"),
+    **dict.fromkeys("█▉▊▋▓■", "#"),
+    **dict.fromkeys("▌▒", "="),
+    **dict.fromkeys("░·…", "."),
+    **dict.fromkeys("●•◆", "*"),
+    "µ": "u",
+    "×": "x",
+    "→": ">",
+    "≤": "<",
+    "≥": ">",
+}
+"""For output that no terminal refuses: what its encoding lacks is written in ASCII, sign for sign."""
+
+
+def _in_ascii(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    # One sign for one: tables and pictures stay in their columns.
+    return "".join(_ASCII.get(sign, "?") for sign in error.object[error.start : error.end]), error.end
+
+
+def accept_any_encoding() -> None:
+    """In both streams of this process, what their encoding lacks is written in ASCII."""
+    codecs.register_error("meshwright-plain", _in_ascii)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="meshwright-plain")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,7 +7,7 @@ everything that is wrong at once and exit with one code.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 
@@ -63,6 +63,13 @@ def raise_problems(problems: Iterable[Problem], exit_code: int = 2) -> None:
         raise MeshwrightError(problems, exit_code)
 
 
+def wrong_numbers(values: Mapping[str, float], wanted: str, is_right: Callable[[float], bool]) -> Iterator[Problem]:
+    """A problem for each value that is not as `wanted`; a NaN never is."""
+    for where, value in values.items():
+        if not is_right(value):
+            yield Problem(where=where, what=f"is {value}; it must be {wanted}.")
+
+
 def nearest(word: str, choices: Iterable[str]) -> str:
     """`Did you mean "batch"?`, or the list of choices when nothing is close."""
     import difflib
@@ -72,11 +79,6 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     if close:
         return f'Did you mean "{close[0]}"?'
     return f"Known: {', '.join(names)}." if names else ""
-
-
-def refusal(where: str, what: str, fix: str = "") -> MeshwrightError:
-    """An error of one problem."""
-    return MeshwrightError([Problem(where=where, what=what, fix=fix)])
 
 
 def last_line(error: BaseException) -> str:

@@ -17,8 +17,7 @@ from typing import Any, ClassVar
 
 from meshwright.core.cluster import Cluster
 from meshwright.core.codec import decode, encode, seal, unseal
-from meshwright.core.device import wrong_numbers
-from meshwright.core.errors import MeshwrightError, error_at
+from meshwright.core.errors import MeshwrightError, error_at, wrong_numbers
 
 NOT_KNOWN = "not known"
 """What a comparison says of memory while only one rank's has been seen, and that one is not the fullest."""

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from meshwright.core.codec import encode, read_artefact, to_json
-from meshwright.core.device import wrong_numbers
-from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.errors import MeshwrightError, Problem, wrong_numbers
 
 Cut = Literal["none", "sequence", "tensor"]
 """How splitting a layer's inside divides an op: never, only when the sequence is split too, or always."""

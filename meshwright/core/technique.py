@@ -9,16 +9,15 @@ from __future__ import annotations
 import importlib
 import math
 import pkgutil
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cache
+from functools import cache, lru_cache
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import numpy as np
 
-from meshwright.core.block_ranges import count_between
-from meshwright.core.block_ranges import read as read_ranges
 from meshwright.core.codec import decode_fields, encode
 from meshwright.core.errors import MeshwrightError, Problem, Problems, nearest
 from meshwright.core.plugins import VARIABLE, plugins
@@ -48,6 +47,42 @@ algorithm, such as one with older gradients."""
 def is_within(exactness: str, limit: str) -> bool:
     """Whether numbers are at least as near one device's as `limit` allows."""
     return EXACTNESS.index(exactness) <= EXACTNESS.index(limit)
+
+
+_BLOCKS = re.compile(r"^([0-9]{1,9})(?:-([0-9]{1,9}))?$")
+
+
+def format_blocks(blocks: Iterable[int]) -> str:
+    """Blocks by their numbers, as people write them: `0-3,8,10-12`."""
+    parts: list[list[int]] = []
+    for block in sorted(set(blocks)):
+        if parts and block == parts[-1][1] + 1:
+            parts[-1][1] = block
+        else:
+            parts.append([block, block])
+    if len(parts) == 1:  # a lone number would be how many, not which
+        return f"{parts[0][0]}-{parts[0][1]}"
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+
+
+@lru_cache(maxsize=1024)
+def parse_blocks(text: str) -> Spans | None:
+    """(first, last + 1) of each part, in rising order without overlap; None if it is not written so."""
+    spans: list[tuple[int, int]] = []
+    for part in text.split(",") if text else ():
+        match = _BLOCKS.match(part.strip())
+        if match is None:
+            return None
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first or (spans and first < spans[-1][1]):
+            return None
+        spans.append((first, last + 1))
+    return tuple(spans)
+
+
+def count_blocks(parts: Iterable[tuple[int, int]], first: int, last: int) -> int:
+    """How many of them are among `first` to `last` - 1."""
+    return sum(max(0, min(last, end) - max(first, start)) for start, end in parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +238,7 @@ class Technique:
             end = start + layer.repeat
             for field in self.policies:
                 found[f"{self.name}.{field}.{layer.name}"] = sum(
-                    count_between(parts[field], max(first, start), min(last, end))
+                    count_blocks(parts[field], max(first, start), min(last, end))
                     for first, last in (spans if chunk is None else (spans[chunk],))
                 )
             start = end
@@ -213,7 +248,7 @@ class Technique:
         """Of the blocks in `spans`, the runs that follow a policy."""
         value = getattr(self, field)
         if isinstance(value, str):
-            return read_ranges(value) or ()
+            return parse_blocks(value) or ()
         if isinstance(value, int):  # the first so many of the stage
             found, left = [], value
             for first, last in spans:
@@ -244,14 +279,14 @@ class Technique:
                 problems.append(self.problem(what, fix))
             if not isinstance(value, str):
                 continue
-            parts = read_ranges(value)
+            parts = parse_blocks(value)
             if parts is None:
                 problems.append(self.problem(f'{field} is "{value}".', 'List blocks in rising order: "0-3,8".'))
                 continue
             if parts and parts[-1][1] > blocks:
                 what = f'{field} is "{value}"; the model has {blocks} blocks, 0 to {blocks - 1}.'
                 problems.append(self.problem(what, fix))
-            if any(count_between(named, first, last) for first, last in parts):
+            if any(count_blocks(named, first, last) for first, last in parts):
                 problems.append(self.problem(f'{field} "{value}" names blocks that another setting names too.'))
             named += parts
         return problems

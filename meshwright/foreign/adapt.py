@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.core.errors import last_line, refusal
+from meshwright.core.errors import error_at, last_line
 from meshwright.core.profile import Profile
 from meshwright.foreign.examine import (
     Anatomy,
@@ -55,7 +55,7 @@ def scores(output: Any) -> Tensor:
     if isinstance(output, tuple | list) and output and isinstance(output[0], Tensor):
         return output[0]
     what = f"the module returns a {type(output).__name__}: no tensor of scores in it."
-    raise refusal("model.factory", what, "Return a loss from the factory, too.")
+    raise error_at("model.factory", what, "Return a loss from the factory, too.")
 
 
 def default_loss(output: Any, targets: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ def default_loss(output: Any, targets: Tensor) -> Tensor:
     if logits.shape[:-1] != targets.shape:
         what = f"the module's scores are {tuple(logits.shape)} for targets of shape {tuple(targets.shape)}."
         fix = "Return scores of shape (*targets, classes), or a loss from the factory."
-        raise refusal("model.factory", what, fix)
+        raise error_at("model.factory", what, fix)
     return token_loss(logits, targets)
 
 
@@ -142,7 +142,7 @@ class Adapted(Model):
             shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
             what = f"the loss gives {shape} for targets of shape {tuple(targets.shape)}."
             fix = "Return one value for each target (reduction='none'): they are weighed and summed over all ranks."
-            raise refusal("model.factory", what, fix)
+            raise error_at("model.factory", what, fix)
         if not self.training and targets.ndim == 1 and not targets.is_floating_point():
             hits = ((scores(output).argmax(-1) == targets) * weights).sum().double()
             self.hits = hits if self.hits is None else self.hits + hits
@@ -351,7 +351,7 @@ def adopt_batch_norms(module: nn.Module) -> bool:
         if not each.affine or not each.track_running_stats or each.momentum is None:
             what = f"{path} is a batch norm without weights, running statistics or momentum."
             fix = "Give it affine=True, track_running_stats=True and a momentum."
-            raise refusal("model.factory", what, fix)
+            raise error_at("model.factory", what, fix)
         ours = BatchNorm(each.num_features, each.eps, each.momentum)
         ours.weight, ours.bias = each.weight, each.bias
         ours.running_mean, ours.running_var = each.running_mean, each.running_var
@@ -439,7 +439,7 @@ def adapt(module: nn.Module, example: Inputs, *, name: str, loss: Loss | None = 
     if seen.failure is not None:
         what = f"its forward fails on its sample inputs: {last_line(seen.failure)}"
         fix = "A module is called with what its data gives; return sample inputs like that from the factory."
-        raise refusal(f"model {name}", what, fix)
+        raise error_at(f"model {name}", what, fix)
     anatomy = examine(module, template)
     if anatomy.num_blocks and not anatomy.no_stages:
         anatomy.no_stages = cut_problem(module, anatomy, template)

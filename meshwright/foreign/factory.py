@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from meshwright.core.errors import MeshwrightError, Problem, last_line, refusal
+from meshwright.core.errors import MeshwrightError, Problem, error_at, last_line
 from meshwright.foreign.examine import VALUES_WANTED, FixedDraw, floats, hooked, quiet, run_apart
 from meshwright.ops.model_interface import Inputs, map_inputs
 
@@ -27,7 +27,7 @@ def call_factory(name: str, arguments: Mapping[str, Any], sequence: int) -> tupl
     parts = made if isinstance(made, tuple) else (made,)
     if not 1 <= len(parts) <= 3 or not isinstance(parts[0], nn.Module):
         what = f"returned {_shown(made)}."
-        raise refusal(where, what, "Return a module, (module, loss) or (module, loss, sample inputs).")
+        raise error_at(where, what, "Return a module, (module, loss) or (module, loss, sample inputs).")
     module, loss, example = (*parts, None, None)[:3]
     problems = []
     if loss is not None and not callable(loss):
@@ -83,16 +83,16 @@ def _find(name: str, where: str) -> Callable[..., Any]:
         module = importlib.import_module(path)
     except ModuleNotFoundError as error:
         if error.name and not path.startswith(error.name):
-            raise refusal(where, f"importing {path} needs {error.name}, which is not installed.") from None
+            raise error_at(where, f"importing {path} needs {error.name}, which is not installed.") from None
         fix = f"It is looked for in {here} and among installed packages."
-        raise refusal(where, f"there is no module {path}.", fix) from None
+        raise error_at(where, f"there is no module {path}.", fix) from None
     except (Exception, SystemExit) as error:
-        raise refusal(where, f"importing {path} failed: {last_line(error)}") from None
+        raise error_at(where, f"importing {path} failed: {last_line(error)}") from None
     factory = getattr(module, function, None)
     if not callable(factory):
         names = [n for n, v in vars(module).items() if inspect.isfunction(v) or inspect.isclass(v)]
         place = getattr(module, "__file__", None) or "built in"
-        raise refusal(
+        raise error_at(
             where, f"{path} ({place}) has no function {function}.", f"It has {', '.join(sorted(names)[:8]) or 'none'}."
         )
     return factory
@@ -102,13 +102,13 @@ def _call(function: Callable[..., Any], arguments: Mapping[str, Any], where: str
     try:
         inspect.signature(function).bind(**arguments)
     except TypeError as error:
-        raise refusal(where, f"does not take model.arguments: {error}.") from None
+        raise error_at(where, f"does not take model.arguments: {error}.") from None
     except ValueError:  # a builtin without a signature
         pass
     try:
         return function(**arguments)
     except (Exception, SystemExit) as error:
-        raise refusal(where, f"raised {last_line(error)}") from None
+        raise error_at(where, f"raised {last_line(error)}") from None
 
 
 @dataclass(frozen=True, kw_only=True)

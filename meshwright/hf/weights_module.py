@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.core.errors import MeshwrightError, last_line, refusal
+from meshwright.core.errors import MeshwrightError, error_at, last_line
 from meshwright.hf.config_json import read_folder
 from meshwright.ops.model_interface import Inputs
 from meshwright.ops.routing import GroupedLinear
@@ -26,24 +26,26 @@ def transformers_module(folder: str, sequence: int) -> tuple[nn.Module, Inputs]:
         import transformers
     except ImportError:
         what = f"{known.architecture} is not one of our decoders ({known.reason}), and transformers is not installed."
-        raise refusal(where, what, "pip install 'meshwright[hf]'") from None
+        raise error_at(where, what, "pip install 'meshwright[hf]'") from None
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         kind = getattr(transformers, known.architecture, None)
         if not known.architecture:  # what models of this type are called where they continue texts
             kind = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
         if not isinstance(kind, type) or not issubclass(kind, nn.Module):
-            raise refusal(where, f"transformers has no {known.architecture or config.model_type}.", f"({known.reason})")
+            raise error_at(
+                where, f"transformers has no {known.architecture or config.model_type}.", f"({known.reason})"
+            )
         with parameters_on_meta():
             module = kind(config)
     except MeshwrightError:
         raise
     except Exception as error:
-        raise refusal(where, f"transformers cannot make it: {last_line(error)}") from None
+        raise error_at(where, f"transformers cannot make it: {last_line(error)}") from None
     config = module.config
     if getattr(config, "is_encoder_decoder", False):
         what = f"{known.architecture} reads two texts."
-        raise refusal(where, what, "Write a factory that returns a module of the inputs your data has.")
+        raise error_at(where, what, "Write a factory that returns a module of the inputs your data has.")
     keys = ("max_position_embeddings", "max_seq_len", "n_positions")
     longest = next((int(getattr(config, key)) for key in keys if getattr(config, key, None)), sequence)
     return module, torch.zeros(1, max(1, min(sequence, longest)), dtype=torch.int64)

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from meshwright.core.cluster import Beside, Cluster, Errors, HostResources, Link
-from meshwright.core.device import Device
+from meshwright.core.cluster import Beside, Cluster, Device, Errors, HostResources, Link
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.profile import Layer
 from meshwright.core.work import ADAM, Compute, Phase, base_work

@@ -13,8 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from meshwright.core.cluster import Link
-from meshwright.core.device import Device
+from meshwright.core.cluster import Device, Link
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.work import Compute
 from meshwright.simulator.stage_seconds import LARGE_HEAD, SMALL_HEAD, compute_seconds

@@ -21,9 +21,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from meshwright.core.cluster import Cluster, Link
-from meshwright.core.device import MOST_OF_PEAK, Device
-from meshwright.core.errors import refusal
+from meshwright.core.cluster import MOST_OF_PEAK, Cluster, Device, Link
+from meshwright.core.errors import error_at
 from meshwright.core.ledger import NOT_KNOWN, Entry
 
 LEAST_RUNS = 3
@@ -69,7 +68,7 @@ def learn(entries: Sequence[Entry], machine: str, base: Cluster | None = None) -
         elsewhere = len(entries) - len(own)
         what = f"has {len(own)} runs of this machine ({machine}), {elsewhere} of others; {LEAST_RUNS} are needed."
         fix = f"Train {LEAST_RUNS - len(own)} more, for at least ten steps each; or probe without --from-runs."
-        raise refusal("the ledger", what, fix)
+        raise error_at("the ledger", what, fix)
     base = base or own[-1].cluster
     causes = _causes(own)
     parts = np.array([_converted(entry, base, causes) for entry in own])
@@ -239,7 +238,7 @@ def _refuse_unphysical(forecast: np.ndarray, measured: np.ndarray, fastest: floa
     limit = f"{fastest:g} times as fast as probed (or as its data sheet)" if ratio < 1 else f"{SLOWEST:g} times slower"
     what = f"a typical run took {ratio:.2f} times as long as on a machine {limit}: no rates explain these runs."
     fix = "Probe again on a quiet machine, and learn from runs that were planned with that."
-    raise refusal("the ledger", what, fix)
+    raise error_at("the ledger", what, fix)
 
 
 def _earlier(base: Cluster, cause: str) -> float:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from meshwright.core.cluster import Cluster, Errors, parse_cluster_name
 from meshwright.core.codec import load_artefact
-from meshwright.core.errors import MeshwrightError, Problem, nearest, refusal
+from meshwright.core.errors import MeshwrightError, Problem, error_at, nearest
 from meshwright.core.units import pretty_bytes, pretty_rate
 
 PRESETS_FOLDER = Path(__file__).parent / "presets"
@@ -104,14 +104,14 @@ def _group_named(text: str) -> Cluster:
     parsed, known = parse_cluster_name(text), preset_names()
     if parsed is None:
         fix = f"Write 8xh100, 64x8xh100, 8xh100+8xa100 or a .json file. {nearest(text, known)}"
-        raise refusal("cluster", f'"{text}" is no cluster name.', fix)
+        raise error_at("cluster", f'"{text}" is no cluster name.', fix)
     num_nodes, devices_per_node, device = parsed
     if device not in known:
         what = f'no device is called "{device}".'
-        raise refusal("cluster", what, nearest(device, known))
+        raise error_at("cluster", what, nearest(device, known))
     if num_nodes < 1 or devices_per_node < 1:
         what = f'"{text}" has {num_nodes} x {devices_per_node} devices; both counts must be at least 1.'
-        raise refusal("cluster", what)
+        raise error_at("cluster", what)
     sheet = preset(device)  # its host is the share of one device
     return replace(sheet, host=sheet.host.times(devices_per_node)).resized(devices_per_node, num_nodes, name=text)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from meshwright.core.cluster import Cluster
 from meshwright.core.codec import decode
-from meshwright.core.errors import MeshwrightError, refusal
+from meshwright.core.errors import MeshwrightError, error_at
 from meshwright.core.files import memory_file
 from meshwright.core.process import Child, child_command, child_environment, start_child
 from meshwright.machine.readings import Reading
@@ -39,7 +39,7 @@ def probe(*, num_devices: int | None = None, report: Callable[[str], None], quic
     `num_devices` defaults to every GPU, or without one to every usable core (at most 8). `quick` takes a few
     seconds, its figures scatter by a tenth or two; the whole takes a minute on a CPU, three on a GPU.
     """
-    from meshwright.machine.assemble import assemble  # needs numpy, which takes longer to import than a refusal
+    from meshwright.machine.assemble import assemble  # needs numpy, which takes longer to import than a error_at
 
     host_bytes = available_host_bytes()
     return assemble(read_machine(num_devices=num_devices, report=report, quick=quick), host_bytes=host_bytes)
@@ -155,7 +155,7 @@ def _failure(files: Files, rank: int, what: str) -> MeshwrightError:
 
 
 def _problem(what: str, fix: str = "") -> MeshwrightError:
-    return refusal("probe", what, fix)
+    return error_at("probe", what, fix)
 
 
 def machine_name(root: Path = Path("/")) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from meshwright.core.errors import nearest, refusal
+from meshwright.core.errors import error_at, nearest
 from meshwright.core.profile import Profile
 from meshwright.models.cost_decoder import decoder_profile
 from meshwright.models.cost_dlrm import dlrm_profile
@@ -131,7 +131,7 @@ ALIASES = {"vit-b": "vit-b16", "vit-l": "vit-l16", "vit-h": "vit-h14"}
 def preset(name: str) -> Config:
     name = ALIASES.get(name, name)
     if name not in PRESETS:
-        raise refusal("model", f'no model is called "{name}".', nearest(name, PRESETS))
+        raise error_at("model", f'no model is called "{name}".', nearest(name, PRESETS))
     return PRESETS[name]
 
 

@@ -19,8 +19,7 @@ import numpy as np
 from meshwright.core.cluster import Cluster
 from meshwright.core.profile import Profile
 from meshwright.core.technique import PHASES, Technique
-from meshwright.core.training_state import settle
-from meshwright.core.work import Num, Updating, Work, base_work
+from meshwright.core.work import Num, Updating, Work, base_work, settle
 from meshwright.planner.rows import (
     BoundedGrid,
     OrderedCandidate,

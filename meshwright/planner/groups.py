@@ -28,8 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.core.cluster import Cluster, Link
-from meshwright.core.device import Device
+from meshwright.core.cluster import Cluster, Device, Link
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
@@ -40,7 +39,7 @@ from meshwright.planner.scoreboard import Alternative, Scoreboard, ScoredPlan, S
 from meshwright.planner.wishes import Wishes, read_wishes
 from meshwright.simulator.forecast import Forecast
 from meshwright.simulator.mixed_groups import replica_pipe, rests_seconds, seen_from
-from meshwright.simulator.priced_stages import cutter_of, stage_plan
+from meshwright.simulator.pricing import cutter_of, stage_plan
 
 MOST_SUBSETS = 3
 """Groups up to which every choice of some of them is tried; beyond, all of them and each alone."""

@@ -18,10 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.core.block_ranges import written
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
-from meshwright.core.technique import Spans, Technique
+from meshwright.core.technique import Spans, Technique, format_blocks
 from meshwright.planner.policies import Option, fronts_of, options_of
 from meshwright.planner.rows import (
     BoundedGrid,
@@ -37,7 +36,7 @@ from meshwright.planner.rows import (
 from meshwright.schedules import Timetable
 from meshwright.simulator.forecast import slowest_of
 from meshwright.simulator.makespan import makespan, stage_bound
-from meshwright.simulator.priced_stages import held_of_chunks, straight
+from meshwright.simulator.pricing import held_of_chunks, straight
 
 MOST_SPLITS = 200
 """Splits that are all simulated."""
@@ -579,4 +578,4 @@ def _named(technique: Technique, field: str, profile: Profile, blocks: list[int]
     default = next(f.default for f in fields(technique) if f.name == field)
     if len(blocks) == profile.num_blocks and default is None:
         return None
-    return written(blocks) if blocks else 0
+    return format_blocks(blocks) if blocks else 0

@@ -34,8 +34,7 @@ from meshwright.core.work import Num
 from meshwright.planner.wishes import Wishes, alone
 from meshwright.simulator.axis_links import routes
 from meshwright.simulator.peak_memory import stage_memory
-from meshwright.simulator.priced_stages import runs_of, straight
-from meshwright.simulator.pricing import price_sizes
+from meshwright.simulator.pricing import price_sizes, runs_of, straight
 from meshwright.simulator.stage_seconds import stage_cost
 
 

@@ -7,8 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.core.cluster import Cluster
-from meshwright.core.device import Device
+from meshwright.core.cluster import Cluster, Device
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.files import refuse_link
 from meshwright.core.ledger import LEAST_STEPS, Entry, read

@@ -7,16 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple
 
-from meshwright.core.cluster import Cluster
+from meshwright.core.cluster import Cluster, Device
 from meshwright.core.codec import encode
-from meshwright.core.device import Device
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.work import ADAM, Updating
 from meshwright.simulator.makespan import makespan
 from meshwright.simulator.memory_curve import Replayed, replay
-from meshwright.simulator.priced_stages import Stage, Staged, cutter_of, stage_plan
+from meshwright.simulator.pricing import Stage, Staged, cutter_of, stage_plan
 from meshwright.simulator.stage_seconds import LAUNCH
 
 COMPUTE = "compute"

@@ -21,8 +21,7 @@ from meshwright.core.work import Updating
 from meshwright.simulator.axis_links import Route, routes
 from meshwright.simulator.forecast import Forecast, forecast_of, reserved_by, slowest_of, told
 from meshwright.simulator.makespan import makespan
-from meshwright.simulator.priced_stages import Stage, Staged, cutter_of, stage_plan
-from meshwright.simulator.pricing import price
+from meshwright.simulator.pricing import Stage, Staged, cutter_of, price, stage_plan
 from meshwright.simulator.stage_seconds import StageCost
 
 

@@ -20,8 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshwright.core.cluster import Cluster
-from meshwright.core.device import Device, TierName
+from meshwright.core.cluster import Cluster, Device, TierName
 from meshwright.core.work import Num, Resident, Work
 from meshwright.schedules import Timetable
 

@@ -1,23 +1,33 @@
-"""Plan -> Work: apply `price` of all techniques, for one stage or for arrays of candidates."""
+"""Plan -> Work -> stages: `price` of all techniques, for one stage or for arrays of candidates; and a plan's stages
+with their seconds and bytes, each run of equal stages once, which forecast and timeline both start from."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from operator import is_
 from typing import Any, TypeVar
 
 import numpy as np
 
+from meshwright.core.cluster import Cluster
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
-from meshwright.core.technique import Technique
-from meshwright.core.training_state import settle
-from meshwright.core.work import ADAM, Collective, Updating, Work, base_work, replace
+from meshwright.core.technique import Spans, Technique
+from meshwright.core.work import ADAM, Collective, Num, Updating, Work, base_work, replace, settle
+from meshwright.schedules import Timetable
+from meshwright.schedules.events import peak_held
+from meshwright.simulator.axis_links import routes
+from meshwright.simulator.peak_memory import StageMemory, stage_memory, timetable_of
+from meshwright.simulator.stage_seconds import StageCost, stage_cost
 
 ELEMENT_BYTES = 4
 """Parameters and gradients are kept in float32."""
+_MANY = 6
+"""Microbatches a stage after which a schedule holds no more, unless it holds all."""
+T = TypeVar("T")
+_PLAIN = frozenset((str, int, float, bool, type(None)))
 
 
 def sizes_of(plan: Plan, profile: Profile, *, sequence: int, stage: int, chunk: int | None = None) -> dict[str, Any]:
@@ -78,10 +88,6 @@ def price_sizes(
     return settle(work).map_tasks(sent)
 
 
-T = TypeVar("T")
-_PLAIN = frozenset((str, int, float, bool, type(None)))
-
-
 def stacked(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Numbers of all candidates: an array where they differ, else the number they share."""
     return {
@@ -124,3 +130,204 @@ def _all_picked(values: Iterable[Any], at: int) -> list[Any]:
 @cache
 def _names(kind: type) -> tuple[str, ...]:
     return tuple(field.name for field in fields(kind))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageRun:
+    start: int
+    """The stage that stands for the run."""
+    count: int
+    first_block: int
+    blocks: int
+
+
+def straight(blocks: Sequence[int]) -> tuple[Spans, ...]:
+    """Stages of so many blocks each, one after the other."""
+    ends = [sum(blocks[: stage + 1]) for stage in range(len(blocks))]
+    return tuple(((end - count, end),) for end, count in zip(ends, blocks, strict=True))
+
+
+def runs_of(profile: Profile, stages: Sequence[Spans], techniques: Sequence[Technique] = ()) -> tuple[StageRun, ...]:
+    """Stages that are alike are simulated once: (4, 4, 4, 4, 3) blocks are the runs [0] [1 2 3] [4].
+
+    Inner stages with equally many blocks of each kind do the same work; the first stage (where samples enter) and the
+    last (where the loss is) stay alone. The first of a run stands for it: it holds the most microbatches.
+    `techniques` may treat blocks of one kind differently.
+    """
+    runs: list[StageRun] = []
+    alike: tuple[Any, ...] = ()
+    for stage, spans in enumerate(stages):
+        is_end = stage in (0, 1, len(stages) - 1)
+        kinds: tuple[Any, ...] = tuple(profile.blocks_within(first, last - first) for first, last in spans)
+        for technique in techniques:
+            if technique.policies:
+                each = [technique.counts_in(profile, spans, chunk) for chunk in range(len(spans))]
+                kinds += tuple(tuple(counts.values()) for counts in each)
+        if not is_end and kinds == alike:
+            runs[-1] = replace(runs[-1], count=runs[-1].count + 1)
+        else:
+            blocks = sum(last - first for first, last in spans)
+            runs.append(StageRun(start=stage, count=1, first_block=spans[0][0], blocks=blocks))
+        alike = kinds
+    return tuple(runs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seconds:
+    """Of one microbatch in one span of layers."""
+
+    forward: float
+    backward: float
+    """Recomputation and both halves included."""
+    weight: float = 0.0
+    """Of backward, the half that is apart."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    run: StageRun
+    cost: StageCost
+    memory: StageMemory
+    all_seconds: Seconds
+    """Of one microbatch in all of the stage's layers."""
+    tail_seconds: float
+    """After the last backward: what is left of the exchange, and the optimizer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Staged:
+    stages: tuple[Stage, ...]
+    """One for each run of equal stages."""
+    spans: tuple[Seconds, ...]
+    """Of all spans of layers, in the order of the model."""
+    timetable: Timetable
+    compute_dtype: str
+    send_seconds: float
+    sends_seconds: tuple[float, ...] = ()
+    """Over each boundary between spans, where they are not all alike."""
+
+    @property
+    def unfolded(self) -> tuple[Stage, ...]:
+        """One for each stage."""
+        return tuple(stage for stage in self.stages for _ in range(stage.run.count))
+
+    @property
+    def columns(self) -> tuple[list[float], list[float], list[float]]:
+        """Forward, backward and weight seconds by span."""
+        by_span = zip(*((each.forward, each.backward, each.weight) for each in self.spans), strict=True)
+        forward, backward, weight = map(list, by_span)
+        return forward, backward, weight
+
+
+def cutter_of(plan: Plan) -> Technique | None:
+    """The technique that cuts the model into stages, if any."""
+    return next((t for t in plan.techniques if t.blocks_of_stages(1 << 20) is not None), None)
+
+
+Change = Callable[[Work], Work]
+"""How somebody else's program does the work of a plan, where forecasts are held against what it measured."""
+
+
+def _as_ours(work: Work) -> Work:
+    return work
+
+
+def stage_plan(
+    profile: Profile,
+    plan: Plan,
+    cluster: Cluster,
+    *,
+    sequence: int,
+    optimizer: Updating,
+    change: Change = _as_ours,
+) -> Staged:
+    roads = routes(cluster, plan.mesh)
+    cut = plan.spans_of_stages(profile)
+    runs = runs_of(profile, cut, plan.techniques)
+    sizes = stacked([sizes_of(plan, profile, sequence=sequence, stage=run.start) for run in runs])
+    work = change(price_sizes(profile, plan.in_phase_order(), sizes, optimizer=optimizer))
+    costs, memory = stage_cost(work, cluster, roads), stage_memory(work, cluster.device)
+    stages = []
+    for at, run in enumerate(runs):
+        cost = picked(costs, at)
+        stages.append(
+            Stage(
+                run=run,
+                cost=cost,
+                memory=picked(memory, at),
+                all_seconds=_seconds(cost),
+                tail_seconds=float(cost.seconds("step")),
+            )
+        )
+    staged = Staged(
+        stages=tuple(stages),
+        spans=tuple(stage.all_seconds for stage in stages for _ in range(stage.run.count)),
+        timetable=timetable_of(work),
+        compute_dtype=work.facts.compute_dtype,
+        send_seconds=max(float(stage.cost.send_seconds) for stage in stages),
+    )
+    return staged if len(cut[0]) == 1 else _in_chunks(staged, profile, plan, cluster, sequence, optimizer, change)
+
+
+def _seconds(cost: StageCost) -> Seconds:
+    weight = float(cost.seconds("weight"))
+    return Seconds(
+        forward=float(cost.seconds("forward")), backward=float(cost.seconds("backward")) + weight, weight=weight
+    )
+
+
+def held_of_chunks(
+    timetable: Timetable, stage: int, num_stages: int, num_microbatches: int, kept_bytes: Sequence[Num]
+) -> Num:
+    """Microbatches in flight, of all the stage's layers: as many bytes as are held at most. `kept_bytes`: what a
+    microbatch keeps in each chunk; numbers or arrays."""
+    count = min(num_microbatches, _MANY * num_stages)
+    longer = timetable.held(stage, num_stages, num_microbatches)
+    if longer > count:
+        return longer
+    most = peak_held(timetable.orders(num_stages, count)[stage], kept_bytes)
+    return most / np.maximum(sum(kept_bytes), 1e-30)
+
+
+def _in_chunks(
+    staged: Staged,
+    profile: Profile,
+    plan: Plan,
+    cluster: Cluster,
+    sequence: int,
+    optimizer: Updating,
+    change: Change,
+) -> Staged:
+    """Where a stage has several chunks of layers: the seconds of each, and what is held while they take turns."""
+    cut, roads = plan.spans_of_stages(profile), routes(cluster, plan.mesh)
+    places = staged.timetable.places(len(cut))
+    alike: dict[Any, int] = {}
+    sizes: list[dict[str, Any]] = []
+    which: list[int] = []
+    for span in range(places.num_spans):
+        stage, chunk = places.stage(span), places.chunk(span)
+        first, last = cut[stage][chunk]
+        is_end = span in (0, places.num_spans - 1)
+        policies = [tuple(t.counts_in(profile, cut[stage], chunk).values()) for t in plan.techniques if t.policies]
+        key = (span if is_end else -1, chunk, profile.blocks_within(first, last - first), *policies)
+        if key not in alike:
+            alike[key] = len(sizes)
+            sizes.append(sizes_of(plan, profile, sequence=sequence, stage=stage, chunk=chunk))
+        which.append(alike[key])
+    work = change(price_sizes(profile, plan.in_phase_order(), stacked(sizes), optimizer=optimizer))
+    costs, kept = stage_cost(work, cluster, roads), stage_memory(work, cluster.device).microbatch_bytes()
+    parts = [np.broadcast_to(costs.seconds(part), len(sizes)) for part in ("forward", "backward", "weight")]
+    rows = zip(*parts, np.broadcast_to(kept, len(sizes)), strict=True)
+    each = [
+        (Seconds(forward=float(f), backward=float(b + w), weight=float(w)), float(held_bytes))
+        for f, b, w, held_bytes in rows
+    ]
+    by_span = [each[at] for at in which]
+
+    def held(stage: Stage) -> Stage:
+        each = [by_span[places.span(stage.run.start, chunk)][1] for chunk in range(places.chunks)]
+        in_flight = held_of_chunks(staged.timetable, stage.run.start, len(cut), plan.num_microbatches, each)
+        return replace(stage, memory=replace(stage.memory, in_flight=in_flight))
+
+    spans = tuple(seconds for seconds, _ in by_span)
+    return replace(staged, spans=spans, stages=tuple(map(held, staged.stages)))

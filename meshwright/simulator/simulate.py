@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from meshwright.core.cluster import Cluster
-from meshwright.core.device import TierName
+from meshwright.core.cluster import Cluster, TierName
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.timeline import MemoryPoint, Span, Timeline
@@ -26,7 +25,7 @@ from meshwright.schedules.chunk_placement import Places
 from meshwright.schedules.events import ScheduleEvent, halves, in_order, sweep
 from meshwright.simulator.forecast import slowest_of
 from meshwright.simulator.mixed_groups import drawn_plan
-from meshwright.simulator.priced_stages import Stage, Staged, cutter_of
+from meshwright.simulator.pricing import Stage, Staged, cutter_of
 from meshwright.simulator.stage_seconds import Charge, Part, StageCost
 
 _PARTS: dict[str, tuple[Part, ...]] = {

@@ -20,8 +20,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from meshwright.core.cluster import Cluster
-from meshwright.core.device import Device, TierName
+from meshwright.core.cluster import Cluster, Device, TierName
 from meshwright.core.work import Collective, Compute, Copy, Num, Task, Work
 from meshwright.simulator.axis_links import Route
 

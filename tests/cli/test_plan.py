@@ -1,6 +1,6 @@
 """`mw plan` as a user sees it: its table and pictures, its flags, what it refuses, being stopped.
 
-Tests of `report/answer_text.py`, `report/encoding.py`, `report/mesh_picture.py`, `report/terminal.py`.
+Tests of `report/answer_text.py`, `report/mesh_picture.py`, `report/terminal.py`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ from command import clean_environment
 from meshwright.ask import question as asking
 from meshwright.ask.memory import MemoryFront, Point
 from meshwright.ask.what_if import ComparedPlans
-from meshwright.cli.main import main
+from meshwright.cli.main import accept_any_encoding, main
 from meshwright.core.plan import Plan
 from meshwright.core.technique import technique_named
 from meshwright.core.units import GIB
 from meshwright.machine.named_clusters import cluster
 from meshwright.planner.search import ScoredPlan, SearchResult, search
 from meshwright.report.answer_text import plot, worth_words
-from meshwright.report.encoding import accept_any_encoding
 from meshwright.report.mesh_picture import axis_lines, mesh_picture, place_of
 from meshwright.report.terminal import short_plan, short_technique
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from meshwright.core.device import Device
+from meshwright.core.cluster import Device
 from meshwright.machine.fits import bus_bytes, fit_attention, fit_links, fit_matmuls, fit_traffic, line, nine_in_ten
 
 PEAK = 1e15

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from meshwright.cli.main import main
-from meshwright.core.cluster import Cluster
-from meshwright.core.device import Device
+from meshwright.core.cluster import Cluster, Device
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.ledger import Entry, Measured, Predicted, append
 from meshwright.core.plan import Plan

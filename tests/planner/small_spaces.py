@@ -9,12 +9,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from meshwright.core.block_ranges import written
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
-from meshwright.core.technique import Axis, Choice, PerLayer, Technique, technique_named, technique_names
+from meshwright.core.technique import (
+    Axis,
+    Choice,
+    PerLayer,
+    Technique,
+    format_blocks,
+    technique_named,
+    technique_names,
+)
 from meshwright.machine.named_clusters import cluster
 from meshwright.models.cost_decoder import block_layer, decoder_profile, plain_mlp
 from meshwright.models.presets import PRESETS, DecoderConfig
@@ -118,7 +125,7 @@ class Space:
         settings = (*choices.values, *choices.rescues) if self.rescues else choices.values
         for ways in itertools.product(*stages):
             blocks = [sorted(itertools.chain(*each)) for each in zip(*ways, strict=True)]
-            named = {f: written(mine) if mine else 0 for f, mine in zip(kind.policies, blocks, strict=True)}
+            named = {f: format_blocks(mine) if mine else 0 for f, mine in zip(kind.policies, blocks, strict=True)}
             if not any(blocks):
                 yield techniques
                 continue

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_spaces import Draw, Space
 
-from meshwright.core.cluster import Cluster, Link
-from meshwright.core.device import Device
+from meshwright.core.cluster import Cluster, Device, Link
 from meshwright.core.technique import EXACTNESS
 from meshwright.machine.named_clusters import cluster
 from meshwright.models.cost_decoder import decoder_profile

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from meshwright.ask.explain import explain_groups
-from meshwright.core.cluster import Cluster, DeviceGroup, Link
-from meshwright.core.device import Device
+from meshwright.core.cluster import Cluster, Device, DeviceGroup, Link
 from meshwright.core.plan import Plan
 from meshwright.core.technique import Technique, technique_named, technique_names
 from meshwright.machine.named_clusters import cluster

@@ -21,7 +21,7 @@ from meshwright.schedules import Timetable
 from meshwright.simulator.forecast import forecast
 from meshwright.simulator.memory_curve import replay
 from meshwright.simulator.peak_memory import NCCL_BYTES, LayerInstances, StageMemory
-from meshwright.simulator.priced_stages import stage_plan
+from meshwright.simulator.pricing import stage_plan
 
 NODE = cluster("8xh100")
 

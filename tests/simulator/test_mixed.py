@@ -1,6 +1,6 @@
 """Plans on groups of different devices: where ranks lie, what a step takes, what fits, what is refused.
 
-Tests of `core/device.py`, `core/placement.py`, `simulator/mixed_groups.py`.
+Tests of `core/placement.py`, `simulator/mixed_groups.py`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.core.cluster import Cluster, DeviceGroup, Link
-from meshwright.core.device import Device
+from meshwright.core.cluster import Cluster, Device, DeviceGroup, Link
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.placement import group_of_units, placed
 from meshwright.core.plan import Plan
@@ -22,7 +21,7 @@ from meshwright.machine.named_clusters import cluster
 from meshwright.models.cost_decoder import decoder_profile
 from meshwright.models.presets import DecoderConfig
 from meshwright.simulator.forecast import forecast
-from meshwright.simulator.priced_stages import stage_plan
+from meshwright.simulator.pricing import stage_plan
 from meshwright.simulator.simulate import simulate
 
 SEQUENCE = 2048

@@ -23,7 +23,7 @@ from meshwright.models.cost_decoder import decoder_profile
 from meshwright.models.presets import preset
 from meshwright.report.timeline_lanes import compared, shown_devices, spent, united, without
 from meshwright.simulator.forecast import forecast
-from meshwright.simulator.priced_stages import stage_plan
+from meshwright.simulator.pricing import stage_plan
 from meshwright.simulator.simulate import simulate
 
 PROFILE = decoder_profile(preset("byte-3m"), "byte-3m")

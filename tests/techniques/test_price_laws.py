@@ -1,6 +1,6 @@
 """Prices obey the laws of splitting: nothing is lost, an axis of one rank is nothing, arrays are one by one.
 
-Tests of `core/training_state.py`.
+Tests of `core/work.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Recomputation's price against torch: what stays after a forward, what runs again, and what is refused.
 
-Tests of `core/block_ranges.py`, `core/revolve.py`, `ops/recompute.py`.
+Tests of `core/revolve.py`, `ops/recompute.py`.
 """
 
 from __future__ import annotations
