@@ -21,7 +21,7 @@ import numpy as np
 from meshwright.core.codec import decode_fields, encode
 from meshwright.core.errors import MeshwrightError, Problem, Problems, nearest
 from meshwright.core.plugins import VARIABLE, plugins
-from meshwright.core.work import Circumstances, Num, Work
+from meshwright.core.work import Circumstances, Num, Updating, Work
 
 if TYPE_CHECKING:
     from meshwright.core.build import Build
@@ -197,12 +197,18 @@ class Technique:
     def forbid(self, work: Work) -> Work:
         """The refusals, for all candidates that `work` is about."""
         refusals = [applies for applies, _ in self.refusals(work.circumstances(self.axis)) if np.any(applies)]
+        refusals += [True] if self.check_optimizer(work.optimizer) else []
         for applies in refusals:
             work = work.forbid(applies)
         return work
 
     def check(self, plan: Plan, profile: Profile, cluster: Cluster | None) -> Problems:
         return self.refused(plan, profile)
+
+    @classmethod
+    def check_optimizer(cls, optimizer: Updating) -> Problems:
+        """Why it cannot go with an optimizer (which a plan does not know), whatever its settings."""
+        return ()
 
     def check_sequence(self, sequence: int) -> Problems:
         """What is wrong for samples of this length (which a plan does not know)."""

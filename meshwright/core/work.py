@@ -311,6 +311,14 @@ class Circumstances:
 class Updating(Protocol):
     """What an optimizer asks of a rank: bytes it remembers, messages of its own."""
 
+    @property
+    def clip(self) -> float:
+        """Largest global norm of gradients; 0: they are not clipped."""
+
+    @property
+    def has_low_bit_form(self) -> bool:
+        """There is a form of it that keeps its states in a few bits."""
+
     def state_bytes_of(self, slot: ParameterSlot) -> Num: ...
 
     def collectives(self, work: Work) -> tuple[Collective, ...]: ...
@@ -443,6 +451,11 @@ class EachElement:
     """An optimizer known only by the bytes it remembers for each float32 element (8: Adam's two moments)."""
 
     state_bytes: Num = 8
+    clip: float = 1.0
+
+    @property
+    def has_low_bit_form(self) -> bool:
+        return bool(self.state_bytes == ADAM.state_bytes)
 
     def state_bytes_of(self, slot: ParameterSlot) -> Num:
         return slot.stored(slot.shards) * (self.state_bytes * slot.element_bytes // 4)

@@ -107,6 +107,10 @@ class OptimizerConfig:
         return self.rule.kind
 
     @property
+    def has_low_bit_form(self) -> bool:
+        return self.rule.has_low_bit_form
+
+    @property
     def state_bytes(self) -> int:
         """Per parameter element in float32, at most: some remember less of matrices."""
         return 4 * self.rule.num_states(self)
@@ -121,7 +125,7 @@ class OptimizerConfig:
 
     def problems_with(self, plan: Plan) -> list[Problem]:
         """Why it cannot update what a plan trains."""
-        problems = []
+        problems = [problem for technique in plan.techniques for problem in technique.check_optimizer(self)]
         if plan.overlaps_steps and self.clip:
             what = f"is {self.clip}: the plan's steps overlap, so a stage updates before the whole gradient is known."
             problems.append(Problem(where="optimizer.clip", what=what, fix="Use clip = 0, or another schedule."))

@@ -67,6 +67,10 @@ class UpdateRule:
     """Where a run file does not say otherwise, as the two above."""
     needs_momentum: ClassVar[bool] = False
     """Without momentum nothing is remembered."""
+    has_low_bit_form: ClassVar[bool] = False
+    """`LowBitRule` has the same update on states in a few bits."""
+    rounds_states: ClassVar[bool] = False
+    """States lose digits between steps: an update is the rule's only in the first one."""
 
     @classmethod
     def num_states(cls, config: OptimizerConfig) -> int:
@@ -100,9 +104,17 @@ class UpdateRule:
         raise NotImplementedError
 
     def kept(self) -> Iterable[OptimizerState]:
+        """What is remembered, for checkpoints: values of float32 that any other plan can read."""
         for kind, values in self.state.items():
             for piece, value in zip(self.pieces, values, strict=True):
                 yield OptimizerState(kind, piece.name, value, piece.box)
+
+    def restore(self, state: OptimizerState) -> None:
+        """Take what was written into the value of one of `kept`; where that is the storage itself, it is done."""
+
+    def storage(self) -> Iterable[Tensor]:
+        """Everything it keeps in memory between steps."""
+        return (state.value for state in self.kept())
 
     def set_num_steps(self, count: int) -> None:
         """Steps taken so far, for those that count by themselves."""

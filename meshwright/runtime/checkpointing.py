@@ -91,10 +91,11 @@ def restore_buffers(reader: Reader, build: RankBuild) -> None:
 
 
 def restore_optimizer(reader: Reader, build: RankBuild, optimizer: Optimizer) -> None:
-    for kind, name, value, box in optimizer.state():
-        if not box.is_empty:
-            for _, each, part in as_it_lies(name, box, value):
-                staged = torch.empty(each.size, dtype=value.dtype)
-                reader.read_into(f"optimizer.{kind}.{name}", each, staged)
+    for state in optimizer.rule.kept():
+        if not state.box.is_empty:
+            for _, each, part in as_it_lies(state.name, state.box, state.value):
+                staged = torch.empty(each.size, dtype=state.value.dtype)
+                reader.read_into(f"optimizer.{state.kind}.{state.name}", each, staged)
                 part.copy_(staged)
+            optimizer.rule.restore(state)
     optimizer.set_num_steps(reader.step)

@@ -286,8 +286,9 @@ def compare_rounded(
             sums = gradient_sums(gradients, wanted)
         rate, clip = optimizer.lr_at(step, steps), optimizer.clip
         factor = clip / result.gradient_norm if clip and result.gradient_norm > clip else 1.0
+        is_compared = step == 0 or not session.loop.optimizer.rule.rounds_states
         for name, error in replay.step(gradients, factor, step + 1, rate):
-            if not error <= REPLAY_TOLERANCE:
+            if is_compared and not error <= REPLAY_TOLERANCE:
                 found = Departure(step=step, quantity="update", layer=name, error=error, tolerance=REPLAY_TOLERANCE)
                 departures.append(found)
     return Rounded(losses=losses, sums=sums, departures=departures)
@@ -350,7 +351,7 @@ def observe(session: Session, samples: SamplesOf, optimizer: OptimizerConfig) ->
         "parameters": sum(_bytes(value) for _, value in session.build.local_parameters()),
         # A parameter that took no part in this step may in the next: price counts its gradient.
         "gradients": sum(_bytes(local(p if p.grad is None else p.grad)) for p in session.loop.optimizer.parameters),
-        "optimizer": sum(_bytes(value) for _, _, value, _ in session.loop.optimizer.state()),
+        "optimizer": sum(map(_bytes, session.loop.optimizer.rule.storage())),
     }
     return recorder.evened(session.mesh), sizes
 

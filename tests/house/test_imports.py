@@ -10,12 +10,12 @@ from house import ROOT, imports, sources
 
 # A package imports those before it, lazily or not: so no circle can be hidden in a function.
 ORDER = (
-    *("core", "schedules", "ops", "models", "techniques", "optimizers", "simulator", "planner", "ask", "report"),
+    *("core", "schedules", "ops", "models", "optimizers", "techniques", "simulator", "planner", "ask", "report"),
     *("data", "launch", "zoo", "checkpoint", "hf", "foreign", "machine", "run", "runtime", "verify", "cli"),
 )
 MAY_NOT_IMPORT = {
     "techniques": {"models"},
-    "data": {"schedules", "ops", "models", "techniques", "optimizers", "simulator", "planner", "ask", "report"},
+    "data": {"schedules", "ops", "models", "optimizers", "techniques", "simulator", "planner", "ask", "report"},
 }
 EXCEPTIONS: set[tuple[str, str]] = set()
 # Techniques are found by name, through `core.technique`: nobody imports their files.
@@ -23,7 +23,13 @@ WITH_TORCH = ("ops", "zoo", "foreign", "checkpoint", "runtime", "verify", "optim
 WITH_TORCH_IN_PARTS = {"hf": ("weights_",), "machine": ("measure", "timing")}
 """Files that may import torch begin so: weights are tensors, and measurements are child processes."""
 TORCH_FREE = (
-    *("verify/check.py", "optimizers/optimizer_config.py", "optimizers/rule.py", "optimizers/rules/"),
+    *(
+        "verify/check.py",
+        "optimizers/optimizer_config.py",
+        "optimizers/rule.py",
+        "optimizers/rules/",
+        "optimizers/low_bit_states.py",
+    ),
     *(f"checkpoint/{name}.py" for name in ("step_folders", "manifest")),
 )
 """What the command line imports of packages that use torch."""

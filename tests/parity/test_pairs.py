@@ -2,8 +2,8 @@
 
 What is found is the compatibility matrix of the docs. `pytest tests/parity/test_pairs.py --write-matrix` writes it.
 
-Tests of `techniques/chunked_loss.py`, `techniques/compile.py`, `techniques/precision.py`, `techniques/replicate.py`,
-`techniques/tensor.py`.
+Tests of `techniques/chunked_loss.py`, `techniques/compile.py`, `techniques/lowbit_optimizer.py`,
+`techniques/precision.py`, `techniques/replicate.py`, `techniques/tensor.py`.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ SETTINGS: dict[str, tuple[Technique, ...]] = {
     "compile": (tiny.COMPILE,),
     "context": (tiny.RING,),
     "expert": (tiny.EXPERT,),
+    "lowbit_optimizer": (tiny.LOW_BIT,),
     "pipeline": (tiny.PIPELINE, tiny.INTERLEAVED),
     "precision": (tiny.BF16,),
     "recompute": (tiny.RECOMPUTE_SOME,),

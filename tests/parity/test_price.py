@@ -93,6 +93,12 @@ def test_the_state_of_sgd(techniques: tuple[Any, ...], honest: Honest) -> None:
     assert all(answer["state"]["optimizer"] == answer["state"]["parameters"] for answer in answers)
 
 
+@pytest.mark.parametrize("techniques", [(), (tiny.SHARD3, tiny.TENSOR), (tiny.PIPELINE, tiny.SHARD1)], ids=tiny.joined)
+def test_states_in_four_bits(techniques: tuple[Any, ...], honest: Honest) -> None:
+    answers = honest(plan_of(tiny.LOWEST_BIT, *techniques, microbatch=2), QWEN)
+    assert all(answer["state"]["optimizer"] < 2 * answer["state"]["parameters"] for answer in answers)
+
+
 @pytest.mark.parametrize("techniques", tiny.RAGGED, ids=tiny.joined)
 def test_the_largest_piece_of_a_vocabulary_that_does_not_divide(
     techniques: tuple[Any, ...], ran: Callable[..., list[dict[str, Any]]]

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 class AdamW(UpdateRule):
     states = 2
+    has_low_bit_form = True
 
     def __init__(self, *given: Any):
         import torch
