@@ -51,7 +51,7 @@ mutants: $(STAMP) ## put faults into the package one at a time: does mw check no
 	$(BIN)/python -m benchmarks.mutants
 
 gpu-test: $(STAMP) ## run the sharded pieces on the GPU at hand
-	$(BIN)/python -m benchmarks.gpu_pieces
+	$(BIN)/python -m benchmarks.gpu pieces
 
 clean: ## remove the environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -3,7 +3,7 @@
 Three sources, each kept in benchmarks/results so that the page can be made again without them:
 
     published.json            what others measured and published: CSV files scored by benchmarks.published
-    gpu_forecast_h200.json    one GPU, by benchmarks.gpu_forecast
+    gpu_forecast_h200.json    one GPU, by benchmarks.gpu forecast
     cpu_forecast.json         two CPU ranks, by benchmarks.cpu_forecast
 
 Run: python -m benchmarks.accuracy                     the page again, from the results
@@ -207,7 +207,7 @@ def page(published: Mapping[str, Any], gpu: Mapping[str, Any], cpu: Mapping[str,
         "",
         "```",
         "python -m benchmarks.published FILE.csv --rows OUT.csv   one table, every row with its forecast",
-        "python -m benchmarks.gpu_forecast --json benchmarks/results/gpu_forecast_h200.json",
+        "python -m benchmarks.gpu forecast --json benchmarks/results/gpu_forecast_h200.json",
         "python -m benchmarks.cpu_forecast                        this machine, two ranks, about five minutes",
         "python -m benchmarks.accuracy FILE.csv [...]             scores the tables, then writes this page",
         "python -m benchmarks.accuracy                            the page alone, from benchmarks/results",

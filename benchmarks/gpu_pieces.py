@@ -1,12 +1,11 @@
 """The pieces that splits leave to one GPU: are they equal to the whole, and how much of its speed do they keep?
 
-    python -m benchmarks.gpu_pieces [-o RESULT.json]
+    python -m benchmarks.gpu pieces [--json RESULT.json]
 
 matmul    1/t of a Llama-8B block's matrices, as `tensor` cuts them: forward and both halves of backward
 context   a ring of n virtual ranks: each rank's attention by the ring's own code, others' keys taken from beside it
 experts   1/e of the experts with as many rows, as `expert` leaves them: grouped matmuls
 halves    a block's backward in two halves, as `pipeline` schedules split it
-tests     the CUDA cases of tests/ops/test_attention.py
 
 Times are the GPU's own (events, with work queued ahead), medians; nothing is sent, so what `context` and `experts` lose
 here they lose before any link is slow. Docs: docs/gpu.md.
@@ -14,29 +13,121 @@ here they lose before any link is slow. Docs: docs/gpu.md.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import gc
-import importlib.util
 import json
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from statistics import median
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.gpu_context import context
-from benchmarks.gpu_timing import BOUNDS, FULL, TINY, Row, Run, Sizes, drawn, error_of, timed
-from meshwright.models.presets import DecoderConfig
+from meshwright.models.presets import DecoderConfig, preset
+from meshwright.ops.context_parallel import Ring, TokenSplit, piece_of
 from meshwright.ops.routing import Gated, GroupedLinear, through_experts
 from meshwright.ops.split_backward import _weight_gradient, split_backward
-from meshwright.zoo.layers import SwiGLU, TransformerBlock, linear, rope_table
+from meshwright.ops.traffic import RING_TAG
+from meshwright.zoo.layers import Attention, SwiGLU, TransformerBlock, attention_mask, linear, rope_table
 
-ROOT = Path(__file__).parents[1]
+BOUNDS = {torch.bfloat16: 2e-2, torch.float32: 1e-4, torch.float64: 1e-12}
+"""Of the largest relative error (norm of the difference over norm), by dtype."""
+QUEUE_CYCLES = 50_000_000
+"""The GPU waits so long (25 ms) that launches get ahead of it: what is timed is then its own work."""
+
+Row = dict[str, Any]
+Run = Callable[[], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    config: DecoderConfig
+    num_tokens: int
+    sequence: int
+    """Of attention."""
+    expert_ffn: int
+    num_exact_tokens: int
+    """Of a block whose gradients are compared in float64."""
+    device: str
+    dtypes: tuple[torch.dtype, ...]
+    """In which attention is compared and timed."""
+
+
+LLAMA_8B = cast(DecoderConfig, preset("llama3-8b"))
+FULL = Sizes(
+    config=LLAMA_8B,
+    num_tokens=8192,
+    sequence=16384,
+    expert_ffn=7168,
+    num_exact_tokens=512,
+    device="cuda",
+    dtypes=(torch.bfloat16, torch.float32),
+)
+TINY = Sizes(
+    config=replace(LLAMA_8B, hidden_size=64, num_heads=16, num_kv_heads=8, ffn_size=128),
+    num_tokens=64,
+    sequence=64,
+    expert_ffn=32,
+    num_exact_tokens=16,
+    device="cpu",
+    dtypes=(torch.bfloat16, torch.float64),
+)
+"""Proves the script itself, where there is no GPU."""
+
+
+class Timing(NamedTuple):
+    ms: float
+    host_ms: float
+    """To launch it. Where it is more than `ms`, the GPU waits for Python unless something else keeps it busy."""
+
+
+def timed(run: Run, samples: int = 12, before: Run = lambda: None) -> Timing:
+    """Median of `run`; `before` each, untimed."""
+    for _ in range(3):
+        before()
+        run()
+    if not torch.cuda.is_available():
+        before()
+        ms = _host_ms(run)
+        return Timing(ms, ms)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(QUEUE_CYCLES)
+    starts = [torch.cuda.Event(enable_timing=True) for _ in range(samples)]
+    ends = [torch.cuda.Event(enable_timing=True) for _ in range(samples)]
+    host = []
+    for start, end in zip(starts, ends, strict=True):
+        before()
+        start.record()
+        host.append(_host_ms(run))
+        end.record()
+    torch.cuda.synchronize()
+    return Timing(median(start.elapsed_time(end) for start, end in zip(starts, ends, strict=True)), min(host))
+
+
+def _host_ms(run: Run) -> float:
+    start = time.perf_counter()
+    run()
+    return (time.perf_counter() - start) * 1e3
+
+
+def error_of(got: Iterable[Tensor], wanted: Iterable[Tensor]) -> float:
+    """The largest of several tensors' relative errors."""
+    pairs = [
+        (ours, whole.to(torch.promote_types(whole.dtype, torch.float32)))
+        for ours, whole in zip(got, wanted, strict=True)
+    ]
+    return max(float((ours.to(whole.dtype) - whole).norm() / whole.norm()) for ours, whole in pairs)
+
+
+def drawn(*shape: int, sizes: Sizes, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape, device=sizes.device, dtype=torch.float32).to(dtype)
+
+
 PARTS = ("forward", "into input", "into weight")
 
 
@@ -80,6 +171,168 @@ def matmul(sizes: Sizes) -> Iterator[Row]:
                 row[f"{part} TFLOP/s"] = flops / ms / 1e9
                 row[f"{part} efficiency"] = whole.setdefault((name, part), ms) / ways / ms
             yield row
+
+
+class Ranks:
+    """In place of a process group: so many ranks, all in this process."""
+
+    group_name = "of one process"
+
+    def __init__(self, count: int):
+        self.count = count
+
+    def size(self) -> int:
+        return self.count
+
+
+class Arrived(NamedTuple):
+    tensor: Tensor
+
+    def arrived(self) -> Tensor:
+        return self.tensor
+
+
+class VirtualRing(Ring):
+    """One rank of a ring, with everybody's keys and values beside it in `held`. Its gradients of others' are added to
+    `left`; without it they come back as if sent round, which costs the same and means nothing: to be timed."""
+
+    def __init__(self, index: int, held: list[Tensor], left: list[Tensor] | None):
+        super().__init__(tokens_of(index, len(held)), window=0)
+        self.held, self.left = held, left
+        self.num_passed: Counter[int] = Counter()
+
+    def _pass_on(self, tensor: Tensor, tag: int) -> Any:
+        turn = self.num_passed[tag] % (self.count - 1) + 1  # that keys come for, or that gradients were made at
+        self.num_passed[tag] += 1
+        other = (self.index - turn) % self.count
+        if tag == RING_TAG:
+            return Arrived(self.held[other])
+        if self.left is None:
+            return Arrived(tensor)
+        self.left[other] += tensor
+        return Arrived(torch.zeros_like(tensor))
+
+
+def tokens_of(index: int, count: int) -> TokenSplit:
+    return TokenSplit(group=cast(Any, Ranks(count)), index=index, is_folded=True)
+
+
+def num_blocks(count: int) -> set[tuple[float, ...]]:
+    """Of chunk x chunk scores, by turn; the set of what ranks have: one thing if none ever waits."""
+    work = set()
+    for rank in range(count):
+        pieces = [piece_of(rank, (rank - turn) % count, 1) for turn in range(count)]
+        work.add(
+            tuple(
+                (each.queries.stop - each.queries.start) * (each.keys.stop - each.keys.start) / (1 + each.is_causal)
+                for each in pieces
+            )
+        )
+    return work
+
+
+Drawn = tuple[Tensor, Tensor, Tensor]
+"""Query, key and value in one tensor, and the gradient of the output."""
+
+
+def attention_inputs(sizes: Sizes, dtype: torch.dtype) -> Drawn:
+    config = sizes.config
+    query = (1, config.num_heads, sizes.sequence, config.size_of_head)
+    both = (2, 1, config.num_kv_heads, sizes.sequence, config.size_of_head)
+    return tuple(drawn(*shape, sizes=sizes, dtype=dtype) for shape in (query, both, query))
+
+
+def shares(inputs: Drawn, count: int) -> list[Drawn]:
+    """Each rank's."""
+    every = [tokens_of(rank, count) for rank in range(count)]
+    query, both, grad = inputs
+    return [(each.own(query, 2), each.own(both, 3), each.own(grad, 2)) for each in every]
+
+
+def by_virtual_ranks(inputs: Drawn, count: int, documents: Tensor | None = None) -> list[Tensor]:
+    """Output and gradients of query, key and value, put together from all ranks'."""
+    parts = shares(inputs, count)
+    held = [both for _, both, _ in parts]
+    left = [torch.zeros_like(both, dtype=torch.promote_types(both.dtype, torch.float32)) for both in held]
+    outs, into_queries = [], []
+    for rank, (query, both, grad) in enumerate(parts):
+        ring = VirtualRing(rank, held, left)
+        out, lse = ring.forward(query, both, documents)
+        into_query, into_both = ring.backward(grad, query, both, out, lse, documents)
+        left[rank] += into_both
+        outs.append(out)
+        into_queries.append(into_query)
+    places = torch.arange(inputs[0].shape[2], device=inputs[0].device)
+    back = torch.cat([tokens_of(rank, count).own(places, 0) for rank in range(count)]).argsort()
+    into_both = torch.cat(left, 3)[:, :, :, back]
+    return [torch.cat(outs, 2)[:, :, back], torch.cat(into_queries, 2)[:, :, back], into_both[0], into_both[1]]
+
+
+def share_timing(inputs: Drawn, count: int) -> tuple[Timing, Timing]:
+    """Forward and backward of the slower of the first rank and the last: one sees only later keys, one only earlier."""
+    parts = shares(inputs, count)
+    held = [both for _, both, _ in parts]
+    found = []
+    for rank in sorted({0, count - 1}):
+        query, both, grad = parts[rank]
+        ring = VirtualRing(rank, held, None)
+        out, lse = ring.forward(query, both, None)
+        forward = timed(functools.partial(ring.forward, query, both, None))
+        found.append((forward, timed(functools.partial(ring.backward, grad, query, both, out, lse, None))))
+    return max(forward for forward, _ in found), max(backward for _, backward in found)
+
+
+def context_in(dtype: torch.dtype, sizes: Sizes) -> Iterator[Row]:
+    with torch.device("meta"):
+        attend = Attention(sizes.config).attend
+    inputs = attention_inputs(sizes, dtype)
+    query, key, value = leaves = [each.detach().requires_grad_() for each in (inputs[0], *inputs[1])]
+    out = attend(query, key, value, None)
+    backward: Run = functools.partial(torch.autograd.grad, out, leaves, inputs[2], retain_graph=True)
+    wanted = [out.detach(), *backward()]
+    whole = timed(lambda: attend(query, key, value, None)).ms, timed(backward).ms
+    kernel = type(out.grad_fn).__name__.removesuffix("Backward0").removeprefix("ScaledDotProduct")
+    row = {"dtype": str(dtype).removeprefix("torch."), "forward ms": whole[0], "backward ms": whole[1]}
+    yield {"n": f"whole, {kernel}", **row, "efficiency to whole": 1.0}
+    one_rank_ms = 0.0
+    for count in (1, 2, 4, 8):
+        work = num_blocks(count)
+        error = error_of(by_virtual_ranks(inputs, count), wanted)
+        first, second = share_timing(inputs, count)
+        ms = first.ms + second.ms
+        one_rank_ms = one_rank_ms or ms
+        row |= {"forward ms": first.ms, "backward ms": second.ms, "launch ms": first.host_ms + second.host_ms}
+        row |= {"blocks of each rank": sum(next(iter(work)))}
+        row |= {"error": error, "equal": error < BOUNDS[dtype] and len(work) == 1}
+        yield {
+            "n": count,
+            **row,
+            "efficiency to n = 1": one_rank_ms / count / ms,
+            "efficiency to whole": sum(whole) / count / ms,
+        }
+
+
+def documents_in(dtype: torch.dtype, sizes: Sizes) -> Iterator[Row]:
+    """Equality alone, where a token sees its own document only: pieces with a mask are another kernel's."""
+    with torch.device("meta"):
+        attend = Attention(sizes.config).attend
+    inputs = attention_inputs(sizes, dtype)
+    documents = (torch.arange(sizes.sequence, device=sizes.device) * 3 // sizes.sequence).unsqueeze(0)
+    mask = attention_mask(sizes.sequence, 0, documents, documents.device)
+    leaves = [each.detach().requires_grad_() for each in (inputs[0], *inputs[1])]
+    out = attend(leaves[0], leaves[1], leaves[2], mask)
+    wanted = [out.detach(), *torch.autograd.grad(out, leaves, inputs[2])]
+    for count in (2, 4):
+        error = error_of(by_virtual_ranks(inputs, count, documents), wanted)
+        name = f"{count}, documents"
+        yield {"n": name, "dtype": str(dtype).removeprefix("torch."), "error": error, "equal": error < BOUNDS[dtype]}
+
+
+def context(sizes: Sizes) -> Iterator[Row]:
+    for dtype in sizes.dtypes:
+        yield from context_in(dtype, sizes)
+        yield from documents_in(dtype, replace(sizes, sequence=sizes.sequence // 4))
+        gc.collect()
 
 
 def looped(x: Tensor, chosen: Tensor, share: Tensor, weights: list[Tensor]) -> Tensor:
@@ -213,20 +466,7 @@ def halves(sizes: Sizes) -> Iterator[Row]:
     yield halves_of(sizes, sizes.num_tokens, torch.bfloat16)
 
 
-def tests(sizes: Sizes) -> Iterator[Row]:
-    if importlib.util.find_spec("pytest") is None:
-        yield {"summary": "not run: there is no pytest here"}
-        return
-    where = ["tests/ops/test_attention.py", "-k", sizes.device, "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *where], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
-    )
-    lines = done.stdout.strip().splitlines() or done.stderr.strip().splitlines()
-    failed = [line for line in lines if line.startswith("FAILED")]
-    yield {"equal": done.returncode == 0, "summary": "; ".join([*failed, *lines[-1:]])}
-
-
-SECTIONS: tuple[Callable[[Sizes], Iterator[Row]], ...] = (matmul, context, experts, halves, tests)
+SECTIONS: tuple[Callable[[Sizes], Iterator[Row]], ...] = (matmul, context, experts, halves)
 
 
 def warm_up(seconds: float = 2.0) -> None:
@@ -273,30 +513,19 @@ def is_well(found: Row) -> bool:
     return "failed" not in found and all(row.get("equal", True) for row in found["rows"])
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("-o", "--output", type=Path)
-    parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    sizes = TINY if arguments.tiny else FULL
-    if sizes.device == "cuda" and not torch.cuda.is_available():
-        print("There is no CUDA device here, and these are measurements of one.", file=sys.stderr)
-        return 2
+def run(output: Path | None, tiny: bool) -> int:
+    """1: a piece is not equal to the whole."""
+    sizes = TINY if tiny else FULL
     torch.manual_seed(0)
     if sizes.device == "cuda":
         warm_up()
     device = torch.cuda.get_device_name() if sizes.device == "cuda" else "cpu"
     result: Row = {"device": device, "torch": torch.__version__}
-    sections = SECTIONS if sizes.device == "cuda" else SECTIONS[:-1]  # other tests' cases are run by them
-    for section in sections:
+    for section in SECTIONS:
         result[section.__name__] = run_section(section, sizes)
         if sizes.device == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
-        if arguments.output:
-            arguments.output.write_text(json.dumps(result, indent=1) + "\n")
-    return 0 if all(is_well(result[section.__name__]) for section in sections) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        if output:
+            output.write_text(json.dumps(result, indent=1) + "\n")
+    return 0 if all(is_well(result[section.__name__]) for section in SECTIONS) else 1

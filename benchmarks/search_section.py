@@ -18,7 +18,7 @@ ABOUT = """
 
 Made again by `python -m benchmarks.search_speed --repeats 3 --json benchmarks/results/search_speed.json`,
 `python -m benchmarks.search_regret FILE.csv --json benchmarks/results/search_regret.json`,
-`python -m benchmarks.gpu_regret --json benchmarks/results/gpu_regret_h200.json` (on a GPU) and
+`python -m benchmarks.gpu regret --json benchmarks/results/gpu_regret_h200.json` (on a GPU) and
 `python -m benchmarks.cpu_regret` (two CPU ranks), then `python -m benchmarks.run --render`. A regret is how much longer
 the plan we pick takes, measured, than the best measured.
 """

@@ -14,7 +14,7 @@ EXACT = [1, 2, 4, 8, "2, documents", "4, documents"]
 
 def test_the_pieces_equal_the_whole_at_small_sizes(tmp_path: Path) -> None:
     file = tmp_path / "pieces.json"
-    command = [sys.executable, "-m", "benchmarks.gpu_pieces", "--tiny", "-o", str(file)]
+    command = [sys.executable, "-m", "benchmarks.gpu", "pieces", "--tiny", "--json", str(file)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(file.read_text())
