@@ -52,7 +52,7 @@ def samples(section: DataSection, cache: Path | None = None) -> Any:
     held = [each.targets.tobytes() for each in data.held_out_batches(64, limit=8)]
     name = data.tokenizer.name if data.tokenizer else ""
     sums = [hash(array.tobytes()) for array in (*inputs, batch.targets, batch.weights)]
-    return data.num_samples, name, data.num_bytes_per_token, sums, hash(tuple(held)), batch.num_tokens
+    return data.num_samples, name, data.info.num_bytes_per_token, sums, hash(tuple(held)), batch.num_tokens
 
 
 def of_file(name: str, **settings: Any) -> Callable[[Path], Any]:

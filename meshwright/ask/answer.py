@@ -131,16 +131,12 @@ class Answer:
         return read_artefact(cls, text, source)
 
 
-def _tell_nobody(text: str) -> None:
-    pass
-
-
-def answer_of(request: PlanRequest, progress: Tell = _tell_nobody) -> Answer:
+def answer_of(request: PlanRequest, progress: Tell = lambda text: None) -> Answer:
     *_, whole = answers(request, progress)
     return whole
 
 
-def answers(request: PlanRequest, progress: Tell = _tell_nobody) -> Iterator[Answer]:
+def answers(request: PlanRequest, progress: Tell = lambda text: None) -> Iterator[Answer]:
     """The answer as it grows, after each part; the last one is the whole."""
     question = request.question
     answer = Answer(request=request, question=question)
@@ -167,36 +163,28 @@ def answers(request: PlanRequest, progress: Tell = _tell_nobody) -> Iterator[Ans
     yield answer
     if answer.is_interrupted:
         return
-    known = answer
-    try:
-        for known in _follow_up(answer, result, progress):
-            yield known
-    except KeyboardInterrupt:
-        yield replace(known, is_interrupted=True)
-
-
-def _follow_up(answer: Answer, result: SearchResult, progress: Tell) -> Iterator[Answer]:
-    """What is asked about the best plan; where nothing is, what people ask next."""
-    request, question = answer.request, answer.question
-    if result.best is None and not (request.changes or request.has_front):
-        answer = replace(answer, ways_out=ways_out(question, result, progress))
-        yield answer
-    for knob in request.knobs:
-        if result.best is not None:
-            answer = replace(answer, why=(*answer.why, why(question, result.best, knob, progress)))
+    try:  # what is asked about the best plan; where nothing is, what people ask next
+        if result.best is None and not (request.changes or request.has_front):
+            answer = replace(answer, ways_out=ways_out(question, result, progress))
             yield answer
-    if request.changes:
-        answer = replace(answer, what_if=compare(question, request.changes, result.best))
-        yield answer
-    if request.has_front:
-        made = front(question, progress, result.best)
-        answer = replace(answer, front=made, is_interrupted=made.is_interrupted)
-        yield answer
-    if request.suggests and not request.is_narrow and result.best is not None:
-        changes = usual_changes(question)
-        is_quick = result.search_seconds < _QUICK_SECONDS
-        compared = tuple(compare(question, (change,), result.best) for change in changes) if is_quick else ()
-        yield replace(answer, suggested=changes, suggestions=compared)
+        for knob in request.knobs:
+            if result.best is not None:
+                answer = replace(answer, why=(*answer.why, why(question, result.best, knob, progress)))
+                yield answer
+        if request.changes:
+            answer = replace(answer, what_if=compare(question, request.changes, result.best))
+            yield answer
+        if request.has_front:
+            made = front(question, progress, result.best)
+            answer = replace(answer, front=made, is_interrupted=made.is_interrupted)
+            yield answer
+        if request.suggests and not request.is_narrow and result.best is not None:
+            changes = usual_changes(question)
+            is_quick = result.search_seconds < _QUICK_SECONDS
+            compared = tuple(compare(question, (change,), result.best) for change in changes) if is_quick else ()
+            yield replace(answer, suggested=changes, suggestions=compared)
+    except KeyboardInterrupt:
+        yield replace(answer, is_interrupted=True)
 
 
 def read_request(
@@ -293,8 +281,7 @@ def _read_range(text: str, problems: list[Problem]) -> tuple[int, int] | None:
     """`16..64`, or `16` alone."""
     first, dots, last = (part.strip() for part in text.partition(".."))
     if not (first.isascii() and first.isdigit() and (last.isascii() and last.isdigit() if dots else True)):
-        problem = Problem(where="--devices", what=f'"{text}" is no range.', fix="For example --devices 16..64.")
-        problems.append(problem)
+        problems.append(Problem(where="--devices", what=f'"{text}" is no range.', fix="For example --devices 16..64."))
         return None
     low, high = int(first), int(last or first)
     if low < 1 or low > high:

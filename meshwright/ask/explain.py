@@ -14,33 +14,33 @@ _AS_FAST = 1.005
 
 
 def explain(result: SearchResult, cluster: Cluster) -> list[str]:
-    if result.best is not None:
-        return [*_why_it_won(result, result.best), *explain_groups(result, cluster)]
-    if result.nearest_miss is not None:
-        return _why_nothing_fits(result.nearest_miss)
+    best, miss = result.best, result.nearest_miss
+    if best is None and miss is not None:
+        plan, forecast = miss
+        kept = forecast.peak_bytes_by_category
+        largest = max(kept, key=lambda category: kept[category])
+        return [
+            f"Nothing fits in {pretty_bytes(forecast.memory_bytes)}. Nearest: {plan}",
+            f"It needs {pretty_bytes(forecast.peak_bytes)}, {missing_words(miss)}; most of it {largest} "
+            f"({pretty_bytes(kept[largest])}). It would take {pretty_seconds(forecast.step_seconds)} a step.",
+        ]
+    if best is not None:
+        lines = [f"bottleneck: {best.forecast.bottleneck}", f"proof: {gap_words(result)}"]
+        if (second := runner_up(result)) is not None:
+            lines.append(f"runner-up: {_slower(second, best)} with {'; '.join(differences(best.plan, second.plan))}")
+        if (unfit := faster_unfit(result)) is not None:
+            gain = 1 - unfit.forecast.step_seconds / best.forecast.step_seconds
+            changes = "; ".join(differences(best.plan, unfit.plan))
+            lines.append(f"faster but too large: {percent(gain)} faster with {changes}; {missing_words(unfit)}")
+        # What the winner's techniques are worth, and what the others would cost.
+        for is_used, words in ((True, "without"), (False, "with")):
+            chosen = [each for each in result.alternatives if each.is_used is is_used]
+            worths = [f"{each.technique} {_worth(each, result, best)}" for each in chosen]
+            lines += [f"{words}: {', '.join(worths)}"] if worths else []
+        return [*lines, *explain_groups(result, cluster)]
     lines = [f"No plan uses all {cluster.num_devices} devices of {cluster.name} for this batch."]
     lines += [f"{count} x {reason}" for reason, count in result.rejected.items()]
     return [*lines, "Try a batch with more divisors, another number of devices, or fewer pins and bans."]
-
-
-def _why_it_won(result: SearchResult, best: ScoredPlan) -> list[str]:
-    lines = [f"bottleneck: {best.forecast.bottleneck}", f"proof: {gap_words(result)}"]
-    second = runner_up(result)
-    if second is not None:
-        lines.append(f"runner-up: {_slower(second, best)} with {'; '.join(differences(best.plan, second.plan))}")
-    unfit = faster_unfit(result)
-    if unfit is not None:
-        gain = 1 - unfit.forecast.step_seconds / best.forecast.step_seconds
-        changes = "; ".join(differences(best.plan, unfit.plan))
-        lines.append(f"faster but too large: {percent(gain)} faster with {changes}; {missing_words(unfit)}")
-    # What the winner's techniques are worth, and what the others would cost.
-    for is_used, words in ((True, "without"), (False, "with")):
-        worths = [
-            f"{each.technique} {_worth(each, result, best)}" for each in result.alternatives if each.is_used is is_used
-        ]
-        if worths:
-            lines.append(f"{words}: {', '.join(worths)}")
-    return lines
 
 
 def runner_up(result: SearchResult) -> ScoredPlan | None:
@@ -113,18 +113,6 @@ def _slower(other: ScoredPlan, best: ScoredPlan) -> str:
 def percent(fraction: float) -> str:
     """`0.8 %`, `12 %`: two figures, or whole ones."""
     return f"{100 * fraction:.2g} %" if abs(fraction) < 0.1 else f"{100 * fraction:.0f} %"
-
-
-def _why_nothing_fits(miss: ScoredPlan) -> list[str]:
-    plan, forecast = miss
-    kept = forecast.peak_bytes_by_category
-    largest = max(kept, key=lambda category: kept[category])
-    return [
-        f"Nothing fits in {pretty_bytes(forecast.memory_bytes)}. Nearest: {plan}",
-        f"It needs {pretty_bytes(forecast.peak_bytes)}, {missing_words(miss)}; "
-        f"most of it {largest} ({pretty_bytes(kept[largest])}). It would take {pretty_seconds(forecast.step_seconds)} "
-        "a step.",
-    ]
 
 
 def explain_groups(result: SearchResult, cluster: Cluster) -> list[str]:

@@ -57,7 +57,12 @@ def front(question: Question, tell: Tell, best: ScoredPlan | None = None) -> Mem
     if best is not None:
         points.append(Point(scored=best, budget_bytes=question.machine.device.memory_bytes))
     try:
-        points = _ends(question, tell, points)
+        tell("searching without a limit of memory")
+        fastest = _point(question, _UNLIMITED_BYTES)
+        if fastest is None:
+            return MemoryFront(points=())
+        tell("searching for the least memory")
+        points = _added(_added(points, fastest), _least(question, fastest.budget_bytes))
         for _ in range(_MOST_SEARCHES):
             budget = _next_budget(points)
             if budget is None or len(points) >= MOST_POINTS:
@@ -72,17 +77,6 @@ def front(question: Question, tell: Tell, best: ScoredPlan | None = None) -> Mem
 def _point(question: Question, budget: int) -> Point | None:
     best = outcome("", question.with_memory(budget)).best
     return Point(scored=best, budget_bytes=budget) if best else None
-
-
-def _ends(question: Question, tell: Tell, points: list[Point]) -> list[Point]:
-    """The fastest plan of all, and the one that needs least."""
-    tell("searching without a limit of memory")
-    fastest = _point(question, _UNLIMITED_BYTES)
-    if fastest is None:
-        return []
-    tell("searching for the least memory")
-    least = _least(question, fastest.budget_bytes)
-    return _added(_added(points, fastest), least)
 
 
 def _least(question: Question, enough_bytes: int) -> Point | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from meshwright.ask.question import Outcome, Question, outcome, with_devices
 from meshwright.ask.sizes import node_width, reshaped, resized
 from meshwright.core.cluster import MOST_DEVICES, Cluster, Device, DeviceGroup, Link
-from meshwright.core.errors import MeshwrightError, Problem, nearest
+from meshwright.core.errors import MeshwrightError, Problem, nearest, raise_problems
 from meshwright.core.units import GIB, MIB
 from meshwright.planner.search import ScoredPlan
 
@@ -54,20 +54,13 @@ def read_amount(text: str, units: dict[str, float], where: str, example: str, pr
         return Amount(how="x", value=1 + (value if how == "+" else -value) / 100)
     if how == "x" and not unit:
         return Amount(how=how, value=value)
-    known = _unit(unit, units)
-    if known is None or how == "x":
+    # In any case of letters where that leaves no doubt: a bit is a b, a byte a B.
+    sizes = {units[unit]} if unit in units else {units[name] for name in units if name.lower() == unit.lower()}
+    if len(sizes) != 1 or how == "x":
         what = f'"{unit}" is no unit of it.' if unit else "has no unit."
         problems.append(Problem(where=where, what=f"{text}: {what}", fix=f"For example {example}."))
         return None
-    return Amount(how=how, value=value * known)
-
-
-def _unit(unit: str, units: dict[str, float]) -> float | None:
-    """In any case of letters where that leaves no doubt: a bit is a b, a byte a B."""
-    if unit in units:
-        return units[unit]
-    close = {size for name, size in units.items() if name.lower() == unit.lower()}
-    return close.pop() if len(close) == 1 else None
+    return Amount(how=how, value=value * sizes.pop())
 
 
 def read_memory(text: str, where: str, problems: list[Problem]) -> int | None:
@@ -149,8 +142,7 @@ def read_changes(texts: Sequence[str]) -> tuple[WhatIfChange, ...]:
         amount = read_amount(amount_text, units, where, f"{name}={example}", problems)
         if amount is not None:
             changes.append(WhatIfChange(name=name, text=text.strip(), amount=amount))
-    if problems:
-        raise MeshwrightError(problems)
+    raise_problems(problems)
     return tuple(changes)
 
 
@@ -166,8 +158,7 @@ def with_changes(question: Question, changes: Sequence[WhatIfChange]) -> Questio
             problems.append(replace(changed, where=f"--what-if {wanted}"))
         else:
             question = changed
-    if problems:
-        raise MeshwrightError(problems)
+    raise_problems(problems)
     return question
 
 

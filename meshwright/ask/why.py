@@ -13,9 +13,9 @@ from typing import Any
 
 from meshwright.ask.question import Outcome, Question, Tell, outcome
 from meshwright.core.codec import field_types
-from meshwright.core.errors import MeshwrightError, Problem, nearest
+from meshwright.core.errors import Problem, nearest, raise_problems
 from meshwright.core.plan import Plan
-from meshwright.core.technique import Axis, Choice, Option, PerLayer, Technique, technique_named, technique_names
+from meshwright.core.technique import Axis, Choice, Option, PerLayer, technique_named, technique_names
 from meshwright.planner.search import ScoredPlan
 from meshwright.planner.wishes import MICROBATCH
 
@@ -48,35 +48,32 @@ class Why:
 def read_knobs(texts: Sequence[str]) -> tuple[Knob, ...]:
     """Every wrong word is reported at once."""
     problems: list[Problem] = []
-    knobs = [knob for text in texts if (knob := _read_knob(text, problems)) is not None]
-    if problems:
-        raise MeshwrightError(problems)
+    knobs = []
+    for text in texts:
+        name, dot, field = text.strip().partition(".")
+        kind: type | None = technique_named(name) if name in technique_names() else None
+        if name in (BATCH, MICROBATCH) and not dot:
+            knobs.append(Knob(technique="", field=name))
+        elif kind is None:
+            what, fix = f'no knob is called "{name}".', nearest(name, (*technique_names(), MICROBATCH, BATCH))
+            problems.append(Problem(where=f"--why {text}", what=what, fix=fix))
+        elif dot and field not in (fields := field_types(kind)):
+            fix = nearest(field, fields) if fields else f"Write --why {name}."
+            problems.append(Problem(where=f"--why {text}", what=f'{name} has no "{field}".', fix=fix))
+        else:
+            knobs.append(Knob(technique=name, field=field))
+    raise_problems(problems)
     return tuple(knobs)
-
-
-def _read_knob(text: str, problems: list[Problem]) -> Knob | None:
-    name, dot, field = text.strip().partition(".")
-    if name in (BATCH, MICROBATCH) and not dot:
-        return Knob(technique="", field=name)
-    if name not in technique_names():
-        known = (*technique_names(), MICROBATCH, BATCH)
-        what = f'no knob is called "{name}".'
-        problems.append(Problem(where=f"--why {text}", what=what, fix=nearest(name, known)))
-        return None
-    kind: type = technique_named(name)
-    fields = field_types(kind)
-    if dot and field not in fields:
-        fix = nearest(field, fields) if fields else f"Write --why {name}."
-        problems.append(Problem(where=f"--why {text}", what=f'{name} has no "{field}".', fix=fix))
-        return None
-    return Knob(technique=name, field=field)
 
 
 def why(question: Question, best: ScoredPlan, knob: Knob, tell: Tell) -> Why:
     """Searches again for each other value."""
     notes: list[str] = []
     others: list[Outcome] = []
-    without = _without(question, knob)
+    # Without the user's wishes about the knob: they would contradict every other value.
+    wishes = list(_concerning(question, knob))
+    pin = tuple(text for text in question.pin if ("pin", text) not in wishes)
+    without = replace(question, pin=pin, ban=tuple(text for text in question.ban if ("ban", text) not in wishes))
 
     def ask(words: str, changed: Question) -> Outcome:
         tell(f"searching with {words}")
@@ -99,7 +96,7 @@ def why(question: Question, best: ScoredPlan, knob: Knob, tell: Tell) -> Why:
     return Why(
         knob=knob,
         value=_value(best.plan, knob, question),
-        wished=", ".join(f"--{kind} {text}" for kind, text in _concerning(question, knob)),
+        wished=", ".join(f"--{kind} {text}" for kind, text in wishes),
         best=best,
         others=tuple(others),
         notes=tuple(notes),
@@ -154,25 +151,19 @@ def _others(option: Option, field: str, plan: Plan, question: Question, name: st
     now = getattr(used, field) if used is not None else None
     if isinstance(option, Choice):
         return [value for value in option.values if value != now]
-    if isinstance(option, PerLayer):
-        return _layer_steps(plan, question, used, field)
+    if isinstance(option, PerLayer):  # a quarter of a stage's blocks less and more than the fullest stage has now
+        most, count = max(plan.blocks_of_stages(question.profile)), 0
+        for spans in plan.spans_of_stages(question.profile):
+            counts = used.counts_in(question.profile, spans) if used is not None else {}
+            prefix = f"{name}.{field}."
+            count = max(count, sum(blocks for key, blocks in counts.items() if key.startswith(prefix)))
+        step = max(1, most // 4)
+        return sorted({max(0, count - step), min(most, count + step)} - {0, count})
     sizes = tuple(size for size in option.sizes if question.cluster.num_devices % size == 0)
     if now is None:
         return list(sizes[:1])
     # Beyond the largest: asked all the same, to hear which rule it breaks.
     return [*_neighbours(sizes, now), *([2 * now] if now >= max(sizes, default=0) else [])]
-
-
-def _layer_steps(plan: Plan, question: Question, used: Technique | None, field: str) -> list[int]:
-    """A quarter of a stage's blocks less and more than the fullest stage has now."""
-    most = max(plan.blocks_of_stages(question.profile))
-    now = 0
-    if used is not None:
-        for spans in plan.spans_of_stages(question.profile):
-            counts = used.counts_in(question.profile, spans)
-            now = max(now, sum(count for key, count in counts.items() if key.startswith(f"{used.name}.{field}.")))
-    step = max(1, most // 4)
-    return sorted({max(0, now - step), min(most, now + step)} - {0, now})
 
 
 def _neighbours(sizes: Collection[int], now: int) -> list[int]:
@@ -192,16 +183,6 @@ def _concerning(question: Question, knob: Knob) -> Iterator[tuple[str, str]]:
         for text in wishes:
             if text.partition("=")[0].partition(".")[0].strip() == name:
                 yield kind, text
-
-
-def _without(question: Question, knob: Knob) -> Question:
-    """Without the user's wishes about it: they would contradict every other value."""
-    gone = set(_concerning(question, knob))
-    return replace(
-        question,
-        pin=tuple(text for text in question.pin if ("pin", text) not in gone),
-        ban=tuple(text for text in question.ban if ("ban", text) not in gone),
-    )
 
 
 def _value(plan: Plan, knob: Knob, question: Question) -> str:

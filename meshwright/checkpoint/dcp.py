@@ -10,6 +10,7 @@ their place in the file. Whatever is not a tensor (steps, settings) is stored as
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import os
@@ -74,14 +75,13 @@ class PickledName:
     name: str
 
 
+@dataclass(slots=True, eq=False)
 class PickledCall:
     """Where a pickle would call one: the name, the arguments, and the state it would set."""
 
-    __slots__ = ("arguments", "name", "state")
-
-    def __init__(self, name: str, arguments: tuple[Any, ...]):
-        self.name, self.arguments = name, arguments
-        self.state: Any = None
+    name: str
+    arguments: tuple[Any, ...]
+    state: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,12 +366,6 @@ class _Window(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
-    def readable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self.at
-
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self.at, os.SEEK_END: self.length}[whence]
         if base + offset < 0:
@@ -403,10 +397,22 @@ def _place_in_archive(window: _Window, dtype: str, size: tuple[int, ...], where:
             text = archive.read(pickled)
     except (zipfile.BadZipFile, OSError, KeyError, ValueError, NotImplementedError, EOFError, RuntimeError) as error:
         raise error_at(where, f"is not a tensor as torch saves it: {str(error)[:120]}.") from None
-    numbers = parse_pickle(text, _IN_TENSORS, where)
-    first, strides, problem = _described(numbers, dtype, size)
+    made = parse_pickle(text, _IN_TENSORS, where)
+    first, problem = 0, "is not a plain tensor."
+    strides: tuple[int, ...] = ()
+    with contextlib.suppress(ValueError, TypeError, AttributeError, IndexError):
+        if isinstance(made, PickledCall) and made.name == _REBUILD:
+            storage, first, shape, strides = made.arguments[:4]
+            kind, key = storage.key[1], storage.key[2]
+            is_plain = isinstance(storage, PickledReference) and key == "0" and type(first) is int
+            if not is_plain or not 0 <= first < 1 << 48 or _STORAGES.get(kind.name) != dtype or _numbers(shape) != size:
+                raise error_at(where, f"holds {kind.name} of shape {shape}; the metadata says {dtype} of shape {size}.")
+            strides = _numbers(strides)
+            problem = "" if len(strides) == len(size) else "has other strides than dims."
+    if problem:
+        raise error_at(where, problem)
     num_bytes = (first + math.prod(size)) * DTYPES[dtype][1]
-    if not problem and (data.compress_type != zipfile.ZIP_STORED or data.file_size < num_bytes):
+    if data.compress_type != zipfile.ZIP_STORED or data.file_size < num_bytes:
         problem = f"has {data.file_size} bytes of numbers, or compressed ones; {num_bytes} plain ones are needed."
     window.seek(data.header_offset)
     head = window.read(30)
@@ -416,19 +422,3 @@ def _place_in_archive(window: _Window, dtype: str, size: tuple[int, ...], where:
     if problem:
         raise error_at(where, problem)
     return window.start + start + first * DTYPES[dtype][1], strides
-
-
-def _described(made: Any, dtype: str, size: tuple[int, ...]) -> tuple[int, tuple[int, ...], str]:
-    """(first element, strides, what is wrong) as data.pkl says."""
-    try:
-        if not isinstance(made, PickledCall) or made.name != _REBUILD:
-            return 0, (), "is not a plain tensor."
-        storage, first, shape, strides = made.arguments[:4]
-        kind, key = storage.key[1], storage.key[2]
-        is_plain = isinstance(storage, PickledReference) and key == "0" and type(first) is int and 0 <= first < 1 << 48
-        if not is_plain or _STORAGES.get(kind.name) != dtype or _numbers(shape) != size:
-            return 0, (), f"holds {kind.name} of shape {shape}; the metadata says {dtype} of shape {size}."
-        strides = _numbers(strides)
-        return first, strides, "" if len(strides) == len(size) else "has other strides than dims."
-    except (ValueError, TypeError, AttributeError, IndexError):
-        return 0, (), "is not a plain tensor."

@@ -47,14 +47,6 @@ class Reader:
 
     def read_into(self, name: str, box: Box, out: torch.Tensor) -> None:
         """Fill `out`, of shape `box.size`, with that box of the tensor."""
-        self._check(name, box, out)
-        with torch.no_grad():
-            for held, piece in self._pieces[name]:
-                both = held.overlap(box)
-                if both is not None:
-                    out[both.within(box)].copy_(self._read(held, piece, both))
-
-    def _check(self, name: str, box: Box, out: torch.Tensor) -> None:
         entry = self.manifest.tensors.get(name)
         if entry is None:
             close = difflib.get_close_matches(name, self.tensor_names(), n=1)
@@ -67,21 +59,24 @@ class Reader:
             self._refuse(f"{name!r} is {entry.dtype} here, the model wants {wanted}.")
         if tuple(out.shape) != tuple(box.size):
             self._refuse(f"{name!r}: the tensor to fill has shape {tuple(out.shape)}, its box {tuple(box.size)}.")
-
-    def _read(self, held: Box, piece: StoredPiece, both: Box) -> torch.Tensor:
-        try:
-            if piece.file not in self._files:
-                self._files[piece.file] = safe_open(self.folder / piece.file, framework="pt")
-            stored = self._files[piece.file].get_slice(piece.key)
-            actual = (stored.get_dtype(), tuple(stored.get_shape()))
-            wanted = (DTYPES[self.manifest.tensors[piece.tensor].dtype][0], piece.size)
-            if actual != wanted:
-                self._refuse(f"{piece.file}: {piece.key} of {piece.tensor!r} is {actual}, the manifest says {wanted}.")
-            if both == held:  # also what has no dim to slice
-                return self._files[piece.file].get_tensor(piece.key)
-            return stored[both.within(held)]
-        except (OSError, SafetensorError) as error:
-            self._refuse(f"{piece.file} cannot be read: {error}.")
+        for held, piece in self._pieces[name]:
+            both = held.overlap(box)
+            if both is None:
+                continue
+            try:
+                if piece.file not in self._files:
+                    self._files[piece.file] = safe_open(self.folder / piece.file, framework="pt")
+                stored = self._files[piece.file].get_slice(piece.key)
+                actual = (stored.get_dtype(), tuple(stored.get_shape()))
+                listed = (DTYPES[entry.dtype][0], piece.size)
+                if actual != listed:
+                    self._refuse(f"{piece.file}: {piece.key} of {name!r} is {actual}, the manifest says {listed}.")
+                # What is wanted whole may have no dim to slice.
+                values = self._files[piece.file].get_tensor(piece.key) if both == held else stored[both.within(held)]
+            except (OSError, SafetensorError) as error:
+                self._refuse(f"{piece.file} cannot be read: {error}.")
+            with torch.no_grad():
+                out[both.within(box)].copy_(values)
 
     def _refuse(self, what: str, fix: str = "") -> NoReturn:
         raise error_at(f"checkpoint {self.folder}", what, fix, exit_code=1)

@@ -21,7 +21,7 @@ import numpy as np
 
 from meshwright.core.box import Box
 from meshwright.core.codec import decode_fields, encode, read_artefact, seal, to_json, unseal
-from meshwright.core.errors import MOST_PROBLEMS, MeshwrightError, Problem, Problems, error_at
+from meshwright.core.errors import MOST_PROBLEMS, MeshwrightError, Problem, Problems, error_at, raise_problems
 
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 256 << 20
@@ -168,9 +168,7 @@ def parse_manifest(data: bytes, source: str) -> Manifest:
         raise error_at(source, f"{error}.", exit_code=1) from None
     except MeshwrightError as error:
         raise MeshwrightError(error.problems[:MOST_PROBLEMS], exit_code=1) from None
-    problems = manifest_problems(manifest, source)
-    if problems:
-        raise MeshwrightError(problems, exit_code=1)
+    raise_problems(manifest_problems(manifest, source), exit_code=1)
     return manifest
 
 

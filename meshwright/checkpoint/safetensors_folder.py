@@ -72,8 +72,7 @@ class SafetensorsFolder:
     def read_into(self, name: str, box: Box, out: Tensor) -> None:
         """That box of a tensor, and no more, into `out`, whatever its dtype and strides."""
         held = self.tensors[name]
-        where = f"{self.path / held.file}: {name}"
-        read_box(self.descriptor(held.file), held.start, held.dtype, box, out, where)
+        read_box(self.descriptor(held.file), held.start, held.dtype, box, out, f"{self.path / held.file}: {name}")
 
     def close(self) -> None:
         while self.files:
@@ -95,8 +94,7 @@ def open_folder(folder: str | Path) -> SafetensorsFolder:
             problems.extend(error.problems)
             continue
         for name in tensors.keys() & held.keys():
-            what = f"{name!r} is in {tensors[name].file} too."
-            problems.append(Problem(where=str(folder / shard), what=what))
+            problems.append(Problem(where=str(folder / shard), what=f"{name!r} is in {tensors[name].file} too."))
         tensors.update(held)
         if len(tensors) > MAX_TENSORS:
             raise MeshwrightError([_too_many(folder / shard, len(tensors))])
@@ -133,7 +131,14 @@ def _read_index(folder: Path) -> dict[str, str] | None:
         raise error_at(path, "weight_map is not a table of names and files.")
     if len(index) > MAX_TENSORS:
         raise MeshwrightError([_too_many(path, len(index))])
-    wrong = {repr(shard)[:80] for shard in index.values() if not _is_plain_name(shard)}
+    wrong = {
+        repr(shard)[:80]
+        for shard in index.values()
+        if not isinstance(shard, str)
+        or not (shard.isprintable() and shard.endswith(".safetensors"))
+        or len(shard.encode("utf-8", "replace")) > 255
+        or any(part in shard for part in ("/", "\\", "\0"))
+    }
     raise_problems(
         [Problem(where=str(path), what=f"the shard {each} is not a plain file name.") for each in sorted(wrong)]
     )
@@ -141,16 +146,6 @@ def _read_index(folder: Path) -> dict[str, str] | None:
     if not 1 <= shards <= MAX_SHARDS:
         raise error_at(path, f"names {shards} shards; there may be 1 to {MAX_SHARDS}.")
     return index
-
-
-def _is_plain_name(name: Any) -> bool:
-    return (
-        isinstance(name, str)
-        and name.isprintable()
-        and name.endswith(".safetensors")
-        and len(name.encode("utf-8", "replace")) <= 255
-        and not any(part in name for part in ("/", "\\", "\0"))
-    )
 
 
 def read_shard(folder: Path, shard: str) -> dict[str, TensorPlace]:

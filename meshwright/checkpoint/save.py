@@ -123,8 +123,7 @@ def write_rank_file(folder: Path, rank: int, pieces: Iterable[tuple[str, Box, to
             problems.append(Problem(where=name, what=what))
         if tensors.setdefault(name, entry) != entry:
             problems.append(Problem(where=name, what=f"is given as {tensors[name]} and as {entry}."))
-    if problems:
-        raise MeshwrightError(problems)
+    raise_problems(problems)
     # Widest elements first keeps every tensor aligned in the file, as safetensors' own writer does.
     owned = sorted((piece for piece in owned if not piece[1].is_empty), key=lambda piece: -piece[2].element_size())
     path = Path(folder) / rank_file(rank)

@@ -74,16 +74,15 @@ def read_npz(path: str, wanted: tuple[str, ...]) -> dict[str, npt.NDArray[Any]]:
             Problem(where=path, what=f'has no array "{name}".', fix=nearest(name, names)) for name in missing
         )
     with _readable_npz(path), zipfile.ZipFile(path) as archive:
-        return {name: _read_member(archive, name, path) for name in wanted}
-
-
-def _read_member(archive: zipfile.ZipFile, name: str, path: str) -> npt.NDArray[Any]:
-    info = archive.getinfo(f"{name}.npy" if f"{name}.npy" in archive.namelist() else name)
-    require_plausible(f"{path}: {name}", info.file_size, info.compress_size)
-    with archive.open(info) as stream:
-        read_header(stream, info.file_size)  # type: ignore[arg-type]
-    with archive.open(info) as stream:
-        return np.lib.format.read_array(stream, allow_pickle=False)
+        arrays = {}
+        for name in wanted:
+            info = archive.getinfo(f"{name}.npy" if f"{name}.npy" in archive.namelist() else name)
+            require_plausible(f"{path}: {name}", info.file_size, info.compress_size)
+            with archive.open(info) as stream:
+                read_header(stream, info.file_size)  # type: ignore[arg-type]
+            with archive.open(info) as stream:
+                arrays[name] = np.lib.format.read_array(stream, allow_pickle=False)
+        return arrays
 
 
 def map_npy(path: str) -> npt.NDArray[Any]:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from meshwright.core.errors import MeshwrightError, Problem, error_at
+from meshwright.core.errors import Problem, error_at, raise_problems
 
 Kind = Literal["auto", "tokens", "images", "table"]
 TokenDtype = Literal["auto", "uint8", "uint16", "uint32", "int32", "int64"]
@@ -61,8 +61,7 @@ class DataSection:
         if not 0 <= self.held_out_fraction < 1:
             what = f"is {self.held_out_fraction}."
             problems.append(Problem(where="held_out_fraction", what=what, fix="Use 0 to 1, 1 excluded."))
-        if problems:
-            raise MeshwrightError(problems)
+        raise_problems(problems)
 
     @property
     def patterns(self) -> tuple[str, ...]:

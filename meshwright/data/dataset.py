@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from meshwright.core.errors import MeshwrightError, Problem, Problems
+from meshwright.core.errors import Problem, Problems, raise_problems
 from meshwright.data.file_list import SourceFile
 from meshwright.data.sample_order import ORDER_VERSION, Index, Stream
 from meshwright.data.tokenizer import Tokenizer
@@ -78,8 +78,7 @@ def require_place(*, cursor: int, batch: int, part: int, num_parts: int) -> None
     if num_parts < 1 or not 0 <= part < num_parts:
         what = f"part {part} of {num_parts} does not exist."
         problems.append(Problem(where="data.part", what=what, fix="Parts count from 0 to num_parts - 1."))
-    if problems:
-        raise MeshwrightError(problems)
+    raise_problems(problems)
 
 
 _ORDER_BLOCK = 4096
@@ -150,10 +149,14 @@ class Data:
     held_out_fraction: float
     seed: int
 
+    @cached_property
+    def info(self) -> SampleInfo:
+        return self.source.info
+
     @property
     def kind(self) -> str:
         """tokens, images or table."""
-        return self.source.info.kind
+        return self.info.kind
 
     @property
     def files(self) -> tuple[SourceFile, ...]:
@@ -176,36 +179,16 @@ class Data:
     @property
     def sequence(self) -> int:
         """Tokens in a sample; 0 where samples are no tokens."""
-        return self.source.info.sequence
+        return self.info.sequence
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        return self.source.info.tokenizer
+        return self.info.tokenizer
 
     @property
     def vocab_size(self) -> int:
         """Largest token that may occur, plus one; 0 without tokens. Token files are read through the first time."""
         return self.source.vocab_size
-
-    @property
-    def num_bytes_per_token(self) -> float:
-        """Of text; 0 where it is not known."""
-        return self.source.info.num_bytes_per_token
-
-    @property
-    def sample_shape(self) -> tuple[int, ...]:
-        """Images: (channels, height, width). Tables: (dense columns, id columns, then each id column's size)."""
-        return self.source.info.shape
-
-    @property
-    def num_classes(self) -> int:
-        """Of images and tables; 0 for tokens."""
-        return self.source.info.num_classes
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """Their names, where the data has names."""
-        return self.source.info.classes
 
     @cached_property
     def fingerprint(self) -> str:
@@ -259,15 +242,14 @@ class Data:
         """The held-out samples in a fixed order, at most `limit` batches; the last is padded to shape."""
         require_place(cursor=0, batch=batch, part=part, num_parts=num_parts)
         rows = part_rows(batch, part, num_parts, shares)
-        starts = range(0, self.num_held_out, batch)[:limit]
-        return (self._held_out(start, batch, rows) for start in starts)
 
-    def _held_out(self, start: int, batch: int, rows: slice) -> Batch:
-        index = np.arange(start, start + batch, dtype=np.int64)
-        num_real = min(batch, self.num_held_out - start)
-        # Padding rows repeat the last real sample: an ordinary sample, so no model chokes on it.
-        samples = self.stream.held_out(np.minimum(index, self.num_held_out - 1))
-        return self._rows(samples, num_real, rows)
+        def batch_at(start: int) -> Batch:
+            index = np.arange(start, start + batch, dtype=np.int64)
+            # Padding rows repeat the last real sample: an ordinary sample, so no model chokes on it.
+            samples = self.stream.held_out(np.minimum(index, self.num_held_out - 1))
+            return self._rows(samples, min(batch, self.num_held_out - start), rows)
+
+        return map(batch_at, range(0, self.num_held_out, batch)[:limit])
 
     def _rows(self, samples: Index, num_real: int, rows: slice) -> Batch:
         """The `rows` of the batch made of `samples`, of which the first `num_real` count."""

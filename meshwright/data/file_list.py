@@ -27,18 +27,7 @@ STDLIB_MAX_BYTES = 8_000_000
 # Not on every machine (distributions package them apart), written per machine, or tables rather than text.
 _STDLIB_LEFT_OUT = {
     *("site-packages", "dist-packages", "lib-dynload", "__pycache__", "sitecustomize.py", "usercustomize.py"),
-    *(
-        "test",
-        "tests",
-        "idlelib",
-        "tkinter",
-        "turtledemo",
-        "lib2to3",
-        "distutils",
-        "ensurepip",
-        "venv",
-        "msilib",
-    ),
+    *("test", "tests", "idlelib", "tkinter", "turtledemo", "lib2to3", "distutils", "ensurepip", "venv", "msilib"),
     *("pydoc_data", "encodings", "__phello__"),
 }
 
@@ -89,7 +78,18 @@ def _expand(pattern: str, problems: list[Problem]) -> Iterable[str]:
         return (pattern,)
     path = os.path.expanduser(pattern)
     if os.path.isdir(path):
-        return _files_below(path, problems)
+        below = os.path.join(glob.escape(path), "**")
+        for suffixes in (SUFFIXES, *((suffix,) for suffix in _OTHER_SUFFIXES)):
+            files = [match for end in suffixes for match in glob.glob(os.path.join(below, f"*{end}"), recursive=True)]
+            files = sorted(match for match in files if not os.path.isdir(match))
+            if files:
+                return files
+        what = f"the folder holds no {', '.join((*SUFFIXES, *_OTHER_SUFFIXES))} file."
+        fix = 'Name the files with a pattern, such as "folder/**/*.log".'
+        if not os.access(path, os.R_OK | os.X_OK, effective_ids=True):
+            what, fix = "the folder cannot be read: permission denied.", ""
+        problems.append(Problem(where=path, what=what, fix=fix))
+        return ()
     if os.path.lexists(path):  # a name that happens to hold a [ or a * is still a name
         return (path,)
     folder, name = os.path.split(path)
@@ -110,22 +110,6 @@ def _expand(pattern: str, problems: list[Problem]) -> Iterable[str]:
         fix = nearest(name, sorted(entry for entry in names if not entry.startswith("."))[:50])
     problems.append(Problem(where=pattern, what=what, fix=fix))
     return ()
-
-
-def _files_below(folder: str, problems: list[Problem]) -> list[str]:
-    below = os.path.join(glob.escape(folder), "**")
-    for suffixes in (SUFFIXES, *((suffix,) for suffix in _OTHER_SUFFIXES)):
-        files = [path for end in suffixes for path in glob.glob(os.path.join(below, f"*{end}"), recursive=True)]
-        files = [path for path in files if not os.path.isdir(path)]
-        if files:
-            break
-    if not files:
-        what = f"the folder holds no {', '.join((*SUFFIXES, *_OTHER_SUFFIXES))} file."
-        fix = 'Name the files with a pattern, such as "folder/**/*.log".'
-        if not os.access(folder, os.R_OK | os.X_OK, effective_ids=True):
-            what, fix = "the folder cannot be read: permission denied.", ""
-        problems.append(Problem(where=folder, what=what, fix=fix))
-    return sorted(files)
 
 
 def _stdlib_files(problems: list[Problem]) -> Iterator[str]:

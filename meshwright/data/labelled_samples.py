@@ -313,7 +313,22 @@ def _read_npz_table(path: str) -> _Columns:
 
 
 def _read_columns(path: str, label: str) -> _Columns:
-    table = _arrow_table(path)
+    table, types = _arrow_table(path), import_module("pyarrow").types
+
+    def column_as_numbers(name: str, column: Any) -> Column:
+        """An Arrow column as an array; a cell that is empty or not a number is reported with its row."""
+        if column.null_count:
+            row = column.is_null().to_numpy().argmax()
+            problems.append(_cell(path, row, name, "is empty", "Fill it or leave the row out."))
+        elif not (types.is_integer(column.type) or types.is_floating(column.type) or types.is_boolean(column.type)):
+            texts = [str(value) for value in column.to_pylist()]
+            row = next((row for row, text in enumerate(texts) if not _is_number(text)), 0)
+            what = f"is {texts[row][:40]!r}, not a number"
+            problems.append(_cell(path, row, name, what, "Turn words into ids first, or drop the column."))
+        else:
+            return np.asarray(column.to_numpy())
+        return np.zeros(len(column))
+
     if label not in table.column_names:
         fix = f"{nearest(label, table.column_names)} Set data.label to the column to predict.".lstrip()
         raise error_at(path, f'has no column "{label}".', fix)
@@ -325,7 +340,7 @@ def _read_columns(path: str, label: str) -> _Columns:
             problems.append(Problem(where=path, what=f'has several columns called "{name}".', fix="Rename them."))
     raise_problems(problems)
     with readable(path, "a table of numbers"):
-        columns = {name: _column(path, name, table.column(name), problems) for name in table.column_names}
+        columns = {name: column_as_numbers(name, table.column(name)) for name in table.column_names}
     raise_problems(problems)
     labels = columns.pop(label)
     ids = {
@@ -358,24 +373,9 @@ def _arrow_table(path: str) -> Any:
     return import_module("pyarrow").concat_tables(groups)
 
 
-def _column(path: str, name: str, column: Any, problems: list[Problem]) -> Column:
-    """An Arrow column as numbers; what is empty or no number is told with its row."""
-    types = import_module("pyarrow").types
-    if column.null_count:
-        row = column.is_null().to_numpy().argmax()
-        problems.append(_cell(path, row, name, "is empty", "Fill it or leave the row out."))
-    elif not (types.is_integer(column.type) or types.is_floating(column.type) or types.is_boolean(column.type)):
-        row = next((row for row, value in enumerate(column.to_pylist()) if not _is_number(value)), 0)
-        what = f"is {str(column[row].as_py())[:40]!r}, not a number"
-        problems.append(_cell(path, row, name, what, "Turn words into ids first, or drop the column."))
-    else:
-        return np.asarray(column.to_numpy())
-    return np.zeros(len(column))
-
-
-def _is_number(value: object) -> bool:
+def _is_number(text: str) -> bool:
     try:
-        float(str(value))
+        float(text)
     except ValueError:
         return False
     return True

@@ -13,7 +13,7 @@ from typing import Any
 
 import xxhash
 
-from meshwright.core.errors import MeshwrightError, Problem, error_at, raise_problems
+from meshwright.core.errors import Problem, error_at, raise_problems
 from meshwright.data.arrays import npz_names, parquet_file
 from meshwright.data.cache import ArrayWriter, CacheKey, Facts, cached
 from meshwright.data.data_section import DataSection, MixturePart, patterns_of
@@ -85,7 +85,14 @@ def _open(section: DataSection, cache: Path | None, problems: list[Problem]) -> 
     joined = join_sources(sources, problems)
     splits = []
     for number, source in enumerate(sources):
-        problems.extend(_size_problems(source, section))
+        num_needed = 2 if section.held_out_fraction > 0 else 1  # to train on, and to hold out where that is wanted
+        if isinstance(source, TokenSource):
+            problems += length_problems(source.num_tokens, source.sequence, section.held_out_fraction)
+        elif source.num_samples < num_needed:
+            purpose = "training and holding out" if num_needed > 1 else "training"
+            what = f"there are {source.num_samples} samples; {purpose} needs {num_needed}."
+            fix = "Add tokens, or use a shorter sequence." if source.info.kind == "tokens" else "Add samples."
+            problems.append(Problem(where=source.files[0].path if source.files else "data", what=what, fix=fix))
         seed = part_seed(section.seed, number) if section.mixture else section.seed
         split = split_samples(
             source.num_samples,
@@ -98,19 +105,6 @@ def _open(section: DataSection, cache: Path | None, problems: list[Problem]) -> 
     weights = tuple(part.weight for part in section.mixture)
     stream = Stream(parts=tuple(splits), weights=weights, seed=section.seed)
     return Data(source=joined, stream=stream, held_out_fraction=section.held_out_fraction, seed=section.seed)
-
-
-def _size_problems(source: Source, section: DataSection) -> list[Problem]:
-    """Something to train on, and something to hold out where that is wanted."""
-    if isinstance(source, TokenSource):
-        return length_problems(source.num_tokens, source.sequence, section.held_out_fraction)
-    needed = 2 if section.held_out_fraction > 0 else 1
-    if source.num_samples >= needed:
-        return []
-    what = f"there are {source.num_samples} samples; training{' and holding out' if needed > 1 else ''} needs {needed}."
-    where = source.files[0].path if source.files else "data"
-    fix = "Add tokens, or use a shorter sequence." if source.info.kind == "tokens" else "Add samples."
-    return [Problem(where=where, what=what, fix=fix)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,8 +162,7 @@ class _Opener:
         def tokenize(writer: ArrayWriter) -> Facts:
             problems: list[Problem] = []
             corpus = read_files(files, keys, tokenizer, problems)
-            if problems:
-                raise MeshwrightError(problems)
+            raise_problems(problems)
             digest = xxhash.xxh3_64(corpus.tokens.data)
             if corpus.weights is not None:
                 digest.update(b"weights")

@@ -148,7 +148,7 @@ def prepare(
         what = "is there already, and was not written by `mw data prepare`."
         there = [path for path in (beside(stem, ".bin"), beside(stem, ".idx")) if path.exists()]
         raise_problems(Problem(where=str(path), what=what, fix="Name another output.") for path in there)
-    with _write_errors(stem), _locked(folder):
+    with _writing(stem, folder):
         results, num_reused = _make_parts(jobs, num_workers or len(os.sched_getaffinity(0)), report)
         facts = _merge(stem, jobs, results, words, tokenizer, name)
         shutil.rmtree(folder, ignore_errors=True)
@@ -235,8 +235,7 @@ def _worker(*, is_alone: bool) -> Iterator[Callable[[PartJob], PartResult]]:
         answer = answers.readline()
         if not answer:
             what = f"the worker process ended with code {process.wait()}."
-            fix = "Out of memory? Use fewer workers; what is done is kept."
-            raise error_at(job.chunk.path, what, fix, exit_code=1)
+            raise error_at(job.chunk.path, what, "Out of memory? Use fewer workers; what is done is kept.", exit_code=1)
         return decode(PartResult, json.loads(answer), "worker")
 
     try:
@@ -297,6 +296,23 @@ def _digest(*contents: bytes) -> str:
     return " ".join(xxhash.xxh3_64_hexdigest(content) for content in contents)
 
 
+@contextlib.contextmanager
+def _writing(stem: Path, folder: Path) -> Iterator[None]:
+    """Hold the folder of parts for this process alone; an OSError says what could not be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / "lock", "w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise error_at(folder, "another `mw data prepare` is writing here.", "Wait for it.") from None
+            yield
+    except OSError as error:
+        what = f"cannot be written: {(error.strerror or str(error)).lower()}."
+        fix = "Free space there or name another place; what is done is kept."
+        raise error_at(error.filename or stem, what, fix, exit_code=1) from None
+
+
 def _merge(
     stem: Path, jobs: list[PartJob], results: list[PartResult], words: Tokenizer, tokenizer: str, identity: str
 ) -> PreparedFacts:
@@ -341,27 +357,6 @@ def _merge(
     )
     write_whole(beside(stem, ".facts.json"), seal(to_json(facts) + "\n"), is_durable=True)
     return facts
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise error_at(folder, "another `mw data prepare` is writing here.", "Wait for it.") from None
-        yield
-
-
-@contextlib.contextmanager
-def _write_errors(stem: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        what = f"cannot be written: {(error.strerror or str(error)).lower()}."
-        fix = "Free space there or name another place; what is done is kept."
-        raise error_at(error.filename or stem, what, fix, exit_code=1) from None
 
 
 if __name__ == "__main__":

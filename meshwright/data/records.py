@@ -149,31 +149,33 @@ def has_messages(names: Collection[str]) -> bool:
 
 def _messages_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The messages of a record: `messages`, ShareGPT's `conversations`, or Alpaca's `instruction` and `output`."""
+
+    def message_at(where: str, message: Any) -> dict[str, Any]:
+        """One message, `from` and `value` as `role` and `content`; its other fields are for the template."""
+        if not isinstance(message, Mapping):
+            raise BadRecord(f"{where} is a {type(message).__name__}, not a message.")
+        others = {name: value for name, value in message.items() if name not in ("from", "value") and value is not None}
+        role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
+        if isinstance(content, list) and all(
+            isinstance(p, Mapping) and isinstance(p.get("text"), str) for p in content
+        ):
+            content = "".join(part["text"] for part in content)
+        if content is None and message.get("tool_calls"):
+            content = ""
+        if not isinstance(role, str) or not isinstance(content, str):
+            raise BadRecord(f"{where} has no text as role or content.", 'Write {"role": "user", "content": "..."}.')
+        return {**others, "role": _SHAREGPT_ROLES.get(role, role), "content": content}
+
     for key in ("messages", "conversations"):
         if record.get(key) is not None:
             if not isinstance(record[key], list):
                 raise BadRecord(f'"{key}" is a {type(record[key]).__name__}, not a list of messages.')
-            return [_message(each, f'"{key}"[{number}]') for number, each in enumerate(record[key])]
+            return [message_at(f'"{key}"[{number}]', each) for number, each in enumerate(record[key])]
     fields = ("instruction", "input", "output") if record.get("input") else ("instruction", "output")
     for key in fields:
         _text_field(record.get(key), key)
     given = "\n\n".join(record[key] for key in fields[:-1])
     return [{"role": "user", "content": given}, {"role": "assistant", "content": record["output"]}]
-
-
-def _message(message: Any, where: str) -> dict[str, Any]:
-    """One message, `from` and `value` as `role` and `content`; what else it has is the template's."""
-    if not isinstance(message, Mapping):
-        raise BadRecord(f"{where} is a {type(message).__name__}, not a message.")
-    others = {name: value for name, value in message.items() if name not in ("from", "value") and value is not None}
-    role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
-    if isinstance(content, list) and all(isinstance(p, Mapping) and isinstance(p.get("text"), str) for p in content):
-        content = "".join(part["text"] for part in content)
-    if content is None and message.get("tool_calls"):
-        content = ""
-    if not isinstance(role, str) or not isinstance(content, str):
-        raise BadRecord(f"{where} has no text as role or content.", 'Write {"role": "user", "content": "..."}.')
-    return {**others, "role": _SHAREGPT_ROLES.get(role, role), "content": content}
 
 
 def nearest_format(names: Collection[str]) -> str:
@@ -226,8 +228,7 @@ class ChatTemplate:
         try:
             return _environment().from_string(self.source).render
         except ImportError:
-            what, fix = "needs the jinja2 package.", "Run: pip install meshwright[text]"
-            raise error_at(self.where, what, fix) from None
+            raise error_at(self.where, "needs the jinja2 package.", "Run: pip install meshwright[text]") from None
         except Exception as error:
             raise error_at(self.where, f"is not a chat template: {str(error)[:200]}.") from None
 

@@ -224,13 +224,25 @@ def open_megatron(file: SourceFile, cache: Path | None, section: DataSection) ->
     if section.packing == "stream":
         return replace(source, corpus=FlatTokens(tokens=source.corpus.tokens, weights=weights))
 
-    def starts(writer: ArrayWriter) -> Facts:
+    def save_starts(writer: ArrayWriter) -> Facts:
+        """Save the first token of every document that is not empty."""
         with _damage_as_problem():
             if files:
                 files[".idx"].check_all()
-        return _starts(index, writer)
+        ends = index.first_bytes + index.lengths * np.int64(index.dtype.itemsize)
+        is_laid_out = index.first_bytes[0] == 0 and np.array_equal(index.first_bytes[1:], ends[:-1])
+        # Some writers leave documents out: each sequence is one then.
+        documents = index.documents[:-1] if len(index.documents) > 1 else np.arange(len(index.lengths))
+        is_ordered = len(documents) and documents[0] == 0 and documents[-1] <= len(index.lengths)
+        if not (is_laid_out and is_ordered and np.all(index.lengths >= 0) and np.all(np.diff(documents) >= 0)):
+            what = "its sequences do not lie one after the other, or its documents are not in order."
+            raise error_at(index.path, what, "Write the pair again.")
+        starts = np.append(index.first_bytes, ends[-1])[documents] // index.dtype.itemsize
+        is_filled = np.diff(starts, append=ends[-1] // index.dtype.itemsize) > 0
+        writer.save("starts", starts[is_filled])
+        return {}
 
-    kept = cached(cache, CacheKey(question=("document starts",), files=(index_file,)), starts)
+    kept = cached(cache, CacheKey(question=("document starts",), files=(index_file,)), save_starts)
     corpus = FlatTokens(tokens=source.corpus.tokens, weights=weights, starts=kept.arrays["starts"])
     return replace(source, corpus=corpus, is_packed=True)
 
@@ -290,23 +302,6 @@ def _read_index(file: SourceFile) -> TokenIndex:
     return TokenIndex(
         path=file.path, dtype=np.dtype(_TYPES[code]), lengths=lengths, first_bytes=first_bytes, documents=documents
     )
-
-
-def _starts(index: TokenIndex, writer: ArrayWriter) -> Facts:
-    """The first token of every document that is not empty."""
-    ends = index.first_bytes + index.lengths * np.int64(index.dtype.itemsize)
-    is_laid_out = index.first_bytes[0] == 0 and np.array_equal(index.first_bytes[1:], ends[:-1])
-    # Some writers leave documents out: each sequence is one then.
-    documents = index.documents[:-1] if len(index.documents) > 1 else np.arange(len(index.lengths))
-    is_ordered = len(documents) and documents[0] == 0 and documents[-1] <= len(index.lengths)
-    if not (is_laid_out and is_ordered and np.all(index.lengths >= 0) and np.all(np.diff(documents) >= 0)):
-        what = "its sequences do not lie one after the other, or its documents are not in order."
-        raise error_at(index.path, what, "Write the pair again.")
-    first_bytes = np.append(index.first_bytes, ends[-1])[documents]
-    starts = first_bytes // index.dtype.itemsize
-    is_filled = np.diff(starts, append=ends[-1] // index.dtype.itemsize) > 0
-    writer.save("starts", starts[is_filled])
-    return {}
 
 
 def megatron_dtype(vocab_size: int) -> np.dtype[np.integer]:

@@ -86,21 +86,18 @@ def read_files(
     files: Iterable[SourceFile], keys: TextKeys, tokenizer: Tokenizer, problems: list[Problem]
 ) -> FlatTokens:
     """All files joined. Problems are appended, and the result is then meaningless."""
-    return join([_read_file(file, keys, tokenizer, problems) for file in files], tokenizer)
-
-
-def _read_file(file: SourceFile, keys: TextKeys, tokenizer: Tokenizer, problems: list[Problem]) -> FlatTokens:
-    num_known = len(problems)
-    parts = []
-    with collect_problems(problems, file.path):
-        for chunk in chunks_of(file):
-            parts.append(read_chunk(chunk, keys, tokenizer, problems))
-            if len(problems) > num_known and chunk.kind != "jsonl":  # the other chunks would say the same
-                break
-    tokens = join(parts, tokenizer)
-    if len(problems) == num_known:
-        problems.extend(emptiness(file.path, len(tokens.tokens), tokens.num_records))
-    return tokens
+    corpora = []
+    for file in files:
+        num_known, parts = len(problems), []
+        with collect_problems(problems, file.path):
+            for chunk in chunks_of(file):
+                parts.append(read_chunk(chunk, keys, tokenizer, problems))
+                if len(problems) > num_known and chunk.kind != "jsonl":  # the other chunks would say the same
+                    break
+        corpora.append(join(parts, tokenizer))
+        if len(problems) == num_known:
+            problems.extend(emptiness(file.path, len(corpora[-1].tokens), corpora[-1].num_records))
+    return join(corpora, tokenizer)
 
 
 def emptiness(path: str, num_tokens: int, num_records: int) -> list[Problem]:
@@ -120,9 +117,18 @@ def read_chunk(chunk: FileRange, keys: TextKeys, tokenizer: Tokenizer, problems:
     with open(chunk.path, "rb") as file:
         file.seek(chunk.start)
         content = file.read(chunk.stop - chunk.start)
-        problem = _binary_problem(chunk, content)
-        if problem:
-            problems.append(problem)
+        what = ""
+        nul = content.find(0, 0, _NUL_SEARCH_BYTES) if chunk.start == 0 else -1
+        if nul >= 0:
+            what = f"is not a text file: a NUL byte at offset {nul}."
+        elif os.path.splitext(chunk.path)[1].lower() in _UTF8_SUFFIXES:
+            try:
+                content.decode("utf-8")
+            except UnicodeDecodeError as error:
+                what = f"is not UTF-8: byte 0x{content[error.start]:02x} at offset {chunk.start + error.start}."
+        if what:
+            fix = "Convert it to UTF-8 text, or leave it out of the pattern."
+            problems.append(Problem(where=chunk.path, what=what, fix=fix))
             return join([], tokenizer)
         if chunk.kind == "text":
             tokens, begins = tokenizer.encode(content), chunk.start == 0
@@ -209,44 +215,31 @@ def _dataset(path: str) -> Any:
     return splits[chosen]
 
 
-def _binary_problem(chunk: FileRange, content: bytes) -> Problem | None:
-    fix = "Convert it to UTF-8 text, or leave it out of the pattern."
-    nul = content.find(0, 0, _NUL_SEARCH_BYTES) if chunk.start == 0 else -1
-    if nul >= 0:
-        return Problem(where=chunk.path, what=f"is not a text file: a NUL byte at offset {nul}.", fix=fix)
-    if os.path.splitext(chunk.path)[1].lower() in _UTF8_SUFFIXES:
-        try:
-            content.decode("utf-8")
-        except UnicodeDecodeError as error:
-            what = f"is not UTF-8: byte 0x{content[error.start]:02x} at offset {chunk.start + error.start}."
-            return Problem(where=chunk.path, what=what, fix=fix)
-    return None
-
-
 def _encode(records: Records, tokenizer: Tokenizer) -> FlatTokens:
-    """All records; conversations are encoded apart from others."""
+    """All records; conversations are encoded apart from others.
+
+    After a conversation comes a separator that does not count in the loss: how an answer ends is in the template.
+    """
     if not any(said is not None for said in records.said):
         return _encode_texts(records, tokenizer)
     parts, place = [], 0
     for is_chat, group in groupby(records.said, key=lambda said: said is not None):
         said = list(group)
         part = slice(place, place + len(said))
-        some = Records(texts=records.texts[part], prompts=records.prompts[part], said=said)
-        parts.append(_encode_chats(some, tokenizer) if is_chat else _encode_texts(some, tokenizer))
-        place = part.stop
+        place, texts = part.stop, records.texts[part]
+        if not is_chat:
+            parts.append(_encode_texts(Records(texts=texts, prompts=records.prompts[part], said=said), tokenizer))
+            continue
+        encoded = tokenizer.encode_spans(texts, [spans or [] for spans in said])
+        flat = [np.append(tokens, np.asarray([tokenizer.separator], tokens.dtype)) for tokens, _ in encoded]
+        corpus = FlatTokens(
+            tokens=np.concatenate(flat),
+            weights=np.concatenate([np.append(weights, np.uint8(0)) for _, weights in encoded]),
+            starts=np.cumsum([0, *map(len, flat)])[:-1].astype(np.int64),
+            num_text_bytes=sum(map(len, texts)),
+        )
+        parts.append(corpus)
     return replace(join(parts, tokenizer), num_records=records.num_records)
-
-
-def _encode_chats(records: Records, tokenizer: Tokenizer) -> FlatTokens:
-    """Each conversation with a separator after it, which does not count: how an answer ends is in the template."""
-    encoded = tokenizer.encode_spans(records.texts, [said or [] for said in records.said])
-    flat = [np.append(tokens, np.asarray([tokenizer.separator], tokens.dtype)) for tokens, _ in encoded]
-    return FlatTokens(
-        tokens=np.concatenate(flat),
-        weights=np.concatenate([np.append(weights, np.uint8(0)) for _, weights in encoded]),
-        starts=np.cumsum([0, *map(len, flat)])[:-1].astype(np.int64),
-        num_text_bytes=sum(map(len, records.texts)),
-    )
 
 
 def _encode_texts(records: Records, tokenizer: Tokenizer) -> FlatTokens:

@@ -65,8 +65,7 @@ def default_loss(output: Any, targets: Tensor) -> Tensor:
         return F.mse_loss(logits.reshape(targets.shape).to(targets.dtype), targets, reduction="none")
     if logits.shape[:-1] != targets.shape:
         what = f"the module's scores are {tuple(logits.shape)} for targets of shape {tuple(targets.shape)}."
-        fix = "Return scores of shape (*targets, classes), or a loss from the factory."
-        raise error_at("model.factory", what, fix)
+        raise error_at("model.factory", what, "Return scores of shape (*targets, classes), or a loss from the factory.")
     return token_loss(logits, targets)
 
 
@@ -188,6 +187,9 @@ class Adapted(Model):
         return ((block, number) for number, block in enumerate(self._blocks()) if is_within(self.spans, number))
 
     def keep(self, spans: Spans) -> None:
+        def note_left(module: nn.Module, args: Any, output: Any) -> None:
+            self.left = output[0] if isinstance(output, tuple) else output
+
         before, after = self.ends_here
         blocks = self._blocks()
         for index, block in enumerate(blocks):
@@ -200,7 +202,7 @@ class Adapted(Model):
                 twin.__dict__.update(block.__dict__)
                 self.aside[index] = _idle(twin, act)
             if any(index + 1 == last for _, last in spans) and index + 1 in self.anatomy.between:
-                block.register_forward_hook(self._note_left)
+                block.register_forward_hook(note_left)
         self.spans = spans
         self.ends_here = (before if is_within(spans, 0) else (), after if is_within(spans, len(blocks) - 1) else ())
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
@@ -212,9 +214,6 @@ class Adapted(Model):
                 _idle(each, lambda x: x)
                 names = list(_own_tensors(each))
             self.hollow += _hollow(each, names)
-
-    def _note_left(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.left = output[0] if isinstance(output, tuple) else output
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
@@ -350,8 +349,7 @@ def adopt_batch_norms(module: nn.Module) -> bool:
             continue
         if not each.affine or not each.track_running_stats or each.momentum is None:
             what = f"{path} is a batch norm without weights, running statistics or momentum."
-            fix = "Give it affine=True, track_running_stats=True and a momentum."
-            raise error_at("model.factory", what, fix)
+            raise error_at("model.factory", what, "Give it affine=True, track_running_stats=True and a momentum.")
         ours = BatchNorm(each.num_features, each.eps, each.momentum)
         ours.weight, ours.bias = each.weight, each.bias
         ours.running_mean, ours.running_var = each.running_mean, each.running_var

@@ -177,8 +177,6 @@ class Anatomy:
     """Blocks that are not given the very tensor that the one before returned: the forward does something to it."""
     shapes: list[tuple[Dim, ...]] = field(default_factory=list)
     """Of what enters the first block, and what leaves each."""
-    calls: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
-    """A block's arguments in the trace."""
 
     @property
     def num_blocks(self) -> int:
@@ -337,8 +335,16 @@ def examine(module: nn.Module, template: InputTemplate) -> Anatomy:
 
 def _examine(module: nn.Module, names: tuple[str, ...], template: InputTemplate) -> Anatomy:
     blocks = [module.get_submodule(name) for name in names]
-    if shared := _shared(module, blocks):
-        return Anatomy(no_stages=f"{shared}, so that its blocks do not stand by themselves.")
+    inside = {id(each) for block in blocks for each in block.modules()}
+    places = [(value, i) for i, block in enumerate(blocks) for value in block.parameters()]
+    places += [(value, -1) for each in module.modules() if id(each) not in inside for value in each.parameters(False)]
+    first: dict[int, int] = {}
+    for value, place in places:
+        if first.setdefault(id(value), place) != place:
+            name = next(name for name, each in module.named_parameters() if each is value)
+            return Anatomy(
+                no_stages=f"{name} is in more than one place, so that its blocks do not stand by themselves."
+            )
     anatomy = Anatomy(names=names)
     sequence = max(1, min(8, template.sequence // 3))  # three times as long is still no longer than a sample
     sizes = ((2, 2 * sequence, 1e-9), (3, 2 * sequence, 1 - 1e-7), (2, 3 * sequence, 0.5))
@@ -370,19 +376,6 @@ def _examine(module: nn.Module, names: tuple[str, ...], template: InputTemplate)
     return anatomy
 
 
-def _shared(module: nn.Module, blocks: list[nn.Module]) -> str:
-    """A parameter that is in two blocks, or in one and outside of them; empty if there is none."""
-    inside = {id(each) for block in blocks for each in block.modules()}
-    places = [(value, i) for i, block in enumerate(blocks) for value in block.parameters()]
-    places += [(value, -1) for each in module.modules() if id(each) not in inside for value in each.parameters(False)]
-    first: dict[int, int] = {}
-    for value, place in places:
-        if first.setdefault(id(value), place) != place:
-            name = next(name for name, each in module.named_parameters() if each is value)
-            return f"{name} is in more than one place"
-    return ""
-
-
 class _NoStages(Exception):
     pass
 
@@ -411,7 +404,6 @@ def _trace(module: nn.Module, blocks: list[nn.Module], inputs: Inputs, anatomy: 
             raise _NoStages(f"block {index} is not handed a tensor first.")
         if index and hidden is not handed[-1]:
             anatomy.between.add(index)
-        anatomy.calls[index] = (args, kwargs)
         entered.append(hidden)
 
     def after(index: int, args: Any, output: Any) -> Any:

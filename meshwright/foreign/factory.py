@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from meshwright.core.errors import MeshwrightError, Problem, error_at, last_line
+from meshwright.core.errors import Problem, error_at, last_line, raise_problems
 from meshwright.foreign.examine import VALUES_WANTED, FixedDraw, floats, hooked, quiet, run_apart
 from meshwright.ops.model_interface import Inputs, map_inputs
 
@@ -23,7 +23,17 @@ from meshwright.ops.model_interface import Inputs, map_inputs
 def call_factory(name: str, arguments: Mapping[str, Any], sequence: int) -> tuple[nn.Module, Any, Inputs]:
     """(module, loss or None, sample inputs) of `package.module:function`."""
     where = f"model.factory {name}"
-    made = _call(_find(name, where), arguments, where)
+    factory = _find(name, where)
+    try:
+        inspect.signature(factory).bind(**arguments)
+    except TypeError as error:
+        raise error_at(where, f"does not take model.arguments: {error}.") from None
+    except ValueError:  # a builtin without a signature
+        pass
+    try:
+        made = factory(**arguments)
+    except (Exception, SystemExit) as error:
+        raise error_at(where, f"raised {last_line(error)}") from None
     parts = made if isinstance(made, tuple) else (made,)
     if not 1 <= len(parts) <= 3 or not isinstance(parts[0], nn.Module):
         what = f"returned {_shown(made)}."
@@ -42,8 +52,7 @@ def call_factory(name: str, arguments: Mapping[str, Any], sequence: int) -> tupl
         fix = "Use a tensor, or a tuple of tensors, samples along dim 0."
         problems.append(Problem(where=where, what=f"its sample inputs are {_shown(example)}.", fix=fix))
     problems += _weight_problems(module, where)
-    if problems:
-        raise MeshwrightError(problems)
+    raise_problems(problems)
     return module, loss, torch.zeros(1, sequence, dtype=torch.int64) if example is None else example
 
 
@@ -96,19 +105,6 @@ def _find(name: str, where: str) -> Callable[..., Any]:
             where, f"{path} ({place}) has no function {function}.", f"It has {', '.join(sorted(names)[:8]) or 'none'}."
         )
     return factory
-
-
-def _call(function: Callable[..., Any], arguments: Mapping[str, Any], where: str) -> Any:
-    try:
-        inspect.signature(function).bind(**arguments)
-    except TypeError as error:
-        raise error_at(where, f"does not take model.arguments: {error}.") from None
-    except ValueError:  # a builtin without a signature
-        pass
-    try:
-        return function(**arguments)
-    except (Exception, SystemExit) as error:
-        raise error_at(where, f"raised {last_line(error)}") from None
 
 
 @dataclass(frozen=True, kw_only=True)

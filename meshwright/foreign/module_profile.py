@@ -47,7 +47,23 @@ def profile_of_module(
     first, *inner, last = traced.ops
     layers = [_end(module, anatomy, regions, 0, first)]
     ops_of = dict(zip(dict.fromkeys(same), inner, strict=True))
-    layers += _blocks(module, anatomy, regions, [ops_of[at] for at in same])
+    kinds: Counter[str] = Counter()
+    last_key = None
+    for index, path in enumerate(anatomy.names):
+        block, block_regions, ops = blocks[index], regions.get(path, []), ops_of[same[index]]
+        whole = [Param(name=each, shape=tuple(value.shape)) for each, value in block.named_parameters()]
+        params = tuple(_cut_params(whole, block_regions))
+        boundary = _boundary(anatomy, index + 1) if anatomy.shapes else Poly()
+        sites = _sites(block_regions, [param.name for param in params]) + _statistics(list(block.modules()))
+        key = (type(block), params, boundary, sites, ops)
+        if key == last_key:
+            layers[-1] = replace(layers[-1], repeat=layers[-1].repeat + 1)
+            continue
+        last_key = key
+        kind = type(block).__name__
+        kinds[kind] += 1
+        title = kind if kinds[kind] == 1 else f"{kind}_{kinds[kind]}"
+        layers.append(Layer(name=title, params=params, ops=ops, sites=sites, boundary=boundary, is_block=True))
     layers.append(_end(module, anatomy, regions, 1, last))
     hidden = anatomy.shapes[0][-1][0] if anatomy.shapes else 0
     names, path = anatomy.names, list_path(anatomy.names)
@@ -101,9 +117,20 @@ def _traced(
     notes: dict[str, None] = {}
 
     def step(module: nn.Module, inputs: Inputs, is_fake: bool) -> Tensor:
+        """The loss for targets of the shape that the scores have, or the sum of the output."""
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_fake):
             output = run_module(module, inputs)
-        return _number(output, loss, notes)
+        tensors = floats(output)
+        if loss is not None and tensors:
+            scores = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+            scores = scores if isinstance(scores, Tensor) else tensors[0]
+            for make in (lambda: torch.zeros(scores.shape[:-1], dtype=torch.int64), lambda: torch.zeros_like(scores)):
+                try:
+                    return loss(output, make()).sum()
+                except Exception:  # not of the kind it is for
+                    continue
+            notes["the loss: it took none of the targets made up for it"] = None
+        return sum((each.sum() for each in tensors), torch.zeros(()))
 
     subject = Subject(
         module=module,
@@ -120,24 +147,6 @@ def _traced(
         return Traced(ops=[()] * len(places), unpriced=(told,))
     traced.unpriced += tuple(notes)
     return traced
-
-
-def _number(output: Any, loss: Loss | None, notes: dict[str, None]) -> Tensor:
-    """What to go backward from: the loss, for targets of the shape that scores have, or the sum of the output."""
-    tensors = floats(output)
-    if loss is not None and tensors:
-        scores = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
-        scores = scores if isinstance(scores, Tensor) else tensors[0]
-        for make in (lambda: torch.zeros(scores.shape[:-1], dtype=torch.int64), lambda: torch.zeros_like(scores)):
-            try:
-                return loss(output, make()).sum()
-            except Exception:  # not of the kind it is for
-                continue
-        notes["the loss: it took none of the targets made up for it"] = None
-    total = torch.zeros(())
-    for each in tensors:
-        total = total + each.sum()
-    return total
 
 
 def end_names(module: nn.Module, anatomy: Anatomy) -> tuple[list[str], list[str]]:
@@ -194,32 +203,6 @@ def _boundary(anatomy: Anatomy, index: int) -> Poly:
         else:
             total = Poly(one=total.one * one, b=total.b * one, bs=total.bs * one, bss=total.bss * one)
     return total
-
-
-def _blocks(
-    module: nn.Module, anatomy: Anatomy, regions: Mapping[str, list[SplitRegion]], ops: list[tuple[Op, ...]]
-) -> list[Layer]:
-    if not anatomy.num_blocks:
-        return []
-    layers: list[Layer] = []
-    names: Counter[str] = Counter()
-    last_key = None
-    for index, path in enumerate(anatomy.names):
-        block, block_regions = module.get_submodule(path), regions.get(path, [])
-        whole = [Param(name=each, shape=tuple(value.shape)) for each, value in block.named_parameters()]
-        params = tuple(_cut_params(whole, block_regions))
-        boundary = _boundary(anatomy, index + 1) if anatomy.shapes else Poly()
-        sites = _sites(block_regions, [param.name for param in params]) + _statistics(list(block.modules()))
-        key = (type(block), params, boundary, sites, ops[index])
-        if key == last_key:
-            layers[-1] = replace(layers[-1], repeat=layers[-1].repeat + 1)
-            continue
-        last_key = key
-        kind = type(block).__name__
-        names[kind] += 1
-        title = kind if names[kind] == 1 else f"{kind}_{names[kind]}"
-        layers.append(Layer(name=title, params=params, ops=ops[index], sites=sites, boundary=boundary, is_block=True))
-    return layers
 
 
 def _cut_params(params: list[Param], block_regions: list[SplitRegion], prefix: str = "") -> list[Param]:

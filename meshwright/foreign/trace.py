@@ -245,32 +245,32 @@ def _watched(subject: Subject, recorder: OpRecorder) -> Iterator[None]:
         yield
 
 
+_NUMBERED = re.compile(r"idx|index|layer_id|number|depth")
+
+
 def equal_runs(blocks: Sequence[nn.Module], shapes: Sequence[Any]) -> list[int]:
     """For each block, the first of the equal ones right before it that hand on what they are given; else itself."""
+
+    def signature_of(block: nn.Module) -> Any:
+        """All that may make a block compute something else than its neighbour; its number is no such thing."""
+        signature = []
+        for path, each in block.named_modules():
+            plain = [
+                (name, value)
+                for name, value in sorted(vars(each).items())
+                if isinstance(value, int | float | str | bool | None | tuple) and not _NUMBERED.search(name)
+            ]
+            tensors = [
+                (name, None if value is None else (tuple(value.shape), value.dtype, value.requires_grad))
+                for name, value in (*each._parameters.items(), *each._buffers.items())
+            ]
+            signature.append((path, type(each), repr(plain), tensors))
+        return signature
+
     firsts: list[int] = []
-    signatures = [_signature(block) for block in blocks]
+    signatures = [signature_of(block) for block in blocks]
     for index, signature in enumerate(signatures):
         same = index > 0 and signature == signatures[index - 1]
         same = same and len(shapes) > index + 1 and shapes[index - 1] == shapes[index] == shapes[index + 1]
         firsts.append(firsts[-1] if same else index)
     return firsts
-
-
-_NUMBERED = re.compile(r"idx|index|layer_id|number|depth")
-
-
-def _signature(block: nn.Module) -> Any:
-    """All that may make a block compute something else than its neighbour; its place among them is no such thing."""
-    signature = []
-    for path, each in block.named_modules():
-        plain = [
-            (name, value)
-            for name, value in sorted(vars(each).items())
-            if isinstance(value, int | float | str | bool | None | tuple) and not _NUMBERED.search(name)
-        ]
-        tensors = [
-            (name, None if value is None else (tuple(value.shape), value.dtype, value.requires_grad))
-            for name, value in (*each._parameters.items(), *each._buffers.items())
-        ]
-        signature.append((path, type(each), repr(plain), tensors))
-    return signature

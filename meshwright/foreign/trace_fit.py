@@ -79,13 +79,35 @@ def summarise(record: Record, sequence: int, peaks: Peaks | None = None) -> Summ
     ops: dict[Key, Sums] = defaultdict(lambda: defaultdict(float))
     operators: dict[Key, set[str]] = defaultdict(set)
     for event in record.events:
-        if not event.is_dropped:
-            key = _add_event(ops, event, sequence)
-            operators[key] |= set() if event.is_backward else {event.name}
+        if event.is_dropped:
+            continue
+        way, touches = "backward_" if event.is_backward else "", [*event.reads, *event.writes]
+        key = _key(event, _bytes(touches, True) > _bytes(touches, False), sequence)
+        ops[key][f"{way}kernels"] += event.products
+        ops[key][f"{way}flops"] += event.flops
+        if not event.is_backward:
+            ops[key]["matrices"] += event.matrices
+            ops[key]["count"] += 1
+            operators[key].add(event.name)
+        for is_wide, moved in _moved(event, touches):
+            ops[_key(event, is_wide, sequence)][f"{way}moved"] += moved
     for storage in record.storages:
         if storage.saver is not None and not storage.is_given:
             ops[_saved_key(storage.saver, storage.is_wide)]["saved"] += storage.elements
-    _add_fused(ops, record, sequence)
+    fused = fuse(record)
+    for event in record.events:
+        if event.kind in ("matmul", "attention") or event.is_dropped:
+            continue
+        way, touches = "backward_" if event.is_backward else "", [*event.reads, *event.writes]
+        key = _key(event, _bytes(touches, True) > _bytes(touches, False), sequence)
+        ops[key][f"fused_{way}kernels"] += fused.kernels.get(event.number, 0)
+        for is_wide, moved in _moved(event, fused.moved.get(event.number, [])):
+            ops[_key(event, is_wide, sequence)][f"fused_{way}moved"] += moved
+    for storage in record.storages:
+        if storage.saver is not None and not storage.is_given and id(storage) not in fused.forgotten:
+            ops[_saved_key(storage.saver, storage.is_wide)]["fused_saved"] += storage.elements
+    for event, storage in fused.kept_instead:
+        ops[_saved_key(event.label, storage.is_wide)]["fused_saved"] += storage.elements
     blocks = frozenset(event.label.layer for event in record.events if event.label.is_block)
     working, peaks = _working(record, peaks)
     return Summary(
@@ -109,22 +131,6 @@ def _key(event: OpEvent, is_wide: bool, sequence: int) -> Key:
 
 def _folded(path: str) -> str:
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)
-
-
-def _add_event(ops: dict[Key, Sums], event: OpEvent, sequence: int) -> Key:
-    way = "backward_" if event.is_backward else ""
-    touches = [*event.reads, *event.writes]
-    wide = _bytes(touches, True) > _bytes(touches, False)
-    key = _key(event, wide, sequence)
-    main = ops[key]
-    main[f"{way}kernels"] += event.products
-    main[f"{way}flops"] += event.flops
-    if not event.is_backward:
-        main["matrices"] += event.matrices
-        main["count"] += 1
-    for is_wide, moved in _moved(event, touches):
-        ops[_key(event, is_wide, sequence)][f"{way}moved"] += moved
-    return key
 
 
 def _role(key: Key, summary: Summary) -> Role:
@@ -162,24 +168,6 @@ def _moved(event: OpEvent, touches: list[Touch]) -> list[tuple[bool, float]]:
 
 def _saved_key(label: Label, is_wide: bool) -> Key:
     return Key(label.layer, _folded(label.path), "loss" if label.role == "loss" else "memory", label.cut, is_wide)
-
-
-def _add_fused(ops: dict[Key, Sums], record: Record, sequence: int) -> None:
-    fused = fuse(record)
-    for event in record.events:
-        if event.kind in ("matmul", "attention") or event.is_dropped:
-            continue
-        way = "backward_" if event.is_backward else ""
-        touches = [*event.reads, *event.writes]
-        main = _key(event, _bytes(touches, True) > _bytes(touches, False), sequence)
-        ops[main][f"fused_{way}kernels"] += fused.kernels.get(event.number, 0)
-        for is_wide, moved in _moved(event, fused.moved.get(event.number, [])):
-            ops[_key(event, is_wide, sequence)][f"fused_{way}moved"] += moved
-    for storage in record.storages:
-        if storage.saver is not None and not storage.is_given and id(storage) not in fused.forgotten:
-            ops[_saved_key(storage.saver, storage.is_wide)]["fused_saved"] += storage.elements
-    for event, storage in fused.kept_instead:
-        ops[_saved_key(event.label, storage.is_wide)]["fused_saved"] += storage.elements
 
 
 def _working(record: Record, peaks: Peaks | None) -> tuple[dict[tuple[int, str, bool], float], Peaks]:
@@ -220,14 +208,13 @@ def fit(points: Points, values: Sequence[float], has_sequence: bool) -> Poly:
     largest = np.abs(terms).max(axis=0)
     solved = np.linalg.lstsq(terms / largest, np.array(values), rcond=None)[0]
     scale = max(map(abs, values))
-    clean = [float(x / top) if x > 1e-7 * scale else 0.0 for x, top in zip(solved, largest, strict=True)]
+    factors = []
+    for x, top in zip(solved, largest, strict=True):
+        factor = float(x / top) if x > 1e-7 * scale else 0.0
+        near = round(factor * 24) / 24  # elements, and halves, quarters and thirds of them
+        factors.append(near if abs(factor - near) < 1e-5 * max(1.0, abs(factor)) else factor)
     names = ("one", "b", "bs", "bss") if has_sequence else ("one", "b")
-    return Poly(**{name: _round(x) for name, x in zip(names, clean, strict=True)})
-
-
-def _round(value: float) -> float:
-    near = round(value * 24) / 24  # elements, and halves, quarters and thirds of them
-    return near if abs(value - near) < 1e-5 * max(1.0, abs(value)) else value
+    return Poly(**dict(zip(names, factors, strict=True)))
 
 
 def is_fitted(poly: Poly, points: Points, values: Sequence[float]) -> bool:

@@ -133,16 +133,14 @@ class TracedRMSNorm(torch.autograd.Function):
         return into_x, None if weight is None else into_weight, None
 
 
-def _rows_times(x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[2])
-
-
-def _outer(grad: Tensor, x: Tensor, num_experts: int) -> Tensor:
-    return x.new_empty(num_experts, grad.shape[1], x.shape[1])
-
-
-ROWS_TIMES = _define("rows_times", "(Tensor x, Tensor weight) -> Tensor", _rows_times)
-OUTER = _define("outer", "(Tensor grad, Tensor x, int num_experts) -> Tensor", _outer)
+ROWS_TIMES = _define(
+    "rows_times", "(Tensor x, Tensor weight) -> Tensor", lambda x, weight: x.new_empty(x.shape[0], weight.shape[2])
+)
+OUTER = _define(
+    "outer",
+    "(Tensor grad, Tensor x, int num_experts) -> Tensor",
+    lambda grad, x, num_experts: x.new_empty(num_experts, grad.shape[1], x.shape[1]),
+)
 
 
 class GroupedProduct(torch.autograd.Function):

@@ -181,38 +181,32 @@ class OpRecorder(TorchDispatchMode):
         if not self.at_work or func.namespace == "prim":
             return out
         name = func._overloadpacket.__name__
-        event = None
-        if self.is_backward and node is not None:
-            self._in_backward(func, name, node, args, kwargs, out)
-        elif not self.is_backward:
-            event = None if _is_free(func, name) else self._event(func, name, self.label, args, kwargs, out)
+        is_free = bool(func.is_view) or name in FREE
+        if not self.is_backward:
+            event = None if is_free else self._event(func, name, self.label, args, kwargs, out)
             self._numbers.append(torch.autograd._get_sequence_nr())
             self._forwards.append(event)
-        return out
-
-    def _in_backward(self, func: Any, name: str, node: Any, args: Any, kwargs: Any, out: Any) -> None:
-        if _is_free(func, name):
-            return
+            return out
+        if node is None or is_free:
+            return out
         start = bisect_right(self._numbers, node._sequence_nr())
         if start == len(self._numbers):
             self._event(func, name, self.label, args, kwargs, out)  # an accumulation: where backward just is
-            return
-        number = self._numbers[start]
-        stop = bisect_right(self._numbers, number)
+            return out
+        stop = bisect_right(self._numbers, self._numbers[start])
         known = [event for event in self._forwards[start:stop] if event is not None]
         # A node without an event of its own is a view's: it belongs where the next event does.
         later = (event.label for event in self._forwards[start : start + 50] if event is not None)
-        label = known[0].label if known else next(later, self.label)
-        self.label = label
-        event = self._event(func, name, label, args, kwargs, out)
-        if event is None:
-            return
-        event.forward = known[0] if known else None
-        if event.kind == "matmul":
-            products = [each for each in known if each.kind == "matmul"]
-            same = [each for each in products if sorted(_sizes(each)) == sorted(_sizes(event))]
-            event.forward = next(iter(same or products), None)
-        event.is_dropped |= bool(known) and known[0].is_dropped and event.name == "_to_copy"
+        self.label = known[0].label if known else next(later, self.label)
+        event = self._event(func, name, self.label, args, kwargs, out)
+        if event is not None:
+            event.forward = known[0] if known else None
+            if event.kind == "matmul":
+                products = [each for each in known if each.kind == "matmul"]
+                same = [each for each in products if sorted(_sizes(each)) == sorted(_sizes(event))]
+                event.forward = next(iter(same or products), None)
+            event.is_dropped |= bool(known) and known[0].is_dropped and event.name == "_to_copy"
+        return out
 
     def _event(self, func: Any, name: str, label: Label, args: Any, kwargs: Any, out: Any) -> OpEvent | None:
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
@@ -295,10 +289,6 @@ class OpRecorder(TorchDispatchMode):
             left, right = [each for each in args if isinstance(each, Tensor)][-2:]
             event.shape = (right.shape[-1], left.shape[-1])
             event.matrices = left.shape[0] if left.dim() == 3 else 1
-
-
-def _is_free(func: Any, name: str) -> bool:
-    return bool(func.is_view) or name in FREE
 
 
 def _kind(func: Any, name: str, label: Label) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.core.codec import decode_into
-from meshwright.core.errors import MeshwrightError, Problem, error_at
+from meshwright.core.errors import MeshwrightError, Problem, error_at, raise_problems
 from meshwright.core.files import json_object, read_plain
 from meshwright.models.presets import DecoderConfig
 
@@ -99,12 +99,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "GPT2LMHeadModel": Family(
         keys=_GPT2_KEYS,
-        defaults={
-            "n_inner": None,
-            "layer_norm_epsilon": 1e-5,
-            "tie_word_embeddings": True,
-            "initializer_range": 0.02,
-        },
+        defaults={"n_inner": None, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, "initializer_range": 0.02},
         only={
             "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
             "scale_attn_weights": (True,),
@@ -198,8 +193,7 @@ class _ConfigReader:
             fields |= self.rope() | self.window()
         if "num_experts" in fields and self.raw.get("output_router_logits") is True:
             fields["balance"] = self.number(float, "router_aux_loss_coef", self.raw.get("router_aux_loss_coef", 0.001))
-        if self.problems:
-            raise MeshwrightError(self.problems)
+        raise_problems(self.problems)
         if self.reasons:
             reason = "Our decoder cannot be it: " + "; ".join(self.reasons[:5]) + "."
             return HFModel(architecture=architecture, config=None, reason=reason, raw=self.raw)
@@ -316,7 +310,23 @@ def _shown(value: Any) -> str:
 def family_of(config: DecoderConfig) -> str:
     """The architecture that computes what this decoder does, or a problem for each field that none can hold."""
     names = [name for name, family in FAMILIES.items() if ("num_experts" in family.keys) == (config.num_experts > 0)]
-    misfits = {name: _misfits(name, config) for name in names}
+    defaults = {field.name: field.default for field in fields(DecoderConfig)}
+    misfits: dict[str, dict[str, str]] = {}  # architecture -> field it cannot hold -> what it needs
+    for name in names:
+        family = FAMILIES[name]
+        decided = (*DECIDED, *(DECIDED_OF_EXPERTS if "num_experts" in family.keys else ()))
+        needs: dict[str, tuple[Any, ...]] = {each: (family.implied.get(each, defaults[each]),) for each in decided}
+        if "sliding_window" not in family.defaults:
+            needs["sliding_window"] = (0,)
+        if name == "GPT2LMHeadModel":
+            needs |= {"num_kv_heads": (config.num_heads,), "head_size": (0, config.hidden_size // config.num_heads)}
+        if name == "LlamaForCausalLM":  # its class insists; Mistral's does not
+            needs["hidden_size"] = (config.hidden_size // config.num_heads * config.num_heads,)
+        misfits[name] = {
+            part: f"The nearest, {name}, needs {' or '.join(map(repr, allowed))}."
+            for part, allowed in needs.items()
+            if getattr(config, part) not in allowed
+        }
     name = min(misfits, key=lambda each: len(misfits[each]))
     if misfits[name]:
         raise MeshwrightError(
@@ -324,23 +334,6 @@ def family_of(config: DecoderConfig) -> str:
             for part, fix in misfits[name].items()
         )
     return name
-
-
-def _misfits(architecture: str, config: DecoderConfig) -> dict[str, str]:
-    family, defaults = FAMILIES[architecture], {field.name: field.default for field in fields(DecoderConfig)}
-    decided = (*DECIDED, *(DECIDED_OF_EXPERTS if "num_experts" in family.keys else ()))
-    needs: dict[str, tuple[Any, ...]] = {name: (family.implied.get(name, defaults[name]),) for name in decided}
-    if "sliding_window" not in family.defaults:
-        needs["sliding_window"] = (0,)
-    if architecture == "GPT2LMHeadModel":
-        needs |= {"num_kv_heads": (config.num_heads,), "head_size": (0, config.hidden_size // config.num_heads)}
-    if architecture == "LlamaForCausalLM":  # its class insists; Mistral's does not
-        needs["hidden_size"] = (config.hidden_size // config.num_heads * config.num_heads,)
-    return {
-        part: f"The nearest, {architecture}, needs {' or '.join(map(repr, allowed))}."
-        for part, allowed in needs.items()
-        if getattr(config, part) not in allowed
-    }
 
 
 def config_for(config: DecoderConfig) -> dict[str, Any]:

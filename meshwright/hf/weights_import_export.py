@@ -29,7 +29,7 @@ from meshwright.checkpoint.save import begin, commit, discard, disk_errors, temp
 from meshwright.checkpoint.step_folders import list_steps, newest_good, usable_folders, verify
 from meshwright.core.box import Box
 from meshwright.core.codec import decode, encode
-from meshwright.core.errors import MeshwrightError, Problem, error_at, raise_problems
+from meshwright.core.errors import Problem, error_at, raise_problems
 from meshwright.core.files import fsync_folder, json_object, make_folder, read_plain, write_new
 from meshwright.core.units import pretty_bytes
 from meshwright.hf.config_json import CONFIG, MAX_CONFIG_BYTES, config_for, read_folder
@@ -55,16 +55,8 @@ PARAMETER = "parameter."
 BUFFER = "buffer."
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _ALONG = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "chat_template.jinja",
-    "generation_config.json",
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "generation_config.json"),
 )
 """Files of the original folder that a model needs to be used."""
 _MAX_ALONG_BYTES = 256 << 20
@@ -343,7 +335,5 @@ def chosen_step(root: Path, step: int | None, report: Report) -> Path:
     if step not in folders:
         listed = ", ".join(map(str, folders)) or "none"
         raise error_at(root, f"has no step {step}.", f"It has {listed}.")
-    problems = verify(folders[step])
-    if problems:
-        raise MeshwrightError(problems, exit_code=1)
+    raise_problems(verify(folders[step]), exit_code=1)
     return folders[step]

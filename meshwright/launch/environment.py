@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.errors import MeshwrightError, Problem, error_at
 
 TORCHRUN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 # Below Linux's ephemeral ports (32768 and up), so that no outgoing connection sits on it already.
@@ -105,7 +105,7 @@ def require(environ: Mapping[str, str], where: Kind, names: Sequence[str], fix: 
     missing = [name for name in names if not environ.get(name)]
     if missing:
         what = f"{', '.join(missing)} missing from the environment, though others of its variables are set."
-        raise MeshwrightError([Problem(where=where, what=what, fix=fix)])
+        raise error_at(where, what, fix)
 
 
 def whole_numbers(environ: Mapping[str, str], where: Kind, names: Sequence[str]) -> dict[str, int]:
@@ -120,5 +120,5 @@ def whole_numbers(environ: Mapping[str, str], where: Kind, names: Sequence[str])
 def checked(place: RankPlace) -> RankPlace:
     if place.rank >= place.num_ranks or place.local_rank >= place.num_ranks:
         what = f"rank {place.rank} (local rank {place.local_rank}) does not exist among {place.num_ranks} ranks."
-        raise MeshwrightError([Problem(where=place.kind, what=what)])
+        raise error_at(place.kind, what)
     return place

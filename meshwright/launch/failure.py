@@ -14,20 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from meshwright.core.codec import encode
 from meshwright.core.errors import MeshwrightError
 
 TAIL_BYTES = 4096
 # Lower-case pieces of what gloo, NCCL and the stores say when a peer is gone.
 LOST_PEER = (
-    "connection closed by peer",
-    "connection reset",
-    "connection was closed",
-    "connection refused",
-    "broken pipe",
-    "timed out",
-    "wait timeout",
-    "gloo",
-    "nccl",
+    *("connection closed by peer", "connection reset", "connection was closed", "connection refused", "broken pipe"),
+    *("timed out", "wait timeout", "gloo", "nccl"),
 )
 SIGNAL_HINTS = {
     signal.SIGKILL: "often the out-of-memory killer",
@@ -68,15 +62,14 @@ def speaks_of_lost_peer(text: str) -> bool:
 
 def error_as_json(error: BaseException) -> dict[str, Any]:
     """An exception as plain data, so that it can cross a process border without pickle."""
-    is_ours = isinstance(error, MeshwrightError)
-    problems = error.problems if isinstance(error, MeshwrightError) else ()
+    ours = error if isinstance(error, MeshwrightError) else None
     return {
         "type": type(error).__name__,
         "message": str(error),
         "traceback": "".join(traceback.format_exception(error)),
-        "exit_code": error.exit_code if isinstance(error, MeshwrightError) else 1,
-        "is_meshwright_error": is_ours,
-        "problems": [{"where": each.where, "what": each.what, "fix": each.fix} for each in problems],
+        "exit_code": ours.exit_code if ours else 1,
+        "is_meshwright_error": ours is not None,
+        "problems": encode(ours.problems) if ours else [],
     }
 
 

@@ -140,28 +140,23 @@ def launch(
             return LaunchOutcome(exit_code=PREEMPTED_EXIT_CODE, failures=(), num_ranks=num_ranks)
         rendezvous = held.enter_context(memory_file())
         try:
-            for job in jobs(arguments, num_ranks, log_folder, rendezvous):
+            for rank in range(num_ranks):
+                job = Job(
+                    arguments=dict(arguments),
+                    rank=rank,
+                    num_ranks=num_ranks,
+                    rendezvous=rendezvous,
+                    error_file=str(error_file(log_folder, rank)),
+                    log_file=str(log_file(log_folder, rank)),
+                )
                 job_file = held.enter_context(memory_file(json.dumps(asdict(job))))
-                variables = rank_environment(job.rank, num_ranks, threads, environment)
-                is_shown = show_rank_zero and job.rank == 0
-                children.append(start_rank(module, job, job_file, variables, is_shown))
+                variables = rank_environment(rank, num_ranks, threads, environment)
+                children.append(start_rank(module, job, job_file, variables, is_shown=show_rank_zero and rank == 0))
             watch(children, stop, grace_seconds)
         finally:
             for child in children:
                 child.end()
     return judge(children, log_folder, is_stopped=stop.first_seconds < math.inf)
-
-
-def jobs(arguments: Mapping[str, Any], num_ranks: int, log_folder: Path, rendezvous: str) -> Iterator[Job]:
-    for rank in range(num_ranks):
-        yield Job(
-            arguments=dict(arguments),
-            rank=rank,
-            num_ranks=num_ranks,
-            rendezvous=rendezvous,
-            error_file=str(error_file(log_folder, rank)),
-            log_file=str(log_file(log_folder, rank)),
-        )
 
 
 def set_logs_aside(log_folder: Path) -> None:

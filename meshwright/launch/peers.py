@@ -205,25 +205,17 @@ def interface_of(address: str) -> str:
         return ""
     if wanted.is_loopback:  # all of 127.0.0.0/8, of which the interface lists one
         return "lo"
-    found = _interfaces_v4() if wanted.version == 4 else _interfaces_v6()
-    return found.get(wanted, "")
-
-
-def _interfaces_v4() -> dict[ipaddress.IPv4Address | ipaddress.IPv6Address, str]:
-    """Every address, the second ones of an interface too, and the interface's name."""
+    if wanted.version == 6:
+        listing = Path("/proc/net/if_inet6")
+        rows = [line.split() for line in listing.read_text().splitlines()] if listing.exists() else []
+        return next((row[5] for row in rows if bytes.fromhex(row[0]) == wanted.packed), "")
+    # Every address, the second ones of an interface too, and the interface's name.
     space = array.array("B", bytes(_MOST_INTERFACES * _REQUEST_BYTES))
     place, length = space.buffer_info()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         answer = fcntl.ioctl(probe, _SIOCGIFCONF, struct.pack("iP", length, place))
-    filled = struct.unpack("iP", answer)[0]
-    found: dict[ipaddress.IPv4Address | ipaddress.IPv6Address, str] = {}
-    for start in range(0, filled, _REQUEST_BYTES):
-        name = space[start : start + 16].tobytes().partition(b"\0")[0].decode()
-        found[ipaddress.IPv4Address(space[start + 20 : start + 24].tobytes())] = name.partition(":")[0]
-    return found
-
-
-def _interfaces_v6() -> dict[ipaddress.IPv4Address | ipaddress.IPv6Address, str]:
-    listing = Path("/proc/net/if_inet6")
-    rows = [line.split() for line in listing.read_text().splitlines()] if listing.exists() else []
-    return {ipaddress.IPv6Address(bytes.fromhex(row[0])): row[5] for row in rows}
+    for start in range(0, struct.unpack("iP", answer)[0], _REQUEST_BYTES):
+        if space[start + 20 : start + 24].tobytes() == wanted.packed:
+            name = space[start : start + 16].tobytes().partition(b"\0")[0].decode()
+            return name.partition(":")[0]
+    return ""

@@ -20,7 +20,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, cast
 
 from meshwright.core.errors import MeshwrightError, Problem
@@ -89,15 +88,8 @@ class Worker:
         tail = log_tail(self.log, self.log_start)
         code = self.child.exit_code
         if code is None:
-            message = f"killed by us: {why_ended}"
-            return Failure(
-                rank=self.child.rank,
-                kind="signal",
-                message=message,
-                details=tail,
-                is_secondary=False,
-                log=self.log,
-            )
+            said: dict[str, Any] = {"message": f"killed by us: {why_ended}", "details": tail}
+            return Failure(rank=self.child.rank, kind="signal", is_secondary=False, log=self.log, **said)
         return failure_from_exit(self.child.rank, code, self.child.why_ended, tail, self.log)
 
 
@@ -118,9 +110,7 @@ class RankPool:
     def __enter__(self) -> RankPool:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         self.close()
 
     def start(self, num_ranks: int) -> None:
@@ -132,14 +122,22 @@ class RankPool:
             if worker is not None and worker.child.exit_code is not None:
                 worker.child.end()
                 worker = None
-            self._workers[rank] = worker or self._start_worker(rank)
+            if worker is not None:
+                continue
+            if self._log_folder is not None:
+                log = self._log_folder / f"worker-{rank}.log"
+            else:
+                log = Path(self._held.enter_context(memory_file()))
+            environment = rank_environment(rank, self.num_ranks, self.threads_per_rank)
+            words = ("meshwright.launch.pool_worker", str(self.threads_per_rank))
+            pipe = subprocess.PIPE
+            with log.open("ab") as stream:
+                size = stream.tell()
+                child = start_child(rank, words, environment=environment, stdin=pipe, stdout=pipe, stderr=stream)
+            self._workers[rank] = Worker(child=child, log=log, log_start=size)
 
     def run(
-        self,
-        function: str,
-        arguments: Mapping[str, Any],
-        num_ranks: int,
-        timeout_seconds: float = 120,
+        self, function: str, arguments: Mapping[str, Any], num_ranks: int, timeout_seconds: float = 120
     ) -> list[Any]:
         """Call `function` ("package.module:name") on the first `num_ranks` ranks; their values by rank.
 
@@ -152,14 +150,9 @@ class RankPool:
         for worker in new:
             worker.is_ready = True
         with memory_file() as rendezvous:
-            request = {
-                "function": function,
-                "arguments": dict(arguments),
-                "num_ranks": num_ranks,
-                "rendezvous": rendezvous,
-            }
+            request = {"function": function, "arguments": dict(arguments), "num_ranks": num_ranks}
             for worker in workers:
-                worker.ask(request | {"rank": worker.child.rank})
+                worker.ask(request | {"rendezvous": rendezvous, "rank": worker.child.rank})
             answers = self._collect(workers, num_ranks, timeout_seconds, function)
         for rank in range(num_ranks):
             if answers[rank].get("is_worn"):
@@ -170,19 +163,6 @@ class RankPool:
         """End every worker. The pool may not be used afterwards."""
         self._end_workers()
         self._held.close()
-
-    def _start_worker(self, rank: int) -> Worker:
-        if self._log_folder is not None:
-            log = self._log_folder / f"worker-{rank}.log"
-        else:
-            log = Path(self._held.enter_context(memory_file()))
-        environment = rank_environment(rank, self.num_ranks, self.threads_per_rank)
-        words = ("meshwright.launch.pool_worker", str(self.threads_per_rank))
-        pipe = subprocess.PIPE
-        with log.open("ab") as stream:
-            start = stream.tell()
-            child = start_child(rank, words, environment=environment, stdin=pipe, stdout=pipe, stderr=stream)
-        return Worker(child=child, log=log, log_start=start)
 
     def _end_workers(self) -> None:
         for worker in self._workers.values():

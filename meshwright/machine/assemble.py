@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwright.core.cluster import Beside, Cluster, Device, Errors, HostResources, Link
-from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.errors import Problem, raise_problems
 from meshwright.core.profile import Layer
 from meshwright.core.work import ADAM, Compute, Phase, base_work
 from meshwright.machine.fits import (
@@ -59,15 +59,13 @@ class BlockComparison:
 def assemble(readings: Sequence[Reading], *, host_bytes: int) -> Cluster:
     """One Cluster named `this machine`. Devices are taken as equal: the median, the slower of two."""
     problems = [problem for rank, reading in enumerate(readings) for problem in _implausible(rank, reading)]
-    if problems:
-        raise MeshwrightError(problems)
+    raise_problems(problems)
     typical, num_devices = _typical(readings), len(readings)
     on_gpu = typical.kind == "cuda"
     sheet = preset_of_device(typical.device_name) if on_gpu else preset("laptop")
     if on_gpu and sheet is not None:
         _check_against(typical, sheet.device)
-    device = _plain_device(typical, sheet, host_bytes // num_devices)
-    device, fits = _fitted(device, typical)
+    device, fits = _fitted_device(typical, sheet, host_bytes // num_devices)
     inner, inner_error, inner_source = _inner(typical, num_devices, sheet)
     known = sheet or preset("l40s")
     block = _compare_block(device, typical)
@@ -162,8 +160,7 @@ def _implausible(rank: int, reading: Reading) -> Iterator[Problem]:
         rates[f"matmul of {m:.0f} x {n:.0f} x {k:.0f}"] = 2 * m * n * k / seconds if seconds > 0 else 0.0
     for name, rate in rates.items():
         if not 1e6 < rate < 1e17:
-            what = f"measured {rate:.3g}, which is no machine's rate."
-            yield Problem(where=f"probe.device {rank}.{name}", what=what)
+            yield Problem(where=f"probe.device {rank}.{name}", what=f"measured {rate:.3g}, which is no machine's rate.")
     times = {"launch_seconds": reading.launch_seconds}
     times |= {f"blocks.{mode}": seconds for mode, seconds in reading.blocks.items()}
     for name, seconds in times.items():
@@ -187,59 +184,52 @@ def _check_against(reading: Reading, sheet: Device) -> None:
     largest = max(num_bytes for _, num_bytes, _ in reading.memory)
     rates = [num_bytes / seconds for _, num_bytes, seconds in reading.memory if num_bytes > largest / 4]
     shares["memory"] = statistics.median(rates) / sheet.memory_bytes_per_second
-    problems = [
+    _refuse_too_fast(shares)
+
+
+def _refuse_too_fast(shares: Mapping[str, float]) -> None:
+    """`shares`: what was measured over the data sheet's figure, by name."""
+    raise_problems(
         Problem(where=f"probe.{name}", what=f"measured {share:.0%} of the data sheet's figure.")
         for name, share in shares.items()
         if share > _LARGEST_SHARE_OF_PEAK
-    ]
-    if problems:
-        raise MeshwrightError(problems)
+    )
 
 
-def _plain_device(typical: Reading, sheet: Cluster | None, host_bytes_each: int) -> Device:
-    """What needs no fit. A known card keeps its dense peak, so that MFU means what others mean."""
+def _fitted_device(typical: Reading, sheet: Cluster | None, host_bytes_each: int) -> tuple[Device, Fits]:
+    """The device and the fits behind it. A known card keeps its dense peak, so that MFU means what others mean."""
     on_gpu = typical.kind == "cuda"
-    keeps = on_gpu and sheet is not None
-    return Device(
+    known = sheet.device if on_gpu and sheet is not None else None
+    peaks = known.flops_per_second if known else typical.flops_per_second
+    dtype = next(name for name in (("bf16", "fp16", "fp32") if on_gpu else ("fp32",)) if name in peaks)
+    peak = peaks[dtype]
+    traffic, attention = fit_traffic(typical.memory), fit_attention(typical.attention, peak)
+    # Without a data sheet what was measured is all there is.
+    memory_rate = known.memory_bytes_per_second if known else traffic.bytes_per_second
+    device = Device(
         kind=typical.kind,
         memory_bytes=typical.memory_bytes if on_gpu else host_bytes_each,
-        memory_bytes_per_second=sheet.device.memory_bytes_per_second if keeps and sheet else 1.0,
-        flops_per_second=sheet.device.flops_per_second if keeps and sheet else typical.flops_per_second,
+        memory_bytes_per_second=memory_rate,
+        flops_per_second=peaks,
         num_processors=typical.num_processors,
         unaligned_slowdown=max(1.0, typical.odd_slowdown),
-        bandwidth_fraction=1.0,
+        matmul_fraction=min(1.0, typical.flops_per_second[dtype] / peak),
+        bandwidth_fraction=min(1.0, traffic.bytes_per_second / memory_rate),
+        memory_half_bytes=traffic.half_bytes,
+        attention_fraction=attention.fraction,
+        attention_backward_fraction=attention.backward_fraction,
+        attention_half_tokens=attention.half_tokens,
+        small_head_fraction=attention.small_head_fraction,
         launch_seconds=typical.launch_seconds,
         kernel_seconds=typical.kernel_seconds,
         reserved_bytes=typical.reserved_bytes,
         copy_bytes_per_second=typical.copies,
         power_watts=typical.power_watts,
     )
-
-
-def _fitted(device: Device, typical: Reading) -> tuple[Device, Fits]:
-    on_gpu = device.kind == "cuda"
-    wanted = ("bf16", "fp16", "fp32") if on_gpu else ("fp32",)
-    dtype = next(name for name in wanted if name in device.flops_per_second)
-    peak = device.flops_per_second[dtype]
-    traffic, attention = fit_traffic(typical.memory), fit_attention(typical.attention, peak)
-    rate = traffic.bytes_per_second
-    if device.memory_bytes_per_second == 1.0:  # no data sheet: what was measured is all there is
-        device = replace(device, memory_bytes_per_second=rate)
-    device = replace(
-        device,
-        matmul_fraction=min(1.0, typical.flops_per_second[dtype] / peak),
-        bandwidth_fraction=min(1.0, rate / device.memory_bytes_per_second),
-        memory_half_bytes=traffic.half_bytes,
-        attention_fraction=attention.fraction,
-        attention_backward_fraction=attention.backward_fraction,
-        attention_half_tokens=attention.half_tokens,
-        small_head_fraction=attention.small_head_fraction,
-    )
-    if not typical.matmuls:
-        return device, Fits(matmuls=None, attention=attention, traffic=traffic)
-    matmuls = fit_matmuls(typical.matmuls, device, dtype, 2 if on_gpu else 4)
-    residuals = tuple((m, n, k, round(ratio, 4)) for m, n, k, ratio in matmuls.residuals)
-    device = replace(device, matmul_fraction=matmuls.fraction, k_half=matmuls.k_half, residuals=residuals)
+    matmuls = fit_matmuls(typical.matmuls, device, dtype, 2 if on_gpu else 4) if typical.matmuls else None
+    if matmuls is not None:
+        residuals = tuple((m, n, k, round(ratio, 4)) for m, n, k, ratio in matmuls.residuals)
+        device = replace(device, matmul_fraction=matmuls.fraction, k_half=matmuls.k_half, residuals=residuals)
     return device, Fits(matmuls=matmuls, attention=attention, traffic=traffic)
 
 
@@ -253,11 +243,11 @@ def _compare_block(device: Device, typical: Reading) -> BlockComparison | None:
     seconds = typical.blocks.get("eager", 0.0)
     if not seconds:
         return None
-    forecast = forecast_seconds(WHOLE_BLOCKS[device.kind], device)
-    ratio = seconds / forecast.total
+    arithmetic, traffic = forecast_seconds(WHOLE_BLOCKS[device.kind], device)
+    ratio = seconds / (arithmetic + traffic)
     if device.kind != "cuda":
         return BlockComparison(ratio=ratio)
-    slowdown = (seconds - forecast.arithmetic) / forecast.traffic
+    slowdown = (seconds - arithmetic) / traffic
     return BlockComparison(
         ratio=ratio, traffic_slowdown=min(max(slowdown, 1 / _MOST_TRAFFIC_SLOWDOWN), _MOST_TRAFFIC_SLOWDOWN)
     )
@@ -273,13 +263,7 @@ def _inner(typical: Reading, num_devices: int, sheet: Cluster | None) -> tuple[L
     on_cpu = typical.kind == "cpu"
     known = sheet.inner.bytes_per_second if sheet is not None and not on_cpu else 0.0
     link = fit_links(typical.links, num_devices, shared=on_cpu, sheet_bytes_per_second=known)
-    too_fast = [
-        Problem(where=f"probe.{kind}", what=f"measured {share:.0%} of the data sheet's figure.")
-        for kind, share in link.fractions.items()
-        if share > _LARGEST_SHARE_OF_PEAK
-    ]
-    if too_fast:
-        raise MeshwrightError(too_fast)
+    _refuse_too_fast(link.fractions)
     # Of sums, as for compute: a step has many collectives of all sizes, and small ones scatter by times themselves.
     ratios = [
         sum(link_seconds(link, kind, size, num_devices) for size, _ in points) / sum(seconds for _, seconds in points)
@@ -384,26 +368,16 @@ def num_kernels(size: BlockSize) -> float:
     return float(sum(task.kernels for task in block_tasks(size, on_gpu=False)))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BlockSeconds:
-    arithmetic: float
-    """Of matmuls and attention."""
-    traffic: float
-    """Of everything else."""
-
-    @property
-    def total(self) -> float:
-        return self.arithmetic + self.traffic
-
-
-def forecast_seconds(size: BlockSize, device: Device) -> BlockSeconds:
-    """Forward and backward, by the same rates as any forecast."""
-    tasks = block_tasks(size, on_gpu=device.kind == "cuda")
-    by_kind = [(task.kind == "memory", float(compute_seconds(task, device))) for task in tasks]
-    return BlockSeconds(
-        arithmetic=sum(seconds for is_traffic, seconds in by_kind if not is_traffic),
-        traffic=sum(seconds for is_traffic, seconds in by_kind if is_traffic),
-    )
+def forecast_seconds(size: BlockSize, device: Device) -> tuple[float, float]:
+    """(of matmuls and attention, of everything else), forward and backward, by the same rates as any forecast."""
+    arithmetic = traffic = 0.0
+    for task in block_tasks(size, on_gpu=device.kind == "cuda"):
+        seconds = float(compute_seconds(task, device))
+        if task.kind == "memory":
+            traffic += seconds
+        else:
+            arithmetic += seconds
+    return arithmetic, traffic
 
 
 def block_tasks(size: BlockSize, *, on_gpu: bool) -> list[Compute]:

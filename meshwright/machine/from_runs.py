@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from meshwright.core.cluster import MOST_OF_PEAK, Cluster, Device, Link
+from meshwright.core.cluster import MOST_OF_PEAK, Cluster, Link
 from meshwright.core.errors import error_at
 from meshwright.core.ledger import NOT_KNOWN, Entry
 
@@ -114,7 +114,27 @@ def learn_one(entry: Entry, base: Cluster) -> LearnedCluster:
         mine, profiled = np.where(np.isin(causes, those), parts[0], 0.0), steps.seconds_by_part.get(name, 0.0)
         if mine.sum() >= LEAST_SHARE * parts[0].sum() and profiled >= LEAST_SHARE * seconds:
             seen.append((mine, profiled, _PROFILED_NOISE))
-    factors, left_open = _update(seen, widths, limits)
+    # Gauss-Newton on logarithms.
+    rows, targets, noises = (np.array(column) for column in zip(*seen, strict=True))
+    lowest, highest = np.log(limits).T
+    shares = rows[0] / rows[0].sum()
+    # A run far outside its interval says that bars were too narrow.
+    surprise = abs(math.log(targets[0] / rows[0].sum())) / float(np.hypot.reduce(widths * shares))
+    priors = widths * max(1.0, surprise)
+    logs = np.zeros(len(widths))
+    for _ in range(100):
+        terms = rows * np.exp(logs)
+        totals = terms.sum(axis=1)
+        slopes = terms / totals[:, None]
+        weighted = slopes / (noises**2)[:, None]
+        normal = slopes.T @ weighted + np.diag(1 / priors**2)
+        wanted = weighted.T @ np.log(targets / totals) - logs / priors**2
+        # What a limit holds back, the others take.
+        free = ~(((logs <= lowest) & (wanted < 0)) | ((logs >= highest) & (wanted > 0)))
+        step = np.zeros(len(logs))
+        step[free] = np.linalg.solve(normal[np.ix_(free, free)], wanted[free])
+        logs = np.clip(logs + np.clip(step, -0.2, 0.2), lowest, highest)
+    factors, left_open = np.exp(logs), np.sqrt(np.diag(np.linalg.inv(normal)))
     _refuse_unphysical(parts @ factors, measured, fastest)
     before, after = (float(_off(parts @ each, measured)[0]) for each in (np.ones(len(causes)), factors))
     reach = float(np.hypot.reduce(left_open * (parts * factors)[0] / (parts @ factors)[0]))
@@ -129,32 +149,6 @@ def learn_one(entry: Entry, base: Cluster) -> LearnedCluster:
         error_before=math.expm1(before),
         error_after=math.expm1(after),
     )
-
-
-def _update(
-    seen: Sequence[tuple[np.ndarray, float, float]], widths: np.ndarray, limits: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Factors by Gauss-Newton on logarithms, and the error bars that are left."""
-    parts, measured, noises = (np.array(column) for column in zip(*seen, strict=True))
-    lowest, highest = np.log(limits).T
-    shares = parts[0] / parts[0].sum()
-    # A run far outside its interval says that bars were too narrow.
-    surprise = abs(math.log(measured[0] / parts[0].sum())) / float(np.hypot.reduce(widths * shares))
-    priors = widths * max(1.0, surprise)
-    logs = np.zeros(len(widths))
-    for _ in range(100):
-        terms = parts * np.exp(logs)
-        totals = terms.sum(axis=1)
-        slopes = terms / totals[:, None]
-        weighted = slopes / (noises**2)[:, None]
-        normal = slopes.T @ weighted + np.diag(1 / priors**2)
-        wanted = weighted.T @ np.log(measured / totals) - logs / priors**2
-        # What a limit holds back, the others take.
-        free = ~(((logs <= lowest) & (wanted < 0)) | ((logs >= highest) & (wanted > 0)))
-        step = np.zeros(len(logs))
-        step[free] = np.linalg.solve(normal[np.ix_(free, free)], wanted[free])
-        logs = np.clip(logs + np.clip(step, -0.2, 0.2), lowest, highest)
-    return np.exp(logs), np.sqrt(np.diag(np.linalg.inv(normal)))
 
 
 def _own_seconds(entry: Entry) -> float:
@@ -248,7 +242,19 @@ def _earlier(base: Cluster, cause: str) -> float:
 
 
 def _corrected(base: Cluster, own: Sequence[Entry], factors: Mapping[str, float]) -> Cluster:
-    device = _slower_device(base.device, factors.get("compute", 1.0), factors.get("launch", 1.0))
+    device, compute = base.device, factors.get("compute", 1.0)
+    # On a CPU the host's part of an op is part of its compute.
+    launch = compute if device.kind == "cpu" else factors.get("launch", 1.0)
+    device = replace(
+        device, kernel_seconds=device.kernel_seconds * compute, launch_seconds=device.launch_seconds * launch
+    )
+    if device.kind == "cpu" and device.matmul_fraction / compute > MOST_OF_PEAK:  # whose peak is no data sheet's
+        rates = {dtype: rate / compute for dtype, rate in device.flops_per_second.items()}
+        rate = device.memory_bytes_per_second / compute
+        device = replace(device, flops_per_second=rates, memory_bytes_per_second=rate)
+    else:
+        names = ("matmul_fraction", "attention_fraction", "attention_backward_fraction", "bandwidth_fraction")
+        device = replace(device, **{name: min(getattr(device, name) / compute, MOST_OF_PEAK) for name in names})
     sources = dict(base.sources)
     # What a rank's process holds beside what is forecast, on a CPU, where all of it is seen.
     known = [entry for entry in own if entry.comparison.get("memory_verdict") != NOT_KNOWN]
@@ -269,28 +275,6 @@ def _corrected(base: Cluster, own: Sequence[Entry], factors: Mapping[str, float]
         inner=_slower_link(base.inner, factors.get("inner", 1.0)),
         outer=_slower_link(base.outer, factors.get("outer", 1.0)),
         sources=sources,
-    )
-
-
-def _slower_device(device: Device, compute: float, launch: float) -> Device:
-    def share(value: float) -> float:
-        return min(value / compute, MOST_OF_PEAK)
-
-    # On a CPU the host's part of an op is part of its compute.
-    launch = compute if device.kind == "cpu" else launch
-    device = replace(
-        device, kernel_seconds=device.kernel_seconds * compute, launch_seconds=device.launch_seconds * launch
-    )
-    if device.kind == "cpu" and device.matmul_fraction / compute > MOST_OF_PEAK:  # whose peak is no data sheet's
-        rates = {dtype: rate / compute for dtype, rate in device.flops_per_second.items()}
-        rate = device.memory_bytes_per_second / compute
-        return replace(device, flops_per_second=rates, memory_bytes_per_second=rate)
-    return replace(
-        device,
-        matmul_fraction=share(device.matmul_fraction),
-        attention_fraction=share(device.attention_fraction),
-        attention_backward_fraction=share(device.attention_backward_fraction),
-        bandwidth_fraction=share(device.bandwidth_fraction),
     )
 
 

@@ -61,24 +61,14 @@ def read(bench: Bench, folder: Path) -> Reading:
         free_bytes, memory_bytes = torch.cuda.mem_get_info(bench.device)
         reserved_bytes = memory_bytes - free_bytes - torch.cuda.memory_reserved(bench.device)
         if not bench.is_quick:
-            bench.together("warming up")
-            _warm_up(bench)
-    return Reading(
-        kind=bench.device.type,
-        device_name=device_name,
-        versions=versions(bench),
-        power_watts=power_watts(bench),
-        num_threads=torch.get_num_threads(),
-        isa_limit=bench.isa_limit or "",
-        num_processors=num_processors,
-        memory_bytes=memory_bytes,
-        reserved_bytes=reserved_bytes,
-        **_compute_figures(bench),
-        **_other_figures(bench, folder),
-    )
-
-
-def _compute_figures(bench: Bench) -> dict[str, Any]:
+            bench.together("warming up")  # a card that was idle is cooler, and faster, than it will be
+            matrix = torch.randn(8192, 8192, device=bench.device, dtype=torch.bfloat16)
+            end = time.perf_counter() + _WARM_SECONDS
+            while time.perf_counter() < end:
+                for _ in range(10):
+                    torch.mm(matrix, matrix)
+                bench.memory_work()
+                bench.finish()
     figures: dict[str, Any] = {"flops_per_second": flops_by_dtype(bench)}
     bench.together("matmuls by shape")
     figures["matmuls"] = tuple(matmul_points(bench))
@@ -96,33 +86,28 @@ def _compute_figures(bench: Bench) -> dict[str, Any]:
     figures["blocks"] = block_seconds(bench)
     if bench.on_gpu:
         torch.cuda.empty_cache()
-    return figures
-
-
-def _other_figures(bench: Bench, folder: Path) -> dict[str, Any]:
-    figures: dict[str, Any] = {}
-    if bench.on_gpu:
         bench.together("copies")
-    figures["copies"] = copy_rates(bench)
-    figures["beside"] = beside(bench)
+    figures |= {"copies": copy_rates(bench), "beside": beside(bench)}
     bench.together("host")
     figures["host_memory_bytes_per_second"] = host_memory_bytes_per_second(bench)
     figures["adam_elements_per_second"] = adam_elements_per_second(bench)
     figures["links"] = collective_points(bench)
     bench.together("disk")
     read_rate, write_rate = disk_rates(bench, folder) if bench.rank == 0 else (0.0, 0.0)
-    return figures | {"disk_read_bytes_per_second": read_rate, "disk_write_bytes_per_second": write_rate}
-
-
-def _warm_up(bench: Bench) -> None:
-    """A card that was idle is cooler, and faster, than it will be."""
-    matrix = torch.randn(8192, 8192, device=bench.device, dtype=torch.bfloat16)
-    end = time.perf_counter() + _WARM_SECONDS
-    while time.perf_counter() < end:
-        for _ in range(10):
-            torch.mm(matrix, matrix)
-        bench.memory_work()
-        bench.finish()
+    return Reading(
+        kind=bench.device.type,
+        device_name=device_name,
+        versions=versions(bench),
+        power_watts=power_watts(bench),
+        num_threads=torch.get_num_threads(),
+        isa_limit=bench.isa_limit or "",
+        num_processors=num_processors,
+        memory_bytes=memory_bytes,
+        reserved_bytes=reserved_bytes,
+        disk_read_bytes_per_second=read_rate,
+        disk_write_bytes_per_second=write_rate,
+        **figures,
+    )
 
 
 def main() -> None:

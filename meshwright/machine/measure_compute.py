@@ -82,24 +82,19 @@ def _products(
 ) -> Iterator[tuple[int, int, int, Callable[[], Any]]]:
     """x W^T, then the gradients of x and of W: m, n, k of each and how to run it."""
     left, right, out = pools
-    tokens, weights, slopes = _Places(left, m, k), _Places(right, n, k), _Places(left, m, n)
-    inputs = _Places(right, m, k)
-    whole, into_input, into_weight = _Places(out, m, n), _Places(out, m, k), _Places(out, n, k)
+    tokens, weights, slopes = _places(left, m, k), _places(right, n, k), _places(left, m, n)
+    inputs = _places(right, m, k)
+    whole, into_input, into_weight = _places(out, m, n), _places(out, m, k), _places(out, n, k)
     yield m, n, k, lambda: torch.mm(next(tokens), next(weights).t(), out=next(whole))
     yield m, k, n, lambda: torch.mm(next(slopes), next(weights), out=next(into_input))
     yield n, k, m, lambda: torch.mm(next(slopes).t(), next(inputs), out=next(into_weight))
 
 
-class _Places:
+def _places(pool: Tensor, rows: int, columns: int) -> Iterator[Tensor]:
     """Matrices of one shape from a pool, in turn."""
-
-    def __init__(self, pool: Tensor, rows: int, columns: int):
-        size = rows * columns
-        count = max(1, min(_MOST_PLACES, pool.numel() // size))
-        self.views = itertools.cycle([pool[i * size : (i + 1) * size].view(rows, columns) for i in range(count)])
-
-    def __next__(self) -> Tensor:
-        return next(self.views)
+    size = rows * columns
+    count = max(1, min(_MOST_PLACES, pool.numel() // size))
+    return itertools.cycle([pool[i * size : (i + 1) * size].view(rows, columns) for i in range(count)])
 
 
 def flops_by_dtype(bench: Bench) -> dict[str, float]:
@@ -209,7 +204,7 @@ def memory_points(bench: Bench) -> list[tuple[str, float, float]]:
 def _kernels(pool: Tensor, out: Tensor, size: int, on_gpu: bool) -> Iterator[tuple[str, float, Callable[[], Any]]]:
     """Kernels over tensors of `size` bytes in turn, and what each moves."""
     elements = size // 4
-    rows, targets = _Places(pool, 1, elements), _Places(out, 1, elements)
+    rows, targets = _places(pool, 1, elements), _places(out, 1, elements)
     yield "copy", 2.0 * size, lambda: next(targets).copy_(next(rows))
     yield "add in place", 2.0 * size, lambda: next(targets).add_(1.0)
     if not on_gpu:
@@ -218,14 +213,14 @@ def _kernels(pool: Tensor, out: Tensor, size: int, on_gpu: bool) -> Iterator[tup
     low = out.to(torch.bfloat16)
     yield "cast", 1.5 * size, lambda: low[:elements].copy_(next(rows).view(-1))
     width = 2048
-    half = _Places(low, elements // width, width)
+    half = _places(low, elements // width, width)
     weight = torch.ones(width, device=pool.device, dtype=low.dtype)
     # These make their own output: what is freed at once is taken again, without asking the driver.
     yield "norm", 1.0 * size, lambda: F.rms_norm(next(half), (width,), weight)
     yield "silu", 1.0 * size, lambda: F.silu(next(half))
     # Slower by nature: losses, and gradients on their way to fp32.
     yield "widen", 1.5 * size, lambda: next(targets).view(-1).copy_(low[:elements])
-    lines = _Places(pool, elements // width, width)
+    lines = _places(pool, elements // width, width)
     yield "softmax", 2.0 * size, lambda: F.log_softmax(next(lines), dim=-1)
 
 

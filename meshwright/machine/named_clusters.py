@@ -13,7 +13,7 @@ from pathlib import Path
 
 from meshwright.core.cluster import Cluster, Errors, parse_cluster_name
 from meshwright.core.codec import load_artefact
-from meshwright.core.errors import MeshwrightError, Problem, error_at, nearest
+from meshwright.core.errors import MeshwrightError, Problem, error_at, nearest, raise_problems
 from meshwright.core.units import pretty_bytes, pretty_rate
 
 PRESETS_FOLDER = Path(__file__).parent / "presets"
@@ -83,8 +83,7 @@ def cluster(name_or_path: str) -> Cluster:
     # A known name wins over a file that happens to be called `h100`.
     if problems and Path(text).is_file():
         return load_artefact(Cluster, text)
-    if problems:
-        raise MeshwrightError(problems)
+    raise_problems(problems)
     first, *rest = groups
     if not rest:
         return first
@@ -107,8 +106,7 @@ def _group_named(text: str) -> Cluster:
         raise error_at("cluster", f'"{text}" is no cluster name.', fix)
     num_nodes, devices_per_node, device = parsed
     if device not in known:
-        what = f'no device is called "{device}".'
-        raise error_at("cluster", what, nearest(device, known))
+        raise error_at("cluster", f'no device is called "{device}".', nearest(device, known))
     if num_nodes < 1 or devices_per_node < 1:
         what = f'"{text}" has {num_nodes} x {devices_per_node} devices; both counts must be at least 1.'
         raise error_at("cluster", what)
@@ -123,35 +121,15 @@ _MOST_OF_MEMORY = 1.02
 _SAME_CARD = 1.1
 
 
-def warnings_of(cluster: Cluster) -> tuple[str, ...]:
+def warnings_of(cluster: Cluster) -> Iterator[str]:
     """Against the data sheet of the same card, where it can be told which that is."""
     if cluster.others:
-        return tuple(line for at in range(len(cluster.groups)) for line in warnings_of(cluster.view(at)))
+        for at in range(len(cluster.groups)):
+            yield from warnings_of(cluster.view(at))
+        return
     sheet = _sheet_of(cluster)
-    return () if sheet is None or cluster.device.kind == "cpu" else tuple(_differences(cluster, sheet))
-
-
-def _sheet_of(cluster: Cluster) -> Cluster | None:
-    """By what torch called the card, by the cluster's name, or by what no sparsity changes: fp32 and memory."""
-    if found := preset_of_device(cluster.sources.get("device", "")):
-        return found
-    parsed = parse_cluster_name(cluster.name.lower())
-    if parsed is not None and parsed[2] in preset_names():
-        return preset(parsed[2])
-    one = cluster.device
-    for sheet in (preset(name) for name in preset_names() if name not in ALIASES):
-        other = sheet.device
-        pairs = (
-            (one.flops_per_second["fp32"], other.flops_per_second["fp32"]),
-            (one.memory_bytes, other.memory_bytes),
-            (one.memory_bytes_per_second, other.memory_bytes_per_second),
-        )
-        if one.kind == other.kind and all(1 / _SAME_CARD < a / b < _SAME_CARD for a, b in pairs):
-            return sheet
-    return None
-
-
-def _differences(cluster: Cluster, sheet: Cluster) -> Iterator[str]:
+    if sheet is None or cluster.device.kind == "cpu":
+        return
     device, known = cluster.device, sheet.device
     for dtype, rate in device.flops_per_second.items():
         dense = known.flops_per_second.get(dtype)
@@ -180,3 +158,23 @@ def _differences(cluster: Cluster, sheet: Cluster) -> Iterator[str]:
                 f"{name}.bytes_per_second is {pretty_rate(link.bytes_per_second, 'B/s')}{both}; {own.name or 'it'} of "
                 f"{sheet.name} gives one device {pretty_rate(own.bytes_per_second, 'B/s')} one way."
             )
+
+
+def _sheet_of(cluster: Cluster) -> Cluster | None:
+    """By what torch called the card, by the cluster's name, or by what no sparsity changes: fp32 and memory."""
+    if found := preset_of_device(cluster.sources.get("device", "")):
+        return found
+    parsed = parse_cluster_name(cluster.name.lower())
+    if parsed is not None and parsed[2] in preset_names():
+        return preset(parsed[2])
+    one = cluster.device
+    for sheet in (preset(name) for name in preset_names() if name not in ALIASES):
+        other = sheet.device
+        pairs = (
+            (one.flops_per_second["fp32"], other.flops_per_second["fp32"]),
+            (one.memory_bytes, other.memory_bytes),
+            (one.memory_bytes_per_second, other.memory_bytes_per_second),
+        )
+        if one.kind == other.kind and all(1 / _SAME_CARD < a / b < _SAME_CARD for a, b in pairs):
+            return sheet
+    return None

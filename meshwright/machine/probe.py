@@ -50,11 +50,11 @@ def read_machine(
 ) -> list[Reading]:
     """What `probe` is made of: one reading a device."""
     if num_devices is not None and num_devices < 1:
-        raise _problem(f"{num_devices} devices were asked for; at least 1 is needed.")
+        raise error_at("probe", f"{num_devices} devices were asked for; at least 1 is needed.")
     num_gpus = count_gpus()
     num_cores = len(os.sched_getaffinity(0))
     if num_devices is not None and 0 < num_gpus < num_devices:
-        raise _problem(f"{num_devices} devices were asked for; torch sees {num_gpus} GPUs.")
+        raise error_at("probe", f"{num_devices} devices were asked for; torch sees {num_gpus} GPUs.")
     count = num_devices or num_gpus or min(num_cores, MAX_DEFAULT_CPU_DEVICES)
     kind = "cuda" if num_gpus else "cpu"
     num_threads = max(1, num_cores // count)
@@ -96,7 +96,7 @@ def available_host_bytes(
         lines = meminfo.read_text().splitlines()
         kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):
-        raise _problem(f"{meminfo} does not say how much memory is available.", "Probe on Linux.") from None
+        raise error_at("probe", f"{meminfo} does not say how much memory is available.", "Probe on Linux.") from None
     try:
         return min(kib * 1024, int(cgroup_limit.read_text()))
     except (OSError, ValueError):  # no container, or the limit reads "max"
@@ -110,7 +110,7 @@ def count_gpus() -> int:
     command = child_command(_MODULE, "--count")
     done = subprocess.run(command, env=_environment(1), capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise _problem(f"torch could not be asked for its GPUs:\n{done.stderr[-_TAIL_CHARACTERS:].strip()}")
+        raise error_at("probe", f"torch could not be asked for its GPUs:\n{done.stderr[-_TAIL_CHARACTERS:].strip()}")
     return int(json.loads(done.stdout.splitlines()[-1])["num_gpus"])
 
 
@@ -151,11 +151,7 @@ def _lines(files: Files, rank: int) -> list[dict[str, object]]:
 def _failure(files: Files, rank: int, what: str) -> MeshwrightError:
     tail = files[f"{rank}.err"].read_text(encoding="utf-8", errors="replace")[-_TAIL_CHARACTERS:].strip()
     said = f" It said:\n{tail}" if tail else " It said nothing."
-    return _problem(f"the process measuring device {rank} {what}.{said}")
-
-
-def _problem(what: str, fix: str = "") -> MeshwrightError:
-    return error_at("probe", what, fix)
+    return error_at("probe", f"the process measuring device {rank} {what}.{said}")
 
 
 def machine_name(root: Path = Path("/")) -> str:

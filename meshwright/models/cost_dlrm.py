@@ -18,6 +18,7 @@ from meshwright.models.cost_ops import (
     memory,
     per_sample,
     relu,
+    sample_profile,
     without_input_gradient,
 )
 from meshwright.models.dimensions import DLRMConfig
@@ -94,17 +95,11 @@ def dlrm_profile(config: DLRMConfig, name: str) -> Profile:
         ops=(*features, without_input_gradient(first), *ops),
         boundary=Poly(bs=config.embedding_size),
     )
-    return Profile(
-        name=name,
-        layers=tuple(map(per_sample, (bottom, _tables(config), _top(config)))),
-        hidden_size=config.embedding_size,
-        max_sequence=1,
-        counts="samples",
-        stream="parameters",
-        uncut={
-            "inside": "its linears are small; its tables can be shared out by rows.",
-            "sequence": NO_SEQUENCE,
-            "stages": "its features and tables meet in one product: there are no blocks in a row.",
-            "loss": NO_PIECES,
-        },
-    )
+    uncut = {
+        "inside": "its linears are small; its tables can be shared out by rows.",
+        "sequence": NO_SEQUENCE,
+        "stages": "its features and tables meet in one product: there are no blocks in a row.",
+        "loss": NO_PIECES,
+    }
+    layers = map(per_sample, (bottom, _tables(config), _top(config)))
+    return sample_profile(name, layers, config.embedding_size, uncut)

@@ -26,6 +26,7 @@ from meshwright.models.cost_ops import (
     norm_params,
     per_sample,
     relu,
+    sample_profile,
     without_input_gradient,
 )
 from meshwright.models.dimensions import BottleneckShape, ConvShape, ResNetConfig, VGGConfig, ViTConfig
@@ -50,18 +51,6 @@ def _runs(kinds: Iterable[str]) -> Iterable[tuple[str, int, int]]:
         count = len(list(run))
         yield kind, place, count
         place += count
-
-
-def _image_profile(name: str, layers: Iterable[Layer], hidden_size: int, uncut: dict[str, str]) -> Profile:
-    return Profile(
-        name=name,
-        layers=tuple(layers),
-        hidden_size=hidden_size,
-        max_sequence=1,
-        counts="samples",
-        stream="parameters",
-        uncut=uncut,
-    )
 
 
 def _pool(given: float, passed: float) -> tuple[Op, Op]:
@@ -116,7 +105,7 @@ def vgg_profile(config: VGGConfig, name: str) -> Profile:
         layers.append(dense if kind == "dense" else _vgg_conv(rest[place], kind, repeat))
     params = linear_params("", config.num_classes, f, bias=True)
     layers.append(Layer(name="head", params=params, ops=classifier(f, config.num_classes)))
-    return _image_profile(name, map(per_sample, layers), f, {"sequence": NO_SEQUENCE, "loss": NO_PIECES})
+    return sample_profile(name, map(per_sample, layers), f, {"sequence": NO_SEQUENCE, "loss": NO_PIECES})
 
 
 def _batch_norm(name: str, width: int, size: int) -> tuple[tuple[Param, ...], tuple[Op, Op], Site]:
@@ -198,7 +187,7 @@ def resnet_profile(config: ResNetConfig, name: str) -> Profile:
         "loss": NO_PIECES,
         "samples": "its batch norms see the whole batch: use microbatch = batch / replicas.",
     }
-    return _image_profile(name, map(per_sample, (stem, *blocks, head)), last.out, uncut)
+    return sample_profile(name, map(per_sample, (stem, *blocks, head)), last.out, uncut)
 
 
 def _vit_block(config: ViTConfig) -> Layer:
@@ -262,4 +251,4 @@ def vit_profile(config: ViTConfig, name: str) -> Profile:
     )
     odd = f"its {tokens} tokens, the class token among them, are not divided."
     layers = per_sample(stem), per_sample(_vit_block(config), tokens), per_sample(head)
-    return _image_profile(name, layers, d, {"sequence": odd, "loss": NO_PIECES})
+    return sample_profile(name, layers, d, {"sequence": odd, "loss": NO_PIECES})

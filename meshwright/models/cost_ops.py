@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
-from meshwright.core.profile import Cut, CutDim, FusedCost, Layer, Op, Param, Poly, Role
+from meshwright.core.profile import Cut, CutDim, FusedCost, Layer, Op, Param, Poly, Profile, Role
 
 Mlp = tuple[tuple[Param, ...], tuple[Op, ...]]
 NO_PIECES = "a sample has one loss, no vocabulary for every token."
@@ -173,6 +173,13 @@ def per_sample(layer: Layer, tokens: int = 1) -> Layer:
 
     sites = tuple(replace(site, elements=fixed(site.elements)) for site in layer.sites)
     return replace(layer, ops=tuple(map(fix, layer.ops)), sites=sites, boundary=fixed(layer.boundary))
+
+
+def sample_profile(name: str, layers: Iterable[Layer], hidden_size: int, uncut: dict[str, str]) -> Profile:
+    """Of a model whose samples have no sequence."""
+    layers = tuple(layers)
+    about: dict[str, Any] = {"max_sequence": 1, "counts": "samples", "stream": "parameters"}
+    return Profile(name=name, layers=layers, hidden_size=hidden_size, uncut=uncut, **about)
 
 
 def without_input_gradient(op: Op) -> Op:

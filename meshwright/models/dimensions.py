@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.errors import Problem, raise_problems
 
 
 def _too_small(config: Any, may_be_0: Iterable[str] = ()) -> list[Problem]:
@@ -35,14 +35,8 @@ _MAY_BE_0 = {
 
 
 _OF_EXPERTS = (
-    "experts_per_token",
-    "expert_ffn_size",
-    "num_shared_experts",
-    "num_dense_layers",
-    "capacity_factor",
-    "balance",
-    "router",
-    "routed_scale",
+    *("experts_per_token", "expert_ffn_size", "num_shared_experts", "num_dense_layers"),
+    *("capacity_factor", "balance", "router", "routed_scale"),
 )
 
 
@@ -99,7 +93,16 @@ class DecoderConfig:
             for name, meaning in _MAY_BE_0.items()
             if getattr(self, name) < 0
         ]
-        problems += _rope_problems(self) + _expert_problems(self)
+        if self.rope_scaling != "none" and self.positions != "rope":
+            what = f'is "{self.rope_scaling}", but positions are {self.positions}.'
+            problems.append(Problem(where="rope_scaling", what=what, fix='Use "none".'))
+        if self.rope_scaling != "none" and not self.rope_factor >= 1.0:
+            problems.append(Problem(where="rope_factor", what=f"is {self.rope_factor}.", fix="Use at least 1."))
+        if self.rope_scaling != "none" and not 0.0 < self.rope_low_frequency < self.rope_high_frequency:
+            what = f"is {self.rope_low_frequency}, and rope_high_frequency is {self.rope_high_frequency}."
+            fix = "Use a positive one below rope_high_frequency."
+            problems.append(Problem(where="rope_low_frequency", what=what, fix=fix))
+        problems += _expert_problems(self)
         if not problems:
             if self.num_heads % self.num_kv_heads:
                 what = f"{self.num_heads} heads cannot share {self.num_kv_heads} key/value heads evenly."
@@ -109,28 +112,11 @@ class DecoderConfig:
                 problems.append(Problem(where="hidden_size", what=what, fix="Or give head_size."))
             elif self.positions == "rope" and self.size_of_head % 2:
                 problems.append(Problem(where="head_size", what="must be even for rotary positions."))
-        if problems:
-            raise MeshwrightError(problems)
+        raise_problems(problems)
 
     @property
     def size_of_head(self) -> int:
         return self.head_size or self.hidden_size // self.num_heads
-
-
-def _rope_problems(config: DecoderConfig) -> list[Problem]:
-    if config.rope_scaling == "none":
-        return []
-    problems = []
-    if config.positions != "rope":
-        what = f'is "{config.rope_scaling}", but positions are {config.positions}.'
-        problems.append(Problem(where="rope_scaling", what=what, fix='Use "none".'))
-    if not config.rope_factor >= 1.0:
-        problems.append(Problem(where="rope_factor", what=f"is {config.rope_factor}.", fix="Use at least 1."))
-    if not 0.0 < config.rope_low_frequency < config.rope_high_frequency:
-        what = f"is {config.rope_low_frequency}, and rope_high_frequency is {config.rope_high_frequency}."
-        fix = "Use a positive one below rope_high_frequency."
-        problems.append(Problem(where="rope_low_frequency", what=what, fix=fix))
-    return problems
 
 
 def _expert_problems(config: DecoderConfig) -> list[Problem]:
@@ -184,8 +170,7 @@ class ViTConfig:
         if not problems and self.image_size % self.patch_size:
             what = f"images of {self.image_size} pixels cannot be cut into patches of {self.patch_size}."
             problems.append(Problem(where="patch_size", what=what, fix="Use a divisor of image_size."))
-        if problems:
-            raise MeshwrightError(problems)
+        raise_problems(problems)
 
     @property
     def num_tokens(self) -> int:
@@ -242,8 +227,7 @@ class VGGConfig:
         if not problems and self.image_size % 2 ** len(self.stages):
             what = f"images of {self.image_size} pixels cannot be halved {len(self.stages)} times."
             problems.append(Problem(where="image_size", what=what, fix=f"Use a multiple of {2 ** len(self.stages)}."))
-        if problems:
-            raise MeshwrightError(problems)
+        raise_problems(problems)
 
     @property
     def convs(self) -> tuple[ConvShape, ...]:
@@ -296,9 +280,7 @@ class ResNetConfig:
     num_classes: int = 1000
 
     def __post_init__(self) -> None:
-        problems = _too_small(self) + _stage_problems(self.stages, self.widths)
-        if problems:
-            raise MeshwrightError(problems)
+        raise_problems(_too_small(self) + _stage_problems(self.stages, self.widths))
 
     @property
     def stem_size(self) -> int:
@@ -339,9 +321,7 @@ class DLRMConfig:
     top: tuple[int, ...] = (1024, 1024, 512, 256)
 
     def __post_init__(self) -> None:
-        problems = _too_small(self)
-        if problems:
-            raise MeshwrightError(problems)
+        raise_problems(_too_small(self))
 
     @property
     def num_vectors(self) -> int:

@@ -6,7 +6,7 @@ import fnmatch
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from meshwright.core.errors import MeshwrightError, Problem, nearest
+from meshwright.core.errors import Problem, nearest, raise_problems
 from meshwright.core.profile import Layer, Param, Profile
 
 IsFrozen = Callable[[str], bool]
@@ -75,5 +75,4 @@ def check_patterns(profile: Profile, freeze: Sequence[str], train: Sequence[str]
     is_frozen = frozen_by(freeze, train)
     if not problems and all(map(is_frozen, names)):
         problems.append(Problem(where="model.freeze", what="nothing is left to train."))
-    if problems:
-        raise MeshwrightError(problems)
+    raise_problems(problems)

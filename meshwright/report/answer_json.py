@@ -8,7 +8,6 @@ from meshwright.ask.answer import Answer
 from meshwright.ask.explain import alternative_of, differences, faster_unfit, gap_words, missing_bytes, runner_up
 from meshwright.ask.question import Outcome
 from meshwright.ask.sizes import BatchGoals, BatchRun, DeviceCounts
-from meshwright.ask.what_if import ComparedPlans
 from meshwright.core.codec import encode
 from meshwright.planner.search import ScoredPlan, SearchResult
 
@@ -37,7 +36,13 @@ def answer_as_json(answer: Answer) -> dict[str, Any]:
             for why in answer.why
         ]
     if answer.what_if is not None:
-        parts["what_if"] = _compared(answer.what_if)
+        before, best = answer.what_if.before, answer.what_if.after.best
+        parts["what_if"] = {
+            **_outcome(answer.what_if.after),
+            "differences": list(differences(before.plan, best.plan)) if before and best else [],
+            "times_tokens_per_second": answer.what_if.rate_ratio,
+            "times_devices": answer.what_if.device_ratio,
+        }
     if answer.front is not None:
         parts["front"] = [{"budget_bytes": point.budget_bytes, **encode(point.scored)} for point in answer.front.points]
     return parts
@@ -89,16 +94,6 @@ def explanation_as_json(result: SearchResult) -> dict[str, Any]:
 def _outcome(outcome: Outcome) -> dict[str, Any]:
     scored = encode(outcome.best) or {"plan": None, "forecast": None}
     return {"words": outcome.words, **scored, "reason": outcome.reason}
-
-
-def _compared(compared: ComparedPlans) -> dict[str, Any]:
-    before, best = compared.before, compared.after.best
-    return {
-        **_outcome(compared.after),
-        "differences": list(differences(before.plan, best.plan)) if before and best else [],
-        "times_tokens_per_second": compared.rate_ratio,
-        "times_devices": compared.device_ratio,
-    }
 
 
 def _device_counts(sizes: DeviceCounts, tokens: float) -> dict[str, Any]:

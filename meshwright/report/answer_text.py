@@ -12,8 +12,7 @@ from rich.table import Table
 from meshwright.ask.answer import Answer
 from meshwright.ask.explain import differences, percent
 from meshwright.ask.memory import MemoryFront, WaysOut
-from meshwright.ask.question import Question
-from meshwright.ask.sizes import BatchGoals, BatchRun, DeviceCounts
+from meshwright.ask.sizes import BatchGoals, DeviceCounts
 from meshwright.ask.what_if import ComparedPlans
 from meshwright.ask.why import Why
 from meshwright.core.units import counted, pretty_bytes, pretty_count, pretty_seconds
@@ -68,15 +67,31 @@ def _print_result(console: Console, answer: Answer, result: SearchResult) -> Non
         markup=False,
     )
     if answer.request.is_narrow and best is not None:  # the winner in a line, before something else about it
-        memory = f"{pretty_bytes(best.forecast.peak_bytes)} of {pretty_bytes(best.forecast.memory_bytes)}"
+        held = f"{pretty_bytes(best.forecast.peak_bytes)} of {pretty_bytes(best.forecast.memory_bytes)}"
         step = pretty_seconds(best.forecast.step_seconds)
         console.print(f"best: {short_plan(best.plan)}", markup=False)
-        console.print(f"{step} a step, {_rate(best)}, {memory}; {best.forecast.bottleneck}\n")
+        console.print(f"{step} a step, {_rate(best)}, {held}; {best.forecast.bottleneck}\n")
         return
     if best is not None:
         print_ranked(console, result.ranked)
+        plan, told = best
+        console.print(f"\nPlan 1: a step of {plan.batch_words}\n")
+        time = _bars("the step", told.seconds_by_origin, told.step_seconds, pretty_seconds)
+        free = max(0, told.memory_bytes - told.peak_bytes)
+        kept = {name: float(size) for name, size in told.peak_bytes_by_category.items() if size}
+        memory = _bars("the fullest rank's memory", kept, told.memory_bytes, pretty_bytes, free=free)
+        if console.width >= _WIDE:
+            both = Table.grid(padding=(0, 4, 0, 0))
+            both.add_row(time, memory)
+            console.print(both)
+        else:
+            console.print(time)
+            console.print(memory)
+        if told.peak_reserved_bytes > told.peak_allocated_bytes:
+            console.print(f"torch's allocator reserves {pretty_bytes(told.peak_reserved_bytes)}")
         console.print()
-        _print_winner(console, question, best)
+        for line in mesh_picture(plan, question.cluster, console.width):
+            console.print(line, markup=False, no_wrap=True, overflow="ignore", crop=False)
         console.print()
     if result.is_interrupted:
         console.print(f"stopped before {'the end: the best so far' if best else 'a plan was found'}\n")
@@ -90,27 +105,6 @@ def _print_result(console: Console, answer: Answer, result: SearchResult) -> Non
 
 def _rate(scored: ScoredPlan) -> str:
     return f"{pretty_count(scored.forecast.tokens_per_second)} {scored.forecast.counts}/s"
-
-
-def _print_winner(console: Console, question: Question, best: ScoredPlan) -> None:
-    plan, told = best
-    console.print(f"Plan 1: a step of {plan.batch_words}\n")
-    time = _bars("the step", told.seconds_by_origin, told.step_seconds, pretty_seconds)
-    free = max(0, told.memory_bytes - told.peak_bytes)
-    kept = {name: float(size) for name, size in told.peak_bytes_by_category.items() if size}
-    memory = _bars("the fullest rank's memory", kept, told.memory_bytes, pretty_bytes, free=free)
-    if console.width >= _WIDE:
-        both = Table.grid(padding=(0, 4, 0, 0))
-        both.add_row(time, memory)
-        console.print(both)
-    else:
-        console.print(time)
-        console.print(memory)
-    if told.peak_reserved_bytes > told.peak_allocated_bytes:
-        console.print(f"torch's allocator reserves {pretty_bytes(told.peak_reserved_bytes)}")
-    console.print()
-    for line in mesh_picture(plan, question.cluster, console.width):
-        console.print(line, markup=False, no_wrap=True, overflow="ignore", crop=False)
 
 
 def _bars(
@@ -275,48 +269,33 @@ def _print_goals(console: Console, goals: BatchGoals) -> None:
     table = _table("devices", "batch", "steps", "step", "to the target", "device-hours", last="")
     for run in sorted(goals.runs, key=lambda run: (run.devices, run.batch)):
         marks = [word for word, other in (("soonest", soonest), ("cheapest", cheapest)) if run is other]
-        table.add_row(*_run_cells(run), ", ".join(marks) or run.outcome.reason)
+        cells = ("", "", "")
+        if run.outcome.best is not None:
+            days = run.seconds / 86400
+            until = f"{days:,.1f} days" if days >= 2 else pretty_seconds(run.seconds)
+            cells = (pretty_seconds(run.outcome.best.forecast.step_seconds), until, _hours(run.device_hours))
+        counts = (str(run.devices), str(run.batch), f"{run.steps:,.0f}")
+        table.add_row(*counts, *cells, ", ".join(marks) or run.outcome.reason)
     console.print(table)
     if soonest is None or cheapest is None:
         console.print("Nothing fits with any batch.\n")
         return
     console.print(f"Batch {soonest.batch} on {counted(soonest.devices, 'device')} ends soonest.", markup=False)
-    for words in _fewer_words(goals, soonest):
-        console.print(words, markup=False)
+    by_devices = goals.best_of_devices()
+    most = max(by_devices)
+    if soonest.devices < most:
+        times = by_devices[most].seconds / soonest.seconds
+        console.print(f"Fewer devices end sooner: {most} take {times:.2f} x as long as {soonest.devices}.")
+    for devices, run in by_devices.items():  # which end later, but for less
+        if devices < soonest.devices and run.device_hours < soonest.device_hours:
+            saved, later = 1 - run.device_hours / soonest.device_hours, run.seconds / soonest.seconds
+            words = f"{counted(devices, 'device')} with batch {run.batch} end {later:.2f} x as late"
+            console.print(f"{words} for {percent(saved)} fewer device-hours.", markup=False)
     console.print()
-
-
-def _run_cells(run: BatchRun) -> tuple[str, ...]:
-    counts = (str(run.devices), str(run.batch), f"{run.steps:,.0f}")
-    if run.outcome.best is None:
-        return (*counts, "", "", "")
-    step = pretty_seconds(run.outcome.best.forecast.step_seconds)
-    return (*counts, step, _long(run.seconds), _hours(run.device_hours))
 
 
 def _hours(hours: float) -> str:
     return f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}"
-
-
-def _long(seconds: float) -> str:
-    return f"{seconds / 86400:,.1f} days" if seconds >= 2 * 86400 else pretty_seconds(seconds)
-
-
-def _fewer_words(goals: BatchGoals, soonest: BatchRun) -> list[str]:
-    """Where fewer devices end sooner, or later but for less."""
-    by_devices = goals.best_of_devices()
-    most = max(by_devices)
-    lines = []
-    if soonest.devices < most:
-        times = by_devices[most].seconds / soonest.seconds
-        lines.append(f"Fewer devices end sooner: {most} take {times:.2f} x as long as {soonest.devices}.")
-    for devices, run in by_devices.items():
-        if devices >= soonest.devices or run.device_hours >= soonest.device_hours:
-            continue
-        saved, later = 1 - run.device_hours / soonest.device_hours, run.seconds / soonest.seconds
-        words = f"{counted(devices, 'device')} with batch {run.batch} end {later:.2f} x as late"
-        lines.append(f"{words} for {percent(saved)} fewer device-hours.")
-    return lines
 
 
 def _print_front(console: Console, front: MemoryFront, memory_bytes: int) -> None:

@@ -42,7 +42,10 @@ def mesh_picture(plan: Plan, cluster: Cluster, width: int) -> list[str]:
                 break
             boxes.append(box)
         left = len(starts) - len(boxes)
-        lines += [*_side_by_side(boxes), *([f"... and {left:,} more node{'s' if left > 1 else ''}"] if left else [])]
+        height = max(len(box) for box in boxes)
+        padded = [[*box, *[" " * len(box[0])] * (height - len(box))] for box in boxes]
+        lines += ["  ".join(parts).rstrip() for parts in zip(*padded, strict=True)]
+        lines += [f"... and {left:,} more node{'s' if left > 1 else ''}"] if left else []
         first, node = end, node + len(starts)
     return [*lines, *axis_lines(plan, here)]
 
@@ -91,31 +94,21 @@ def _box(name: str, places: list[Place], width: int) -> list[str]:
     same = [axis for axis in places[0] if len({place[axis] for place in places}) == 1]
     varying = [axis for axis in places[0] if axis not in same]
     title = f" {name}{': ' if same else ''}{' '.join(f'{axis} {places[0][axis]}' for axis in same)} "
-    rows = _rows(places, varying) if varying else ["one rank"]
+    rows = [] if varying else ["one rank"]
+    if varying:
+        *outer, across = varying
+        grouped: dict[tuple[int, ...], list[int]] = {}
+        for place in places:
+            grouped.setdefault(tuple(place[axis] for axis in outer), []).append(place[across])
+        wide = max(len(str(place[axis])) for place in places for axis in varying)
+        for key, cells in grouped.items():
+            names = " ".join(f"{axis} {number:>{wide}}" for axis, number in zip(outer, key, strict=True))
+            numbers = " ".join(f"{cell:>{wide}}" for cell in cells[:_MOST_CELLS])
+            more = f" ... {cells[-1]}" if len(cells) > _MOST_CELLS else ""
+            rows.append(f"{names}{'   ' if names else ''}{across} {numbers}{more}")
+        if len(rows) > _MOST_ROWS:
+            rows = [*rows[: _MOST_ROWS - 1], f"... {len(rows) - _MOST_ROWS + 1} more rows"]
     inner = min(max(len(title) + 1, *(len(row) + 2 for row in rows)), width - 2)
     shown = [row[: inner - 2] for row in rows]
     top = f"┌{title[:inner]}{'─' * (inner - len(title))}┐"
     return [top, *(f"│ {row:<{inner - 2}} │" for row in shown), f"└{'─' * inner}┘"]
-
-
-def _rows(places: list[Place], varying: list[str]) -> list[str]:
-    *outer, across = varying
-    grouped: dict[tuple[int, ...], list[int]] = {}
-    for place in places:
-        grouped.setdefault(tuple(place[axis] for axis in outer), []).append(place[across])
-    wide = max(len(str(place[axis])) for place in places for axis in varying)
-    rows = []
-    for key, cells in grouped.items():
-        names = " ".join(f"{axis} {number:>{wide}}" for axis, number in zip(outer, key, strict=True))
-        shown = " ".join(f"{cell:>{wide}}" for cell in cells[:_MOST_CELLS])
-        more = f" ... {cells[-1]}" if len(cells) > _MOST_CELLS else ""
-        rows.append(f"{names}{'   ' if names else ''}{across} {shown}{more}")
-    if len(rows) > _MOST_ROWS:
-        rows = [*rows[: _MOST_ROWS - 1], f"... {len(rows) - _MOST_ROWS + 1} more rows"]
-    return rows
-
-
-def _side_by_side(boxes: list[list[str]]) -> list[str]:
-    height = max(len(box) for box in boxes)
-    padded = [[*box, *[" " * len(box[0])] * (height - len(box))] for box in boxes]
-    return ["  ".join(parts).rstrip() for parts in zip(*padded, strict=True)]

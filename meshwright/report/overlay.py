@@ -22,8 +22,7 @@ def overlay(folder: Path, title: str) -> str:
         predicted = load_artefact(Timeline, folder / "predicted.timeline.json")
         measured = last_step(load_artefact(Timeline, folder / "measured.timeline.json"))
         line = compared(predicted, measured)
-        text = picture([predicted, measured], title=title, notes=[line])
-        write_whole(folder / PICTURE, text + "\n")
+        write_whole(folder / PICTURE, picture([predicted, measured], title=title, notes=[line]) + "\n")
     except MeshwrightError as error:
         return f"{PICTURE} is not written: {error}"
     except OSError as error:

@@ -13,7 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.errors import Problem, error_at
 from meshwright.core.plan import Plan
 from meshwright.core.technique import Technique
 from meshwright.core.units import counted, pretty_bytes, pretty_count, pretty_seconds
@@ -77,23 +77,19 @@ def print_forecast(console: Console, plan: Plan, forecast: Forecast, title: str)
     )
     table.add_row(f"{forecast.counts}/s", f"{pretty_count(forecast.tokens_per_second)}, MFU {forecast.mfu:.1%}")
     parts = ", ".join(f"{name} {pretty_bytes(size)}" for name, size in forecast.peak_bytes_by_category.items() if size)
-    table.add_row("memory", _memory_words(forecast))
-    table.add_row("", f"[dim]{parts}[/dim]")
-    table.add_row("bound by", forecast.bottleneck)
-    console.print(table)
-
-
-def _memory_words(forecast: Forecast) -> str:
     words = f"{pretty_bytes(forecast.peak_bytes)} of {pretty_bytes(forecast.memory_bytes)}"
     if forecast.peak_reserved_bytes > forecast.peak_allocated_bytes:
         words += f"; torch reserves {pretty_bytes(forecast.peak_reserved_bytes)}"
     words += "".join(f"; {pretty_bytes(size)} on the {tier}" for tier, size in forecast.peak_bytes_by_tier.items())
-    if forecast.fits:
-        return words
-    over = forecast.peak_bytes - forecast.memory_bytes
-    missing = f"{pretty_bytes(over)} too much" if over > 0 else "too much in pieces"
-    largest = max(forecast.peak_bytes_by_category, key=lambda name: forecast.peak_bytes_by_category[name])
-    return f"{words}: does not fit, {missing}; most of it {largest}"
+    if not forecast.fits:
+        over = forecast.peak_bytes - forecast.memory_bytes
+        missing = f"{pretty_bytes(over)} too much" if over > 0 else "too much in pieces"
+        largest = max(forecast.peak_bytes_by_category, key=lambda name: forecast.peak_bytes_by_category[name])
+        words += f": does not fit, {missing}; most of it {largest}"
+    table.add_row("memory", words)
+    table.add_row("", f"[dim]{parts}[/dim]")
+    table.add_row("bound by", forecast.bottleneck)
+    console.print(table)
 
 
 def short_technique(technique: Technique) -> str:
@@ -111,15 +107,13 @@ def short_technique(technique: Technique) -> str:
             words.append(field.name)
         elif field.name in technique.policies and (lone := re.fullmatch(r"(\d+)-\1", str(value))):
             words.append(f"{field.name} block {lone[1]}")
+        elif isinstance(value, tuple):  # (5, 5, 5, 4) as 5x3,4
+            runs = [(each, len(list(group))) for each, group in itertools.groupby(value)]
+            shown = ",".join(f"{each}x{count}" if count > 1 else str(each) for each, count in runs)
+            words.append(f"{field.name} {shown}")
         else:
-            words.append(f"{field.name} {_runs(value) if isinstance(value, tuple) else value}")
+            words.append(f"{field.name} {value}")
     return " ".join(words)
-
-
-def _runs(values: tuple[object, ...]) -> str:
-    """`(5, 5, 5, 4)` as `5x3,4`."""
-    runs = [(value, len(list(group))) for value, group in itertools.groupby(values)]
-    return ",".join(f"{value}x{count}" if count > 1 else str(value) for value, count in runs)
 
 
 def short_plan(plan: Plan, leaving: frozenset[str] = frozenset()) -> str:
@@ -185,5 +179,4 @@ def write_output(path: str, text: str) -> None:
     try:
         Path(path).write_text(text + "\n", encoding="utf-8")
     except OSError as error:
-        what = f"cannot be written: {error.strerror}."
-        raise MeshwrightError([Problem(where=path, what=what)]) from None
+        raise error_at(path, f"cannot be written: {error.strerror}.") from None

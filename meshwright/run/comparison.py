@@ -141,9 +141,9 @@ _LEAST_DRIFT = 0.1
 _LEAST_SPREAD = 1.3
 """Slow steps over fast ones, that chance does not make."""
 _LEAST_SHARE = 0.3
-"""Of what a step took too long, that a part of it must explain to be named."""
+"""A part of a step is named only if it explains at least this share of the excess."""
 _ENOUGH_SHARE = 0.5
-"""Of the same: where reasons explain it, parts are not looked for."""
+"""Where reasons explain this share of the excess, parts of the step are not examined."""
 CAUSES = {
     "compute": "compute",
     "launch": "launching from the host",
@@ -214,7 +214,19 @@ def compare(promise: Promise, facts: Facts, *, is_whole: bool) -> Comparison:
         memory_verdict = "as forecast" if abs(off) <= MEMORY_FRACTION else "more" if off > 0 else "less"
     reasons: list[Reason] = []
     if verdict != "as forecast":
-        reasons = _reasons(promise, facts, is_slower=verdict == "slower")
+        # What happened, the largest first; then which part took it; else where the forecast knows least. Two at most.
+        is_slower, off = verdict == "slower", abs(measured - predicted.step_seconds)
+        happened = [*_disturbances(promise, facts)] if is_slower else []
+        reasons = sorted(happened, key=lambda reason: -reason.seconds)[:2]
+        if sum(reason.seconds for reason in reasons) < _ENOUGH_SHARE * off:
+            parts = [reason for reason in _parts(promise, facts, is_slower) if reason.seconds >= _LEAST_SHARE * off]
+            reasons += sorted(parts, key=lambda reason: -reason.seconds)[:1]
+            cluster = promise.cluster
+            if "measured" not in cluster.sources:
+                figures = f"the figures of {cluster.name} (compute ±{cluster.errors.compute:.0%})"
+                what = f"the forecast has {figures}, which were not measured on this machine"
+                reasons.append(Reason(name="figures", what=what, seconds=0.0, next=_PROBE))
+        reasons = reasons[:2] or [_doubt(promise, facts)]
     return Comparison(
         verdict=verdict,
         ratio=measured / predicted.step_seconds,
@@ -222,22 +234,6 @@ def compare(promise: Promise, facts: Facts, *, is_whole: bool) -> Comparison:
         memory_ratio=memory_ratio,
         reasons=tuple(reasons),
     )
-
-
-def _reasons(promise: Promise, facts: Facts, *, is_slower: bool) -> list[Reason]:
-    """What happened, most of it first; then which part took it; else where the forecast knows least. Two at most."""
-    off = abs(facts.step_seconds - promise.predicted.step_seconds)
-    happened = [*_disturbances(promise, facts)] if is_slower else []
-    found = sorted(happened, key=lambda reason: -reason.seconds)[:2]
-    if sum(reason.seconds for reason in found) < _ENOUGH_SHARE * off:
-        parts = [reason for reason in _parts(promise, facts, is_slower) if reason.seconds >= _LEAST_SHARE * off]
-        found += sorted(parts, key=lambda reason: -reason.seconds)[:1]
-        cluster = promise.cluster
-        if "measured" not in cluster.sources:
-            error = f"compute ±{cluster.errors.compute:.0%}"
-            what = f"the forecast has the figures of {cluster.name} ({error}), which were not measured on this machine"
-            found.append(Reason(name="figures", what=what, seconds=0.0, next=_PROBE))
-    return found[:2] or [_doubt(promise, facts)]
 
 
 def _disturbances(promise: Promise, facts: Facts) -> Iterator[Reason]:
@@ -254,7 +250,17 @@ def _disturbances(promise: Promise, facts: Facts) -> Iterator[Reason]:
         what = f"one step in ten took {pretty_seconds(fast)} or less, which the forecast allows, one in ten "
         what += f"{pretty_seconds(slow)} or more: something disturbs them now and then"
         yield Reason(name="spread", what=what, seconds=median - fast, next=_QUIET)
-    yield from _drifts(facts)
+    if facts.num_measured >= LEAST_STEPS:
+        early, late = facts.early_step_seconds, facts.late_step_seconds
+        course = f"{pretty_seconds(early)} in the first third of them, {pretty_seconds(late)} in the last"
+        if late < (1 - _LEAST_DRIFT) * early:
+            what = (
+                f"steps still get faster, {course} (the very first took {pretty_seconds(facts.first_step_seconds)}): "
+            )
+            yield Reason(name="warm-up", what=f"{what}warming up is not over", seconds=max(0.0, median - late))
+        elif early < (1 - _LEAST_DRIFT) * late:
+            what = f"steps get slower, {course}: a device that throttles, or other work that has begun"
+            yield Reason(name="slowing", what=what, seconds=max(0.0, median - early))
     if facts.num_retries:
         limit = promise.cluster.device.memory_bytes
         what = f"the allocator ran full {facts.num_retries} times in {facts.num_measured} steps and gave back what it "
@@ -264,19 +270,6 @@ def _disturbances(promise: Promise, facts: Facts) -> Iterator[Reason]:
         often = min(1.0, facts.num_retries / facts.num_measured)
         seconds = often * (median - promise.predicted.step_seconds)
         yield Reason(name="retries", what=what, seconds=seconds, next=next_step)
-
-
-def _drifts(facts: Facts) -> Iterator[Reason]:
-    if facts.num_measured < LEAST_STEPS:
-        return
-    early, late, median = facts.early_step_seconds, facts.late_step_seconds, facts.step_seconds
-    course = f"{pretty_seconds(early)} in the first third of them, {pretty_seconds(late)} in the last"
-    if late < (1 - _LEAST_DRIFT) * early:
-        what = f"steps still get faster, {course} (the very first took {pretty_seconds(facts.first_step_seconds)}): "
-        yield Reason(name="warm-up", what=f"{what}warming up is not over", seconds=max(0.0, median - late))
-    elif early < (1 - _LEAST_DRIFT) * late:
-        what = f"steps get slower, {course}: a device that throttles, or other work that has begun"
-        yield Reason(name="slowing", what=what, seconds=max(0.0, median - early))
 
 
 def _parts(promise: Promise, facts: Facts, is_slower: bool) -> Iterator[Reason]:
@@ -325,7 +318,16 @@ def paragraph(promise: Promise, facts: Facts, comparison: Comparison, folder: st
     )
     if comparison.verdict != "as forecast":
         text += ", outside the interval"
-    text += f".{_memory_words(promise, facts, comparison)}"
+    text += "."
+    if comparison.memory_verdict != NOT_KNOWN:
+        peaks = f"{pretty_bytes(facts.peak_bytes)}, forecast {pretty_bytes(predicted.peak_bytes)}"
+        text += f" Memory of the fullest rank {peaks}"
+        if comparison.memory_verdict != "as forecast":
+            largest = max(promise.bytes_by_category, key=lambda name: promise.bytes_by_category[name])
+            most = f"{largest.replace('_', ' ')}, {pretty_bytes(promise.bytes_by_category[largest])}"
+            text += f": {comparison.memory_verdict} than forecast, {comparison.memory_ratio:.2f} times"
+            text += f"; its largest part was {most}"
+        text += "."
     if comparison.reasons:
         text += f" Likely reason: {'; also, '.join(reason.what for reason in comparison.reasons)}."
         steps = [reason.next for reason in comparison.reasons if reason.next][:1]
@@ -335,23 +337,9 @@ def paragraph(promise: Promise, facts: Facts, comparison: Comparison, folder: st
     return text
 
 
-def _memory_words(promise: Promise, facts: Facts, comparison: Comparison) -> str:
-    if comparison.memory_verdict == NOT_KNOWN:
-        return ""
-    told = f"{pretty_bytes(facts.peak_bytes)}, forecast {pretty_bytes(promise.predicted.peak_bytes)}"
-    text = f" Memory of the fullest rank {told}"
-    if comparison.memory_verdict == "as forecast":
-        return f"{text}."
-    largest = max(promise.bytes_by_category, key=lambda name: promise.bytes_by_category[name])
-    most = f"{largest.replace('_', ' ')}, {pretty_bytes(promise.bytes_by_category[largest])}"
-    times = f"{comparison.memory_ratio:.2f} times"
-    return f"{text}: {comparison.memory_verdict} than forecast, {times}; its largest part was {most}."
-
-
 def as_data(comparison: Comparison, facts: Facts, text: str) -> dict[str, Any]:
     """What programs read: verdicts, ratios, reasons, and the numbers they rest on."""
-    found: dict[str, Any] = encode(comparison)
-    return found | {"facts": encode(facts), "text": text}
+    return {**encode(comparison), "facts": encode(facts), "text": text}
 
 
 def record(entry: Entry) -> str:
@@ -376,24 +364,11 @@ def entry_of(
     return Entry(
         unix_seconds=unix_seconds,
         versions={"meshwright": meshwright.__version__, "torch": torch, "python": platform.python_version()},
-        machine=promise.machine,
         device_name=device_name,
-        model=promise.model,
-        model_fingerprint=promise.model_fingerprint,
-        plan=promise.plan,
-        plan_fingerprint=promise.plan_fingerprint,
-        cluster=promise.cluster,
-        sequence=promise.sequence,
-        batch=promise.batch,
-        predicted=promise.predicted,
+        **{field.name: getattr(promise, field.name) for field in fields(Entry) if hasattr(promise, field.name)},
         measured=Measured(
-            step_seconds=facts.step_seconds,
-            step_seconds_p10=facts.step_seconds_p10,
-            step_seconds_p90=facts.step_seconds_p90,
             num_steps=facts.num_measured,
-            peak_bytes=facts.peak_bytes,
-            reserved_bytes=facts.reserved_bytes,
-            data_seconds=facts.data_seconds,
+            **{field.name: getattr(facts, field.name) for field in fields(Measured) if hasattr(facts, field.name)},
             # Where all ranks do the same, as a profiled step shared out.
             seconds_by_part={
                 name: share * (facts.step_seconds - facts.data_seconds)

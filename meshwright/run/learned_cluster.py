@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.core.cluster import Cluster, Device
-from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.errors import error_at
 from meshwright.core.files import refuse_link
 from meshwright.core.ledger import LEAST_STEPS, Entry, read
 from meshwright.core.units import counted, pretty_bytes, pretty_seconds
@@ -61,17 +61,15 @@ def _entries(path: Path) -> tuple[list[Entry], list[str]]:
         refuse_link(file)
     if path.is_dir() and not file.exists():
         what = f"no {COMPARISON} is there, so no run of it has been compared with its forecast."
-        fix = "Give the folder of a run (run.folder) that has made twenty steps, or a ledger."
-        raise MeshwrightError([Problem(where=str(path), what=what, fix=fix)])
+        raise error_at(path, what, "Give the folder of a run (run.folder) that has made twenty steps, or a ledger.")
     entries, num_bad = read(file)
     if not entries:
         what = f"holds no run: {num_bad} lines are no entries." if num_bad else "is empty."
-        fix = "Give a run's folder, or a ledger as `mw train` writes it."
-        raise MeshwrightError([Problem(where=str(file), what=what, fix=fix)])
+        raise error_at(file, what, "Give a run's folder, or a ledger as `mw train` writes it.")
     enough = [entry for entry in entries if entry.measured.num_steps >= LEAST_STEPS]
     if not enough:
         what = f"has {max(entry.measured.num_steps for entry in entries)} measured steps; {LEAST_STEPS} are needed."
-        raise MeshwrightError([Problem(where=str(file), what=what, fix="Train on: the same command resumes.")])
+        raise error_at(file, what, "Train on: the same command resumes.")
     lines = [f"{file}: {num_bad} lines are no entries and were skipped"] if num_bad else []
     return sorted(enough, key=lambda entry: entry.unix_seconds), lines
 
@@ -100,7 +98,7 @@ def _groups_like(entry: Entry, cluster: Cluster, path: str | Path) -> list[int]:
         return [i for i in alike if cluster.groups[i].is_like(group)]
     what = f"ran on {differences[0]}. What is slow there says nothing of these."
     fix = f"Plan for the cluster it ran on ({entry.cluster.name}), or learn from a run on such devices."
-    raise MeshwrightError([Problem(where=str(path), what=what, fix=fix)])
+    raise error_at(path, what, fix)
 
 
 def _difference(entry: Entry, wanted: Device, name: str) -> str:
@@ -135,23 +133,14 @@ def _words(learned: LearnedCluster, base: Cluster, newest: Entry) -> list[str]:
     ]
     for cause, factor in learned.factors.items():
         bars = f"error bar {getattr(base.errors, cause):.0%} -> {getattr(learned.cluster.errors, cause):.0%}"
-        lines.append(f"{CAUSES[cause]} {_times(factor)}; {bars}")
+        speed = f"{factor:.2f} x slower than thought" if factor > 1 else f"{1 / factor:.2f} x faster than thought"
+        lines.append(f"{CAUSES[cause]} {'as fast as thought' if abs(factor - 1) < 0.005 else speed}; {bars}")
     before, after = base.device.reserved_bytes, learned.cluster.device.reserved_bytes
     if before != after:
         lines.append(f"a process holds {pretty_bytes(after)} of its own, not {pretty_bytes(before)}")
     lines.append(f"a forecast of that step: {learned.error_before:.1%} off before, {learned.error_after:.1%} now")
-    return lines + _suspicions(newest.comparison)
-
-
-def _times(factor: float) -> str:
-    if abs(factor - 1) < 0.005:
-        return "as fast as thought"
-    return f"{factor:.2f} x slower than thought" if factor > 1 else f"{1 / factor:.2f} x faster than thought"
-
-
-def _suspicions(comparison: Mapping[str, Any]) -> list[str]:
-    """What the run itself said of being disturbed: the machine may be faster than it looked."""
-    told = comparison.get("reasons", [])
-    names = ("cores", "spread", "warm-up", "slowing", "retries")
-    found = [str(reason["what"]) for reason in told if isinstance(reason, Mapping) and reason.get("name") in names]
-    return [f"warning: that run was disturbed, and what was learned may be that: {what}" for what in found]
+    # What the run itself said of being disturbed: the machine may be faster than it looked.
+    for reason in newest.comparison.get("reasons", []):
+        if isinstance(reason, Mapping) and reason.get("name") in ("cores", "spread", "warm-up", "slowing", "retries"):
+            lines.append(f"warning: that run was disturbed, and what was learned may be that: {reason['what']}")
+    return lines

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from meshwright.core.codec import decode, encode
-from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.errors import MeshwrightError, Problem, error_at, raise_problems
 from meshwright.core.profile import Profile
 from meshwright.models.dimensions import DecoderConfig
 from meshwright.models.frozen_parameters import check_patterns, freeze, frozen_by
@@ -113,8 +113,7 @@ def describe(section: ModelSection, sequence: int) -> ModelDescription:
     if idle := [name for name in made.idle if not is_frozen(name)]:
         # A parameter without a gradient would be decayed by one plan and waited for by another.
         what = f"its scores do not depend on {', '.join(idle[:4])}{' and others' if idle[4:] else ''}."
-        fix = f"Remove them, or set model.freeze = {json.dumps(idle[:4])}."
-        raise MeshwrightError([Problem(where=f"model {section.title}", what=what, fix=fix)])
+        raise error_at(f"model {section.title}", what, f"Remove them, or set model.freeze = {json.dumps(idle[:4])}.")
     is_image = not isinstance(example, tuple) and example.is_floating_point() and example.ndim == 4
     findings = ModuleFindings.of(made)
     return ModelDescription(
@@ -224,8 +223,7 @@ def fitting(described: ModelDescription, data: Any) -> None:
     problems: list[Problem] = []
     name, where = described.profile.name, data.files[0].path if data.files else "data"
     if described.takes and data.kind != described.takes:
-        what = f"the files hold {data.kind}; {name} learns from {described.takes}."
-        raise MeshwrightError([Problem(where=where, what=what)])
+        raise error_at(where, f"the files hold {data.kind}; {name} learns from {described.takes}.")
     config: Any = described.config
     if data.kind == "tokens" and described.vocab_size:
         problems += data.check_vocabulary(described.vocab_size)
@@ -237,41 +235,36 @@ def fitting(described: ModelDescription, data: Any) -> None:
             packed = 'Documents come with their numbers: set data.packing = "stream", or write'
             fix = f"{packed if described.takes == 'tokens' else 'Write'} a module that takes {num_given}."
             problems.append(Problem(where=where, what=what, fix=fix))
-    num_targets = data.vocab_size if data.kind == "tokens" and described.num_scores else data.num_classes
+    num_targets = data.vocab_size if data.kind == "tokens" and described.num_scores else data.info.num_classes
     if described.num_scores > 1 and num_targets > described.num_scores:
         what = f"targets go up to {num_targets - 1}; {name} has scores for {described.num_scores}."
         problems.append(Problem(where=where, what=what, fix="Give the module's last layer more outputs."))
-    if data.kind == "images" and described.sample_shape not in ((), tuple(data.sample_shape)):
-        what = f"images are {_by(data.sample_shape)}; the sample inputs of {name} {_by(described.sample_shape)}."
+    if data.kind == "images" and described.sample_shape not in ((), tuple(data.info.shape)):
+        what = f"images are {_by(data.info.shape)}; the sample inputs of {name} {_by(described.sample_shape)}."
         fix = "Resize them, or return sample inputs like them from the factory."
         problems.append(Problem(where=where, what=what, fix=fix))
     if data.kind == "images" and config is not None:
         wanted = (config.channels, config.image_size, config.image_size)
-        if tuple(data.sample_shape) != wanted:
-            what = f"images are {_by(data.sample_shape)}; {name} takes {_by(wanted)} (channels, height, width)."
-            changes = f"{{ channels = {data.sample_shape[0]}, image_size = {data.sample_shape[1]} }}"
+        if tuple(data.info.shape) != wanted:
+            what = f"images are {_by(data.info.shape)}; {name} takes {_by(wanted)} (channels, height, width)."
+            changes = f"{{ channels = {data.info.shape[0]}, image_size = {data.info.shape[1]} }}"
             problems.append(Problem(where=where, what=what, fix=f"Resize them, or set model.change = {changes}."))
-        if data.num_classes > config.num_classes:
-            what = f"the data has {data.num_classes} classes, {name} {config.num_classes}."
-            fix = f"Set model.change.num_classes = {data.num_classes}."
+        if data.info.num_classes > config.num_classes:
+            what = f"the data has {data.info.num_classes} classes, {name} {config.num_classes}."
+            fix = f"Set model.change.num_classes = {data.info.num_classes}."
             problems.append(Problem(where=where, what=what, fix=fix))
     if data.kind == "table" and config is not None:
-        problems += _table_problems(config, data.sample_shape, name, where)
-    if problems:
-        raise MeshwrightError(problems)
-
-
-def _table_problems(config: Any, shape: tuple[int, ...], name: str, where: str) -> list[Problem]:
-    dense, columns, *sizes = shape
-    if dense != config.num_dense or columns != len(config.tables):
-        what = f"has {dense} dense and {columns} id columns; {name} takes {config.num_dense} and {len(config.tables)}."
-        fix = f"Set model.change = {{ num_dense = {dense}, tables = {list(sizes)} }}."
-        return [Problem(where=where, what=what, fix=fix)]
-    return [
-        Problem(where=where, what=f"id column {i} has ids up to {size - 1}; its table has {rows} rows.")
-        for i, (size, rows) in enumerate(zip(sizes, config.tables, strict=True))
-        if size > rows
-    ]
+        dense, columns, *sizes = data.info.shape
+        if dense != config.num_dense or columns != len(config.tables):
+            takes = f"{config.num_dense} and {len(config.tables)}"
+            what = f"has {dense} dense and {columns} id columns; {name} takes {takes}."
+            fix = f"Set model.change = {{ num_dense = {dense}, tables = {list(sizes)} }}."
+            problems.append(Problem(where=where, what=what, fix=fix))
+        for i, (size, rows) in enumerate(zip(sizes, config.tables, strict=False)):
+            if size > rows and not problems:
+                what = f"id column {i} has ids up to {size - 1}; its table has {rows} rows."
+                problems.append(Problem(where=where, what=what))
+    raise_problems(problems)
 
 
 def _by(shape: Any) -> str:

@@ -13,7 +13,7 @@ from typing import IO, Any, TypeVar
 
 from meshwright.core.cluster import Cluster
 from meshwright.core.codec import encode, load_artefact
-from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.errors import MeshwrightError, Problem, error_at, raise_problems
 from meshwright.core.files import link_problems, open_to_append, write_whole
 from meshwright.core.ledger import Predicted
 from meshwright.core.placement import placed
@@ -28,7 +28,7 @@ from meshwright.planner.search import SearchResult, search
 from meshwright.planner.wishes import read_wishes
 from meshwright.run.comparison import Promise
 from meshwright.run.model import ModelDescription, describe_run, fitting
-from meshwright.run.run_file import RunConfig
+from meshwright.run.run_file import PlanSection, RunConfig
 from meshwright.simulator.forecast import Forecast, forecast
 from meshwright.simulator.simulate import simulate
 
@@ -99,8 +99,7 @@ def prepare(
 def load_plan(config: RunConfig, given: str | Plan, profile: Profile) -> Plan | None:
     """The plan a user gave, if any, checked against the model and the samples."""
     plan, problems = _given(config, given, profile, None)
-    if problems:
-        raise MeshwrightError(problems)
+    raise_problems(problems)
     return plan
 
 
@@ -120,8 +119,7 @@ def plan_to_run(config: RunConfig, given: str | Plan, profile: Profile, cluster:
         if not is_within(technique.exactness, config.plan.allow)
     ]
     problems += _against_training(config, plan)
-    if problems:
-        raise MeshwrightError(problems)
+    raise_problems(problems)
     return plan
 
 
@@ -226,23 +224,10 @@ def _derived(kind: type[T], path: Path, consequence: str, report: Report) -> T |
         return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanWishes:
-    """What the user asked of the search that found the plan."""
-
-    allow: str
-    pin: tuple[str, ...]
-    ban: tuple[str, ...]
-
-
-def wishes_of(config: RunConfig) -> PlanWishes:
-    return PlanWishes(allow=config.plan.allow, pin=config.plan.pin, ban=config.plan.ban)
-
-
 def _earlier(config: RunConfig, profile: Profile, cluster: Cluster, report: Report) -> Plan | None:
     """The plan this run has used so far, if it still fits the batch, the machine and what the user asks for."""
     folder, again = Path(config.run.folder), "a plan is searched for again"
-    if _derived(PlanWishes, folder / "wishes.json", again, report) != wishes_of(config):
+    if _derived(PlanSection, folder / "wishes.json", again, report) != replace(config.plan, file=""):
         return None
     plan = _derived(Plan, folder / "plan.json", again, report)
     if plan is None or plan.check(profile, cluster) or plan.check_sequence(config.sequence):
@@ -267,7 +252,7 @@ def write_prepared(config: RunConfig, prepared: PreparedRun) -> None:
         "profile.json": prepared.profile.to_json(),
         "cluster.json": prepared.cluster.to_json(),
         "plan.json": prepared.plan.to_json(),
-        "wishes.json": json.dumps(encode(wishes_of(config))),
+        "wishes.json": json.dumps(encode(replace(config.plan, file=""))),
         "forecast.json": json.dumps(encode(prepared.forecast), indent=1),
         **({} if prepared.found is None else {"search.json": json.dumps(encode(prepared.found))}),
         "predicted.timeline.json": timeline.to_json(),
@@ -328,17 +313,13 @@ def open_folder(folder: Path) -> IO[str]:
         (folder / ".write-test").unlink()
         lock = os.fdopen(open_to_append(folder / ".lock", os.O_RDWR), "r+", encoding="utf-8", errors="replace")
     except OSError as error:
-        what = f"cannot write there: {error.strerror}."
-        raise MeshwrightError([Problem(where=f"run.folder {folder}", what=what)]) from None
+        raise error_at(f"run.folder {folder}", f"cannot write there: {error.strerror}.") from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         lock.seek(0)
         owner = lock.read().strip() or "another process"
-        what = f"is in use by {owner}."
-        raise MeshwrightError(
-            [Problem(where=f"run.folder {folder}", what=what, fix="Stop it, or choose another folder.")]
-        ) from None
+        raise error_at(f"run.folder {folder}", f"is in use by {owner}.", "Stop it, or choose another folder.") from None
     lock.seek(0)
     lock.truncate()
     lock.write(f"process {os.getpid()} on {socket.gethostname()}")

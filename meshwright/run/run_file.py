@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from meshwright.core.codec import decode, decode_into
-from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.errors import MeshwrightError, Problem, error_at, raise_problems
 from meshwright.core.technique import Exactness
 from meshwright.data.data_section import DataSection
 from meshwright.models.presets import Config, preset
@@ -41,7 +41,7 @@ class ModelSection:
         if len(given) != 1:
             what = f"gives {' and '.join(given)}." if given else "says no model."
             fix = 'Give one: name = "llama3.2-1b", hf = "FOLDER" or factory = "package.module:function".'
-            raise MeshwrightError([Problem(where="", what=what, fix=fix)])
+            raise error_at("", what, fix)
         problems = []
         if self.change and not self.name:
             problems.append(Problem(where="change", what="is for a model by name."))
@@ -50,8 +50,7 @@ class ModelSection:
         if self.factory and self.factory.count(":") != 1:
             what = f'"{self.factory}" is not of the form package.module:function.'
             problems.append(Problem(where="factory", what=what))
-        if problems:
-            raise MeshwrightError(problems)
+        raise_problems(problems)
 
     @property
     def title(self) -> str:
@@ -103,15 +102,14 @@ class TrainSection:
             problems.append(Problem(where="sample_every", what=f"is {self.sample_every}.", fix="Use zero or more."))
         if self.sample_tokens < 1:
             problems.append(Problem(where="sample_tokens", what=f"is {self.sample_tokens}.", fix="Use at least 1."))
-        if problems:
-            raise MeshwrightError(problems)
+        raise_problems(problems)
 
     def require_tokenizer(self, data: Any) -> None:
         """Raises where texts are to be written and the data cannot say how."""
         if self.sample_every and data.tokenizer is None:
             what = f"the data holds {data.kind} without a tokenizer, so no text can be written."
             fix = "Set it to 0, or train on text or on token files of `mw data prepare`."
-            raise MeshwrightError([Problem(where="train.sample_every", what=what, fix=fix)])
+            raise error_at("train.sample_every", what, fix)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,8 +204,7 @@ class RunConfig:
         ]
         if not self.run.folder.strip():
             problems.append(Problem(where="run.folder", what="is empty.", fix="Name a folder for this run."))
-        if problems:
-            raise MeshwrightError(problems)
+        raise_problems(problems)
 
 
 def read_run(path: str | Path, changes: Sequence[str] = ()) -> RunConfig:
@@ -220,11 +217,11 @@ def read_run(path: str | Path, changes: Sequence[str] = ()) -> RunConfig:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise MeshwrightError([Problem(where=str(path), what=f"cannot be read: {reason}.")]) from None
+        raise error_at(path, f"cannot be read: {reason}.") from None
     try:
         table = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # also of numbers too long to read, and tables nested too deeply
-        raise MeshwrightError([Problem(where=str(path), what=f"is not valid TOML: {error}.")]) from None
+        raise error_at(path, f"is not valid TOML: {error}.") from None
     problems: list[Problem] = []
     changed = frozenset([_change(table, change, problems) for change in changes])
     origin = RunOrigin(path=str(path), text=text, changed=changed)

@@ -176,8 +176,8 @@ class Trainer:
         total, tokens, hits = self.loop.evaluate(self._samples(batch) for batch in batches)
         mean = total / (tokens or 1.0)
         found = {"held_out_loss": mean}
-        if self.data.num_bytes_per_token:
-            found["held_out_bits_per_byte"] = mean / math.log(2) / self.data.num_bytes_per_token
+        if self.data.info.num_bytes_per_token:
+            found["held_out_bits_per_byte"] = mean / math.log(2) / self.data.info.num_bytes_per_token
         if hits is not None:
             found["held_out_top1"] = hits / (tokens or 1.0)
         return found

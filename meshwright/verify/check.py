@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.core.codec import encode
-from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.errors import Problem, error_at, raise_problems
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.technique import EXACTNESS
@@ -95,7 +95,14 @@ def check(
     start = time.monotonic()
     description = description or describe_run(config)
     profile = description.profile
-    _require(config, plan, profile)
+    exactness = exactness_of(plan)
+    if exactness == EXACTNESS[-1]:
+        named = ", ".join(str(each) for each in plan.techniques if each.exactness == exactness)
+        what = f"{named} is {exactness}: one device computes other numbers, so there is no parity."
+        fix = "Check the plan with exact settings in its place; its own algorithm is proved by the project's tests."
+        raise error_at("plan", what, fix)
+    problems = list(plan.check(profile) or plan.check_sequence(config.sequence))
+    raise_problems([*problems, *config.train.optimizer.problems_with(plan)])
     if "samples" not in profile.uncut:
         plan = shortened(plan, len(plan.blocks_of_stages(profile)))
     _check_memory(profile, plan, config.sequence, steps)
@@ -106,19 +113,6 @@ def check(
         if pool is None:
             own.close()
     return Checked(plan=plan, steps=steps, parts=tuple(parts), seconds=time.monotonic() - start)
-
-
-def _require(config: RunConfig, plan: Plan, profile: Profile) -> None:
-    exactness = exactness_of(plan)
-    if exactness == EXACTNESS[-1]:
-        named = ", ".join(str(each) for each in plan.techniques if each.exactness == exactness)
-        what = f"{named} is {exactness}: one device computes other numbers, so there is no parity."
-        fix = "Check the plan with exact settings in its place; its own algorithm is proved by the project's tests."
-        raise MeshwrightError([Problem(where="plan", what=what, fix=fix)])
-    problems = list(plan.check(profile) or plan.check_sequence(config.sequence))
-    problems += config.train.optimizer.problems_with(plan)
-    if problems:
-        raise MeshwrightError(problems)
 
 
 def keeps_dropout(plan: Plan) -> bool:
@@ -196,7 +190,8 @@ class _Comparing:
             departures.append(_departure(step, "learning rate", "all", float("inf"), 1e-9))
         if answer["is_random"] and answer["dropout"] == "off":
             what += "dropout off, "
-        return _part(f"{what}in float64", plan, answers, departures, tolerance, source, _worst(answers))
+        worst = max(answer["worst"] for answer in answers)
+        return _part(f"{what}in float64", plan, answers, departures, tolerance, source, worst)
 
     def _rounded(self, plan: Plan, answer: dict[str, Any], folder: Path) -> CheckResult:
         """By the whole gradient of the first step, by every loss, and by every update."""
@@ -224,10 +219,6 @@ def _departure(step: int, quantity: str, layer: str, error: float, tolerance: fl
 
 def _listed(answers: Sequence[Any]) -> list[dict[str, Any]]:
     return [{**found, "rank": rank} for rank, answer in enumerate(answers) for found in answer["departures"]]
-
-
-def _worst(answers: Sequence[Any]) -> float:
-    return max(answer["worst"] for answer in answers)
 
 
 def _of_sums(sums: Sequence[Sequence[float]]) -> tuple[float, float]:
@@ -269,5 +260,4 @@ def _check_memory(profile: Profile, plan: Plan, sequence: int, steps: int) -> No
         for where, (wanted, there) in needed.items()
         if wanted > there
     ]  # fmt: skip
-    if problems:
-        raise MeshwrightError(problems)
+    raise_problems(problems)

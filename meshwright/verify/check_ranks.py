@@ -236,8 +236,16 @@ def parity_job(
             result |= {"losses": rounded.losses, "sums": rounded.sums}
         traffic, sizes = observe(session, samples, optimizer)
     priced, at_most, priced_sizes = promised(session.build, sequence=run.config.sequence, optimizer=optimizer)
-    lines = differences(lengthened(rounded_up(traffic, priced, at_most), priced, _missing_bytes(session)), priced)
-    if _is_largest(session):
+    # Price speaks of the rank with the largest pieces: where rows do not divide evenly, others send and hold less.
+    mesh, wire = session.mesh, session.build.wire
+    pieces = {name: piece.numel() * piece.element_size() for name, piece in session.build.local_parameters()}
+    all_pieces = gather_json(mesh.control, pieces)
+    missing = sum(max(each.get(name, 0) for each in all_pieces) - size for name, size in pieces.items())
+    missing *= max(mesh.sizes.values(), default=1)
+    lines = differences(lengthened(rounded_up(traffic, priced, at_most), priced, missing), priced)
+    cutting = {axis for axes in session.build.cut_axes.values() for axis in axes}
+    cutting -= {wire.axis} if wire is not None else set()
+    if all(mesh.index(axis) == 0 for axis in cutting):
         lines += [
             f"{name}: {sizes[name]:,} bytes held, {priced_sizes[name]:,} priced"
             for name in sizes
@@ -247,14 +255,6 @@ def parity_job(
         leave()
     found = [{**vars(departure), "order": i} for i, departure in enumerate(departures)]
     return result | {"departures": found, "traffic": lines, "num_messages": sum(traffic.values())}
-
-
-def _is_largest(session: Any) -> bool:
-    """Price speaks of the largest rank: the first along every axis that cuts (rows may not divide evenly)."""
-    cutting = {axis for axes in session.build.cut_axes.values() for axis in axes}
-    wire = session.build.wire
-    cutting -= {wire.axis} if wire is not None else set()
-    return all(session.mesh.index(axis) == 0 for axis in cutting)
 
 
 Message = tuple[str, str, int]
@@ -298,15 +298,6 @@ def rounded_up(seen: Traffic, priced: Traffic, at_most: set[Message]) -> Traffic
         bounds = [bound for bound in at_most if bound[:2] == (kind, axis) and bound[2] >= size]
         settled[message if message in priced or not bounds else min(bounds)] += count
     return settled
-
-
-def _missing_bytes(session: Any) -> int:
-    """How much shorter a message of this rank may be than that of the rank with the largest pieces: price speaks of
-    that one, and rows may not divide evenly. All ranks call it together."""
-    pieces = {name: piece.numel() * piece.element_size() for name, piece in session.build.local_parameters()}
-    told = gather_json(session.mesh.control, pieces)
-    missing = sum(max(each.get(name, 0) for each in told) - size for name, size in pieces.items())
-    return missing * max(session.mesh.sizes.values(), default=1)
 
 
 def lengthened(seen: Traffic, priced: Traffic, missing: int) -> Traffic:

@@ -100,19 +100,6 @@ def random_samples(vocab_size: int, batch: int, sequence: int, *, masked: bool =
     return samples
 
 
-def write_reference(
-    folder: Path, opened: OpenedModel, optimizer: OptimizerConfig, samples: SamplesOf, steps: int, *,
-    dtype: str = "float64", batch: int, plan: Plan | None = None,
-) -> None:  # fmt: skip
-    """What our own loop does on one device; as a plan without axes says, where one is given."""
-    plan = plan or Plan(batch=batch, microbatch=batch)
-    session = open_session(plan, opened, optimizer, dtype=dtype, device=torch.device("cpu"))
-    for step, result, gradients in _steps(session, samples, steps, optimizer):
-        tensors = {f"gradient/{name}": value for name, value in gradients.items()}
-        tensors |= {f"parameter/{name}": value.clone() for name, value in session.build.local_parameters()}
-        _write_step(folder, step, tensors, loss=result.loss, norm=result.gradient_norm)
-
-
 def write_plain(
     folder: Path, plain: Plain, batch_of: BatchOf, optimizer: OptimizerConfig, steps: int, **settings: Any
 ) -> list[float]:
@@ -123,12 +110,13 @@ def write_plain(
         tensors |= {f"parameter/{name}": value for name, value in result.parameters.items()}
         tensors |= {f"buffer/{name}": value for name, value in result.buffers.items()}
         tensors |= {f"undetermined/{name}": value for name, value in result.undetermined.items()}
-        _write_step(folder, result.step, tensors, loss=result.loss, norm=result.norm, scale=result.update_scale)
+        write_step(folder, result.step, tensors, loss=result.loss, norm=result.norm, scale=result.update_scale)
         losses.append(result.loss)
     return losses
 
 
-def _write_step(folder: Path, step: int, tensors: dict[str, Tensor], **numbers: float) -> None:
+def write_step(folder: Path, step: int, tensors: dict[str, Tensor], **numbers: float) -> None:
+    """What a reference leaves of a step."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors |= {name: torch.tensor([value], dtype=torch.float64) for name, value in numbers.items()}
     temporary = folder / f"step-{step}.tmp"
@@ -136,7 +124,7 @@ def _write_step(folder: Path, step: int, tensors: dict[str, Tensor], **numbers: 
     temporary.rename(folder / f"step-{step}.safetensors")
 
 
-def _steps(
+def steps_of(
     session: Session, samples: SamplesOf, steps: int, optimizer: OptimizerConfig, seed: int | None = None
 ) -> Iterator[tuple[int, Any, dict[str, Tensor]]]:
     """Steps, with the gradients as they were before clipping. `seed`: of the random numbers of each step."""
@@ -174,13 +162,11 @@ def compare(
     tolerance above that of float64 all elements do, so that rounding errors do not add up from step to step.
     """
     worst, departures = 0.0, []
-    for step, result, gradients in _steps(session, samples, steps, optimizer, seed):
+    for step, result, gradients in steps_of(session, samples, steps, optimizer, seed):
         with safe_open(folder / f"step-{step}.safetensors", framework="pt") as reference:
             loss, norm = (float(reference.get_tensor(name)) for name in ("loss", "norm"))
             errors = [("loss", "loss", _relative(abs(result.loss - loss), abs(loss)))]
-            errors += _gradient_errors(session.build, reference, gradients)
-            errors += _parameter_errors(session.build, reference, forced=tolerance > EXACT)
-            errors += _buffer_errors(session.build, reference)
+            errors += _tensor_errors(session.build, reference, gradients, forced=tolerance > EXACT)
             errors.append(("gradient norm", "all", _relative(abs(result.gradient_norm - norm), norm)))
         for quantity, name, error in errors:
             limit = update_tolerance if quantity == "update" else tolerance
@@ -188,9 +174,6 @@ def compare(
             if not error <= limit:  # also true of NaN
                 departures.append(Departure(step=step, quantity=quantity, layer=name, error=error, tolerance=limit))
     return worst, departures
-
-
-Errors = list[tuple[str, str, float]]
 
 
 def _relative(difference: float, size: float) -> float:
@@ -209,45 +192,39 @@ def _norm(reference: Any, quantity: str) -> float:
     return sum(float(reference.get_tensor(key).double().norm()) ** 2 for key in names) ** 0.5
 
 
-def _gradient_errors(build: RankBuild, reference: Any, gradients: dict[str, Tensor]) -> Errors:
-    """A gradient that is missing, on either side, is zero."""
-    names, norm, errors = set(reference.keys()), _norm(reference, "gradient"), []
-    for name, parameter in build.local_parameters():
-        box, key = build.boxes[name], f"gradient/{name}"
-        if box.is_empty or (key not in names and name not in gradients):
-            continue
-        piece = gradients.get(name, torch.zeros_like(parameter))
-        wanted = box_of(reference, key, box) if key in names else torch.zeros_like(piece)
-        errors.append(("gradient", name, _relative(float((piece - wanted).abs().max()), norm)))
-    return errors
+def _tensor_errors(
+    build: RankBuild, reference: Any, gradients: dict[str, Tensor], *, forced: bool
+) -> list[tuple[str, str, float]]:
+    """(quantity, name, error) of this rank's gradients, parameters and buffers.
 
-
-def _parameter_errors(build: RankBuild, reference: Any, *, forced: bool) -> Errors:
-    """Of the parameters by their norm, and of what the update has changed by the largest change of any element."""
-    names, norm, errors = set(reference.keys()), _norm(reference, "parameter"), []
+    A gradient that is missing, on either side, is zero. Parameters are compared by their norm, and by what the update
+    has changed over the largest change of any element. `forced`: they go on with the reference's values.
+    """
+    names, errors = set(reference.keys()), []
+    gradient_norm, parameter_norm = _norm(reference, "gradient"), _norm(reference, "parameter")
     scale = float(reference.get_tensor("scale")) if "scale" in names else 0.0
-    for name, piece in build.local_parameters():
-        box = build.boxes[name]
-        if box.is_empty:
-            continue
-        wanted = box_of(reference, f"parameter/{name}", box)
+    pieces = [(name, piece) for name, piece in build.local_parameters() if not build.boxes[name].is_empty]
+    for name, parameter in pieces:
+        if f"gradient/{name}" in names or name in gradients:
+            piece = gradients.get(name, torch.zeros_like(parameter))
+            wanted = torch.zeros_like(piece)
+            if f"gradient/{name}" in names:
+                wanted = box_of(reference, f"gradient/{name}", build.boxes[name])
+            errors.append(("gradient", name, _relative(float((piece - wanted).abs().max()), gradient_norm)))
+    for name, piece in pieces:
+        wanted = box_of(reference, f"parameter/{name}", build.boxes[name])
         difference = (piece - wanted).abs()
         if f"undetermined/{name}" in names:
-            unsure = box_of(reference, f"undetermined/{name}", box)
+            unsure = box_of(reference, f"undetermined/{name}", build.boxes[name])
             difference = difference.masked_fill(unsure, 0.0)
             piece[unsure] = wanted[unsure]
         error = float(difference.max())
-        errors.append(("parameter", name, _relative(error, norm)))
+        errors.append(("parameter", name, _relative(error, parameter_norm)))
         if "scale" in names:
             rounding = 1e-8 * float(wanted.abs().max())  # below it, float64 itself rounds an update away
             errors.append(("update", name, _relative(error, max(scale, rounding))))
         if forced:
             piece.copy_(wanted)
-    return errors
-
-
-def _buffer_errors(build: RankBuild, reference: Any) -> Errors:
-    names, errors = set(reference.keys()), []
     for name, buffer in build.lasting_buffers():
         if f"buffer/{name}" in names and buffer.numel():
             wanted = reference.get_tensor(f"buffer/{name}")
@@ -277,7 +254,7 @@ def compare_rounded(
     independent rule of `reference.py`, applied to this rank's own weights and gradients.
     """
     replay, losses, sums, departures = _Replay(session, optimizer), [], (0.0, 0.0, 0.0), []
-    for step, result, gradients in _steps(session, samples, steps, optimizer):
+    for step, result, gradients in steps_of(session, samples, steps, optimizer):
         losses.append(result.loss)
         if step == 0:
             with safe_open(folder / f"step-{step}.safetensors", framework="pt") as reference:

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -21,7 +21,7 @@ from meshwright.core.errors import MeshwrightError
 from meshwright.foreign.factory import call_factory
 from meshwright.hf.config_json import config_for, family_of
 from meshwright.hf.weights_module import parameters_on_meta, transformers_module
-from meshwright.hf.weights_read import TensorPart, parts_of_decoder, source_of_named
+from meshwright.hf.weights_read import parts_of_decoder, source_of_named
 from meshwright.models.presets import DecoderConfig, DLRMConfig
 from meshwright.ops.batch_norm import BatchNorm
 from meshwright.run.model import ModelDescription, OpenedModel, open_model
@@ -75,7 +75,12 @@ def plain_of(opened: OpenedModel, *, sequence: int, dtype: torch.dtype, foreign:
         if made is not None:
             return made
     model = opened.model
-    _use_torch_batch_norms(model)
+    for path, each in list(model.named_modules()):
+        if isinstance(each, BatchNorm):  # torch's own in its place, under the same names
+            plain = nn.BatchNorm2d(len(each.weight), each.epsilon, each.momentum, device=each.weight.device)
+            plain.num_batches_tracked = None
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, plain)
     extra = _Balance(model) if isinstance(config, DecoderConfig) and config.num_experts and config.balance else None
     made = _of_module(model, opened, _values(opened, dtype), dtype)
     made.packs_documents = isinstance(config, DecoderConfig) and not config.capacity_factor
@@ -149,35 +154,19 @@ def _of_transformers(config: DecoderConfig, opened: OpenedModel, sequence: int, 
 
     def forward(inputs: Any) -> Any:
         assert isinstance(inputs, Tensor)
+        theirs: Tensors = {}  # made of ours so that gradients flow back
         with wide():
-            theirs = _assembled(leaves, parts)
+            for name, value in leaves.items():
+                for part in parts[name]:
+                    piece = part.as_stored(value[part.at.slices])
+                    if piece.shape == part.shape:
+                        theirs[part.name] = piece
+                        continue
+                    whole = theirs.setdefault(part.name, torch.zeros(part.shape, dtype=value.dtype))
+                    whole[part.stored_box(part.at).slices] = piece
             return torch.func.functional_call(module, theirs, (inputs,)).logits
 
     return Plain(parameters=leaves, forward=forward, blocks=_blocks(opened), packs_documents=True)
-
-
-def _assembled(ours: Tensors, parts: Mapping[str, tuple[TensorPart, ...]]) -> Tensors:
-    """Their tensors, made of ours so that gradients flow back."""
-    made: Tensors = {}
-    for name, value in ours.items():
-        for part in parts[name]:
-            piece = part.as_stored(value[part.at.slices])
-            if piece.shape == part.shape:
-                made[part.name] = piece
-                continue
-            whole = made.setdefault(part.name, torch.zeros(part.shape, dtype=value.dtype))
-            whole[part.stored_box(part.at).slices] = piece
-    return made
-
-
-def _use_torch_batch_norms(model: nn.Module) -> None:
-    """torch's own batch norms in the place of ours, under the same names."""
-    for path, each in list(model.named_modules()):
-        if isinstance(each, BatchNorm):
-            plain = nn.BatchNorm2d(len(each.weight), each.epsilon, each.momentum, device=each.weight.device)
-            plain.num_batches_tracked = None
-            parent, _, name = path.rpartition(".")
-            setattr(model.get_submodule(parent), name, plain)
 
 
 class _Balance:

@@ -158,7 +158,7 @@ def test_the_standard_library_is_a_corpus_on_every_machine() -> None:
     names = [file.path for file in data.files]
     assert not [name for name in names if "/test/" in name or "site-packages" in name]
     assert "import" in data.tokenizer.decode(data.batch(0, 64).inputs)
-    assert data.num_bytes_per_token == 1.0
+    assert data.info.num_bytes_per_token == 1.0
 
 
 @given(text=st.text())

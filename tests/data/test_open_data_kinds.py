@@ -79,8 +79,8 @@ def test_with_and_without_a_cache_and_again_it_is_the_same_data(name: str, tmp_p
     assert len({each.fingerprint for each in opened}) == 1
     for other in opened[1:]:
         assert all(map(np.array_equal, arrays(opened[0].batch(3, 9)), arrays(other.batch(3, 9))))
-    assert opened[0].num_classes == opened[2].num_classes
-    assert opened[0].sample_shape == opened[2].sample_shape
+    assert opened[0].info.num_classes == opened[2].info.num_classes
+    assert opened[0].info.shape == opened[2].info.shape
 
 
 @pytest.mark.parametrize("writer", [write_flat, write_digits, write_digit_folder, write_table])
@@ -113,7 +113,7 @@ def test_digits_as_arrays_and_as_a_folder_are_the_same_images(tmp_path: Path) ->
     truth = load_digits()
     for section, count in ((write_digits(tmp_path), 1797), (write_digit_folder(tmp_path), 200)):
         data = open_data(section, cache=None)
-        assert (data.kind, data.num_samples, data.sample_shape, data.num_classes) == ("images", count, (1, 8, 8), 10)
+        assert (data.kind, data.num_samples, data.info.shape, data.info.num_classes) == ("images", count, (1, 8, 8), 10)
         batch = data.batch(0, data.num_train)
         pixels = {image.tobytes(): label for image, label in zip(batch.inputs, batch.targets, strict=True)}
         known = np.divide((truth.images * 15).astype(np.uint8), np.float32(255), dtype=np.float32)[:count, None]
@@ -121,7 +121,7 @@ def test_digits_as_arrays_and_as_a_folder_are_the_same_images(tmp_path: Path) ->
             pixels.get(image.tobytes()) == label for image, label in zip(known, truth.target[:count], strict=True)
         )
         assert seen >= data.num_train
-    assert data.classes == tuple(f"digit {number}" for number in range(10))
+    assert data.info.classes == tuple(f"digit {number}" for number in range(10))
 
 
 @pytest.mark.parametrize("layout", ["NHWC", "NCHW", "float"])
@@ -150,7 +150,7 @@ def test_a_table_is_dense_numbers_ids_and_labels_in_every_format(tmp_path: Path)
     np.savez(tmp_path / "table.npz", dense=dense, ids=ids, labels=columns["label"])
     for suffix in ("csv", "parquet", "npz"):
         data = open_data(DataSection(train=str(tmp_path / f"table.{suffix}")), cache=tmp_path / "cache")
-        assert data.sample_shape == (2, 2, 5, 10)
+        assert data.info.shape == (2, 2, 5, 10)
         batch, samples = data.batch(0, 50), data.order(0, 50)
         assert np.array_equal(batch.inputs[0], dense[samples].astype(np.float32))
         assert np.array_equal(batch.inputs[1], ids[samples])

@@ -56,7 +56,7 @@ def test_the_result_is_the_text_itself_and_does_not_depend_on_workers(
         assert np.array_equal(made.source.corpus.tokens, direct.source.corpus.tokens)
         assert np.array_equal(made.batch(7, 40).weights, direct.batch(7, 40).weights)
     assert np.array_equal(made.source.corpus.starts, direct.source.corpus.starts)
-    assert (made.tokenizer.name, made.num_bytes_per_token) == ("byte", 1.0)
+    assert (made.tokenizer.name, made.info.num_bytes_per_token) == ("byte", 1.0)
     assert one.facts.num_documents == len(direct.source.corpus.starts)
     # Asked again, nothing is done; after a change, only what changed.
     again = prepare([str(corpus)], str(tmp_path / "one"))
@@ -71,7 +71,7 @@ def test_a_tokenizers_file_travels_with_the_result(corpus: Path, tmp_path: Path)
     direct = open_data(section, cache=None)
     assert np.array_equal(made.source.corpus.tokens, direct.source.corpus.tokens)
     assert made.tokenizer.name == direct.tokenizer.name
-    assert made.num_bytes_per_token == direct.num_bytes_per_token > 1
+    assert made.info.num_bytes_per_token == direct.info.num_bytes_per_token > 1
 
 
 def test_a_killed_run_goes_on_where_it_was(corpus: Path, tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def test_a_flat_file_is_the_stream(tmp_path: Path, dtype: str, suffix: str) -> N
     for sample, row, target in zip(data.order(0, 11), batch.inputs, batch.targets, strict=True):
         assert row.tolist() == list(range(sample * 8, sample * 8 + 8))
         assert target.tolist() == list(range(sample * 8 + 1, sample * 8 + 9))
-    assert (data.vocab_size, data.num_bytes_per_token, data.tokenizer) == (90, 0.0, None)
+    assert (data.vocab_size, data.info.num_bytes_per_token, data.tokenizer) == (90, 0.0, None)
 
 
 def slow_packing(tokens: list[int], lengths: list[int], sequence: int, sample: int) -> tuple[list[int], list[int]]:
@@ -174,8 +174,8 @@ def test_a_tokenizers_file_turns_text_into_tokens_and_back(tokenizer_folder: Pat
     assert tokens[-1] == data.tokenizer.separator
     assert data.tokenizer.decode(tokens[:-1]) == text
     assert data.vocab_size == 300
-    assert data.num_bytes_per_token == pytest.approx(len(text.encode()) / len(tokens))
-    assert data.num_bytes_per_token > 1.5
+    assert data.info.num_bytes_per_token == pytest.approx(len(text.encode()) / len(tokens))
+    assert data.info.num_bytes_per_token > 1.5
     assert data.fingerprint == again.fingerprint != opened(tmp_path / "a.txt", sequence=16).fingerprint
 
 

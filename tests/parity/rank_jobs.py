@@ -46,8 +46,11 @@ def reference_job(
         parity.write_plain(Path(folder), plain, batch_of, rates, steps, microbatch=batch)
         return
     plan = {"techniques": techniques or [], "batch": batch, "microbatch": batch}
-    alone = Plan.from_json(json.dumps(plan))
-    parity.write_reference(Path(folder), opened, rates, samples, steps, dtype=dtype, batch=batch, plan=alone)
+    session = parity.open_session(Plan.from_json(json.dumps(plan)), opened, rates, dtype=dtype, device=CPU)
+    for step, result, gradients in parity.steps_of(session, samples, steps, rates):
+        tensors = {f"gradient/{name}": value for name, value in gradients.items()}
+        tensors |= {f"parameter/{name}": value.clone() for name, value in session.build.local_parameters()}
+        parity.write_step(Path(folder), step, tensors, loss=result.loss, norm=result.gradient_norm)
 
 
 def open_tiny(config: dict[str, Any], batch: int, sequence: int, dtype: str) -> tuple[OpenedModel, parity.SamplesOf]:
