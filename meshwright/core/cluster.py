@@ -159,9 +159,12 @@ class HostResources:
     disk_read_bytes_per_second: float = 0.0
     disk_write_bytes_per_second: float = 0.0
 
-    def times(self, count: int) -> HostResources:
-        """The same for `count` times as many devices."""
-        return HostResources(**{name: value * count for name, value in asdict(self).items()})
+    def shared_by(self, devices: int, of: int) -> HostResources:
+        """What a node of so many devices has, if this is a node `of` others: as much for each device."""
+        each = {name: value * devices for name, value in asdict(self).items()}
+        return HostResources(
+            **{name: value // of if isinstance(value, int) else value / of for name, value in each.items()}
+        )
 
     def problems(self) -> Iterator[Problem]:
         yield from wrong_numbers(asdict(self), "zero or more", lambda value: value >= 0)
@@ -414,9 +417,12 @@ class Cluster:
         return self.between or slowest(self.groups[index].outer for index in groups)
 
     def resized(self, devices_per_node: int, num_nodes: int = 1, name: str = "") -> Cluster:
-        """The same with other counts. Groups keep theirs: a mixed cluster can only be said to have what it has."""
+        """The same with other counts: a larger node has more of host and disk, a part of one its share. Groups keep
+        theirs: a mixed cluster can only be said to have what it has."""
         if not self.others:
-            return replace(self, devices_per_node=devices_per_node, num_nodes=num_nodes, name=name or self.name)
+            host = self.host.shared_by(devices_per_node, self.devices_per_node)
+            name = name or self.name
+            return replace(self, devices_per_node=devices_per_node, num_nodes=num_nodes, host=host, name=name)
         if devices_per_node * num_nodes == self.num_devices:
             return replace(self, name=name or self.name)
         counts = " + ".join(str(group.num_devices) for group in self.groups)

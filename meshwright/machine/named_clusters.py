@@ -110,8 +110,7 @@ def _group_named(text: str) -> Cluster:
     if num_nodes < 1 or devices_per_node < 1:
         what = f'"{text}" has {num_nodes} x {devices_per_node} devices; both counts must be at least 1.'
         raise error_at("cluster", what)
-    sheet = preset(device)  # its host is the share of one device
-    return replace(sheet, host=sheet.host.times(devices_per_node)).resized(devices_per_node, num_nodes, name=text)
+    return preset(device).resized(devices_per_node, num_nodes, name=text)
 
 
 _LEAST_SPARSE, _MOST_SPARSE = 1.9, 2.1

@@ -32,11 +32,11 @@ def shown_devices(timeline: Timeline, wanted: Sequence[int] = ()) -> tuple[int, 
 
 
 def kind_of(span: Span) -> str:
-    """forward, backward, weight (its second half, apart), update, collective or message."""
+    """forward, backward, weight (its second half, apart), update, collective, copy or message."""
     if span.name.startswith(MESSAGES):
         return "message"
     if span.lane != "compute":
-        return "collective"
+        return span.lane
     return _KINDS.get(span.name.split(" ")[0], "update")
 
 
@@ -146,6 +146,8 @@ class Spent:
     compute: float
     collective: float
     """That compute waits for; of pipelines' messages only the waiting counts, and it is idle time."""
+    copy: float = 0.0
+    """Between tiers of memory, while nothing is computed or exchanged."""
     idle: float
 
 
@@ -153,7 +155,7 @@ def spent(timeline: Timeline) -> Spent:
     """Of one step."""
     window = period(timeline)
     total, devices = step_seconds(timeline), timeline.devices
-    compute = collective = 0.0
+    compute = collective = copy = 0.0
     by_device: dict[int, list[Span]] = {device: [] for device in devices}
     for span in timeline.spans:
         by_device[span.device].append(span)
@@ -162,7 +164,10 @@ def spent(timeline: Timeline) -> Spent:
         talking = united(_within(span, window) for span in spans if kind_of(span) == "collective")
         compute += length(computing) / len(devices)
         collective += length(without(talking, computing)) / len(devices)
-    return Spent(compute=compute, collective=collective, idle=max(0.0, total - compute - collective))
+        copying = united(_within(span, window) for span in spans if kind_of(span) == "copy")
+        copy += length(without(copying, united([*computing, *talking]))) / len(devices)
+    idle = max(0.0, total - compute - collective - copy)
+    return Spent(compute=compute, collective=collective, copy=copy, idle=idle)
 
 
 def _within(span: Span, window: Interval | None) -> Interval:
@@ -178,10 +183,11 @@ def compared(predicted: Timeline, measured: Timeline) -> str:
     if not is_whole(predicted):
         return line
     before, after = spent(predicted), spent(measured)
-    names = ("compute", "collective", "idle")
+    names = ("compute", "collective", "copy", "idle")
     by_part = {name: getattr(after, name) - getattr(before, name) for name in names}
     worst = max(by_part, key=lambda name: abs(by_part[name]))
     more = "more" if by_part[worst] > 0 else "less"
     was, now = (pretty_seconds(getattr(each, worst)) for each in (before, after))
-    words = {"compute": "compute differs", "collective": "collectives differ", "idle": "idle time differs"}[worst]
+    subjects = {"collective": "collectives differ", "copy": "copies differ", "idle": "idle time differs"}
+    words = subjects.get(worst, "compute differs")
     return f"{line}; {words} most: {pretty_seconds(abs(by_part[worst]))} {more} ({was} -> {now})"

@@ -97,7 +97,13 @@ _MEMORY_TALL = 150
 _NARROW = 0.75
 """Pixels below which spans of one pixel are drawn as one, in the colour of most of them."""
 
-_FIXED = {"model": "#3b6fb6", "collective": "#b4572e", "waiting": "#c9ced6", "waiting for the host": "#8a93a1"}
+_FIXED = {
+    "model": "#3b6fb6",
+    "collective": "#b4572e",
+    "copy": "#5b8c5a",
+    "waiting": "#c9ced6",
+    "waiting for the host": "#8a93a1",
+}
 _COLOURS = ("#d98c1f", "#2f8f5b", "#a34d9e", "#c0392b", "#17889b", "#8c6d31", "#6a5acd", "#d16ba5", "#5b7f1f")
 _MEMORY_COLOURS = ("#9db8d9", "#7fb093", "#e0b878", "#c79bc4", "#8fc3cc", "#d3a08c", "#b9b7e0", "#c4cf9a", "#b7bec8")
 _RED, _GREY, _SHADE, _INK = "#c0392b", "#d5dae1", "#eef2f7", "#1c2430"
@@ -119,7 +125,7 @@ def picture(timelines: Sequence[Timeline], *, title: str, notes: Iterable[str] =
     for timeline in timelines:
         y = _section(sheet, timeline, shown_devices(timelines[0]), total, y + 30, colours)
     y = legend(sheet, [(colour, name) for name, colour in colours.items()], LEFT, y + 14, RIGHT)
-    sheet.text(LEFT, y, "paler: forward; thin rows: collectives and messages, beside what is computed", size=11)
+    sheet.text(LEFT, y, "paler: forward; thin rows: collectives, messages and copies, beside what is computed", size=11)
     if any(each.memory for each in timelines):
         y = _memory(sheet, [each for each in timelines if each.memory], total, y + 34)
     return sheet.written(y + 16)
@@ -131,7 +137,7 @@ def _key(span: Span) -> str:
         return "waiting for the host"
     if span.origin == "loop":
         return "waiting"
-    return span.origin or ("model" if span.lane == "compute" else "collective")
+    return span.origin or ("model" if span.lane == "compute" else span.lane)
 
 
 def _colours(timelines: Sequence[Timeline]) -> dict[str, str]:

@@ -28,9 +28,10 @@ LETTERS = {
     "weight": ("W", "yellow"),
     "update": ("U", "magenta"),
     "collective": ("=", "red"),
+    "copy": ("~", "cyan"),
     "idle": (".", "dim"),
 }
-_WORDS = {"weight": "weight half", "collective": "collective alone"}
+_WORDS = {"weight": "weight half", "collective": "collective alone", "copy": "copy alone"}
 _LEAST = 0.02
 """Shares of a column that are not shown."""
 _MEMORY_ROWS = 4
@@ -67,7 +68,7 @@ def draw(timeline: Timeline, *, width: int = 100, plain: bool = False) -> list[L
 
 
 def _cells(spans: Sequence[Span], total: float, columns: int) -> list[str]:
-    """What takes most of each column's time; collectives only where nothing is computed."""
+    """What takes most of each column's time; collectives only where nothing is computed, copies where neither is."""
     amounts: list[dict[str, float]] = [{} for _ in range(columns)]
     for span in spans:
         kind = kind_of(span)
@@ -80,8 +81,10 @@ def _cells(spans: Sequence[Span], total: float, columns: int) -> list[str]:
     cells: list[str] = []
     owed: dict[str, float] = {}
     for amount in amounts:
-        computing = sum(share for kind, share in amount.items() if kind != "collective")
-        amount["collective"] = min(amount.get("collective", 0.0), max(0.0, 1.0 - computing))
+        left = 1.0 - sum(share for kind, share in amount.items() if kind not in ("collective", "copy"))
+        for kind in ("collective", "copy"):
+            amount[kind] = min(amount.get(kind, 0.0), max(0.0, left))
+            left -= amount[kind]
         amount["idle"] = max(0.0, 1.0 - sum(amount.values()))
         # What a column has too little room for is owed to the next: many short spans show in their proportion.
         owed = {kind: share + owed.get(kind, 0.0) for kind, share in amount.items() if share > _LEAST}

@@ -55,7 +55,7 @@ class Facts:
     waited_fraction: float
     """Of the time in which rank 0 was ready to run and had no core."""
     parts: Mapping[str, float]
-    """Shares of a profiled step: compute, collective (that nothing hides) and idle; empty where none was profiled."""
+    """Shares of a profiled step: compute, collective (that nothing hides), copy and idle; empty where none was profiled."""
     peak_bytes: int
     reserved_bytes: int
     num_retries: int
@@ -122,7 +122,8 @@ def parts_of(spans: Iterable[Span]) -> dict[str, float]:
     if not step.seconds:
         return {}
     found = spent(step)
-    return {name: getattr(found, name) / step.seconds for name in ("compute", "collective", "idle")}
+    shares = {name: getattr(found, name) / step.seconds for name in ("compute", "collective", "copy", "idle")}
+    return {name: share for name, share in shares.items() if share or name != "copy"}
 
 
 def _waited_seconds(file: Path = Path("/proc/thread-self/schedstat")) -> float:

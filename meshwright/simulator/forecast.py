@@ -93,6 +93,7 @@ def forecast_of(
         step=step * slowest_of(cluster, plan.num_ranks),
         fullest=fullest,
         reserved=reserved_by(fullest, staged, cluster, replays=replays),
+        lying=[(stage, cluster) for stage in staged.stages],
         devices=((cluster.device, plan.num_ranks),),
     )
 
@@ -107,10 +108,11 @@ def told(
     step: float,
     fullest: Stage,
     reserved: Replayed,
+    lying: Sequence[tuple[Stage, Cluster]],
     devices: Sequence[tuple[Device, int]],
 ) -> Forecast:
-    """What was simulated, as people ask for it. `cluster` has the device of the fullest stage; `devices`: of how many
-    ranks each."""
+    """What was simulated, as people ask for it. `cluster` has the device of the fullest stage; `lying`: every stage, on
+    the cluster as its ranks see it; `devices`: of how many ranks each."""
     if not math.isfinite(step):
         what = f"a step of {plan} never ends: the device has no {staged.compute_dtype} rate, or one near zero."
         raise MeshwrightError([Problem(where=cluster.name, what=what)])
@@ -122,7 +124,7 @@ def told(
     off = math.hypot(*(getattr(cluster.errors, cause) * (seconds / step) for cause, seconds in causes.items()))
     words, most = max(_summed(spent, "words").items(), key=lambda item: item[1])
     tiers: dict[str, int] = {}
-    for stage in staged.stages:
+    for stage, _ in lying:
         for tier, size in stage.memory.tier_bytes().items():
             tiers[tier] = max(tiers.get(tier, 0), math.ceil(size))
     return Forecast(
@@ -135,7 +137,7 @@ def told(
         peak_bytes_by_category=fullest.memory.by_category(),
         peak_reserved_bytes=reserved.reserved_bytes,
         bottleneck=f"{words}: {most / step:.0%} of the step".replace("%", " %"),
-        fits=reserved.fits and not any(stage.memory.overflows(cluster) for stage in staged.stages),
+        fits=reserved.fits and not any(stage.memory.overflows(place) for stage, place in lying),
         memory_bytes=cluster.device.memory_bytes,
         seconds_by_origin={origin: seconds for origin, seconds in sorted(origins.items()) if seconds > 0},
         seconds_by_cause=causes,

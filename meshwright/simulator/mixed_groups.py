@@ -81,6 +81,7 @@ def forecast_mixed(
         step=step_seconds(pipes) * slowest_of(here, plan.num_ranks),
         fullest=fullest,
         reserved=replace(reserved[group], fits=all(each.fits for each in reserved.values())),
+        lying=[(stage, seen_from(here, group)) for _, stage, group in lying],
         devices=[(here.groups[group].device, ranks_each) for group in units],
     )
 

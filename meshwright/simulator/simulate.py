@@ -194,8 +194,12 @@ class _Drawing:
         for origin, seconds in updates.items():
             yield _span(device, _Piece("compute", origin, 0.0, slower * seconds), "update", update_start)
             update_start += slower * seconds
-        beside = {charge: each for charge, each in _beside(cost).items() if charge.per_step}
-        late = {key: each for key, each in beside.items() if key.part == "backward"}
+        beside = {charge: each for charge, each in _beside(cost).items() if charge.charge.part == "step"}
+        updating = {key: each for key, each in beside.items() if key.part == "step"}
+        begin = end - slower * (sum(updates.values()) + sum(each.shown for each in updating.values()))
+        for key, each in updating.items():
+            yield _span(device, _Piece(key.lane, key.origin, 0.0, slower * each.seconds), key.words, begin)
+        late = {key: each for key, each in beside.items() if key.part in ("backward", "weight")}
         begin = max(0.0, start - slower * sum(each.seconds - each.shown for each in late.values()))
         for key, each in late.items():
             yield _span(device, _Piece(key.lane, key.origin, 0.0, slower * each.seconds), key.words, begin)

@@ -334,12 +334,12 @@ def stage_cost(
     copies = Slowed(beside.copy_by_compute, beside.compute_by_copy)
     # Each kind hides behind compute by itself: the network, and a copy engine for either way.
     lanes = (("collective", messages), ("copy in", copies), ("copy out", copies))
-    parts: tuple[Part, ...] = ("forward", "backward")
+    parts: tuple[Part, ...] = ("forward", "backward", "weight", "step")
     for part, (lane, slowed) in itertools.product(parts, lanes if total.hidden else ()):
         group = [item for item in total.hidden if item.part == part and item.lane == lane]
         # Those of a layer run beside its neighbours' compute; the first layer's have nothing to hide behind.
         each = [item for item in group if not item.task.per_step]
-        for layer, mine, bare in _in_turn(each, order if part == "forward" else order[::-1]):
+        for layer, mine, bare in _in_turn(each, order if part in ("forward", "step") else order[::-1]):
             _expose(charges, mine, total.cover.get((layer, part), 0.0), bare, part, slowed)
         # Once a step, beside one microbatch's pass; the first layer's is needed first, or ready last.
         once = [item for item in group if item.task.per_step]

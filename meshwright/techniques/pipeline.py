@@ -164,8 +164,11 @@ class Pipeline(Technique):
             repeats[layer.name] = within
         tied = {slot.copy_of for slot in work.slots if slot.copy_of} if places.shape == "loop" else set()
 
+        is_first_chunk = (work.sizes.get("chunk", 0) == 0) * 1
+
         def place(item: Any) -> Any:
-            return replace(item, repeat=repeats[item.layer])
+            """What is of no layer is done by every stage, once."""
+            return replace(item, repeat=repeats[item.layer] if item.layer else item.repeat * is_first_chunk)
 
         def slot(item: ParameterSlot) -> ParameterSlot:
             is_shared = tied and (item.copy_of or f"{item.layer}.{item.name}" in tied)

@@ -17,6 +17,14 @@ def test_the_host_of_a_named_cluster_grows_with_its_nodes_and_is_shared_by_them(
     assert eight.tiers["device"].bytes == eight.device.memory_bytes
 
 
+def test_a_node_of_another_size_has_as_much_host_for_each_device() -> None:
+    eight, four = cluster("8xh100"), cluster("4xh100")
+    assert eight.resized(4).tiers == four.tiers
+    assert four.resized(8, 2).tiers == eight.tiers
+    assert eight.resized(4).host.memory_bytes == eight.host.memory_bytes // 2
+    assert eight.resized(8, 4).host == eight.host
+
+
 def test_a_copy_takes_what_the_slowest_part_of_its_way_takes() -> None:
     host = cluster("8xh100").tiers["host"]
     assert host.in_bytes_per_second == 614.4e9 / 2 / 8  # the memory's, both ways at once, not PCIe's 49.9

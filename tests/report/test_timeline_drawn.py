@@ -1,6 +1,6 @@
 """Drawings of timelines: in a terminal letter by letter, as a picture well formed and without words on words.
 
-Tests of `report/timeline_svg.py`, `report/timeline_text.py`.
+Tests of `report/timeline_lanes.py`, `report/timeline_svg.py`, `report/timeline_text.py`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from meshwright.core.timeline import MemoryPoint, Span, Timeline
 from meshwright.machine.named_clusters import cluster
 from meshwright.models.cost_decoder import decoder_profile
 from meshwright.models.presets import preset
+from meshwright.report.timeline_lanes import Spent, kind_of, spent
 from meshwright.report.timeline_svg import LETTER, WIDTH, picture
 from meshwright.report.timeline_text import draw
 from meshwright.simulator.simulate import simulate
@@ -53,6 +54,22 @@ def two_ranks() -> Timeline:
     )
     told = {"ranks_each": "4", "ranks": "8", "memory_bytes": str(8 * GIB), "microbatches": "1 of 1"}
     return Timeline(source="predicted", plan_fingerprint="x", spans=spans, memory=memory, environment=told)
+
+
+def test_copies_are_neither_collectives_nor_idle_time() -> None:
+    spans = (
+        span(0, "forward 0", 0, 4),
+        span(0, "copy", 3, 6, "copy", "offload"),
+        span(0, "exchange", 5, 8, "collective", "replicate"),
+        span(0, "update", 9, 10),
+    )
+    timeline = replace(two_ranks(), spans=spans, memory=())
+    assert kind_of(spans[1]) == "copy"
+    assert spent(timeline) == Spent(compute=5.0, collective=3.0, copy=1.0, idle=1.0)
+    row, *_, legend = [line for line in text_of(timeline, 43) if "F" in line]
+    drawn = re.sub(r"rank 0 *|busy.*", "", row).strip()
+    assert re.fullmatch(r"F+~+=+\.+U+", drawn), drawn
+    assert "~ copy alone" in legend
 
 
 def text_of(timeline: Timeline, width: int, plain: bool = True) -> list[str]:

@@ -9,11 +9,12 @@ import pytest
 
 from meshwright.core.cluster import Cluster, HostResources
 from meshwright.core.plan import Plan
-from meshwright.core.technique import Technique
+from meshwright.core.technique import Technique, technique_named
 from meshwright.core.work import Copy, Resident, Work
 from meshwright.machine.named_clusters import cluster
 from meshwright.models.presets import profile
 from meshwright.simulator.forecast import Forecast, forecast
+from meshwright.simulator.pricing import price
 from meshwright.simulator.simulate import simulate
 
 PROFILE = profile("gpt2-124m")
@@ -72,7 +73,54 @@ def test_other_tiers_are_told_of_and_must_hold_what_they_get() -> None:
     assert told(on=small).fits
 
 
-@pytest.mark.parametrize("settings", [{}, {"hidden": True}, {"per_step": True, "hidden": True}, {"phase": "step"}])
+LATER: tuple[dict[str, Any], ...] = ({"phase": "step"}, {"phase": "weight"}, {"phase": "step", "per_step": True})
+
+
+@pytest.mark.parametrize("settings", LATER)
+def test_a_hidden_copy_of_any_phase_shows_what_compute_cannot_cover(settings: dict[str, Any]) -> None:
+    bare, seconds = told().step_seconds, 2 * cluster("h100").tiers["host"].copy_seconds(10e9, is_inward=True)
+    hidden = told(copying(**settings, hidden=True)).step_seconds
+    assert bare + 0.4 * seconds < hidden < told(copying(**settings)).step_seconds + 1e-9
+
+
+def test_a_copy_of_no_layer_is_made_by_every_stage() -> None:
+    pipeline = technique_named("pipeline")(size=2)  # type: ignore[call-arg]
+    for early in (copying(layer="", bytes=1e6), copying(layer="", bytes=1e6, hidden=True)):
+        type(early).phase = "swap"
+        plan = Plan(techniques=(early, pipeline), batch=8, microbatch=4)
+        for stage in (0, 1):
+            work = price(PROFILE, plan, sequence=1024, stage=stage)
+            assert [copy.repeat for copy in work.copies] == [1, 1]
+        interleaved = technique_named("pipeline")(size=2, schedule="interleaved")  # type: ignore[call-arg]
+        plan = replace(plan, techniques=(early, interleaved))
+        each = [price(PROFILE, plan, sequence=1024, stage=1, chunk=chunk) for chunk in (0, 1)]
+        assert [sum(copy.repeat for copy in work.copies) for work in each] == [2, 0]
+        assert forecast(PROFILE, plan, cluster("2xh100"), sequence=1024).step_seconds > 0
+
+
+@pytest.mark.parametrize("group", [0, 1])
+def test_tiers_of_a_mixed_cluster_are_judged_group_by_group(group: int) -> None:
+    plan = Plan(
+        techniques=(copying(), technique_named("replicate")(size=2)),  # type: ignore[call-arg]
+        batch=8,
+        microbatch=4,
+    )
+    mixed = cluster("h100+a100-80")
+    assert forecast(PROFILE, plan, mixed, sequence=1024).fits
+    small = HostResources(memory_bytes=9_000_000_000)
+    if group == 0:
+        tight = replace(mixed, host=small)
+    else:
+        tight = replace(mixed, others=(replace(mixed.others[0], host=small),))
+    told = forecast(PROFILE, plan, tight, sequence=1024)
+    assert not told.fits
+    assert told.peak_bytes_by_tier == {"host": 10_000_000_000}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"hidden": True}, {"per_step": True, "hidden": True}, {"phase": "step"}, {"phase": "step", "hidden": True}],
+)
 def test_copies_have_a_lane_of_their_own(settings: dict[str, Any]) -> None:
     plan = Plan(techniques=(copying(**settings),), batch=8, microbatch=8)
     timeline = simulate(PROFILE, plan, cluster("h100"), sequence=1024)
