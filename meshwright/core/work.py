@@ -40,13 +40,16 @@ def replace(item: Any, **changes: Any) -> Any:
     """As dataclasses.replace, in a quarter of the time for what has slots: search makes half a million."""
     kind: type = type(item)
     values_of, setters = _slots_of(kind)
-    if not setters or not setters.keys() >= changes.keys():
-        return dataclasses.replace(item, **changes)  # which knows what to say of a wrong name
+    if not setters:
+        return dataclasses.replace(item, **changes)
     new: Any = object.__new__(kind)
     for setter, value in zip(setters.values(), values_of(item), strict=True):
         setter(new, value)
-    for name, value in changes.items():
-        setters[name](new, value)
+    try:
+        for name, value in changes.items():
+            setters[name](new, value)
+    except KeyError:
+        return dataclasses.replace(item, **changes)  # which knows what to say of a wrong name
     return new
 
 

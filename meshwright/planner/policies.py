@@ -109,7 +109,7 @@ def near(front_saved: np.ndarray, needed: float) -> np.ndarray:
     """Which points of a front to price: closely where enough should be saved, ever wider beyond, and the last."""
     start = int(np.searchsorted(front_saved, needed))
     last = len(front_saved) - 1
-    return np.unique([0, last, *(min(max(start + step, 0), last) for step in STEPS)])
+    return np.array(sorted({0, last, *(min(max(start + step, 0), last) for step in STEPS)}))
 
 
 Point = tuple[float, float, tuple[tuple[int, ...], ...]]

@@ -65,8 +65,8 @@ class BoundedGrid:
                 continue  # takes any
             used = self.has(technique.name)
             sizes = self.grid.columns[technique.axis] if technique.axis else np.ones(len(used), dtype=int)
-            for size in np.unique(sizes[used]):
-                changes = {fields[technique.name]: int(size)} if technique.axis else {}
+            for size in sorted(set(sizes[used].tolist())):  # np.unique would import numpy.ma
+                changes = {fields[technique.name]: size} if technique.axis else {}
                 for problem in replace(technique, **changes).check_sequence(sequence)[:1]:
                     yield used & (sizes == size), problem
 

@@ -55,7 +55,8 @@ class Facts:
     waited_fraction: float
     """Of the time in which rank 0 was ready to run and had no core."""
     parts: Mapping[str, float]
-    """Shares of a profiled step: compute, collective (that nothing hides), copy and idle; empty where none was profiled."""
+    """Shares of a profiled step: compute, collective and copy (that nothing hides), idle; empty where none was
+    profiled."""
     peak_bytes: int
     reserved_bytes: int
     num_retries: int

@@ -9,10 +9,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import sys
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from meshwright.core.codec import decode, encode
 from meshwright.core.errors import MeshwrightError, Problem, error_at, raise_problems
@@ -28,6 +32,7 @@ if TYPE_CHECKING:
 
 TAKES = {"decoder": "tokens", "vit": "images", "conv": "images", "dlrm": "table"}
 """What kind of data a model of ours learns from."""
+_DESCRIBING = threading.Lock()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +79,7 @@ def describe_run(config: RunConfig) -> ModelDescription:
     """The model of a run, looked at once. What is wrong with it, or with samples of this length, is raised with its
     line of the run file."""
     try:
-        description = describe(config.model, config.data.sequence)
+        description = describe(config.model, config.data.sequence, config.train.seed)
         problems = check_sequence(description, config.data.sequence)
     except MeshwrightError as error:
         problems = [replace(problem, where=problem.where or "model") for problem in error.problems]
@@ -83,8 +88,9 @@ def describe_run(config: RunConfig) -> ModelDescription:
     return description
 
 
-def describe(section: ModelSection, sequence: int) -> ModelDescription:
-    """Of somebody else's module this takes seconds: it is built, run and traced."""
+def describe(section: ModelSection, sequence: int, seed: int = 0) -> ModelDescription:
+    """Of somebody else's module this takes seconds: it is built, run and traced. `seed`: as ranks will be seeded when
+    they build it, for a factory that draws numbers."""
     config = section.config()
     if config is not None:
         profile = profile_of(config, section.title)
@@ -92,7 +98,7 @@ def describe(section: ModelSection, sequence: int) -> ModelDescription:
     else:
         from meshwright.foreign.adapt import ModuleFindings, adapt
 
-        with contextlib.redirect_stdout(sys.stderr):  # ours is for results, whatever their code prints
+        with _describing(seed):
             module, loss, example = _module(section, sequence)
             made, profile = adapt(module, example, name=section.title, loss=loss)
         vocab = made.vocab_size or int(getattr(getattr(made.module, "config", None), "vocab_size", 0) or 0)
@@ -151,6 +157,31 @@ def _module(section: ModelSection, sequence: int) -> tuple[Any, Any, Any]:
     return module, None, example
 
 
+def _seed_draws(seed: int) -> None:
+    """For all that a factory may draw from."""
+    import torch
+
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+
+
+@contextlib.contextmanager
+def _describing(seed: int) -> Iterator[None]:
+    """Draws are seeded, and stdout, which is for results, is closed to what their code prints. Both belong to the
+    process: one thread at a time, and it draws on afterwards as if nothing had been seeded."""
+    import torch
+
+    with _DESCRIBING, torch.random.fork_rng(devices=[]), contextlib.redirect_stdout(sys.stderr):
+        states = random.getstate(), np.random.get_state()
+        _seed_draws(seed)
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+
+
 def _is_frozen(section: ModelSection, made: Any) -> Callable[[str], bool]:
     """By the run file, or by the module itself."""
     by_name = frozen_by(section.freeze, section.train)
@@ -183,7 +214,7 @@ def open_model(description: ModelDescription, seed: int) -> OpenedModel:
     else:
         from meshwright.foreign.adapt import ModuleFindings, adapt
 
-        torch.manual_seed(seed)  # the module draws its own first weights, the same on every rank
+        _seed_draws(seed)  # the module draws its own first weights, the same on every rank
         with contextlib.redirect_stdout(sys.stderr):
             module, loss, example = _module(section, description.sequence)
             if description.findings is None:

@@ -107,14 +107,17 @@ def conclude(config: RunConfig, prepared: PreparedRun, exit_code: int) -> RunRes
     return RunResult(exit_code=exit_code, folder=folder, **found)
 
 
-def earlier_result(folder: Path) -> RunResult:
-    """Of a run that has nothing left to do, as its last start has written it."""
+def earlier_result(folder: Path, steps: int) -> RunResult:
+    """Of a run that has nothing left to do, as the start that made its last step has written it: one that was killed
+    before it could leaves the files of the start before."""
     summary, entry = None, None
     try:
         summary = load_artefact(RunSummary, folder / SUMMARY)
         entry = load_artefact(Entry, folder / COMPARISON)
     except MeshwrightError:
         pass  # of an older version, or deleted: the checkpoints are there
+    if summary is not None and summary.step < steps:
+        summary, entry = None, None
     return RunResult(exit_code=0, folder=folder, summary=summary, comparison=entry)
 
 

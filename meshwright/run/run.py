@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,8 +25,9 @@ from types import TracebackType
 from typing import IO, Any
 
 from meshwright.checkpoint.step_folders import list_steps, newest_good, read_manifest
-from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.errors import MeshwrightError, Problem, error_at
 from meshwright.core.plan import Plan
+from meshwright.launch.environment import outside_launcher
 from meshwright.launch.local_ranks import LaunchOutcome, StopRequests, launch
 from meshwright.launch.rank_job import PREEMPTED_EXIT_CODE
 from meshwright.run.model import ModelDescription, describe_run
@@ -127,6 +129,8 @@ class Run:
         self._prepared: PreparedRun | None = None
         self._result: RunResult | None = None
         self._thread: threading.Thread | None = None
+        self._was_finished = False
+        """When it was started, so that there are no ranks to wait for."""
         self._outcome: LaunchOutcome | BaseException | None = None
 
     @cached_property
@@ -148,11 +152,15 @@ class Run:
         if self._lock is None:
             self._lock = open_folder(self.folder)
 
-    @cached_property
+    @property
     def is_finished(self) -> bool:
-        """Whether its last step is in a checkpoint whose every byte is right, so that there is nothing left to do."""
+        """Whether its last step is in a checkpoint whose every byte is right, so that there is nothing left to do.
+
+        Looked up each time: a run that is under way finishes.
+        """
         _ = self._given_plan
-        self.open()
+        if self._thread is None and not self._was_finished:  # afterwards the folder may have been given back
+            self.open()
         steps = list_steps(self.folder / "checkpoints")
         if not steps or steps[-1] < self.config.train.steps:
             return False
@@ -198,9 +206,14 @@ class Run:
         """
         if self._thread is not None:
             raise MeshwrightError("this run was started before; make another Run of the same file to resume it.")
+        if (place := outside_launcher(os.environ)) is not None:
+            what = f"this process is rank {place.rank} of {place.num_ranks} of {place.kind}; a Run starts ranks itself."
+            fix = f"Start `mw train` by {place.kind}, or this program without it."
+            raise error_at("Run", what, fix)
         self._stop = stop or self._stop
         self.open()
-        if not self.is_finished:
+        self._was_finished = self.is_finished
+        if not self._was_finished:
             arguments = self.adopt(self.prepare())
             self._thread = threading.Thread(
                 target=self._launch, args=(arguments, show), name=f"run {self.folder}", daemon=True
@@ -264,9 +277,9 @@ class Run:
                 self.close()
                 raise outcome
             if self._thread is None:
-                if not self.is_finished:
+                if not self._was_finished and not self.is_finished:
                     raise MeshwrightError("this run was not started.")
-                self._result = earlier_result(self.folder)
+                self._result = earlier_result(self.folder, self.config.train.steps)
             else:
                 assert isinstance(outcome, LaunchOutcome)
                 if outcome.exit_code not in (0, PREEMPTED_EXIT_CODE):

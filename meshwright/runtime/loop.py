@@ -69,7 +69,7 @@ class BatchUnderWay:
     """A batch that is trained on or evaluated."""
 
     microbatches: list[Any]
-    """(inputs, targets, weights) of each."""
+    """(inputs, targets, weights) of each; where steps overlap, None once its forward is over."""
     trains: bool = False
     scale: float = 1.0
     """What its losses are multiplied by."""
@@ -106,14 +106,16 @@ class Interpreter:
         self.received: dict[Key, Tensor] = {}
         self.outputs: dict[Key, Tensor] = {}
         self.gradients: dict[Key, Tensor | None] = {}
+        self.shapes: dict[tuple[str, int], tuple[int, ...]] = {}
+        """Of what comes from the stages before and after, by `RankBuild.boundaries`."""
 
     def run(self, actions: Actions, *, ends_all: bool = True) -> None:
         """`ends_all`: nothing is under way afterwards."""
-        build, wire, current = self.build, self.wire, self.batch or self.before
-        assert current is not None
+        build, wire = self.build, self.wire
         if wire is not None:
-            shapes = build.boundaries(current.microbatches[0][0])
-            wire.start(actions, shapes, build.model.boundary_dtype(build.dtype))
+            if self.batch is not None:  # else what is left of the one before, in the same shapes
+                self.shapes = build.boundaries(self.batch.microbatches[0][0])
+            wire.start(actions, self.shapes, build.model.boundary_dtype(build.dtype))
         lasts = last_of_chunks(actions)
         for position, action in enumerate(actions):
             for look in build.on_action:
@@ -179,6 +181,8 @@ class Interpreter:
         self._prepare(batch)
         build, (i, chunk) = self.build, key
         inputs, targets, weights = batch.microbatches[i]
+        if self.versions is not None and batch.trains:  # its step ends beside the next batch, which needs the room
+            batch.microbatches[i] = None
         given = self.received.get(key) if batch.trains else self.received.pop(key, None)
         build.model.span = build.spans[chunk]
         span = self.places.span(build.stage, chunk)

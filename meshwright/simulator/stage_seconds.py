@@ -293,8 +293,9 @@ def tally(
                 seconds = task.repeat * compute_seconds(task, device)
                 known[id(task)] = task, seconds, task.repeat * host_seconds(task, device)
             _, seconds, launching = known[id(task)]
-            cover[task.layer, part] = cover.get((task.layer, part), 0.0) + seconds
-            _add(charges, Charge(task.origin, "", part), seconds)
+            where, charge = (task.layer, part), Charge(task.origin, "", part)
+            cover[where] = cover.get(where, 0.0) + seconds
+            charges[charge] = charges.get(charge, 0.0) + seconds
             host[part] = host.get(part, 0.0) + launching
             continue
         if isinstance(task, Copy):

@@ -128,6 +128,8 @@ def stream_job(
             lr = rates.lr_at(fed, sum(groups))
             results += session.loop.feed(samples(fed, *part), lr, stop=rank == num_ranks - 1 and fed > 0)
             fed += 1
+            assert session.loop.before is not None
+            assert not any(session.loop.before.microbatches), "inputs are kept after all forwards are over"
             lateness = max(lateness, fed - len(results))
         results += session.loop.flush()
         assert len(results) == fed

@@ -14,7 +14,7 @@ import pytest
 from command import RUN, write_plan, write_run
 
 from meshwright.core.cluster import Cluster
-from meshwright.core.codec import load_artefact
+from meshwright.core.codec import load_artefact, to_json
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.ledger import Entry
 from meshwright.core.plan import Plan
@@ -32,6 +32,7 @@ ENDLESS = RUN.replace("steps = 8", "steps = 100000").replace("save_every = 4", "
 def test_a_run_is_prepared_started_followed_and_asked(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     with Run(write_run(tmp_path), changes=["train.evaluate_every=4"]) as run:
+        assert not run.is_finished
         prepared = run.prepare()
         assert prepared.forecast.step_seconds > 0
         assert prepared.plan.num_ranks == 2
@@ -53,9 +54,11 @@ def test_a_run_is_prepared_started_followed_and_asked(tmp_path: Path, capfd: pyt
     assert result.summary.loss == next(e.loss for e in events if isinstance(e, StepEvent) and e.step == 8)
     said = capfd.readouterr()
     assert said.out == said.err == ""
+    assert run.is_finished
     again = Run(write_run(tmp_path), changes=["train.evaluate_every=4"]).start()
     assert list(again.follow()) == []
     assert again.result().summary == result.summary
+    assert again.is_finished
     artefacts = {
         "plan": Plan,
         "forecast": Forecast,
@@ -71,6 +74,20 @@ def test_a_run_is_prepared_started_followed_and_asked(tmp_path: Path, capfd: pyt
     assert load_artefact(Profile, result.paths["profile"]) == prepared.profile
     assert load_artefact(Forecast, result.paths["forecast"]) == prepared.forecast
     assert load_artefact(SearchResult, result.paths["search"]) == prepared.found
+    # The start that made the last step was killed before it could sum up: what is there is of the start before.
+    earlier = replace(result.summary, step=4, stopped=True)
+    result.paths["summary"].write_text(to_json(earlier), encoding="utf-8")
+    with Run(run.config) as killed:
+        assert killed.start().result().summary is None
+
+
+def test_a_run_does_not_start_inside_anothers_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    with Run(write_run(tmp_path)) as run, pytest.raises(MeshwrightError, match="is rank 1 of 2 of torchrun"):
+        run.start()
+    assert not run.folder.exists()
 
 
 def test_a_stop_saves_and_the_next_start_goes_on_beside_another_run(tmp_path: Path) -> None:

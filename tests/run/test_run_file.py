@@ -6,9 +6,12 @@ Tests of `run/model.py`.
 from __future__ import annotations
 
 import json
+import math
 import os
+import random
 import sys
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -97,6 +100,55 @@ def test_a_description_is_the_same_after_a_journey_as_json(tmp_path: Path, monke
         assert arrived.profile.fingerprint == described.profile.fingerprint
         assert open_model(arrived, 0).profile == described.profile
     sys.modules.pop("watched_model")
+
+
+RANDOM = """
+import random
+
+import numpy
+import torch
+from torch import nn
+
+
+class Drawn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        widths = [random.randint(1, 500), int(torch.randint(1, 500, ())), int(numpy.random.randint(1, 500))]
+        blocks = [nn.Sequential(nn.Linear(8, width), nn.Linear(width, 8)) for width in widths]
+        self.layers = nn.Sequential(nn.Embedding(256, 8), *blocks)
+        self.head = nn.Linear(8, 256)
+
+    def forward(self, tokens):
+        return self.head(self.layers(tokens))
+
+
+def make():
+    print("not a result")
+    return Drawn()
+"""
+
+
+def test_a_factory_that_draws_its_module_is_seeded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As ranks are, by one thread at a time; the process draws on as it would have."""
+    (tmp_path / "drawn_model.py").write_text(RANDOM, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    section = ModelSection(factory="drawn_model:make")
+    random.seed(5)
+    expected = random.random()
+    random.seed(5)
+    with ThreadPoolExecutor(2) as pool:
+        one, other, third = pool.map(lambda seed: describe(section, 32, seed), (3, 3, 4))
+    assert random.random() == expected
+    assert one == other
+    assert one.profile.fingerprint != third.profile.fingerprint
+    assert "not a result" not in capsys.readouterr().out
+    opened = open_model(one, 3)
+    shapes = {name: tuple(value.shape) for name, value in opened.model.module.named_parameters()}  # type: ignore[attr-defined]
+    assert sum(math.prod(shape) for shape in shapes.values()) == one.profile.num_params
+    sys.modules.pop("drawn_model")
 
 
 def test_a_module_is_looked_at_once_in_the_parent_and_never_in_a_rank(
