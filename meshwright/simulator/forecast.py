@@ -13,8 +13,8 @@ from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.work import ADAM, Updating
+from meshwright.simulator.allocator import Replayed, replay
 from meshwright.simulator.makespan import makespan
-from meshwright.simulator.memory_curve import Replayed, replay
 from meshwright.simulator.pricing import Stage, Staged, cutter_of, stage_plan
 from meshwright.simulator.stage_seconds import LAUNCH
 

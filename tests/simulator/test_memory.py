@@ -1,6 +1,6 @@
 """Where the peak of a step is, and what is there: by hand, tensor by tensor, and as torch really allocates.
 
-Tests of `simulator/memory_curve.py`, `simulator/peak_memory.py`.
+Tests of `simulator/peak_memory.py`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from meshwright.machine.named_clusters import cluster
 from meshwright.models.cost_decoder import decoder_profile
 from meshwright.models.presets import PRESETS, preset
 from meshwright.schedules import Timetable
+from meshwright.simulator.allocator import replay
 from meshwright.simulator.forecast import forecast
-from meshwright.simulator.memory_curve import replay
 from meshwright.simulator.peak_memory import NCCL_BYTES, LayerInstances, StageMemory
 from meshwright.simulator.pricing import stage_plan
 
