@@ -21,7 +21,7 @@ from meshwright.core.profile import Profile
 from meshwright.core.technique import Technique
 from meshwright.core.work import ADAM, Work
 from meshwright.models.dimensions import Config
-from meshwright.planner.space import balanced_stages
+from meshwright.planner.splits import balanced_stages
 from meshwright.simulator.forecast import forecast_of
 from meshwright.simulator.pricing import stage_plan
 from meshwright.techniques.chunked_loss import ChunkedLoss

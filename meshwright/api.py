@@ -120,6 +120,9 @@ def plan(
     what_if: Sequence[str] = (),
     front: bool = False,
     devices: int | str | None = None,
+    critical_batch: float | str | None = None,
+    target_steps: float | str | None = None,
+    target_tokens: float | str | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Answer:
     """Find the fastest training plans that fit, and answer questions about the best one.
@@ -147,6 +150,10 @@ def plan(
         Whether the fastest plan for each memory is searched for.
     devices
         Numbers of devices to compare ("16..64"), or one to plan for.
+    critical_batch, target_steps, target_tokens
+        For batch="auto": samples from which on larger batches save few steps; steps that the largest batches need;
+        tokens that the smallest ones need ("300B"), for which `devices` are compared too. What is not given is guessed,
+        and `batch_goals.goal.sources` says how.
     progress
         Is called with what is being searched.
 
@@ -154,7 +161,7 @@ def plan(
     -------
     Answer
         `best` is (plan, forecast), or None where nothing fits; `ranked` has the others, `explanation` says why in
-        words; `why`, `what_if`, `front` and `device_counts` are there where they were asked for.
+        words; `why`, `what_if`, `front`, `device_counts` and `batch_goals` are there where they were asked for.
     """
     from meshwright.ask.answer import answer_of, read_request
 
@@ -174,6 +181,9 @@ def plan(
         what_if=what_if,
         front=front,
         devices=devices,
+        critical_batch=critical_batch,
+        target_steps=target_steps,
+        target_tokens=target_tokens,
     )
     return answer_of(request, progress or (lambda text: None))
 

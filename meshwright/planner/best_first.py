@@ -11,29 +11,22 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
-from meshwright.core.cluster import Cluster
-from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.errors import MeshwrightError
 from meshwright.core.plan import Plan
-from meshwright.core.profile import Profile
-from meshwright.core.work import Updating
 from meshwright.planner.bounds import Candidates, bound_all, floors, order_bounds
 from meshwright.planner.rows import BoundedGrid, OrderedCandidate, SearchInputs
 from meshwright.planner.scoreboard import Alternative, Scoreboard, ScoredPlan, SearchResult
 from meshwright.planner.solve import Solved, smallest_plan, solve
 from meshwright.planner.space import dials, folded, grids, orders_of
-from meshwright.planner.wishes import Wishes, pin_problems, read_wishes
+from meshwright.planner.wishes import pin_problems
 from meshwright.simulator.forecast import Forecast, slowest_of
 
-MOST_COUNTED = 2**53
-"""Samples or tokens; above, the floats that prices are cannot count them one by one."""
 CLOSE_LOOKS, MOST_LOOKS = 48, 1200
 """Candidates looked at closely before an epsilon counts, and at all. What bounds leave open then is said as the gap."""
 BATCHES = ((8, 8), (16, 8), (64, 16), (256, 16), (8192, 32))
@@ -53,86 +46,44 @@ _RETRIES, _LITTLE = 6, 1 << 27
 not worth another."""
 
 
-def search_group(
-    profile: Profile,
-    cluster: Cluster,
-    *,
-    batch: int,
-    sequence: int,
-    optimizer: Updating,
-    allow: str,
-    pin: Sequence[str],
-    ban: Sequence[str],
-    top: int,
-    microbatch: int | None,
-    max_memory_bytes: int | None,
-    epsilon: float,
-) -> SearchResult:
-    """Plans for devices of one kind, best first."""
-    started = time.perf_counter()
-    wishes = read_wishes(pin, ban, allow=allow, microbatch=microbatch)
-    numbers = {"batch": batch, "sequence": sequence, "top": top, "microbatch": wishes.microbatch}
-    problems = [
-        Problem(where=name, what=f"is {value}.", fix=f"Use at {'least 1' if value < 1 else f'most {MOST_COUNTED}'}.")
-        for name, value in numbers.items()
-        if value is not None and not 1 <= value <= MOST_COUNTED
-    ]
-    if problems := problems or pin_problems(wishes, profile, cluster, sequence):
+def search_uniform(inputs: SearchInputs, top: int) -> SearchResult:
+    """Plans for devices of one kind, best first; where nothing fits, also with what techniques do as a rescue."""
+    if problems := pin_problems(inputs.wishes, inputs.profile, inputs.cluster, inputs.sequence):
         raise MeshwrightError(problems)
-    if max_memory_bytes is not None:
-        cluster = limited(cluster, max_memory_bytes)
-    inputs = SearchInputs(profile=profile, cluster=cluster, optimizer=optimizer)
     for rescues in (False, True):
-        pool = BestFirst(inputs, wishes, batch=batch, sequence=sequence, epsilon=epsilon, rescues=rescues)
+        pool = BestFirst(inputs, rescues=rescues)
         pool.run(top)
         if pool.board.best is not None or pool.board.is_interrupted or not pool.may_be_rescued:
             break
-    return replace(pool.result(top), search_seconds=time.perf_counter() - started)
-
-
-def limited(cluster: Cluster, limit: int) -> Cluster:
-    """With at most so many bytes on each device."""
-
-    def cut(device: Any) -> Any:
-        return replace(device, memory_bytes=min(device.memory_bytes, limit))
-
-    others = tuple(replace(group, device=cut(group.device)) for group in cluster.others)
-    return replace(cluster, device=cut(cluster.device), others=others)
+    return pool.result(top)
 
 
 class BestFirst:
     """All candidates with their bounds, and the plans made of some."""
 
-    def __init__(
-        self,
-        question: SearchInputs,
-        wishes: Wishes,
-        *,
-        batch: int,
-        sequence: int,
-        epsilon: float,
-        rescues: bool,
-    ):
-        self.question, self.sequence, self.epsilon = question, sequence, epsilon
-        profile, cluster = question.profile, question.cluster
+    def __init__(self, inputs: SearchInputs, *, rescues: bool):
+        self.inputs = inputs
+        profile, cluster, sequence = inputs.profile, inputs.cluster, inputs.sequence
         self.memory_bytes = cluster.device.memory_bytes
-        self.board = Scoreboard(profile, cluster, sequence, question.optimizer)
+        self.board = Scoreboard(profile, cluster, sequence, inputs.optimizer)
         # What may be tried depends on the samples there are, not on the longest the model takes.
         asked = replace(profile, max_sequence=sequence)
-        self.turned = folded(profile, cluster, dials(asked, cluster, wishes, rescues=rescues), sequence)
+        self.turned = folded(profile, cluster, dials(asked, cluster, inputs.wishes, rescues=rescues), sequence)
         self.grids = tuple(
             grids(
                 profile,
                 cluster,
                 self.turned,
-                batch=batch,
+                batch=inputs.batch,
                 sequence=sequence,
-                microbatch=wishes.microbatch,
+                microbatch=inputs.wishes.microbatch,
                 rejected=self.board.rejected,
             )
         )
         self.leaves: list[BoundedGrid] = []
-        self.candidates = Candidates.none()
+        self.runs: list[np.ndarray] = []
+        """Of each leaf, the candidates that can run samples of this length, and are no others over again."""
+        self.candidates = Candidates.of((), (), 1.0)
         self.left_out: dict[str, float] = {}
         """Compute dtypes not looked at -> no plan in them is faster than this."""
         self.solved: list[tuple[Solved, int]] = []
@@ -145,34 +96,20 @@ class BestFirst:
 
     def _add(self, dtype: str) -> None:
         """Bound all that computes in a dtype."""
-        asked = self.question
-        slower = slowest_of(asked.cluster, asked.cluster.num_devices) * (1 - _ROUNDING)
         for grid in self.grids:
-            for leaf in bound_all(
-                asked.profile,
-                asked.cluster,
-                grid,
-                self.turned,
-                optimizer=asked.optimizer,
-                wanted=lambda each: each == dtype,
-            ):
-                takes = self._takes_sequence(leaf)
-                self.candidates = self.candidates.and_those_of(leaf, len(self.leaves), takes, slower)
+            for leaf in bound_all(self.inputs, grid, self.turned, dtype):
+                runs = leaf.is_new
+                for which, problem in leaf.sequence_problems(self.inputs.sequence):
+                    self.board.reject(str(problem), int(np.sum(runs & which)))
+                    runs = runs & ~which
                 self.leaves.append(leaf)
-        self.candidates = self.candidates.joined()
-        left = np.flatnonzero(self.candidates.fits(self.memory_bytes))
-        left = left[~np.isin(left, self.order[: self.next])]
+                self.runs.append(runs)
+        slower = slowest_of(self.inputs.cluster, self.inputs.cluster.num_devices) * (1 - _ROUNDING)
+        self.candidates = Candidates.of(self.leaves, self.runs, slower)
         seen = self.order[: self.next]
+        left = np.setdiff1d(np.flatnonzero(self.candidates.fits(self.memory_bytes)), seen)
         order = left[np.argsort(self.candidates.least_seconds[left], kind="stable")]
         self.order = np.concatenate([seen, order]).astype(int)
-
-    def _takes_sequence(self, leaf: BoundedGrid) -> np.ndarray:
-        """New candidates that can run samples of this length; the others are counted with the reason."""
-        takes = leaf.is_new
-        for which, problem in leaf.sequence_problems(self.sequence):
-            self.board.reject(str(problem), int(np.sum(takes & which)))
-            takes = takes & ~which
-        return takes
 
     @property
     def may_be_rescued(self) -> bool:
@@ -182,12 +119,12 @@ class BestFirst:
     @property
     def limit_seconds(self) -> float:
         """Only what is bound to be below is looked at."""
-        margin = self.epsilon if len(self.solved) >= CLOSE_LOOKS else 0.0
+        margin = self.inputs.epsilon if len(self.solved) >= CLOSE_LOOKS else 0.0
         return self.board.best_seconds * (1 - margin)
 
     def run(self, top: int) -> None:
         try:
-            for dtype, floor in floors(self.question, self.grids, self.turned, self.sequence):
+            for dtype, floor in floors(self.inputs, self.turned):
                 if floor >= self.limit_seconds:
                     self.left_out[dtype] = floor
                     continue
@@ -231,18 +168,18 @@ class BestFirst:
         """With every order of its axes."""
         return [
             pick._replace(axis_order=order)
-            for order in orders_of(self.leaves[at].grid, pick.candidate, self.question.cluster)
+            for order in orders_of(self.leaves[at].grid, pick.candidate, self.inputs.cluster)
         ]
 
     def _bound(self, picks: Iterable[tuple[int, OrderedCandidate]]) -> None:
         for at, mine in _by_leaf(picks).items():
-            bounds = order_bounds(self.question, self.leaves[at], mine)
+            bounds = order_bounds(self.inputs, self.leaves[at], mine)
             for pick, bound in zip(mine, bounds, strict=True):
                 heapq.heappush(self.waiting, (float(bound) * (1 - _ROUNDING), next(self.numbers), at, pick))
 
     def _solve(self, picks: Iterable[tuple[int, OrderedCandidate]]) -> None:
         for at, mine in _by_leaf(picks).items():
-            for found in solve(self.question, self.leaves[at], mine, self.limit_seconds * _COMPARED):
+            for found in solve(self.inputs, self.leaves[at], mine, self.limit_seconds * _COMPARED):
                 self.solved.append((found, at))
                 self._score(found, at)
 
@@ -270,7 +207,7 @@ class BestFirst:
         low, best = high - over, None
         for _ in range(_RETRIES):
             room = low if best is None else (low + high) / 2
-            (less,) = solve(self.question, self.leaves[at], [found.pick._replace(memory_bytes=room)])
+            (less,) = solve(self.inputs, self.leaves[at], [found.pick._replace(memory_bytes=room)])
             scored = None if less.plan is None else self.board.score(less.plan, replays=True)
             if scored is None:
                 break
@@ -282,7 +219,7 @@ class BestFirst:
                 low = min(low, high) - over * (best is None)
             if high - low < _LITTLE:
                 break
-        (most,) = solve(self.question, self.leaves[at], [found.pick._replace(memory_bytes=high)])
+        (most,) = solve(self.inputs, self.leaves[at], [found.pick._replace(memory_bytes=high)])
         if best is None:
             self.board.reject("does not fit in memory in pieces")
             return replace(most, plan=None, seconds=np.inf)
@@ -337,7 +274,7 @@ class BestFirst:
         """The plan of a candidate that needs least, whether it fits or not."""
         at, index = int(self.candidates.leaf_of[candidate]), int(self.candidates.index_of[candidate])
         grid = self.leaves[at].grid
-        plan = smallest_plan(self.question, self.leaves[at], index, grid.axis_order)
+        plan = smallest_plan(self.inputs, self.leaves[at], index, grid.axis_order)
         return self.board.score(plan)
 
     def _nearest_miss(self) -> ScoredPlan | None:

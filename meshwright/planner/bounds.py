@@ -10,16 +10,15 @@ with what its memory forces on it. docs/search.md derives the bounds.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from meshwright.core.cluster import Cluster
-from meshwright.core.profile import Profile
 from meshwright.core.technique import PHASES, Technique
-from meshwright.core.work import Num, Updating, Work, base_work, settle
+from meshwright.core.work import Num, Work, base_work, settle
 from meshwright.planner.rows import (
     BoundedGrid,
     OrderedCandidate,
@@ -69,16 +68,9 @@ def best_roads(cluster: Cluster, mesh: Mapping[str, Num]) -> dict[str, Route]:
     return found
 
 
-def bound_all(
-    profile: Profile,
-    cluster: Cluster,
-    grid: Grid,
-    dials: tuple[Dial, ...],
-    *,
-    optimizer: Updating,
-    wanted: Callable[[str], bool],
-) -> Iterator[BoundedGrid]:
-    """Leaves whose compute dtype is `wanted`."""
+def bound_all(inputs: SearchInputs, grid: Grid, dials: tuple[Dial, ...], dtype: str) -> Iterator[BoundedGrid]:
+    """Leaves that compute in this dtype."""
+    cluster = inputs.cluster
     others = [dial for dial in dials if not dial.axis_field]
     ordered = sorted(
         (*grid.axis_dials, *others),
@@ -92,14 +84,13 @@ def bound_all(
     swaps = sum(dial.kind.phase == PHASES[0] for dial in ordered)
 
     def walk(depth: int, work: Work, chosen: tuple[Technique, ...], done: TaskTally) -> Iterator[BoundedGrid]:
-        if depth == swaps and not wanted(work.facts.compute_dtype):
+        if depth == swaps and work.facts.compute_dtype != dtype:
             return
         if depth == len(ordered):
             forbidden = rows.table(work.facts.forbidden).max(axis=(1, 2)) > 0
             cost = stage_cost(settled := settle(work), cluster, rows.roads, done, known)
             timetable, memory = timetable_of(settled), least_memory(settled, cluster)
-            if memory.elsewhere:
-                forbidden |= rows.table(memory.overflows(cluster)).max(axis=(1, 2)) > 0
+            forbidden |= rows.overflows(memory, cluster)
             yield BoundedGrid(
                 grid=grid,
                 techniques=chosen,
@@ -126,7 +117,7 @@ def bound_all(
             if not np.all(after.facts.forbidden):
                 yield from walk(depth + 1, after, (*chosen, technique), done)
 
-    start = base_work(profile, rows.sizes, element_bytes=ELEMENT_BYTES, optimizer=optimizer)
+    start = base_work(inputs.profile, rows.sizes, element_bytes=ELEMENT_BYTES, optimizer=inputs.optimizer)
     yield from walk(0, start, (), TaskTally())
 
 
@@ -182,6 +173,19 @@ class BoundRows:
         fewest = np.where(is_there, runs, np.inf).min(axis=1)
         even = (self.counts * (base[:, :, 0] + each.min(axis=2))).sum(axis=1) / self.counts.sum(axis=1)
         return np.maximum(np.where(is_there, least, np.inf).min(axis=1), even + fewest)
+
+    def overflows(self, memory: StageMemory, cluster: Cluster) -> np.ndarray:
+        """Candidates for which another tier than the device's is too small, whatever blocks follow: a mixture of
+        policies has there a mixture of what each of them has. With another split the fullest stage may be another."""
+        overflows = np.zeros(len(self.counts), dtype=bool)
+        for tier, size in memory.tier_bytes().items():
+            least = self.table(size).min(axis=2)
+            if self.grid.may_choose:
+                least = np.where(self.counts > 0, least, np.inf).min(axis=1)
+            else:
+                least = np.where(self.counts > 0, least, 0.0).max(axis=1)
+            overflows |= least > cluster.tiers[tier].bytes_each
+        return overflows
 
     def base_bytes(self, memory: StageMemory) -> np.ndarray:
         """What is always there, of the fullest stage, at least."""
@@ -469,54 +473,47 @@ class Candidates:
     base_bytes: np.ndarray
     runs: np.ndarray
     """Can run samples of this length, on this device, and is no other candidate over again."""
-    num_new: int = 0
-    parts: tuple[Candidates, ...] = ()
+    num_new: int
 
     @classmethod
-    def none(cls) -> Candidates:
-        names = ("leaf_of", "index_of", "least_seconds", "least_bytes", "base_bytes", "runs")
-        return cls(**{name: np.zeros(0, dtype=bool if name == "runs" else float) for name in names})  # type: ignore[arg-type]
+    def of(cls, leaves: Sequence[BoundedGrid], runs: Sequence[np.ndarray], slower: float) -> Candidates:
+        """`runs` as above, of each leaf; `slower`: times as long that the slowest of all ranks takes."""
 
-    def and_those_of(self, leaf: BoundedGrid, at: int, takes: np.ndarray, slower: float) -> Candidates:
-        count = leaf.grid.num_candidates
-        more = Candidates(
-            leaf_of=np.full(count, at),
-            index_of=np.arange(count),
-            least_seconds=leaf.least_seconds * slower,
-            least_bytes=leaf.least_bytes,
-            base_bytes=leaf.base_bytes,
-            runs=np.isfinite(leaf.least_seconds) & takes,
-            num_new=int(leaf.is_new.sum()),
+        def joined(columns: Iterable[np.ndarray]) -> np.ndarray:
+            return np.concatenate([np.zeros(0), *columns])
+
+        counts = [leaf.grid.num_candidates for leaf in leaves]
+        least_seconds = joined(leaf.least_seconds for leaf in leaves) * slower
+        return cls(
+            leaf_of=joined(np.full(count, at) for at, count in enumerate(counts)).astype(int),
+            index_of=joined(map(np.arange, counts)).astype(int),
+            least_seconds=least_seconds,
+            least_bytes=joined(leaf.least_bytes for leaf in leaves),
+            base_bytes=joined(leaf.base_bytes for leaf in leaves),
+            runs=joined(runs).astype(bool) & np.isfinite(least_seconds),
+            num_new=sum(int(leaf.is_new.sum()) for leaf in leaves),
         )
-        return replace(self, parts=(*self.parts, more))
-
-    def joined(self) -> Candidates:
-        every = (self, *self.parts)
-        names = ("leaf_of", "index_of", "least_seconds", "least_bytes", "base_bytes", "runs")
-        columns: dict[str, Any] = {name: np.concatenate([getattr(each, name) for each in every]) for name in names}
-        return Candidates(**columns, num_new=sum(each.num_new for each in every))
 
     def fits(self, memory_bytes: float) -> np.ndarray:
         return self.runs & (self.least_bytes <= memory_bytes)
 
 
-def floors(asked: SearchInputs, grids: Sequence[Grid], dials: Sequence[Dial], sequence: int) -> list[tuple[str, float]]:
+def floors(inputs: SearchInputs, dials: Sequence[Dial]) -> list[tuple[str, float]]:
     """(compute dtype, no plan in it is faster than this), the fastest first: all flops at all devices' peak."""
-    swaps = [dial for dial in dials if dial.kind.phase == PHASES[0]]
+    sequence, swaps = inputs.sequence, [dial for dial in dials if dial.kind.phase == PHASES[0]]
     dtypes = {"fp32"}
     sizes = {"batch": 1, "sequence": sequence, "microbatch": 1, "num_microbatches": 1}
     for ways in itertools.product(*([None, *dial.settings] for dial in swaps)):
-        work = base_work(asked.profile, sizes, element_bytes=ELEMENT_BYTES, optimizer=asked.optimizer)
+        work = base_work(inputs.profile, sizes, element_bytes=ELEMENT_BYTES, optimizer=inputs.optimizer)
         for dial, settings in zip(swaps, ways, strict=True):
             work = work if settings is None else dial.example(settings).price(work)
         dtypes.add(work.facts.compute_dtype)
-    batch = grids[0].batch if grids else 1
     flops = sum(
-        batch * layer.repeat * (op.flops(1, sequence) + op.backward_flops(1, sequence))
-        for layer in asked.profile.layers
+        inputs.batch * layer.repeat * (op.flops(1, sequence) + op.backward_flops(1, sequence))
+        for layer in inputs.profile.layers
         for op in layer.ops
         if op.kind in ("matmul", "attention") and op.dtype == "compute"
     )
-    peaks = asked.cluster.device.flops_per_second
-    found = [(dtype, flops / (peaks[dtype] * asked.cluster.num_devices)) for dtype in dtypes if dtype in peaks]
-    return sorted(found, key=lambda each: (each[1], each[0]))
+    peaks = inputs.cluster.device.flops_per_second
+    least = [(dtype, flops / (peaks[dtype] * inputs.cluster.num_devices)) for dtype in dtypes if dtype in peaks]
+    return sorted(least, key=lambda each: (each[1], each[0]))

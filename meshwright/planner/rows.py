@@ -16,9 +16,10 @@ from meshwright.core.profile import Profile
 from meshwright.core.technique import Spans, Technique
 from meshwright.core.work import Num, Updating
 from meshwright.planner.space import Grid
+from meshwright.planner.wishes import Wishes
 from meshwright.schedules import Timetable
 from meshwright.simulator.axis_links import route
-from meshwright.simulator.peak_memory import stage_memory
+from meshwright.simulator.peak_memory import StageMemory, stage_memory
 from meshwright.simulator.pricing import price_sizes
 from meshwright.simulator.stage_seconds import stage_cost
 
@@ -73,11 +74,17 @@ class BoundedGrid:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchInputs:
-    """What is the same for all candidates."""
+    """What is asked of a search, and so the same for all its candidates."""
 
     profile: Profile
     cluster: Cluster
     optimizer: Updating
+    batch: int
+    """Samples of a step."""
+    sequence: int
+    wishes: Wishes
+    epsilon: float
+    """Share of a step below which a faster plan is not looked for any longer, after the first looks."""
 
     @cached_property
     def _known(self) -> dict[tuple[int, int], Kinds]:
@@ -219,7 +226,7 @@ class PricedRows:
         self.work = work = price_sizes(problem.profile, leaf.techniques, sizes, optimizer=problem.optimizer)
         roads = _roads(problem.cluster, grid.axis_order, sizes, [picks[cell.at].axis_order for cell in cells], counts)
         self.cost = stage_cost(work, problem.cluster, roads)
-        self.memory = stage_memory(work, problem.cluster.device)
+        self.memory, self.cluster = stage_memory(work, problem.cluster.device), problem.cluster
 
     def columns(self) -> Priced:
         weight = self.column(self.cost.seconds("weight"))
@@ -229,10 +236,14 @@ class PricedRows:
             weight=weight,
             tail=self.column(self.cost.seconds("step")),
             send=self.column(self.cost.send_seconds),
-            peak_bytes=self.column(self.memory.peak_bytes()),
+            peak_bytes=self.peak_bytes(self.memory),
             kept_bytes=self.column(self.memory.microbatch_bytes() * self.memory.in_flight),
             late_bytes=self.column(self.memory.late_bytes()),
         )
+
+    def peak_bytes(self, memory: StageMemory) -> np.ndarray:
+        """Of the device; infinite where another tier is too small, which no memory of the device makes up for."""
+        return self.column(np.where(memory.overflows(self.cluster), np.inf, memory.peak_bytes()))
 
     def column(self, value: Num) -> np.ndarray:
         return np.broadcast_to(np.asarray(value, dtype=float), (self.length,))

@@ -3,7 +3,7 @@
 A stage's time and memory depend on its own blocks and policies alone, and a step never gets faster because a stage gets
 slower. So each stage, for each number of blocks it may have, takes the fastest policies that fit; then blocks are
 split. Few splits are all simulated; of many, the one whose slowest stage's bound is least is found exactly
-(`least_bound`). Stages of several chunks have equal ones, and one number of seconds for each chunk. All of it is priced
+(`splits.py`). Stages of several chunks have equal ones, and one number of seconds for each chunk. All of it is priced
 as one array of rows: (candidate, stage, blocks, choice of policies).
 """
 
@@ -33,6 +33,7 @@ from meshwright.planner.rows import (
     policy_fields,
     size_of,
 )
+from meshwright.planner.splits import all_splits, fastest_splits, largest_first, smallest_first
 from meshwright.schedules import Timetable
 from meshwright.simulator.forecast import slowest_of
 from meshwright.simulator.makespan import makespan, stage_bound
@@ -73,19 +74,10 @@ class Table:
         return self.forward.shape[2]
 
 
-def num_splits(table: Table) -> int:
-    return comb(table.num_blocks - 1, table.num_stages - 1)
-
-
 def is_small(table: Table) -> bool:
     """Whether all splits are simulated."""
     room = table.num_blocks - table.num_stages + 1
-    return table.widest >= room and num_splits(table) <= MOST_SPLITS
-
-
-def all_splits(table: Table) -> list[tuple[int, ...]]:
-    ends = itertools.combinations(range(1, table.num_blocks), table.num_stages - 1)
-    return [tuple(np.diff((0, *cut, table.num_blocks)).tolist()) for cut in ends]
+    return table.widest >= room and comb(table.num_blocks - 1, table.num_stages - 1) <= MOST_SPLITS
 
 
 def step_seconds(table: Table, timetable: Timetable, splits: list[tuple[int, ...]]) -> np.ndarray:
@@ -107,38 +99,9 @@ def step_seconds(table: Table, timetable: Timetable, splits: list[tuple[int, ...
     return found
 
 
-def least_bound(table: Table, timetable: Timetable) -> tuple[float, list[tuple[int, ...]]]:
-    """No split is faster than this; and splits that reach it, the first stages as small or as large as they may be."""
-    p, blocks = table.num_stages, table.num_blocks
-    bound = _stage_bounds(table, timetable)
-    best = np.full((p + 1, blocks + 1), np.inf)
-    best[p, blocks] = 0.0
-    for stage in range(p - 1, -1, -1):
-        for width in range(1, table.widest + 1):
-            first = np.arange(blocks - width + 1)
-            reached = np.maximum(bound[stage, first, width - 1], best[stage + 1, first + width])
-            best[stage, first] = np.minimum(best[stage, first], reached)
-    least = float(best[0, 0])
-    if not np.isfinite(least):
-        return least, []
-    return least, [_walk(table, bound, best, least, widths) for widths in (1, -1)]
-
-
-def _walk(table: Table, bound: np.ndarray, best: np.ndarray, limit: float, step: int) -> tuple[int, ...]:
-    at, found = 0, []
-    for stage in range(table.num_stages):
-        for width in range(1, table.widest + 1)[::step]:
-            after = at + width
-            if after <= table.num_blocks and max(bound[stage, at, width - 1], best[stage + 1, after]) <= limit:
-                found.append(width)
-                at = after
-                break
-    return tuple(found)
-
-
-def _stage_bounds(table: Table, timetable: Timetable) -> np.ndarray:
-    """Of a step, for every (stage, first block, blocks - 1) by itself: what is before and after it takes at least what
-    so many blocks take in the widest stages there are."""
+def stage_bounds(table: Table, timetable: Timetable) -> np.ndarray:
+    """No step in which a stage is so, by (stage, first block, blocks - 1), is faster: what is before and after it takes
+    at least what so many blocks take in the widest stages there are."""
     p, blocks, widest = table.forward.shape
     stage = np.arange(p)[:, None, None]
     first = np.arange(blocks)[None, :, None]
@@ -242,7 +205,7 @@ def solve_chunks(
     columns = [rows.columns() for rows in by_chunk]
     kept = np.stack([rows.column(rows.memory.microbatch_bytes()) for rows in by_chunk])
     held = _held_rows(leaf, picks, whole, [len(each) for each in choices], kept)
-    peak_bytes = stages.column(replace(stages.memory, in_flight=held).peak_bytes())
+    peak_bytes = stages.peak_bytes(replace(stages.memory, in_flight=held))
     totals, sends = stages.columns(), np.zeros(len(picks))
     found: list[list[_ChunkedStage | None]] = [[] for _ in picks]
     row = 0
@@ -460,10 +423,10 @@ def _solved(
         return _at_once(problem, leaf, pick, options, send, slower)
     table = _table(problem, leaf, pick, options, send)
     if is_small(table):
-        splits = all_splits(table)
+        splits = all_splits(table.num_blocks, table.num_stages)
         least = np.inf
     else:
-        least, splits = least_bound(table, leaf.timetable)
+        least, splits = fastest_splits(stage_bounds(table, leaf.timetable), smallest_first, largest_first)
         least = least + float(np.min(table.tail))
         if least * slower > limit_seconds:
             return Solved(pick=pick, plan=None, seconds=np.inf, least_seconds=least * slower)

@@ -14,6 +14,7 @@ from dataclasses import replace
 import pytest
 from command import clean_environment
 
+import meshwright as mw
 from meshwright.ask import question as asking
 from meshwright.ask.memory import MemoryFront, Point
 from meshwright.ask.what_if import ComparedPlans
@@ -121,6 +122,11 @@ def test_the_batch_is_chosen(capsys: pytest.CaptureFixture[str], monkeypatch: py
     soonest = min(run["seconds"] for run in tried.values() if run["seconds"] is not None)
     assert value["goal"]["soonest"]["seconds"] == soonest
     assert value["best"]["plan"]["batch"] == value["goal"]["soonest"]["batch"]
+    options = {"ban": QUICK[1::2], "critical_batch": 2, "target_steps": "100"}
+    answer = mw.plan("byte-tiny", "2xlaptop", sequence=32, batch="auto", **options)
+    assert answer.batch_goals is not None
+    assert [(run.batch, run.devices) for run in answer.batch_goals.runs] == list(tried)
+    assert [run.steps for run in answer.batch_goals.runs] == [run["steps"] for run in tried.values()]
 
 
 def test_what_is_printed_for_one_thing_is_short(told: Told) -> None:

@@ -5,6 +5,7 @@ Tests of `planner/space.py`.
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -12,9 +13,11 @@ import pytest
 from small_spaces import Draw, Space
 
 from meshwright.core.plan import Plan
+from meshwright.core.technique import Technique, technique_named
+from meshwright.core.work import Work
 from meshwright.planner.search import SearchResult, search
 from meshwright.planner.solve import REACH
-from meshwright.planner.space import balanced_stages
+from meshwright.planner.splits import balanced_stages
 from meshwright.simulator.forecast import Forecast, forecast
 
 SPACES = 7
@@ -111,6 +114,40 @@ def test_the_search_finds_what_brute_force_finds(name: str) -> None:
             assert found.best[1].step_seconds == pytest.approx(fitting[best], rel=1e-9), words
             assert found.gap_fraction == 0.0, words
     assert asked >= FEWEST, f"{asked} questions only"
+
+
+def test_blocks_follow_what_every_tier_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the host had a copy of all that recomputation keeps: brute force with room for that of some plans."""
+    kind = technique_named("recompute")
+    price = kind.price
+
+    def with_copies(self: Technique, work: Work) -> Work:
+        after = price(self, work)
+        kept = (item for item in after.residents if item.origin == self.name and item.life == "microbatch")
+        return replace(after, residents=(*after.residents, *(replace(item, tier="host") for item in kept)))
+
+    monkeypatch.setattr(kind, "price", with_copies)
+    asked = 0
+    small_cases = {"one device": CASES["one device"], "stages": replace(CASES["stages of one chunk"], most=30)}
+    for number, name in itertools.product(range(4), small_cases):
+        draw = random.Random(number)
+        space, plans = small_cases[name].space(9100 + number)
+        told = {p: forecast(space.profile, p, space.machine, sequence=space.sequence, replays=False) for p in plans}
+        sizes = sorted({each.peak_bytes_by_tier.get("host", 0) for each in told.values()})
+        for on_device in _limits(told, draw, 3, is_rescue=False):
+            host = replace(space.machine.host, memory_bytes=draw.choice(sizes) * space.machine.devices_per_node)
+            small = replace(space, machine=replace(space.machine, host=host)).with_memory(on_device)
+            again = [forecast(small.profile, p, small.machine, sequence=small.sequence, replays=False) for p in plans]
+            fitting = [each.step_seconds for each in again if each.fits]
+            best = _asked(small).best
+            words = f"{name}, seed {number}, {on_device} bytes, {host.memory_bytes} on the host: {best and best[0]}"
+            if not fitting:
+                assert best is None or _is_rescue(best[0]), words
+                continue
+            asked += 1
+            assert best is not None, words
+            assert best[1].step_seconds == pytest.approx(min(fitting), rel=1e-9), words
+    assert asked >= 10
 
 
 def _is_near(stages: tuple[int, ...], even: tuple[int, ...]) -> bool:

@@ -19,7 +19,8 @@ from meshwright.planner.best_first import BestFirst
 from meshwright.planner.bounds import order_bounds
 from meshwright.planner.policies import FEW, front, is_listed, listed
 from meshwright.planner.rows import OrderedCandidate, SearchInputs
-from meshwright.planner.solve import Table, all_splits, is_small, least_bound, smallest_plan, solve, step_seconds
+from meshwright.planner.solve import Table, is_small, smallest_plan, solve, stage_bounds, step_seconds
+from meshwright.planner.splits import all_splits, fastest_splits, largest_first, most_even, smallest_first
 from meshwright.planner.wishes import read_wishes
 from meshwright.schedules import Timetable
 from meshwright.schedules.bounds import whole_bound
@@ -148,10 +149,10 @@ def test_stages_are_dealt_out_as_well_as_any(name: str, seed: int) -> None:
         ]
         splits = [tuple(each.tolist()) for each in every]
         assert is_small(table)
-        assert sorted(all_splits(table)) == sorted(splits)
+        assert sorted(all_splits(table.num_blocks, stages)) == sorted(splits)
         seconds = [_one_by_one(table, timetable, split) for split in splits]
         assert step_seconds(table, timetable, splits) == pytest.approx(seconds, rel=1e-12)
-        least, reached = least_bound(table, timetable)
+        least, reached = fastest_splits(stage_bounds(table, timetable), smallest_first, largest_first, most_even)
         assert np.isfinite(least) == np.isfinite(min(seconds))
         fastest = min(seconds) - float(np.min(table.tail))
         assert least <= fastest * ROUNDING or not np.isfinite(least)
@@ -246,10 +247,17 @@ def test_equal_stages_reach_the_bound_of_all_splits() -> None:
 
 
 def _pooled(space: Space) -> BestFirst:
-    asked = {key: value for key, value in space.question.items() if key not in ("ban", "microbatch")}
     wishes = read_wishes((), space.question["ban"], allow="reordered", microbatch=space.microbatch)
-    problem = SearchInputs(profile=space.profile, cluster=space.machine, optimizer=ADAM)
-    pool = BestFirst(problem, wishes, **asked, epsilon=0.0, rescues=False)
+    inputs = SearchInputs(
+        profile=space.profile,
+        cluster=space.machine,
+        optimizer=ADAM,
+        batch=space.question["batch"],
+        sequence=space.sequence,
+        wishes=wishes,
+        epsilon=0.0,
+    )
+    pool = BestFirst(inputs, rescues=False)
     pool._add("fp32")
     return pool
 
@@ -264,7 +272,7 @@ def test_no_plan_of_a_candidate_beats_its_bounds(seed: int) -> None:
     candidates = {}
     for number in np.flatnonzero(pool.candidates.runs):
         leaf, index = pool.leaves[int(pool.candidates.leaf_of[number])], int(pool.candidates.index_of[number])
-        candidates[bare(smallest_plan(pool.question, leaf, index, leaf.grid.axis_order))] = (number, leaf, index)
+        candidates[bare(smallest_plan(pool.inputs, leaf, index, leaf.grid.axis_order))] = (number, leaf, index)
     closer: dict[Any, tuple[float, float]] = {}
     for plan, made in told.items():
         number, leaf, index = candidates[bare(plan)]
@@ -275,8 +283,8 @@ def test_no_plan_of_a_candidate_beats_its_bounds(seed: int) -> None:
         order = (*(axis for axis in leaf.grid.axis_order if axis not in plan.mesh), *plan.axis_order)
         if (number, order) not in closer:
             pick = OrderedCandidate(index, order, limit)
-            (bound,) = order_bounds(pool.question, leaf, [pick])
-            (solved,) = solve(pool.question, leaf, [pick])
+            (bound,) = order_bounds(pool.inputs, leaf, [pick])
+            (solved,) = solve(pool.inputs, leaf, [pick])
             closer[number, order] = float(bound), solved.least_seconds
         for least in closer[number, order]:
             assert least <= made.step_seconds * ROUNDING, plan

@@ -23,7 +23,7 @@ from meshwright.machine.named_clusters import cluster
 from meshwright.models.cost_decoder import decoder_profile
 from meshwright.models.presets import PRESETS, preset
 from meshwright.planner.search import SearchResult, search
-from meshwright.planner.space import balanced_stages
+from meshwright.planner.splits import balanced_stages
 from meshwright.report.answer_json import result_as_json
 from meshwright.simulator.forecast import Forecast, forecast
 

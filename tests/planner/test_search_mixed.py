@@ -1,6 +1,6 @@
 """The search on groups of different devices: what each place gets, against brute force and by hand.
 
-Tests of `planner/groups.py`.
+Tests of `planner/search.py` and `planner/splits.py`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from meshwright.core.technique import Technique, technique_named, technique_name
 from meshwright.machine.named_clusters import cluster
 from meshwright.models.cost_decoder import decoder_profile
 from meshwright.models.presets import DecoderConfig
-from meshwright.planner.groups import share_microbatches, split_blocks
-from meshwright.planner.search import SearchResult, search
+from meshwright.planner.search import SearchResult, search, share_microbatches, span_costs
+from meshwright.planner.splits import fastest_splits, largest_first, most_even, smallest_first
 from meshwright.simulator.forecast import Forecast, forecast
 
 SEQUENCE = 128
@@ -89,13 +89,26 @@ class TestDealing:
             assert max(f(n) for f, n in zip(times, found, strict=True)) == least
 
 
+def split_blocks(weights: list[float], times: list[tuple[float, float]], most: tuple[int, ...] = ()) -> list[Any]:
+    limits = most or [len(weights)] * len(times)
+    return fastest_splits(span_costs(weights, times, limits), smallest_first, largest_first, most_even)[1]
+
+
 class TestSplitting:
-    def test_by_hand(self) -> None:
-        assert split_blocks([1.0] * 12, [(0.0, 1.0), (0.0, 2.0)]) == (8, 4)
-        assert split_blocks([1.0] * 12, [(0.0, 1.0), (4.0, 1.0)]) == (8, 4)
-        assert split_blocks([1.0] * 6, [(0.0, 1.0), (0.0, 1.0)], most=[2, 6]) == (2, 4)
-        assert split_blocks([1.0] * 6, [(0.0, 1.0), (0.0, 1.0)], most=[2, 3]) == ()
-        assert split_blocks([1.0, 5.0, 1.0], [(0.0, 1.0), (0.0, 1.0), (0.0, 1.0)]) == (1, 1, 1)
+    @pytest.mark.parametrize(
+        ("weights", "times", "most", "split"),
+        [
+            ([1.0] * 12, [(0.0, 1.0), (0.0, 2.0)], (), (8, 4)),
+            ([1.0] * 12, [(0.0, 1.0), (4.0, 1.0)], (), (8, 4)),
+            ([1.0] * 6, [(0.0, 1.0), (0.0, 1.0)], (2, 6), (2, 4)),
+            ([1.0, 5.0, 1.0], [(0.0, 1.0), (0.0, 1.0), (0.0, 1.0)], (), (1, 1, 1)),
+        ],
+    )
+    def test_by_hand(self, weights: Any, times: Any, most: tuple[int, ...], split: tuple[int, ...]) -> None:
+        assert split_blocks(weights, times, most) == [split] * 3
+
+    def test_what_cannot_be(self) -> None:
+        assert split_blocks([1.0] * 6, [(0.0, 1.0), (0.0, 1.0)], (2, 3)) == []
 
     def test_all_ways(self) -> None:
         draw = random.Random(1)
@@ -113,9 +126,11 @@ class TestSplitting:
                 )
 
             ways = [way for way in itertools.product(range(1, blocks), repeat=spans) if sum(way) == blocks]
-            found = split_blocks(weights, times)
-            assert sum(found) == blocks
-            assert slowest(found) == min(map(slowest, ways))
+            fastest = [way for way in ways if slowest(way) == min(map(slowest, ways))]
+            smallest, largest, even = split_blocks(weights, times)
+            assert (smallest, largest) == (min(fastest), max(fastest))
+            assert even in fastest
+            assert sum(n * n for n in even) == min(sum(n * n for n in way) for way in fastest)
 
 
 def all_plans(here: Cluster, batch: int) -> Iterator[Plan]:
