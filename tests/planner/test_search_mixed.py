@@ -243,6 +243,16 @@ def test_pins_hold_across_groups() -> None:
     assert given.shares == (3, 1)
 
 
+def test_what_is_banned_or_not_allowed_lies_across_no_groups() -> None:
+    here = mixed((1, 1.0), (1, 1.5))
+    free = search(PROFILE, here, batch=12, ban=[*OTHERS, "pipeline"], **WISHES)
+    assert best_of(free)[0].technique("replicate") is not None
+    for wishes in ({"ban": [*OTHERS, "pipeline", "replicate=2"]}, {"ban": [*OTHERS, "pipeline"], "allow": "exact"}):
+        result = search(PROFILE, here, batch=12, **{**WISHES, **wishes})
+        assert all(plan.num_ranks == 1 for plan, _ in result.ranked), wishes
+        assert best_of(result)[0].groups == (0,)
+
+
 def test_memory_of_each_group_counts() -> None:
     """The second group has room for little: its stage gets few blocks, or it is not used."""
     deep = replace(PROFILE, layers=tuple(replace(x, repeat=24) if x.is_block else x for x in PROFILE.layers))
