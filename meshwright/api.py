@@ -151,9 +151,8 @@ def plan(
     devices
         Numbers of devices to compare ("16..64"), or one to plan for.
     critical_batch, target_steps, target_tokens
-        For batch="auto": samples from which on larger batches save few steps; steps that the largest batches need;
-        tokens that the smallest ones need ("300B"), for which `devices` are compared too. What is not given is guessed,
-        and `batch_goals.goal.sources` says how.
+        For batch="auto", as `mw plan` takes them; `devices` are compared for so many tokens ("300B") too. What is not
+        given is guessed, and `batch_goals.goal.sources` says how.
     progress
         Is called with what is being searched.
 
@@ -165,9 +164,8 @@ def plan(
     """
     from meshwright.ask.answer import answer_of, read_request
 
-    profile = profile_of(model)
     request = read_request(
-        profile,
+        profile := profile_of(model),
         _cluster_of(cluster),
         batch=batch,
         sequence=_sequence_of(profile, sequence),
