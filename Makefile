@@ -50,8 +50,8 @@ zoo: $(STAMP) ## architectures of other libraries x plans against a plain torch 
 mutants: $(STAMP) ## put faults into the package one at a time: does mw check notice each of them?
 	$(BIN)/python -m benchmarks.mutants
 
-gpu-test: $(STAMP) ## run the sharded pieces on the GPU at hand
-	$(BIN)/python -m benchmarks.gpu pieces
+gpu-test: $(STAMP) ## on the GPU at hand: sharded pieces, plans of several ranks that share it, CUDA tests
+	$(BIN)/python -m benchmarks.gpu test
 
 clean: ## remove the environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

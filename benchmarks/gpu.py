@@ -4,6 +4,8 @@
     python -m benchmarks.gpu forecast   forecasts against runs, worst first; --list frozen, smoke, regret or rows
     python -m benchmarks.gpu regret     how much slower than the best of eight plans is the better of our first two?
     python -m benchmarks.gpu pieces     the pieces that splits leave to one GPU: equal to the whole, and how fast?
+    python -m benchmarks.gpu ranks      plans of two and four ranks that share the GPU: equal to one device?
+    python -m benchmarks.gpu test       pieces, ranks and the CUDA tests; `make gpu-test`
 
 Every side of every case runs in a process of its own (`gpu_child`), so that one failure is one line of the result; the
 JSON file is written after each case, and a second call adds to it (--missing: only what it lacks). Steps are timed in
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import queue
@@ -664,11 +667,32 @@ def pieces(arguments: argparse.Namespace) -> int:
     return gpu_pieces.run(arguments.json, arguments.tiny)
 
 
+def ranks(arguments: argparse.Namespace) -> int:
+    from benchmarks import gpu_ranks
+
+    return gpu_ranks.run(arguments.json, arguments.tiny, arguments.only)
+
+
+def test(arguments: argparse.Namespace) -> int:
+    """All that must hold on a GPU, in turn; what fails does not stop the rest."""
+    words = ["--tiny"] if arguments.tiny else []
+    commands = [[sys.executable, "-m", "benchmarks.gpu", name, *words] for name in ("pieces", "ranks")]
+    if importlib.util.find_spec("pytest") is None:
+        say("the CUDA tests are left out: there is no pytest here")
+    elif not arguments.tiny:
+        commands.append([sys.executable, "-m", "pytest", "tests/ops", "-k", "cuda or gpu", "-p", "no:cacheprovider"])
+    codes = [subprocess.run(command, cwd=ROOT, check=False).returncode for command in commands]
+    for command, code in zip(commands, codes, strict=True):
+        say(f"{'passed' if code in (0, 5) else 'FAILED'}: {' '.join(command[2:])}")  # 5: no test of that name
+    return max(code if code != 5 else 0 for code in codes)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = {"bench": bench, "forecast": forecast, "regret": regret, "pieces": pieces}
+    commands |= {"ranks": ranks, "test": test}
     parser.add_argument("command", choices=commands)
     parser.add_argument("--only", metavar="NAME", default="", help="cases with this in their names; rows: NAME;NAME")
     parser.add_argument("--list", choices=LISTS, default="seen", help="of cases to forecast (seen)")
@@ -687,8 +711,8 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="tiny models on the CPU: does the script run?")
     arguments = parser.parse_args()
     if not arguments.tiny and not arguments.again and not count_gpus():
-        say("There is no CUDA device here, and these are measurements of one; --tiny runs without.")
-        return 2
+        say("skipped: there is no CUDA device here; --tiny runs on the CPU.")
+        return 0 if arguments.command == "test" else 2
     return commands[arguments.command](arguments)
 
 

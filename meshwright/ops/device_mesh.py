@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from meshwright.ops.staged_collectives import is_shared, stage
+
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
@@ -105,6 +107,9 @@ def join(
 ) -> None:
     """Enter the process group: by a file for ranks of one machine, else by torchrun's environment."""
     backend = "nccl" if device.type == "cuda" else "gloo"
+    if is_shared(device):
+        stage()
+        backend = "gloo"
     timeout = timedelta(seconds=timeout_seconds)
     if rendezvous:
         store = dist.FileStore(rendezvous, num_ranks)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from meshwright.data.dataset import part_rows
 from meshwright.ops.device_mesh import Mesh, join
 from meshwright.ops.fsdp import local
 from meshwright.ops.initial_weights import join_in_order
+from meshwright.ops.model_interface import map_inputs
 from meshwright.ops.traffic import Traffic, TrafficRecorder
 from meshwright.optimizers.update import Optimizer, OptimizerConfig
 from meshwright.run.model import OpenedModel
@@ -80,9 +81,13 @@ def own_samples(session: Session, samples: SamplesOf, step: int) -> Samples:
     """This rank's rows of a step's batch."""
     plan = session.build.plan
     part, num_parts = session.mesh.part(plan.sample_axes)
-    if not plan.shares:
-        return samples(step, part, num_parts)
-    return samples(step, 0, 1).rows(part_rows(plan.batch, part, num_parts, plan.shares))
+    if plan.shares:
+        own = samples(step, 0, 1).rows(part_rows(plan.batch, part, num_parts, plan.shares))
+    else:
+        own = samples(step, part, num_parts)
+    device = session.mesh.device
+    inputs = map_inputs(own.inputs, lambda tensor: tensor.to(device))
+    return replace(own, inputs=inputs, targets=own.targets.to(device), weights=own.weights.to(device))
 
 
 def random_samples(vocab_size: int, batch: int, sequence: int, *, masked: bool = True) -> SamplesOf:
@@ -163,7 +168,7 @@ def compare(
     """
     worst, departures = 0.0, []
     for step, result, gradients in steps_of(session, samples, steps, optimizer, seed):
-        with safe_open(folder / f"step-{step}.safetensors", framework="pt") as reference:
+        with safe_open(folder / f"step-{step}.safetensors", "pt", str(session.mesh.device)) as reference:
             loss, norm = (float(reference.get_tensor(name)) for name in ("loss", "norm"))
             errors = [("loss", "loss", _relative(abs(result.loss - loss), abs(loss)))]
             errors += _tensor_errors(session.build, reference, gradients, forced=tolerance > EXACT)
@@ -257,7 +262,7 @@ def compare_rounded(
     for step, result, gradients in steps_of(session, samples, steps, optimizer):
         losses.append(result.loss)
         if step == 0:
-            with safe_open(folder / f"step-{step}.safetensors", framework="pt") as reference:
+            with safe_open(folder / f"step-{step}.safetensors", "pt", str(session.mesh.device)) as reference:
                 boxes = session.build.boxes
                 wanted = {n: box_of(reference, f"gradient/{n}", boxes[n]) for n in gradients}
             sums = gradient_sums(gradients, wanted)
@@ -337,8 +342,8 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def enter(rank: int, num_ranks: int, rendezvous: str) -> None:
-    join(rank, num_ranks, torch.device("cpu"), rendezvous=rendezvous, timeout_seconds=60)
+def enter(rank: int, num_ranks: int, rendezvous: str, device: torch.device | None = None) -> None:
+    join(rank, num_ranks, device or torch.device("cpu"), rendezvous=rendezvous, timeout_seconds=60)
 
 
 def leave() -> None:

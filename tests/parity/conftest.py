@@ -26,6 +26,7 @@ def ran(pool: RankPool, references: Callable[..., str]) -> Callable[..., list[di
         dtype: str = "float64",
         like: tuple[dict[str, Any], ...] = (),
         prices: bool = True,
+        device: str = "cpu",
     ) -> list[dict[str, Any]]:
         """`like`: techniques that the one device has too."""
         question = {
@@ -35,11 +36,12 @@ def ran(pool: RankPool, references: Callable[..., str]) -> Callable[..., list[di
             "steps": STEPS,
             "dtype": dtype,
         }
-        asked = {**question, "plan": json.loads(plan.to_json()), "like": like, "prices": prices}
+        asked = {**question, "plan": json.loads(plan.to_json()), "like": like, "prices": prices, "device": device}
         key = json.dumps(asked, sort_keys=True)
         if key not in answers:
             reference = references(**question, batch=plan.batch, techniques=list(like))
             arguments = {**question, "plan": asked["plan"], "reference": reference, "prices": prices and not like}
+            arguments["device"] = device
             answers[key] = pool.run("rank_jobs:plan_job", arguments, plan.num_ranks, timeout_seconds=300)
         return answers[key]
 

@@ -14,6 +14,7 @@ from meshwright.core.codec import decode, encode
 from meshwright.core.plan import Plan
 from meshwright.data.dataset import part_rows
 from meshwright.models.presets import DecoderConfig
+from meshwright.ops.staged_collectives import StagedWork, stage
 from meshwright.optimizers.update import OptimizerConfig
 from meshwright.run.model import ModelDescription, OpenedModel, describe, open_config, open_model
 from meshwright.run.run_file import ModelSection
@@ -96,18 +97,26 @@ def _drawn(shape: tuple[int, ...], kind: int | list[int], generator: torch.Gener
 
 def plan_job(
     *, plan: dict[str, Any], config: dict[str, Any], optimizer: dict[str, Any], sequence: int, steps: int,
-    reference: str = "", dtype: str = "float64", prices: bool = False, rank: int, num_ranks: int, rendezvous: str,
+    reference: str = "", dtype: str = "float64", prices: bool = False, device: str = "cpu", rank: int, num_ranks: int,
+    rendezvous: str,
 ) -> dict[str, Any]:  # fmt: skip
-    """Largest errors by quantity where there is a reference; observed and priced traffic where asked for."""
+    """Largest errors by quantity where there is a reference; observed and priced traffic where asked for.
+
+    `device`: "cpu"; "cuda": all ranks share the first GPU (`MESHWRIGHT_ONE_DEVICE=1`); "staged": on the CPU, with
+    collectives staged as they are there.
+    """
+    library = stage.__wrapped__("cpu") if device == "staged" else None
+    place = torch.device("cuda", 0) if device == "cuda" else CPU
+    before = StagedWork.num_made
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     # Users of a newer torch would read it at every start.
     warnings.filterwarnings("error", message=r"`torch\.distributed\..* is deprecated", category=FutureWarning)
-    parity.enter(rank, num_ranks, rendezvous)
+    parity.enter(rank, num_ranks, rendezvous, place)
     chosen, rates = Plan.from_json(json.dumps(plan)), decode(OptimizerConfig, optimizer, "optimizer")
     answer: dict[str, Any] = {}
     opened, samples = open_tiny(config, chosen.batch, sequence, dtype)
-    session = parity.open_session(chosen, opened, rates, dtype=dtype, device=CPU)
+    session = parity.open_session(chosen, opened, rates, dtype=dtype, device=place)
     if reference:
         answer["errors"] = _errors(session, Path(reference), samples, steps, rates)
     if prices:
@@ -118,7 +127,10 @@ def plan_job(
         places = [session.mesh.index(axis) for axis in session.mesh.sizes if axis != "pp"]
         answer["holds_largest"] = not any(places)
     answer["num_graphs"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    answer["num_staged"], answer["num_unwaited"] = StagedWork.num_made - before, len(StagedWork.pending)
     parity.leave()
+    if library is not None:
+        library._destroy()
     return answer
 
 

@@ -121,6 +121,33 @@ LONG = (
 )
 RAGGED = ((t("shard", size=4),), (SHARD3, TENSOR), (SHARD1, SEQUENCED))
 """For 37 words."""
+SHARING = (
+    (PIPELINE,),
+    (REPLICATE,),
+    (SHARD1,),
+    (SHARD2,),
+    (SHARD3,),
+    (TENSOR,),
+    (SEQUENCED,),
+    (ZBV,),
+    (INTERLEAVED,),
+    (RING,),
+    (ULYSSES,),
+    (EXPERT,),
+    (t("replicate", size=4),),
+    (t("shard", size=4),),
+    (t("tensor", size=4, sequence=True),),
+    (t("pipeline", size=4),),
+    (t("context", size=4),),
+    (t("expert", size=4),),
+    (SHARD3, TENSOR),
+    (REPLICATE, SHARD2),
+    (SEQUENCED, PIPELINE),
+    (SHARD3, INTERLEAVED, RECOMPUTE_ONE),
+    (EXPERT, RING),
+    (TENSOR, RING, CHUNKED),
+)
+"""Plans of two and of four ranks: what ranks that share one GPU run."""
 FOR_SGD = ((SHARD3,), (REPLICATE, SEQUENCED), (UNEVEN, SHARD2))
 IN_BF16 = ((), (REPLICATE,), (SHARD3,), (SEQUENCED,), (PIPELINE, RECOMPUTE))
 
@@ -160,6 +187,12 @@ def departures(answers: list[dict[str, Any]], bounds: dict[str, float]) -> list[
 def model_for(techniques: tuple[Technique, ...]) -> dict[str, Any]:
     """Fewer layers where eight ranks must compile them."""
     return QWEN | {"num_layers": 2} if COMPILE in techniques else QWEN
+
+
+def model_for_sharing(plan: Plan) -> dict[str, Any]:
+    """A model that a plan of `SHARING` can cut."""
+    tensor = plan.technique("tensor")
+    return MOE if plan.technique("expert") else GPT if tensor is not None and tensor.size == 4 else QWEN
 
 
 def joined(techniques: tuple[Technique, ...]) -> str:
