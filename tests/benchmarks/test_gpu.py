@@ -57,6 +57,13 @@ def test_forecasts_and_regret_run_at_small_sizes(tmp_path: Path) -> None:
     assert subprocess.run(again, cwd=ROOT, capture_output=True, timeout=120, check=False).returncode == 0
 
 
+@pytest.mark.slow
+def test_ranks_that_share_a_device_are_compared_with_one(tmp_path: Path) -> None:
+    result, shown = run(tmp_path, "ranks", "--only", "replicate(size=2)")
+    assert [row["problems"] for row in result["rows"]] == [[]] * len(result["rows"])
+    assert "plans are equal to one device" in shown
+
+
 def test_cases_are_plans_that_may_run() -> None:
     names = [case.name for case in (*SEEN, *SMOKE)]
     assert len(set(names)) == len(names)

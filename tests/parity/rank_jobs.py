@@ -19,6 +19,7 @@ from meshwright.optimizers.update import OptimizerConfig
 from meshwright.run.model import ModelDescription, OpenedModel, describe, open_config, open_model
 from meshwright.run.run_file import ModelSection
 from meshwright.runtime.loop import Samples
+from meshwright.runtime.rank import device_of
 from meshwright.verify import parity
 from meshwright.verify.check_ranks import promised
 from meshwright.verify.reference_model import plain_model, plain_of
@@ -106,7 +107,7 @@ def plan_job(
     collectives staged as they are there.
     """
     library = stage.__wrapped__("cpu") if device == "staged" else None
-    place = torch.device("cuda", 0) if device == "cuda" else CPU
+    place = device_of("cuda", rank) if device == "cuda" else CPU
     before = StagedWork.num_made
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
