@@ -198,7 +198,8 @@ class Region:
                 x = args[0]
                 weight = row.weight.to(x.dtype)
                 # A linear whose weight lies the other way round (transformers' Conv1D) is no nn.Linear.
-                out = self.exit(F.linear(x, weight) if isinstance(row, nn.Linear) else x @ weight)
+                product: Any = getattr(row, "product", F.linear)
+                out = self.exit(product(x, weight, None) if isinstance(row, nn.Linear) else x @ weight)
             return out if bias is None else out + bias.to(out.dtype)
 
         row.forward = forward

@@ -1,17 +1,24 @@
-"""Compute in fewer bits: activations and matmuls in bf16, parameters and optimizer in fp32.
+"""Compute in fewer bits: activations and matmuls in bf16 or fp8, parameters and optimizer in fp32.
 
 What: the residual stream and everything computed from it are bf16; weights are cast where they are used, and gathered
 as bf16 by `shard`; the loss, gradient sums and the optimizer stay fp32. Models that are not our decoder run under
-autocast, which keeps their residual stream in fp32.
-When it helps: on tensor cores, where bf16 runs 8 to 16 times the fp32 rate and activations halve.
-When it does not: CPUs without bf16 units run it up to 70 times slower.
+autocast, which keeps their residual stream in fp32. With `matmul` = fp8_tensorwise or fp8_rowwise, linear layers of
+blocks multiply 8-bit operands, rounded where they are used with one scale for each tensor or row; the head, experts,
+`edge_blocks` at each end, and matrices whose sizes (after tensor's cut) are no multiples of 16 stay in bf16, and `shard`
+gathers bf16.
+When it helps: on tensor cores, where bf16 runs 8 to 16 times the fp32 rate and activations halve; fp8 twice the bf16
+rate (compute capability 8.9 and later), which pays once matrices are some thousands wide and blocks are compiled.
+When it does not: CPUs without bf16 units run it up to 70 times slower; fp8 without `compile` rounds in passes of its own.
 Cost: 2 bytes an element instead of 4; a bf16 copy of the weights in use (Micikevicius et al. 2018; Kalamkar et al.
-2019).
-Exactness: rounded: 8 bits of mantissa.
+2019). fp8: each operand is read once or twice more to be rounded (Micikevicius et al. 2022).
+Exactness: rounded: 8 bits of mantissa; lossy with fp8: 4 bits (3 of tensorwise gradients), which search chooses only
+with --allow lossy.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -19,11 +26,22 @@ import numpy as np
 
 from meshwright.core.build import Build
 from meshwright.core.cluster import Cluster
-from meshwright.core.errors import Problems
+from meshwright.core.errors import MeshwrightError, Problem, Problems
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.technique import Choice, Exactness, Option, Technique
-from meshwright.core.work import Compute, Life, Num, ParameterSlot, Phase, Resident, Work, replace
+from meshwright.core.work import (
+    Circumstances,
+    Compute,
+    Life,
+    Num,
+    ParameterSlot,
+    Phase,
+    Resident,
+    Task,
+    Work,
+    replace,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,20 +51,55 @@ class Precision(Technique):
     exactness: ClassVar[Exactness] = "rounded"
 
     dtype: Literal["bf16", "fp32"] = "bf16"
+    matmul: Literal["", "fp8_tensorwise", "fp8_rowwise"] = ""
+    """How blocks' linear layers multiply; empty: in `dtype`."""
+    edge_blocks: int = 1
+    """Blocks at each end of the model that multiply in `dtype` all the same."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "exactness", self.exactness_with({"matmul": self.matmul}))
 
     @classmethod
     def options(cls, profile: Profile, cluster: Cluster) -> tuple[Option, ...]:
-        return (Choice("dtype", ("bf16",)),) if "bf16" in cluster.device.flops_per_second else ()
+        rates = cluster.device.flops_per_second
+        if "bf16" not in rates:
+            return ()
+        has_fp8 = "fp8" in rates and not _fp8_problems(profile, 1)
+        return (
+            Choice("dtype", ("bf16",)),
+            *([Choice("matmul", ("", "fp8_tensorwise", "fp8_rowwise"))] if has_fp8 else []),
+        )
+
+    @classmethod
+    def exactness_with(cls, settings: Mapping[str, Any]) -> Exactness:
+        return "lossy" if settings.get("matmul") else cls.exactness
+
+    def refusals(self, given: Circumstances) -> Iterator[tuple[Num, Problem]]:
+        if self.matmul:
+            what = f"matmul is {self.matmul}, and this schedule makes weights' gradients apart, from 16-bit operands."
+            yield given.splits_backward, self.problem(what, 'Use another schedule, or matmul = "".')
 
     def check(self, plan: Plan, profile: Profile, cluster: Cluster | None) -> Problems:
+        problems = list(self.refused(plan, profile))
+        if self.matmul:
+            problems += [self.problem(*words) for words in _fp8_problems(profile, self.edge_blocks)]
+        if self.matmul and self.dtype == "fp32":
+            what = f"matmul is {self.matmul}, whose results are 16-bit, and dtype is fp32."
+            problems.append(self.problem(what, 'Use dtype = "bf16".'))
+        if self.edge_blocks < 0:
+            problems.append(self.problem(f"edge_blocks is {self.edge_blocks}.", "Use 0 or more."))
         if cluster is not None and self.dtype not in cluster.device.flops_per_second:
             what = f"the devices of {cluster.name} do not compute in {self.dtype}."
-            return (self.problem(what, 'Use dtype = "fp32", or plan again with --ban precision.'),)
-        return ()
+            problems.append(self.problem(what, 'Use dtype = "fp32", or plan again with --ban precision.'))
+        if cluster is not None and self.matmul and "fp8" not in cluster.device.flops_per_second:
+            what = f"the devices of {cluster.name} do not multiply in fp8."
+            problems.append(self.problem(what, 'Use matmul = "".'))
+        return tuple(problems)
 
     def price(self, work: Work) -> Work:
         if self.dtype == "fp32":
             return work
+        work = self.forbid(work)
 
         def task(item: Any) -> Any:
             if getattr(item, "dtype", "") != "compute":
@@ -84,7 +137,41 @@ class Precision(Technique):
         work = work.map_tasks(task).map_residents(resident).with_residents(*casts, *copies)
         work = work.with_tasks(*_casting(work, multiplying))
         stream = 2 if work.profile.stream == "compute" else work.facts.widths.stream
-        return work.with_facts(compute_dtype="bf16").with_widths(compute=2, gather=2, stream=stream)
+        work = work.with_facts(compute_dtype="bf16").with_widths(compute=2, gather=2, stream=stream)
+        return self._price_fp8(work) if self.matmul else work
+
+    def _price_fp8(self, work: Work) -> Work:
+        """Linear layers of all blocks but those at the ends, each block as an average one; rounding as compiled code
+        does it: joined to its neighbours, once for all readers of an input."""
+        share = max(0.0, 1.0 - 2.0 * self.edge_blocks / max(work.profile.num_blocks, 1))
+        shares_input: set[tuple[str, str]] = set()
+        for layer in work.profile.block_layers:
+            for before, op in itertools.pairwise(layer.ops):
+                if before.role == op.role == "linear":
+                    shares_input.add((layer.name, op.name))
+        blocks = {layer.name for layer in work.profile.block_layers}
+        tasks: list[Task] = []
+        for task in work.tasks:
+            if not isinstance(task, Compute) or task.layer not in blocks or not _is_fp8(task.role, task.shape):
+                tasks.append(task)
+                continue
+            for part, dtype in ((share, "fp8"), (1.0 - share, task.dtype)):
+                if part:
+                    kernels, moved = task.kernels * part, task.moved_bytes * part * (0.75 if dtype == "fp8" else 1.0)
+                    flops = task.flops * part
+                    tasks.append(replace(task, dtype=dtype, flops=flops, kernels=kernels, moved_bytes=moved))
+            is_forward = task.phase == "forward"
+            of_input, of_weight, of_gradient = _ROUNDED_BYTES[self.matmul][is_forward]
+            n, k = task.shape
+            rows = task.flops / (2.0 * n * k * task.kernels)
+            inputs = 0.0 if (task.layer, task.name) in shares_input else of_input * rows * k
+            gradients, weights = of_gradient * rows * n, of_weight * float(n * k)
+            whole, cut = (inputs, gradients + weights) if task.cut_dim == "n" else (gradients, inputs + weights)
+            for moved, by in ((whole, "none"), (cut, task.cut)):
+                common: dict[str, Any] = {"layer": task.layer, "phase": task.phase, "repeat": task.repeat, "cut": by}
+                common |= {"kind": "memory", "role": "cast", "origin": self.name, "kernels": share}
+                tasks.append(Compute(name=f"{task.name}.{self.matmul}", moved_bytes=moved * share, **common))
+        return replace(work.with_facts(compute_dtype="fp8"), tasks=tuple(tasks))
 
     def apply(self, build: Build) -> None:
         build.at("swap", self._swap)
@@ -95,6 +182,44 @@ class Precision(Technique):
         if self.dtype == "bf16":
             build.compute_dtype = torch.bfloat16
             build.model.set_compute_dtype(torch.bfloat16)
+        if self.matmul:
+            from meshwright.ops.fp8 import linear_fp8
+
+            if build.mesh.device.type == "cuda" and torch.cuda.get_device_capability(build.mesh.device) < (8, 9):
+                what = f"{torch.cuda.get_device_name(build.mesh.device)} does not multiply in fp8."
+                raise MeshwrightError([self.problem(what, 'Use matmul = "".')])
+            product = linear_fp8("rowwise" if self.matmul == "fp8_rowwise" else "tensorwise")
+            for number, block in enumerate(build.model.block_modules()):  # no stage is cut yet
+                if self.edge_blocks <= number < build.profile.num_blocks - self.edge_blocks:
+                    for module in block.modules():
+                        if isinstance(module, torch.nn.Linear) and hasattr(module, "product"):
+                            module.product = product
+
+
+_ROUNDED_BYTES: dict[str, dict[bool, tuple[int, int, int]]] = {
+    "fp8_tensorwise": {True: (5, 5, 0), False: (3, 3, 6)},
+    "fp8_rowwise": {True: (3, 3, 0), False: (5, 5, 8)},
+}
+"""Setting -> whether forward -> bytes moved to round an element of the input, the weight and the output's gradient:
+2 for each time it is read, 1 for each layout in which it is written. A scale of a whole tensor, or along the tokens,
+asks for a pass of its own."""
+
+
+def _is_fp8(role: str, shape: tuple[Num, ...]) -> bool:
+    """Whether an op is a linear layer's product whose sizes 8-bit products take."""
+    return role == "linear" and len(shape) == 2 and all(size % 16 == 0 for size in shape)
+
+
+def _fp8_problems(profile: Profile, edge_blocks: int) -> list[tuple[str, str]]:
+    """(what, fix) where nothing of a model can be multiplied in fp8."""
+    if profile.stream != "compute":
+        return [(f"{profile.name} runs under autocast, which knows no fp8.", 'Use matmul = "".')]
+    if profile.num_blocks <= 2 * edge_blocks:
+        what = f"edge_blocks is {edge_blocks} and the model has {profile.num_blocks} blocks: none is left for fp8."
+        return [(what, "Use fewer edge_blocks.")]
+    if not any(_is_fp8(op.role, op.shape) for layer in profile.block_layers for op in layer.ops):
+        return [("no linear layer of a block has sizes that are multiples of 16.", 'Use matmul = "".')]
+    return []
 
 
 def _casting(work: Work, layers: set[str]) -> list[Compute]:

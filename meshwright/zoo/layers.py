@@ -32,8 +32,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class Linear(nn.Linear):
+    product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = staticmethod(F.linear)
+    """Of what comes, the weight and the bias, all of one dtype: what a technique may replace."""
+
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+        return self.product(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
 
 class RMSNormFunction(torch.autograd.Function):
