@@ -24,7 +24,7 @@ from meshwright.run.model import ModelDescription
 
 Technique = dict[str, Any]
 FUSED: tuple[Technique, ...] = (BF16, COMPILE)
-FP8: Technique = {"name": "precision", "dtype": "fp8"}
+FP8: Technique = {"name": "precision", "matmul": "fp8_tensorwise", "edge_blocks": 0}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -269,6 +269,8 @@ class WorkFacts:
     """Ranks that share the sequence between the insides of layers."""
     loss_calls: int = 0
     """Pieces in which the loss is computed, each of them twice; 0: in one piece, once."""
+    remade_inputs: float = 0.0
+    """Share of blocks whose linear layers keep no input where a compiler can make it anew from what others keep."""
     replays: Mapping[str, Num] = field(default_factory=dict)
     """Layer -> its instances whose forward runs again during backward."""
     replays_blocks: bool = False

@@ -3,8 +3,7 @@
 Each operand is scaled so that its largest element is the largest 8-bit number (dynamic scaling), for the whole tensor
 ("tensorwise") or for each row of a product's operands ("rowwise"), and rounded to e4m3; gradients, whose sizes differ
 most, to e5m2 where one scale serves a whole tensor. Products are summed in float32 and written in the activations'
-dtype. What is kept for backward is what a linear keeps, the input and the weight, which are rounded once more there: a
-kept 8-bit copy would be one for each linear that reads the input.
+dtype.
 
 Plain torch operations, so that a compiler joins scaling and rounding to the kernels around them.
 """
@@ -21,70 +20,105 @@ from torch import Tensor
 Scaling = Literal["tensorwise", "rowwise"]
 MULTIPLE = 16
 """Of which both sizes of an 8-bit matrix must be multiples."""
+_E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _LEAST = 1e-30
 """A largest element below this counts as this: zeros stay zeros."""
 
 
-def round_to_8_bits(x: Tensor, dtype: torch.dtype, dim: int | None = None) -> tuple[Tensor, Tensor]:
-    """x / scale in 8 bits, and the scale (float32): of each row along `dim`, or of the whole tensor.
+def scale_of(x: Tensor, dtype: torch.dtype, dim: int | None = None) -> Tensor:
+    """What x is divided by so that its largest element, of each row along `dim` or of all, is the dtype's largest."""
+    largest = x.abs().amax() if dim is None else x.abs().amax(dim=dim, keepdim=True)
+    return largest.float().clamp(min=_LEAST) / torch.finfo(dtype).max
 
-    What is not finite stays so: the scale then is not finite either.
-    """
-    low, high = torch.aminmax(x) if dim is None else torch.aminmax(x, dim=dim, keepdim=True)
+
+def rounded(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """x / scale in 8 bits. What is not finite stays so: its scale then is not finite either."""
     largest = torch.finfo(dtype).max
-    scale = torch.maximum(-low, high).float().clamp(min=_LEAST) / largest
-    return (x.float() / scale).clamp(-largest, largest).to(dtype), scale
+    return (x.float() / scale).clamp(-largest, largest).to(dtype)
 
 
-def _product(a: Tensor, b: Tensor, of_a: torch.dtype, of_b: torch.dtype, by_row: bool, *, fast: bool) -> Tensor:
-    """a (m, k) times the transpose of b (n, k). `fast`: with fewer bits in sums of sums."""
-    dim = -1 if by_row else None
-    (left, left_scale), (right, right_scale) = round_to_8_bits(a, of_a, dim), round_to_8_bits(b, of_b, dim)
+def _product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, *, fast: bool) -> Tensor:
+    """8-bit a (m, k) times the transpose of 8-bit b (n, k). `fast`: the tensor cores' own sums are not widened."""
     return torch._scaled_mm(
-        left.contiguous(),
-        right.contiguous().t(),
-        scale_a=left_scale,
-        scale_b=right_scale.t() if by_row else right_scale,
-        out_dtype=a.dtype,
+        a.contiguous(),
+        b.contiguous().t(),
+        scale_a=scale_a,
+        scale_b=scale_b.t() if scale_b.dim() else scale_b,
+        out_dtype=dtype,
         use_fast_accum=fast,
     )
 
 
-class LinearFp8(torch.autograd.Function):
-    """x (..., k) times the transpose of weight (n, k), of one dtype of 16 bits or more."""
+def _product_by_rows(a: Tensor, b: Tensor, *, fast: bool) -> Tensor:
+    """a (m, k) times the transpose of b (n, k), each row of both with a scale of its own."""
+    scale_a, scale_b = (scale_of(each, _E4M3, dim=-1) for each in (a, b))
+    return _product(rounded(a, scale_a, _E4M3), rounded(b, scale_b, _E4M3), scale_a, scale_b, a.dtype, fast=fast)
+
+
+class TensorwiseLinear(torch.autograd.Function):
+    """x (..., k) times the transpose of weight (n, k), both of one dtype of 16 bits, with one scale for each tensor.
+
+    Eager, what is kept is what any linear keeps: an 8-bit copy would be one for each linear that reads the input. A
+    compiler keeps the 8-bit input once, or makes it anew from what others keep.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, by_row: bool) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.by_row = by_row
-        e4m3 = torch.float8_e4m3fn
-        return _product(x.flatten(0, -2), weight, e4m3, e4m3, by_row, fast=True).unflatten(0, x.shape[:-1])
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        scale_x, scale_weight = scale_of(x, _E4M3), scale_of(weight, _E4M3)
+        narrow = rounded(x, scale_x, _E4M3)
+        ctx.save_for_backward(narrow if torch.compiler.is_compiling() else x, weight, scale_x, scale_weight)
+        narrow_weight = rounded(weight, scale_weight, _E4M3)
+        out = _product(narrow.flatten(0, -2), narrow_weight, scale_x, scale_weight, x.dtype, fast=True)
+        return out.unflatten(0, x.shape[:-1])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x, weight = ctx.saved_tensors
-        by_row, e4m3 = ctx.by_row, torch.float8_e4m3fn
-        rows, given = grad.flatten(0, -2), x.flatten(0, -2)
-        of_grad = e4m3 if by_row else torch.float8_e5m2
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight, scale_x, scale_weight = ctx.saved_tensors
+        scale = scale_of(grad, _E5M2)
+        narrow = rounded(grad, scale, _E5M2).flatten(0, -2)
         into_x = into_weight = None
         if ctx.needs_input_grad[0]:
-            into_x = _product(rows, weight.t(), of_grad, e4m3, by_row, fast=False).unflatten(0, x.shape[:-1])
+            narrow_weight = rounded(weight, scale_weight, _E4M3)
+            into_x = _product(narrow, narrow_weight.t(), scale, scale_weight, grad.dtype, fast=True)
+            into_x = into_x.unflatten(0, x.shape[:-1])
         if ctx.needs_input_grad[1]:
-            if rows.shape[0] % MULTIPLE == 0:
-                into_weight = _product(rows.t(), given.t(), of_grad, e4m3, by_row, fast=False)
+            given = (x if x.dtype == _E4M3 else rounded(x, scale_x, _E4M3)).flatten(0, -2)
+            if given.shape[0] % MULTIPLE == 0:
+                into_weight = _product(narrow.t(), given.t(), scale, scale_x, grad.dtype, fast=True)
             else:  # a sum over so many tokens is no 8-bit product
-                into_weight = rows.t() @ given
-        return into_x, into_weight, None
+                into_weight = grad.flatten(0, -2).t() @ (given.float() * scale_x).to(grad.dtype)
+        return into_x, into_weight
+
+
+class RowwiseLinear(torch.autograd.Function):
+    """The same with a scale for each row of the operands of each product: along the dim that is summed over."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _product_by_rows(x.flatten(0, -2), weight, fast=True).unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        rows, given = grad.flatten(0, -2), x.flatten(0, -2)
+        into_x = into_weight = None
+        if ctx.needs_input_grad[0]:
+            into_x = _product_by_rows(rows, weight.t(), fast=False).unflatten(0, x.shape[:-1])
+        if ctx.needs_input_grad[1]:
+            is_narrow = rows.shape[0] % MULTIPLE == 0
+            into_weight = _product_by_rows(rows.t(), given.t(), fast=False) if is_narrow else rows.t() @ given
+        return into_x, into_weight
 
 
 def linear_fp8(scaling: Scaling) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
     """`F.linear` with 8-bit products; matrices of other sizes than multiples of 16 are multiplied as they are."""
-    by_row = scaling == "rowwise"
+    function = RowwiseLinear if scaling == "rowwise" else TensorwiseLinear
 
     def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if any(size % MULTIPLE for size in weight.shape):
             return F.linear(x, weight, bias)
-        out = LinearFp8.apply(x, weight, by_row)
+        out = function.apply(x, weight)
         return out if bias is None else out + bias
 
     return product

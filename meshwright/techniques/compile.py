@@ -19,7 +19,7 @@ import numpy as np
 from meshwright.core.build import Build
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import Problem
-from meshwright.core.profile import Profile
+from meshwright.core.profile import Poly, Profile
 from meshwright.core.technique import Choice, Option, Technique
 from meshwright.core.work import Circumstances, Compute, Num, Resident, Work, replace
 
@@ -91,7 +91,7 @@ def _left(work: Work) -> tuple[Shares, Shares, Shares]:
         sums[which][place] = [before[0] + whole, before[1] + left]
 
     for layer in work.profile.block_layers:
-        for op in layer.ops:
+        for op, after in zip(layer.ops, (*layer.ops[1:], None), strict=True):
             fused = op.fused or op
             if op.fused is not None:
                 add(0, (layer.name, op.name, False), op.moved(*counts), fused.moved(*counts))
@@ -99,7 +99,10 @@ def _left(work: Work) -> tuple[Shares, Shares, Shares]:
                 add(1, (layer.name, op.name, False), op.kernels, fused.kernels)
                 add(1, (layer.name, op.name, True), op.backward_kernels, fused.backward_kernels)
             place = layer.name, op.cut, op.dtype == "float32"
-            add(2, place, op.saved(*counts), fused.saved(*counts))
+            left = fused.saved(*counts)
+            if after is not None and after.role == "linear" and op.role != "linear":  # it reads what is kept here
+                left = left - work.facts.remade_inputs * np.minimum(left, Poly(bs=float(after.shape[1]))(*counts))
+            add(2, place, op.saved(*counts), left)
     return tuple(  # type: ignore[return-value]
         {place: left / np.maximum(whole, 1e-30) for place, (whole, left) in each.items()} for each in sums
     )

@@ -49,8 +49,8 @@ def test_fp8_where_it_cannot_be_is_refused() -> None:
     assert "multiples of 16" in _problems(FP8, odd)
     assert "none is left for fp8" in _problems(PRECISION(matmul="fp8_rowwise", edge_blocks=8))
     assert "dtype is fp32" in _problems(PRECISION(matmul="fp8_rowwise", dtype="fp32"))
-    assert "autocast" in _problems(FP8, profile("vit-tiny"))
-    schedule = technique_named("pipeline")(size=2, schedule="zero_bubble")
+    assert "autocast" in _problems(FP8, profile("vit-b16"))
+    schedule = technique_named("pipeline")(size=2, schedule="zbv")
     assert "makes weights' gradients apart" in _problems(FP8, others=(schedule,))
     assert "edge_blocks is -1" in _problems(PRECISION(edge_blocks=-1))
 
