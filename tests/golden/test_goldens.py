@@ -17,6 +17,7 @@ from questions import HERE, QUESTIONS, answer
 from meshwright.core.codec import decode
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
+from meshwright.core.technique import Technique
 from meshwright.models.cost_decoder import decoder_profile
 from meshwright.models.presets import DecoderConfig
 from meshwright.run.model import describe
@@ -59,7 +60,19 @@ def test_plans_and_numbers_are_those_stored(name: str, tmp_path: Path, request: 
     if request.config.getoption("--write-goldens"):
         file.parent.mkdir(exist_ok=True)
         file.write_text(json.dumps(found, indent=0) + "\n")
-    assert found == json.loads(file.read_text())
+    assert found == with_defaults(json.loads(file.read_text()))
+
+
+def with_defaults(value: Any) -> Any:
+    """A stored answer with settings of techniques that came later, at their defaults."""
+    if isinstance(value, list):
+        return [with_defaults(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if isinstance(value.get("techniques"), list):
+        made = [Technique.decode_any(each, "", []) for each in value["techniques"]]
+        value = value | {"techniques": [each.encode_self() for each in made if each is not None]}
+    return {key: with_defaults(each) for key, each in value.items()}
 
 
 @cache
