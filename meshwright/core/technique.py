@@ -140,6 +140,8 @@ class Technique:
     """It exchanges what it does not cut over its axis itself, by late sums or an `Exchange` of its own: whoever sums
     gradients over replicas leaves this axis alone."""
 
+    makes_whole_gradients: ClassVar[bool] = False
+    """Of a technique with an axis: gradients are summed over it inside of backward, none of them later."""
     draws_alike: ClassVar[bool] = True
     """Layers draw the random numbers (of dropout) that they would draw without it, sample by sample."""
 

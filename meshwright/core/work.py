@@ -277,6 +277,8 @@ class WorkFacts:
     """Which blocks run again is decided while backward runs."""
     keeps_gradients: Num = 0
     """1 where whole gradients stay allocated from step to step."""
+    frees_gradients: bool = False
+    """A parameter's gradient is used up as soon as backward has made it."""
     older_versions: Num = 0
     """Versions of the trained parameters kept beside the newest one."""
     forbidden: Num = False
@@ -319,6 +321,10 @@ class Updating(Protocol):
     @property
     def clip(self) -> float:
         """Largest global norm of gradients; 0: they are not clipped."""
+
+    @property
+    def is_elementwise(self) -> bool:
+        """An element's update needs nothing of other elements."""
 
     @property
     def has_low_bit_form(self) -> bool:
@@ -457,6 +463,7 @@ class EachElement:
 
     state_bytes: Num = 8
     clip: float = 1.0
+    is_elementwise: bool = True
 
     @property
     def has_low_bit_form(self) -> bool:
@@ -637,6 +644,8 @@ def _gradients(work: Work, slot: ParameterSlot, is_kept: bool) -> list[Resident]
     last = [each.layer for each in work.slots if each.copy_of == f"{slot.layer}.{slot.name}"]
     common["layer"] = [slot.layer, *last][-1]
     size = slot.stored(slot.gradient_shards) * slot.element_bytes
+    if work.facts.frees_gradients and not last:
+        return [Resident(**common, bytes=size, life="backward")]
     if not is_kept:
         return [Resident(**common, bytes=size, life="step")]
     kept = work.facts.keeps_gradients * (slot.gradient_shards == 1)

@@ -26,6 +26,7 @@ from meshwright.ops.kernels import is_usable, run_or_fall_back
 
 TINY = 1e-30
 """Blocks whose largest magnitude is below become zeros."""
+LOG2_OF_10, LOG10_OF_2 = 3.321928094887362, 0.3010299956639812
 
 
 @dataclass(frozen=True)
@@ -53,14 +54,12 @@ class BlockCode:
     def positions(self, relative: Tensor, noise: Tensor | float) -> Tensor:
         """Magnitudes in 0..1 -> codes without sign, as floats. `noise`: 0.5 rounds to the nearest level, numbers drawn
         from 0..1 at random."""
-        count = torch.full_like(relative, float(1 << self.depth))
-        scaled = relative
-        for decade in range(1, self.depth + 1):
-            is_below = relative <= 10.0**-decade
-            count = torch.where(is_below, count * 0.5, count)
-            scaled = torch.where(is_below, scaled * 10.0, scaled)
+        # The end of a decade is the beginning of the next: it does not matter which one a rounding error chooses.
+        decade = torch.floor(torch.log2(relative.clamp(min=TINY)) * -LOG10_OF_2).clamp(0.0, self.depth)
+        count = torch.exp2(self.depth - decade)
+        scaled = relative * torch.exp2(decade * LOG2_OF_10)
         level = torch.floor((scaled - 0.1) * (count * (1 / 0.9)) + noise)
-        return count - 1 + torch.minimum(level.clamp(min=0.0), count)
+        return torch.round(count - 1 + torch.minimum(level.clamp(min=0.0), count))
 
 
 @cache

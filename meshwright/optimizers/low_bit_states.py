@@ -51,6 +51,10 @@ class LowBitPrice:
         return self.optimizer.clip
 
     @property
+    def is_elementwise(self) -> bool:
+        return self.optimizer.is_elementwise
+
+    @property
     def has_low_bit_form(self) -> bool:
         return self.optimizer.has_low_bit_form
 

@@ -107,6 +107,10 @@ class OptimizerConfig:
         return self.rule.kind
 
     @property
+    def is_elementwise(self) -> bool:
+        return self.kind == "elementwise"
+
+    @property
     def has_low_bit_form(self) -> bool:
         return self.rule.has_low_bit_form
 

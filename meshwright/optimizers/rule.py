@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Protocol
@@ -98,6 +98,20 @@ class UpdateRule:
         self.config, self.pieces = config, pieces
         self.values = [piece.value for piece in pieces]
         self.state: dict[str, list[Tensor]] = {}
+        self.updated: set[str] = set()
+        """Parameters that backward has updated in this step, gradients gone."""
+        self.on_gradient: list[Callable[[str, Tensor], None]] = []
+        """Called with a parameter's name and gradient before backward uses it up, for whoever watches."""
+
+    def begin(self, lr: float, count: int) -> None:
+        """A step begins; gradients have been cleared."""
+
+    def before_backward(self, loss: Tensor) -> None:
+        """The next backward is that of a loss, zero but where the last layers are."""
+
+    def squared_norm(self) -> Tensor | float:
+        """Of the gradients that backward has used up, those of pieces this rank answers for."""
+        return 0.0
 
     def step(self, lr: float, count: int) -> None:
         """Update the pieces by their gradients; `count` is 1 in the first step."""

@@ -58,11 +58,19 @@ class Optimizer:
 
     def unused(self) -> list[str]:
         """Parameters that took no part in this step's backward passes, on this rank."""
-        pairs = zip(self.parameters, self.pieces, strict=True)
-        return [piece.name for p, piece in pairs if p.grad is None or id(p) in self.build.zero_filled]
+        pairs, updated = zip(self.parameters, self.pieces, strict=True), self.rule.updated
+        return [
+            piece.name
+            for p, piece in pairs
+            if (p.grad is None and piece.name not in updated) or id(p) in self.build.zero_filled
+        ]
 
     def skip(self, names: Collection[str]) -> None:
         """Leave parameters out of this step, as torch does with those that have no gradient."""
+        for name in self.rule.updated.intersection(names):
+            what = f"{name} took no part in a step, and was updated before ranks could agree to leave it out."
+            fix = "Freeze it, or update after backward."
+            raise MeshwrightError([Problem(where="train", what=what, fix=fix)])
         for piece in self.pieces:
             if piece.name in names:
                 piece.value.grad = None
@@ -70,7 +78,7 @@ class Optimizer:
     def squared_norm(self) -> Tensor:
         """This rank's share of the squared global gradient norm: pieces it answers for."""
         mine = [piece.value.grad for piece in self.pieces if piece.is_owned and piece.value.grad is not None]
-        return squares(mine, self.build.mesh.device).sum()
+        return squares(mine, self.build.mesh.device).sum() + self.rule.squared_norm()
 
     @torch.no_grad()
     def update(self, lr: float, norm: float) -> None:
@@ -79,7 +87,7 @@ class Optimizer:
             if gradients:  # a stage may have nothing to train
                 torch._foreach_mul_(gradients, self.config.clip / norm)
         self.num_steps += 1
-        skipped = {piece.name for piece in self.pieces if piece.value.grad is None}
+        skipped = {piece.name for piece in self.pieces if piece.value.grad is None} - self.rule.updated
         untouched = [piece.value for piece in self.pieces if piece.name in skipped]
         untouched += [kept.value for kept in self.rule.kept() if kept.name in skipped] if skipped else []
         before = [value.clone() for value in untouched]

@@ -68,7 +68,12 @@ class BestFirst:
         self.board = Scoreboard(profile, cluster, sequence, inputs.optimizer)
         # What may be tried depends on the samples there are, not on the longest the model takes.
         asked = replace(profile, max_sequence=sequence)
-        self.turned = folded(profile, cluster, dials(asked, cluster, inputs.wishes, rescues=rescues), sequence)
+        possible = tuple(
+            dial
+            for dial in dials(asked, cluster, inputs.wishes, rescues=rescues)
+            if not dial.kind.check_optimizer(inputs.optimizer)
+        )
+        self.turned = folded(profile, cluster, possible, sequence)
         self.grids = tuple(
             grids(
                 profile,

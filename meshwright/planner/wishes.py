@@ -194,8 +194,8 @@ def _at_odds(wishes: Wishes, profile: Profile, cluster: Cluster) -> list[Problem
     first: list[Problem] = []
     for techniques in itertools.product(*ways):
         plan = Plan(techniques=techniques, batch=_ENOUGH)
-        problems = [problem for each in plan.in_phase_order() for problem in each.check(plan, profile, cluster)]
-        if not problems:
+        problems = _of_all(plan, profile, cluster)
+        if not problems or not _of_all(_in_one_microbatch(plan), profile, cluster):
             return []
         first = first or [replace(problem, where=f"pin {problem.where}") for problem in problems]
     return first
@@ -213,8 +213,13 @@ def _ways(
             choices[option.field] = option.sizes[:1]
     for values in itertools.product(*choices.values()):
         technique = kind(**settings, **dict(zip(choices, values, strict=True)))
-        if not technique.check(Plan(techniques=(technique,), batch=_ENOUGH), profile, cluster):
+        plan = Plan(techniques=(technique,), batch=_ENOUGH)
+        if not (_of_all(plan, profile, cluster) and _of_all(_in_one_microbatch(plan), profile, cluster)):
             yield technique
+
+
+def _of_all(plan: Plan, profile: Profile, cluster: Cluster) -> list[Problem]:
+    return [problem for each in plan.in_phase_order() for problem in each.check(plan, profile, cluster)]
 
 
 def _problems(
@@ -262,7 +267,14 @@ def alone(technique: Technique, profile: Profile, cluster: Cluster, sequence: in
         plan = Plan(techniques=(technique,), batch=_ENOUGH)
     except MeshwrightError as error:
         return error.problems
-    return technique.check(plan, profile, cluster) or technique.check_sequence(sequence)
+    problems = technique.check(plan, profile, cluster)
+    if problems and not technique.check(_in_one_microbatch(plan), profile, cluster):
+        problems = ()
+    return problems or technique.check_sequence(sequence)
+
+
+def _in_one_microbatch(plan: Plan) -> Plan:
+    return replace(plan, microbatch=plan.batch // plan.num_replicas)
 
 
 def _listed(sizes: tuple[int, ...]) -> str:

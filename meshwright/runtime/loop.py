@@ -157,6 +157,9 @@ class Interpreter:
     def update(self, batch: BatchUnderWay) -> None:
         raise NotImplementedError
 
+    def before_backward(self, batch: BatchUnderWay) -> None:
+        """A microbatch of the batch goes back."""
+
     def _transfer(self, batch: BatchUnderWay, action: Action, key: Key) -> None:
         wire, chunk = self.wire, action.chunk
         assert wire is not None
@@ -210,6 +213,7 @@ class Interpreter:
             target, gradient = output, self.gradients.pop(key)
         with nullcontext() if is_whole or build.later is None else build.later.collect(key):
             if target.requires_grad:  # else nothing up to here is trained
+                self.before_backward(batch)
                 target.backward(gradient)
         if span > 0 and self.places.stage(span - 1) == build.stage:
             self.gradients[i, self.places.chunk(span - 1)] = self.received.pop(key).grad
@@ -232,10 +236,10 @@ class Loop(Interpreter):
     def __init__(self, build: RankBuild, optimizer: Optimizer):
         super().__init__(build)
         self.optimizer = optimizer
+        problems = optimizer.config.problems_with(build.plan)
+        if problems:
+            raise MeshwrightError(problems)
         if build.timetable.overlaps_steps:
-            problems = optimizer.config.problems_with(build.plan)
-            if problems:
-                raise MeshwrightError(problems)
             self.versions = Versions(optimizer.parameters, [piece.value for piece in optimizer.pieces])
         self.names: dict[str, int] | None = None
         """Places of all trained parameters of all stages, once some parameter took no part in a step."""
@@ -322,8 +326,12 @@ class Loop(Interpreter):
 
     def begin(self, batch: BatchUnderWay) -> None:
         self.optimizer.zero_gradients()
+        self.optimizer.rule.begin(batch.lr, self.optimizer.num_steps + 1)
         for exchange in self.build.exchanges:
             exchange.begin_step()
+
+    def before_backward(self, batch: BatchUnderWay) -> None:
+        self.optimizer.rule.before_backward(batch.total)
 
     def exchange(self, batch: BatchUnderWay) -> None:
         """Make gradients whole, and prepare the one small message for all that ranks must agree on."""
@@ -373,6 +381,8 @@ class Loop(Interpreter):
         if not (math.isfinite(loss) and math.isfinite(norm)):  # all ranks see the same numbers and stop together
             late = "known only after this step was taken"
             consequence = "this step was not taken" if self.versions is None else late
+            if self.optimizer.rule.updated:
+                consequence = "backward has updated parameters whose gradients are finite, and no other"
             what = f"the loss is {loss} and the gradient norm {norm}: {consequence}."
             fix = "Resume from the last checkpoint with a lower rate, a longer warm-up or clipping."
             raise MeshwrightError([Problem(where="train", what=what, fix=fix)], exit_code=1)

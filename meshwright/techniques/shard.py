@@ -50,6 +50,7 @@ class Shard(Technique):
     axis: ClassVar[str] = "fsdp"
     closeness: ClassVar[int] = 2
     splits_samples: ClassVar[bool] = True
+    makes_whole_gradients: ClassVar[bool] = True
 
     size: int
     """Ranks a parameter is shared between."""

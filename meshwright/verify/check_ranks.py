@@ -285,7 +285,7 @@ def promised(
             at_most |= {message} if task.at_most else set()
     sizes: dict[str, int] = {"parameters": 0, "gradients": 0, "optimizer": 0}
     for item in work.residents:
-        if item.category in sizes:
+        if item.category in sizes and not (item.category == "gradients" and work.facts.frees_gradients):
             sizes[item.category] += int(item.repeat * item.bytes)
     return traffic, at_most, sizes
 

@@ -137,12 +137,13 @@ def steps_of(
     inner = session.loop.optimizer.update
 
     def update(lr: float, norm: float) -> None:
-        caught.clear()
         caught.update({name: value.clone() for name, value in session.build.local_gradients()})
         inner(lr, norm)
 
     session.loop.optimizer.update = update
+    session.loop.optimizer.rule.on_gradient.append(lambda name, value: caught.update({name: value.clone()}))
     for step in range(steps):
+        caught.clear()
         given = own_samples(session, samples, step)
         if seed is not None:
             torch.manual_seed(part_seed(seed, step, session.mesh.part(session.build.plan.sample_axes)[0]))
@@ -329,11 +330,17 @@ def observe(session: Session, samples: SamplesOf, optimizer: OptimizerConfig) ->
     with TrafficRecorder(session.mesh.axis_of_group()) as recorder:
         session.loop.feed(own_samples(session, samples, 1), optimizer.lr)
     session.loop.flush()
+    optimizer_here = session.loop.optimizer
+    held = zip(optimizer_here.parameters, optimizer_here.pieces, strict=True)
     sizes = {
         "parameters": sum(_bytes(value) for _, value in session.build.local_parameters()),
         # A parameter that took no part in this step may in the next: price counts its gradient.
-        "gradients": sum(_bytes(local(p if p.grad is None else p.grad)) for p in session.loop.optimizer.parameters),
-        "optimizer": sum(map(_bytes, session.loop.optimizer.rule.storage())),
+        "gradients": sum(
+            _bytes(local(p if p.grad is None else p.grad))
+            for p, piece in held
+            if piece.name not in optimizer_here.rule.updated
+        ),
+        "optimizer": sum(map(_bytes, optimizer_here.rule.storage())),
     }
     return recorder.evened(session.mesh), sizes
 

@@ -3,7 +3,7 @@
 What is found is the compatibility matrix of the docs. `pytest tests/parity/test_pairs.py --write-matrix` writes it.
 
 Tests of `techniques/chunked_loss.py`, `techniques/compile.py`, `techniques/lowbit_optimizer.py`,
-`techniques/precision.py`, `techniques/replicate.py`, `techniques/tensor.py`.
+`techniques/precision.py`, `techniques/replicate.py`, `techniques/tensor.py`, `techniques/update_in_backward.py`.
 """
 
 from __future__ import annotations
@@ -41,16 +41,22 @@ SETTINGS: dict[str, tuple[Technique, ...]] = {
     "rows": (tiny.ROWS,),
     "shard": (tiny.SHARD3, tiny.SHARD1),
     "tensor": (tiny.SEQUENCED, tiny.TENSOR),
+    "update_in_backward": (tiny.IN_BACKWARD,),
 }
 
 
+def num_microbatches(plan: Plan) -> int:
+    return 1 if plan.technique("update_in_backward") else 2
+
+
 def plans_of(first: str, second: str) -> list[Plan]:
-    """The pair in all its settings, each with two microbatches."""
+    """The pair in all its settings, each with two microbatches, or one where they cannot be added up."""
     chosen = product(SETTINGS[first], SETTINGS[second]) if first != second else zip(SETTINGS[first])
     plans = []
     for techniques in chosen:
         whole = tiny.plan_of(*techniques)
-        plans.append(tiny.plan_of(*techniques, microbatch=tiny.BATCH // whole.num_replicas // 2))
+        count = num_microbatches(whole)
+        plans.append(tiny.plan_of(*techniques, microbatch=tiny.BATCH // whole.num_replicas // count))
     return plans
 
 
@@ -62,9 +68,10 @@ def verdict(plan: Plan, ran: Run) -> str:
     problems = plan.check(decoder_profile(DecoderConfig(**model), "tiny"))
     if problems:
         return "; ".join(map(str, problems))
-    assert plan.num_microbatches == 2
+    assert plan.num_microbatches == num_microbatches(plan)
     exact = not any(each.rounds for each in plan.techniques)
-    answers = ran(plan, model, dtype="float64" if exact else "float32")
+    optimizer = tiny.ADAMW if plan.num_microbatches > 1 else tiny.ADAMW | {"clip": 0.0}
+    answers = ran(plan, model, dtype="float64" if exact else "float32", optimizer=optimizer)
     assert tiny.departures(answers, tiny.bounds(tiny.EXACT) if exact else tiny.ROUNDED) == []
     assert tiny.price_differences(answers) == []
     if plan.technique("compile"):

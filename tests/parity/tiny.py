@@ -72,6 +72,7 @@ RECOMPUTE_SOME = t("recompute", layers=1, selective=1)
 CHUNKED = t("chunked_loss", chunks=4)
 COMPILE = t("compile", backend="aot_eager")
 BF16 = t("precision", dtype="bf16")
+IN_BACKWARD = t("update_in_backward")
 LOW_BIT, LOWEST_BIT = (t("lowbit_optimizer", bits=bits, smallest=100) for bits in (8, 4))
 
 ALONE = (

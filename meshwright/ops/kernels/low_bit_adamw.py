@@ -25,14 +25,12 @@ def _moments(
 
 @triton.jit
 def _positions(relative, noise, DEPTH: tl.constexpr):
-    count = tl.full(relative.shape, 1 << DEPTH, tl.float32)
-    scaled = relative
-    for decade in tl.static_range(1, DEPTH + 1):
-        is_below = relative <= 10.0**-decade
-        count = tl.where(is_below, count * 0.5, count)
-        scaled = tl.where(is_below, scaled * 10.0, scaled)
+    decade = tl.floor(tl.log2(tl.maximum(relative, 1e-30)) * -0.3010299956639812)
+    decade = tl.minimum(tl.maximum(decade, 0.0), 1.0 * DEPTH)
+    count = tl.exp2(DEPTH - decade)
+    scaled = relative * tl.exp2(decade * 3.321928094887362)
     level = tl.floor((scaled - 0.1) * (count * (1 / 0.9)) + noise)
-    return count - 1 + tl.minimum(tl.maximum(level, 0.0), count)
+    return tl.floor(count - 0.5 + tl.minimum(tl.maximum(level, 0.0), count))  # exp2 need not be exact
 
 
 @triton.jit
