@@ -29,11 +29,12 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.models.presets import DecoderConfig, preset
+from meshwright.ops.attention import attention_mask
 from meshwright.ops.context_parallel import Ring, TokenSplit, piece_of
 from meshwright.ops.routing import Gated, GroupedLinear, through_experts
 from meshwright.ops.split_backward import _weight_gradient, split_backward
 from meshwright.ops.traffic import RING_TAG
-from meshwright.zoo.layers import Attention, SwiGLU, TransformerBlock, attention_mask, linear, rope_table
+from meshwright.zoo.layers import Attention, SwiGLU, TransformerBlock, linear, rope_table
 
 BOUNDS = {torch.bfloat16: 2e-2, torch.float32: 1e-4, torch.float64: 1e-12}
 """Of the largest relative error (norm of the difference over norm), by dtype."""
@@ -318,7 +319,7 @@ def documents_in(dtype: torch.dtype, sizes: Sizes) -> Iterator[Row]:
         attend = Attention(sizes.config).attend
     inputs = attention_inputs(sizes, dtype)
     documents = (torch.arange(sizes.sequence, device=sizes.device) * 3 // sizes.sequence).unsqueeze(0)
-    mask = attention_mask(sizes.sequence, 0, documents, documents.device)
+    mask = attention_mask(sizes.sequence, 0, documents, documents.device, sizes.config.size_of_head)
     leaves = [each.detach().requires_grad_() for each in (inputs[0], *inputs[1])]
     out = attend(leaves[0], leaves[1], leaves[2], mask)
     wanted = [out.detach(), *torch.autograd.grad(out, leaves, inputs[2])]

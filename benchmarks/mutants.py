@@ -293,7 +293,7 @@ def one_turn_of_newton_schulz_too_few(swap: Swap) -> None:
 @mutant("documents")
 def documents_see_each_other(swap: Swap) -> None:
     def change(old: Any) -> Any:
-        return lambda sequence, window, documents, device: old(sequence, window, None, device)
+        return lambda sequence, window, documents, *others: old(sequence, window, None, *others)
 
     swap("zoo.decoder", "attention_mask", change)
 

@@ -142,6 +142,9 @@ class Technique:
 
     makes_whole_gradients: ClassVar[bool] = False
     """Of a technique with an axis: gradients are summed over it inside of backward, none of them later."""
+    later_settings: ClassVar[tuple[str, ...]] = ()
+    """Settings that earlier versions do not know: written to files only where they differ from their default."""
+
     draws_alike: ClassVar[bool] = True
     """Layers draw the random numbers (of dropout) that they would draw without it, sample by sample."""
 
@@ -303,7 +306,8 @@ class Technique:
         return Problem(where=self.name, what=what, fix=fix)
 
     def encode_self(self) -> dict[str, Any]:
-        return {"name": self.name} | {f.name: encode(getattr(self, f.name)) for f in fields(self)}
+        written = [f for f in fields(self) if f.name not in self.later_settings or getattr(self, f.name) != f.default]
+        return {"name": self.name} | {f.name: encode(getattr(self, f.name)) for f in written}
 
     @classmethod
     def decode_any(cls, value: Any, where: str, problems: list[Problem]) -> Technique | None:

@@ -31,11 +31,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from meshwright.ops.attention import Mask
 from meshwright.ops.collectives import all_gather_single
 from meshwright.ops.routing import fresh, precise
 from meshwright.ops.traffic import COMPOSITE_OPS, RING_TAG
 
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor, Mask | None], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,7 +282,7 @@ class Ulysses:
     def __init__(self, group: dist.ProcessGroup, attend: Attend):
         self.group, self.attend = group, attend
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask | None) -> Tensor:
         count = self.group.size()
         shares = [each.unflatten(1, (count, -1)) for each in (query, key, value)]
         sent = torch.cat(shares, dim=2).transpose(0, 1)  # one message: (rank, batch, heads of all three, tokens, head)

@@ -1,11 +1,12 @@
 """Blocks whose activations are computed again when backward needs them.
 
 `recomputed` keeps a block's inputs only. `selectively_recomputed` also keeps what is expensive to compute: in forward
-the results of products, attention and collectives are kept, and the replay, which runs every other operator again, is
-handed them. Which are kept is decided by the operators that are dispatched, whatever module dispatches them. Of those,
-only results that the replay's own results depend on stay after the forward: not the product that ends a block, nor a
-partial one that only a collective reads. (torch's selective contexts keep them all, and cannot hand out what a
-collective writes into a tensor it is given; they serve where a compiler traces the block.)
+the results of attention, collectives and, unless told otherwise, products are kept, and the replay, which runs every
+other operator again, is handed them. Which are kept is decided by the operators that are dispatched, whatever module
+dispatches them. Of those, only results that the replay's own results depend on stay after the forward: not the product
+that ends a block, nor a partial one that only a collective reads; nor are these run again. (torch's selective contexts
+keep them all, and cannot hand out what a collective writes into a tensor it is given; they serve where a compiler
+traces the block.)
 
 In a `Chain` of blocks that follow each other only a few inputs are kept, the others are made again. Each block is a
 checkpoint, but what the checkpoint keeps as its input is a promise. The first to be asked, the last block's, runs the
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +47,8 @@ _WRITES_NOTHING = {"send", "barrier", "monitored_barrier_"}
 
 @functools.cache
 def _spelled(func: Any) -> tuple[str, str]:
+    if isinstance(func, torch._ops.HigherOrderOperator):
+        return "higher_order", func.name()
     space, name = func._schema.name.split("::")
     return space, name
 
@@ -55,7 +58,12 @@ def is_expensive(func: Any) -> bool:
     """Whether to run it again costs more than to keep what it made."""
     space, name = _spelled(func)
     is_attention = ("attention" in name or "attn" in name) and "backward" not in name
-    return name in PRODUCTS or is_attention or (space in COLLECTIVES and name != "wait_tensor")
+    return is_product(func) or is_attention or (space in COLLECTIVES and name != "wait_tensor")
+
+
+@functools.cache
+def is_product(func: Any) -> bool:
+    return _spelled(func)[1] in PRODUCTS
 
 
 @functools.cache
@@ -109,6 +117,8 @@ class KeptResult:
     storages: set[int]
     is_read: bool = False
     """Since it was made."""
+    runs_again: bool = False
+    """Only its shape is kept, for the case that nothing depends on it."""
 
 
 @dataclass(frozen=True)
@@ -137,9 +147,9 @@ class ForwardMemory:
 class KeepMode(TorchDispatchMode):
     """Around a block's forward."""
 
-    def __init__(self, known: ForwardMemory) -> None:
+    def __init__(self, known: ForwardMemory, keeps_products: bool) -> None:
         super().__init__()
-        self.known, self.is_looking = known, known.must_look
+        self.known, self.is_looking, self.keeps_products = known, known.must_look, keeps_products
         self.kept: list[KeptResult] = []
         self.steps: list[ForwardOp] = []
         self.operators = 0
@@ -157,22 +167,24 @@ class KeepMode(TorchDispatchMode):
         self._save_from(func, written, reads, expensive)
         made = func(*args, **kwargs)
         if expensive:
-            self._keep(func, made, written, reads)
+            self._keep(func, made, written, reads, not self.keeps_products and is_product(func))
         elif self.is_looking:
             self._note(_tensors(made), written, reads, None)
         return made
 
-    def _keep(self, func: Any, made: Any, written: list[Tensor], reads: set[int]) -> None:
+    def _keep(self, func: Any, made: Any, written: list[Tensor], reads: set[int], again: bool) -> None:
         inside = _storages(written)
 
         # What was given to be written into is handed back as it is given again; handles of messages are not kept.
         def held(value: Any) -> Any:
             if isinstance(value, Tensor):
-                return _Given() if _storages([value]) & inside else value.detach()
+                result = _Blank.like(value) if again else value.detach()
+                return _Given() if _storages([value]) & inside else result
             return _Done() if isinstance(value, torch.ScriptObject) else value
 
         own = tree_map(held, made)
-        kept = KeptResult(func, own, [each.detach() for each in written], _storages(_tensors(own)) | inside)
+        copies = [] if again else [each.detach() for each in written]
+        kept = KeptResult(func, own, copies, _storages([*_tensors(own), *copies]), runs_again=again)
         self.kept.append(kept)
         if self.is_looking:
             self._note(_tensors(made), written, reads, kept)
@@ -224,6 +236,7 @@ class KeepMode(TorchDispatchMode):
         self.known.must_look = self.has_arrivals or self.operators not in self.known.idle
         for place in self.known.idle.get(self.operators, ()):
             kept = self.kept[place]
+            kept.runs_again = False
             kept.made, kept.written = tree_map_only(Tensor, _Blank.like, kept.made), []
 
     def _idle(self) -> tuple[int, ...]:
@@ -233,10 +246,10 @@ class KeepMode(TorchDispatchMode):
         for step in reversed(self.steps):
             is_needed = step.must_run or bool(step.makes & needed)
             needed -= step.begins
-            if step.kept is None:
-                needed |= step.reads if is_needed else set()
-            elif not is_needed:
+            if step.kept is not None and not is_needed:
                 idle.add(id(step.kept))
+            elif is_needed and (step.kept is None or step.kept.runs_again):
+                needed |= step.reads
         self.steps = []
         return tuple(place for place, kept in enumerate(self.kept) if id(kept) in idle)
 
@@ -282,6 +295,8 @@ class ReplayMode(TorchDispatchMode):
         if place >= len(self.keeping.kept) or self.keeping.kept[place].func is not func:
             raise RuntimeError(f"a block's replay calls {func} where its forward did not: it cannot be recomputed.")
         kept, given = self.keeping.kept[place], _written(func, args, kwargs)
+        if kept.runs_again:
+            return func(*args, **kwargs)
         for old, new in zip(kept.written, given, strict=bool(kept.written)):
             new.copy_(old)
         left = iter(given)
@@ -298,19 +313,20 @@ class ReplayMode(TorchDispatchMode):
         return made
 
 
-def selectively_recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+def selectively_recomputed(forward: Callable[..., Any], *, keeps_products: bool = True) -> Callable[..., Any]:
     """`forward`, keeping its inputs and what is expensive to compute until backward needs the rest."""
     known = ForwardMemory()
 
-    def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if is_expensive(func) else CheckpointPolicy.PREFER_RECOMPUTE
+    def policy(keeps_products: bool, context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        is_kept = is_expensive(func) and (keeps_products or not is_product(func))
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
-    def contexts() -> tuple[Any, Any]:
+    def contexts(keeps_products: bool) -> tuple[Any, Any]:
         # Decided here and not when `checkpoint` is called: a compiler that meets something in the block that it cannot
         # trace gives the block up, and the call it was tracing runs as it is written.
         if TracingContext.try_get() is not None:
-            return create_selective_checkpoint_contexts(policy)
-        keeping = KeepMode(known)
+            return create_selective_checkpoint_contexts(functools.partial(policy, keeps_products))
+        keeping = KeepMode(known, keeps_products)
         return keeping, ReplayMode(keeping)
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -324,7 +340,9 @@ def selectively_recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
         return made
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        # A compiler does not look into `contexts`: it would take a block's graph for that of one that keeps more.
+        both = functools.partial(contexts, keeps_products)
+        return checkpoint(run, *args, use_reentrant=False, context_fn=both, **kwargs)
 
     return wrapped
 
@@ -461,8 +479,14 @@ def _spot(tensor: Tensor) -> tuple[int, torch.Size]:
 def recomputed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """`forward`, keeping only its inputs until backward needs the rest."""
 
+    def contexts() -> tuple[Any, Any]:
+        if TracingContext.try_get() is None:
+            return nullcontext(), nullcontext()
+        # Without a policy a compiler keeps what autograd functions inside the block made (torch 2.11).
+        return create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.PREFER_RECOMPUTE)
+
     def wrapped(*args: Any, **kwargs: Any) -> Tensor:
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     return wrapped
 

@@ -155,7 +155,7 @@ class Context(Technique):
             if hasattr(block.mlp, "all_choices"):
                 block.mlp.own_tokens, block.mlp.all_choices = tokens.own, tokens.all_choices
         if is_ring:  # each turn makes its own small mask
-            model.mask = lambda sequence, window, documents, device: documents
+            model.mask = lambda sequence, window, documents, device, head_size: documents
         _, head = model.ends()
         if head is not None:  # called only for scores without targets, which are asked of whole sequences
             head.output.register_forward_hook(lambda module, args, scores: tokens.all(scores))

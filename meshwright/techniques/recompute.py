@@ -2,19 +2,25 @@
 
 What: blocks named by `layers` keep only their input (full recomputation); those named by `selective` also keep what
 products, attention and collectives made, and compute only the rest again (norms, activations, positions, casts, sums).
-Of a stage's equal blocks full ones come first, then selective ones, then those that keep all: what is needed last in
-backward is kept least, when the others' memory is already free. With `slots`, of each run of fully recomputed equal
-blocks at most so many inputs are kept; the others are made again from the nearest one, as often as is best for so few.
+Blocks named by `attention` keep what attention and collectives made, but no products: those run again too.
+Of a stage's equal blocks full ones come first, then these, then selective ones, then those that keep all: what is
+needed last in backward is kept least, when the others' memory is already free. With `slots`, of each run of fully
+recomputed equal blocks at most so many inputs are kept; the others are made again from the nearest one, as often as is
+best for so few.
 When it helps: activations are the peak. selective gives up half of them for 8 % of the time (a block of Llama 8B on an
-H200), full most of them for a third more compute, slots nearly all.
+H200), full most of them for a third more compute, slots nearly all. attention keeps a fifth of what selective keeps,
+for a fifth more time (a block of Llama 3B), and less than full takes where sequences are long. Of blocks that are
+compiled selective costs 3 % of the time; the products of a block all save about as many bytes for their compute, so
+some blocks of one kind and some of the other are as good as anything between the two.
 When it does not: parameters and optimizer are the peak, or memory is free. selective gains little where much of what is
 kept came out of collectives (a split sequence, experts elsewhere), and costs more than full where blocks are so small
 that the device waits for its host, who watches every operator; slots is slow, for what fits no other way.
 Cost: full: one more forward of each block, kept: its input (Chen et al. 2016); the exit of the last region is not
 replayed: nothing in backward needs it. selective: the forward without products, attention and collectives; kept: the
-input and what those made, as far as backward depends on it (Korthikanti et al. 2022, by operators). slots: of n blocks
-c inputs and the one in use; forwards beside the replay: the optimum of a chain (Griewank & Walther 2000, Beaumont et
-al. 2019), for n = 32 24 with c = 8, 46 with 4, 496 with 1.
+input and what those made, as far as backward depends on it (Korthikanti et al. 2022, by operators). attention: the
+same, less by the products' results, more by their compute. slots: of n blocks c inputs and the one in use; forwards
+beside the replay: the optimum of a chain (Griewank & Walther 2000, Beaumont et al. 2019), for n = 32 24 with c = 8, 46
+with 4, 496 with 1.
 Exactness: exact.
 """
 
@@ -47,15 +53,18 @@ class Recompute(Technique):
     phase: ClassVar[str] = "block"
     exactness: ClassVar[Exactness] = "exact"
 
-    policies: ClassVar[tuple[str, ...]] = ("layers", "selective")
+    policies: ClassVar[tuple[str, ...]] = ("layers", "attention", "selective")
+    later_settings: ClassVar[tuple[str, ...]] = ("attention",)
 
     layers: int | str | None = None
-    """Blocks that are recomputed as a whole: None: all that `selective` does not name; a number: the first so many of
+    """Blocks that are recomputed as a whole: None: all that no other setting names; a number: the first so many of
     every stage; "0-3,8": these."""
     selective: int | str = 0
     """Blocks that keep what is dear to compute."""
     slots: int = 0
     """Inputs kept of a run of equal blocks recomputed as a whole; 0: all."""
+    attention: int | str = 0
+    """Blocks that keep what attention and collectives made, and no products."""
 
     @property
     def replays_blocks(self) -> bool:
@@ -64,24 +73,27 @@ class Recompute(Technique):
     @classmethod
     def options(cls, profile: Profile, cluster: Cluster) -> tuple[Option, ...]:
         fewer = tuple(slots for slots in (16, 8, 4, 3, 2, 1) if slots < profile.num_blocks)
-        return (PerLayer(cls.policies), Choice("slots", (0,), rescues=() if "stages" in profile.uncut else fewer))
+        return (
+            PerLayer(("layers", "selective")),
+            Choice("slots", (0,), rescues=() if "stages" in profile.uncut else fewer),
+        )
 
     def check(self, plan: Plan, profile: Profile, cluster: Cluster | None) -> Problems:
         problems = self.policy_problems(profile)
         if problems:
             return tuple(problems)
-        if isinstance(self.layers, int) and isinstance(self.selective, int):
-            total, blocks = self.layers + self.selective, profile.num_blocks
-            if total > blocks:
-                what = f"layers and selective are {self.layers} and {self.selective}; the model has {blocks} blocks."
-                return (self.problem(what, f"Use at most {blocks} together."),)
+        counts = {field: getattr(self, field) for field in self.policies if getattr(self, field) != 0}
+        blocks = profile.num_blocks
+        if all(isinstance(count, int) for count in counts.values()) and sum(counts.values()) > blocks:
+            what = f"{' and '.join(counts)} are {' and '.join(map(str, counts.values()))}"
+            return (self.problem(f"{what}; the model has {blocks} blocks.", f"Use at most {blocks} together."),)
         return tuple(self._slot_problems(profile)) if self.slots else ()
 
     def _slot_problems(self, profile: Profile) -> list[Problem]:
         if self.slots < 0:
             return [self.problem(f"slots is {self.slots}.", "Use 1 or more inputs, or 0 for all.")]
         problems = []
-        if self.layers in (0, "") and not self.selective:
+        if self.layers in (0, "") and not self.selective and not self.attention:
             what = f"slots is {self.slots}, and no block is recomputed."
             problems.append(self.problem(what, "Use slots = 0, or name blocks in layers."))
         if "stages" in profile.uncut:
@@ -94,13 +106,18 @@ class Recompute(Technique):
         for layer in work.profile.block_layers:
             repeat = work.repeat_of(layer.name)
             full = work.following(self.name, "layers", layer.name)
-            some = np.minimum(work.following(self.name, "selective", layer.name), repeat - full)
+            few = np.minimum(work.following(self.name, "attention", layer.name), repeat - full)
+            some = np.minimum(work.following(self.name, "selective", layer.name), repeat - full - few)
             again, inputs = self._in_chains(work, layer, full)
             replays[layer.name] = (full + again) * work.has_backward(layer.name)
-            tasks = self._replays(work, layer, full, some, again)
-            kept = [*self._full(work, layer, full, inputs), *self._selective(work, layer, some)]
+            tasks = self._replays(work, layer, full, few, some, again)
+            kept = [
+                *self._full(work, layer, full, inputs),
+                *self._selective(work, layer, few, keeps_products=False),
+                *self._selective(work, layer, some, keeps_products=True),
+            ]
             rest = tuple(
-                replace(item, repeat=repeat - full - some) if _is_kept(item, layer.name) else item
+                replace(item, repeat=repeat - full - few - some) if _is_kept(item, layer.name) else item
                 for item in work.residents
             )
             work = replace(work, residents=(*rest, *kept)).with_tasks(*tasks)
@@ -149,26 +166,31 @@ class Recompute(Technique):
         return runs
 
     def _parts(self, field: str, spans: Spans) -> Spans:
-        """A number of selective blocks: the first that are not recomputed as a whole, or the last if all others are."""
-        value = self.selective
-        if field != "selective" or not isinstance(value, int):
+        """Numbers: the first blocks that follow no policy before it, or the last if all others are recomputed whole."""
+        value = getattr(self, field)
+        if field == "layers" or not isinstance(value, int):
             return super()._parts(field, spans)
-        full = () if self.layers is None else self._parts("layers", spans)
+        order = ("selective", "attention") if self.layers is None else self.policies
+        named = [each for each in self.policies if isinstance(getattr(self, each), str)]
+        others = {*order[: order.index(field)], *named}
+        taken = [part for other in others for part in self._parts(other, spans)]
         left = [block for first, last in spans for block in range(first, last)]
-        left = [block for block in left if not any(first <= block < last for first, last in full)]
+        left = [block for block in left if not any(first <= block < last for first, last in taken)]
         chosen = left[max(len(left) - value, 0) :] if self.layers is None else left[:value]
         return tuple((block, block + 1) for block in chosen)
 
-    def _replays(self, work: Work, layer: Layer, full: Num, some: Num, again: Num) -> list[Task]:
+    def _replays(self, work: Work, layer: Layer, full: Num, few: Num, some: Num, again: Num) -> list[Task]:
         """Of the forward's tasks, as often as they are run again."""
         each = np.maximum(work.repeat_of(layer.name), 1)  # some tasks come several times a block
         goes_back = work.has_backward(layer.name)
-        found = []
+        found, last = [], _last_product(layer.ops)
         for task in work.tasks:
             if task.layer != layer.name or task.phase != "forward":
                 continue
             if isinstance(task, Compute):
-                times, origin = full + again + some * (task.kind not in DEAR), self.name
+                times, origin = full + again + (few + some) * (task.kind not in DEAR), self.name
+                if task.kind == "matmul" and task.name != last:
+                    times = times + few * _is_whole(work, task)
             else:
                 # The last exit only makes the output: for the next block's input, and for nothing else.
                 is_tail = isinstance(task, Collective) and task.tail
@@ -177,7 +199,7 @@ class Recompute(Technique):
                     continue
             repeat = task.repeat * times // each * goes_back
             found.append(replace(task, phase="recompute", repeat=repeat, origin=origin))
-        return [*found, *self._watching(work, layer, some)]
+        return [*found, *self._watching(work, layer, few + some)]
 
     def _watching(self, work: Work, layer: Layer, count: Num) -> list[Compute]:
         """The host's part in telling what is dear: once when it is kept, once when it is found again."""
@@ -194,16 +216,16 @@ class Recompute(Technique):
     def _full(self, work: Work, layer: Layer, count: Num, inputs: Num) -> list[Resident]:
         boundary = _boundary_bytes(work, layer)
         each = boundary * inputs / np.maximum(count, 1)
-        own: dict[str, Any] = {"layer": layer.name, "origin": self.name, "turn": -2}
+        own: dict[str, Any] = {"layer": layer.name, "origin": self.name, "turn": -3}
         found = [Resident(**own, category="activations", repeat=count, bytes=each, life="microbatch")]
         if self.slots:  # the input that has been made again
             here = (count > inputs) * 1
             found.append(Resident(**own, category="working", repeat=here, bytes=boundary, life="backward"))
         return found + _revived(work, layer, count, 1.0, own)
 
-    def _selective(self, work: Work, layer: Layer, count: Num) -> list[Resident]:
-        dear = _dear_bytes(work, layer)
-        own: dict[str, Any] = {"layer": layer.name, "origin": self.name, "turn": -1}
+    def _selective(self, work: Work, layer: Layer, count: Num, *, keeps_products: bool) -> list[Resident]:
+        dear = _dear_bytes(work, layer, keeps_products)
+        own: dict[str, Any] = {"layer": layer.name, "origin": self.name, "turn": -1 if keeps_products else -2}
         each = _boundary_bytes(work, layer) + dear
         kept = Resident(**own, category="activations", repeat=count, bytes=each, life="microbatch")
         saved = sum(
@@ -224,8 +246,8 @@ class Recompute(Technique):
             policy = self.policy_of(number, build.spans)
             if policy and writes_in_place(block):
                 block.forward = on_copies(block.forward)
-            if policy == "selective":
-                block.forward = selectively_recomputed(block.forward)
+            if policy in ("attention", "selective"):
+                block.forward = selectively_recomputed(block.forward, keeps_products=policy == "selective")
             elif policy == "layers" and not self.slots:
                 block.forward = recomputed(block.forward)
         for _, _, run in self._runs(build.profile, build.spans) if self.slots else ():
@@ -258,8 +280,9 @@ def _revived(work: Work, layer: Layer, count: Num, share: Num, own: dict[str, An
     ]
 
 
-def _dear_bytes(work: Work, layer: Layer) -> Num:
-    """What products, attention and collectives of a block made, as far as its backward depends on it."""
+def _dear_bytes(work: Work, layer: Layer, keeps_products: bool) -> Num:
+    """What attention, collectives and (if it `keeps_products`) products of a block made, as far as its backward depends
+    on it."""
     each = np.maximum(work.repeat_of(layer.name), 1)
     wide = work.facts.widths.state
     last, total = _last_product(layer.ops), 0.0
@@ -271,7 +294,7 @@ def _dear_bytes(work: Work, layer: Layer) -> Num:
             size = size / work.size(task.axis) if task.kind == "reduce_scatter" else size
         elif task.kind == "attention":
             size = _attended_bytes(work, task, wide)
-        elif task.kind == "matmul" and task.name != last:
+        elif task.kind == "matmul" and task.name != last and keeps_products:
             size = _product_bytes(work, task, wide)
         else:
             continue
@@ -283,10 +306,14 @@ def _product_bytes(work: Work, task: Compute, wide: int) -> Num:
     if not task.shape:  # all that it read and wrote: never too little
         return task.moved_bytes
     size = task.flops / (2 * task.shape[1]) * (2 if task.dtype == "bf16" else wide)
-    # A partial sum is read by the collective alone that completes it.
-    if task.cut != "tensor" or task.cut_dim != "k":
-        return size
-    return size * (np.equal(work.facts.inside_ways, 1) | np.not_equal(task.matrices, 1))
+    return size * _is_whole(work, task)
+
+
+def _is_whole(work: Work, product: Compute) -> Num:
+    """Not a partial sum, which only the collective reads that completes it."""
+    if product.cut != "tensor" or product.cut_dim != "k":
+        return True
+    return np.equal(work.facts.inside_ways, 1) | np.not_equal(product.matrices, 1)
 
 
 def _attended_bytes(work: Work, task: Compute, wide: int) -> Num:

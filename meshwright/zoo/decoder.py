@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.models.presets import DecoderConfig
+from meshwright.ops.attention import Mask, attention_mask, places_in_documents
 from meshwright.ops.cross_entropy import token_loss
 from meshwright.ops.model_interface import BlockModel, Inputs, Inside
 from meshwright.zoo.layers import (
@@ -26,9 +27,7 @@ from meshwright.zoo.layers import (
     Norm,
     SwiGLU,
     TransformerBlock,
-    attention_mask,
     linear,
-    places_in_documents,
     rope_table,
 )
 
@@ -83,7 +82,7 @@ class Decoder(BlockModel):
         self.config = config
         self.num_blocks = config.num_layers
         self.scale = LossScale()
-        self.mask: Callable[[int, int, Tensor | None, torch.device], Tensor | None] = attention_mask
+        self.mask: Callable[[int, int, Tensor | None, torch.device, int], Mask | None] = attention_mask
         self.embed: Embed | None = Embed(config)
         self.blocks = nn.ModuleDict({str(i): TransformerBlock(config, self._mlp(i)) for i in range(config.num_layers)})
         self.head: DecoderHead | None = DecoderHead(config)
@@ -111,7 +110,8 @@ class Decoder(BlockModel):
             places = torch.arange(tokens.shape[1], device=tokens.device)
         else:
             places = places_in_documents(documents)
-        mask = self.mask(tokens.shape[1], self.config.sliding_window, documents, tokens.device)
+        config = self.config
+        mask = self.mask(tokens.shape[1], config.sliding_window, documents, tokens.device, config.size_of_head)
         places = self.own_tokens(places, -1)
         x = received
         if x is None:

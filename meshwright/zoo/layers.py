@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.models.presets import DecoderConfig
+from meshwright.ops.attention import Mask, VisibleTokens, attend_visible, is_fused
 from meshwright.ops.model_interface import Inside, every_token
 from meshwright.ops.routing import (
     ExpertHolder,
@@ -120,27 +121,6 @@ def rope_table(config: DecoderConfig, places: Tensor, like: Tensor) -> tuple[Ten
     return angle.cos().to(like.dtype), angle.sin().to(like.dtype)
 
 
-def places_in_documents(documents: Tensor) -> Tensor:
-    """Position of each token in its own document; documents: (batch, sequence), equal numbers side by side."""
-    index = torch.arange(documents.shape[1], device=documents.device).expand(documents.shape)
-    begins = torch.ones_like(documents, dtype=torch.bool)
-    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    return index - torch.where(begins, index, 0).cummax(dim=1).values
-
-
-def attention_mask(sequence: int, window: int, documents: Tensor | None, device: torch.device) -> Tensor | None:
-    """Who may look at whom ((sequence, sequence), or with a batch and heads before); None: all that came before."""
-    if documents is None and not 0 < window < sequence:
-        return None
-    mask = torch.ones(sequence, sequence, dtype=torch.bool, device=device).tril_()
-    if 0 < window < sequence:
-        mask = mask.triu_(1 - window)
-    if documents is not None:
-        mask = mask & (documents.unsqueeze(2) == documents.unsqueeze(1))
-        mask = mask.unsqueeze(1)
-    return mask
-
-
 class Attention(nn.Module):
     def __init__(self, config: DecoderConfig, is_causal: bool = True):
         super().__init__()
@@ -159,7 +139,7 @@ class Attention(nn.Module):
         return (x if norm is None else norm(x)).transpose(1, 2)
 
     def forward(
-        self, x: Tensor, cosine: Tensor | None = None, sine: Tensor | None = None, mask: Tensor | None = None
+        self, x: Tensor, cosine: Tensor | None = None, sine: Tensor | None = None, mask: Mask | None = None
     ) -> Tensor:
         query = self.heads(x, self.query, self.query_norm)
         key = self.heads(x, self.key, self.key_norm)
@@ -168,8 +148,12 @@ class Attention(nn.Module):
             query, key = Rotate.apply(query, cosine, sine), Rotate.apply(key, cosine, sine)
         return self.output(self.attend(query, key, value, mask).transpose(1, 2).flatten(2))
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask | None) -> Tensor:
         """What each token makes of the values it may see; all (batch, heads, sequence, head)."""
+        if isinstance(mask, VisibleTokens):
+            if is_fused(query):
+                return attend_visible(query, key, value, mask)
+            mask = mask.dense()
         grouped = query.shape[1] != key.shape[1]
         if grouped and query.is_cuda and (query.dtype == torch.float32 or mask is not None):
             # The one fused kernel left knows no groups; without it scores are sequence x sequence in memory.
@@ -227,7 +211,7 @@ class TransformerBlock(nn.Module):
         return first, Inside(entries=(self.mlp,), row=self.mlp.row)
 
     def forward(
-        self, x: Tensor, cosine: Tensor | None = None, sine: Tensor | None = None, mask: Tensor | None = None
+        self, x: Tensor, cosine: Tensor | None = None, sine: Tensor | None = None, mask: Mask | None = None
     ) -> Tensor:
         """Rotary tables and mask are the same for all blocks, so they come from outside."""
         x = x + self.attention(self.attention_norm(x), cosine, sine, mask)

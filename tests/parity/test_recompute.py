@@ -14,6 +14,7 @@ Run = Callable[..., list[dict[str, Any]]]
 SELECTIVE = t("recompute", layers=0, selective=4)
 MIXED = t("recompute", layers="0", selective="1-2")
 ONE_SLOT = t("recompute", layers=3, selective=1, slots=1)
+ATTENTION = t("recompute", layers=0, attention=2, selective=2)
 
 PLANS = (
     (SELECTIVE,),
@@ -36,6 +37,11 @@ PLANS = (
     (SELECTIVE, tiny.COMPILE),
     (MIXED, tiny.COMPILE, tiny.SEQUENCED),
     (SELECTIVE, tiny.CHUNKED, tiny.REPLICATE),
+    (ATTENTION, tiny.TENSOR),
+    (ATTENTION, tiny.SEQUENCED),
+    (ATTENTION, tiny.RING),
+    (t("recompute", layers=1, attention=1), tiny.PIPELINE),
+    (ATTENTION, tiny.COMPILE, tiny.SHARD3),
 )
 IN_GRAPHS = (
     (t("recompute", layers=0, selective=2), tiny.ULYSSES),
@@ -76,6 +82,7 @@ def test_compiled_blocks_recompute_around_their_collectives(techniques: tuple[An
         (t("recompute", layers=1, selective=1), tiny.TENSOR),
         (t("recompute", layers=1, selective=1), tiny.RING),
         (t("recompute", slots=1), tiny.EXPERT, tiny.RING),
+        (t("recompute", layers=0, attention=2), tiny.EXPERT),
     ],
     ids=tiny.joined,
 )

@@ -47,10 +47,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 KEEP = tiny.t("recompute", layers=0)
 SELECTIVE = tiny.t("recompute", layers=0, selective=BLOCKS)
+ATTENTION = tiny.t("recompute", layers=0, attention=BLOCKS)
 FULL = tiny.t("recompute")
 TWO_SLOTS = tiny.t("recompute", slots=2)
 ONE_SLOT = tiny.t("recompute", slots=1)
-MIXED = tiny.t("recompute", layers=3, selective=2)
+MIXED = tiny.t("recompute", layers=3, attention=1, selective=2)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -147,7 +148,7 @@ def kept_by(work: Work) -> float:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_stays_after_a_forward_is_what_was_priced(family: str) -> None:
     profile, gradients = tiny.profile_of(FAMILIES[family]), None
-    for technique in (KEEP, SELECTIVE, MIXED, FULL, TWO_SLOTS):
+    for technique in (KEEP, SELECTIVE, ATTENTION, MIXED, FULL, TWO_SLOTS):
         kept_bytes, _, found = measured(FAMILIES[family], technique)
         assert kept_by(priced(profile, technique)) == pytest.approx(kept_bytes, rel=0.02), technique
         gradients = found if gradients is None else gradients
@@ -164,10 +165,42 @@ def test_no_product_runs_again_in_a_selective_block(family: str) -> None:
     assert not any(task.flops for task in again)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_products_that_are_not_kept_run_again_and_no_others(family: str) -> None:
+    again = flops_of(FAMILIES[family], ATTENTION) - flops_of(FAMILIES[family], KEEP)
+    work = priced(tiny.profile_of(FAMILIES[family]), ATTENTION)
+    assert again == sum(task.repeat * task.flops for task in work.computes if task.phase == "recompute") > 0
+
+
+@pytest.mark.parametrize("policy", ["layers", "attention", "selective"])
+def test_a_compiled_block_keeps_what_was_priced(policy: str) -> None:
+    technique, config = tiny.t("recompute", **{"layers": 0, policy: 1}), FAMILIES["llama"] | {"num_layers": 1}
+    model = decoder(config, technique)
+    block = model.block_modules()[0]
+    given = [torch.randn(SAMPLES, SEQUENCE, 32), torch.randn(SEQUENCE, 4), torch.randn(SEQUENCE, 4)]
+    given[0].requires_grad_()
+    compiled, known = torch.compile(block.forward, backend="aot_eager"), [*model.parameters(), *given[1:]]
+    sizes: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        is_given = storage._cdata in {each.untyped_storage()._cdata for each in known}
+        if tensor.is_floating_point() and not is_given:  # not the state of the generator of random numbers
+            sizes[storage._cdata] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        out = compiled(*given, None)
+    work = priced(tiny.profile_of(config), technique)
+    kept = [item for item in work.residents if item.layer == "blocks" and item.life == "microbatch"]
+    assert sum(sizes.values()) == sum(item.repeat * item.bytes for item in kept)
+    out.sum().backward()
+
+
 def test_less_is_held_the_more_is_computed_again() -> None:
     """Kept and at the fullest moment, in torch and by price; and the time it takes goes the other way."""
     config = FAMILIES["llama"]
-    chosen = (KEEP, SELECTIVE, FULL, TWO_SLOTS, ONE_SLOT)
+    chosen = (KEEP, SELECTIVE, ATTENTION, FULL, TWO_SLOTS, ONE_SLOT)
     found = [measured(config, technique) for technique in chosen]
     works = [priced(tiny.profile_of(config), technique) for technique in chosen]
     peaks = [float(stage_memory(work, cluster("8xh100").device).peak_bytes()) for work in works]
@@ -349,17 +382,20 @@ def test_many_counts_at_once_are_each_alone() -> None:
 def test_numbers_name_full_blocks_first_and_selective_ones_after_them() -> None:
     spans = ((0, 3), (6, 9))
     followed = {
-        (2, 2): ["layers", "layers", "selective", "selective", "", ""],
-        (None, 2): ["layers"] * 4 + ["selective"] * 2,
-        ("1,7", 3): ["selective", "layers", "selective", "selective", "layers", ""],
-        (None, "0-1"): ["selective"] * 2 + ["layers"] * 4,
-        (0, 6): ["selective"] * 6,
+        (2, 0, 2): ["layers", "layers", "selective", "selective", "", ""],
+        (2, 1, 2): ["layers", "layers", "attention", "selective", "selective", ""],
+        (None, 0, 2): ["layers"] * 4 + ["selective"] * 2,
+        (None, 2, 1): ["layers"] * 3 + ["attention"] * 2 + ["selective"],
+        ("1,7", 0, 3): ["selective", "layers", "selective", "selective", "layers", ""],
+        (1, 2, "1,7"): ["layers", "selective", "attention", "attention", "selective", ""],
+        (None, 0, "0-1"): ["selective"] * 2 + ["layers"] * 4,
+        (0, 0, 6): ["selective"] * 6,
     }
-    for (layers, selective), expected in followed.items():
-        technique = tiny.t("recompute", layers=layers, selective=selective)
+    for (layers, attention, selective), expected in followed.items():
+        technique = tiny.t("recompute", layers=layers, attention=attention, selective=selective)
         assert [technique.policy_of(block, spans) for block in (0, 1, 2, 6, 7, 8)] == expected
         counts = technique.counts_in(tiny.profile_of(FAMILIES["llama"] | {"num_layers": 9}), spans)
-        assert counts == {f"recompute.{each}.blocks": expected.count(each) for each in ("layers", "selective")}
+        assert counts == {f"recompute.{each}.blocks": expected.count(each) for each in technique.policies}
 
 
 @pytest.mark.parametrize(
@@ -370,6 +406,7 @@ def test_numbers_name_full_blocks_first_and_selective_ones_after_them() -> None:
         ({"layers": 0, "selective": "1,99"}, "0 to 7"),
         ({"selective": 9}, "selective is 9"),
         ({"layers": 5, "selective": 4}, "8 blocks"),
+        ({"layers": 3, "attention": 3, "selective": 3}, "layers and attention and selective are 3 and 3 and 3"),
         ({"slots": -1}, "slots is -1"),
         ({"layers": 0, "slots": 2}, "no block is recomputed"),
     ],
