@@ -202,9 +202,9 @@ def replay(
 ) -> Replayed:
     """A stage's memory tensor by tensor over two steps.
 
-    The first makes the optimizer's state at its end, as programs do; the second finds the memory in pieces. Tensors of
-    every layer instance come and go in the order in which the schedule runs them; what is made together is taken for one
-    tensor.
+    The first makes the optimizer's state at its end, as programs do; the second finds the memory in pieces. Tensors
+    of every layer instance come and go in the order in which the schedule runs them; what is made together is taken for
+    one tensor.
 
     Within what a device has beside `non_torch`; where that is too little, as if there were enough.
     """
