@@ -8,7 +8,6 @@ from argparse import Namespace
 
 from meshwright.ask.answer import AUTO, DEFAULT_BATCH, Answer, PlanRequest, answers, read_batch, read_request
 from meshwright.cli.arguments import PlanInputs, read_wanted
-from meshwright.core.cluster import Cluster
 from meshwright.core.errors import MeshwrightError
 from meshwright.optimizers.optimizer_config import OptimizerConfig
 from meshwright.report.answer_json import answer_as_json
@@ -54,7 +53,13 @@ def _read(arguments: Namespace) -> tuple[PlanInputs, PlanRequest]:
     inputs, cluster = None, None
     try:
         inputs = read_wanted(arguments, file)
-        cluster = _learned(arguments, inputs.cluster)
+        cluster = inputs.cluster
+        if arguments.from_run:  # the cluster as a run has shown it to be
+            from meshwright.run.learned_cluster import cluster_from_run
+
+            cluster, lines = cluster_from_run(arguments.from_run, cluster)
+            for line in lines:
+                progress(line)
     except MeshwrightError as error:
         problems.extend(error.problems)
     request = read_request(
@@ -81,18 +86,6 @@ def _read(arguments: Namespace) -> tuple[PlanInputs, PlanRequest]:
     )
     assert inputs is not None
     return inputs, request
-
-
-def _learned(arguments: Namespace, cluster: Cluster) -> Cluster:
-    """The cluster as a run has shown it to be."""
-    if not arguments.from_run:
-        return cluster
-    from meshwright.run.learned_cluster import cluster_from_run
-
-    learned, lines = cluster_from_run(arguments.from_run, cluster)
-    for line in lines:
-        progress(line)
-    return learned
 
 
 def _next(arguments: Namespace, inputs: PlanInputs) -> str:

@@ -58,7 +58,7 @@ def draw(timeline: Timeline, *, width: int = 100, plain: bool = False) -> list[L
         busy = length(united((s.start_seconds, s.end_seconds) for s in spans if s.lane == "compute")) / total
         label = (f"rank {device}".ljust(_LABEL), "")
         lines.append([label, *_joined(cells), (f" busy {busy:4.0%}".rjust(_END), "")])
-    lines.append(_axis(total, columns))
+    lines.append([(f"{'':{_LABEL}}0{pretty_seconds(total):>{columns - 1}}", "dim")])
     if marked := period(timeline):
         lines.append(_mark(marked, total, columns))
     if timeline.memory:
@@ -102,10 +102,6 @@ def _joined(cells: Sequence[str]) -> Line:
         else:
             pieces.append((letter, style))
     return pieces
-
-
-def _axis(total: float, columns: int) -> Line:
-    return [(f"{'':{_LABEL}}0{pretty_seconds(total):>{columns - 1}}", "dim")]
 
 
 def _mark(marked: tuple[float, float], total: float, columns: int) -> Line:

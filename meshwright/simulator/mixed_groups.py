@@ -22,7 +22,6 @@ from meshwright.simulator.axis_links import Route, routes
 from meshwright.simulator.forecast import Forecast, forecast_of, reserved_by, slowest_of, told
 from meshwright.simulator.makespan import makespan
 from meshwright.simulator.pricing import Stage, Staged, cutter_of, price, stage_plan
-from meshwright.simulator.stage_seconds import StageCost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,15 +109,14 @@ def rests_seconds(pipes: list[Pipe]) -> list[float]:
     """
     rests = [0.0] * len(pipes)
     for stages in zip(*(pipe.staged.stages for pipe in pipes), strict=True):
-        updates = [stage.tail_seconds - _exposed_seconds(stage.cost) for stage in stages]
+        updates = []
+        for stage in stages:
+            charges = stage.cost.charges.items()
+            exposed = float(sum(seconds for charge, seconds in charges if charge.part == "step" and charge.axis))
+            updates.append(stage.tail_seconds - exposed)
         for at, (stage, update) in enumerate(zip(stages, updates, strict=True)):
             rests[at] = max(rests[at], stage.tail_seconds + (max(updates) - update))
     return rests
-
-
-def _exposed_seconds(cost: StageCost) -> float:
-    """What is left of the exchange after the last backward."""
-    return float(sum(seconds for charge, seconds in cost.charges.items() if charge.part == "step" and charge.axis))
 
 
 def _slowest(pipes: list[Pipe]) -> Pipe:

@@ -228,10 +228,6 @@ Change = Callable[[Work], Work]
 """How somebody else's program does the work of a plan, where forecasts are held against what it measured."""
 
 
-def _as_ours(work: Work) -> Work:
-    return work
-
-
 def stage_plan(
     profile: Profile,
     plan: Plan,
@@ -239,7 +235,7 @@ def stage_plan(
     *,
     sequence: int,
     optimizer: Updating,
-    change: Change = _as_ours,
+    change: Change = lambda work: work,
 ) -> Staged:
     roads = routes(cluster, plan.mesh)
     cut = plan.spans_of_stages(profile)

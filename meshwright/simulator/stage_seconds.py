@@ -45,7 +45,8 @@ def compute_seconds(task: Compute, device: Device) -> Num:
     """One layer instance's op, on the device: the slower of arithmetic and memory traffic, never less than a kernel's
     least. A matmul's tiles are dealt to processors in waves: the last wave is as long as a full one."""
     launched = np.maximum(task.kernels, 1.0)
-    traffic = _traffic_seconds(task.moved_bytes, launched, device)
+    memory_rate = device.memory_bytes_per_second * device.bandwidth_fraction
+    traffic = (task.moved_bytes + launched * device.memory_half_bytes) * (1.0 / memory_rate)
     if isinstance(task.flops, float) and task.flops == 0.0:
         if isinstance(task.moved_bytes, np.ndarray) or task.moved_bytes > 0:
             return np.maximum(traffic, launched * device.kernel_seconds) + _by_host(task, device)
@@ -78,11 +79,6 @@ def _by_host(task: Compute, device: Device) -> Num:
 
 def _dtype(task: Compute) -> str:
     return "fp32" if task.dtype in ("compute", "float32") else task.dtype
-
-
-def _traffic_seconds(moved_bytes: Num, kernels: Num, device: Device) -> Num:
-    rate = device.memory_bytes_per_second * device.bandwidth_fraction
-    return (moved_bytes + kernels * device.memory_half_bytes) * (1.0 / rate)
 
 
 def _attention_fraction(task: Compute, device: Device) -> Num:
