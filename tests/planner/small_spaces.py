@@ -120,12 +120,13 @@ class Space:
             yield techniques
             return
         kind, options = technique_named(name), self._options(name)
-        stages = [list(self._followed(mine, len(kind.policies))) for mine in spans]
+        (policies,) = [option.fields for option in options if isinstance(option, PerLayer)]
+        stages = [list(self._followed(mine, len(policies))) for mine in spans]
         (choices,) = [option for option in options if isinstance(option, Choice)]
         settings = (*choices.values, *choices.rescues) if self.rescues else choices.values
         for ways in itertools.product(*stages):
             blocks = [sorted(itertools.chain(*each)) for each in zip(*ways, strict=True)]
-            named = {f: format_blocks(mine) if mine else 0 for f, mine in zip(kind.policies, blocks, strict=True)}
+            named = {f: format_blocks(mine) if mine else 0 for f, mine in zip(policies, blocks, strict=True)}
             if not any(blocks):
                 yield techniques
                 continue
