@@ -146,25 +146,21 @@ def weights_of_targets_ignored(swap: Swap) -> None:
 
 @mutant("replicate")
 def gradient_of_the_loss_one_percent_off(swap: Swap) -> None:
-    swap("ops.cross_entropy:TokenLoss", "backward", lambda old: lambda ctx, grad: (old(ctx, grad)[0] * 1.01, None))
+    swap("ops.cross_entropy:HeadLoss", "backward", lambda old: lambda ctx, grad: old(ctx, grad * 1.01))
 
 
 @mutant("local")
 def last_chunk_of_the_loss_dropped(swap: Swap) -> None:
     def change(old: Any) -> Any:
-        def chunked_score(score: Any, num_chunks: int) -> Any:
-            inner = old(score, num_chunks)
+        def score(head: Any, x: Any, targets: Any, weights: Any) -> Any:
+            kept = weights.clone()
+            if head.num_chunks > 1:
+                kept[:, -(weights.shape[1] // head.num_chunks) :] = 0
+            return old(head, x, targets, kept)
 
-            def score_all(head: Any, x: Any, targets: Any, weights: Any) -> Any:
-                kept = weights.clone()
-                kept[:, -(weights.shape[1] // num_chunks) :] = 0
-                return inner(head, x, targets, kept)
+        return score
 
-            return score_all
-
-        return chunked_score
-
-    swap("ops.cross_entropy", "chunked_score", change)
+    swap("zoo.decoder", "score", change)
 
 
 @mutant("replicate")
@@ -380,12 +376,12 @@ def parts_of_the_sequence_in_another_order(swap: Swap) -> None:
 @mutant("tensor")
 def split_vocabulary_shifted_by_a_word(swap: Swap) -> None:
     def change(old: Any) -> Any:
-        def forward(ctx: Any, logits: Any, targets: Any, first: int, group: Any) -> Any:
-            return old(ctx, logits, targets, first + (first > 0), group)
+        def losses(logits: Any, targets: Any, scales: Any, words: Any) -> Any:
+            return old(logits, targets, scales, words and words._replace(first=words.first + (words.first > 0)))
 
-        return forward
+        return losses
 
-    swap("ops.cross_entropy:SplitTokenLoss", "forward", change)
+    swap("ops.cross_entropy", "_losses", change)
 
 
 @mutant("sequence")

@@ -267,8 +267,8 @@ class WorkFacts:
     """Ranks that share the inside of each layer."""
     sequence_ways: Num = 1
     """Ranks that share the sequence between the insides of layers."""
-    loss_calls: int = 0
-    """Pieces in which the loss is computed, each of them twice; 0: in one piece, once."""
+    loss_calls: int = 1
+    """Pieces in which the loss is computed."""
     remade_inputs: float = 0.0
     """Share of blocks whose linear layers keep no input where a compiler can make it anew from what others keep."""
     replays: Mapping[str, Num] = field(default_factory=dict)
@@ -554,8 +554,8 @@ def _op_residents(layer: Layer, op: Op, counts: tuple[Num, Num, Num], element_by
         (op.saved, "activations", "microbatch"),
         (op.working, "working", "moment"),
     )
-    if op.kind == "loss":  # logits and what is made of them; going back the gradient takes the place of what was kept
-        kinds = ((op.saved, "logits", "microbatch"), (op.working, "logits", "forward"))
+    if op.kind == "loss":  # logits, or the gradient in their place
+        kinds = ((op.saved, "logits", "microbatch"), (op.working, "logits", "backward"))
     return [
         Resident(
             layer=layer.name,

@@ -13,7 +13,7 @@ from meshwright.core.profile import Layer, Op, Param, Poly, Profile, Site
 from meshwright.models.cost_ops import (
     Mlp,
     bias,
-    cross_entropy,
+    head_loss,
     kept,
     linear_params,
     matmul,
@@ -304,7 +304,7 @@ def _head(config: DecoderConfig) -> Layer:
             _norm_op(config, "norm", joins=False),
             kept("output.input", "input", d, working=d),
             matmul("output", v, d),
-            *cross_entropy(v, "tensor"),
+            *head_loss(v, d),
         ),
         sites=(Site(kind="enter", elements=Poly(bs=d), after=len(norm)), Site(kind="loss", elements=Poly(bs=1.0))),
     )

@@ -200,15 +200,25 @@ def conv(name: str, channels: int, width: int, kernel: int, size_in: int, size_o
     return replace(op, moved=Poly(one=weights, bs=passed), backward_moved=Poly(one=2 * weights, bs=2 * passed))
 
 
-def cross_entropy(num_scores: int, cut: Cut = "none") -> tuple[Op, ...]:
-    """Of a float32 copy of the scores; a tensor of their size is kept, and made the gradient in place."""
-    v = float(num_scores)
-    moved, back, saved = 3.0 * v + 6.0, 5.0 * v + 8.0, v + 2.0  # targets are int64
+def head_loss(num_scores: int, hidden_size: int) -> tuple[Op, ...]:
+    """Scores are read, and their gradient is written over them, going forward. Back, products are scaled."""
+    v, d = float(num_scores), float(hidden_size)
     return (
-        memory("cross_entropy", "loss", moved, back=back, saved=saved, kernels=(4, 5), cut=cut, wide=True, kind="loss"),
-        memory("scores", "loss", v, back=v, kernels=(0, 0), cut=cut, working=v, kind="loss"),
-        # Losses times weights, summed.
-        memory("weighing", "loss", 4.0, back=2.0, saved=1.0, kernels=(2, 1), wide=True),
+        memory("cross_entropy", "loss", 2.0 * v, saved=v, kernels=(1, 0), cut="tensor", kind="loss"),
+        memory("scaling", "loss", back=4.0 * d, kernels=(0, 4)),
+        # Losses times weights, summed; targets are int64.
+        memory("weighing", "loss", 8.0, kernels=(4, 0), wide=True),
+    )
+
+
+def cross_entropy(num_scores: int) -> tuple[Op, ...]:
+    """Scores stay as they are and are kept; their gradient is another tensor."""
+    v = float(num_scores)
+    return (
+        memory("cross_entropy", "loss", v, back=2.0 * v, saved=v, kernels=(2, 1), kind="loss"),
+        memory("scores", "loss", working=v, kernels=(0, 0), kind="loss"),
+        # Losses times weights, summed; targets are int64.
+        memory("weighing", "loss", 10.0, back=6.0, saved=4.0, kernels=(2, 1), wide=True),
     )
 
 

@@ -239,8 +239,6 @@ class _Program:
     allocator: CachingAllocator
     kept: dict[Any, list[AllocatorBlock]] = field(default_factory=dict)
     """By microbatch, place and instance."""
-    of_loss: dict[Any, list[AllocatorBlock]] = field(default_factory=dict)
-    """The same, of logits."""
     made: dict[Any, list[AllocatorBlock]] = field(default_factory=dict)
     """Gradients, by place and instance."""
 
@@ -280,22 +278,16 @@ class _Program:
                 yield (index, instance), place, times
 
     def _forward(self, key: Any, place: LayerInstances, times: int) -> None:
-        """What is kept, then what is needed for it; but a loss is made from logits that are there before."""
-        logits = self._some(_logits(place.running), ("moment", "forward"), 1)
-        self.of_loss[key] = self._some(_logits(place.kept), ("microbatch",), times)
-        self.kept[key] = self._some(_others(place.kept), ("microbatch",), times)
-        self._free(self._some(_others(place.running), ("moment", "forward"), 1))
-        self._free(logits)
+        self.kept[key] = self._some(place.kept, ("microbatch",), times)
+        self._free(self._some(place.running, ("moment", "forward"), 1))
 
     def _backward(self, key: tuple[int, int], place: LayerInstances, times: int, action: Action) -> None:
-        logits = self._some(_logits(place.running), ("moment", "backward"), 1)
-        self._free(self.of_loss.pop((action.microbatch, *key)))  # their gradient is all that is left of the loss
-        passing = self._some(_others(place.running), ("moment", "backward"), 1)
+        passing = self._some(place.running, ("moment", "backward"), 1)
         if key not in self.made:
             self.made[key] = self._some(place.gradients, ("step",), times)
         if action.kind == "backward":
             self._free(self.kept.pop((action.microbatch, *key)))
-        self._free([*passing, *logits])
+        self._free(passing)
 
     def _some(self, items: Sequence[Resident], lives: tuple[str, ...], times: int) -> list[AllocatorBlock]:
         return [self._one(item, times) for item in items if item.life in lives and item.bytes * item.repeat >= 1]
@@ -312,11 +304,3 @@ class _Program:
     def _free(self, blocks: Sequence[AllocatorBlock]) -> None:
         for block in blocks:
             self.allocator.free(block)
-
-
-def _logits(items: Sequence[Resident]) -> list[Resident]:
-    return [item for item in items if item.category == "logits"]
-
-
-def _others(items: Sequence[Resident]) -> list[Resident]:
-    return [item for item in items if item.category != "logits"]

@@ -58,7 +58,6 @@ class PlaceSums(NamedTuple):
     kept: Num
     """Of all instances, by one microbatch; `_once`: of one."""
     kept_once: Num
-    kept_logits: Num
     gradients: Num
     gradients_once: Num
     forward: Num
@@ -162,8 +161,6 @@ class StageMemory:
 
         for index, place in enumerate(self.places):
             for item in place.kept if index <= at or not self.is_by_place else ():
-                if index == at and not is_forward and self.is_by_place and item.category == "logits":
-                    continue
                 is_one = index == at and not is_last and self.is_by_place
                 add(item, _once(item) if is_one else _bytes(item))
             for item in place.gradients if index >= at and not is_forward and self.is_by_place else ():
@@ -203,7 +200,6 @@ class StageMemory:
             PlaceSums(
                 kept=_total(_bytes(item) for item in place.kept),
                 kept_once=_total(_once(item) for item in place.kept),
-                kept_logits=_total(_bytes(item) for item in place.kept if item.category == "logits"),
                 gradients=_total(place.gradient_bytes(item) for item in place.gradients),
                 gradients_once=_total(_once(item) for item in place.gradients),
                 forward=_total(_once(item) for item in place.running if _is_there(item, True)),
@@ -228,8 +224,7 @@ class StageMemory:
             else:
                 later = _total(each.gradients for each in sums[at + 1 :])
                 for is_last in (True, False):
-                    # By the time weights' gradients are made, that of the logits is all that is left of the loss.
-                    here = before + (place.kept if is_last else place.kept_once) - place.kept_logits
+                    here = before + (place.kept if is_last else place.kept_once)
                     so_far = later + (place.gradients_once if is_last else place.gradients)
                     size = here + earlier + (1 - gradients) * so_far
                     yield Moment(at, is_forward, is_last), place.is_here * (runs + size)

@@ -1,18 +1,20 @@
 """The loss in pieces: logits are never whole in memory.
 
-What: each sequence's hidden states go through the vocabulary matmul and the cross entropy `chunks` pieces at a time;
-backward computes a piece's logits again.
-When it helps: large vocabularies and long sequences: logits, their probabilities and gradients are up to 12 bytes
-for each token and word, often the peak of the whole step.
-When it does not: small vocabularies (bytes), or memory to spare: the vocabulary matmul runs forward twice.
-Cost: one more forward of the head; logits memory divided by `chunks`.
+What: hidden states go through the vocabulary matmul and the cross entropy in `chunks` pieces. A piece's logits, losses
+and gradients (of its hidden states, and its part of the weight's) are made in one visit, going forward; backward scales
+them by the gradient that arrives.
+When it helps: large vocabularies and long sequences: logits are 2 or 4 bytes for each token and word, often the peak of
+the whole step.
+When it does not: small vocabularies (bytes), or memory to spare.
+Cost: logits memory divided by `chunks`; the weight's gradient is read and written in float32 once for each piece, and
+lives from forward to backward.
 Exactness: reordered: the order of the sum over tokens changes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from meshwright.core.build import Build
 from meshwright.core.cluster import Cluster
@@ -20,7 +22,7 @@ from meshwright.core.errors import Problems
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.technique import Choice, Option, Technique
-from meshwright.core.work import Resident, Work, replace
+from meshwright.core.work import Compute, Resident, Work, replace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,26 +51,57 @@ class ChunkedLoss(Technique):
         return ()
 
     def price(self, work: Work) -> Work:
-        layer = work.profile.layers[-1].name
-        again = tuple(
-            replace(task, phase="recompute", origin=self.name)
-            for task in work.computes
-            if task.layer == layer and task.phase == "forward" and task.kind in ("loss", "matmul")
-        )
+        head = work.profile.layers[-1].name
 
-        def shrink(item: Resident) -> Resident:
-            if item.category == "logits":
-                # What was kept for backward now lives only while its piece is computed, either way.
-                return replace(item, bytes=item.bytes / self.chunks, life="moment")
-            return item
+        def task(item: Any) -> Any:
+            """Backward's products are made going forward; each piece launches all of them."""
+            if not isinstance(item, Compute) or item.layer != head or item.kind not in ("loss", "matmul"):
+                return item
+            return replace(item, phase="forward", kernels=item.kernels * self.chunks)
 
-        return work.with_tasks(*again).map_residents(shrink).with_facts(loss_calls=self.chunks)
+        def resident(item: Resident) -> Resident:
+            if item.category != "logits":
+                return item
+            return replace(item, bytes=item.bytes / self.chunks, life="forward")
+
+        # The weight's gradient is summed over the pieces in float32 at least, and kept until backward: there it becomes
+        # the parameter's, or is added to that of the microbatches before.
+        width = max(4, work.facts.widths.state)
+        is_added = (work.size("num_microbatches") > 1) * 1
+        matrices = [slot for slot in work.slots if slot.layer == head and len(slot.shape) > 1 and not slot.frozen]
+        sums = [
+            Resident(
+                layer=head,
+                category="activations",
+                repeat=slot.repeat,
+                bytes=slot.elements * width * is_added,
+                life="microbatch",
+                cut="none" if slot.cut is None else "tensor",
+                origin=self.name,
+            )
+            for slot in matrices
+        ]
+        adding = [
+            Compute(
+                layer=head,
+                kind="memory",
+                role="loss",
+                name="sum of gradients",
+                phase="forward",
+                repeat=slot.repeat,
+                moved_bytes=slot.elements * width * 2.0 * (self.chunks - 1),
+                kernels=0.0,
+                cut="none" if slot.cut is None else "tensor",
+                origin=self.name,
+            )
+            for slot in matrices
+        ]
+        work = work.map_tasks(task).map_residents(resident).with_residents(*sums).with_tasks(*adding)
+        return work.with_facts(loss_calls=self.chunks)
 
     def apply(self, build: Build) -> None:
         build.at("swap", self._swap)
 
     def _swap(self, build: Build) -> None:
-        from meshwright.ops.cross_entropy import chunked_score
-
         _, head = build.model.ends()
-        head.score = chunked_score(head.score, self.chunks)
+        head.num_chunks = self.chunks

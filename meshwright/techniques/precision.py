@@ -23,8 +23,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-import numpy as np
-
 from meshwright.core.build import Build
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import MeshwrightError, Problem, Problems
@@ -34,7 +32,6 @@ from meshwright.core.technique import Choice, Exactness, Option, Technique
 from meshwright.core.work import (
     Circumstances,
     Compute,
-    Life,
     Num,
     ParameterSlot,
     Phase,
@@ -110,15 +107,8 @@ class Precision(Technique):
         def resident(item: Resident) -> Resident:
             if item.dtype != "compute":
                 return item
-            life: Life = "moment" if item.category == "logits" and item.life == "forward" else item.life
-            return replace(item, dtype="bf16", bytes=item.bytes / 2, life=life)
+            return replace(item, dtype="bf16", bytes=item.bytes / 2)
 
-        # Beside what it keeps, the loss has a copy of the logits in float32, and the logits: going back their gradient.
-        copies = [
-            replace(item, dtype="float32", origin=self.name)
-            for item in work.residents
-            if item.category == "logits" and item.life == "forward" and item.dtype == "compute"
-        ]
         # Tables are looked up as they are.
         multiplying = {task.layer for task in work.computes if task.kind == "matmul"}
         casts = [
@@ -135,7 +125,7 @@ class Precision(Technique):
             for slot in work.slots
             if slot.layer in multiplying
         ]
-        work = work.map_tasks(task).map_residents(resident).with_residents(*casts, *copies)
+        work = work.map_tasks(task).map_residents(resident).with_residents(*casts)
         work = work.with_tasks(*_casting(work, multiplying))
         stream = 2 if work.profile.stream == "compute" else work.facts.widths.stream
         work = work.with_facts(compute_dtype="bf16").with_widths(compute=2, gather=2, stream=stream)
@@ -234,15 +224,11 @@ def _casting(work: Work, layers: set[str]) -> list[Compute]:
     added = 3 * width * (work.size("num_microbatches") > 1)
     tasks = []
     for (layer, is_whole, shared_out), slots in grouped.items():
-        # A loss in pieces does so for each of them, and replays its forward.
-        calls = work.facts.loss_calls if layer == work.profile.layers[-1].name else 0
         trained = [slot for slot in slots if not slot.frozen]
-        back = width + 2 + np.maximum(added, 3 * width * (calls > 1))
-        phases: list[tuple[Phase, list[ParameterSlot], Num]] = [
+        phases: tuple[tuple[Phase, list[ParameterSlot], Num], ...] = (
             ("forward", slots, width + 2),
-            ("backward", trained, back),
-        ]
-        phases += [("recompute", slots, width + 2)] if calls else []
+            ("backward", trained, width + 2 + added),
+        )
         for phase, those, each in phases:
             common: dict[str, Any] = {"layer": layer, "kind": "memory", "role": "weight_cast", "phase": phase}
             tasks.append(
@@ -251,7 +237,7 @@ def _casting(work: Work, layers: set[str]) -> list[Compute]:
                     name="cast",
                     origin=Precision.name,
                     shared_out=shared_out,
-                    repeat=slots[0].repeat * max(calls, 1),
+                    repeat=slots[0].repeat,
                     moved_bytes=sum(slot.elements for slot in those) * each,
                     cut="none" if is_whole else "tensor",
                     kernels=float(len(those)),

@@ -19,8 +19,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
-
 from meshwright.core.build import Build
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import Problems
@@ -102,9 +100,7 @@ class Tensor(Technique):
             return item.divided(share(item))
 
         def resident(item: Resident) -> Resident:
-            # Over a split vocabulary what the loss keeps is made in place of a copy of the logits in float32.
-            is_copy = item.category == "logits" and item.life == "forward" and work.facts.computes_narrow
-            return replace(item, bytes=item.bytes / share(item) * (np.equal(ways, 1) if is_copy else 1))
+            return replace(item, bytes=item.bytes / share(item))
 
         talk = [
             collective
@@ -121,16 +117,11 @@ class Tensor(Technique):
         common: dict[str, Any] = {"layer": layer.name, "axis": self.axis, "origin": self.name}
         common["repeat"] = work.repeat_of(layer.name)
         if site.kind == "loss":
-            # Largest logit, then sum of exponents with the target's logit; again if the loss is recomputed.
+            # Largest log of a sum of exponents, then their sum with the target's logit.
             calls = work.facts.loss_calls
-            common |= {"kind": "all_reduce", "repeat": common["repeat"] * max(calls, 1)}
-            width = max(4, work.facts.widths.state)  # float32 at least
-            size = site.elements(b, s) * width // max(calls, 1)
-            return [
-                Collective(**common, phase=phase, bytes=size * times)
-                for phase in (("forward", "recompute") if calls else ("forward",))
-                for times in (1, 2)
-            ]
+            common |= {"kind": "all_reduce", "repeat": common["repeat"] * calls}
+            size = site.elements(b, s) * max(4, work.facts.widths.state) // calls  # float32 at least
+            return [Collective(**common, phase="forward", bytes=size * times) for times in (1, 2)]
         common["bytes"] = site.elements(b, s) * work.facts.widths.stream
         kinds = ("all_gather", "reduce_scatter") if site.kind == "enter" else ("reduce_scatter", "all_gather")
         if not self.sequence:
@@ -160,7 +151,7 @@ class Tensor(Technique):
 
         import torch
 
-        from meshwright.ops.cross_entropy import SplitTokenLoss
+        from meshwright.ops.cross_entropy import SplitVocabulary
         from meshwright.ops.tensor_parallel import Region, VocabLookup
 
         group, index = build.mesh.group(self.axis), build.mesh.index(self.axis)
@@ -183,7 +174,7 @@ class Tensor(Technique):
                 embed.offsets = functools.partial(_part_of_positions, embed.positions, index)
         if head is not None:
             first = build.boxes[build.canonical["head.output.weight"]].offset[0]
-            head.token_loss = lambda logits, targets: SplitTokenLoss.apply(logits, targets, first, group)
+            head.split_vocabulary = SplitVocabulary(first, group)
             whole = head.score
 
             def score(head: Any, x: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

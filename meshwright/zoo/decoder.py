@@ -2,8 +2,8 @@
 
 It knows nothing of parallelism. Three facts let techniques cut it: it is a list of layers (`embed`, `blocks`, `head`)
 any of which may be absent, so a stage is the same class with fewer layers and the same parameter names; a block has two
-regions (`attention`, `mlp`) whose weights may be split; and the head turns hidden states into a loss through two
-replaceable steps (`score`, `token_loss`). All but attention looks at one token at a time, so a rank may have only some
+regions (`attention`, `mlp`) whose weights may be split; and the head turns hidden states into a loss through a
+replaceable step (`score`). All but attention looks at one token at a time, so a rank may have only some
 tokens of each sequence (`own_tokens`).
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from meshwright.models.presets import DecoderConfig
 from meshwright.ops.attention import Mask, attention_mask, places_in_documents
-from meshwright.ops.cross_entropy import token_loss
+from meshwright.ops.cross_entropy import HeadLoss, SplitVocabulary
 from meshwright.ops.model_interface import BlockModel, Inputs, Inside
 from meshwright.zoo.layers import (
     GELU,
@@ -27,7 +27,6 @@ from meshwright.zoo.layers import (
     Norm,
     SwiGLU,
     TransformerBlock,
-    linear,
     rope_table,
 )
 
@@ -55,16 +54,22 @@ class Embed(nn.Module):
 
 def score(head: DecoderHead, x: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
     """Sum over tokens of weight x loss."""
-    return (head.token_loss(linear(x, head.output.weight), targets) * weights).sum()
+    matrix = head.output.weight
+    is_trained = torch.is_grad_enabled() and (x.requires_grad or matrix.requires_grad)
+    return HeadLoss.apply(
+        x, matrix, targets, weights, head.scale.value, head.num_chunks, head.split_vocabulary, is_trained
+    )
 
 
 class DecoderHead(nn.Module):
-    def __init__(self, config: DecoderConfig):
+    def __init__(self, config: DecoderConfig, scale: LossScale):
         super().__init__()
         self.norm = Norm(config.hidden_size, config.norm, config.norm_epsilon)
         self.output = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.score: Callable[[DecoderHead, Tensor, Tensor, Tensor], Tensor] = score
-        self.token_loss: Callable[[Tensor, Tensor], Tensor] = token_loss
+        self.scale = scale
+        self.num_chunks = 1
+        self.split_vocabulary: SplitVocabulary | None = None
 
     def forward(self, x: Tensor, targets: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
         x = self.norm(x)
@@ -85,7 +90,7 @@ class Decoder(BlockModel):
         self.mask: Callable[[int, int, Tensor | None, torch.device, int], Mask | None] = attention_mask
         self.embed: Embed | None = Embed(config)
         self.blocks = nn.ModuleDict({str(i): TransformerBlock(config, self._mlp(i)) for i in range(config.num_layers)})
-        self.head: DecoderHead | None = DecoderHead(config)
+        self.head: DecoderHead | None = DecoderHead(config, self.scale)
         if config.tied:
             self.head.output.weight = self.embed.tokens.weight
 

@@ -111,8 +111,9 @@ def test_doing_work_again_costs_at_most_a_forward_and_saves_memory(profile: Any)
             assert _flops(work, ("recompute",)) <= _flops(work, ("forward",))
             peaks.append(float(stage_memory(work, CLUSTER.device).peak_bytes()))
         assert peaks[-1] <= peaks[0]
-        # After the first, which adds its own working memory, each one more only saves.
-        assert all(b <= a for a, b in itertools.pairwise(peaks[1:]))
+        # After the first, which adds its own working memory, each one more only saves; but the last block's own working
+        # memory comes where nothing has been freed yet.
+        assert all(b <= a for a, b in itertools.pairwise(peaks[1:-1]))
 
 
 @st.composite

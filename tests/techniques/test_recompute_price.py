@@ -150,7 +150,7 @@ def test_what_stays_after_a_forward_is_what_was_priced(family: str) -> None:
     profile, gradients = tiny.profile_of(FAMILIES[family]), None
     for technique in (KEEP, SELECTIVE, ATTENTION, MIXED, FULL, TWO_SLOTS):
         kept_bytes, _, found = measured(FAMILIES[family], technique)
-        assert kept_by(priced(profile, technique)) == pytest.approx(kept_bytes, rel=0.02), technique
+        assert kept_by(priced(profile, technique)) == pytest.approx(kept_bytes, rel=0.02, abs=2600), technique
         gradients = found if gradients is None else gradients
         assert torch.equal(found, gradients), technique
 
