@@ -44,8 +44,7 @@ from benchmarks.published_scores import kendall_tau
 from meshwright.core.cluster import Cluster
 from meshwright.core.codec import decode, encode
 from meshwright.machine.assemble import assemble
-from meshwright.machine.probe import available_host_bytes, count_gpus, read_machine
-from meshwright.machine.readings import Reading
+from meshwright.machine.probe import Reading, available_host_bytes, count_gpus, read_machine
 
 Row = dict[str, Any]
 ROOT = Path(__file__).parents[1]

@@ -74,7 +74,7 @@ class PlanRequest:
     knobs: tuple[Knob, ...] = ()
     """Settings whose value is to be explained."""
     changes: tuple[WhatIfChange, ...] = ()
-    """Of the machines or the batch, all taken together."""
+    """Changes of the machines or the batch, applied together."""
     has_front: bool = False
     """Whether the fastest plan for each memory is asked for."""
     suggests: bool = False
@@ -104,7 +104,7 @@ class Answer:
     front: MemoryFront | None = None
     suggested: tuple[WhatIfChange, ...] = ()
     suggestions: tuple[ComparedPlans, ...] = ()
-    """Of each change that is suggested; empty where searching for them would take too long."""
+    """Results for the suggested changes; empty where searching for them would take too long."""
     is_interrupted: bool = False
     """The user did not want to wait for the rest."""
     version: int = 1

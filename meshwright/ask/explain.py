@@ -116,7 +116,7 @@ def percent(fraction: float) -> str:
 
 
 def explain_groups(result: SearchResult, cluster: Cluster) -> list[str]:
-    """Of a mixed cluster: which groups the plan uses, and what the other ways to use them would take."""
+    """For a mixed cluster: which groups the plan uses, and what other ways to use them would take."""
     if result.best is None or not cluster.merged().others:
         return []
     plan, predicted = result.best

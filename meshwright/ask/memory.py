@@ -64,9 +64,16 @@ def front(question: Question, tell: Tell, best: ScoredPlan | None = None) -> Mem
         tell("searching for the least memory")
         points = _added(_added(points, fastest), _least(question, fastest.budget_bytes))
         for _ in range(_MOST_SEARCHES):
-            budget = _next_budget(points)
-            if budget is None or len(points) >= MOST_POINTS:
+            # The middle of the stretch with most to find: memory not yet looked into, times the time between its ends.
+            stretches = []
+            for lower, upper in itertools.pairwise(points):
+                room, gain = upper.peak_bytes / lower.budget_bytes, lower.seconds / upper.seconds
+                if room > _NARROW and gain > 1 + _WORTH:
+                    middle = math.isqrt(lower.budget_bytes * upper.peak_bytes)
+                    stretches.append((math.log(room) * math.log(gain), middle))
+            if not stretches or len(points) >= MOST_POINTS:
                 break
+            budget = max(stretches)[1]
             tell(f"searching with {budget / 1024**3:.1f} GiB, {len(points)} points so far")
             points = _added(points, _point(question, budget))
     except KeyboardInterrupt:
@@ -108,17 +115,6 @@ def _added(points: list[Point], new: Point | None) -> list[Point]:
             budget = max(kept[-1].budget_bytes, point.budget_bytes)
             kept[-1] = Point(scored=kept[-1].scored, budget_bytes=budget)
     return kept
-
-
-def _next_budget(points: list[Point]) -> int | None:
-    """The middle of the stretch with most to find: memory not yet looked into, times the time between its ends."""
-    stretches = []
-    for lower, upper in itertools.pairwise(points):
-        room, gain = upper.peak_bytes / lower.budget_bytes, lower.seconds / upper.seconds
-        if room > _NARROW and gain > 1 + _WORTH:
-            area = math.log(room) * math.log(gain)
-            stretches.append((area, math.isqrt(lower.budget_bytes * upper.peak_bytes)))
-    return max(stretches)[1] if stretches else None
 
 
 _MOST_DEVICES = 1 << 14
@@ -169,8 +165,16 @@ def ways_out(question: Question, result: SearchResult, tell: Tell) -> WaysOut:
             ways.append(way)
         elif way:
             closed.append(way)
-    if len(ways) < _ENOUGH_WAYS:
-        ways += _fewer_but_larger(question, ways, tell)
+    # Half the devices that fit, each with twice the memory: between the first two ways.
+    enough = next((way.outcome.question.cluster.num_devices for way in ways if way.what == "devices"), 0)
+    cluster = resized(question.cluster, enough // 2) if enough // 2 > question.cluster.num_devices else None
+    if len(ways) < _ENOUGH_WAYS and cluster is not None:
+        budget = 2 * question.machine.device.memory_bytes
+        words = f"{cluster.num_devices} such devices with {pretty_bytes(budget)} of memory each"
+        tell(f"searching {words}")
+        made = outcome(words, replace(question, cluster=cluster).with_memory(budget))
+        if made.best is not None:
+            ways.append(WayOut(what="devices and memory", words=words, outcome=made))
     return WaysOut(open=tuple(ways), closed=tuple(closed))
 
 
@@ -190,7 +194,11 @@ def _more_devices(question: Question, result: SearchResult, tell: Tell) -> WayOu
         short = devices
     if enough is None:
         return ""
-    while (middle := _between(question, short, enough.question.cluster.num_devices)) is not None:
+    while True:  # a whole number of nodes halfway, unless there are too many to look for the fewest
+        most, width = enough.question.cluster.num_devices, enough.question.cluster.devices_per_node
+        middle = (max(short, 0) // width + most // width) // 2 * width
+        if most <= width or most > _MOST_HALVED or not short < middle < most:
+            break
         fewer = enough if _is_too_small(question, result, middle) else _on(question, middle, tell)
         if fewer is enough or fewer.best is None:
             short = middle
@@ -240,15 +248,6 @@ def _on(question: Question, devices: int, tell: Tell) -> Outcome:
     return outcome(words, replace(question, cluster=cluster, batch=devices))
 
 
-def _between(question: Question, short: int, enough: int) -> int | None:
-    """A whole number of nodes halfway; None where there is none, or too many to look for the fewest."""
-    width = resized(question.cluster, enough).devices_per_node  # type: ignore[union-attr]
-    if enough <= width or enough > _MOST_HALVED:
-        return None
-    nodes = (max(short, 0) // width + enough // width) // 2
-    return nodes * width if short < nodes * width < enough else None
-
-
 def _more_memory(question: Question, result: SearchResult, tell: Tell) -> WayOut | str:
     if result.nearest_miss is None:
         return ""
@@ -260,19 +259,6 @@ def _more_memory(question: Question, result: SearchResult, tell: Tell) -> WayOut
         if made.best is not None:
             return WayOut(what="memory", words=f"{pretty_bytes(budget)} of memory each", outcome=made)
     return ""
-
-
-def _fewer_but_larger(question: Question, ways: list[WayOut], tell: Tell) -> list[WayOut]:
-    """Half the devices that fit, each with twice the memory: between the first two ways."""
-    enough = next((way.outcome.question.cluster.num_devices for way in ways if way.what == "devices"), 0)
-    cluster = resized(question.cluster, enough // 2) if enough // 2 > question.cluster.num_devices else None
-    if cluster is None:
-        return []
-    budget = 2 * question.machine.device.memory_bytes
-    words = f"{cluster.num_devices} such devices with {pretty_bytes(budget)} of memory each"
-    tell(f"searching {words}")
-    made = outcome(words, replace(question, cluster=cluster).with_memory(budget))
-    return [WayOut(what="devices and memory", words=words, outcome=made)] if made.best is not None else []
 
 
 def _shorter(question: Question, result: SearchResult, tell: Tell) -> WayOut | str:

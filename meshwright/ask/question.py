@@ -34,7 +34,7 @@ class Question:
     pin: tuple[str, ...] = ()
     ban: tuple[str, ...] = ()
     max_memory_bytes: int | None = None
-    """Of a device that may be used; None: all."""
+    """Memory of a device that may be used; None: all of it."""
 
     @property
     def machine(self) -> Cluster:

@@ -162,7 +162,7 @@ def with_changes(question: Question, changes: Sequence[WhatIfChange]) -> Questio
     return question
 
 
-def _memory(question: Question, amount: Amount) -> Question | Problem:
+def change_memory(question: Question, amount: Amount) -> Question | Problem:
     least = min(group.device.memory_bytes for group in question.machine.groups)
     if problem := question.memory_problem(amount.of(least), ""):
         return problem
@@ -170,7 +170,7 @@ def _memory(question: Question, amount: Amount) -> Question | Problem:
     return replace(question, cluster=cluster, max_memory_bytes=None)
 
 
-def _flops(question: Question, amount: Amount) -> Question:
+def change_flops(question: Question, amount: Amount) -> Question:
     def faster(device: Device) -> Device:
         rates = {dtype: amount.of(rate) for dtype, rate in device.flops_per_second.items()}
         return replace(device, flops_per_second=rates)
@@ -182,8 +182,8 @@ def _faster(link: Link, amount: Amount) -> Link:
     return replace(link, bytes_per_second=amount.of(link.bytes_per_second))
 
 
-def _link_of_groups(name: str) -> Change:
-    """Of `inner` or `outer`, in all groups."""
+def change_of_link(name: str) -> Change:
+    """A change of the `inner` or `outer` link in all groups."""
 
     def change(question: Question, amount: Amount) -> Question:
         def faster(owner: Cluster | DeviceGroup) -> dict[str, Link]:
@@ -196,7 +196,7 @@ def _link_of_groups(name: str) -> Change:
     return change
 
 
-def _between(question: Question, amount: Amount) -> Question | Problem:
+def change_link_between_groups(question: Question, amount: Amount) -> Question | Problem:
     cluster = question.cluster
     if not cluster.others:
         return Problem(where="", what=f"{cluster.name} has one group, so nothing lies between groups.")
@@ -204,7 +204,7 @@ def _between(question: Question, amount: Amount) -> Question | Problem:
     return replace(question, cluster=replace(cluster, between=link))
 
 
-def _devices(question: Question, amount: Amount) -> Question | Problem:
+def change_devices(question: Question, amount: Amount) -> Question | Problem:
     devices, width = amount.of(question.cluster.num_devices), node_width(question.cluster)
     cluster = resized(question.cluster, int(devices)) if devices == int(devices) else None
     if question.cluster.others:
@@ -215,7 +215,7 @@ def _devices(question: Question, amount: Amount) -> Question | Problem:
     return replace(question, cluster=cluster)
 
 
-def _nodes(question: Question, amount: Amount) -> Question | Problem:
+def change_nodes(question: Question, amount: Amount) -> Question | Problem:
     nodes = amount.of(question.cluster.num_nodes)
     if question.cluster.others:
         return _mixed(question)
@@ -229,14 +229,14 @@ def _mixed(question: Question) -> Problem:
     return Problem(where="", what=what, fix="Plan for a --cluster with the groups you mean.")
 
 
-def _batch(question: Question, amount: Amount) -> Question | Problem:
+def change_batch(question: Question, amount: Amount) -> Question | Problem:
     batch = amount.of(question.batch)
     if batch < 1 or batch != int(batch):
         return Problem(where="", what=f"a batch of {batch:g} samples.", fix="Use a whole number, at least 1.")
     return replace(question, batch=int(batch))
 
 
-def _seq(question: Question, amount: Amount) -> Question | Problem:
+def change_sequence(question: Question, amount: Amount) -> Question | Problem:
     sequence, most = amount.of(question.sequence), question.profile.max_sequence
     if question.profile.counts != "tokens":
         return Problem(where="", what=f"samples of {question.profile.name} have no sequence.")
@@ -247,14 +247,14 @@ def _seq(question: Question, amount: Amount) -> Question | Problem:
 
 
 CHANGES: dict[str, tuple[dict[str, float], str, Change]] = {
-    "memory": (MEMORY, "+20GiB", _memory),
-    "inner": (RATE, "x2", _link_of_groups("inner")),
-    "outer": (RATE, "100GB/s", _link_of_groups("outer")),
-    "between": (RATE, "10GB/s", _between),
-    "nodes": (COUNT, "+1", _nodes),
-    "devices": (COUNT, "16", _devices),
-    "flops": (FACTOR, "x2", _flops),
-    "batch": (COUNT, "256", _batch),
-    "seq": (COUNT, "16384", _seq),
+    "memory": (MEMORY, "+20GiB", change_memory),
+    "inner": (RATE, "x2", change_of_link("inner")),
+    "outer": (RATE, "100GB/s", change_of_link("outer")),
+    "between": (RATE, "10GB/s", change_link_between_groups),
+    "nodes": (COUNT, "+1", change_nodes),
+    "devices": (COUNT, "16", change_devices),
+    "flops": (FACTOR, "x2", change_flops),
+    "batch": (COUNT, "256", change_batch),
+    "seq": (COUNT, "16384", change_sequence),
 }
 """Name -> units, an example, what it does."""

@@ -7,7 +7,7 @@ gives up another takes.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -71,7 +71,12 @@ def why(question: Question, best: ScoredPlan, knob: Knob, tell: Tell) -> Why:
     notes: list[str] = []
     others: list[Outcome] = []
     # Without the user's wishes about the knob: they would contradict every other value.
-    wishes = list(_concerning(question, knob))
+    wishes = [
+        (kind, text)
+        for kind, texts in (("pin", question.pin), ("ban", question.ban))
+        for text in texts
+        if text.partition("=")[0].partition(".")[0].strip() == (knob.technique or knob.field)
+    ]
     pin = tuple(text for text in question.pin if ("pin", text) not in wishes)
     without = replace(question, pin=pin, ban=tuple(text for text in question.ban if ("ban", text) not in wishes))
 
@@ -80,9 +85,15 @@ def why(question: Question, best: ScoredPlan, knob: Knob, tell: Tell) -> Why:
         others.append(outcome(words, changed))
         return others[-1]
 
-    if not knob.technique:
-        for words, changed in _other_counts(without, best.plan, knob):
-            ask(words, changed)
+    batch = best.plan.batch
+    if knob.field == BATCH and not knob.technique:
+        for count in (batch // 2 if batch % 2 == 0 else 0, batch * 2):
+            if count:
+                ask(f"batch {count}", replace(without, batch=count))
+    elif not knob.technique:  # the next microbatches that divide the batch
+        small = [n for n in range(1, math.isqrt(batch) + 1) if batch % n == 0]
+        for count in _neighbours({*small, *(batch // n for n in small)}, best.plan.microbatch):
+            ask(f"microbatch {count}", _pinned(without, f"{MICROBATCH}={count}"))
     else:
         around: Plan | None = best.plan
         is_used = best.plan.technique(knob.technique) is not None
@@ -103,20 +114,8 @@ def why(question: Question, best: ScoredPlan, knob: Knob, tell: Tell) -> Why:
     )
 
 
-def _other_counts(question: Question, plan: Plan, knob: Knob) -> list[tuple[str, Question]]:
-    """Half and twice the batch; the next microbatches that divide the batch."""
-    batch = plan.batch
-    if knob.field == BATCH:
-        tried = [each for each in (batch // 2 if batch % 2 == 0 else 0, batch * 2) if each]
-        return [(f"batch {each}", replace(question, batch=each)) for each in tried]
-    small = [n for n in range(1, math.isqrt(batch) + 1) if batch % n == 0]
-    divisors = {*small, *(batch // n for n in small)}
-    sizes = _neighbours(divisors, plan.microbatch)
-    return [(f"microbatch {n}", _pinned(question, f"{MICROBATCH}={n}")) for n in sizes]
-
-
 def _other_values(question: Question, plan: Plan, knob: Knob, notes: list[str]) -> list[tuple[str, Question]]:
-    """Of a technique that the plan uses."""
+    """Other values of a setting that the plan uses: the neighbours of an ordered one, else all of them."""
     kind = technique_named(knob.technique)
     # As search asks: what may be tried depends on the samples there are, not on the longest the model takes.
     profile = replace(question.profile, max_sequence=question.sequence)
@@ -127,7 +126,24 @@ def _other_values(question: Question, plan: Plan, knob: Knob, notes: list[str]) 
             f"Search does not turn {Knob(technique=knob.technique, field=field)}; pin it to try another value."
         )
         return []
-    values = _others(options[field], field, plan, question, kind.name)
+    option, used = options[field], plan.technique(kind.name)
+    now = getattr(used, field) if used is not None else None
+    values: list[Any]
+    if isinstance(option, Choice):
+        values = [value for value in option.values if value != now]
+    elif isinstance(option, PerLayer):  # a quarter of a stage's blocks less and more than the fullest stage has now
+        most, count = max(plan.blocks_of_stages(question.profile)), 0
+        for spans in plan.spans_of_stages(question.profile):
+            counts = used.counts_in(question.profile, spans) if used is not None else {}
+            prefix = f"{kind.name}.{field}."
+            count = max(count, sum(blocks for key, blocks in counts.items() if key.startswith(prefix)))
+        step = max(1, most // 4)
+        values = sorted({max(0, count - step), min(most, count + step)} - {0, count})
+    else:
+        sizes = tuple(size for size in option.sizes if question.cluster.num_devices % size == 0)
+        values = list(sizes[:1])
+        if now is not None:  # beyond the largest: asked all the same, to hear which rule it breaks
+            values = [*_neighbours(sizes, now), *([2 * now] if now >= max(sizes, default=0) else [])]
     words = [f"{knob.technique}.{field}={_plain(value)}" for value in values]
     return [(each, _pinned(question, each)) for each in words]
 
@@ -145,27 +161,6 @@ def _main_field(options: tuple[Option, ...]) -> str:
     return _fields(options[0])[0]
 
 
-def _others(option: Option, field: str, plan: Plan, question: Question, name: str) -> list[Any]:
-    """One step up and one step down of what has an order; of the rest every other value."""
-    used = plan.technique(name)
-    now = getattr(used, field) if used is not None else None
-    if isinstance(option, Choice):
-        return [value for value in option.values if value != now]
-    if isinstance(option, PerLayer):  # a quarter of a stage's blocks less and more than the fullest stage has now
-        most, count = max(plan.blocks_of_stages(question.profile)), 0
-        for spans in plan.spans_of_stages(question.profile):
-            counts = used.counts_in(question.profile, spans) if used is not None else {}
-            prefix = f"{name}.{field}."
-            count = max(count, sum(blocks for key, blocks in counts.items() if key.startswith(prefix)))
-        step = max(1, most // 4)
-        return sorted({max(0, count - step), min(most, count + step)} - {0, count})
-    sizes = tuple(size for size in option.sizes if question.cluster.num_devices % size == 0)
-    if now is None:
-        return list(sizes[:1])
-    # Beyond the largest: asked all the same, to hear which rule it breaks.
-    return [*_neighbours(sizes, now), *([2 * now] if now >= max(sizes, default=0) else [])]
-
-
 def _neighbours(sizes: Collection[int], now: int) -> list[int]:
     below = [size for size in sizes if size < now]
     above = [size for size in sizes if size > now]
@@ -174,15 +169,6 @@ def _neighbours(sizes: Collection[int], now: int) -> list[int]:
 
 def _pinned(question: Question, pin: str) -> Question:
     return replace(question, pin=(*question.pin, pin))
-
-
-def _concerning(question: Question, knob: Knob) -> Iterator[tuple[str, str]]:
-    """The user's own wishes about the knob's technique: (pin or ban, its text)."""
-    name = knob.technique or knob.field
-    for kind, wishes in (("pin", question.pin), ("ban", question.ban)):
-        for text in wishes:
-            if text.partition("=")[0].partition(".")[0].strip() == name:
-                yield kind, text
 
 
 def _value(plan: Plan, knob: Knob, question: Question) -> str:

@@ -15,7 +15,7 @@ import io
 import math
 import os
 import zipfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from pickletools import genops
@@ -236,27 +236,25 @@ class DcpFolder:
         held = self.tensors[name]
         for chunk in held.chunks:
             both = chunk.box.overlap(box)
-            if both is not None:
-                self._read_chunk(held, chunk, both, out[both.within(box)])
-
-    def _read_chunk(self, held: DcpTensor, chunk: DcpChunk, both: Box, out: Tensor) -> None:
-        where = f"{self.path / chunk.file}: the archive at byte {chunk.start}"
-        if chunk.file not in self.files:
-            self.files[chunk.file] = open_plain(self.path, chunk.file)
-        file, num_bytes = self.files[chunk.file]
-        if chunk.start + chunk.length > num_bytes:
-            raise error_at(where, f"is cut short: it should end at byte {chunk.start + chunk.length} of {num_bytes}.")
-        start, strides = _place_in_archive(_Window(file, chunk.start, chunk.length), held.dtype, chunk.box.size, where)
-        # A transposed tensor is saved as it lies in memory: order the dims by stride, largest first, to read it so.
-        whole = chunk.box.size
-        order = sorted(range(len(strides)), key=lambda dim: (whole[dim] > 1, -strides[dim], dim))
-        size = tuple(whole[dim] for dim in order)
-        packed = [math.prod(size[place + 1 :]) for place in range(len(size))]
-        if any(strides[dim] != step for dim, step in zip(order, packed, strict=True) if whole[dim] > 1):
-            raise error_at(where, f"has the strides {strides}, which leave gaps.")
-        offset = tuple(both.offset[dim] - chunk.box.offset[dim] for dim in order)
-        within = Box(size, offset, tuple(both.size[dim] for dim in order))
-        read_box(file, start, held.dtype, within, out.permute(order), where)
+            if both is None:
+                continue
+            where = f"{self.path / chunk.file}: the archive at byte {chunk.start}"
+            if chunk.file not in self.files:
+                self.files[chunk.file] = open_plain(self.path, chunk.file)
+            file, num_bytes = self.files[chunk.file]
+            end, whole = chunk.start + chunk.length, chunk.box.size
+            if end > num_bytes:
+                raise error_at(where, f"is cut short: it should end at byte {end} of {num_bytes}.")
+            start, strides = _place_in_archive(_Window(file, chunk.start, chunk.length), held.dtype, whole, where)
+            # A transposed tensor is saved as it lies in memory: order the dims by stride, largest first, to read it so.
+            order = sorted(range(len(strides)), key=lambda dim: (whole[dim] > 1, -strides[dim], dim))
+            size = tuple(whole[dim] for dim in order)
+            packed = [math.prod(size[place + 1 :]) for place in range(len(size))]
+            if any(strides[dim] != step for dim, step in zip(order, packed, strict=True) if whole[dim] > 1):
+                raise error_at(where, f"has the strides {strides}, which leave gaps.")
+            offset = tuple(both.offset[dim] - chunk.box.offset[dim] for dim in order)
+            within = Box(size, offset, tuple(both.size[dim] for dim in order))
+            read_box(file, start, held.dtype, within, out[both.within(box)].permute(order), where)
 
     def close(self) -> None:
         while self.files:
@@ -271,11 +269,28 @@ def open_dcp(folder: str | Path) -> DcpFolder:
     problems: list[Problem] = []
     tensors: dict[str, DcpTensor] = {}
     try:
-        for name, each in _tensors(metadata):
-            if isinstance(each, str):
-                problems.append(Problem(where=where, what=f"{name[:80]!r} {each}"))
+        state = _state(metadata, f"{_DCP}.metadata.Metadata")
+        listed, planned = state["state_dict_metadata"], state.get("planner_data") or {}
+        if len(listed) > MAX_TENSORS:
+            raise ValueError(f"{len(listed)} tensors; the limit is {MAX_TENSORS}")
+        places = {}
+        for index, info in state["storage_data"].items():
+            key = _state(index, f"{_DCP}.metadata.MetadataIndex")
+            places[key["fqn"], _numbers(key.get("offset") or ())] = _state(info, f"{_DCP}.filesystem._StorageInfo")
+        num_chunks = 0
+        for name, entry in listed.items():
+            if entry.name != f"{_DCP}.metadata.TensorStorageMetadata":
+                continue
+            num_chunks += len(entry.state["chunks"])
+            if num_chunks > MAX_PIECES:
+                raise ValueError(f"more than {MAX_PIECES} chunks")
+            path = planned.get(name, (name,))
+            path = tuple(map(str, path)) if isinstance(path, tuple) and len(path) < 32 else (name,)
+            tensor = _tensor(name, entry.state, places, path)
+            if isinstance(tensor, str):
+                problems.append(Problem(where=where, what=f"{name[:80]!r} {tensor}"))
             else:
-                tensors[name] = each
+                tensors[name] = tensor
     except (TypeError, KeyError, IndexError, ValueError, AttributeError) as error:
         what = f"is not the metadata of a Distributed Checkpoint ({type(error).__name__}: {str(error)[:120]})."
         raise error_at(where, what) from None
@@ -286,28 +301,6 @@ def open_dcp(folder: str | Path) -> DcpFolder:
         depths = {name: 0 for name, each in tensors.items() if len(each.path) == 1} or dict.fromkeys(tensors, 0)
     named = {".".join(tensors[name].path[depth:]): tensors[name] for name, depth in depths.items()}
     return DcpFolder(path=folder, tensors=named)
-
-
-def _tensors(metadata: Any) -> Iterator[tuple[str, DcpTensor | str]]:
-    """Each tensor, or what is wrong with it."""
-    state = _state(metadata, f"{_DCP}.metadata.Metadata")
-    listed, planned = state["state_dict_metadata"], state.get("planner_data") or {}
-    if len(listed) > MAX_TENSORS:
-        raise ValueError(f"{len(listed)} tensors; the limit is {MAX_TENSORS}")
-    places = {}
-    for index, info in state["storage_data"].items():
-        key = _state(index, f"{_DCP}.metadata.MetadataIndex")
-        places[key["fqn"], _numbers(key.get("offset") or ())] = _state(info, f"{_DCP}.filesystem._StorageInfo")
-    num_chunks = 0
-    for name, entry in listed.items():
-        if entry.name != f"{_DCP}.metadata.TensorStorageMetadata":
-            continue
-        num_chunks += len(entry.state["chunks"])
-        if num_chunks > MAX_PIECES:
-            raise ValueError(f"more than {MAX_PIECES} chunks")
-        path = planned.get(name, (name,))
-        path = tuple(map(str, path)) if isinstance(path, tuple) and len(path) < 32 else (name,)
-        yield name, _tensor(name, entry.state, places, path)
 
 
 def _state(value: Any, name: str) -> dict[str, Any]:

@@ -70,7 +70,7 @@ class SafetensorsFolder:
         return self.files[file]
 
     def read_into(self, name: str, box: Box, out: Tensor) -> None:
-        """That box of a tensor, and no more, into `out`, whatever its dtype and strides."""
+        """Read one box of a tensor into `out`, which may have any dtype and strides."""
         held = self.tensors[name]
         read_box(self.descriptor(held.file), held.start, held.dtype, box, out, f"{self.path / held.file}: {name}")
 
@@ -84,7 +84,32 @@ def open_folder(folder: str | Path) -> SafetensorsFolder:
     folder = Path(folder)
     if not folder.is_dir():
         raise error_at(folder, "there is no such folder.")
-    index = _read_index(folder)
+    path = folder / INDEX
+    index: dict[str, str] | None = None  # tensor -> shard; there is none beside a single file
+    if os.path.lexists(path):
+        listed = json_object(read_plain(folder, INDEX, MAX_HEADER_BYTES), str(path)).get("weight_map")
+        if not isinstance(listed, dict):
+            raise error_at(path, "weight_map is not a table of names and files.")
+        if len(listed) > MAX_TENSORS:
+            raise MeshwrightError([_too_many(path, len(listed))])
+        strange = {
+            repr(shard)[:80]
+            for shard in listed.values()
+            if not isinstance(shard, str)
+            or not (shard.isprintable() and shard.endswith(".safetensors"))
+            or len(shard.encode("utf-8", "replace")) > 255
+            or any(part in shard for part in ("/", "\\", "\0"))
+        }
+        raise_problems(
+            Problem(where=str(path), what=f"the shard {each} is not a plain file name.") for each in sorted(strange)
+        )
+        index, num_shards = listed, len(set(listed.values()))
+        if not 1 <= num_shards <= MAX_SHARDS:
+            raise error_at(path, f"names {num_shards} shards; there may be 1 to {MAX_SHARDS}.")
+    elif not os.path.lexists(folder / WEIGHTS):
+        other = any(folder.glob("*.bin")) or any(folder.glob("*.pt*"))
+        fix = "Its pickled weights are not read: save them as safetensors." if other else ""
+        raise error_at(folder, f"has neither {WEIGHTS} nor {INDEX}.", fix)
     problems: list[Problem] = []
     tensors: dict[str, TensorPlace] = {}
     for shard in sorted(set(index.values())) if index is not None else [WEIGHTS]:
@@ -114,38 +139,6 @@ def open_folder(folder: str | Path) -> SafetensorsFolder:
 
 def _too_many(path: Path, count: int) -> Problem:
     return Problem(where=str(path), what=f"lists {count} tensors; the limit is {MAX_TENSORS}.")
-
-
-def _read_index(folder: Path) -> dict[str, str] | None:
-    """Tensor -> shard, every shard a plain name; None when there is one file without an index."""
-    path = folder / INDEX
-    if not os.path.lexists(path):
-        if os.path.lexists(folder / WEIGHTS):
-            return None
-        what = f"has neither {WEIGHTS} nor {INDEX}."
-        other = any(folder.glob("*.bin")) or any(folder.glob("*.pt*"))
-        fix = "Its pickled weights are not read: save them as safetensors." if other else ""
-        raise error_at(folder, what, fix)
-    index = json_object(read_plain(folder, INDEX, MAX_HEADER_BYTES), str(path)).get("weight_map")
-    if not isinstance(index, dict):
-        raise error_at(path, "weight_map is not a table of names and files.")
-    if len(index) > MAX_TENSORS:
-        raise MeshwrightError([_too_many(path, len(index))])
-    wrong = {
-        repr(shard)[:80]
-        for shard in index.values()
-        if not isinstance(shard, str)
-        or not (shard.isprintable() and shard.endswith(".safetensors"))
-        or len(shard.encode("utf-8", "replace")) > 255
-        or any(part in shard for part in ("/", "\\", "\0"))
-    }
-    raise_problems(
-        [Problem(where=str(path), what=f"the shard {each} is not a plain file name.") for each in sorted(wrong)]
-    )
-    shards = len(set(index.values()))
-    if not 1 <= shards <= MAX_SHARDS:
-        raise error_at(path, f"names {shards} shards; there may be 1 to {MAX_SHARDS}.")
-    return index
 
 
 def read_shard(folder: Path, shard: str) -> dict[str, TensorPlace]:

@@ -47,7 +47,7 @@ class BlockHashes:
     sizes: dict[str, int]
     """Name -> bytes of each file, in the order of the hashes."""
     digest: str
-    """Of the file that holds their hashes."""
+    """Hash of the file that holds their hashes."""
 
 
 class DamagedFile(Exception):

@@ -34,7 +34,7 @@ class DataSection:
     held_out_fraction: float = 0.02
     """Share of the samples kept for evaluation."""
     seed: int = 0
-    """Of the order of samples and of what is held out."""
+    """Seed of the order of samples and of the choice of held-out ones."""
     kind: Kind = "auto"
     """What the files hold; auto: told from the files."""
     tokenizer: str = "byte"
@@ -42,7 +42,7 @@ class DataSection:
     packing: Literal["stream", "documents"] = "stream"
     """stream: one text after the other; documents: the same rows, attention and targets stay inside a document."""
     token_dtype: TokenDtype = "auto"
-    """Of flat .bin token files; auto: uint16."""
+    """Type of the tokens in flat .bin files; auto: uint16."""
     text_key: str = "text"
     """The field of JSONL records, or the column, that holds the text."""
     prompt_key: str = "prompt"

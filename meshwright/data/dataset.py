@@ -94,13 +94,13 @@ class SampleInfo:
     """Tokens in a sample; 0 where samples are no tokens."""
     tokenizer: Tokenizer | None = None
     num_bytes_per_token: float = 0.0
-    """Of text; 0 where it is not known."""
+    """Bytes of text per token; 0 where they are not known."""
     shape: tuple[int, ...] = ()
     """Images: (channels, height, width). Tables: (dense columns, id columns, then each id column's size)."""
     num_classes: int = 0
-    """Of images and tables; 0 for tokens."""
+    """Classes of images and tables; 0 for tokens."""
     classes: tuple[str, ...] = ()
-    """Their names, where the data has names."""
+    """Names of the classes, where the data has names."""
     max_chunk_samples: int = 1
     """Neighbours that may be held out together, as they often come from one document."""
 
@@ -334,7 +334,7 @@ def join_sources(sources: Sequence[Source], problems: list[Problem]) -> Source:
         return sources[0]
 
     def shape_of(info: SampleInfo) -> tuple[int, ...]:
-        """Of a table only how many columns there are: their sizes may differ."""
+        """For a table only the number of columns: their sizes may differ."""
         return info.shape[:2] if info.kind == "table" else info.shape
 
     first, path = sources[0].info, sources[0].files[0].path if sources[0].files else "data"

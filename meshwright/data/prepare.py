@@ -72,7 +72,7 @@ class PartJob:
     prompt_key: str
     chat_template: str
     num_bytes: int = 0
-    """Of the input; a guess where rows are not laid out in bytes."""
+    """Bytes of the input; an estimate where rows are not laid out in bytes."""
 
     @property
     def path(self) -> Path:

@@ -64,7 +64,7 @@ class Records:
     texts: list[bytes] = field(default_factory=list)
     prompts: list[bytes] = field(default_factory=list)
     said: list[list[Span] | None] = field(default_factory=list)
-    """Of conversations: what the assistant said."""
+    """For conversations: what the assistant said."""
     num_records: int = 0
     """Empty ones too."""
 

@@ -130,7 +130,7 @@ class PreparedFacts:
     """What `mw data prepare` leaves beside a pair, so that its tokens can be turned back into text."""
 
     identity: str
-    """Of the input, the tokenizer and the settings."""
+    """Hash of the input, the tokenizer and the settings."""
     tokenizer: str
     separator: int
     num_bytes_of_a_token: int
@@ -138,7 +138,7 @@ class PreparedFacts:
     num_documents: int
     num_text_bytes: int
     hashes: BlockHashes | None = None
-    """Of the .bin, the .idx and the .weights, by these endings; None in files of an earlier version."""
+    """Hashes of the .bin, .idx and .weights files, by these suffixes; None in files of an earlier version."""
 
     @classmethod
     def beside(cls, stem: Path) -> PreparedFacts | None:

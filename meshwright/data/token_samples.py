@@ -35,7 +35,7 @@ SCAN_TOKENS = 1 << 22
 class TokenSource:
     corpus: FlatTokens
     digest: str
-    """Of the content, or of what stands for it in files too large to read at every start."""
+    """Hash of the content, or of a sample of it in files too large to read at every start."""
     files: tuple[SourceFile, ...]
     sequence: int
     tokenizer: Tokenizer | None = None

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -34,53 +34,28 @@ _SEPARATORS = (
 )
 
 
-class Tokenizer(Protocol):
-    @property
-    def name(self) -> str:
-        """Another name wherever the same text gives other tokens."""
-        ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def separator(self) -> int:
-        """The token that ends a document."""
-        ...
-
-    def encode(self, text: bytes | str) -> TokenArray: ...
-
-    def encode_all(self, texts: Sequence[bytes]) -> tuple[TokenArray, npt.NDArray[np.int64]]:
-        """The tokens of all texts one after the other, and how many each has."""
-        ...
-
-    def encode_spans(
-        self, texts: Sequence[bytes], spans: Sequence[Sequence[tuple[int, int]]]
-    ) -> list[tuple[TokenArray, npt.NDArray[np.uint8]]]:
-        """The tokens of each text, and 1 for those that begin in one of its spans of characters."""
-        ...
-
-    def decode(self, tokens: npt.ArrayLike) -> str: ...
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ByteTokenizer:
     """256 tokens; 0 (never part of ordinary text) separates documents."""
 
     name: ClassVar[str] = "byte"
+    """Another name wherever the same text gives other tokens."""
     vocab_size: ClassVar[int] = 256
     separator: ClassVar[int] = 0
+    """The token that ends a document."""
 
     def encode(self, text: bytes | str) -> TokenArray:
         """The tokens of a text, without a copy where it is given as bytes."""
         return np.frombuffer(text.encode("utf-8") if isinstance(text, str) else text, dtype=np.uint8)
 
     def encode_all(self, texts: Sequence[bytes]) -> tuple[TokenArray, npt.NDArray[np.int64]]:
+        """The tokens of all texts one after the other, and how many each has."""
         return self.encode(b"".join(texts)), _lengths(texts)
 
     def encode_spans(
         self, texts: Sequence[bytes], spans: Sequence[Sequence[tuple[int, int]]]
     ) -> list[tuple[TokenArray, npt.NDArray[np.uint8]]]:
+        """The tokens of each text, and 1 for those that begin in one of its spans of characters."""
         encoded = []
         for text, inside in zip(texts, spans, strict=True):
             tokens = self.encode(text)
@@ -149,6 +124,9 @@ class FileTokenizer:
         wide = np.asarray(tokens, dtype=np.int64).reshape(-1)
         known = wide[(wide >= 0) & (wide < self.vocab_size)]  # a padded vocabulary has more
         return str(self._engine.decode(known.tolist(), skip_special_tokens=False))
+
+
+Tokenizer = ByteTokenizer | FileTokenizer
 
 
 def _is_inside(places: npt.NDArray[np.int64], spans: Sequence[tuple[int, int]]) -> npt.NDArray[np.uint8]:

@@ -19,14 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.core.codec import encode
 from meshwright.core.errors import error_at, last_line
 from meshwright.core.profile import Profile
 from meshwright.foreign.examine import (
     Anatomy,
-    Dim,
     FixedDraw,
     InputTemplate,
-    Returned,
     examine,
     first_line,
     run_apart,
@@ -113,7 +112,7 @@ class Adapted(Model):
         self.hollow: list[tuple[nn.Module, str, Tensor]] = []
         """Parameters and buffers of other stages, which the forward around the blocks may still read."""
         self.dtype: torch.dtype | None = None
-        """Of the parameters as they are stored: gathered, they may be narrower, and stages send each other this one."""
+        """Dtype in which parameters are stored and stages exchange activations; gathered parameters may be narrower."""
         self.vocab_size = self.num_scores = 0  # not known
         self.idle: tuple[str, ...] = ()
         """Parameters that the scores do not depend on, as far as that is known."""
@@ -236,9 +235,9 @@ class Adapted(Model):
         if index >= last:
             raise _StageEnd(self.left if index in self.anatomy.between and self.left is not None else hidden)
         if index < first - 1:  # whatever this is, the last one before the span hands in what was received
-            return self.anatomy.returned[index].made(hidden)
+            return self.anatomy.returned[self.anatomy.names[index]].made(hidden)
         assert self.received is not None, "a later stage is given what the stage before it made"
-        return self.anatomy.returned[index].made(self.received)
+        return self.anatomy.returned[self.anatomy.names[index]].made(self.received)
 
     def _regions_here(self) -> Iterator[tuple[nn.Module, SplitRegion]]:
         """Those whose weights are on this stage."""
@@ -363,14 +362,7 @@ def adopt_batch_norms(module: nn.Module) -> bool:
 class ModuleFindings:
     """What `adapt` learned by running a module, as data: another process adapts its own copy without running it."""
 
-    names: tuple[str, ...]
-    before: tuple[str, ...]
-    after: tuple[str, ...]
-    no_stages: str
-    returned: Mapping[str, Any]
-    """By the number of the block, see `Returned.as_data`."""
-    between: tuple[int, ...]
-    shapes: tuple[tuple[Dim, ...], ...]
+    anatomy: Anatomy
     regions: Mapping[str, tuple[SplitRegion, ...]]
     block_order: tuple[int, ...]
     vocab_size: int
@@ -380,18 +372,12 @@ class ModuleFindings:
     @classmethod
     def of(cls, made: Adapted) -> ModuleFindings | None:
         """None where a block returns what cannot be written down: such a module is run again wherever it is opened."""
-        anatomy = made.anatomy
-        returned = {str(index): value.as_data() for index, value in anatomy.returned.items()}
-        if None in returned.values():
+        try:
+            encode(made.anatomy.returned)
+        except LookupError:
             return None
         return cls(
-            names=anatomy.names,
-            before=anatomy.before,
-            after=anatomy.after,
-            no_stages=anatomy.no_stages,
-            returned=returned,
-            between=tuple(sorted(anatomy.between)),
-            shapes=tuple(anatomy.shapes),
+            anatomy=made.anatomy,
             regions={path: tuple(regions) for path, regions in made.split_regions.items()},
             block_order=made.block_order or (),
             vocab_size=made.vocab_size,
@@ -402,17 +388,8 @@ class ModuleFindings:
     def adapted(self, module: nn.Module, example: Inputs, loss: Loss | None) -> Adapted:
         """An equal module as the same `Model`."""
         _ready(module)
-        anatomy = Anatomy(
-            names=self.names,
-            before=self.before,
-            after=self.after,
-            no_stages=self.no_stages,
-            returned={int(index): Returned.from_data(value) for index, value in self.returned.items()},
-            between=set(self.between),
-            shapes=list(self.shapes),
-        )
         regions = {path: list(regions) for path, regions in self.regions.items()}
-        made = Adapted(module, anatomy, regions, InputTemplate.like(example), loss or default_loss)
+        made = Adapted(module, self.anatomy, regions, InputTemplate.like(example), loss or default_loss)
         made.block_order, made.vocab_size = self.block_order, self.vocab_size
         made.num_scores, made.idle = self.num_scores, self.idle
         return made

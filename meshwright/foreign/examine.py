@@ -30,6 +30,7 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from meshwright.core.errors import Problem
 from meshwright.ops.model_interface import Inputs, map_inputs
 
 VALUES_WANTED = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
@@ -93,7 +94,7 @@ class Returned:
 
     @classmethod
     def like(cls, output: Any) -> Returned:
-        """Of `output`, its tensors left out."""
+        """The structure of `output`, without its tensors."""
         plain = (bool, int, float, str, type(None), torch.dtype)
         if not isinstance(output, tuple):
             return cls()
@@ -105,15 +106,12 @@ class Returned:
         values = (hidden, *(self.rest if rest is None else rest))
         return self.kind._make(values) if hasattr(self.kind, "_make") else values
 
-    def as_data(self) -> Any:
-        """As JSON has it; None where something in it has no name by which another process finds it."""
-        try:
-            return [] if self.kind is None else [_kind_name(self.kind), [_as_data(value) for value in self.rest]]
-        except LookupError:
-            return None
+    def encode_self(self) -> Any:
+        """As JSON has it; LookupError where something in it has no name by which another process finds it."""
+        return [] if self.kind is None else [_kind_name(self.kind), [_as_data(value) for value in self.rest]]
 
     @classmethod
-    def from_data(cls, data: Any) -> Returned:
+    def decode_any(cls, data: Any, where: str, problems: list[Problem]) -> Returned:
         return cls(_kind_named(data[0]), tuple(_from_data(value) for value in data[1])) if data else cls()
 
 
@@ -164,19 +162,19 @@ class Anatomy:
     """The blocks of a module, and whether stages may be cut between them."""
 
     names: tuple[str, ...] = ()
-    """Of the blocks, in the order they run; none where there are none worth the name."""
+    """Names of the blocks in the order they run; empty if the module has no repeated blocks."""
     before: tuple[str, ...] = ()
     """Parameters used before the first block."""
     after: tuple[str, ...] = ()
     """Parameters used after the last one; tied ones may be in both."""
     no_stages: str = ""
     """Why stages cannot be cut; empty if they can."""
-    returned: dict[int, Returned] = field(default_factory=dict)
-    """What a block returns."""
-    between: set[int] = field(default_factory=set)
+    returned: dict[str, Returned] = field(default_factory=dict)
+    """What a block returns, by its name."""
+    between: tuple[int, ...] = ()
     """Blocks that are not given the very tensor that the one before returned: the forward does something to it."""
-    shapes: list[tuple[Dim, ...]] = field(default_factory=list)
-    """Of what enters the first block, and what leaves each."""
+    shapes: tuple[tuple[Dim, ...], ...] = ()
+    """Shapes of the input of the first block and of the output of each block."""
 
     @property
     def num_blocks(self) -> int:
@@ -188,7 +186,7 @@ class Anatomy:
 
 
 def list_path(names: Sequence[str]) -> str:
-    """Of the list of blocks, where they are in one."""
+    """Path of the list that holds the blocks, if they are all in one list."""
     paths = {name.rpartition(".")[0] for name in names}
     return paths.pop() if len(paths) == 1 else ""
 
@@ -324,7 +322,7 @@ def _children(module: nn.Module, path: str) -> tuple[str, ...]:
 
 
 def examine(module: nn.Module, template: InputTemplate) -> Anatomy:
-    """Of the lists of blocks the first between which stages can be cut, else the last that was tried."""
+    """Examine the candidate lists of blocks: the first one that can be cut into stages, else the last one tried."""
     anatomy = Anatomy(no_stages="it has no list of blocks that holds most of its parameters.")
     for names in block_names(module):
         anatomy = _examine(module, names, template)
@@ -372,7 +370,7 @@ def _examine(module: nn.Module, names: tuple[str, ...], template: InputTemplate)
             per_sample = with_samples - size
             per_token = (with_sequence - size) // sequence if template.has_sequence else 0
             dims.append((size - 2 * per_sample - 2 * sequence * per_token, per_sample, per_token))
-        anatomy.shapes.append(tuple(dims))
+        anatomy.shapes += (tuple(dims),)
     return anatomy
 
 
@@ -402,8 +400,8 @@ def _trace(module: nn.Module, blocks: list[nn.Module], inputs: Inputs, anatomy: 
         hidden = args[0] if args else next(iter(kwargs.values()), None)
         if not isinstance(hidden, Tensor):
             raise _NoStages(f"block {index} is not handed a tensor first.")
-        if index and hidden is not handed[-1]:
-            anatomy.between.add(index)
+        if index and hidden is not handed[-1] and index not in anatomy.between:
+            anatomy.between += (index,)
         entered.append(hidden)
 
     def after(index: int, args: Any, output: Any) -> Any:
@@ -411,9 +409,9 @@ def _trace(module: nn.Module, blocks: list[nn.Module], inputs: Inputs, anatomy: 
         if not isinstance(hidden, Tensor) or not hidden.is_floating_point():
             raise _NoStages(f"block {index} does not hand on a tensor of numbers.")
         returned = Returned.like(output)
-        known = anatomy.returned.setdefault(index, returned)
-        if known != returned:  # something in it depends on the size of the sample
-            anatomy.returned[index] = replace(returned, rest=tuple(ABSENT for _ in returned.rest))
+        name = anatomy.names[index]
+        if anatomy.returned.setdefault(name, returned) != returned:  # something in it depends on the sample's size
+            anatomy.returned[name] = replace(returned, rest=tuple(ABSENT for _ in returned.rest))
         left.append(hidden)
         fresh = hidden.detach().requires_grad_()
         handed.append(fresh)

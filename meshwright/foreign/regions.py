@@ -148,7 +148,18 @@ def find_regions(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     for dtype in (torch.float64, torch.float32):
         fill = functools.partial(_real, dtype=dtype, generator=torch.Generator().manual_seed(0))
         try:
-            values = _Values(block=_filled(block, fill), args=[], kwargs={})
+            real = copy.deepcopy(block)  # with random weights
+            for module in real.modules():
+                for name, value in list(module._parameters.items()):
+                    if value is not None:
+                        weight, is_trained = fill(value).detach() * 0.3, value.is_floating_point()
+                        module._parameters[name] = nn.Parameter(weight, requires_grad=is_trained)
+                for name, buffer in list(module._buffers.items()):
+                    if buffer is not None:
+                        module._buffers[name] = fill(buffer)
+                if isinstance(module, nn.Dropout):
+                    module.p = 0.0
+            values = _Values(block=real, args=[], kwargs={})
             seen: list[tuple[dict[str, _Seen], str]] = []
             for _ in range(2):
                 values.args, values.kwargs = [fill(a) for a in args], {key: fill(v) for key, v in kwargs.items()}
@@ -162,23 +173,6 @@ def find_regions(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         steady = {name for name, each in order.items() if name in again and each.shapes == again[name].shapes}
         return _proved(values, order, steady, last)
     return [], why
-
-
-def _filled(block: nn.Module, fill: Callable[[Any], Any]) -> nn.Module:
-    """A copy with random weights."""
-    real = copy.deepcopy(block)
-    for module in real.modules():
-        for name, value in list(module._parameters.items()):
-            if value is not None:
-                module._parameters[name] = nn.Parameter(
-                    fill(value).detach() * 0.3, requires_grad=value.is_floating_point()
-                )
-        for name, buffer in list(module._buffers.items()):
-            if buffer is not None:
-                module._buffers[name] = fill(buffer)
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    return real
 
 
 def _real(value: Any, dtype: torch.dtype, generator: torch.Generator) -> Any:
@@ -531,19 +525,34 @@ def regions_of(module: nn.Module, template: InputTemplate, anatomy: Anatomy) -> 
         if path and isinstance(each, nn.ModuleList) and is_apart and not any(n.startswith(f"{path}.") for n in names):
             taken.append(path)
             blocks |= {f"{path}.{child}": block for child, block in each.named_children()}
+    calls: dict[str, Any] = {}  # what each block is called with
+    more: list[Tensor] = []  # what blocks return behind their first output
+
+    def before(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # More of another block than its first output may be heads, of which a rank would have a part only (T5 hands on
+        # its position bias): nothing is split then.
+        if any(value is other for value in (*args, *kwargs.values()) for other in more):
+            raise _ReadsMore(f"{path} reads more of another block than its first output.")
+        calls.setdefault(path, (args, kwargs))
+
+    def after(path: str, args: Any, output: Any) -> None:
+        more.extend(each for each in (output[1:] if isinstance(output, tuple) else ()) if isinstance(each, Tensor))
+
     same = equal_runs([blocks[name] for name in names], anatomy.shapes)
     aside = {names[at]: names[first] for at, first in enumerate(same) if at != first}
     try:
         with pass_through(module, aside):
-            calls = _calls(module, template, {name: blocks[name] for name in blocks if name not in aside})
+            looked_at = {name: blocks[name] for name in blocks if name not in aside}
+            with tracing(module, template), FixedDraw(0.5), hooked(looked_at, before, after):
+                run_apart(module, template.shaped(2, 2 * _third(template)))
             regions, why = _regions_of_calls(module, blocks, calls)
-            regions, more = _measured(module, template, regions)
+            regions, unmeasured = _measured(module, template, regions)
     except _ReadsMore as reason:
         return {}, str(reason)
     except Exception as error:
         return {}, f"it does not run on a sample ({type(error).__name__}: {first_line(error)})."
     regions |= {name: regions[first] for name, first in aside.items() if first in regions}
-    why = why or more
+    why = why or unmeasured
     total = sum(value.numel() for value in module.parameters())
     cuts = [(path, cut) for path, own in regions.items() for region in own for cut in region.cuts]
     num_cut = sum(blocks[path].get_parameter(cut.name).numel() for path, cut in cuts)
@@ -552,25 +561,6 @@ def regions_of(module: nn.Module, template: InputTemplate, anatomy: Anatomy) -> 
         none = "none of its blocks has linears that lead back to their input."
         return {}, f"{share}: {why}" if num_cut else why or none
     return regions, f"{share}: {why}" if why and 2 * num_cut < total else why
-
-
-def _calls(module: nn.Module, template: InputTemplate, blocks: Mapping[str, nn.Module]) -> dict[str, Any]:
-    """What each block is called with. A block that reads more of another than its first output may read heads there,
-    of which a rank would have a part only (T5 hands on its position bias): nothing is split then."""
-    calls: dict[str, Any] = {}
-    more: list[Tensor] = []
-
-    def before(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if any(value is other for value in (*args, *kwargs.values()) for other in more):
-            raise _ReadsMore(f"{path} reads more of another block than its first output.")
-        calls.setdefault(path, (args, kwargs))
-
-    def after(path: str, args: Any, output: Any) -> None:
-        more.extend(each for each in (output[1:] if isinstance(output, tuple) else ()) if isinstance(each, Tensor))
-
-    with tracing(module, template), FixedDraw(0.5), hooked(blocks, before, after):
-        run_apart(module, template.shaped(2, 2 * _third(template)))
-    return calls
 
 
 def _third(template: InputTemplate) -> int:

@@ -50,7 +50,7 @@ class Subject:
     step: Callable[[nn.Module, Inputs, bool], Tensor]
     """Forward and loss, one number to go backward from; under autocast if that is so and it runs without values."""
     inputs: Callable[[int, int], Inputs]
-    """Of so many samples and such a sequence."""
+    """(samples, sequence length) -> inputs of that size."""
     places: Sequence[TracedLayer]
     aside: Mapping[str, str] = field(default_factory=dict)
     """Block -> the equal one before it that is traced in its place."""
@@ -61,7 +61,7 @@ class Subject:
 @dataclass
 class Traced:
     ops: list[tuple[Op, ...]]
-    """Of each place."""
+    """Ops of each layer."""
     unpriced: tuple[str, ...] = ()
 
 

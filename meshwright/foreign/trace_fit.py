@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -133,18 +133,6 @@ def _folded(path: str) -> str:
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)
 
 
-def _role(key: Key, summary: Summary) -> Role:
-    if key.kind == "attention":
-        return "attention"
-    if key.kind == "loss":
-        return "loss"
-    operators = summary.operators.get(key, set())
-    named: Role = next((role for name, role in ROLES.items() if name in operators), "")
-    if key.kind == "matmul":  # whether one factor is a weight is not recorded
-        return named if named in ("experts", "convolution") else "matmul"
-    return "block" if not key.path and key.layer in summary.blocks else named
-
-
 def _bytes(touches: Iterable[Touch], is_wide: bool) -> float:
     return sum(touch.elements * (4 if is_wide else 2) for touch in touches if touch.is_wide == is_wide)
 
@@ -240,8 +228,7 @@ def ops_of(
                 unfitted.append(name)
             return poly
 
-        role = _role(key, largest)
-        ops.append(replace(_op(key, name, largest.ops[key], of, rows), role=role))
+        ops.append(_op(key, name, largest, of, rows))
     for (place, cut, is_wide), _ in sorted(largest.working.items()):
         if place == layer:
             values = [summary.working.get((place, cut, is_wide), 0.0) for summary in summaries]
@@ -252,7 +239,15 @@ def ops_of(
     return tuple(ops), list(dict.fromkeys(unfitted))
 
 
-def _op(key: Key, name: str, sums: Sums, of: Any, rows: frozenset[str]) -> Op:
+def _op(key: Key, name: str, summary: Summary, of: Callable[[str], Poly], rows: frozenset[str]) -> Op:
+    sums, operators = summary.ops[key], summary.operators.get(key, set())
+    role: Role = next((role for name, role in ROLES.items() if name in operators), "")
+    if key.kind in ("attention", "loss"):
+        role = "attention" if key.kind == "attention" else "loss"
+    elif key.kind == "matmul":  # whether one factor is a weight is not recorded
+        role = role if role in ("experts", "convolution") else "matmul"
+    elif not key.path and key.layer in summary.blocks:
+        role = "block"
     is_product = key.kind in ("matmul", "attention")
     fused = None
     if not is_product:
@@ -270,6 +265,7 @@ def _op(key: Key, name: str, sums: Sums, of: Any, rows: frozenset[str]) -> Op:
     return Op(
         name=name,
         kind=key.kind,  # type: ignore[arg-type]
+        role=role,
         flops=of("flops"),
         backward_flops=of("backward_flops"),
         moved=of("moved"),

@@ -46,7 +46,7 @@ class Label(NamedTuple):
 
     layer: int = 0
     path: str = ""
-    """Of the module inside of its layer."""
+    """Path of the module inside of its layer."""
     cut: str = "none"
     role: str = ""
     fuses: bool = True
@@ -58,7 +58,7 @@ class Label(NamedTuple):
 class Storage:
     bytes: int
     is_wide: bool
-    """Of a dtype that stays what it is, whatever the model computes in."""
+    """Whether the dtype is kept whatever precision the model computes in."""
     label: Label
     birth: int
     """Number of the event that made it."""
@@ -99,7 +99,7 @@ class OpEvent:
     matrices: int = 1
     products: int = 1
     forward: OpEvent | None = None
-    """Whose gradient it computes."""
+    """The forward event whose gradient it computes."""
     is_dropped: bool = False
     is_column_sum: bool = False
     """Over all rows, as of a bias's gradient: a kernel by itself, because the rows must be there first."""
@@ -284,7 +284,15 @@ class OpRecorder(TorchDispatchMode):
             event.products = 1 if name == "recurrent" else 2
             event.flops = trace_ops.recurrent_flops(x, weights) * event.products
             event.shape = (weights[0].shape[0], weights[0].shape[1] + weights[1].shape[1])
-        elif packet in flop_registry and event.kind == "matmul" and not _count_convolution(event, args, out):
+        elif name in ("convolution", "convolution_backward"):  # the product it is, groups and all
+            given, weight, is_transposed, result = args[0], args[1], args[6], out
+            if name == "convolution_backward":  # as many such products as there are gradients
+                result, given, weight, is_transposed, mask = args[0], args[1], args[2], args[7], args[10]
+                event.products = int(mask[0]) + int(mask[1])
+            event.shape = (weight.shape[0], weight[0].numel())
+            rows = given if is_transposed else result
+            event.flops = 2.0 * rows.numel() * event.shape[1] * event.products
+        elif packet in flop_registry and event.kind == "matmul":
             event.flops = float(flop_registry[packet](*args, **kwargs, out_val=out))
             left, right = [each for each in args if isinstance(each, Tensor)][-2:]
             event.shape = (right.shape[-1], left.shape[-1])
@@ -301,22 +309,6 @@ def _kind(func: Any, name: str, label: Label) -> str:
     if label.role == "loss":
         return "loss"
     return "gather" if name in GATHERS | SCATTERS | SORTS else "memory"
-
-
-def _count_convolution(event: OpEvent, args: Any, out: Any) -> bool:
-    """As the product it is, groups and all; backward as many such products as there are gradients."""
-    if event.name == "convolution":
-        given, weight, is_transposed = args[0], args[1], args[6]
-        rows = given if is_transposed else out
-    elif event.name == "convolution_backward":
-        grad, given, weight, is_transposed, mask = args[0], args[1], args[2], args[7], args[10]
-        rows = given if is_transposed else grad
-        event.products = int(mask[0]) + int(mask[1])
-    else:
-        return False
-    event.shape = (weight.shape[0], weight[0].numel())
-    event.flops = 2.0 * rows.numel() * event.shape[1] * event.products
-    return True
 
 
 def _sizes(event: OpEvent) -> tuple[float, ...]:

@@ -166,7 +166,7 @@ class HFExport:
     config: dict[str, Any] | None
     """Their config.json; None where there is none."""
     dtype: str
-    """Of tensors of floating point; "" keeps the checkpoint's."""
+    """Dtype of floating-point tensors; "" keeps that of the checkpoint."""
 
     @classmethod
     def of(cls, reader: Reader, config: DecoderConfig | None, dtype: str = "") -> HFExport:

@@ -105,7 +105,7 @@ class TensorPart:
 
 
 def parameter_shapes(config: DecoderConfig) -> dict[str, Shape]:
-    """Of our decoder, by name; a tied head is its embedding and is not there."""
+    """Shapes of our decoder's parameters by name; a tied head is not listed."""
     with torch.device("meta"):
         return {name: tuple(each.shape) for name, each in Decoder(config).named_parameters()}
 

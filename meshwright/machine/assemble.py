@@ -24,7 +24,7 @@ from meshwright.machine.fits import (
     nine_in_ten,
 )
 from meshwright.machine.named_clusters import preset, preset_of_device
-from meshwright.machine.readings import Reading
+from meshwright.machine.probe import Reading
 from meshwright.models.cost_decoder import decoder_profile
 from meshwright.models.dimensions import DecoderConfig
 from meshwright.simulator.stage_seconds import compute_seconds
@@ -64,7 +64,13 @@ def assemble(readings: Sequence[Reading], *, host_bytes: int) -> Cluster:
     on_gpu = typical.kind == "cuda"
     sheet = preset_of_device(typical.device_name) if on_gpu else preset("laptop")
     if on_gpu and sheet is not None:
-        _check_against(typical, sheet.device)
+        peaks = sheet.device.flops_per_second
+        shares = {f"{n} matmul": rate / peaks[n] for n, rate in typical.flops_per_second.items() if n in peaks}
+        # Small tensors may come from the cache.
+        largest = max(num_bytes for _, num_bytes, _ in typical.memory)
+        rates = [num_bytes / seconds for _, num_bytes, seconds in typical.memory if num_bytes > largest / 4]
+        shares["memory"] = statistics.median(rates) / sheet.device.memory_bytes_per_second
+        _refuse_too_fast(shares)
     device, fits = _fitted_device(typical, sheet, host_bytes // num_devices)
     inner, inner_error, inner_source = _inner(typical, num_devices, sheet)
     known = sheet or preset("l40s")
@@ -111,7 +117,7 @@ def _typical(readings: Sequence[Reading]) -> Reading:
     first = readings[0]
 
     def slow(points: str) -> Any:
-        """Of rows that end in seconds."""
+        """The median over the readings, row by row; rows end in seconds."""
         rows = zip(*(getattr(r, points) for r in readings), strict=True)
         return tuple((*row[0][:-1], statistics.median_high([each[-1] for each in row])) for row in rows)
 
@@ -172,19 +178,6 @@ def _implausible(rank: int, reading: Reading) -> Iterator[Problem]:
     for needed in ("attention", "memory"):
         if not getattr(reading, needed):
             yield Problem(where=f"probe.device {rank}.{needed}", what="was not measured.")
-
-
-def _check_against(reading: Reading, sheet: Device) -> None:
-    shares = {
-        f"{name} matmul": rate / sheet.flops_per_second[name]
-        for name, rate in reading.flops_per_second.items()
-        if name in sheet.flops_per_second
-    }
-    # Small tensors may come from the cache.
-    largest = max(num_bytes for _, num_bytes, _ in reading.memory)
-    rates = [num_bytes / seconds for _, num_bytes, seconds in reading.memory if num_bytes > largest / 4]
-    shares["memory"] = statistics.median(rates) / sheet.memory_bytes_per_second
-    _refuse_too_fast(shares)
 
 
 def _refuse_too_fast(shares: Mapping[str, float]) -> None:

@@ -179,7 +179,7 @@ def fit_matmuls(points: Sequence[Matmul], plain: Device, dtype: str, element_byt
 
 
 def _seconds(shape: tuple[float, ...], device: Device, dtype: str) -> float:
-    """Of one product's arithmetic, by the rates of every forecast."""
+    """Seconds of one matrix product, computed as forecasts do."""
     m, n, k = shape
     task = Compute(
         layer="", name="", kind="matmul", phase="forward", repeat=1, flops=2.0 * m * n * k, dtype=dtype, shape=(n, k)

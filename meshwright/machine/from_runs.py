@@ -73,7 +73,22 @@ def learn(entries: Sequence[Entry], machine: str, base: Cluster | None = None) -
     causes = _causes(own)
     parts = np.array([_converted(entry, base, causes) for entry in own])
     measured = np.array([_own_seconds(entry) for entry in own])
-    factors = _fit(parts, measured, np.array([_limits(base, cause) for cause in causes]))
+    # Gauss-Newton on logarithms, between limits; runs are weighed by their distance (Huber's weights).
+    lowest, highest = np.log(np.array([_limits(base, cause) for cause in causes])).T
+    logs = np.zeros(parts.shape[1])
+    for _ in range(50):
+        terms = parts * np.exp(logs)
+        total = terms.sum(axis=1)
+        left = np.log(measured / total)
+        scale = max(_NOISE, 1.4826 * float(np.median(np.abs(left - np.median(left)))))
+        weights = 1.0 / np.maximum(1.0, np.abs(left - np.median(left)) / (1.5 * scale))
+        slopes = terms / total[:, None]
+        normal = slopes.T @ (weights[:, None] * slopes) / scale**2 + np.eye(len(logs)) / _PRIOR**2
+        step = np.linalg.solve(normal, slopes.T @ (weights * left) / scale**2 - logs / _PRIOR**2)
+        last, logs = logs, np.clip(logs + np.clip(step, -0.5, 0.5), lowest, highest)
+        if float(np.abs(logs - last).max()) < 1e-9:
+            break
+    factors = np.exp(logs)
     _refuse_unphysical(parts @ factors, measured)
     before, after = _off(parts.sum(axis=1), measured), _off(parts @ factors, measured)
     if np.median(after) > np.median(before):  # never worse on its own runs
@@ -186,27 +201,6 @@ def _unit(cluster: Cluster, cause: str) -> float:
     return link.latency_seconds + (_MESSAGE_BYTES + link.half_bytes) / link.bytes_per_second
 
 
-def _fit(parts: np.ndarray, measured: np.ndarray, limits: np.ndarray) -> np.ndarray:
-    """Factors by Gauss-Newton on logarithms, between limits; weights of runs by their distance (Huber's)."""
-    lowest, highest = np.log(limits).T
-    logs = np.zeros(parts.shape[1])
-    for _ in range(50):
-        terms = parts * np.exp(logs)
-        total = terms.sum(axis=1)
-        left = np.log(measured / total)
-        scale = max(_NOISE, 1.4826 * float(np.median(np.abs(left - np.median(left)))))
-        weights = 1.0 / np.maximum(1.0, np.abs(left - np.median(left)) / (1.5 * scale))
-        slopes = terms / total[:, None]
-        normal = slopes.T @ (weights[:, None] * slopes) / scale**2 + np.eye(len(logs)) / _PRIOR**2
-        step = np.linalg.solve(normal, slopes.T @ (weights * left) / scale**2 - logs / _PRIOR**2)
-        moved = np.clip(logs + np.clip(step, -0.5, 0.5), lowest, highest)
-        is_done = float(np.abs(moved - logs).max()) < 1e-9
-        logs = moved
-        if is_done:
-            break
-    return np.exp(logs)
-
-
 def _off(forecast: np.ndarray, measured: np.ndarray) -> np.ndarray:
     return np.abs(np.log(forecast / measured))
 
@@ -216,7 +210,7 @@ def _width(error: float) -> float:
 
 
 def _limits(base: Cluster, cause: str, fastest: float = FASTEST) -> tuple[float, float]:
-    """Of a factor: however often one learns, rates stay near the probe's and below the data sheet's."""
+    """(lowest, highest) factor: learned rates stay near the probed ones and below the data sheet's."""
     earlier = _earlier(base, cause)
     lowest = min(1.0, 1 / fastest / earlier)
     if cause == "compute" and base.device.kind != "cpu":  # whose peak is the data sheet's; a CPU's is what was probed

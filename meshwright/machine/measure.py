@@ -38,8 +38,7 @@ from meshwright.machine.measure_host import (
     power_watts,
     versions,
 )
-from meshwright.machine.probe import cpu_names
-from meshwright.machine.readings import Reading
+from meshwright.machine.probe import Reading, cpu_names
 from meshwright.machine.timing import Bench
 
 _WARM_SECONDS = 3.0

@@ -225,7 +225,7 @@ def _kernels(pool: Tensor, out: Tensor, size: int, on_gpu: bool) -> Iterator[tup
 
 
 def kernel_seconds(bench: Bench) -> float:
-    """Of the smallest kernel, others right before and after it."""
+    """Seconds of the smallest kernel, launched back to back."""
     one, other = torch.ones(8, device=bench.device), torch.ones(8, device=bench.device)
     out = torch.empty_like(one)
     return bench.device_seconds(lambda: torch.add(one, other, out=out), bench.section_seconds / 4)

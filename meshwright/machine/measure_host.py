@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -181,41 +182,34 @@ def collective_points(bench: Bench) -> dict[str, tuple[tuple[int, float], ...]]:
     if bench.num_devices == 1:
         return points
     sizes = _CUDA_SIZES if bench.on_gpu and not bench.is_quick else SIZES
-    for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"):
-        bench.together(kind)
-        points[kind] = tuple((size, _collective_seconds(bench, kind, size, len(sizes))) for size in sizes)
-    return points
-
-
-def _collective_seconds(bench: Bench, kind: str, num_bytes: int, num_sizes: int) -> float:
-    """Of one collective, as our own ranks call it."""
-    ranks, rank = bench.num_devices, bench.rank
-    each = max(1, num_bytes // 4 // ranks)
-    whole = torch.zeros(each * ranks, device=bench.device)
-    part = torch.zeros(each, device=bench.device)
-    other = torch.empty_like(whole)
-    group = dist.group.WORLD
+    ranks, rank, group = bench.num_devices, bench.rank, dist.group.WORLD
     assert group is not None
 
-    def send_to_next() -> None:
+    def send_to_next(whole: torch.Tensor, part: torch.Tensor, other: torch.Tensor) -> None:
         """Every rank to the next, all at once."""
         there = dist.P2POp(dist.isend, whole, (rank + 1) % ranks)
         here = dist.P2POp(dist.irecv, other, (rank - 1) % ranks)
         for work in dist.batch_isend_irecv([there, here]):
             work.wait()
 
-    calls: dict[str, Callable[[], Any]] = {
-        "all_reduce": lambda: dist.all_reduce(whole),
-        "all_gather": lambda: all_gather(whole, part, group),
-        "reduce_scatter": lambda: reduce_scatter(part, whole, group),
-        "all_to_all": lambda: dist.all_to_all_single(other, whole),
+    calls: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]] = {  # as our own ranks call them
+        "all_reduce": lambda whole, part, other: dist.all_reduce(whole),
+        "all_gather": lambda whole, part, other: all_gather(whole, part, group),
+        "reduce_scatter": lambda whole, part, other: reduce_scatter(part, whole, group),
+        "all_to_all": lambda whole, part, other: dist.all_to_all_single(other, whole),
         "send": send_to_next,
     }
-    op = calls[kind]
-    for _ in range(2):
-        op()
-    # The number of calls is agreed first: a rank that makes one call less hangs the others.
-    guess = bench.agreed(bench.sample_seconds(op, 3))
-    budget = bench.section_seconds / num_sizes
-    num_samples = max(5, min(_MOST_SAMPLES, int(budget / max(guess, 1e-6))))
-    return statistics.median(bench.sample_seconds(op, 1) for _ in range(num_samples))
+    for kind, call in calls.items():
+        bench.together(kind)
+        for size in sizes:
+            part = torch.zeros(max(1, size // 4 // ranks), device=bench.device)
+            whole = torch.zeros(len(part) * ranks, device=bench.device)
+            op = partial(call, whole, part, torch.empty_like(whole))
+            for _ in range(2):
+                op()
+            # The number of calls is agreed first: a rank that makes one call less hangs the others.
+            guess = bench.agreed(bench.sample_seconds(op, 3))
+            num_samples = max(5, min(_MOST_SAMPLES, int(bench.section_seconds / len(sizes) / max(guess, 1e-6))))
+            seconds = statistics.median(bench.sample_seconds(op, 1) for _ in range(num_samples))
+            points[kind] = (*points.get(kind, ()), (size, seconds))
+    return points

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from meshwright.core.cluster import Cluster, Errors, parse_cluster_name
 from meshwright.core.codec import load_artefact
-from meshwright.core.errors import MeshwrightError, Problem, error_at, nearest, raise_problems
+from meshwright.core.errors import Problem, nearest, raise_problems
 from meshwright.core.units import pretty_bytes, pretty_rate
 
 PRESETS_FOLDER = Path(__file__).parent / "presets"
@@ -76,10 +76,21 @@ def cluster(name_or_path: str) -> Cluster:
     groups: list[Cluster] = []
     problems: list[Problem] = []
     for part in text.lower().split("+"):
-        try:
-            groups.append(_group_named(part.strip() or name_or_path))
-        except MeshwrightError as error:
-            problems.extend(error.problems)
+        name, known = part.strip() or name_or_path, preset_names()
+        parsed = parse_cluster_name(name)
+        if parsed is None:
+            fix = f"Write 8xh100, 64x8xh100, 8xh100+8xa100 or a .json file. {nearest(name, known)}"
+            problems.append(Problem(where="cluster", what=f'"{name}" is no cluster name.', fix=fix))
+            continue
+        num_nodes, devices_per_node, device = parsed
+        if device not in known:
+            what = f'no device is called "{device}".'
+            problems.append(Problem(where="cluster", what=what, fix=nearest(device, known)))
+        elif num_nodes < 1 or devices_per_node < 1:
+            what = f'"{name}" has {num_nodes} x {devices_per_node} devices; both counts must be at least 1.'
+            problems.append(Problem(where="cluster", what=what))
+        else:
+            groups.append(preset(device).resized(devices_per_node, num_nodes, name=name))
     # A known name wins over a file that happens to be called `h100`.
     if problems and Path(text).is_file():
         return load_artefact(Cluster, text)
@@ -97,20 +108,6 @@ def cluster(name_or_path: str) -> Cluster:
         others=tuple(each.groups[0] for each in rest),
         sources={f"{each.name} {key}": source for each in groups for key, source in each.sources.items()},
     )
-
-
-def _group_named(text: str) -> Cluster:
-    parsed, known = parse_cluster_name(text), preset_names()
-    if parsed is None:
-        fix = f"Write 8xh100, 64x8xh100, 8xh100+8xa100 or a .json file. {nearest(text, known)}"
-        raise error_at("cluster", f'"{text}" is no cluster name.', fix)
-    num_nodes, devices_per_node, device = parsed
-    if device not in known:
-        raise error_at("cluster", f'no device is called "{device}".', nearest(device, known))
-    if num_nodes < 1 or devices_per_node < 1:
-        what = f'"{text}" has {num_nodes} x {devices_per_node} devices; both counts must be at least 1.'
-        raise error_at("cluster", what)
-    return preset(device).resized(devices_per_node, num_nodes, name=text)
 
 
 _LEAST_SPARSE, _MOST_SPARSE = 1.9, 2.1

@@ -1,4 +1,4 @@
-"""This machine as a Cluster, measured. The parent imports no torch: it starts a process a device and waits.
+"""This machine as a Cluster, measured. The parent imports neither torch nor numpy: it starts a process a device.
 
 The processes write to files in a temporary folder, not to pipes: nobody blocks on a full one, and what a
 dying process said is still there to be shown.
@@ -12,6 +12,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from meshwright.core.cluster import Cluster
@@ -19,7 +20,6 @@ from meshwright.core.codec import decode
 from meshwright.core.errors import MeshwrightError, error_at
 from meshwright.core.files import memory_file
 from meshwright.core.process import Child, child_command, child_environment, start_child
-from meshwright.machine.readings import Reading
 
 Files = Mapping[str, Path]
 """Where the processes meet (`store`), and what each one prints (`0.out`, `0.err`)."""
@@ -31,6 +31,47 @@ _TAIL_CHARACTERS = 1500
 _MODULE = "meshwright.machine.measure"
 # Character devices that exist only where torch could find a GPU (NVIDIA, AMD, WSL). Asking torch costs 2 s.
 _GPU_DEVICE_FILES = ("nvidia[0-9]*", "kfd", "dxg")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """What one measuring process hands back: of one device."""
+
+    kind: str
+    device_name: str
+    versions: Mapping[str, str]
+    power_watts: float
+    num_threads: int
+    isa_limit: str
+    """ONEDNN_MAX_CPU_ISA as bf16 needed it, or nothing (see `cpu_bf16`)."""
+    num_processors: int
+    flops_per_second: Mapping[str, float]
+    """Rate of large matmuls by dtype. bf16 is absent on a CPU that cannot run it."""
+    attention: tuple[tuple[float, float, float, float], ...]
+    """Head size, tokens, FLOP/s forward and backward; only the lower triangle counts."""
+    memory: tuple[tuple[str, float, float], ...]
+    """Kernel, bytes, seconds."""
+    launch_seconds: float
+    memory_bytes: int
+    """Memory of the card; zero on a CPU, where the parent divides the machine's memory."""
+    reserved_bytes: int
+    matmuls: tuple[tuple[float, float, float, float], ...] = ()
+    """m, n, k, seconds: bf16 on a GPU, fp32 on a CPU."""
+    odd_slowdown: float = 1.0
+    """Time of a matmul with an odd number of outputs over that of an aligned one."""
+    kernel_seconds: float = 0.0
+    num_launches: float = 0.0
+    """Launches in the block that `launch_seconds` was measured with."""
+    blocks: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of a decoder block, forward and backward: `eager`, `compiled`."""
+    copies: Mapping[str, float] = field(default_factory=dict)
+    beside: Mapping[str, float] = field(default_factory=dict)
+    host_memory_bytes_per_second: float = 0.0
+    adam_elements_per_second: float = 0.0
+    disk_read_bytes_per_second: float = 0.0
+    disk_write_bytes_per_second: float = 0.0
+    links: Mapping[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
+    """Kind -> (message bytes, seconds); empty on one device."""
 
 
 def probe(*, num_devices: int | None = None, report: Callable[[str], None], quick: bool = False) -> Cluster:

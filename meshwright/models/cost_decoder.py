@@ -60,7 +60,27 @@ def _attention(config: DecoderConfig, is_causal: bool) -> tuple[tuple[Param, ...
     ]
     if config.qkv_bias:
         ops.append(bias("attention.biases", q + 2.0 * kv, "tensor", count=3))
-    ops += _norms_and_rope(config, float(q + kv), float(q))
+    n = float(q + kv)  # elements of queries and keys
+    if config.qk_norm:
+        fused = (n, 4.0 * n, 1.0, 2.0) if config.positions == "rope" else (2.0 * n, 5.0 * n, 2.0, 4.0)
+        back, kernels = 5.0 * n, (2, 2)
+        ops += [
+            kept("attention.qk_norm.statistics", "norm", n / h, cut="tensor", wide=True),
+            memory(
+                "attention.qk_norm", "norm", 2.0 * n, back=back, saved=n, kernels=kernels, cut="tensor", fused=fused
+            ),
+        ]
+    if config.positions == "rope":
+        # Four products, a sum and a difference of halves, and a copy that joins them; the same going back. Then heads
+        # lie outside of the sequence, and a product reads a copy: of gradients (a norm reads them as they lie), and of
+        # attention's output, which takes the layout of the query.
+        copied = 0 if config.qk_norm else 1
+        fused = (n, n, 0.0, 1.0) if config.qk_norm else (2.0 * n, 2.0 * n, 1.0, 1.0)
+        back, kernels = (9.0 + 2.0 * copied) * n, (14, 16 + 2 * copied)
+        ops += [
+            memory("attention.rope", "rope", 9.0 * n, back=back, kernels=kernels, cut="tensor", fused=fused),
+            memory("attention.layout", "layout", 2.0 * q, saved=float(q), cut="tensor"),
+        ]
     seen = 0.5 if is_causal else 1.0  # of the sequence, on average
     ops.append(
         Op(
@@ -81,32 +101,6 @@ def _attention(config: DecoderConfig, is_causal: bool) -> tuple[tuple[Param, ...
     if config.bias:
         ops.append(bias("attention.output.bias", d))
     return tuple(params), tuple(ops)
-
-
-def _norms_and_rope(config: DecoderConfig, n: float, q: float) -> list[Op]:
-    """Norms of the n elements of queries and keys, and their rotation by position."""
-    ops = []
-    if config.qk_norm:
-        fused = (n, 4.0 * n, 1.0, 2.0) if config.positions == "rope" else (2.0 * n, 5.0 * n, 2.0, 4.0)
-        ops.append(kept("attention.qk_norm.statistics", "norm", n / config.size_of_head, cut="tensor", wide=True))
-        ops.append(
-            memory(
-                "attention.qk_norm", "norm", 2.0 * n, back=5.0 * n, saved=n, kernels=(2, 2), cut="tensor", fused=fused
-            )
-        )
-    if config.positions != "rope":
-        return ops
-    # Four products, a sum and a difference of halves, and a copy that joins them; the same going back. Then heads lie
-    # outside of the sequence, and a product reads a copy: of gradients (a norm reads them as they lie), and of
-    # attention's output, which takes the layout of the query.
-    copied = 0 if config.qk_norm else 1
-    fused = (n, n, 0.0, 1.0) if config.qk_norm else (2.0 * n, 2.0 * n, 1.0, 1.0)
-    back, kernels = (9.0 + 2.0 * copied) * n, (14, 16 + 2 * copied)
-    return [
-        *ops,
-        memory("attention.rope", "rope", 9.0 * n, back=back, kernels=kernels, cut="tensor", fused=fused),
-        memory("attention.layout", "layout", 2.0 * q, saved=q, cut="tensor"),
-    ]
 
 
 def plain_mlp(config: DecoderConfig) -> Mlp:
@@ -265,7 +259,7 @@ def _sending(config: DecoderConfig, sent: float) -> list[Op]:
     ]
 
 
-def _embed(config: DecoderConfig) -> Layer:
+def decoder_profile(config: DecoderConfig, name: str) -> Profile:
     d, v = config.hidden_size, config.vocab_size
     params = [Param(name="tokens.weight", shape=(v, d), cut=0)]
     # A dense gradient of the whole table is written. Numbers of tokens are int64.
@@ -289,15 +283,16 @@ def _embed(config: DecoderConfig) -> Layer:
     if config.tied:  # the head's gradient is added
         ops.append(memory("tied", "embedding", once=(0, 3.0 * v * d), kernels=(0, 1)))
     boundary = Poly(bs=d)
-    sites = (Site(kind="exit", elements=boundary),)
-    return Layer(name="embed", params=tuple(params), ops=tuple(ops), sites=sites, boundary=boundary)
-
-
-def _head(config: DecoderConfig) -> Layer:
-    d, v = config.hidden_size, config.vocab_size
+    exits = (Site(kind="exit", elements=boundary),)
+    layers = [Layer(name="embed", params=tuple(params), ops=tuple(ops), sites=exits, boundary=boundary)]
+    dense = config.num_dense_layers if config.num_experts else config.num_layers
+    if dense:
+        layers.append(block_layer(config, "dense_blocks" if config.num_experts else "blocks", dense, plain_mlp(config)))
+    if config.num_experts:
+        layers.append(block_layer(config, "blocks", config.num_layers - dense, experts_mlp(config)))
     weight = Param(name="output.weight", shape=(v, d), cut=0, tied="embed.tokens.weight" if config.tied else "")
     norm = norm_params("norm", d, bias=config.norm == "layer")
-    return Layer(
+    head = Layer(
         name="head",
         params=(*norm, weight),
         ops=(
@@ -306,20 +301,11 @@ def _head(config: DecoderConfig) -> Layer:
             matmul("output", v, d),
             *head_loss(v, d),
         ),
-        sites=(Site(kind="enter", elements=Poly(bs=d), after=len(norm)), Site(kind="loss", elements=Poly(bs=1.0))),
+        sites=(Site(kind="enter", elements=boundary, after=len(norm)), Site(kind="loss", elements=Poly(bs=1.0))),
     )
-
-
-def decoder_profile(config: DecoderConfig, name: str) -> Profile:
-    dense = config.num_dense_layers if config.num_experts else config.num_layers
-    blocks = []
-    if dense:
-        blocks.append(block_layer(config, "dense_blocks" if config.num_experts else "blocks", dense, plain_mlp(config)))
-    if config.num_experts:
-        blocks.append(block_layer(config, "blocks", config.num_layers - dense, experts_mlp(config)))
     return Profile(
         name=name,
-        layers=(_embed(config), *blocks, _head(config)),
+        layers=(*layers, head),
         hidden_size=config.hidden_size,
         max_sequence=config.max_sequence,
     )

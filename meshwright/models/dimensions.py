@@ -174,7 +174,7 @@ class ViTConfig:
 
     @property
     def num_tokens(self) -> int:
-        """Of an image: its patches and the class token."""
+        """Tokens of an image: its patches and the class token."""
         return (self.image_size // self.patch_size) ** 2 + 1
 
     @property
@@ -329,7 +329,7 @@ class DLRMConfig:
 
     @property
     def num_features(self) -> int:
-        """Of the top MLP: the dense vector and every pair's product."""
+        """Inputs of the top MLP: the dense vector and every pair's product."""
         return self.embedding_size + self.num_vectors * (self.num_vectors - 1) // 2
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from meshwright.ask.answer import Answer
 from meshwright.ask.explain import alternative_of, differences, faster_unfit, gap_words, missing_bytes, runner_up
 from meshwright.ask.question import Outcome
-from meshwright.ask.sizes import BatchGoals, BatchRun, DeviceCounts
+from meshwright.ask.sizes import BatchRun
 from meshwright.core.codec import encode
 from meshwright.planner.search import ScoredPlan, SearchResult
 
@@ -16,9 +16,29 @@ def answer_as_json(answer: Answer) -> dict[str, Any]:
     """Parts that were not asked for are left out."""
     parts: dict[str, Any] = {}
     if answer.batch_goals is not None:
-        parts["goal"] = _goals(answer.batch_goals)
+        goals = answer.batch_goals
+        parts["goal"] = {
+            "critical_batch": goals.goal.critical_batch,
+            "least_steps": goals.goal.least_steps,
+            "sources": list(goals.goal.sources),
+            "tried": [_batch_run(each) for each in goals.runs],
+            "soonest": _batch_run(goals.soonest),
+            "cheapest": _batch_run(goals.cheapest),
+            "is_interrupted": goals.is_interrupted,
+        }
     if answer.device_counts is not None:
-        parts["sizes"] = _device_counts(answer.device_counts, answer.request.tokens)
+        sizes, tokens = answer.device_counts, answer.request.tokens
+        tried = []
+        for each in sizes.tried:
+            hours = each.device_hours(tokens) if each.rate else None
+            tried.append({"devices": each.devices, **_outcome(each.outcome), "device_hours": hours})
+        parts["sizes"] = {
+            "tokens": tokens,
+            "tried": tried,
+            "fastest": sizes.fastest.devices if sizes.fastest else None,
+            "cheapest": sizes.cheapest.devices if sizes.cheapest else None,
+            "is_interrupted": sizes.is_interrupted,
+        }
     if answer.result is not None:
         parts |= result_as_json(answer.result) | {"explain": explanation_as_json(answer.result)}
     if answer.ways_out is not None:
@@ -91,48 +111,20 @@ def explanation_as_json(result: SearchResult) -> dict[str, Any]:
     }
 
 
+def _batch_run(run: BatchRun | None) -> dict[str, Any] | None:
+    if run is None:
+        return None
+    ends = run.outcome.best is not None
+    return {
+        "batch": run.batch,
+        "devices": run.devices,
+        "steps": run.steps,
+        **_outcome(run.outcome),
+        "seconds": run.seconds if ends else None,
+        "device_hours": run.device_hours if ends else None,
+    }
+
+
 def _outcome(outcome: Outcome) -> dict[str, Any]:
     scored = encode(outcome.best) or {"plan": None, "forecast": None}
     return {"words": outcome.words, **scored, "reason": outcome.reason}
-
-
-def _device_counts(sizes: DeviceCounts, tokens: float) -> dict[str, Any]:
-    return {
-        "tokens": tokens,
-        "tried": [
-            {
-                "devices": size.devices,
-                **_outcome(size.outcome),
-                "device_hours": size.device_hours(tokens) if size.rate else None,
-            }
-            for size in sizes.tried
-        ],
-        "fastest": sizes.fastest.devices if sizes.fastest else None,
-        "cheapest": sizes.cheapest.devices if sizes.cheapest else None,
-        "is_interrupted": sizes.is_interrupted,
-    }
-
-
-def _goals(goals: BatchGoals) -> dict[str, Any]:
-    def run(each: BatchRun | None) -> dict[str, Any] | None:
-        if each is None:
-            return None
-        ends = each.outcome.best is not None
-        return {
-            "batch": each.batch,
-            "devices": each.devices,
-            "steps": each.steps,
-            **_outcome(each.outcome),
-            "seconds": each.seconds if ends else None,
-            "device_hours": each.device_hours if ends else None,
-        }
-
-    return {
-        "critical_batch": goals.goal.critical_batch,
-        "least_steps": goals.goal.least_steps,
-        "sources": list(goals.goal.sources),
-        "tried": [run(each) for each in goals.runs],
-        "soonest": run(goals.soonest),
-        "cheapest": run(goals.cheapest),
-        "is_interrupted": goals.is_interrupted,
-    }

@@ -36,7 +36,7 @@ COMPARED_AFTER = 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """Of the steps that were measured: neither the first ones nor those that were profiled."""
+    """Statistics of the measured steps: all but the first ones and the profiled ones."""
 
     step_seconds: float
     """The median, as everywhere here."""
@@ -45,15 +45,15 @@ class Facts:
     num_measured: int
     num_left_out: int
     first_step_seconds: float
-    """Of the very first step, which is not measured."""
+    """Seconds of the very first step, which is not among the measured ones."""
     early_step_seconds: float
-    """Of the first third of the measured steps."""
+    """Median of the first third of the measured steps."""
     late_step_seconds: float
-    """Of the last third."""
+    """Median of the last third."""
     data_seconds: float
-    """That a step of rank 0 waits for its samples."""
+    """Seconds per step that rank 0 waits for its samples."""
     waited_fraction: float
-    """Of the time in which rank 0 was ready to run and had no core."""
+    """Share of the time in which rank 0 was ready to run and had no core."""
     parts: Mapping[str, float]
     """Shares of a profiled step: compute, collective and copy (that nothing hides), idle; empty where none was
     profiled."""
@@ -184,7 +184,7 @@ class Reason:
     what: str
     """In words, with its number."""
     seconds: float
-    """Of a step, that it explains."""
+    """Seconds of a step that it explains."""
     next: str = ""
     """What to do about it."""
 

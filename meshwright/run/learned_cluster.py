@@ -91,7 +91,19 @@ def _of_one_machine(entries: list[Entry], kind: str) -> tuple[list[Entry], list[
 
 def _groups_like(entry: Entry, cluster: Cluster, path: str | Path) -> list[int]:
     """Which groups have the devices that the run was on, and equal links; raises where none has."""
-    differences = [_difference(entry, group.device, cluster.name) for group in cluster.groups]
+    known = preset_of_device(entry.device_name) if entry.device_name else None
+    ran_on, name = (known or entry.cluster).device, cluster.name
+    differences = []  # in words, with the numbers; empty where the devices are of one kind
+    for group in cluster.groups:
+        theirs, ours = _figures(ran_on), _figures(group.device)
+        far = [each for each in ours if max(theirs[each], ours[each]) > _FAR * min(theirs[each], ours[each])]
+        words = ", ".join(f"{each} {theirs[each]:.3g}, of {name} {ours[each]:.3g}" for each in far)
+        if ran_on.kind != group.device.kind:
+            differences.append(f"{ran_on.kind} devices, {name} has {group.device.kind}")
+        elif ran_on.kind == "cpu" or not words:  # a CPU's figures are measured, and scatter
+            differences.append("")
+        else:
+            differences.append(f"{entry.device_name or 'other devices'}: {words}")
     alike = [i for i, difference in enumerate(differences) if not difference]
     if alike:
         group = cluster.groups[alike[0]]
@@ -99,20 +111,6 @@ def _groups_like(entry: Entry, cluster: Cluster, path: str | Path) -> list[int]:
     what = f"ran on {differences[0]}. What is slow there says nothing of these."
     fix = f"Plan for the cluster it ran on ({entry.cluster.name}), or learn from a run on such devices."
     raise error_at(path, what, fix)
-
-
-def _difference(entry: Entry, wanted: Device, name: str) -> str:
-    """In words, with the numbers; empty where the devices are of one kind."""
-    known = preset_of_device(entry.device_name) if entry.device_name else None
-    ran_on = (known or entry.cluster).device
-    if ran_on.kind != wanted.kind:
-        return f"{ran_on.kind} devices, {name} has {wanted.kind}"
-    if ran_on.kind == "cpu":  # whose figures are measured, and scatter
-        return ""
-    theirs, ours = _figures(ran_on), _figures(wanted)
-    far = [each for each in ours if max(theirs[each], ours[each]) > _FAR * min(theirs[each], ours[each])]
-    words = ", ".join(f"{each} {theirs[each]:.3g}, of {name} {ours[each]:.3g}" for each in far)
-    return f"{entry.device_name or 'other devices'}: {words}" if words else ""
 
 
 def _figures(device: Device) -> dict[str, float]:

@@ -53,7 +53,7 @@ class ModelDescription:
     num_scores: int = 0
     """Classes that somebody else's module tells apart; 0: not known."""
     sample_shape: tuple[int, ...] = ()
-    """Of an image, by that module's sample inputs; empty where they are none."""
+    """Shape of an image in the module's sample inputs; empty if they are not images."""
     num_inputs: int = 0
     """Tensors that module is called with; 0: whatever its data gives."""
     findings: Mapping[str, Any] | None = None
@@ -89,8 +89,8 @@ def describe_run(config: RunConfig) -> ModelDescription:
 
 
 def describe(section: ModelSection, sequence: int, seed: int = 0) -> ModelDescription:
-    """Of somebody else's module this takes seconds: it is built, run and traced. `seed`: as ranks will be seeded when
-    they build it, for a factory that draws numbers."""
+    """Describe a model. For somebody else's module this takes seconds: it is built, run and traced. `seed`: as ranks
+    will be seeded when they build it, for a factory that draws numbers."""
     config = section.config()
     if config is not None:
         profile = profile_of(config, section.title)
@@ -193,19 +193,15 @@ def _is_frozen(section: ModelSection, made: Any) -> Callable[[str], bool]:
 
 def open_model(description: ModelDescription, seed: int) -> OpenedModel:
     """The module itself, as it was described; nothing of it is run."""
-    import torch
 
-    from meshwright.ops.initial_weights import from_tensors, seeded
-    from meshwright.zoo import module_of
+    from meshwright.ops.initial_weights import from_tensors
 
     section, config = description.section, description.config
-    if section is None:
-        assert config is not None
-        return open_config(config, description.profile.name, seed)
     if config is not None:
-        with torch.device("meta"):
-            model = module_of(config)
-        source = seeded(model.init_value, seed)
+        opened = open_config(config, description.profile.name, seed)
+        if section is None:
+            return opened
+        model, source = opened.model, opened.source
         if section.hf:
             from meshwright.hf.weights_read import source_of_folder
 
@@ -214,6 +210,7 @@ def open_model(description: ModelDescription, seed: int) -> OpenedModel:
     else:
         from meshwright.foreign.adapt import ModuleFindings, adapt
 
+        assert section is not None
         _seed_draws(seed)  # the module draws its own first weights, the same on every rank
         with contextlib.redirect_stdout(sys.stderr):
             module, loss, example = _module(section, description.sequence)

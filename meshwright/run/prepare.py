@@ -240,11 +240,7 @@ def write_prepared(config: RunConfig, prepared: PreparedRun) -> None:
     """Every artefact between two stages lies in the folder, to be read, edited and used again."""
     folder = Path(config.run.folder)
     timeline = simulate(
-        prepared.profile,
-        prepared.plan,
-        prepared.cluster,
-        sequence=config.sequence,
-        optimizer=config.train.optimizer,
+        prepared.profile, prepared.plan, prepared.cluster, sequence=config.sequence, optimizer=config.train.optimizer
     )
     for name in OF_ONE_START:
         (folder / name).unlink(missing_ok=True)

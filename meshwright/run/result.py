@@ -13,12 +13,15 @@ from meshwright.core.codec import encode, load_artefact
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.files import write_whole
 from meshwright.core.ledger import Entry
-from meshwright.report.overlay import PICTURE, overlay
+from meshwright.core.timeline import Timeline, last_step
+from meshwright.report.timeline_lanes import compared
+from meshwright.report.timeline_svg import picture
 from meshwright.run.comparison import COMPARISON, Facts, as_data, compare, entry_of, keep, paragraph, record
 from meshwright.run.prepare import PreparedRun, promise_of
 from meshwright.run.run_file import RunConfig
 
 SUMMARY = "summary.json"
+PICTURE = "timeline.svg"
 _FILES = ("metrics.jsonl", "samples.jsonl", "tensorboard/", "checkpoints/", "measured.trace.json", PICTURE)
 
 
@@ -31,17 +34,17 @@ class RunSummary:
     step: int
     """Steps made so far, over all starts."""
     steps_now: int
-    """Of these, since this start."""
+    """Steps made since this start."""
     stopped: bool
     """It was asked to stop, and has saved."""
     seconds: float
     counts: str
     """tokens, or samples where these have no sequence."""
     seen_now: float
-    """Of these, that this start has trained on."""
+    """Tokens or samples that this start has trained on."""
     samples_in_all: int
     loss: float | None
-    """Of the last step."""
+    """Loss of the last step."""
     held_out: Mapping[str, float]
     steps: int
     """`train.steps`: where the run ends."""
@@ -84,6 +87,22 @@ class RunResult:
         return {path.name.removesuffix(".json").removesuffix(".jsonl"): path for path in found}
 
 
+def overlay(folder: Path, title: str) -> str:
+    """Write the picture beside both timelines. The line, or why there is none; empty where no step was recorded."""
+    if not (folder / "measured.timeline.json").exists():
+        return ""
+    try:
+        predicted = load_artefact(Timeline, folder / "predicted.timeline.json")
+        measured = last_step(load_artefact(Timeline, folder / "measured.timeline.json"))
+        line = compared(predicted, measured)
+        write_whole(folder / PICTURE, picture([predicted, measured], title=title, notes=[line]) + "\n")
+    except MeshwrightError as error:
+        return f"{PICTURE} is not written: {error}"
+    except OSError as error:
+        return f"{PICTURE} is not written: {error.strerror or error}"
+    return line
+
+
 def conclude(config: RunConfig, prepared: PreparedRun, exit_code: int) -> RunResult:
     """Compare what the ranks have left in the folder with the forecast, and write down what came of it."""
     folder = Path(config.run.folder)
@@ -92,7 +111,13 @@ def conclude(config: RunConfig, prepared: PreparedRun, exit_code: int) -> RunRes
     except (OSError, ValueError):
         return RunResult(exit_code=exit_code, folder=folder, summary=None, comparison=None)
     line = overlay(folder, f"{config.model.title} on {prepared.cluster.name}: {prepared.plan}")
-    entry = _entry(config, prepared, result)
+    entry = None  # where no step was measured
+    if result["num_measured"]:
+        promise, facts = promise_of(config, prepared), Facts.of(result)
+        comparison = compare(promise, facts, is_whole=True)
+        told = as_data(comparison, facts, paragraph(promise, facts, comparison, config.run.folder))
+        about = {"torch": result["torch"], "device_name": result["device_name"]}
+        entry = entry_of(promise, facts, told, unix_seconds=result["finished_unix_seconds"], **about)
     summary = _summary(config, prepared, result, {} if entry is None else entry.comparison)
     warnings = []
     try:
@@ -108,8 +133,8 @@ def conclude(config: RunConfig, prepared: PreparedRun, exit_code: int) -> RunRes
 
 
 def earlier_result(folder: Path, steps: int) -> RunResult:
-    """Of a run that has nothing left to do, as the start that made its last step has written it: one that was killed
-    before it could leaves the files of the start before."""
+    """The result of a finished run, as the start that made its last step has written it; one that was killed before it
+    could leaves the files of the start before."""
     summary, entry = None, None
     try:
         summary = load_artefact(RunSummary, folder / SUMMARY)
@@ -119,18 +144,6 @@ def earlier_result(folder: Path, steps: int) -> RunResult:
     if summary is not None and summary.step < steps:
         summary, entry = None, None
     return RunResult(exit_code=0, folder=folder, summary=summary, comparison=entry)
-
-
-def _entry(config: RunConfig, prepared: PreparedRun, result: Mapping[str, Any]) -> Entry | None:
-    """The whole run beside its forecast; None where no step was measured."""
-    if not result["num_measured"]:
-        return None
-    promise, facts = promise_of(config, prepared), Facts.of(result)
-    comparison = compare(promise, facts, is_whole=True)
-    text = paragraph(promise, facts, comparison, config.run.folder)
-    about = {"torch": result["torch"], "device_name": result["device_name"]}
-    told = as_data(comparison, facts, text)
-    return entry_of(promise, facts, told, unix_seconds=result["finished_unix_seconds"], **about)
 
 
 def _summary(

@@ -171,7 +171,7 @@ class RunConfig:
     run: RunSection
     plan: PlanSection = PlanSection()
     origin: ClassVar[RunOrigin] = RunOrigin()
-    """Of configs that were read from a file (`read_run` sets it); no key of the file."""
+    """The file that the config was read from (`read_run` sets it); not a key of the file."""
 
     @property
     def sequence(self) -> int:

@@ -100,6 +100,13 @@ class Board:
 class Wandb:
     def open(self, about: About) -> None:
         self.wandb: Any = import_module("wandb")
+        mode = None  # leaves it to the user's own settings
+        if "WANDB_MODE" not in os.environ:  # without a key there is nobody to send to
+            try:
+                has_key = self.wandb.login(prompt=False, verify=False)
+            except TypeError:  # before `prompt` was there to say so
+                has_key = bool(self.wandb.api.api_key)
+            mode = None if has_key else "offline"
         self.run = self.wandb.init(
             project=_PROJECT,
             name=about.folder.resolve().name,
@@ -107,19 +114,9 @@ class Wandb:
             resume="allow",
             dir=str(_room(about)),
             config=dict(about.config),
-            mode=self._mode(),
+            mode=mode,
             settings=self.wandb.Settings(console="off", silent=True),
         )
-
-    def _mode(self) -> Any:
-        """None leaves it to the user's own settings; without a key there is nobody to send to."""
-        if "WANDB_MODE" in os.environ:
-            return None
-        try:
-            has_key = self.wandb.login(prompt=False, verify=False)
-        except TypeError:  # before `prompt` was there to say so
-            has_key = bool(self.wandb.api.api_key)
-        return None if has_key else "offline"
 
     def values(self, step: int, values: Mapping[str, float]) -> None:
         self.run.log(dict(values), step=step)

@@ -18,7 +18,6 @@ from typing import Any
 from meshwright.core.codec import encode
 from meshwright.core.errors import Problem, error_at, raise_problems
 from meshwright.core.plan import Plan
-from meshwright.core.profile import Profile
 from meshwright.core.technique import EXACTNESS
 from meshwright.core.units import pretty_bytes
 from meshwright.launch.rank_pool import RankPool
@@ -102,10 +101,24 @@ def check(
         fix = "Check the plan with exact settings in its place; its own algorithm is proved by the project's tests."
         raise error_at("plan", what, fix)
     problems = list(plan.check(profile) or plan.check_sequence(config.sequence))
-    raise_problems([*problems, *config.train.optimizer.problems_with(plan)])
+    problems += config.train.optimizer.problems_with(plan)
+    raise_problems(problems)
     if "samples" not in profile.uncut:
         plan = shortened(plan, len(plan.blocks_of_stages(profile)))
-    _check_memory(profile, plan, config.sequence, steps)
+    # What the ranks hold in float64, all on this machine, and one device beside them; and what it writes.
+    stages = range(len(plan.blocks_of_stages(profile)))
+    works = [price(profile, plan, sequence=config.sequence, stage=stage, element_bytes=8) for stage in stages]
+    held = sum(float(r.repeat * r.bytes) for work in works for r in work.residents if r.life == "always")
+    needed = {
+        "memory": (max(held * plan.num_ranks / len(works), profile.num_params * 8 * 6), available_host_bytes()),
+        tempfile.gettempdir(): (profile.num_params * 17 * steps, shutil.disk_usage(tempfile.gettempdir()).free),
+    }
+    fix = "Check a shallower model: --set model.change='{num_layers = 4}'."
+    for where, (wanted, there) in needed.items():
+        if wanted > there:
+            what = f"a comparison needs about {pretty_bytes(wanted)}; {pretty_bytes(there)} are free."
+            problems.append(Problem(where=where, what=what, fix=fix))
+    raise_problems(problems)
     own = pool or RankPool(plan.num_ranks, threads_per_rank=1)
     try:
         parts = _Comparing(config, description, plan, steps, own, report).parts()
@@ -242,22 +255,3 @@ def _part(
         traffic=tuple(f"rank {rank}: {line}" for rank, a in enumerate(answers) for line in a["traffic"]),
         num_messages=sum(answer["num_messages"] for answer in answers),
     )
-
-
-def _check_memory(profile: Profile, plan: Plan, sequence: int, steps: int) -> None:
-    """What the ranks hold in float64, all on this machine, and one device beside them; and what it writes."""
-    stages = range(len(plan.blocks_of_stages(profile)))
-    works = [price(profile, plan, sequence=sequence, stage=stage, element_bytes=8) for stage in stages]
-    held = sum(float(r.repeat * r.bytes) for work in works for r in work.residents if r.life == "always")
-    fix = "Check a shallower model: --set model.change='{num_layers = 4}'."
-    needed = {
-        "memory": (max(held * plan.num_ranks / len(works), profile.num_params * 8 * 6), available_host_bytes()),
-        tempfile.gettempdir(): (profile.num_params * 17 * steps, shutil.disk_usage(tempfile.gettempdir()).free),
-    }
-    problems = [
-        Problem(where=where, what=f"a comparison needs about {pretty_bytes(wanted)}; {pretty_bytes(there)} are free.",
-                fix=fix)
-        for where, (wanted, there) in needed.items()
-        if wanted > there
-    ]  # fmt: skip
-    raise_problems(problems)

@@ -61,12 +61,7 @@ class Session:
 
 
 def open_session(
-    plan: Plan,
-    opened: OpenedModel,
-    optimizer: OptimizerConfig,
-    *,
-    dtype: str,
-    device: torch.device,
+    plan: Plan, opened: OpenedModel, optimizer: OptimizerConfig, *, dtype: str, device: torch.device
 ) -> Session:
     mesh = Mesh.make(plan.mesh, device)
     made = build(plan, opened.model, opened.profile, mesh, opened.source, DTYPES[dtype])
@@ -245,7 +240,7 @@ class Rounded:
 
     losses: list[float]
     sums: tuple[float, float, float]
-    """Of the first step, over this rank's pieces of the gradient: squared distance from the reference, squared norm of
+    """First step, summed over this rank's pieces of the gradient: squared distance from the reference, squared norm of
     the reference, and their product."""
     departures: list[Departure]
     """Updates that are not the optimizer's rule applied to this rank's own gradients."""

@@ -182,7 +182,7 @@ def train(
 
 
 def part_seed(seed: int, step: int, part: int) -> int:
-    """Of the random numbers that one part of a step's rows draws."""
+    """Seed of the random numbers that one part of a step's rows draws."""
     return seed * 1_000_003 + step * 1009 + part
 
 
@@ -272,7 +272,7 @@ def update(
     method = optimizer.name
     if method == "muon" and not (in_block and w.ndim in (2, 3)):
         method = "adamw"
-    return _RULES[method](optimizer, w, g, state, t, rate * scale, decay)
+    return RULES[method](optimizer, w, g, state, t, rate * scale, decay)
 
 
 def doubted_update(
@@ -302,31 +302,31 @@ def _adam(o: Any, g: Tensor, state: Tensors, t: int) -> Tensor:
     return m / (v.sqrt() + o.epsilon)
 
 
-def _adamw(o: Any, w: Tensor, g: Tensor, state: Tensors, t: int, rate: float, decay: float) -> Tensor:
+def adamw(o: Any, w: Tensor, g: Tensor, state: Tensors, t: int, rate: float, decay: float) -> Tensor:
     return w * (1 - rate * decay) - rate * _adam(o, g, state, t)
 
 
-def _sgd(o: Any, w: Tensor, g: Tensor, state: Tensors, t: int, rate: float, decay: float) -> Tensor:
+def sgd(o: Any, w: Tensor, g: Tensor, state: Tensors, t: int, rate: float, decay: float) -> Tensor:
     g = g + decay * w
     if o.momentum:
         g = state["moving"] = o.momentum * state["moving"] + g if "moving" in state else g
     return w - rate * g
 
 
-def _lion(o: Any, w: Tensor, g: Tensor, state: Tensors, t: int, rate: float, decay: float) -> Tensor:
+def lion(o: Any, w: Tensor, g: Tensor, state: Tensors, t: int, rate: float, decay: float) -> Tensor:
     m = state.get("m", torch.zeros_like(g))
     direction = torch.sign(o.beta1 * m + (1 - o.beta1) * g)
     state["m"] = o.beta2 * m + (1 - o.beta2) * g
     return w * (1 - rate * decay) - rate * direction
 
 
-def _lamb(o: Any, w: Tensor, g: Tensor, state: Tensors, t: int, rate: float, decay: float) -> Tensor:
+def lamb(o: Any, w: Tensor, g: Tensor, state: Tensors, t: int, rate: float, decay: float) -> Tensor:
     r = _adam(o, g, state, t) + decay * w
     trust = float(w.norm() / r.norm()) if w.ndim > 1 and w.norm() > 0 and r.norm() > 0 else 1.0
     return w - rate * trust * r
 
 
-def _lars(o: Any, w: Tensor, g: Tensor, state: Tensors, t: int, rate: float, decay: float) -> Tensor:
+def lars(o: Any, w: Tensor, g: Tensor, state: Tensors, t: int, rate: float, decay: float) -> Tensor:
     trust = 1.0
     if w.ndim > 1 and w.norm() > 0 and g.norm() > 0:
         trust = float(0.001 * w.norm() / (g.norm() + decay * w.norm()))
@@ -336,7 +336,7 @@ def _lars(o: Any, w: Tensor, g: Tensor, state: Tensors, t: int, rate: float, dec
     return w - moved
 
 
-def _adafactor(o: Any, w: Tensor, g: Tensor, state: Tensors, t: int, rate: float, decay: float) -> Tensor:
+def adafactor(o: Any, w: Tensor, g: Tensor, state: Tensors, t: int, rate: float, decay: float) -> Tensor:
     beta, square = 1 - t**-0.8, g * g + o.epsilon
     if w.ndim > 1:
         row = _mean(state, "row", square.mean(-1, keepdim=True), beta)
@@ -350,7 +350,7 @@ def _adafactor(o: Any, w: Tensor, g: Tensor, state: Tensors, t: int, rate: float
     return w * (1 - rate * decay) - rate * size * u
 
 
-def _muon(o: Any, w: Tensor, g: Tensor, state: Tensors, t: int, rate: float, decay: float) -> Tensor:
+def muon(o: Any, w: Tensor, g: Tensor, state: Tensors, t: int, rate: float, decay: float) -> Tensor:
     m = _mean(state, "m", g, o.momentum)
     x = (1 - o.momentum) * g + o.momentum * m
     x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=1e-7)
@@ -360,12 +360,6 @@ def _muon(o: Any, w: Tensor, g: Tensor, state: Tensors, t: int, rate: float, dec
     return w * (1 - rate * decay) - rate * 0.2 * max(w.shape[-2:]) ** 0.5 * x
 
 
-_RULES: dict[str, Callable[..., Tensor]] = {
-    "adamw": _adamw,
-    "sgd": _sgd,
-    "lion": _lion,
-    "lamb": _lamb,
-    "lars": _lars,
-    "adafactor": _adafactor,
-    "muon": _muon,
+RULES: dict[str, Callable[..., Tensor]] = {
+    rule.__name__: rule for rule in (adamw, sgd, lion, lamb, lars, adafactor, muon)
 }

@@ -1,6 +1,6 @@
 """`mw simulate` and the files it reads and writes: what is asked for is there, what is wrong is told (exit code 2).
 
-Tests of `cli/simulate.py`, `core/timeline.py`, `report/overlay.py`.
+Tests of `cli/simulate.py`, `core/timeline.py`, `run/result.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from command import write_plan
 
 from meshwright.cli.main import main
 from meshwright.core.timeline import Timeline
-from meshwright.report.overlay import PICTURE, overlay
+from meshwright.run.result import PICTURE, overlay
 
 REPLICATE = {"name": "replicate", "size": 2}
 STAGES = {"name": "pipeline", "size": 2}

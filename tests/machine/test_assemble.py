@@ -1,7 +1,4 @@
-"""From timings to a Cluster, without a machine: the line through all_reduce times, known and new cards.
-
-Tests of `machine/readings.py`.
-"""
+"""From timings to a Cluster, without a machine: the line through all_reduce times, known and new cards."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from meshwright.core.errors import MeshwrightError
 from meshwright.machine.assemble import WHOLE_BLOCKS, assemble, block_tasks, forecast_seconds
 from meshwright.machine.fits import bus_bytes, fit_links
 from meshwright.machine.named_clusters import preset
-from meshwright.machine.readings import Reading
+from meshwright.machine.probe import Reading
 
 SIZES = (4096, 32768, 262144, 2**21, 2**23)
 H200 = Reading(

@@ -42,7 +42,7 @@ def test_the_rules_are_torchs_own_where_torch_has_them(name: Any) -> None:
 
 
 def test_there_is_a_rule_for_every_optimizer() -> None:
-    assert set(reference._RULES) == set(rules())
+    assert set(reference.RULES) == set(rules())
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
