@@ -28,8 +28,8 @@ def page(rows: Mapping[str, Any], frozen: Mapping[str, Any]) -> str:
     lines = ["# Speed and memory on one GPU", ""]
     device = rows.get("device") or frozen.get("device") or "no GPU yet"
     lines += [
-        f"Measured on {device}, torch {rows.get('torch', frozen.get('torch', '–'))}. Made by `python -m benchmarks.gpu page`;",
-        "do not edit. Worst first.",
+        f"Measured on {device}, torch {rows.get('torch', frozen.get('torch', '–'))}.",
+        "Made by `python -m benchmarks.gpu page`; do not edit. Worst first.",
         "",
         *_speed(rows.get("rows", ())),
         *_kernels(rows.get("rows", ())),
@@ -42,9 +42,9 @@ def _speed(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = [
         "## Beside others",
         "",
-        "Our step is `mw.build`'s, called as a user would; theirs is their own loop (`benchmarks/gpu_peers.py`). Both run in",
-        "one call, in turns, three times; a ratio is the median of the pairs, with the least and the greatest. Peak memory is",
-        "what torch has allocated; errors are those of the forecast made before.",
+        "Our step is `mw.build`'s, called as a user would; theirs is their own loop (`benchmarks/gpu_peers.py`).",
+        "Both run in one call, in turns, three times; a ratio is the median of the pairs, with the least and the",
+        "greatest. Memory is the peak that torch has allocated; errors are of the forecast made before.",
         "",
     ]
     if not rows:
@@ -108,8 +108,8 @@ def _forecasts(frozen: Mapping[str, Any]) -> list[str]:
     lines = [
         "## Forecasts of cases nobody looked at",
         "",
-        "`benchmarks/gpu_frozen.py`: a list written before the work began and run once when it was done; every forecast was",
-        "made from `mw probe`'s measurements before its case ran.",
+        "`benchmarks/gpu_frozen.py`: a list written before the work began and run once when it was done; every",
+        "forecast was made from `mw probe`'s measurements before its case ran.",
         "",
     ]
     cases = frozen.get("cases", ())
