@@ -64,4 +64,5 @@ class LowbitOptimizer(Technique):
         return replace(work, optimizer=LowBitPrice(optimizer=work.optimizer, format=self.format))
 
     def apply(self, build: Build) -> None:
-        build.at("optimizer", lambda build: build.rule_wraps.append(self.format.wrap))
+        # First, next to the rule: other wraps may change what it is given to update.
+        build.at("optimizer", lambda build: build.rule_wraps.insert(0, self.format.wrap))
