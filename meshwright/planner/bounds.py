@@ -33,11 +33,21 @@ from meshwright.planner.rows import (
 )
 from meshwright.planner.space import Dial, Grid
 from meshwright.schedules import PipelineTimes, Timetable
-from meshwright.simulator.axis_links import Route, route, routes
 from meshwright.simulator.forecast import slowest_of
 from meshwright.simulator.peak_memory import StageMemory, stage_memory, timetable_of
 from meshwright.simulator.pricing import ELEMENT_BYTES
-from meshwright.simulator.stage_seconds import LAUNCH, Charge, Known, StageCost, TaskTally, stage_cost, tally
+from meshwright.simulator.stage_seconds import (
+    LAUNCH,
+    Charge,
+    Known,
+    Route,
+    StageCost,
+    TaskTally,
+    route,
+    routes,
+    stage_cost,
+    tally,
+)
 
 
 def least_memory(work: Work, cluster: Cluster) -> StageMemory:

@@ -18,10 +18,9 @@ from meshwright.core.work import Num, Updating
 from meshwright.planner.space import Grid
 from meshwright.planner.wishes import Wishes
 from meshwright.schedules import Timetable
-from meshwright.simulator.axis_links import route
 from meshwright.simulator.peak_memory import StageMemory, stage_memory
 from meshwright.simulator.pricing import price_sizes
-from meshwright.simulator.stage_seconds import stage_cost
+from meshwright.simulator.stage_seconds import route, stage_cost
 
 Kinds = tuple[int, ...]
 """Blocks of each kind in a stage."""

@@ -33,10 +33,9 @@ from meshwright.core.technique import (
 from meshwright.core.work import Num
 from meshwright.planner.splits import balanced_stages
 from meshwright.planner.wishes import Wishes, alone
-from meshwright.simulator.axis_links import routes
 from meshwright.simulator.peak_memory import stage_memory
 from meshwright.simulator.pricing import price_sizes, runs_of, straight
-from meshwright.simulator.stage_seconds import stage_cost
+from meshwright.simulator.stage_seconds import routes, stage_cost
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,6 @@ import numpy as np
 from meshwright.core.errors import MeshwrightError, Problem, nearest
 from meshwright.core.plugins import VARIABLE, plugins
 from meshwright.schedules import asynchronous, gpipe, one_f_one_b, zero_bubble
-from meshwright.schedules import v_shaped as vee
 from meshwright.schedules.actions import Action, Actions, as_step
 from meshwright.schedules.asynchronous import Call
 from meshwright.schedules.bounds import (
@@ -92,8 +91,8 @@ SCHEDULES: Mapping[str, Schedule] = {
     "looped_bfs": Schedule(gpipe.gpipe, gpipe.held, flush_bound, least_held=one_held, **_LOOPED),
     "zero_bubble_h1": Schedule(zero_bubble.h1, zero_bubble.held_h1, first_wait_bound, splits_backward=True),
     "zero_bubble_h2": Schedule(zero_bubble.h2, zero_bubble.held_h2, flush_bound, splits_backward=True),
-    "zbv": Schedule(vee.zbv, vee.held_zbv, flush_bound, **_VEE),
-    "dualpipe_v": Schedule(vee.dualpipe_v, vee.held_dualpipe_v, flush_bound, **_VEE),
+    "zbv": Schedule(zero_bubble.zbv, zero_bubble.held_zbv, flush_bound, **_VEE),
+    "dualpipe_v": Schedule(zero_bubble.dualpipe_v, zero_bubble.held_dualpipe_v, flush_bound, **_VEE),
     "greedy": Schedule(_greedy, gpipe.held, flush_bound, splits_backward=True, takes_times=True, least_held=one_held),
 }
 

@@ -3,7 +3,7 @@
     stages across groups      |  stage 0, stage 1  | -between-> |  stage 2  |     each stage at its own pace
     replicas across groups    |  replica 0: 5 microbatches  |   |  replica 1: 3  |     as slow as the slowest of them
 
-Groups are priced one by one as ordinary clusters; only the outermost axis lies across them (`axis_links`).
+Groups are priced one by one as ordinary clusters; only the outermost axis lies across them (`routes`).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from meshwright.core.placement import group_of_units, group_problems, outermost,
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.work import Updating
-from meshwright.simulator.axis_links import Route, routes
 from meshwright.simulator.forecast import Forecast, forecast_of, reserved_by, slowest_of, told
 from meshwright.simulator.makespan import makespan
 from meshwright.simulator.pricing import Stage, Staged, cutter_of, price, stage_plan
+from meshwright.simulator.stage_seconds import Route, routes
 
 
 @dataclass(frozen=True, kw_only=True)

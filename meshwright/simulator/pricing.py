@@ -18,9 +18,8 @@ from meshwright.core.technique import Spans, Technique
 from meshwright.core.work import ADAM, Collective, Num, Updating, Work, base_work, replace, settle
 from meshwright.schedules import Timetable
 from meshwright.schedules.events import peak_held
-from meshwright.simulator.axis_links import routes
 from meshwright.simulator.peak_memory import StageMemory, stage_memory, timetable_of
-from meshwright.simulator.stage_seconds import StageCost, stage_cost
+from meshwright.simulator.stage_seconds import StageCost, routes, stage_cost
 
 ELEMENT_BYTES = 4
 """Parameters and gradients are kept in float32."""

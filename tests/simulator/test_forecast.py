@@ -1,6 +1,6 @@
 """Forecasts, links and timelines: sums add up, units are right, and hand-computed cases agree.
 
-Tests of `simulator/axis_links.py`, `simulator/pricing.py`, `simulator/stage_seconds.py`.
+Tests of `simulator/pricing.py`, `simulator/stage_seconds.py`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,17 @@ from meshwright.core.work import Compute
 from meshwright.machine.named_clusters import cluster
 from meshwright.models.cost_decoder import decoder_profile
 from meshwright.models.presets import preset
-from meshwright.simulator.axis_links import LATENCY_BY_RANK, routes
 from meshwright.simulator.forecast import Forecast, forecast
 from meshwright.simulator.pricing import price, runs_of, straight
 from meshwright.simulator.simulate import simulate
-from meshwright.simulator.stage_seconds import Charge, compute_seconds, host_seconds, stage_cost
+from meshwright.simulator.stage_seconds import (
+    LATENCY_BY_RANK,
+    Charge,
+    compute_seconds,
+    host_seconds,
+    routes,
+    stage_cost,
+)
 
 PROFILE = decoder_profile(preset("byte-3m"), "byte-3m")
 NODES = cluster("2x4xh100")

@@ -17,10 +17,9 @@ from meshwright.core.work import Collective, Compute, Work
 from meshwright.machine.named_clusters import cluster
 from meshwright.models.cost_decoder import decoder_profile
 from meshwright.models.presets import PRESETS
-from meshwright.simulator.axis_links import routes
 from meshwright.simulator.peak_memory import stage_memory
 from meshwright.simulator.pricing import price, price_sizes, sizes_of
-from meshwright.simulator.stage_seconds import stage_cost
+from meshwright.simulator.stage_seconds import routes, stage_cost
 
 CONFIG = replace(PRESETS["byte-tiny"], num_layers=4, num_kv_heads=4, max_sequence=1 << 16)
 PROFILES = (decoder_profile(CONFIG, "tiny"), decoder_profile(replace(CONFIG, tied=True, qk_norm=True), "tied"))

@@ -11,10 +11,9 @@ from meshwright.core.work import ADAM
 from meshwright.machine.named_clusters import cluster
 from meshwright.models.cost_decoder import decoder_profile
 from meshwright.models.presets import preset
-from meshwright.simulator.axis_links import routes
 from meshwright.simulator.peak_memory import stage_memory
 from meshwright.simulator.pricing import picked, price, stacked, stage_plan
-from meshwright.simulator.stage_seconds import Charge, stage_cost
+from meshwright.simulator.stage_seconds import Charge, routes, stage_cost
 
 PROFILE = decoder_profile(preset("byte-3m"), "byte-3m")
 MACHINES = cluster("2x4xh100")
