@@ -25,6 +25,7 @@ from meshwright.run.model import ModelDescription
 Technique = dict[str, Any]
 FUSED: tuple[Technique, ...] = (BF16, COMPILE)
 FP8: Technique = {"name": "precision", "matmul": "fp8_tensorwise", "edge_blocks": 0}
+LOW_BIT: Technique = {"name": "lowbit_optimizer"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,10 +222,23 @@ ROWS: tuple[TableRow, ...] = (
         most_gib=33.0,
     ),
     TableRow(
+        ours=_llama("1b", "llama-1b, fewer bits", (FP8, COMPILE, LOW_BIT)),
+        peers=(("titan", {"shape": "llama-1b", "batch": 4}),),
+        goal=1.28,
+        most_gib=29.0,
+    ),
+    TableRow(
         ours=_llama("3b", "llama-3b"),
         peers=(("titan", {"shape": "llama-3b", "batch": 4}),),
         goal=1.26,
         most_gib=74.0,
+        fits_together=False,
+    ),
+    TableRow(
+        ours=_llama("3b", "llama-3b, fewer bits", (FP8, COMPILE, LOW_BIT)),
+        peers=(("titan", {"shape": "llama-3b", "batch": 4}),),
+        goal=1.30,
+        most_gib=65.0,
         fits_together=False,
     ),
     TableRow(

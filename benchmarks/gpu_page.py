@@ -71,22 +71,8 @@ def _speed(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         mfu = f"{ours['mfu']:.1%}" if "mfu" in ours else ours.get("failed", "–")[:60]
         cells = (row["name"], rates[0], mfu, sizes[0], best or "–", rates[1], sizes[1], ratio, goal, state, *errors)
         table.append((*cells, row.get("date", "–")))
-    titles = (
-        "case",
-        "per second",
-        "MFU",
-        "GiB",
-        "beside",
-        "per second",
-        "GiB",
-        "ratio",
-        "goal",
-        "",
-        "time",
-        "memory",
-        "day",
-    )
-    return [*lines, *grid(titles, table, right=(1, 2, 3, 5, 6, 10, 11)), ""]
+    titles = ["case", "per second", "MFU", "GiB", "beside", "per second", "GiB", "ratio", "goal", "", "time", "memory"]
+    return [*lines, *grid([*titles, "day"], table, right=(1, 2, 3, 5, 6, 10, 11)), ""]
 
 
 def _kernels(rows: Sequence[Mapping[str, Any]]) -> list[str]:
