@@ -47,7 +47,7 @@ def test_a_side_that_fails_or_is_absent_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_forecasts_and_regret_run_at_small_sizes(tmp_path: Path) -> None:
+def test_forecasts_run_at_small_sizes_and_are_made_again(tmp_path: Path) -> None:
     result, _ = run(tmp_path, "forecast", "--only", "byte-tiny")
     assert [row["name"] for row in result["cases"] if row["measured_seconds"] > 0 and "time_error" in row] == [
         "byte-tiny, 2 x 32",
