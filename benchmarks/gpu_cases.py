@@ -203,7 +203,8 @@ REGRET: tuple[Case, ...] = (
 _UNTIED: Mapping[str, Any] = {"tied": False, "rope_scaling": "none"}
 _NANO: Mapping[str, Any] = {"vocab_size": 50304, "qkv_bias": False, "bias": False}
 _EXPERTS = {"num_layers": 8, "hidden_size": 2048, "num_heads": 16, "num_kv_heads": 8, "expert_ffn_size": 4096}
-_SELECTIVE_3B = (*FUSED, selective("0-27"))
+_SELECTIVE_3B = (*FUSED, {**selective("10-27"), "attention": "0-9"})
+"""All blocks recompute what is cheap, the first ten their products too."""
 
 
 def _llama(size: str, name: str, techniques: tuple[Technique, ...] = FUSED) -> Case:

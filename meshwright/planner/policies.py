@@ -27,8 +27,8 @@ from meshwright.planner.rows import (
     policy_fields,
 )
 
-FEW = 36
-"""Choices that are all listed: all of two policies for seven blocks, or two and two of two kinds."""
+FEW = 100
+"""Choices that are all listed: all of three policies for six blocks, or for two and two of two kinds."""
 MOST = 4096
 """Points of a front of several kinds that are kept."""
 STEPS = (-2, -1, 0, 1, 2, 3, 4, 6, 9, 13, 19, 28, 42, 63, 95, 142, 213, 320, 480, 720, 1080, 1620, 2430)

@@ -73,10 +73,9 @@ class Recompute(Technique):
     @classmethod
     def options(cls, profile: Profile, cluster: Cluster) -> tuple[Option, ...]:
         fewer = tuple(slots for slots in (16, 8, 4, 3, 2, 1) if slots < profile.num_blocks)
-        return (
-            PerLayer(("layers", "selective")),
-            Choice("slots", (0,), rescues=() if "stages" in profile.uncut else fewer),
-        )
+        attends = any(op.kind == "attention" for layer in profile.block_layers for op in layer.ops)
+        fields = cls.policies if attends else ("layers", "selective")
+        return (PerLayer(fields), Choice("slots", (0,), rescues=() if "stages" in profile.uncut else fewer))
 
     def check(self, plan: Plan, profile: Profile, cluster: Cluster | None) -> Problems:
         problems = self.policy_problems(profile)

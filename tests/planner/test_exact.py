@@ -163,9 +163,9 @@ def _is_near(stages: tuple[int, ...], even: tuple[int, ...]) -> bool:
 
 
 MANY_BLOCKS = {
-    "policies": Draw(shapes=("laptop",), names=("recompute",), blocks=(12, 14), most=400),
+    "policies": Draw(shapes=("laptop",), names=("recompute",), blocks=(7, 8), most=400),
     "policies of split layers": Draw(
-        shapes=("2xh100",), names=("tensor", "recompute"), num_axes=(0,), blocks=(12,), most=400
+        shapes=("2xh100",), names=("tensor", "recompute"), num_axes=(0,), blocks=(7,), most=400
     ),
     "stages": Draw(shapes=("3xh100",), names=("pipeline",), num_axes=(0,), schedules=ONE_CHUNK, blocks=(14,), most=400),
 }
