@@ -10,6 +10,7 @@ import pytest
 import tiny
 import torch
 
+from meshwright.ask.question import with_devices
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.plan import Plan
 from meshwright.core.technique import Technique
@@ -126,8 +127,9 @@ def test_what_cannot_be_is_refused_with_the_reason() -> None:
 
 
 def test_search_chooses_it_where_gradients_do_not_fit() -> None:
-    model, machines = profile("llama3.2-3b"), cluster("h100")
-    common: dict[str, Any] = {"batch": 1, "sequence": 512, "max_memory_bytes": 42 * 2**30}
+    model = profile("llama3.2-3b")
+    machines = with_devices(cluster("h100"), lambda device: replace(device, memory_bytes=42 * 2**30))
+    common: dict[str, Any] = {"batch": 1, "sequence": 512}
     found = search(model, machines, optimizer=UNCLIPPED, **common)
     assert found.best is not None
     assert found.best.plan.technique("update_in_backward") is not None
