@@ -64,7 +64,8 @@ class Build(Protocol):
     model: Model
     mesh: Mesh
     dtype: torch.dtype
-    """Of parameters, gradients and optimizer state."""
+    """Of parameters, gradients and optimizer state, but for parameters and gradients of another `weight_dtype`."""
+    weight_dtype: torch.dtype
     compute_dtype: torch.dtype
     timetable: Timetable
     stage: int

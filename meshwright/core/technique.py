@@ -159,6 +159,11 @@ class Technique:
         return False
 
     @property
+    def updates_each_alone(self) -> bool:
+        """Parameters are updated one by one, so that an update must not look at others or at other ranks' pieces."""
+        return False
+
+    @property
     def replays_blocks(self) -> bool:
         """Which blocks run again is decided while backward runs."""
         return False

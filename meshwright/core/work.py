@@ -194,6 +194,9 @@ class ParameterSlot:
     shape: tuple[Num, ...]
     cut: int | None
     element_bytes: int
+    """Of the parameter and its gradient."""
+    state_width: int
+    """Bytes of one number that the optimizer keeps."""
     is_block: bool
     unit: str
     """The layers gathered and reduced together: the layer's own name, or `shared` where weights are tied."""
@@ -470,7 +473,7 @@ class EachElement:
         return bool(self.state_bytes == ADAM.state_bytes)
 
     def state_bytes_of(self, slot: ParameterSlot) -> Num:
-        return slot.stored(slot.shards) * (self.state_bytes * slot.element_bytes // 4)
+        return slot.stored(slot.shards) * (self.state_bytes * slot.state_width // 4)
 
     def collectives(self, work: Work) -> tuple[Collective, ...]:
         return ()
@@ -498,6 +501,7 @@ def base_work(profile: Profile, sizes: Mapping[str, Num], *, element_bytes: int,
                     shape=param.shape,
                     cut=param.cut,
                     element_bytes=element_bytes,
+                    state_width=element_bytes,
                     is_block=layer.is_block,
                     unit="shared" if is_shared else layer.unit or layer.name,
                     inside=param.inside,
@@ -664,7 +668,8 @@ def _made_gradients(work: Work) -> list[Resident]:
         if slot.frozen:
             continue
         is_added = (work.size("num_microbatches") > 1) | (f"{slot.layer}.{slot.name}" in tied)
-        size = slot.elements * (width + slot.element_bytes * is_added) * (slot.gradient_shards == 1)
+        made = width if width < slot.element_bytes else 0
+        size = slot.elements * (made + slot.element_bytes * is_added) * (slot.gradient_shards == 1)
         largest[slot.layer] = slot.repeat, np.maximum(largest.get(slot.layer, (0, 0))[1], size)
     return [
         Resident(layer=layer, category="working", repeat=repeat, bytes=size, life="backward")

@@ -133,10 +133,12 @@ class OptimizerConfig:
         if plan.overlaps_steps and self.clip:
             what = f"is {self.clip}: the plan's steps overlap, so a stage updates before the whole gradient is known."
             problems.append(Problem(where="optimizer.clip", what=what, fix="Use clip = 0, or another schedule."))
-        if plan.overlaps_steps and self.kind != "elementwise":
-            what = f"{self.name} looks at whole parameters of all stages at once; the plan's steps overlap."
+        alone = [technique.name for technique in plan.techniques if technique.updates_each_alone]
+        if (plan.overlaps_steps or alone) and self.kind != "elementwise":
+            reason = f"{alone[0]} updates them one by one" if alone else "the plan's steps overlap"
+            what = f"{self.name} looks at whole parameters of all stages at once; {reason}."
             others = ", ".join(name for name, rule in rules().items() if rule.kind == "elementwise")
-            fix = f"Use {others}, or another schedule."
+            fix = f"Use {others}, or {'other settings' if alone else 'another schedule'}."
             problems.append(Problem(where="optimizer.name", what=what, fix=fix))
         return problems
 

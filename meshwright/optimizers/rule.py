@@ -80,7 +80,7 @@ class UpdateRule:
     @classmethod
     def state_bytes_of(cls, config: OptimizerConfig, slot: ParameterSlot) -> Num:
         """Bytes the largest rank remembers for what it stores of a parameter that is trained."""
-        return slot.stored(slot.shards) * cls.num_states(config) * slot.element_bytes
+        return slot.stored(slot.shards) * cls.num_states(config) * slot.state_width
 
     @classmethod
     def collectives(cls, work: Work) -> tuple[Collective, ...]:
@@ -175,9 +175,16 @@ def squares(tensors: list[Tensor], device: torch.device) -> Tensor:
     found = torch.zeros(len(tensors), dtype=torch.float64, device=device)
     filled = [index for index, tensor in enumerate(tensors) if tensor.numel()]
     if filled:
-        norms = torch.stack(torch._foreach_norm([tensors[index] for index in filled]))
+        norms = torch.stack(torch._foreach_norm([tensors[index] for index in filled], 2, dtype=_wide(tensors[0])))
         found[torch.tensor(filled, device=device)] = norms.double().square()
     return found
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    """Norms of 16-bit numbers are float32."""
+    import torch
+
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 @cache

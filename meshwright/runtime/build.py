@@ -41,6 +41,7 @@ class RankBuild:
     mesh: Mesh
     source: Source
     dtype: torch.dtype = torch.float32
+    weight_dtype: torch.dtype = torch.float32
     compute_dtype: torch.dtype = torch.float32
     timetable: Timetable = field(default_factory=Timetable)
     stage: int = 0
@@ -218,7 +219,7 @@ class RankBuild:
             if parameter.device.type != "meta":
                 continue
             name = names[id(parameter)]
-            parts = [self.source(name, box, self.dtype) for box in self.boxes[name].in_order()]
+            parts = [self.source(name, box, self.weight_dtype) for box in self.boxes[name].in_order()]
             value = join_in_order(self.boxes[name], parts).to(self.mesh.device)
             new = nn.Parameter(value.contiguous(), requires_grad=parameter.requires_grad)
             replace_parameter(self.model, parameter, new)
@@ -273,7 +274,8 @@ def build(
     problems = plan.check(profile)
     if problems:
         raise MeshwrightError(problems)
-    settings: dict[str, Any] = {"mesh": mesh, "source": source, "dtype": dtype, "compute_dtype": dtype}
+    settings: dict[str, Any] = {"mesh": mesh, "source": source, "dtype": dtype}
+    settings |= {"weight_dtype": dtype, "compute_dtype": dtype}
     rank = RankBuild(plan=plan, profile=profile, model=model, **settings)
     rank.run()
     rank.source = _spent  # it may hold a whole model

@@ -74,10 +74,13 @@ def source_of(reader: Reader, first: Source, buffers: Collection[str]) -> Source
         key = f"parameter.{name}"
         if key not in known and not box.is_empty and name in buffers:
             return first(name, box, dtype)
-        out = torch.empty(box.size, dtype=dtype)
+        entry = reader.manifest.tensors.get(key)
+        # Weights of a run that stored them in 16 bits, or in 32: a plan may change that, and nothing else.
+        is_other_width = entry is not None and {entry.dtype, str(dtype)[6:]} == {"float32", "bfloat16"}
+        out = torch.empty(box.size, dtype=getattr(torch, entry.dtype) if entry and is_other_width else dtype)
         if not box.is_empty:
             reader.read_into(key, box, out)
-        return out
+        return out.to(dtype)
 
     return read
 

@@ -49,13 +49,15 @@ class Precision(Technique):
     exactness: ClassVar[Exactness] = "rounded"
 
     dtype: Literal["bf16", "fp32"] = "bf16"
+    weights: Literal["fp32", "bf16"] = "fp32"
+    """As they are stored and updated; bf16: gradients too, and there is no float32 copy of either."""
     matmul: Literal["", "fp8_tensorwise", "fp8_rowwise"] = ""
     """How blocks' linear layers multiply; empty: in `dtype`."""
     edge_blocks: int = 1
     """Blocks at each end of the model that multiply in `dtype` all the same."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "exactness", self.exactness_with({"matmul": self.matmul}))
+        object.__setattr__(self, "exactness", self.exactness_with({"matmul": self.matmul, "weights": self.weights}))
 
     @classmethod
     def options(cls, profile: Profile, cluster: Cluster) -> tuple[Option, ...]:
@@ -66,11 +68,17 @@ class Precision(Technique):
         return (
             Choice("dtype", ("bf16",)),
             *([Choice("matmul", ("", "fp8_tensorwise", "fp8_rowwise"))] if has_fp8 else []),
+            *([Choice("weights", ("fp32", "bf16"))] if profile.stream == "compute" else []),
         )
 
     @classmethod
     def exactness_with(cls, settings: Mapping[str, Any]) -> Exactness:
-        return "lossy" if settings.get("matmul") else cls.exactness
+        is_lossy = settings.get("matmul") or settings.get("weights") == "bf16"
+        return "lossy" if is_lossy else cls.exactness
+
+    @property
+    def updates_each_alone(self) -> bool:
+        return self.weights == "bf16"
 
     def refusals(self, given: Circumstances) -> Iterator[tuple[Num, Problem]]:
         if self.matmul:
@@ -84,6 +92,10 @@ class Precision(Technique):
         if self.matmul and self.dtype == "fp32":
             what = f"matmul is {self.matmul}, whose results are 16-bit, and dtype is fp32."
             problems.append(self.problem(what, 'Use dtype = "bf16".'))
+        if self.weights == "bf16" and (self.dtype != "bf16" or profile.stream != "compute"):
+            computed = "under autocast" if profile.stream != "compute" else f"in {self.dtype}"
+            what = f"weights are bf16, and {profile.name} computes {computed}."
+            problems.append(self.problem(what, 'Use weights = "fp32".'))
         if self.edge_blocks < 0:
             problems.append(self.problem(f"edge_blocks is {self.edge_blocks}.", "Use 0 or more."))
         if cluster is not None and self.dtype not in cluster.device.flops_per_second:
@@ -123,10 +135,14 @@ class Precision(Technique):
                 shared_out=slot.shared_out,
             )
             for slot in work.slots
-            if slot.layer in multiplying
+            if slot.layer in multiplying and self.weights == "fp32"
         ]
         work = work.map_tasks(task).map_residents(resident).with_residents(*casts)
-        work = work.with_tasks(*_casting(work, multiplying))
+        if self.weights == "fp32":
+            work = work.with_tasks(*_casting(work, multiplying))
+        else:
+            work = work.map_slots(lambda slot: replace(slot, element_bytes=2)).with_widths(reduce=2)
+            work = work.forbid(not work.optimizer.is_elementwise)
         stream = 2 if work.profile.stream == "compute" else work.facts.widths.stream
         work = work.with_facts(compute_dtype="bf16").with_widths(compute=2, gather=2, stream=stream)
         return self._price_fp8(work) if self.matmul else work
@@ -174,6 +190,14 @@ class Precision(Technique):
         if self.dtype == "bf16":
             build.compute_dtype = torch.bfloat16
             build.model.set_compute_dtype(torch.bfloat16)
+        if self.weights == "bf16":
+            from functools import partial
+
+            from meshwright.optimizers.rounded_weights import RoundedWeights
+
+            build.weight_dtype = torch.bfloat16
+            # After whoever changes the rule's states, before whoever changes when it is called.
+            build.at("step", lambda build: build.rule_wraps.append(lambda make: partial(RoundedWeights, make)))
         if self.matmul:
             from meshwright.ops.fp8 import linear_fp8
 

@@ -35,3 +35,35 @@ def test_fp8_is_near_float32_and_sends_what_bf16_sends(techniques: tuple[Any, ..
     assert tiny.price_differences(answers) == []
     errors = [answer["errors"]["first gradient"][0] for answer in answers if "first gradient" in answer["errors"]]
     assert max(errors) > 2**-9, "no product was in 8 bits"
+
+
+NARROW = tiny.t("precision", weights="bf16")
+# Weights of 2^-9 are a rounding apart from the start; what is gained in a step is rounded again.
+OF_NARROW = {
+    "first loss": 2**-6,
+    "first gradient": 2**-5,
+    "first gradient norm": 2**-5,
+    "loss": 2**-5,
+    "parameter": 2**-6,
+}
+IN_NARROW = (
+    (NARROW,),
+    (NARROW, tiny.REPLICATE),
+    (NARROW, tiny.SHARD3),
+    (NARROW, tiny.SEQUENCED),
+    (NARROW, tiny.PIPELINE, tiny.RECOMPUTE),
+    pytest.param((NARROW, tiny.SHARD3, tiny.TENSOR, tiny.PIPELINE), marks=pytest.mark.slow),
+)
+
+
+@pytest.mark.parametrize("techniques", IN_NARROW, ids=tiny.joined)
+def test_bf16_weights_are_near_float32_and_half_as_large(techniques: tuple[Any, ...], ran: Run) -> None:
+    answers = ran(plan_of(*techniques, microbatch=4), LLAMA, dtype="float32")
+    assert tiny.departures(answers, OF_NARROW) == []
+    assert tiny.price_differences(answers) == []
+    whole = ran(plan_of(*techniques[1:], microbatch=4), LLAMA, dtype="float32")
+    for narrow, wide in zip(answers, whole, strict=True):
+        assert [narrow["state"][each] * 2 for each in ("parameters", "gradients")] == [
+            wide["state"][each] for each in ("parameters", "gradients")
+        ]
+        assert narrow["state"]["optimizer"] == wide["state"]["optimizer"]

@@ -80,7 +80,7 @@ class Adafactor(UpdateRule):
             return super().state_bytes_of(config, slot)
         first = -(-slot.shape[0] // slot.shards)
         *stack, rows, columns = (first, *slot.shape[1:])
-        return math.prod(stack) * (rows + columns) * slot.element_bytes
+        return math.prod(stack) * (rows + columns) * slot.state_width
 
     def __init__(self, config: Any, pieces: list[ParameterPiece], build: Build, shapes: Any):
         import torch

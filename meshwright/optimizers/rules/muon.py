@@ -43,7 +43,7 @@ class Muon(UpdateRule):
     @classmethod
     def state_bytes_of(cls, config: OptimizerConfig, slot: ParameterSlot) -> Num:
         states = 1 if cls.updates(slot.shape, slot.is_block) else cls.states
-        return slot.stored(slot.shards) * states * slot.element_bytes
+        return slot.stored(slot.shards) * states * slot.state_width
 
     @classmethod
     def collectives(cls, work: Work) -> tuple[Collective, ...]:

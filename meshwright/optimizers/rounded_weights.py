@@ -1,0 +1,98 @@
+"""16-bit weights without a float32 copy: each is updated in float32 and rounded at random to one of its two neighbours.
+
+To the nearest one, an update smaller than half the distance would never move a weight; at random with the right mean,
+it moves one in as many steps as it takes (Gupta et al. 2015). The random numbers are a hash of the parameter's name,
+the element's place in the whole parameter and the step: the same on every replica, for every cut, and after a restart.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from meshwright.core.box import Box
+from meshwright.core.build import Build
+from meshwright.optimizers.optimizer_config import OptimizerConfig
+from meshwright.optimizers.rule import OptimizerState, ParameterPiece, RuleMaker, UpdateRule
+
+LOST_BITS = 16
+"""Of a float32 that a bfloat16 has not."""
+
+
+def places_of(box: Box, device: torch.device) -> Tensor:
+    """The place of each element of a piece in the whole tensor (int32; beyond its range from the start again)."""
+    places = torch.zeros((), dtype=torch.int32, device=device)
+    for offset, size, length in zip(box.offset, box.size, box.shape, strict=True):
+        along = torch.arange(offset, offset + size, dtype=torch.int32, device=device)
+        places = places.unsqueeze(-1) * length + along
+    return places
+
+
+def noise(places: Tensor, name: str, step: int) -> Tensor:
+    """Of each place a number from 0 to 2^16 - 1 (int32), each as likely as any other."""
+    seed = int.from_bytes(hashlib.blake2b(f"{name}/{step}".encode(), digest_size=4).digest(), "little", signed=True)
+    mixed = places * -1640531535 + seed
+    for shift, factor in ((16, 2146121005), (15, -2073254261)):
+        mixed = (mixed ^ (mixed >> shift)) * factor
+    return (mixed >> LOST_BITS) & 0xFFFF
+
+
+def round_at_random(wide: Tensor, drawn: Tensor) -> Tensor:
+    """float32 -> bfloat16: up with the probability that keeps the mean; `drawn`: as `noise` gives it."""
+    bits = wide.contiguous().view(torch.int32)
+    rounded = ((bits + drawn) & ~0xFFFF).view(torch.float32)
+    return torch.where(wide.isfinite(), rounded, wide).to(torch.bfloat16)
+
+
+class RoundedWeights(UpdateRule):
+    """A rule for each piece of 16 bits, on a float32 copy of it that exists while it is updated."""
+
+    def __init__(
+        self,
+        make: RuleMaker,
+        config: OptimizerConfig,
+        pieces: list[ParameterPiece],
+        build: Build,
+        shapes: Mapping[str, tuple[int, ...]],
+    ):
+        super().__init__(config, pieces, build, shapes)
+        self.wide = [torch.empty_like(piece.value, dtype=torch.float32) for piece in pieces]
+        made = [replace(piece, value=wide) for piece, wide in zip(pieces, self.wide, strict=True)]
+        self.rules = {piece.name: make(config, [piece], build, shapes) for piece in made}
+        self.rounds_states = any(rule.rounds_states for rule in self.rules.values())  # type: ignore[misc]
+        for wide in self.wide:
+            wide.untyped_storage().resize_(0)
+
+    def step(self, lr: float, count: int) -> None:
+        for piece, wide in zip(self.pieces, self.wide, strict=True):
+            rule, gradient = self.rules[piece.name], piece.value.grad
+            if gradient is None:
+                rule.set_num_steps(count)
+                continue
+            wide.untyped_storage().resize_(wide.numel() * wide.element_size())
+            wide.copy_(piece.value)
+            wide.grad = gradient.float()
+            rule.step(lr, count)
+            drawn = noise(places_of(piece.box, wide.device), piece.name, count)
+            piece.value.copy_(round_at_random(wide, drawn.view(wide.shape)))
+            wide.grad = None
+            wide.untyped_storage().resize_(0)
+
+    def kept(self) -> Iterator[OptimizerState]:
+        for rule in self.rules.values():
+            yield from rule.kept()
+
+    def restore(self, state: OptimizerState) -> None:
+        self.rules[state.name].restore(state)
+
+    def storage(self) -> Iterator[Tensor]:
+        for rule in self.rules.values():
+            yield from rule.storage()
+
+    def set_num_steps(self, count: int) -> None:
+        for rule in self.rules.values():
+            rule.set_num_steps(count)
