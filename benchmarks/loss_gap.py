@@ -6,8 +6,8 @@ in float32, says what a gap of chance is.
 
 Run: python -m benchmarks.loss_gap [--steps 400] [--lr 1e-3] [--device cuda] [--small] [CASE ...]
 
-A CPU without bf16 units takes an hour for each case in 16 bits, and minutes with `--small` (0.2 M parameters, 512 tokens
-a step).
+A CPU without bf16 units takes an hour for each case in 16 bits, and minutes with `--small` (0.2 M parameters, 512
+tokens a step).
 """
 
 from __future__ import annotations
