@@ -16,7 +16,6 @@ import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
@@ -192,28 +191,25 @@ def describe(root: Path) -> list[CheckpointRow]:
         except MeshwrightError as error:
             rows.append(CheckpointRow(step=step, damage=str(error.problems[0])))
             continue
+        plan = manifest.state.get("plan")
+        text = plan if isinstance(plan, str) else None
+        if isinstance(plan, Mapping):
+            try:
+                text = str(decode(Plan, plan, "plan"))
+            except MeshwrightError:  # a technique that this program does not know: the names alone
+                listed = plan.get("techniques")
+                listed = listed if isinstance(listed, list) else []
+                text = " + ".join(str(each.get("name")) for each in listed if isinstance(each, Mapping)) or None
         row = CheckpointRow(
             step=step,
             bytes=manifest.total_bytes,
             num_files=len(manifest.files),
             num_tensors=len(manifest.tensors),
             when_utc=manifest.saved_utc,
-            plan=_plan_text(manifest.state.get("plan")),
+            plan=text,
         )
         rows.append(row)
     return rows
-
-
-def _plan_text(plan: Any) -> str | None:
-    """The plan as its one line; the names of its techniques when this program does not know them all."""
-    if not isinstance(plan, Mapping):
-        return plan if isinstance(plan, str) else None
-    try:
-        return str(decode(Plan, plan, "plan"))
-    except MeshwrightError:
-        techniques = plan.get("techniques")
-        listed = techniques if isinstance(techniques, list) else []
-        return " + ".join(str(t.get("name")) for t in listed if isinstance(t, Mapping)) or None
 
 
 def verify_all(root: Path) -> dict[int, Problems]:

@@ -192,7 +192,7 @@ class Stream:
     def _samples(self, cursors: Index, sample_at: Callable[[Split, Index], Index]) -> Index:
         if not self.weights:
             return sample_at(self.parts[0], cursors)
-        part_of, own, counts = self._schedule
+        part_of, own, counts = self.schedule
         turn, slot = np.divmod(cursors, _NUM_SLOTS)
         chosen = part_of[slot]
         place = turn * counts[chosen] + own[slot]  # how many samples of that part came before
@@ -204,7 +204,7 @@ class Stream:
         return samples
 
     @cached_property
-    def _schedule(self) -> tuple[Index, Index, Index]:
+    def schedule(self) -> tuple[Index, Index, Index]:
         """(part of each slot, its own place, slots of each part)."""
         weights = np.asarray(self.weights, dtype=np.float64)
         assert len(weights) <= _NUM_SLOTS

@@ -34,14 +34,14 @@ def _define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[.
     return getattr(getattr(torch.ops, NAMESPACE), name)
 
 
-def _attention_fake(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> Any:
+def attention_shapes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> Any:
     # Flash and cuDNN write the output in the layout of the query.
     is_alike = value.shape[-1] == query.shape[-1]
     out = torch.empty_like(query) if is_alike else query.new_empty((*query.shape[:-1], value.shape[-1]))
     return out, query.new_empty(query.shape[:-1], dtype=torch.float32)
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> Any:
+def attention_values(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> Any:
     grouped = query.dim() > 3 and query.shape[-3] != key.shape[-3]
     out = F.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, enable_gqa=grouped)
     return out.clone(), query.new_zeros(query.shape[:-1], dtype=torch.float32)
@@ -61,8 +61,8 @@ def _lowered(*tensors: Tensor) -> tuple[Tensor, ...]:
 ATTENTION = _define(
     "attention",
     "(Tensor query, Tensor key, Tensor value, Tensor? mask, bool is_causal) -> (Tensor, Tensor)",
-    _attention,
-    _attention_fake,
+    attention_values,
+    attention_shapes,
 )
 ATTENTION_BACKWARD = _define(
     "attention_backward",
@@ -97,7 +97,7 @@ BACKWARD_ATTENTION = 2.5
 """Times forward: five products where forward has two (Dao 2023)."""
 
 
-def _rms(x: Tensor, weight: Tensor | None, dims: int) -> tuple[Tensor, Tensor]:
+def rms_norm_values(x: Tensor, weight: Tensor | None, dims: int) -> tuple[Tensor, Tensor]:
     over = tuple(range(-dims, 0))
     inverse = x.float().square().mean(over, keepdim=True).add(1e-6).rsqrt()
     out = (x.float() * inverse).to(x.dtype)
@@ -107,7 +107,7 @@ def _rms(x: Tensor, weight: Tensor | None, dims: int) -> tuple[Tensor, Tensor]:
 RMS_NORM = _define(
     "rms_norm",
     "(Tensor x, Tensor? weight, int dims) -> (Tensor, Tensor)",
-    _rms,
+    rms_norm_values,
     lambda x, weight, dims: (torch.empty_like(x), x.new_empty((*x.shape[:-dims], 1), dtype=torch.float32)),
 )
 RMS_NORM_BACKWARD = _define(
@@ -184,14 +184,14 @@ RECURRENT_KEPT = {"lstm": 5, "gru": 6, "rnn_tanh": 1, "rnn_relu": 1}
 """Numbers cuDNN keeps for each step and unit beside the output, as measured on an H200."""
 
 
-def _recurrent(x: Tensor, weights: list[Tensor], size: int, kept: int, time: int) -> tuple[Tensor, Tensor, Tensor]:
+def rnn_shapes(x: Tensor, weights: list[Tensor], size: int, kept: int, time: int) -> tuple[Tensor, Tensor, Tensor]:
     batch = [length for dim, length in enumerate(x.shape[:-1]) if dim != time]
     out = x.new_empty((*x.shape[:-1], weights[1].shape[1]))
     return out, x.new_empty((*x.shape[:-1], kept)), x.new_empty((*batch, size))
 
 
 RECURRENT = _define(
-    "recurrent", "(Tensor x, Tensor[] weights, int size, int kept, int time) -> (Tensor, Tensor, Tensor)", _recurrent
+    "recurrent", "(Tensor x, Tensor[] weights, int size, int kept, int time) -> (Tensor, Tensor, Tensor)", rnn_shapes
 )
 RECURRENT_BACKWARD = _define(
     "recurrent_backward",

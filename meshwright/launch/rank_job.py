@@ -73,25 +73,28 @@ class StopFlag:
     """Set by a signal, polled by the loop. While there is nothing to save, a signal ends the process instead."""
 
     def __init__(self) -> None:
-        self._is_set = False
+        self.is_set = False
         self._leaves_at_once = False
 
-    @property
-    def is_set(self) -> bool:
-        return self._is_set
-
     def set(self) -> None:
-        self._is_set = True
+        self.is_set = True
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._is_set = True
+        self.is_set = True
 
     def take(self, numbers: Iterable[signal.Signals]) -> None:
         """Have these signals set the flag; those that are ignored (`nohup`) stay so."""
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         taken = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
-        threading.Thread(target=self._watch, args=(reader, taken), name="stop signals", daemon=True).start()
+
+        def watch() -> None:
+            """Sees a signal even while the main thread is inside native code (a collective), where no handler runs."""
+            while True:
+                if os.read(reader, 1)[0] in taken and self._leaves_at_once:
+                    os._exit(PREEMPTED_EXIT_CODE)
+
+        threading.Thread(target=watch, name="stop signals", daemon=True).start()
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         for number in taken:
             signal.signal(number, self.on_signal)
@@ -99,14 +102,8 @@ class StopFlag:
     def leave_at_once(self, is_allowed: bool) -> None:
         """From now on a signal may end this process where it stands: since the last checkpoint, no step was made."""
         self._leaves_at_once = is_allowed
-        if is_allowed and self._is_set:
+        if is_allowed and self.is_set:
             os._exit(PREEMPTED_EXIT_CODE)
-
-    def _watch(self, reader: int, numbers: Sequence[int]) -> None:
-        """Sees a signal even while the main thread is inside native code (a collective), where no handler runs."""
-        while True:
-            if os.read(reader, 1)[0] in numbers and self._leaves_at_once:
-                os._exit(PREEMPTED_EXIT_CODE)
 
 
 def read_job(argv: Sequence[str]) -> Job:

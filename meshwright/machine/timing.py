@@ -113,11 +113,11 @@ class Bench:
         A GPU at its power limit lowers its clock: an H200 gives 665 TFLOP/s back to back, 750 so, 765 in one
         burst, and 737 in a real step.
         """
-        source, target = self._copied
+        source, target = self.buffers
         for _ in range(5):
             target.copy_(source)
 
     @cached_property
-    def _copied(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
         source = torch.ones(256 * MIB, device=self.device)
         return source, torch.empty_like(source)

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from meshwright.ask.answer import Answer
 from meshwright.ask.explain import differences, percent
-from meshwright.ask.memory import MemoryFront, WaysOut
+from meshwright.ask.memory import MemoryFront
 from meshwright.ask.sizes import BatchGoals, DeviceCounts
 from meshwright.ask.what_if import ComparedPlans
 from meshwright.ask.why import Why
@@ -39,13 +39,37 @@ def print_answer(console: Console, answer: Answer, printed: Answer | None = None
     if answer.result is not None and before.result is None:
         _print_result(console, answer, answer.result)
     if answer.ways_out is not None and before.ways_out is None:
-        _print_ways_out(console, answer.ways_out)
+        console.print("\nWays out, each searched:" if answer.ways_out.open else "\nNo way out was found.")
+        for number, way in enumerate(answer.ways_out.open, start=1):
+            assert way.outcome.best is not None, "a way out leads to a plan"
+            plan, told = way.outcome.best
+            each = f"{_rate(way.outcome.best)} ({pretty_count(told.tokens_per_second / plan.num_ranks)} a device)"
+            memory = f"{pretty_bytes(told.peak_bytes)} of {pretty_bytes(told.memory_bytes)}"
+            step = f"{pretty_seconds(told.step_seconds)} a step"
+            console.print(f"{number}. {way.words}: {step}, {each}, {memory}\n   {short_plan(plan)}", markup=False)
+        for line in answer.ways_out.closed:
+            console.print(line, markup=False)
     for why in answer.why[len(before.why) :]:
         _print_why(console, why)
     if answer.what_if is not None and before.what_if is None:
         _print_what_if(console, answer.what_if)
     if answer.front is not None and before.front is None:
-        _print_front(console, answer.front, answer.question.machine.device.memory_bytes)
+        front, memory_bytes = answer.front, answer.question.machine.device.memory_bytes
+        console.print("the time-memory front: the fastest plan for each memory", style="bold")
+        for line in plot(front) if len(front.points) > 1 else ():
+            console.print(line, markup=False, no_wrap=True, overflow="ignore", crop=False)
+        table = _table("memory", "step", "")
+        for point in front.points:
+            slower = point.seconds / front.points[-1].seconds - 1
+            words = f"{percent(slower)} slower" if slower else "fastest"
+            here = "" if point.peak_bytes <= memory_bytes else " (not here)"
+            cells = (pretty_bytes(point.peak_bytes) + here, pretty_seconds(point.seconds), words)
+            table.add_row(*cells, short_plan(point.scored.plan))
+        if front.points:
+            console.print(table)
+            console.print(f"More than {pretty_bytes(front.points[-1].peak_bytes)} buys nothing.\n")
+        else:
+            console.print("No plan runs, however much memory there is.\n")
     if answer.suggested and not before.suggested:
         console.print()
         for compared in answer.suggestions:
@@ -122,22 +146,6 @@ def _bars(
         bar = ("░" if name == "free" else "█") * round(_BAR * min(share, 1)) or "▏"
         table.add_row(name, bar, f"{share:.0%}".replace("%", " %"), pretty(size))
     return table
-
-
-def _print_ways_out(console: Console, ways: WaysOut) -> None:
-    console.print("\nWays out, each searched:" if ways.open else "\nNo way out was found.")
-    for number, way in enumerate(ways.open, start=1):
-        assert way.outcome.best is not None, "a way out leads to a plan"
-        plan, told = way.outcome.best
-        each = told.tokens_per_second / plan.num_ranks
-        console.print(
-            f"{number}. {way.words}: {pretty_seconds(told.step_seconds)} a step, {_rate(way.outcome.best)} "
-            f"({pretty_count(each)} a device), {pretty_bytes(told.peak_bytes)} of {pretty_bytes(told.memory_bytes)}\n"
-            f"   {short_plan(plan)}",
-            markup=False,
-        )
-    for line in ways.closed:
-        console.print(line, markup=False)
 
 
 def _table(*columns: str, last: str = "plan") -> Table:
@@ -296,25 +304,6 @@ def _print_goals(console: Console, goals: BatchGoals) -> None:
 
 def _hours(hours: float) -> str:
     return f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}"
-
-
-def _print_front(console: Console, front: MemoryFront, memory_bytes: int) -> None:
-    console.print("the time-memory front: the fastest plan for each memory", style="bold")
-    if not front.points:
-        console.print("No plan runs, however much memory there is.\n")
-        return
-    for line in plot(front) if len(front.points) > 1 else ():
-        console.print(line, markup=False, no_wrap=True, overflow="ignore", crop=False)
-    table = _table("memory", "step", "")
-    fastest = front.points[-1]
-    for point in front.points:
-        slower = point.seconds / fastest.seconds - 1
-        words = f"{percent(slower)} slower" if slower else "fastest"
-        here = "" if point.peak_bytes <= memory_bytes else " (not here)"
-        cells = (pretty_bytes(point.peak_bytes) + here, pretty_seconds(point.seconds), words)
-        table.add_row(*cells, short_plan(point.scored.plan))
-    console.print(table)
-    console.print(f"More than {pretty_bytes(fastest.peak_bytes)} buys nothing.\n")
 
 
 def plot(front: MemoryFront) -> list[str]:

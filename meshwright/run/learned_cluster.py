@@ -12,7 +12,7 @@ from meshwright.core.errors import error_at
 from meshwright.core.files import refuse_link
 from meshwright.core.ledger import LEAST_STEPS, Entry, read
 from meshwright.core.units import counted, pretty_bytes, pretty_seconds
-from meshwright.machine.from_runs import LEAST_RUNS, LearnedCluster, learn, learn_one
+from meshwright.machine.from_runs import LEAST_RUNS, learn, learn_one
 from meshwright.machine.named_clusters import preset_of_device
 from meshwright.machine.probe import machine_name
 from meshwright.run.comparison import CAUSES, COMPARISON
@@ -52,7 +52,25 @@ def cluster_from_run(path: str | Path, cluster: Cluster | None = None) -> tuple[
     first = {name: getattr(groups[0], name) for name in figures}
     errors = better.errors if len(alike) == len(groups) else whole.errors
     corrected = replace(whole, **first, others=tuple(groups[1:]), errors=errors, sources=better.sources)
-    return corrected, lines + _words(learned, base, own[-1])
+    newest, runs = own[-1], f"{learned.num_runs} run" + ("s, the newest" if learned.num_runs > 1 else "")
+    step = f"a step took {pretty_seconds(newest.measured.step_seconds)} ({newest.measured.num_steps} measured)"
+    lines.append(
+        f"learned from {runs} of {newest.model}, sequence {newest.sequence}, batch {newest.batch}: {step}; what is "
+        "learned is the machine's, by cause, and holds for other models as far as they spend their time alike"
+    )
+    for cause, factor in learned.factors.items():
+        bars = f"error bar {getattr(base.errors, cause):.0%} -> {getattr(better.errors, cause):.0%}"
+        speed = f"{factor:.2f} x slower than thought" if factor > 1 else f"{1 / factor:.2f} x faster than thought"
+        lines.append(f"{CAUSES[cause]} {'as fast as thought' if abs(factor - 1) < 0.005 else speed}; {bars}")
+    before, after = base.device.reserved_bytes, better.device.reserved_bytes
+    if before != after:
+        lines.append(f"a process holds {pretty_bytes(after)} of its own, not {pretty_bytes(before)}")
+    lines.append(f"a forecast of that step: {learned.error_before:.1%} off before, {learned.error_after:.1%} now")
+    # What the run itself said of being disturbed: the machine may be faster than it looked.
+    for reason in newest.comparison.get("reasons", []):
+        if isinstance(reason, Mapping) and reason.get("name") in ("cores", "spread", "warm-up", "slowing", "retries"):
+            lines.append(f"warning: that run was disturbed, and what was learned may be that: {reason['what']}")
+    return corrected, lines
 
 
 def _entries(path: Path) -> tuple[list[Entry], list[str]]:
@@ -120,25 +138,3 @@ def _figures(device: Device) -> dict[str, float]:
         "memory bytes per second": device.memory_bytes_per_second,
         "fp32 operations per second": device.flops_per_second["fp32"],
     }
-
-
-def _words(learned: LearnedCluster, base: Cluster, newest: Entry) -> list[str]:
-    runs = f"{learned.num_runs} run" + ("s, the newest" if learned.num_runs > 1 else "")
-    step = f"a step took {pretty_seconds(newest.measured.step_seconds)} ({newest.measured.num_steps} measured)"
-    lines = [
-        f"learned from {runs} of {newest.model}, sequence {newest.sequence}, batch {newest.batch}: {step}; what is "
-        "learned is the machine's, by cause, and holds for other models as far as they spend their time alike"
-    ]
-    for cause, factor in learned.factors.items():
-        bars = f"error bar {getattr(base.errors, cause):.0%} -> {getattr(learned.cluster.errors, cause):.0%}"
-        speed = f"{factor:.2f} x slower than thought" if factor > 1 else f"{1 / factor:.2f} x faster than thought"
-        lines.append(f"{CAUSES[cause]} {'as fast as thought' if abs(factor - 1) < 0.005 else speed}; {bars}")
-    before, after = base.device.reserved_bytes, learned.cluster.device.reserved_bytes
-    if before != after:
-        lines.append(f"a process holds {pretty_bytes(after)} of its own, not {pretty_bytes(before)}")
-    lines.append(f"a forecast of that step: {learned.error_before:.1%} off before, {learned.error_after:.1%} now")
-    # What the run itself said of being disturbed: the machine may be faster than it looked.
-    for reason in newest.comparison.get("reasons", []):
-        if isinstance(reason, Mapping) and reason.get("name") in ("cores", "spread", "warm-up", "slowing", "retries"):
-            lines.append(f"warning: that run was disturbed, and what was learned may be that: {reason['what']}")
-    return lines

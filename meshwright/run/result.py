@@ -118,7 +118,29 @@ def conclude(config: RunConfig, prepared: PreparedRun, exit_code: int) -> RunRes
         told = as_data(comparison, facts, paragraph(promise, facts, comparison, config.run.folder))
         about = {"torch": result["torch"], "device_name": result["device_name"]}
         entry = entry_of(promise, facts, told, unix_seconds=result["finished_unix_seconds"], **about)
-    summary = _summary(config, prepared, result, {} if entry is None else entry.comparison)
+    forecast, step_seconds, rate = prepared.forecast, result["step_seconds"], f"{result['counts']}_per_second"
+    measured = {"peak_bytes": result["peak_bytes"]}
+    if step_seconds:
+        measured |= {"step_seconds": step_seconds, rate: config.train.batch * config.sequence / step_seconds}
+    predicted = {
+        "step_seconds": forecast.step_seconds,
+        rate: forecast.tokens_per_second,
+        "peak_bytes": promise_of(config, prepared).predicted.peak_bytes,
+    }
+    names = [*_FILES, *(() if not config.run.track else ("track/",))]
+    same = ("step", "steps_now", "stopped", "seconds", "counts", "seen_now", "samples_in_all", "loss", "held_out")
+    summary = RunSummary(
+        model=config.model.title,
+        plan=str(prepared.plan),
+        **{name: result[name] for name in same},
+        steps=config.train.steps,
+        predicted=predicted,
+        interval_seconds=(forecast.step_seconds_low, forecast.step_seconds_high),
+        measured=measured,
+        checkpoints=tuple(list_steps(folder / "checkpoints")),
+        files=tuple(name for name in names if (folder / name).exists()),
+        comparison={} if entry is None else entry.comparison,
+    )
     warnings = []
     try:
         write_whole(folder / SUMMARY, json.dumps(encode(summary), indent=1) + "\n")
@@ -144,35 +166,6 @@ def earlier_result(folder: Path, steps: int) -> RunResult:
     if summary is not None and summary.step < steps:
         summary, entry = None, None
     return RunResult(exit_code=0, folder=folder, summary=summary, comparison=entry)
-
-
-def _summary(
-    config: RunConfig, prepared: PreparedRun, result: Mapping[str, Any], comparison: Mapping[str, Any]
-) -> RunSummary:
-    folder, forecast, step_seconds = Path(config.run.folder), prepared.forecast, result["step_seconds"]
-    rate = f"{result['counts']}_per_second"
-    measured = {"peak_bytes": result["peak_bytes"]}
-    if step_seconds:
-        measured |= {"step_seconds": step_seconds, rate: config.train.batch * config.sequence / step_seconds}
-    predicted = {
-        "step_seconds": forecast.step_seconds,
-        rate: forecast.tokens_per_second,
-        "peak_bytes": promise_of(config, prepared).predicted.peak_bytes,
-    }
-    names = [*_FILES, *(() if not config.run.track else ("track/",))]
-    told = ("step", "steps_now", "stopped", "seconds", "counts", "seen_now", "samples_in_all", "loss", "held_out")
-    return RunSummary(
-        model=config.model.title,
-        plan=str(prepared.plan),
-        **{name: result[name] for name in told},
-        steps=config.train.steps,
-        predicted=predicted,
-        interval_seconds=(forecast.step_seconds_low, forecast.step_seconds_high),
-        measured=measured,
-        checkpoints=tuple(list_steps(folder / "checkpoints")),
-        files=tuple(name for name in names if (folder / name).exists()),
-        comparison=comparison,
-    )
 
 
 def held_out_text(found: Mapping[str, float]) -> str:

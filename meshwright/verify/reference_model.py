@@ -173,16 +173,16 @@ class _Balance:
     """The balancing loss of experts, computed from what the routers returned; the layers' own is switched off."""
 
     def __init__(self, model: nn.Module):
+        def note(router: nn.Module, _: Any, returned: tuple[Tensor, Tensor, Tensor]) -> None:
+            chosen, _, scores = returned
+            self.seen.setdefault(router, []).append((chosen, scores))
+
         self.seen: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
         self.factors: dict[nn.Module, float] = {}
         for module in model.modules():
             if isinstance(module, MoE):
                 self.factors[module.router], module.balance = module.balance, 0.0
-                module.router.register_forward_hook(self._note)
-
-    def _note(self, router: nn.Module, _: Any, returned: tuple[Tensor, Tensor, Tensor]) -> None:
-        chosen, _, scores = returned
-        self.seen.setdefault(router, []).append((chosen, scores))
+                module.router.register_forward_hook(note)
 
     def take(self) -> Tensor | float:
         total: Tensor | float = 0.0
