@@ -105,3 +105,22 @@ def test_heads_that_the_kernel_does_not_take_are_told() -> None:
 def test_selective_recomputation_keeps_what_the_kernel_made() -> None:
     assert is_expensive(torch.ops.higher_order.flex_attention)
     assert not is_expensive(torch.ops.higher_order.flex_attention_backward)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize(("sequence", "window", "lengths"), CASES[1:4])
+def test_gradients_of_the_kernel_are_those_of_a_mask(
+    sequence: int, window: int, lengths: list[list[int]] | None
+) -> None:
+    mask = plain_mask(sequence, window, documents_of(lengths)).to(CUDA)
+    first = first_seen(mask)
+    made = [torch.randn(2, heads, sequence, 64, device=CUDA, dtype=torch.bfloat16) for heads in (4, 2, 2, 4)]
+    wide = [each.double().requires_grad_() for each in made[:3]]
+    plain = F.scaled_dot_product_attention(*wide, attn_mask=dense_mask(first), enable_gqa=True)
+    narrow = [each.requires_grad_() for each in made[:3]]
+    assert attention.is_fused(narrow[0])
+    out = attention.attend_visible(narrow[0], narrow[1], narrow[2], visible_tokens(first))
+    found = torch.autograd.grad(out, narrow, made[3])
+    wanted = torch.autograd.grad(plain, wide, made[3].double())
+    for mine, theirs in zip((out, *found), (plain, *wanted), strict=True):
+        assert (mine.double() - theirs).norm() < 0.02 * theirs.norm()
