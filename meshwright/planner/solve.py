@@ -519,7 +519,8 @@ def _plan(
             continue
         if mine:
             named = {field: _named(technique, field, profile, each) for field, each in mine.items()}
-            technique = replace(technique, **named)
+            # No block follows the others, which are pinned to none or banned, whatever their defaults say.
+            technique = replace(technique, **dict.fromkeys(technique.policies, 0) | named)
         techniques.append(technique)
     return leaf.grid.plan(techniques, pick.candidate, cut, pick.axis_order or leaf.grid.axis_order)
 

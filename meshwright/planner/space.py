@@ -93,7 +93,7 @@ def _dial(kind: type[Technique], profile: Profile, cluster: Cluster, wishes: Wis
     solved = next((o.fields for o in options if isinstance(o, PerLayer)), ())
     named = {policy: pinned.pop(policy) for policy in kind.policies if policy in pinned}
     none = {policy for policy, value in named.items() if value in (0, "")}
-    if none and none == set(kind.policies):
+    if none and none >= set(solved or kind.policies):
         return None
     # Nothing may follow what is pinned to none or banned; the rest is solved for, unless blocks are named.
     banned = {policy for policy in kind.policies if (kind.name, policy) in wishes.banned_values}

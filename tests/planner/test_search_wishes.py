@@ -40,6 +40,8 @@ def _search(**wishes: object) -> SearchResult:
         ("shard.stage=2", "shard", "stage", 2),
         ("recompute=1", "recompute", "layers", 1),
         ("recompute.layers=0-1", "recompute", "layers", "0-1"),
+        ("recompute.layers=0", "recompute", "layers", 0),
+        ("recompute.attention=2", "recompute", "attention", 2),
         ("recompute.selective=2", "recompute", "selective", 2),
         ("recompute.slots=2", "recompute", "slots", 2),
         ("chunked_loss.chunks=4", "chunked_loss", "chunks", 4),
