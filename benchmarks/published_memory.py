@@ -94,7 +94,7 @@ class Keeping:
         if kept is None:
             return
         ways = work.size("tp") if not self.splits_logits else 1
-        elements = kept.bytes * ways / 4
+        elements = kept.bytes * ways / work.facts.widths.compute
         # Not as `logits`: unlike ours it is still there when weights' gradients are made.
         yield replace(kept, category="activations", bytes=elements * self.logits_kept_bytes)
         yield replace(kept, bytes=elements * self.logits_bytes, life="forward")

@@ -22,13 +22,19 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "compile": {"backend": st.sampled_from(["inductor", "aot_eager"])},
     "context": {"size": sizes, "kind": st.sampled_from(["ring", "ulysses"])},
     "expert": {"size": sizes},
+    "lowbit_optimizer": {"bits": st.sampled_from([4, 8])},
     "pipeline": {
         "size": sizes,
         "schedule": st.sampled_from(sorted(SCHEDULES)),
         "chunks": st.integers(0, 4),
         "stages": st.lists(st.integers(1, 9), max_size=4).map(tuple),
     },
-    "precision": {"dtype": st.sampled_from(["bf16", "fp32"])},
+    "precision": {
+        "dtype": st.sampled_from(["bf16", "fp32"]),
+        "weights": st.sampled_from(["bf16", "fp32"]),
+        "matmul": st.sampled_from(["", "fp8_tensorwise", "fp8_rowwise"]),
+        "edge_blocks": st.integers(0, 3),
+    },
     "recompute": {
         "layers": st.none() | st.integers(0, 40),
         "selective": st.integers(0, 40),
@@ -38,6 +44,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "rows": {"size": sizes, "by": st.sampled_from(["rows", "tables"])},
     "shard": {"size": sizes, "stage": st.sampled_from([1, 2, 3]), "prefetch": st.integers(0, 3)},
     "tensor": {"size": sizes, "sequence": st.booleans(), "overlap": st.integers(1, 3)},
+    "update_in_backward": {},
 }
 
 
