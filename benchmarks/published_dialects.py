@@ -48,7 +48,7 @@ class Dialect:
     fused_norm_traffic: float = 1.0
     """The same where a row tells of a fused norm."""
     loss_traffic: float = 1.0
-    """Times the memory traffic of our loss."""
+    """Times the memory traffic of a loss in plain PyTorch."""
     hides_gradients: bool = True
     """Sums of gradients run beside backward."""
     hides_gathers: bool = True
@@ -90,11 +90,20 @@ class Dialect:
             yield from self._attention(task, work.size("microbatch") * task.shape[0])
         elif task.kind == "matmul":
             yield replace(task, flops=task.flops * self.matmul)
-        elif task.phase != "step" and task.kind in ("memory", "loss"):
-            times = self.traffic if task.kind == "memory" else self.loss_traffic
-            yield replace(task, moved_bytes=task.moved_bytes * times)
+        elif task.kind == "loss" and task.phase == "forward":
+            yield from self._loss(task, work)
+        elif task.phase != "step" and task.kind == "memory":
+            yield replace(task, moved_bytes=task.moved_bytes * self.traffic)
         else:
             yield task
+
+    def _loss(self, task: Compute, work: Work) -> Iterator[Compute]:
+        """In plain PyTorch: of a copy of the logits in float32, three passes forward and five back."""
+        width = work.facts.widths.compute
+        logits = task.moved_bytes / (2 * width)  # ours reads them, and writes their gradient in their place
+        for phase, passes, kernels in (("forward", 3, 4.0), ("backward", 5, 5.0)):
+            moved = logits * (4 * passes + width) * self.loss_traffic
+            yield replace(task, phase=phase, moved_bytes=moved, kernels=kernels)
 
     def _wait(self, task: Collective, size: Any) -> Compute:
         """Nothing but the host's time."""

@@ -41,6 +41,8 @@ class Keeping:
     """Of each logit from forward to backward; 0: the loss is as ours."""
     logits_bytes: float = 0.0
     """Of each logit beside it while the loss runs."""
+    split_logits_bytes: float = 0.0
+    """The same where ranks share the vocabulary; 0: as many."""
     splits_logits: bool = True
     """Ranks that share the inside of layers share the vocabulary's logits."""
     fused: Scores = Scores(kept_bytes=2.0)
@@ -95,11 +97,12 @@ class Keeping:
             return
         ways = work.size("tp") if not self.splits_logits else 1
         elements = kept.bytes * ways / work.facts.widths.compute
+        beside = np.where(work.size("tp") > 1, self.split_logits_bytes or self.logits_bytes, self.logits_bytes)
         # Not as `logits`: unlike ours it is still there when weights' gradients are made.
         yield replace(kept, category="activations", bytes=elements * self.logits_kept_bytes)
-        yield replace(kept, bytes=elements * self.logits_bytes, life="forward")
+        yield replace(kept, bytes=elements * beside, life="forward")
         # Going back the gradient takes as much as what it was made of.
-        yield replace(kept, bytes=elements * self.logits_bytes, life="backward")
+        yield replace(kept, bytes=elements * beside, life="backward")
 
     def _beside(self, work: Work, layer: Layer, residents: list[Resident]) -> Iterator[Resident]:
         size = self._extra_bytes(work, layer)
@@ -164,7 +167,9 @@ def _sharing(work: Work) -> tuple[str, ...]:
     return STATIC if "moment" in lives else ("gradients", "optimizer")
 
 
-OUR_KEEPING = Keeping()
+OUR_KEEPING = Keeping(logits_kept_bytes=4.0, logits_bytes=6.0, split_logits_bytes=2.0)
+"""All as ours but the loss, which is that of plain PyTorch: logits in 16 bits, their copy in float32, and what is kept of
+it. Over a split vocabulary the copy is what is kept."""
 MEGATRON_CORE = Keeping(parameter_bytes=2.0, logits_kept_bytes=4.0, logits_bytes=2.0, stream_bytes=2.0, regathers=True)
 """18 bytes a parameter, 6 + 12 / n with a distributed optimizer; a loss over the split vocabulary that works in place;
 masks of two dropouts. Its own formula of activations (Korthikanti et al. 2022) is ours with these."""
@@ -195,7 +200,7 @@ NANOTRON = Keeping(
 copies between layers and inside, and once."""
 LLM_FOUNDRY = Keeping(logits_kept_bytes=2.0, logits_bytes=2.0)
 """FSDP as ours; its fused loss turns bf16 logits into their gradient in place."""
-IN_STEPS = Keeping(norm_bytes=14.0, inner_bytes=8.0)
+IN_STEPS = replace(OUR_KEEPING, norm_bytes=14.0, inner_bytes=8.0)
 """Blocks written out in plain PyTorch: norms and rotations in float32. Fitted: both."""
 _BY_SOURCE = {
     "mosaic_llmfoundry": LLM_FOUNDRY,
