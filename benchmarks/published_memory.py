@@ -204,6 +204,7 @@ IN_STEPS = replace(OUR_KEEPING, norm_bytes=14.0, inner_bytes=8.0)
 """Blocks written out in plain PyTorch: norms and rotations in float32. Fitted: both."""
 _BY_SOURCE = {
     "mosaic_llmfoundry": LLM_FOUNDRY,
+    "internevo": Keeping(),  # flash-attn's loss, which writes the gradient over the logits as ours does
     "litgpt": IN_STEPS,
     "torchtune": IN_STEPS,
     "megatron_ci_golden": MEGATRON_CORE,
