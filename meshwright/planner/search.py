@@ -442,7 +442,7 @@ class GroupSearch:
                 for group in range(len(here.groups))
             ]
             times = [
-                cache(lambda share, pipe=pipe, rest=rest: pipe.seconds_of(share) + rest)
+                cache(lambda share, pipe=pipe, rest=rest: pipe.seconds(share) + rest)
                 for pipe, rest in zip(pipes, rests_seconds(pipes), strict=True)
             ]
             own = [times[group] for group in group_of_replica]

@@ -78,8 +78,9 @@ def step_seconds(table: Table, timetable: Timetable, splits: list[tuple[int, ...
     runs = np.all(sizes <= widest, axis=1) & np.all(np.isfinite(table.backward[at]), axis=1)
     found = np.full(len(splits), np.inf)
     if runs.any():
-        columns = [list(values[at][runs].T) for values in (table.forward, table.backward, table.weight)]
-        busy = makespan(timetable, *columns, table.send_seconds, table.num_microbatches)
+        ways = (table.forward, table.backward, table.weight)
+        forward, backward, weight = (list(values[at][runs].T) for values in ways)
+        busy = makespan(timetable, forward, backward, weight, table.send_seconds, table.num_microbatches)
         found[runs] = busy + table.tail[at][runs].max(axis=1)
     return found
 
@@ -196,8 +197,8 @@ def _solve_chunks(leaf: BoundedGrid, picks: Sequence[OrderedCandidate]) -> list[
         fits = np.flatnonzero(peak_bytes[rows] <= picks[cell.at].memory_bytes)
         seconds = sum(column.forward[rows[fits]] + column.backward[rows[fits]] for column in columns)
         fits = fits[np.lexsort((each.sum(axis=(1, 2))[fits], seconds))]
-        ways = (np.stack([column[way][rows[fits]] for column in columns], axis=1) for way in range(3))
-        found[cell.at].append(_ChunkedStage(*ways, tails[rows[fits]], each[fits]))
+        ways = [np.stack([column[way][rows[fits]] for column in columns], axis=1) for way in range(3)]
+        found[cell.at].append(_ChunkedStage._make((*ways, tails[rows[fits]], each[fits])))
     return [
         _best_combination(leaf, pick, mine, send) for pick, mine, send in zip(picks, found, sends.tolist(), strict=True)
     ]
@@ -232,8 +233,8 @@ def _best_combination(leaf: BoundedGrid, pick: OrderedCandidate, stages: list[_C
         tails.append(max(float(stage.tail.min()) for stage in stages))
     places = leaf.timetable.places(len(stages))
     at = [(places.stage(span), places.chunk(span)) for span in range(places.num_spans)]
-    spans = [[chosen[stage][way][:, chunk] for stage, chunk in at] for way in range(3)]
-    seconds = np.asarray(makespan(leaf.timetable, *spans, send, m)) + np.array(tails)
+    forward, backward, weight = ([chosen[stage][way][:, chunk] for stage, chunk in at] for way in range(3))
+    seconds = np.asarray(makespan(leaf.timetable, forward, backward, weight, send, m)) + np.array(tails)
     best = int(np.argmin(seconds[: len(tried)]))
     choices = [stage.choices[tried[best][i]] for i, stage in enumerate(stages)]
     slower = leaf.inputs.slower
@@ -343,8 +344,8 @@ def _solved(
     if not leaf.grid.may_choose:
         if not all(np.isfinite(option.forward) for option in chosen):
             return Solved(pick=pick)
-        ways = ([option[way] for option in chosen] for way in range(3))
-        seconds = float(makespan(timetable, *ways, send, m)) + max(option.tail for option in chosen)
+        forward, backward, weight = (list(way) for way in zip(*(option[:3] for option in chosen), strict=True))
+        seconds = float(makespan(timetable, forward, backward, weight, send, m)) + max(each.tail for each in chosen)
         # A step never gets slower by a larger share than its slowest stage.
         least = seconds * min(option.lower / (option.forward + option.backward) for option in chosen)
     plan = _plan(leaf, pick, cut, [option.choice for option in chosen])

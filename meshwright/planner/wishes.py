@@ -124,19 +124,20 @@ def _read(text: str, where: str, problems: list[Problem]) -> tuple[str, str, Any
         what = f'no technique is called "{name}".'
         problems.append(Problem(where=where, what=what, fix=nearest(name, (*technique_names(), MICROBATCH))))
         return None
-    hints = {MICROBATCH: int} if name == MICROBATCH else field_types(technique_named(name))
-    if not equals and not dot and name != MICROBATCH:
+    kind: type | None = None if name == MICROBATCH else technique_named(name)
+    hints = {MICROBATCH: int} if kind is None else field_types(kind)
+    if not equals and not dot and kind is not None:
         return name, "", None
     setting = setting or next(iter(hints), "")
     if setting not in hints:
         problems.append(Problem(where=where, what=f'{name} has no "{setting}".', fix=nearest(setting, hints)))
         return None
-    if not equals and name != MICROBATCH:
+    if not equals and kind is not None:
         problems.append(Problem(where=where, what="has no value.", fix=f"Write {target}=..."))
         return None
     before = len(problems)
     value = decode_into(hints[setting], _plain(value_text), where, problems)
-    if len(problems) == before and name == MICROBATCH and value < 1:
+    if len(problems) == before and kind is None and value < 1:
         problems.append(Problem(where=where, what=f"is {value}.", fix="Use at least 1."))
     return None if len(problems) > before else (name, setting, value)
 
