@@ -348,7 +348,7 @@ def guess_on(case: Case, plan: Plan, machines: Cluster, *, replays: bool = True)
         return dialect.change(case.numerics.change(work))
 
     staged = stage_plan(model, plan, machines, sequence=case.sequence, optimizer=ADAM, change=change)
-    found = forecast_of(staged, model, plan, machines, sequence=case.sequence, replays=replays)
+    found = forecast_of([staged], model, plan, machines, sequence=case.sequence, replays=replays)
     stage = {"first": 0, "last": -1}.get(case.rank, found.worst_stage)
     return Guess(
         step_seconds=found.step_seconds + dialect.step_seconds,

@@ -20,12 +20,12 @@ import numpy as np
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.plan import Plan
 from meshwright.planner.bounds import Candidates, bound_all, floors, order_bounds
-from meshwright.planner.rows import BoundedGrid, OrderedCandidate, SearchInputs
+from meshwright.planner.rows import BoundedGrid, OrderedCandidate
 from meshwright.planner.scoreboard import Alternative, Scoreboard, ScoredPlan, SearchResult
 from meshwright.planner.solve import Solved, smallest_plan, solve
-from meshwright.planner.space import dials, folded, grids, orders_of
-from meshwright.planner.wishes import pin_problems
-from meshwright.simulator.forecast import Forecast, slowest_of
+from meshwright.planner.space import dials, grids, orders_of
+from meshwright.planner.wishes import SearchInputs, pin_problems
+from meshwright.simulator.forecast import Forecast
 
 CLOSE_LOOKS, MOST_LOOKS = 48, 1200
 """Candidates looked at closely before an epsilon counts, and at all. What bounds leave open then is said as the gap."""
@@ -48,7 +48,7 @@ not worth another."""
 
 def search_uniform(inputs: SearchInputs, top: int) -> SearchResult:
     """Plans for devices of one kind, best first; where nothing fits, also with what techniques do as a rescue."""
-    if problems := pin_problems(inputs.wishes, inputs.profile, inputs.cluster, inputs.sequence):
+    if problems := pin_problems(inputs):
         raise MeshwrightError(problems)
     for rescues in (False, True):
         pool = BestFirst(inputs, rescues=rescues)
@@ -63,28 +63,10 @@ class BestFirst:
 
     def __init__(self, inputs: SearchInputs, *, rescues: bool):
         self.inputs = inputs
-        profile, cluster, sequence = inputs.profile, inputs.cluster, inputs.sequence
-        self.memory_bytes = cluster.device.memory_bytes
-        self.board = Scoreboard(profile, cluster, sequence, inputs.optimizer)
-        # What may be tried depends on the samples there are, not on the longest the model takes.
-        asked = replace(profile, max_sequence=sequence)
-        possible = tuple(
-            dial
-            for dial in dials(asked, cluster, inputs.wishes, rescues=rescues)
-            if not dial.kind.check_optimizer(inputs.optimizer)
-        )
-        self.turned = folded(profile, cluster, possible, sequence)
-        self.grids = tuple(
-            grids(
-                profile,
-                cluster,
-                self.turned,
-                batch=inputs.batch,
-                sequence=sequence,
-                microbatch=inputs.wishes.microbatch,
-                rejected=self.board.rejected,
-            )
-        )
+        self.memory_bytes = inputs.cluster.device.memory_bytes
+        self.board = Scoreboard(inputs)
+        self.turned = dials(inputs, rescues=rescues)
+        self.grids = tuple(grids(inputs, self.turned, self.board.rejected))
         self.leaves: list[BoundedGrid] = []
         self.runs: list[np.ndarray] = []
         """Of each leaf, the candidates that can run samples of this length, and are no others over again."""
@@ -104,13 +86,12 @@ class BestFirst:
         for grid in self.grids:
             for leaf in bound_all(self.inputs, grid, self.turned, dtype):
                 runs = leaf.is_new
-                for which, problem in leaf.sequence_problems(self.inputs.sequence):
+                for which, problem in leaf.sequence_problems():
                     self.board.reject(str(problem), int(np.sum(runs & which)))
                     runs = runs & ~which
                 self.leaves.append(leaf)
                 self.runs.append(runs)
-        slower = slowest_of(self.inputs.cluster, self.inputs.cluster.num_devices) * (1 - _ROUNDING)
-        self.candidates = Candidates.of(self.leaves, self.runs, slower)
+        self.candidates = Candidates.of(self.leaves, self.runs, self.inputs.slower * (1 - _ROUNDING))
         seen = self.order[: self.next]
         left = np.setdiff1d(np.flatnonzero(self.candidates.fits(self.memory_bytes)), seen)
         order = left[np.argsort(self.candidates.least_seconds[left], kind="stable")]
@@ -178,13 +159,13 @@ class BestFirst:
 
     def _bound(self, picks: Iterable[tuple[int, OrderedCandidate]]) -> None:
         for at, mine in _by_leaf(picks).items():
-            bounds = order_bounds(self.inputs, self.leaves[at], mine)
+            bounds = order_bounds(self.leaves[at], mine)
             for pick, bound in zip(mine, bounds, strict=True):
                 heapq.heappush(self.waiting, (float(bound) * (1 - _ROUNDING), next(self.numbers), at, pick))
 
     def _solve(self, picks: Iterable[tuple[int, OrderedCandidate]]) -> None:
         for at, mine in _by_leaf(picks).items():
-            for found in solve(self.inputs, self.leaves[at], mine, self.limit_seconds * _COMPARED):
+            for found in solve(self.leaves[at], mine, self.limit_seconds * _COMPARED):
                 self.solved.append((found, at))
                 self._score(found, at)
 
@@ -212,7 +193,7 @@ class BestFirst:
         low, best = high - over, None
         for _ in range(_RETRIES):
             room = low if best is None else (low + high) / 2
-            (less,) = solve(self.inputs, self.leaves[at], [found.pick._replace(memory_bytes=room)])
+            (less,) = solve(self.leaves[at], [found.pick._replace(memory_bytes=room)])
             scored = None if less.plan is None else self.board.score(less.plan, replays=True)
             if scored is None:
                 break
@@ -224,7 +205,7 @@ class BestFirst:
                 low = min(low, high) - over * (best is None)
             if high - low < _LITTLE:
                 break
-        (most,) = solve(self.inputs, self.leaves[at], [found.pick._replace(memory_bytes=high)])
+        (most,) = solve(self.leaves[at], [found.pick._replace(memory_bytes=high)])
         if best is None:
             self.board.reject("does not fit in memory in pieces")
             return replace(most, plan=None, seconds=np.inf)
@@ -278,9 +259,7 @@ class BestFirst:
     def _smallest(self, candidate: int) -> ScoredPlan | None:
         """The plan of a candidate that needs least, whether it fits or not."""
         at, index = int(self.candidates.leaf_of[candidate]), int(self.candidates.index_of[candidate])
-        grid = self.leaves[at].grid
-        plan = smallest_plan(self.inputs, self.leaves[at], index, grid.axis_order)
-        return self.board.score(plan)
+        return self.board.score(smallest_plan(self.leaves[at], index, self.leaves[at].grid.axis_order))
 
     def _nearest_miss(self) -> ScoredPlan | None:
         candidates = np.flatnonzero(self.candidates.runs)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -23,17 +22,14 @@ from meshwright.planner.rows import (
     BoundedGrid,
     OrderedCandidate,
     PricedRows,
-    SearchInputs,
-    StageCell,
+    cells_of,
     extreme_choices,
-    kinds_of,
-    policy_fields,
     row_sizes,
     size_of,
 )
 from meshwright.planner.space import Dial, Grid
+from meshwright.planner.wishes import SearchInputs
 from meshwright.schedules import PipelineTimes, Timetable
-from meshwright.simulator.forecast import slowest_of
 from meshwright.simulator.peak_memory import StageMemory, stage_memory, timetable_of
 from meshwright.simulator.pricing import ELEMENT_BYTES
 from meshwright.simulator.stage_seconds import (
@@ -81,17 +77,25 @@ def best_roads(cluster: Cluster, mesh: Mapping[str, Num]) -> dict[str, Route]:
 def bound_all(inputs: SearchInputs, grid: Grid, dials: tuple[Dial, ...], dtype: str) -> Iterator[BoundedGrid]:
     """Leaves that compute in this dtype."""
     cluster = inputs.cluster
-    others = [dial for dial in dials if not dial.axis_field]
+    others = [dial for dial in dials if not dial.kind.axis]
     ordered = sorted(
         (*grid.axis_dials, *others),
         key=lambda dial: (PHASES.index(dial.kind.phase), dial.kind.name),
     )
     may_skip = {dial.kind.name for dial in others if not dial.required and not dial.policies}
-    policies = {dial.kind.name: dial.policies for dial in others if dial.policies}
+    policies = tuple((dial.kind.name, policy) for dial in others for policy in dial.policies)
     rows = BoundRows(grid, cluster, [d.example(d.settings[0]) for d in others if d.named and d.settings], policies)
     default = {dial.kind.name: dial.settings[0] for dial in ordered if dial.settings}
     known: Known = {}
     swaps = sum(dial.kind.phase == PHASES[0] for dial in ordered)
+
+    def is_new(chosen: tuple[Technique, ...]) -> np.ndarray:
+        """A technique with an axis of one rank counts once, with its first settings."""
+        new = np.ones(grid.num_candidates, dtype=bool)
+        for technique in chosen:
+            if any(getattr(technique, name) != value for name, value in default[technique.name].items()):
+                new &= grid.uses(technique)
+        return new
 
     def walk(depth: int, work: Work, chosen: tuple[Technique, ...], done: TaskTally) -> Iterator[BoundedGrid]:
         if depth == swaps and work.facts.compute_dtype != dtype:
@@ -110,7 +114,7 @@ def bound_all(inputs: SearchInputs, grid: Grid, dials: tuple[Dial, ...], dtype: 
                 least_seconds=rows.least_seconds(cost, memory, timetable, cluster.device.memory_bytes),
                 least_bytes=rows.least_bytes(memory),
                 base_bytes=rows.base_bytes(memory),
-                is_new=_is_new(grid, default, chosen) & ~forbidden,
+                is_new=is_new(chosen) & ~forbidden,
             )
             return
         dial = ordered[depth]
@@ -131,24 +135,13 @@ def bound_all(inputs: SearchInputs, grid: Grid, dials: tuple[Dial, ...], dtype: 
     yield from walk(0, start, (), TaskTally())
 
 
-def _is_new(grid: Grid, default: Mapping[str, dict[str, Any]], chosen: tuple[Technique, ...]) -> np.ndarray:
-    """A technique with an axis of one rank counts once, with its first settings."""
-    new = np.ones(grid.num_candidates, dtype=bool)
-    for technique in chosen:
-        if any(getattr(technique, name) != value for name, value in default[technique.name].items()):
-            new &= grid.uses(technique)
-    return new
-
-
 class BoundRows:
     """The rows of a grid's bounds: (candidates, runs of stages, no policy and each policy followed by all blocks)."""
 
-    def __init__(
-        self, grid: Grid, cluster: Cluster, named: Sequence[Technique], policies: Mapping[str, tuple[str, ...]]
-    ):
+    def __init__(self, grid: Grid, cluster: Cluster, named: Sequence[Technique], policies: Sequence[tuple[str, str]]):
         self.grid = grid
         starts, self.counts, firsts, blocks = grid.runs
-        choices = extreme_choices(grid.profile, sum(map(len, policies.values())))
+        choices = extreme_choices(grid.inputs.profile, len(policies))
         self.shape = (*self.counts.shape, len(choices))
         of = np.repeat(np.arange(grid.num_candidates), self.shape[1])
         stages = np.stack([of, starts.ravel(), firsts.ravel(), blocks.ravel()], axis=1)
@@ -211,7 +204,7 @@ class BoundRows:
         grid, table = self.grid, self.table
         forward, backward, weight = (table(cost.seconds(part))[:, :, 0] for part in ("forward", "backward", "weight"))
         seconds = forward + backward + weight
-        if self.shape[2] > 1 and not grid.may_choose and len(grid.profile.block_layers) == 1:
+        if self.shape[2] > 1 and not grid.may_choose and len(grid.inputs.profile.block_layers) == 1:
             seconds = seconds + forced_seconds(table, cost, memory, memory_bytes)[0]
         tails = table(cost.seconds("step")).min(axis=2)
         # With another split the stage that ends last may be a smaller one.
@@ -237,7 +230,7 @@ class BoundRows:
             least=least.ravel(),
             apart=(weight if timetable.splits_backward else np.zeros_like(weight)).ravel(),
             chunk_share=(
-                (grid.profile.num_blocks // (stages * timetable.chunks))[:, None] / np.maximum(blocks, 1)
+                (grid.inputs.profile.num_blocks // (stages * timetable.chunks))[:, None] / np.maximum(blocks, 1)
             ).ravel(),
         )
         return bound + tail
@@ -248,10 +241,10 @@ class BoundRows:
         _, counts, _, blocks = self.grid.runs
         if timetable.chunks > 1:  # the split is even and given
             return np.where(counts > 0, seconds, 0.0).max(axis=1)
-        if len(self.grid.profile.block_layers) > 1 or counts.shape[1] < 3:
+        if len(self.grid.inputs.profile.block_layers) > 1 or counts.shape[1] < 3:
             return even
         stages = self.grid.columns["num_stages"]
-        most = -(-self.grid.profile.num_blocks // stages)
+        most = -(-self.grid.inputs.profile.num_blocks // stages)
         # An inner stage: without ends, and what it has beside its blocks only makes fewer cost more each.
         is_inner = (stages > 2) & (blocks[:, 1] >= most)
         inner = seconds[:, 1] * most / np.maximum(blocks[:, 1], 1)
@@ -359,39 +352,27 @@ _HALVINGS = 16
 """Until the pace is known to a part in ten thousand."""
 
 
-def order_bounds(problem: SearchInputs, leaf: BoundedGrid, picks: Sequence[OrderedCandidate]) -> np.ndarray:
+def order_bounds(leaf: BoundedGrid, picks: Sequence[OrderedCandidate]) -> np.ndarray:
     """No plan of a candidate with its axes in this order is faster."""
-    cells: list[StageCell] = []
-    starts, spare = [], []
-    for at, pick in enumerate(picks):
-        cut = leaf.grid.cuts[pick.candidate]
-        starts.append(len(cells))
-        kinds = [kinds_of(problem, spans) for spans in cut]
-        cells += [StageCell(at, s, kinds[s], spans[0][0], size_of(spans)) for s, spans in enumerate(cut)]
-    for at, pick in enumerate(picks):  # an inner stage with a block more
-        cut = leaf.grid.cuts[pick.candidate]
-        stage = min(1, len(cut) - 1)
-        blocks = min(size_of(cut[stage]) + 1, problem.profile.num_blocks)
-        first = min(cut[stage][0][0], problem.profile.num_blocks - blocks)
-        spare.append((starts[at] + stage, len(cells)))
-        cells.append(StageCell(at, stage, kinds_of(problem, cut[stage]), first, blocks))
-    each = extreme_choices(problem.profile, len(policy_fields(leaf)))
-    rows = PricedRows(problem, leaf, picks, cells, [each] * len(cells))
-    return _bounds_of_stages(problem, leaf, picks, rows, np.array(starts), np.array(spare)) * slowest_of(
-        problem.cluster, problem.cluster.num_devices
-    )
+    each = [cells_of(leaf, at, pick) for at, pick in enumerate(picks)]
+    cells = [cell for mine in each for cell in mine]
+    starts = np.cumsum([0, *map(len, each)])[:-1]
+    spare, num_blocks = [], leaf.inputs.profile.num_blocks
+    for at, mine in enumerate(each):  # an inner stage with a block more
+        inner = mine[min(1, len(mine) - 1)]
+        blocks = min(inner.blocks + 1, num_blocks)
+        spare.append((starts[at] + inner.stage, len(cells)))
+        cells.append(inner._replace(first_block=min(inner.first_block, num_blocks - blocks), blocks=blocks))
+    choices = extreme_choices(leaf.inputs.profile, len(leaf.policies))
+    rows = PricedRows(leaf, picks, cells, [choices] * len(cells))
+    return _bounds_of_stages(leaf, picks, rows, starts, np.array(spare)) * leaf.inputs.slower
 
 
 def _bounds_of_stages(
-    problem: SearchInputs,
-    leaf: BoundedGrid,
-    picks: Sequence[OrderedCandidate],
-    rows: PricedRows,
-    starts: np.ndarray,
-    spare: np.ndarray,
+    leaf: BoundedGrid, picks: Sequence[OrderedCandidate], rows: PricedRows, starts: np.ndarray, spare: np.ndarray
 ) -> np.ndarray:
     """`starts`: of each pick the row of its first stage; `spare`: the rows of a stage, and of it with a block more."""
-    ways = 1 + len(policy_fields(leaf))
+    ways, inputs = 1 + len(leaf.policies), leaf.inputs
 
     def table(value: Num) -> np.ndarray:
         return rows.column(value).reshape(1, -1, ways)
@@ -400,12 +381,12 @@ def _bounds_of_stages(
         return table(value)[0, :, 0]
 
     grid, cost, timetable = leaf.grid, rows.cost, leaf.timetable
-    memory = least_memory(rows.work, problem.cluster)
+    memory = least_memory(rows.work, inputs.cluster)
     forward, weight = column(cost.seconds("forward")), column(cost.seconds("weight"))
     fast = forward + weight + column(cost.seconds("backward"))
     forced, slope = np.zeros_like(fast), np.zeros_like(fast)
-    if ways > 1 and problem.is_one_kind:
-        both = forced_seconds(table, cost, memory, problem.cluster.device.memory_bytes)
+    if ways > 1 and inputs.is_one_kind:
+        both = forced_seconds(table, cost, memory, inputs.cluster.device.memory_bytes)
         forced, slope = both[0][0], both[1][0]
     count = spare[0, 1]  # rows of stages; those of spare ones come after
     index = np.array([pick.candidate for pick in picks])
@@ -425,8 +406,8 @@ def _bounds_of_stages(
         grows = column(memory.in_flight)[:count] * (kept[more] - kept[at])[of] + (base[more] - base[at])[of]
         each = by_block + slope[:count] * np.maximum(grows, 0.0)
         even = np.add.reduceat(least, starts) / stages
-        pace = np.maximum(_least_pace(problem, leaf, picks, seconds, each, starts), even)
-    blocks, spans = grid.profile.num_blocks, sizes * timetable.chunks
+        pace = np.maximum(_least_pace(leaf, picks, seconds, each, starts), even)
+    blocks, spans = grid.inputs.profile.num_blocks, sizes * timetable.chunks
     bound = pipeline_bound(
         timetable,
         starts,
@@ -450,12 +431,7 @@ def _bounds_of_stages(
 
 
 def _least_pace(
-    problem: SearchInputs,
-    leaf: BoundedGrid,
-    picks: Sequence[OrderedCandidate],
-    seconds: np.ndarray,
-    each: np.ndarray,
-    starts: np.ndarray,
+    leaf: BoundedGrid, picks: Sequence[OrderedCandidate], seconds: np.ndarray, each: np.ndarray, starts: np.ndarray
 ) -> np.ndarray:
     """The least a slowest stage can take, where a stage with a block more takes `each` longer: the least at which whole
     blocks find room."""
@@ -467,7 +443,7 @@ def _least_pace(
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         room = np.floor(blocks + (middle[of] - seconds) / each + 1e-9)
-        enough = np.add.reduceat(np.maximum(room, 0), starts) >= problem.profile.num_blocks
+        enough = np.add.reduceat(np.maximum(room, 0), starts) >= leaf.inputs.profile.num_blocks
         low, high = np.where(enough, low, middle), np.where(enough, middle, high)
     return low
 

@@ -7,12 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from meshwright.core.cluster import Cluster
 from meshwright.core.codec import decode_into, encode
 from meshwright.core.errors import Problem
 from meshwright.core.plan import Plan
-from meshwright.core.profile import Profile
-from meshwright.core.work import Updating
+from meshwright.planner.wishes import SearchInputs
 from meshwright.simulator.forecast import Forecast, forecast
 
 
@@ -74,8 +72,8 @@ class SearchResult:
 class Scoreboard:
     """Forecasts of plans, each made once; the best that fits; and what was rejected, with the reasons."""
 
-    def __init__(self, profile: Profile, cluster: Cluster, sequence: int, optimizer: Updating):
-        self.profile, self.cluster, self.sequence, self.optimizer = profile, cluster, sequence, optimizer
+    def __init__(self, inputs: SearchInputs):
+        self.inputs = inputs
         self.scored: dict[tuple[Plan, bool], ScoredPlan | None] = {}
         self.best: ScoredPlan | None = None
         self.rejected: Counter[str] = Counter()
@@ -92,15 +90,16 @@ class Scoreboard:
     def score(self, plan: Plan, *, replays: bool = False) -> ScoredPlan | None:
         """None (and the reason counted) if the plan's own check objects. `replays`: with the allocator, which takes too
         long for all."""
-        key = (plan, replays)
+        key, inputs = (plan, replays), self.inputs
         if key not in self.scored:
-            problems = plan.check(self.profile, self.cluster) or plan.check_sequence(self.sequence)
+            problems = plan.check(inputs.profile, inputs.cluster) or plan.check_sequence(inputs.sequence)
             self.scored[key] = None
             if problems:
                 self.reject(str(problems[0]))
             else:
-                settings: dict[str, Any] = {"sequence": self.sequence, "optimizer": self.optimizer, "replays": replays}
-                self.scored[key] = ScoredPlan(plan, forecast(self.profile, plan, self.cluster, **settings))
+                settings: dict[str, Any] = {"sequence": inputs.sequence, "optimizer": inputs.optimizer}
+                told = forecast(inputs.profile, plan, inputs.cluster, replays=replays, **settings)
+                self.scored[key] = ScoredPlan(plan, told)
         return self.scored[key]
 
     def record(self, scored: ScoredPlan) -> None:

@@ -38,10 +38,9 @@ from meshwright.core.profile import Profile
 from meshwright.core.technique import Technique, is_within, technique_named, technique_names
 from meshwright.core.work import ADAM, Updating
 from meshwright.planner.best_first import search_uniform
-from meshwright.planner.rows import SearchInputs
 from meshwright.planner.scoreboard import Alternative, Scoreboard, ScoredPlan, SearchResult
 from meshwright.planner.splits import fastest_splits, layer_flops, most_even
-from meshwright.planner.wishes import Wishes, read_wishes
+from meshwright.planner.wishes import SearchInputs, Wishes, read_wishes
 from meshwright.simulator.forecast import Forecast
 from meshwright.simulator.mixed_groups import replica_pipe, rests_seconds, seen_from
 from meshwright.simulator.pricing import cutter_of, stage_plan
@@ -291,7 +290,7 @@ class GroupSearch:
         self.inputs, self.wishes = inputs, inputs.wishes
         self.inside = max(INSIDE, top // 2)
         """Plans taken from each search for devices of one kind."""
-        self.board = Scoreboard(inputs.profile, inputs.cluster, inputs.sequence, inputs.optimizer)
+        self.board = Scoreboard(inputs)
         self.problems: list[Problem] = []
         self.evaluated = 0
         self.alone: list[tuple[UniformGroup, float]] = []
@@ -443,7 +442,7 @@ class GroupSearch:
                 for group in range(len(here.groups))
             ]
             times = [
-                cache(lambda share, pipe=pipe, rest=rest: pipe.seconds_of(share) + rest)
+                cache(lambda share, pipe=pipe, rest=rest: pipe.seconds(share) + rest)
                 for pipe, rest in zip(pipes, rests_seconds(pipes), strict=True)
             ]
             own = [times[group] for group in group_of_replica]

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from math import comb, prod
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,18 +24,16 @@ from meshwright.core.technique import Spans, Technique, format_blocks
 from meshwright.planner.policies import Option, fronts_of, options_of
 from meshwright.planner.rows import (
     BoundedGrid,
-    Kinds,
     OrderedCandidate,
     PricedRows,
-    SearchInputs,
     StageCell,
+    cells_of,
     kinds_of,
-    policy_fields,
     size_of,
 )
 from meshwright.planner.splits import all_splits, fastest_splits, largest_first, smallest_first
+from meshwright.planner.wishes import Kinds
 from meshwright.schedules import Timetable
-from meshwright.simulator.forecast import slowest_of
 from meshwright.simulator.makespan import makespan, stage_bound
 from meshwright.simulator.pricing import held_of_chunks, straight
 
@@ -62,40 +60,28 @@ class Table:
     num_microbatches: int
 
     @property
-    def num_stages(self) -> int:
-        return self.forward.shape[0]
-
-    @property
     def num_blocks(self) -> int:
         return self.forward.shape[1]
-
-    @property
-    def widest(self) -> int:
-        return self.forward.shape[2]
 
 
 def is_small(table: Table) -> bool:
     """Whether all splits are simulated."""
-    room = table.num_blocks - table.num_stages + 1
-    return table.widest >= room and comb(table.num_blocks - 1, table.num_stages - 1) <= MOST_SPLITS
+    stages, blocks, widest = table.forward.shape
+    return widest >= blocks - stages + 1 and comb(blocks - 1, stages - 1) <= MOST_SPLITS
 
 
 def step_seconds(table: Table, timetable: Timetable, splits: list[tuple[int, ...]]) -> np.ndarray:
     """Of every split; infinite where a stage of it cannot be."""
+    stages, _, widest = table.forward.shape
     sizes = np.array(splits)
-    firsts = np.cumsum(sizes, axis=1) - sizes
+    at = (np.arange(stages)[None, :], np.cumsum(sizes, axis=1) - sizes, np.minimum(sizes, widest) - 1)
+    runs = np.all(sizes <= widest, axis=1) & np.all(np.isfinite(table.backward[at]), axis=1)
     found = np.full(len(splits), np.inf)
-    inside = np.all(sizes <= table.widest, axis=1)
-    stage = np.arange(table.num_stages)
-    at = (stage[None, :], firsts, np.minimum(sizes, table.widest) - 1)
-    columns = [values[at] for values in (table.forward, table.backward, table.weight, table.tail)]
-    runs = inside & np.all(np.isfinite(columns[1]), axis=1)
-    if not runs.any():
-        return found
-    forward, backward, weight, tail = (values[runs] for values in columns)
-    forward, backward, weight = (list(values.T) for values in (forward, backward, weight))
-    busy = makespan(timetable, forward, backward, weight, table.send_seconds, table.num_microbatches)
-    found[runs] = busy + tail.max(axis=1)
+    if runs.any():
+        ways = (table.forward, table.backward, table.weight)
+        forward, backward, weight = (list(values[at][runs].T) for values in ways)
+        busy = makespan(timetable, forward, backward, weight, table.send_seconds, table.num_microbatches)
+        found[runs] = busy + table.tail[at][runs].max(axis=1)
     return found
 
 
@@ -162,16 +148,17 @@ FEW_COMBINATIONS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChunkedSolution:
-    """What came of a candidate: seconds of its step, no faster than, and each stage's choice; None: nothing fits."""
+class Solved:
+    pick: OrderedCandidate
+    plan: Plan | None = None
+    """None: nothing fits."""
+    seconds: float = np.inf
+    """Of a step, as simulated."""
+    least_seconds: float = np.inf
+    """No plan of this candidate and order is faster."""
 
-    seconds: float
-    least_seconds: float
-    choices: list[np.ndarray] | None
 
-
-@dataclass(frozen=True, kw_only=True)
-class _ChunkedStage:
+class _ChunkedStage(NamedTuple):
     """The choices of a stage that fit, fastest in sum first: seconds by (choice, chunk)."""
 
     forward: np.ndarray
@@ -181,55 +168,40 @@ class _ChunkedStage:
     choices: np.ndarray
 
 
-def solve_chunks(
-    problem: SearchInputs, leaf: BoundedGrid, picks: Sequence[OrderedCandidate], listed: Sequence[Sequence[np.ndarray]]
-) -> list[ChunkedSolution]:
-    """`listed`: of each pick and stage, the choices of policies to be tried."""
-    whole: list[StageCell] = []
-    for at, pick in enumerate(picks):
-        cut = leaf.grid.cuts[pick.candidate]
-        whole += [
-            StageCell(at, s, kinds_of(problem, spans), spans[0][0], size_of(spans)) for s, spans in enumerate(cut)
-        ]
-    choices = [each for mine in listed for each in mine]
-    stages = PricedRows(problem, leaf, picks, whole, choices)
-    chunks = leaf.timetable.chunks
+def _solve_chunks(leaf: BoundedGrid, picks: Sequence[OrderedCandidate]) -> list[Solved]:
+    cells = [cell for at, pick in enumerate(picks) for cell in cells_of(leaf, at, pick)]
+    choices = [each.choices[each.first_look] for each in fronts_of(leaf, picks, cells)]
+    stages = PricedRows(leaf, picks, cells, choices)
+    cuts = [leaf.grid.cuts[picks[cell.at].candidate] for cell in cells]
     parts = [
-        _by_chunk(problem.profile, leaf.grid.cuts[picks[cell.at].candidate][cell.stage], each)
-        for cell, each in zip(whole, choices, strict=True)
+        _by_chunk(leaf.inputs.profile, cut[cell.stage], each)
+        for cell, cut, each in zip(cells, cuts, choices, strict=True)
     ]
     by_chunk = [
-        PricedRows(problem, leaf, picks, whole, [part[:, chunk] for part in parts], chunk=chunk)
-        for chunk in range(chunks)
+        PricedRows(leaf, picks, cells, [part[:, chunk] for part in parts], chunk=chunk)
+        for chunk in range(leaf.timetable.chunks)
     ]
     columns = [rows.columns() for rows in by_chunk]
     kept = np.stack([rows.column(rows.memory.microbatch_bytes()) for rows in by_chunk])
-    held = _held_rows(leaf, picks, whole, [len(each) for each in choices], kept)
+    ends = itertools.accumulate(map(len, choices))
+    rows_of = [np.arange(end - len(each), end) for end, each in zip(ends, choices, strict=True)]
+    held = np.zeros(stages.length)
+    for cell, cut, rows in zip(cells, cuts, rows_of, strict=True):
+        m = int(leaf.grid.columns["num_microbatches"][picks[cell.at].candidate])
+        held[rows] = held_of_chunks(leaf.timetable, cell.stage, len(cut), m, list(kept[:, rows]))
     peak_bytes = stages.peak_bytes(replace(stages.memory, in_flight=held))
-    totals, sends = stages.columns(), np.zeros(len(picks))
-    found: list[list[_ChunkedStage | None]] = [[] for _ in picks]
-    row = 0
-    for cell, each in zip(whole, choices, strict=True):
-        rows = np.arange(row, row + len(each))
-        row += len(each)
-        sends[cell.at] = max(sends[cell.at], *(float(c.send[rows].max()) for c in columns))
-        rows = rows[peak_bytes[rows] <= picks[cell.at].memory_bytes]
-        if not len(rows):
-            found[cell.at].append(None)
-            continue
-        seconds = np.stack([[c.forward[rows] + c.backward[rows]] for c in columns]).sum(axis=(0, 1))
-        rows = rows[np.lexsort((each.sum(axis=(1, 2))[rows - (row - len(each))], seconds))]
-        found[cell.at].append(
-            _ChunkedStage(
-                forward=np.stack([c.forward[rows] for c in columns], axis=1),
-                backward=np.stack([c.backward[rows] for c in columns], axis=1),
-                weight=np.stack([c.weight[rows] for c in columns], axis=1),
-                tail=totals.tail[rows],
-                choices=each[rows - (row - len(each))],
-            )
-        )
-    every = zip(picks, found, sends.tolist(), strict=True)
-    return [_best_combination(leaf, pick, mine, send) for pick, mine, send in every]
+    tails, sends = stages.columns().tail, np.zeros(len(picks))
+    found: list[list[_ChunkedStage]] = [[] for _ in picks]
+    for cell, each, rows in zip(cells, choices, rows_of, strict=True):
+        sends[cell.at] = max(sends[cell.at], *(float(column.send[rows].max()) for column in columns))
+        fits = np.flatnonzero(peak_bytes[rows] <= picks[cell.at].memory_bytes)
+        seconds = sum(column.forward[rows[fits]] + column.backward[rows[fits]] for column in columns)
+        fits = fits[np.lexsort((each.sum(axis=(1, 2))[fits], seconds))]
+        ways = [np.stack([column[way][rows[fits]] for column in columns], axis=1) for way in range(3)]
+        found[cell.at].append(_ChunkedStage._make((*ways, tails[rows[fits]], each[fits])))
+    return [
+        _best_combination(leaf, pick, mine, send) for pick, mine, send in zip(picks, found, sends.tolist(), strict=True)
+    ]
 
 
 def _by_chunk(profile: Profile, spans: Spans, choices: np.ndarray) -> np.ndarray:
@@ -246,50 +218,31 @@ def _by_chunk(profile: Profile, spans: Spans, choices: np.ndarray) -> np.ndarray
     return found
 
 
-def _held_rows(
-    leaf: BoundedGrid,
-    picks: Sequence[OrderedCandidate],
-    cells: Sequence[StageCell],
-    counts: Sequence[int],
-    kept: np.ndarray,
-) -> np.ndarray:
-    """Microbatches in flight, of all the stage's layers: as many bytes as are held at most."""
-    found = np.zeros(kept.shape[1])
-    row = 0
-    for cell, count in zip(cells, counts, strict=True):
-        stages, m = (int(leaf.grid.columns[n][picks[cell.at].candidate]) for n in ("num_stages", "num_microbatches"))
-        rows = slice(row, row + count)
-        row += count
-        found[rows] = held_of_chunks(leaf.timetable, cell.stage, stages, m, list(kept[:, rows]))
-    return found
-
-
-def _best_combination(
-    leaf: BoundedGrid, pick: OrderedCandidate, stages: list[_ChunkedStage | None], send: float
-) -> ChunkedSolution:
-    options = [stage for stage in stages if stage is not None]
-    if len(options) < len(stages):
-        return ChunkedSolution(seconds=np.inf, least_seconds=np.inf, choices=None)
+def _best_combination(leaf: BoundedGrid, pick: OrderedCandidate, stages: list[_ChunkedStage], send: float) -> Solved:
+    if not all(len(stage.choices) for stage in stages):
+        return Solved(pick=pick)
     m = int(leaf.grid.columns["num_microbatches"][pick.candidate])
-    combinations = _combinations(options)
-    tried = combinations or [tuple(0 for _ in options)]
-    chosen = [
-        {name: np.stack([getattr(s, name)[way[i]] for way in tried]) for name in ("forward", "backward", "weight")}
-        for i, s in enumerate(options)
-    ]
-    tails = [max(float(s.tail[way[i]]) for i, s in enumerate(options)) for way in tried]
+    combinations = _combinations(stages)
+    tried = combinations or [tuple(0 for _ in stages)]
+    chosen = [[np.stack([values[way[i]] for way in tried]) for values in stage[:3]] for i, stage in enumerate(stages)]
+    tails = [max(float(stage.tail[way[i]]) for i, stage in enumerate(stages)) for way in tried]
     if not combinations:  # beside it, every chunk at its fastest: no combination is faster
-        for columns, s in zip(chosen, options, strict=True):
-            for name, values in columns.items():
-                least = getattr(s, name).max(axis=0) if name == "weight" else getattr(s, name).min(axis=0)
-                columns[name] = np.concatenate([values, least[None]])
-        tails.append(max(float(s.tail.min()) for s in options))
-    seconds = _simulated(leaf.timetable, chosen, send, m) + np.array(tails)
+        for columns, stage in zip(chosen, stages, strict=True):
+            least = stage.forward.min(axis=0), stage.backward.min(axis=0), stage.weight.max(axis=0)
+            columns[:] = (np.concatenate([column, row[None]]) for column, row in zip(columns, least, strict=True))
+        tails.append(max(float(stage.tail.min()) for stage in stages))
+    places = leaf.timetable.places(len(stages))
+    at = [(places.stage(span), places.chunk(span)) for span in range(places.num_spans)]
+    forward, backward, weight = ([chosen[stage][way][:, chunk] for stage, chunk in at] for way in range(3))
+    seconds = np.asarray(makespan(leaf.timetable, forward, backward, weight, send, m)) + np.array(tails)
     best = int(np.argmin(seconds[: len(tried)]))
-    return ChunkedSolution(
-        seconds=float(seconds[best]),
-        least_seconds=float(seconds.min()),
-        choices=[s.choices[tried[best][i]] for i, s in enumerate(options)],
+    choices = [stage.choices[tried[best][i]] for i, stage in enumerate(stages)]
+    slower = leaf.inputs.slower
+    return Solved(
+        pick=pick,
+        plan=_plan(leaf, pick, leaf.grid.cuts[pick.candidate], choices),
+        seconds=float(seconds[best]) * slower,
+        least_seconds=float(seconds.min()) * slower,
     )
 
 
@@ -311,79 +264,33 @@ def _useful(stage: _ChunkedStage) -> list[int]:
     ]
 
 
-def _simulated(timetable: Timetable, stages: list[dict[str, np.ndarray]], send: float, microbatches: int) -> np.ndarray:
-    places = timetable.places(len(stages))
-    spans: dict[str, list[Any]] = {name: [] for name in ("forward", "backward", "weight")}
-    for span in range(places.num_spans):
-        for name, values in spans.items():
-            values.append(stages[places.stage(span)][name][:, places.chunk(span)])
-    return np.asarray(makespan(timetable, spans["forward"], spans["backward"], spans["weight"], send, microbatches))
-
-
 REACH = 3
 """Blocks more or fewer than an even share that a stage may have; with few blocks, any number."""
 FEW_BLOCKS, FEW_SPLITS = 12, 64
 
 
-@dataclass(frozen=True, kw_only=True)
-class Solved:
-    pick: OrderedCandidate
-    plan: Plan | None
-    """None: nothing fits."""
-    seconds: float
-    """Of a step, as simulated."""
-    least_seconds: float
-    """No plan of this candidate and order is faster."""
-
-
-def solve(
-    problem: SearchInputs, leaf: BoundedGrid, picks: Sequence[OrderedCandidate], limit_seconds: float = np.inf
-) -> list[Solved]:
+def solve(leaf: BoundedGrid, picks: Sequence[OrderedCandidate], limit_seconds: float = np.inf) -> list[Solved]:
     """What is bound to be above the limit is not simulated."""
     if leaf.timetable.chunks > 1:
-        return _solve_chunks(problem, leaf, picks)
-    cells = [cell for at, pick in enumerate(picks) for cell in _cells(problem, leaf, at, pick)]
-    options, sends = options_of(problem, leaf, picks, list(dict.fromkeys(cells)))
+        return _solve_chunks(leaf, picks)
+    cells = [cell for at, pick in enumerate(picks) for cell in _cells(leaf, at, pick)]
+    options, sends = options_of(leaf, picks, list(dict.fromkeys(cells)))
     found = []
     for at, pick in enumerate(picks):
         mine = {(cell.stage, cell.kinds): option for cell, option in options.items() if cell.at == at}
-        found.append(_solved(problem, leaf, pick, mine, float(sends[at]), limit_seconds))
+        found.append(_solved(leaf, pick, mine, float(sends[at]), limit_seconds))
     return found
 
 
-def _solve_chunks(problem: SearchInputs, leaf: BoundedGrid, picks: Sequence[OrderedCandidate]) -> list[Solved]:
-    profile = problem.profile
-    cells = [cell for at, pick in enumerate(picks) for cell in _cells(problem, leaf, at, pick)]
-    listed_by: list[list[np.ndarray]] = [[] for _ in picks]
-    for cell, each in zip(cells, fronts_of(problem, leaf, picks, cells), strict=True):
-        listed_by[cell.at].append(each.choices[each.first_look()])
-    slower = slowest_of(problem.cluster, problem.cluster.num_devices)
-    found = []
-    for pick, solution in zip(picks, solve_chunks(problem, leaf, picks, listed_by), strict=True):
-        plan = None
-        if solution.choices is not None:
-            plan = _plan(profile, leaf, pick, leaf.grid.cuts[pick.candidate], solution.choices)
-        seconds, least = solution.seconds * slower, solution.least_seconds * slower
-        found.append(Solved(pick=pick, plan=plan, seconds=seconds, least_seconds=least))
-    return found
-
-
-def _cells(problem: SearchInputs, leaf: BoundedGrid, at: int, pick: OrderedCandidate) -> list[StageCell]:
-    cut = leaf.grid.cuts[pick.candidate]
+def _cells(leaf: BoundedGrid, at: int, pick: OrderedCandidate) -> list[StageCell]:
     if not leaf.grid.may_choose:
-        return [
-            StageCell(at, stage, kinds_of(problem, spans), spans[0][0], size_of(spans))
-            for stage, spans in enumerate(cut)
-        ]
-    found = []
+        return cells_of(leaf, at, pick)
+    found: dict[tuple[int, Kinds], StageCell] = {}
     for stage, width, firsts in _places_of(leaf, pick):
-        seen = set()
-        for first in firsts[:1] if problem.is_one_kind else firsts:
-            kinds = problem.kinds(first, width)
-            if kinds not in seen:
-                seen.add(kinds)
-                found.append(StageCell(at, stage, kinds, first, width))
-    return found
+        for first in firsts[:1] if leaf.inputs.is_one_kind else firsts:
+            kinds = leaf.inputs.kinds(first, width)
+            found.setdefault((stage, kinds), StageCell(at, stage, kinds, first, width))
+    return list(found.values())
 
 
 @lru_cache(maxsize=256)
@@ -405,101 +312,66 @@ def _places(blocks: int, sizes: tuple[int, ...]) -> tuple[tuple[int, int, range]
 
 
 def _places_of(leaf: BoundedGrid, pick: OrderedCandidate) -> tuple[tuple[int, int, range], ...]:
-    sizes = tuple(size_of(spans) for spans in leaf.grid.cuts[pick.candidate])
-    return _places(leaf.grid.profile.num_blocks, sizes)
+    return _places(leaf.inputs.profile.num_blocks, tuple(map(size_of, leaf.grid.cuts[pick.candidate])))
 
 
 def _solved(
-    problem: SearchInputs,
     leaf: BoundedGrid,
     pick: OrderedCandidate,
     options: Mapping[tuple[int, Kinds], Option],
     send: float,
     limit_seconds: float,
 ) -> Solved:
-    profile, cut = problem.profile, leaf.grid.cuts[pick.candidate]
-    slower = slowest_of(problem.cluster, problem.cluster.num_devices)
-    if not leaf.grid.may_choose:
-        return _at_once(problem, leaf, pick, options, send, slower)
-    table = _table(problem, leaf, pick, options, send)
-    if is_small(table):
-        splits = all_splits(table.num_blocks, table.num_stages)
-        least = np.inf
-    else:
-        least, splits = fastest_splits(stage_bounds(table, leaf.timetable), smallest_first, largest_first)
-        least = least + float(np.min(table.tail))
-        if least * slower > limit_seconds:
-            return Solved(pick=pick, plan=None, seconds=np.inf, least_seconds=least * slower)
-        splits = list(dict.fromkeys([tuple(size_of(spans) for spans in cut), *splits]))
-    seconds = step_seconds(table, leaf.timetable, splits)
-    best = int(np.argmin(seconds))
-    is_exact = is_small(table) and all(
-        o.lower >= o.forward + o.backward or not np.isfinite(o.lower) for o in options.values()
-    )
-    least = min(least, seconds[best]) if np.isfinite(least) and not is_exact else seconds[best]
-    if not np.isfinite(seconds[best]):
-        return Solved(pick=pick, plan=None, seconds=np.inf, least_seconds=np.inf)
-    stages = straight(splits[best])
-    chosen = [options[stage, kinds_of(problem, spans)] for stage, spans in enumerate(stages)]
-    plan = _plan(profile, leaf, pick, stages, [option.choice for option in chosen])
-    return Solved(pick=pick, plan=plan, seconds=float(seconds[best]) * slower, least_seconds=float(least) * slower)
-
-
-def _at_once(
-    problem: SearchInputs,
-    leaf: BoundedGrid,
-    pick: OrderedCandidate,
-    options: Mapping[tuple[int, Kinds], Option],
-    send: float,
-    slower: float,
-) -> Solved:
-    """Where the split is given."""
-    profile, cut = problem.profile, leaf.grid.cuts[pick.candidate]
-    chosen = [options[stage, kinds_of(problem, spans)] for stage, spans in enumerate(cut)]
-    if not all(np.isfinite(option.forward) for option in chosen):
-        return Solved(pick=pick, plan=None, seconds=np.inf, least_seconds=np.inf)
+    inputs, timetable, cut = leaf.inputs, leaf.timetable, leaf.grid.cuts[pick.candidate]
     m = int(leaf.grid.columns["num_microbatches"][pick.candidate])
-    columns = [[getattr(option, name) for option in chosen] for name in ("forward", "backward", "weight")]
-    tail = max(option.tail for option in chosen)
-    forward, backward, weight = columns
-    seconds = float(makespan(leaf.timetable, forward, backward, weight, send, m)) + tail
-    # A step never gets slower by a larger share than its slowest stage.
-    least = seconds * min(option.lower / (option.forward + option.backward) for option in chosen)
-    plan = _plan(profile, leaf, pick, cut, [option.choice for option in chosen])
-    return Solved(pick=pick, plan=plan, seconds=seconds * slower, least_seconds=least * slower)
+    if leaf.grid.may_choose:
+        table, least = _table(leaf, pick, options, send, m), np.inf
+        if is_small(table):
+            splits = all_splits(table.num_blocks, len(cut))
+        else:
+            least, splits = fastest_splits(stage_bounds(table, timetable), smallest_first, largest_first)
+            least = least + float(np.min(table.tail))
+            if least * inputs.slower > limit_seconds:
+                return Solved(pick=pick, least_seconds=least * inputs.slower)
+            splits = list(dict.fromkeys([tuple(map(size_of, cut)), *splits]))
+        every = step_seconds(table, timetable, splits)
+        best = int(np.argmin(every))
+        seconds, cut = float(every[best]), straight(splits[best])
+        least = min(least, seconds)
+        if not np.isfinite(seconds):
+            return Solved(pick=pick)
+    chosen = [options[stage, kinds_of(inputs, spans)] for stage, spans in enumerate(cut)]
+    if not leaf.grid.may_choose:
+        if not all(np.isfinite(option.forward) for option in chosen):
+            return Solved(pick=pick)
+        forward, backward, weight = (list(way) for way in zip(*(option[:3] for option in chosen), strict=True))
+        seconds = float(makespan(timetable, forward, backward, weight, send, m)) + max(each.tail for each in chosen)
+        # A step never gets slower by a larger share than its slowest stage.
+        least = seconds * min(option.lower / (option.forward + option.backward) for option in chosen)
+    plan = _plan(leaf, pick, cut, [option.choice for option in chosen])
+    return Solved(pick=pick, plan=plan, seconds=seconds * inputs.slower, least_seconds=float(least) * inputs.slower)
 
 
 def _table(
-    problem: SearchInputs,
-    leaf: BoundedGrid,
-    pick: OrderedCandidate,
-    options: Mapping[tuple[int, Kinds], Option],
-    send: float,
+    leaf: BoundedGrid, pick: OrderedCandidate, options: Mapping[tuple[int, Kinds], Option], send: float, m: int
 ) -> Table:
-    places = _places_of(leaf, pick)
+    inputs, places = leaf.inputs, _places_of(leaf, pick)
     widest = max(width for _, width, _ in places)
-    stages = len(leaf.grid.cuts[pick.candidate])
-    values = np.full((7, stages, problem.profile.num_blocks, widest), np.inf)
+    names = Option._fields[:-1]
+    values = np.full((len(names), len(leaf.grid.cuts[pick.candidate]), inputs.profile.num_blocks, widest), np.inf)
     for stage, width, firsts in places:
-        if problem.is_one_kind:
-            option = options[stage, problem.kinds(firsts[0], width)]
-            values[:, stage, firsts[0] : firsts[-1] + 1, width - 1] = np.array(option.columns)[:, None]
+        if inputs.is_one_kind:
+            option = options[stage, inputs.kinds(firsts[0], width)]
+            values[:, stage, firsts[0] : firsts[-1] + 1, width - 1] = np.array(option[:-1])[:, None]
             continue
         for first in firsts:
-            values[:, stage, first, width - 1] = options[stage, problem.kinds(first, width)].columns
-    names = ("forward", "backward", "weight", "tail", "least_forward", "least_backward", "lower")
-    return Table(
-        **dict(zip(names, values, strict=True)),
-        send_seconds=send,
-        num_microbatches=int(leaf.grid.columns["num_microbatches"][pick.candidate]),
-    )
+            values[:, stage, first, width - 1] = options[stage, inputs.kinds(first, width)][:-1]
+    return Table(**dict(zip(names, values, strict=True)), send_seconds=send, num_microbatches=m)
 
 
-def _plan(
-    profile: Profile, leaf: BoundedGrid, pick: OrderedCandidate, cut: tuple[Spans, ...], chosen: Sequence[np.ndarray]
-) -> Plan:
+def _plan(leaf: BoundedGrid, pick: OrderedCandidate, cut: tuple[Spans, ...], chosen: Sequence[np.ndarray]) -> Plan:
     """Policies are written down as the numbers of the blocks that follow them."""
-    solved = policy_fields(leaf)
+    profile, solved = leaf.inputs.profile, leaf.policies
     blocks: dict[tuple[str, str], list[int]] = {each: [] for each in solved}
     kind_of = [kind for kind, layer in enumerate(profile.block_layers) for _ in range(layer.repeat)]
     for spans, choice in zip(cut, chosen, strict=True):
@@ -525,16 +397,15 @@ def _plan(
     return leaf.grid.plan(techniques, pick.candidate, cut, pick.axis_order or leaf.grid.axis_order)
 
 
-def smallest_plan(problem: SearchInputs, leaf: BoundedGrid, index: int, axis_order: tuple[str, ...]) -> Plan:
+def smallest_plan(leaf: BoundedGrid, index: int, axis_order: tuple[str, ...]) -> Plan:
     """All blocks following the policies that keep least, blocks split about evenly."""
     cut = leaf.grid.cuts[index]
-    policies = sum(map(len, leaf.policies.values()))
     chosen = []
     for spans in cut:
-        choice = np.zeros((len(problem.profile.block_layers), policies), dtype=int)
-        choice[:, :1] = np.array(kinds_of(problem, spans))[:, None]
+        choice = np.zeros((len(leaf.inputs.profile.block_layers), len(leaf.policies)), dtype=int)
+        choice[:, :1] = np.array(kinds_of(leaf.inputs, spans))[:, None]
         chosen.append(choice)
-    return _plan(problem.profile, leaf, OrderedCandidate(index, axis_order, np.inf), cut, chosen)
+    return _plan(leaf, OrderedCandidate(index, axis_order, np.inf), cut, chosen)
 
 
 def _named(technique: Technique, field: str, profile: Profile, blocks: list[int]) -> int | str | None:

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
+from math import prod
 from typing import Any
 
 import numpy as np
 
 from meshwright.core.cluster import Cluster
 from meshwright.core.plan import Plan
-from meshwright.core.profile import Profile
 from meshwright.core.technique import (
     Axis,
     Choice,
@@ -32,7 +32,7 @@ from meshwright.core.technique import (
 )
 from meshwright.core.work import Num
 from meshwright.planner.splits import balanced_stages
-from meshwright.planner.wishes import Wishes, alone
+from meshwright.planner.wishes import SearchInputs, alone
 from meshwright.simulator.peak_memory import stage_memory
 from meshwright.simulator.pricing import price_sizes, runs_of, straight
 from meshwright.simulator.stage_seconds import routes, stage_cost
@@ -43,8 +43,8 @@ class Dial:
     kind: type[Technique]
     settings: tuple[dict[str, Any], ...]
     """Each way its enumerated fields can be set."""
-    axis_field: str = ""
     sizes: tuple[int, ...] = ()
+    """Of its axis."""
     policies: tuple[str, ...] = ()
     """Fields whose blocks are solved for."""
     named: Mapping[str, Any] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class Dial:
 
     def example(self, settings: dict[str, Any], size: int = 2) -> Technique:
         """The technique so set; numbers that are arrays stand in the sizes instead."""
-        return self.kind(**settings, **self.named, **({self.axis_field: size} if self.axis_field else {}))
+        return self.kind(**settings, **self.named, **({"size": size} if self.kind.axis else {}))
 
     @property
     def cuts(self) -> bool:
@@ -61,98 +61,79 @@ class Dial:
         return bool(self.settings) and self.example(self.settings[0]).blocks_of_stages(1 << 20) is not None
 
 
-def dials(profile: Profile, cluster: Cluster, wishes: Wishes, *, rescues: bool = False) -> tuple[Dial, ...]:
-    """One for each technique that may be used, by name. `rescues`: with what is tried where nothing else fits."""
+def dials(inputs: SearchInputs, *, rescues: bool) -> tuple[Dial, ...]:
+    """One for each technique that may be used, by name; one that may be folded has 1 among its sizes. `rescues`: with
+    what is tried where nothing else fits."""
+    unused = _measure(inputs, ())
     found = []
-    for name in technique_names():
-        kind = technique_named(name)
-        if name in wishes.banned:
+    for kind in map(technique_named, technique_names()):
+        if kind.name in inputs.wishes.banned or kind.check_optimizer(inputs.optimizer):
             continue
-        dial = _dial(kind, profile, cluster, wishes, rescues)
-        if dial is not None and (dial.settings or dial.required):  # bans may leave no way to set it
-            found.append(dial)
+        dial = _dial(kind, inputs, rescues)
+        if dial is None or not (dial.settings or dial.required):  # bans may leave no way to set it
+            continue
+        if kind.axis and not dial.required:
+            ones = [dial.example(settings, 1) for settings in dial.settings]
+            # Stages change what a row of the grid is.
+            cuts = any(one.blocks_of_stages(inputs.profile.num_blocks) is not None for one in ones)
+            if not cuts and all(_measure(inputs, (one,)) == unused for one in ones):
+                dial = replace(dial, sizes=(1, *dial.sizes))
+        found.append(dial)
     return tuple(found)
 
 
-def _dial(kind: type[Technique], profile: Profile, cluster: Cluster, wishes: Wishes, rescues: bool) -> Dial | None:
+def _dial(kind: type[Technique], inputs: SearchInputs, rescues: bool) -> Dial | None:
+    wishes = inputs.wishes
+    # What may be tried depends on the samples there are, not on the longest the model takes.
+    inputs = replace(inputs, profile=replace(inputs.profile, max_sequence=inputs.sequence))
     pinned = dict(wishes.pinned.get(kind.name, {}))
     required = kind.name in wishes.pinned
-    options = kind.options(profile, cluster)
+    options = kind.options(inputs.profile, inputs.cluster)
     if not options and not required:
         return None
-    axis = next((o for o in options if isinstance(o, Axis)), None)
-    numbers: dict[str, Any] = {}
+
+    def allowed(name: str, values: Sequence[Any]) -> list[Any]:
+        return [value for value in values if value not in wishes.banned_values.get((kind.name, name), ())]
+
+    sizes: list[int] = []
     if kind.axis:
-        size_field = axis.field if axis is not None else "size"
-        size = pinned.pop(size_field, None)
+        size = pinned.pop("size", None)
         if size == 1:  # an axis of one rank is no axis
             return None
-        sizes = (size,) if size is not None else axis.sizes if axis is not None else ()
-        bad = wishes.banned_values.get((kind.name, size_field), ())
-        numbers |= {"axis_field": size_field, "sizes": tuple(s for s in sizes if s > 1 and s not in bad)}
+        possible = next((option.sizes for option in options if isinstance(option, Axis)), ())
+        sizes = [each for each in allowed("size", possible if size is None else (size,)) if each > 1]
     solved = next((o.fields for o in options if isinstance(o, PerLayer)), ())
     named = {policy: pinned.pop(policy) for policy in kind.policies if policy in pinned}
     none = {policy for policy, value in named.items() if value in (0, "")}
     if none and none >= set(solved or kind.policies):
         return None
     # Nothing may follow what is pinned to none or banned; the rest is solved for, unless blocks are named.
-    banned = {policy for policy in kind.policies if (kind.name, policy) in wishes.banned_values}
+    policies: tuple[str, ...] = ()
     if none == set(named):
-        numbers["policies"] = tuple(policy for policy in solved if policy not in none | banned)
-        named = {}
-    choices: dict[str, list[Any]] = {}
-    for option in options:
-        if isinstance(option, Choice):
-            values = (*option.values, *option.rescues) if rescues else option.values
-            bad = wishes.banned_values.get((kind.name, option.field), ())
-            choices[option.field] = [value for value in values if value not in bad]
-    choices |= {field: [value] for field, value in pinned.items()}
-    ways = tuple(dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values()))
-    ways = tuple(way for way in ways if is_within(kind.exactness_with(way), wishes.allow))
-    return _keeping(
-        Dial(kind=kind, settings=ways, required=required, named=named, **numbers), profile, cluster, bool(pinned)
-    )
-
-
-def _keeping(dial: Dial, profile: Profile, cluster: Cluster, is_pinned: bool) -> Dial:
-    """Without the settings that rule each other out, or that what is pinned does: chunks leave the schedules that have
-    them."""
-    if len(dial.settings) < 2 and not is_pinned:
+        banned = {policy for policy in kind.policies if (kind.name, policy) in wishes.banned_values}
+        policies, named = tuple(policy for policy in solved if policy not in none | banned), {}
+    choices = {o.field: allowed(o.field, o.values + o.rescues * rescues) for o in options if isinstance(o, Choice)}
+    choices |= {name: [value] for name, value in pinned.items()}
+    every = (dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values()))
+    ways = [way for way in every if is_within(kind.exactness_with(way), wishes.allow)]
+    dial = Dial(kind=kind, settings=tuple(ways), sizes=tuple(sizes), policies=policies, named=named, required=required)
+    if len(ways) < 2 and not pinned:
         return dial
-
-    def will_do(settings: dict[str, Any]) -> bool:
-        sizes = dial.sizes if is_pinned else dial.sizes[:1]  # the smallest will do wherever any does
-        tried = (dial.example(settings, size) for size in sizes or (1,))
-        return not all(alone(technique, profile, cluster, profile.max_sequence) for technique in tried)
-
-    return replace(dial, settings=tuple(settings for settings in dial.settings if will_do(settings)))
+    # Without the settings that rule each other out, or that what is pinned does: chunks leave the schedules that have
+    # them. Where nothing is pinned, the smallest size will do wherever any does.
+    tried = (sizes if pinned else sizes[:1]) or [1]
+    kept = [way for way in ways if not all(alone(dial.example(way, size), inputs) for size in tried)]
+    return replace(dial, settings=tuple(kept))
 
 
-def folded(profile: Profile, cluster: Cluster, dials: Iterable[Dial], sequence: int) -> tuple[Dial, ...]:
-    """The same dials; those that may be folded have 1 among their sizes."""
-    alone = _measure(profile, cluster, (), sequence)
-
-    def fold(dial: Dial) -> Dial:
-        if not dial.axis_field or dial.required:
-            return dial
-        ones = [dial.example(settings, 1) for settings in dial.settings]
-        if any(one.blocks_of_stages(profile.num_blocks) is not None for one in ones):
-            return dial  # stages change what a row of the grid is
-        if any(_measure(profile, cluster, (one,), sequence) != alone for one in ones):
-            return dial
-        return replace(dial, sizes=(1, *dial.sizes))
-
-    return tuple(fold(dial) for dial in dials)
-
-
-def _measure(profile: Profile, cluster: Cluster, techniques: tuple[Technique, ...], sequence: int) -> tuple[float, ...]:
+def _measure(inputs: SearchInputs, techniques: tuple[Technique, ...]) -> tuple[float, ...]:
     mesh = {technique.axis: 1 for technique in techniques}
-    sizes = {"batch": 1, "sequence": sequence, "microbatch": 1, "num_microbatches": 1, "stage": 0}
-    sizes |= {"num_stages": 1, "first_block": 0, "blocks": profile.num_blocks, **mesh}
-    work = price_sizes(profile, techniques, sizes)
-    cost = stage_cost(work, cluster, routes(cluster, mesh))
+    sizes = {"batch": 1, "sequence": inputs.sequence, "microbatch": 1, "num_microbatches": 1, "stage": 0}
+    sizes |= {"num_stages": 1, "first_block": 0, "blocks": inputs.profile.num_blocks, **mesh}
+    work = price_sizes(inputs.profile, techniques, sizes)
+    cost = stage_cost(work, inputs.cluster, routes(inputs.cluster, mesh))
     seconds = [float(cost.seconds(part)) for part in ("forward", "backward", "step")]
-    return (*seconds, float(stage_memory(work, cluster.device).peak_bytes()))
+    return (*seconds, float(stage_memory(work, inputs.cluster.device).peak_bytes()))
 
 
 def orders_of(grid: Grid, index: int, cluster: Cluster) -> tuple[tuple[str, ...], ...]:
@@ -185,7 +166,7 @@ ALL_DIVISORS_UP_TO = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    profile: Profile
+    inputs: SearchInputs
     axis_dials: tuple[Dial, ...]
     cutter: tuple[Dial, dict[str, Any]] | None
     """Who cuts stages, and how it is set."""
@@ -194,8 +175,6 @@ class Grid:
     """Per candidate: each axis's size, microbatch, num_microbatches, num_stages."""
     cuts: tuple[tuple[Spans, ...], ...]
     """Blocks of each stage, per candidate: where stages may be chosen, about as they should be."""
-    batch: int
-    sequence: int
 
     @property
     def num_candidates(self) -> int:
@@ -210,8 +189,7 @@ class Grid:
     def runs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """(candidates, runs) each: the stage that stands for a run, its stages (0: the entry only fills the table), its
         first block and its blocks."""
-        known = {id(cut): cut for cut in self.cuts}
-        runs = {key: runs_of(self.profile, cut) for key, cut in known.items()}
+        runs = {id(cut): runs_of(self.inputs.profile, cut) for cut in self.cuts}
         width = max(map(len, runs.values()))
         table = {
             key: [(r.start, r.count, r.first_block, r.blocks) for r in (*each, *(replace(each[-1], count=0),) * width)]
@@ -222,15 +200,12 @@ class Grid:
 
     def sizes(self, of: np.ndarray, stage: Num, first_block: Num, blocks: Num) -> dict[str, Num]:
         """What `price` reads, a row for each entry of `of` (candidates)."""
-        if self.cutter is None:
-            stage, first_block, blocks = 0, 0, self.profile.num_blocks
         found: dict[str, Num] = {name: column[of] for name, column in self.columns.items()}
-        if self.cutter is None:  # a plain number: a model that is not cut then costs nothing extra
+        if self.cutter is None:  # plain numbers: a model that is not cut then costs nothing extra
+            stage, first_block, blocks = 0, 0, self.inputs.profile.num_blocks
             found["num_stages"] = 1
-        parts: Num = 1
-        for dial in self.axis_dials:
-            parts = parts * found[dial.kind.axis] if dial.kind.splits_sequence else parts
-        found |= {"batch": self.batch, "sequence": self.sequence // parts, "sequence_parts": parts}
+        parts: Num = prod(found[dial.kind.axis] for dial in self.axis_dials if dial.kind.splits_sequence)
+        found |= {"batch": self.inputs.batch, "sequence": self.inputs.sequence // parts, "sequence_parts": parts}
         return found | {"stage": stage, "first_block": first_block, "blocks": blocks}
 
     def uses(self, technique: Technique) -> np.ndarray:
@@ -240,25 +215,19 @@ class Grid:
         return np.ones(self.num_candidates, dtype=bool)
 
     def plan(
-        self,
-        techniques: Sequence[Technique],
-        index: int,
-        cut: tuple[Spans, ...],
-        axis_order: tuple[str, ...],
+        self, techniques: Sequence[Technique], index: int, cut: tuple[Spans, ...], axis_order: tuple[str, ...]
     ) -> Plan:
         """Candidate `index` with these techniques, which carry everything but axis sizes and stages."""
-        axis_fields = {dial.kind.name: dial.axis_field for dial in self.axis_dials}
         chosen = []
         for technique in techniques:
-            axis_field = axis_fields.get(technique.name, "")
-            if axis_field:
+            if technique.axis in self.columns:
                 size = int(self.columns[technique.axis][index])
                 if size == 1:
                     continue
-                technique = _with_stages(replace(technique, **{axis_field: size}), cut)
+                technique = _with_stages(replace(technique, size=size), cut)  # type: ignore[call-arg]
             chosen.append(technique)
         microbatch = int(self.columns["microbatch"][index])
-        plan = Plan(techniques=tuple(chosen), batch=self.batch, microbatch=microbatch)
+        plan = Plan(techniques=tuple(chosen), batch=self.inputs.batch, microbatch=microbatch)
         order = tuple(axis for axis in axis_order if axis in plan.mesh)
         return plan if order == plan.axis_order else replace(plan, axis_order=order)
 
@@ -273,68 +242,44 @@ def _with_stages(technique: Technique, cut: tuple[Spans, ...]) -> Technique:
     return replace(technique, stages=stages)  # type: ignore[call-arg]
 
 
-def grids(
-    profile: Profile,
-    cluster: Cluster,
-    dials: tuple[Dial, ...],
-    *,
-    batch: int,
-    sequence: int,
-    microbatch: int | None,
-    rejected: Counter[str],
-) -> Iterator[Grid]:
+def grids(inputs: SearchInputs, dials: tuple[Dial, ...], rejected: Counter[str]) -> Iterator[Grid]:
     """One for each set of axes (folded ones are in all) that can multiply to all devices, and each way to cut stages.
 
     What cannot be shared out is counted in `rejected`.
     """
     always = [dial for dial in dials if 1 in dial.sizes]
-    axes = [dial for dial in dials if dial.axis_field and dial not in always]
-    for size in range(len(axes) + 1):
-        for chosen in itertools.combinations(axes, size):
-            if any(dial.required and dial not in chosen for dial in axes):
-                continue
-            present = (*chosen, *always)
-            cutter = next((dial for dial in present if dial.cuts), None)
-            for settings in cutter.settings if cutter else ({},):
-                found = _grid(
-                    profile,
-                    cluster,
-                    present,
-                    (cutter, settings) if cutter else None,
-                    batch=batch,
-                    sequence=sequence,
-                    microbatch=microbatch,
-                    rejected=rejected,
-                )
-                if found is not None:
-                    yield found
+    axes = [dial for dial in dials if dial.kind.axis and dial not in always]
+    for chosen in itertools.chain.from_iterable(itertools.combinations(axes, size) for size in range(len(axes) + 1)):
+        if any(dial.required and dial not in chosen for dial in axes):
+            continue
+        present = (*chosen, *always)
+        cutter = next((dial for dial in present if dial.cuts), None)
+        for settings in cutter.settings if cutter else ({},):
+            found = _grid(inputs, present, (cutter, settings) if cutter else None, rejected)
+            if found is not None:
+                yield found
 
 
 def _grid(
-    profile: Profile,
-    cluster: Cluster,
+    inputs: SearchInputs,
     present: tuple[Dial, ...],
     cutter: tuple[Dial, dict[str, Any]] | None,
-    *,
-    batch: int,
-    sequence: int,
-    microbatch: int | None,
     rejected: Counter[str],
 ) -> Grid | None:
     points: list[tuple[int, ...]] = []
     cuts: list[tuple[Spans, ...]] = []
     known: dict[int, tuple[Spans, ...] | None] = {}
     at = next((i for i, dial in enumerate(present) if cutter and dial is cutter[0]), None)
-    for sizes in _factorings(cluster.num_devices, present):
+    for sizes in _factorings(inputs.cluster.num_devices, present):
         stages = 1 if at is None else sizes[at]
         if stages not in known:
-            known[stages] = _cut(profile, cutter, stages, sequence)
+            known[stages] = _cut(inputs, cutter, stages)
         cut = known[stages]
         if cut is None:
             assert cutter is not None
-            rejected[f"{cutter[0].kind.name}: more stages than the {profile.num_blocks} blocks"] += 1
+            rejected[f"{cutter[0].kind.name}: more stages than the {inputs.profile.num_blocks} blocks"] += 1
             continue
-        for each, count in _microbatches(profile, present, sizes, batch, microbatch, rejected):
+        for each, count in _microbatches(inputs, present, sizes, rejected):
             points.append((*sizes, each, count, stages))
             cuts.append(cut)
     if not points:
@@ -342,14 +287,12 @@ def _grid(
     names = [*(dial.kind.axis for dial in present), "microbatch", "num_microbatches", "num_stages"]
     order = sorted((d.kind for d in present), key=lambda kind: (kind.closeness, kind.axis))
     return Grid(
-        profile=profile,
+        inputs=inputs,
         axis_dials=present,
         cutter=cutter,
         axis_order=tuple(kind.axis for kind in order),
         columns=dict(zip(names, np.array(points).T, strict=True)),
         cuts=tuple(cuts),
-        batch=batch,
-        sequence=sequence,
     )
 
 
@@ -365,47 +308,37 @@ def _factorings(devices: int, present: tuple[Dial, ...]) -> Iterator[tuple[int, 
                 yield (size, *rest)
 
 
-def _cut(
-    profile: Profile, cutter: tuple[Dial, dict[str, Any]] | None, stages: int, sequence: int
-) -> tuple[Spans, ...] | None:
+def _cut(inputs: SearchInputs, cutter: tuple[Dial, dict[str, Any]] | None, stages: int) -> tuple[Spans, ...] | None:
     """Blocks of each stage; None: there are not enough."""
+    num_blocks = inputs.profile.num_blocks
     if cutter is None:
-        return (((0, profile.num_blocks),),)
+        return (((0, num_blocks),),)
     dial, settings = cutter
     technique = dial.example(settings, stages)
     chunks = len(technique.spans_of_stage(1 << 20, 0) or ((),))
-    if stages * chunks > profile.num_blocks:
-        return None
-    pinned = bool(settings.get("stages"))
-    if pinned and len(settings["stages"]) != stages * chunks:
+    pinned = settings.get("stages")
+    if stages * chunks > num_blocks or (pinned and len(pinned) != stages * chunks):
         return None
     if chunks > 1 or pinned:
-        return tuple(technique.spans_of_stage(profile.num_blocks, stage) or () for stage in range(stages))
-    return straight(balanced_stages(profile, stages, sequence))
+        return tuple(technique.spans_of_stage(num_blocks, stage) or () for stage in range(stages))
+    return straight(balanced_stages(inputs.profile, stages, inputs.sequence))
 
 
 def _microbatches(
-    profile: Profile,
-    present: tuple[Dial, ...],
-    sizes: tuple[int, ...],
-    batch: int,
-    microbatch: int | None,
-    rejected: Counter[str],
+    inputs: SearchInputs, present: tuple[Dial, ...], sizes: tuple[int, ...], rejected: Counter[str]
 ) -> Iterator[tuple[int, int]]:
     """(samples of each, how many) of a replica."""
-    replicas = 1
-    for dial, size in zip(present, sizes, strict=True):
-        replicas *= size if dial.kind.splits_samples else 1
-    if batch % replicas:
+    pinned = inputs.wishes.microbatch
+    replicas = prod(size for dial, size in zip(present, sizes, strict=True) if dial.kind.splits_samples)
+    samples, rest = divmod(inputs.batch, replicas)
+    if rest:
         rejected["batch cannot be shared by so many replicas"] += 1
-        return
-    samples = batch // replicas
-    if microbatch is not None and samples % microbatch:
-        rejected[f"a replica's samples cannot be cut into microbatches of {microbatch}"] += 1
-        return
-    for each in (microbatch,) if microbatch is not None else _divisors(samples):
-        if "samples" not in profile.uncut or each == samples:
-            yield each, samples // each
+    elif pinned is not None and samples % pinned:
+        rejected[f"a replica's samples cannot be cut into microbatches of {pinned}"] += 1
+    else:
+        for each in _divisors(samples) if pinned is None else (pinned,):
+            if "samples" not in inputs.profile.uncut or each == samples:
+                yield each, samples // each
 
 
 def _divisors(samples: int) -> tuple[int, ...]:

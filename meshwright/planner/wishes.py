@@ -1,4 +1,5 @@
-"""What the user insists on: pins (`tensor=2`, `recompute`, `microbatch=4`) and bans (`pipeline.schedule=gpipe`).
+"""What is asked of a search, and in it what the user insists on: pins (`tensor=2`, `recompute`, `microbatch=4`) and
+bans (`pipeline.schedule=gpipe`).
 
 Names are looked up in the techniques themselves; every wrong word is reported at once. Pins that no plan can keep are
 found before the search: a pinned technique is checked with no other beside it.
@@ -8,8 +9,9 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 from math import prod
 from typing import Any
 
@@ -18,17 +20,13 @@ from meshwright.core.codec import decode_into, field_types
 from meshwright.core.errors import MeshwrightError, Problem, Problems, nearest
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
-from meshwright.core.technique import (
-    EXACTNESS,
-    Axis,
-    Choice,
-    Technique,
-    is_within,
-    technique_named,
-    technique_names,
-)
+from meshwright.core.technique import EXACTNESS, Axis, PerLayer, Technique, is_within, technique_named, technique_names
+from meshwright.core.work import Updating
+from meshwright.simulator.forecast import slowest_of
 
 MICROBATCH = "microbatch"
+Kinds = tuple[int, ...]
+"""Blocks of each kind in a stage."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,17 +40,43 @@ class Wishes:
     allow: str = "rounded"
 
 
+@dataclass(frozen=True, kw_only=True)
+class SearchInputs:
+    """What is asked of a search, and so the same for all its candidates."""
+
+    profile: Profile
+    cluster: Cluster
+    optimizer: Updating
+    batch: int
+    """Samples of a step."""
+    sequence: int
+    wishes: Wishes
+    epsilon: float
+    """Share of a step below which a faster plan is not looked for any longer, after the first looks."""
+
+    @cached_property
+    def kinds(self) -> Callable[[int, int], Kinds]:
+        """(first, blocks) -> of so many blocks from `first` on, how many are of each kind."""
+        return cache(self.profile.blocks_within)
+
+    @cached_property
+    def is_one_kind(self) -> bool:
+        return len(self.profile.block_layers) == 1
+
+    @cached_property
+    def slower(self) -> float:
+        """Times a step of one rank that the slowest of all takes."""
+        return slowest_of(self.cluster, self.cluster.num_devices)
+
+
 def read_wishes(
     pin: Sequence[str] = (), ban: Sequence[str] = (), *, allow: str = "rounded", microbatch: int | None = None
 ) -> Wishes:
     problems: list[Problem] = []
     if allow not in EXACTNESS:
         problems.append(Problem(where="allow", what=f'there is no "{allow}".', fix=nearest(allow, EXACTNESS)))
-    pinned: dict[str, dict[str, Any]] = {}
+    pinned: dict[str, dict[str, Any]] = {} if microbatch is None else {MICROBATCH: {MICROBATCH: microbatch}}
     for text in pin:
-        if text.split("=")[0].strip() == MICROBATCH:
-            microbatch = _read_microbatch(text, microbatch, problems)
-            continue
         parsed = _read(text, f"pin {text}", problems)
         if parsed is None:
             continue
@@ -71,74 +95,50 @@ def read_wishes(
             banned_values[key] = (*banned_values.get(key, ()), parsed[2])
         elif parsed is not None:
             banned.add(parsed[0])
+    samples = pinned.pop(MICROBATCH, {}).get(MICROBATCH)
     problems += [
         Problem(where=f"pin {name}", what="it is banned too.", fix="Take one of the two away.")
         for name, settings in pinned.items()
         if name in banned or any(value in banned_values.get((name, f), ()) for f, value in settings.items())
     ]
-    if not problems:
-        problems += _too_inexact(pinned, allow)
+    for name, settings in {} if problems else pinned.items():
+        least = technique_named(name).exactness_with(settings)
+        if not is_within(least, allow):
+            what = f"it is {least}, and only {allow} techniques are allowed."
+            fix = f'Use allow = "{least}", or take the pin away.'
+            problems.append(Problem(where=f"pin {name}", what=what, fix=fix))
     if problems:
         raise MeshwrightError(problems)
-    return Wishes(
-        pinned=pinned,
-        banned=frozenset(banned),
-        banned_values=banned_values,
-        microbatch=microbatch,
-        allow=allow,
-    )
-
-
-def _too_inexact(pinned: dict[str, dict[str, Any]], allow: str) -> list[Problem]:
-    needed = {name: technique_named(name).exactness_with(settings) for name, settings in pinned.items()}
-    return [
-        Problem(
-            where=f"pin {name}",
-            what=f"it is {least}, and only {allow} techniques are allowed.",
-            fix=f'Use allow = "{least}", or take the pin away.',
-        )
-        for name, least in needed.items()
-        if not is_within(least, allow)
-    ]
-
-
-def _read_microbatch(text: str, earlier: int | None, problems: list[Problem]) -> int | None:
-    before = len(problems)
-    value = decode_into(int, _plain(text.partition("=")[2].strip()), f"pin {text}", problems)
-    if len(problems) > before:
-        return earlier
-    if value < 1:
-        problems.append(Problem(where=f"pin {text}", what=f"is {value}.", fix="Use at least 1."))
-    elif earlier is not None and earlier != value:
-        problems.append(Problem(where=f"pin {text}", what=f"{MICROBATCH} is also pinned to {earlier}."))
-    return value
+    return Wishes(pinned=pinned, banned=frozenset(banned), banned_values=banned_values, microbatch=samples, allow=allow)
 
 
 def _read(text: str, where: str, problems: list[Problem]) -> tuple[str, str, Any] | None:
     """`name`, `name=value` (its main setting) or `name.field=value` -> (name, field, value)."""
     target, equals, value_text = (part.strip() for part in text.partition("="))
     name, dot, setting = target.partition(".")
-    if name == MICROBATCH:
+    if name == MICROBATCH and (dot or not where.startswith("pin")):
         fix = f"For example --pin {MICROBATCH}=4."
         problems.append(Problem(where=where, what="it can only be pinned to a number of samples.", fix=fix))
         return None
-    if name not in technique_names():
+    if name not in (*technique_names(), MICROBATCH):
         what = f'no technique is called "{name}".'
         problems.append(Problem(where=where, what=what, fix=nearest(name, (*technique_names(), MICROBATCH))))
         return None
-    kind: type = technique_named(name)
-    hints = field_types(kind)
-    if not equals and not dot:
+    kind: type | None = None if name == MICROBATCH else technique_named(name)
+    hints = {MICROBATCH: int} if kind is None else field_types(kind)
+    if not equals and not dot and kind is not None:
         return name, "", None
     setting = setting or next(iter(hints), "")
     if setting not in hints:
         problems.append(Problem(where=where, what=f'{name} has no "{setting}".', fix=nearest(setting, hints)))
         return None
-    if not equals:
+    if not equals and kind is not None:
         problems.append(Problem(where=where, what="has no value.", fix=f"Write {target}=..."))
         return None
     before = len(problems)
     value = decode_into(hints[setting], _plain(value_text), where, problems)
+    if len(problems) == before and kind is None and value < 1:
+        problems.append(Problem(where=where, what=f"is {value}.", fix="Use at least 1."))
     return None if len(problems) > before else (name, setting, value)
 
 
@@ -151,132 +151,110 @@ def _plain(text: str) -> Any:
 
 
 _MOST_SHOWN = 12
+_ENOUGH = 1 << 20
+"""Samples, so that a schedule which needs many microbatches is not refused for want of them."""
 
 
-def pin_problems(wishes: Wishes, profile: Profile, cluster: Cluster, sequence: int) -> list[Problem]:
+def pin_problems(inputs: SearchInputs) -> list[Problem]:
     """What keeps each pinned technique, alone, from running this model on these machines; or else all together."""
-    found = [
-        replace(problem, where=f"pin {name}")
-        for name, settings in wishes.pinned.items()
-        for problem in (
-            *_all_banned(technique_named(name), settings, wishes, profile, cluster),
-            *_problems(technique_named(name), settings, profile, cluster, sequence),
-        )
-    ]
-    return found or _too_many_ranks(wishes, cluster) or _at_odds(wishes, profile, cluster)
+    found = []
+    for name, settings in inputs.wishes.pinned.items():
+        kind, bad = technique_named(name), inputs.wishes.banned_values
+        problems = [
+            Problem(where="", what=f"every {each} is banned.", fix="Take one of the bans away.")
+            for each, values in _left_open(kind, settings, inputs).items()
+            if values and all(value in bad.get((name, each), ()) for value in values)
+        ]
+        problems += _problems(kind, settings, inputs)
+        found += [replace(problem, where=f"pin {name}") for problem in problems]
+    return found or _too_many_ranks(inputs) or _at_odds(inputs)
 
 
-def _all_banned(
-    kind: type[Technique], settings: Mapping[str, Any], wishes: Wishes, profile: Profile, cluster: Cluster
-) -> Iterator[Problem]:
-    for option in kind.options(profile, cluster):
-        values = option.sizes if isinstance(option, Axis) else option.values if isinstance(option, Choice) else ()
-        bad = wishes.banned_values.get((kind.name, getattr(option, "field", "")), ())
-        if values and all(value in bad for value in values) and option.field not in settings:  # type: ignore[union-attr]
-            yield Problem(where="", what=f"every {option.field} is banned.", fix="Take one of the bans away.")  # type: ignore[union-attr]
-
-
-def _too_many_ranks(wishes: Wishes, cluster: Cluster) -> list[Problem]:
-    sizes = {
-        name: each["size"] for name, each in wishes.pinned.items() if technique_named(name).axis and "size" in each
-    }
+def _too_many_ranks(inputs: SearchInputs) -> list[Problem]:
+    pinned, devices = inputs.wishes.pinned, inputs.cluster.num_devices
+    sizes = {name: each["size"] for name, each in pinned.items() if technique_named(name).axis and "size" in each}
     ranks = prod(sizes.values())
-    if cluster.num_devices % ranks == 0:
+    if devices % ranks == 0:
         return []
     words = " x ".join(f"{name} {size}" for name, size in sizes.items())
-    what = f"{cluster.num_devices} devices cannot be shared out to {words}, {ranks} ranks."
+    what = f"{devices} devices cannot be shared out to {words}, {ranks} ranks."
     return [Problem(where=f"pin {', '.join(sizes)}", what=what, fix="Pin smaller sizes, or take a pin away.")]
 
 
-def _at_odds(wishes: Wishes, profile: Profile, cluster: Cluster) -> list[Problem]:
+def _at_odds(inputs: SearchInputs) -> list[Problem]:
     """Why pinned techniques do not go together, whatever the search would set beside what is pinned."""
-    ways = [list(_ways(technique_named(name), settings, profile, cluster)) for name, settings in wishes.pinned.items()]
+    ways = []
+    for name, settings in inputs.wishes.pinned.items():
+        every = _ways(technique_named(name), settings, inputs)
+        ways.append([each for each in every if not _refused(Plan(techniques=(each,), batch=_ENOUGH), inputs)])
     first: list[Problem] = []
     for techniques in itertools.product(*ways):
-        plan = Plan(techniques=techniques, batch=_ENOUGH)
-        problems = _of_all(plan, profile, cluster)
-        if not problems or not _of_all(_in_one_microbatch(plan), profile, cluster):
+        problems = _refused(Plan(techniques=techniques, batch=_ENOUGH), inputs)
+        if not problems:
             return []
         first = first or [replace(problem, where=f"pin {problem.where}") for problem in problems]
     return first
 
 
-def _ways(
-    kind: type[Technique], settings: Mapping[str, Any], profile: Profile, cluster: Cluster
-) -> Iterator[Technique]:
-    """With each of its choices that runs alone."""
-    choices = {}
-    for option in kind.options(profile, cluster):
-        if isinstance(option, Choice) and option.field not in settings:
-            choices[option.field] = option.values
-        elif isinstance(option, Axis) and option.field not in settings:
-            choices[option.field] = option.sizes[:1]
-    for values in itertools.product(*choices.values()):
-        technique = kind(**settings, **dict(zip(choices, values, strict=True)))
-        plan = Plan(techniques=(technique,), batch=_ENOUGH)
-        if not (_of_all(plan, profile, cluster) and _of_all(_in_one_microbatch(plan), profile, cluster)):
-            yield technique
+def _left_open(kind: type[Technique], settings: Mapping[str, Any], inputs: SearchInputs) -> dict[str, tuple[Any, ...]]:
+    """Settings that are left to the search -> what it may choose."""
+    return {
+        option.field: option.sizes if isinstance(option, Axis) else option.values
+        for option in kind.options(inputs.profile, inputs.cluster)
+        if not isinstance(option, PerLayer) and option.field not in settings
+    }
 
 
-def _of_all(plan: Plan, profile: Profile, cluster: Cluster) -> list[Problem]:
-    return [problem for each in plan.in_phase_order() for problem in each.check(plan, profile, cluster)]
+def _ways(kind: type[Technique], settings: Mapping[str, Any], inputs: SearchInputs) -> Iterator[Technique]:
+    """With each choice that is left to the search, and the first size of an axis."""
+    left = _left_open(kind, settings, inputs)
+    left |= {"size": left["size"][:1]} if "size" in left else {}
+    for values in itertools.product(*left.values()):
+        yield kind(**settings, **dict(zip(left, values, strict=True)))
 
 
-def _problems(
-    kind: type[Technique], settings: Mapping[str, Any], profile: Profile, cluster: Cluster, sequence: int
-) -> Problems:
+def _refused(plan: Plan, inputs: SearchInputs) -> list[Problem]:
+    """What the techniques of a plan have against it, where they also have something against one microbatch."""
+    first: list[Problem] = []
+    for each in (plan, replace(plan, microbatch=plan.batch // plan.num_replicas)):
+        checks = (technique.check(each, inputs.profile, inputs.cluster) for technique in each.in_phase_order())
+        problems = [problem for check in checks for problem in check]
+        if not problems:
+            return []
+        first = first or problems
+    return first
+
+
+def _problems(kind: type[Technique], settings: Mapping[str, Any], inputs: SearchInputs) -> Problems:
     """Of the pinned size; of the first possible one where none is pinned and none will do."""
-    if not kind.axis:
-        return _at_best(kind, settings, profile, cluster, sequence)
-    possible = next((o.sizes for o in kind.options(profile, cluster) if isinstance(o, Axis)), ())
-    possible = tuple(size for size in possible if cluster.num_devices % size == 0)
-    if "size" in settings:
-        size = settings["size"]
-        problems = _at_best(kind, settings, profile, cluster, sequence)
-        if not problems and cluster.num_devices % size:
-            what = f"{cluster.num_devices} devices cannot be shared out to an axis of {size}."
-            problems = (Problem(where="", what=what, fix=f"Use {_listed((1, *possible))}."),)
+    devices = inputs.cluster.num_devices
+    possible = [size for size in _left_open(kind, {}, inputs).get("size", ()) if devices % size == 0]
+    if not kind.axis or "size" in settings:
+        problems = _at_best(kind, settings, inputs)
+        if kind.axis and not problems and devices % settings["size"]:
+            what = f"{devices} devices cannot be shared out to an axis of {settings['size']}."
+            shown = ", ".join(map(str, [1, *possible][:_MOST_SHOWN])) + (
+                ", ..." if len(possible) >= _MOST_SHOWN else ""
+            )
+            problems = (Problem(where="", what=what, fix=f"Use {shown}."),)
         return problems
     if not possible:
-        what = f"no size is possible for {profile.name} on {cluster.num_devices} devices."
+        what = f"no size is possible for {inputs.profile.name} on {devices} devices."
         return (Problem(where="", what=what, fix="Take the pin away."),)
-    tried = [_at_best(kind, {**settings, "size": size}, profile, cluster, sequence) for size in possible]
+    tried = [_at_best(kind, {**settings, "size": size}, inputs) for size in possible]
     return tried[0] if all(tried) else ()
 
 
-def _at_best(
-    kind: type[Technique], settings: Mapping[str, Any], profile: Profile, cluster: Cluster, sequence: int
-) -> Problems:
+def _at_best(kind: type[Technique], settings: Mapping[str, Any], inputs: SearchInputs) -> Problems:
     """None where settings that are left to the search can be such that it runs: chunks are pinned, not the schedule."""
-    problems = alone(kind(**settings), profile, cluster, sequence)
-    if not problems:
-        return ()
-    options = kind.options(profile, cluster)
-    choices = {o.field: o.values for o in options if isinstance(o, Choice) and o.field not in settings}
-    ways = (dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values()))
-    return problems if all(alone(kind(**settings, **way), profile, cluster, sequence) for way in ways) else ()
+    problems = alone(kind(**settings), inputs)
+    return problems if problems and all(alone(way, inputs) for way in _ways(kind, settings, inputs)) else ()
 
 
-_ENOUGH = 1 << 20
-"""Samples, so that a schedule which needs many microbatches is not refused for want of them."""
-
-
-def alone(technique: Technique, profile: Profile, cluster: Cluster, sequence: int) -> Problems:
+def alone(technique: Technique, inputs: SearchInputs) -> Problems:
     """What keeps a technique, with no other beside it, from running this model on these machines."""
     try:
         plan = Plan(techniques=(technique,), batch=_ENOUGH)
     except MeshwrightError as error:
         return error.problems
-    problems = technique.check(plan, profile, cluster)
-    if problems and not technique.check(_in_one_microbatch(plan), profile, cluster):
-        problems = ()
-    return problems or technique.check_sequence(sequence)
-
-
-def _in_one_microbatch(plan: Plan) -> Plan:
-    return replace(plan, microbatch=plan.batch // plan.num_replicas)
-
-
-def _listed(sizes: tuple[int, ...]) -> str:
-    shown = ", ".join(map(str, sizes[:_MOST_SHOWN]))
-    return f"{shown}, ..." if len(sizes) > _MOST_SHOWN else shown
+    return tuple(_refused(plan, inputs)) or technique.check_sequence(inputs.sequence)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple
 
 from meshwright.core.cluster import Cluster, Device
 from meshwright.core.codec import encode
 from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.placement import group_of_units
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.work import ADAM, Updating
 from meshwright.simulator.allocator import Replayed, replay
-from meshwright.simulator.makespan import makespan
-from meshwright.simulator.pricing import Stage, Staged, cutter_of, stage_plan
+from meshwright.simulator.mixed_groups import pipes_of, seen_from, slowest_pipe
+from meshwright.simulator.pricing import Stage, Staged, cutter_of
 from meshwright.simulator.stage_seconds import LAUNCH
 
 COMPUTE = "compute"
@@ -68,65 +69,49 @@ def forecast(
 ) -> Forecast:
     """`replays`: tensor by tensor through the allocator; without, reserved is what is allocated, in a tenth of the
     time."""
-    if cluster.others:
-        from meshwright.simulator.mixed_groups import forecast_mixed
-
-        return forecast_mixed(profile, plan, cluster, sequence=sequence, optimizer=optimizer, replays=replays)
-    staged = stage_plan(profile, plan, cluster, sequence=sequence, optimizer=optimizer)
-    return forecast_of(staged, profile, plan, cluster, sequence=sequence, replays=replays)
+    here, pipes = pipes_of(profile, plan, cluster, sequence, optimizer)
+    return forecast_of(pipes, profile, plan, here, sequence=sequence, replays=replays)
 
 
 def forecast_of(
-    staged: Staged, profile: Profile, plan: Plan, cluster: Cluster, *, sequence: int, replays: bool = True
+    pipes: list[Staged], profile: Profile, plan: Plan, cluster: Cluster, *, sequence: int, replays: bool = True
 ) -> Forecast:
-    count = plan.num_microbatches
+    """`cluster`: the groups that the plan's ranks take."""
     # A step ends for all ranks at once: the gradient's norm, which clips the update, is global.
-    tail_seconds = max(stage.tail_seconds for stage in staged.stages)
-    step = float(makespan(staged.timetable, *staged.columns, staged.send_seconds, count)) + tail_seconds
-    fullest = max(staged.stages, key=lambda stage: float(stage.memory.peak_bytes()))
-    return told(
-        staged,
-        profile,
-        plan,
-        cluster,
-        sequence=sequence,
-        step=step * slowest_of(cluster, plan.num_ranks),
-        fullest=fullest,
-        reserved=reserved_by(fullest, staged, cluster, replays=replays),
-        lying=[(stage, cluster) for stage in staged.stages],
-        devices=((cluster.device, plan.num_ranks),),
-    )
+    step, slowest = slowest_pipe(pipes)
+    step *= slowest_of(cluster, plan.num_ranks)
+    units = group_of_units(plan, cluster) if cluster.others else (0,)
+    seen = {group: seen_from(cluster, group) if cluster.others else cluster for group in set(units)}
+    lying = [(pipe, *each) for pipe in pipes for each in zip(pipe.stages, pipe.groups, strict=True)]
 
+    def room(each: tuple[Staged, Stage, int]) -> float:
+        return seen[each[2]].device.memory_bytes - float(each[1].memory.peak_bytes())
 
-def told(
-    staged: Staged,
-    profile: Profile,
-    plan: Plan,
-    cluster: Cluster,
-    *,
-    sequence: int,
-    step: float,
-    fullest: Stage,
-    reserved: Replayed,
-    lying: Sequence[tuple[Stage, Cluster]],
-    devices: Sequence[tuple[Device, int]],
-) -> Forecast:
-    """What was simulated, as people ask for it. `cluster` has the device of the fullest stage; `lying`: every stage, on
-    the cluster as its ranks see it; `devices`: of how many ranks each."""
+    # Of each group the tightest rank is looked at tensor by tensor; all of them must fit.
+    tightest: dict[int, tuple[Staged, Stage, int]] = {}
+    for each in sorted(lying, key=room):
+        tightest.setdefault(each[2], each)
+    reserved = {
+        group: reserved_by(stage, pipe, seen[group].device, replays=replays)
+        for group, (pipe, stage, _) in tightest.items()
+    }
+    _, fullest, group = min(tightest.values(), key=room)
+    place = seen[group]
     if not math.isfinite(step):
-        what = f"a step of {plan} never ends: the device has no {staged.compute_dtype} rate, or one near zero."
-        raise MeshwrightError([Problem(where=cluster.name, what=what)])
-    tokens = plan.batch * sequence
-    peak_flops = sum(device.flops_per_second[staged.compute_dtype] * ranks for device, ranks in devices)
-    spent = _spent(staged, plan, step, cluster)
+        what = f"a step of {plan} never ends: the device has no {slowest.compute_dtype} rate, or one near zero."
+        raise MeshwrightError([Problem(where=place.name, what=what)])
+    tokens, ranks_each = plan.batch * sequence, plan.num_ranks // len(units)
+    peak_flops = sum(seen[unit].device.flops_per_second[slowest.compute_dtype] * ranks_each for unit in units)
+    spent = _spent(slowest, step, place)
     causes, origins = _summed(spent, "cause"), _summed(spent, "origin")
     # Parts of one cause are off together, causes each by themselves.
-    off = math.hypot(*(getattr(cluster.errors, cause) * (seconds / step) for cause, seconds in causes.items()))
+    off = math.hypot(*(getattr(place.errors, cause) * (seconds / step) for cause, seconds in causes.items()))
     words, most = max(_summed(spent, "words").items(), key=lambda item: item[1])
     tiers: dict[str, int] = {}
-    for stage, _ in lying:
+    for _, stage, _ in lying:
         for tier, size in stage.memory.tier_bytes().items():
             tiers[tier] = max(tiers.get(tier, 0), math.ceil(size))
+    overflows = any(stage.memory.overflows(seen[group]) for _, stage, group in lying)
     return Forecast(
         step_seconds=step,
         step_seconds_low=step / (1 + off),
@@ -135,10 +120,10 @@ def told(
         mfu=profile.model_flops(tokens, sequence) / step / peak_flops,
         peak_bytes=int(fullest.memory.peak_bytes()),
         peak_bytes_by_category=fullest.memory.by_category(),
-        peak_reserved_bytes=reserved.reserved_bytes,
+        peak_reserved_bytes=reserved[group].reserved_bytes,
         bottleneck=f"{words}: {most / step:.0%} of the step".replace("%", " %"),
-        fits=reserved.fits and not any(stage.memory.overflows(place) for stage, place in lying),
-        memory_bytes=cluster.device.memory_bytes,
+        fits=all(each.fits for each in reserved.values()) and not overflows,
+        memory_bytes=place.device.memory_bytes,
         seconds_by_origin={origin: seconds for origin, seconds in sorted(origins.items()) if seconds > 0},
         seconds_by_cause=causes,
         worst_stage=fullest.run.start,
@@ -147,13 +132,13 @@ def told(
     )
 
 
-def reserved_by(stage: Stage, staged: Staged, cluster: Cluster, *, replays: bool = True) -> Replayed:
+def reserved_by(stage: Stage, staged: Staged, device: Device, *, replays: bool) -> Replayed:
     """What the allocator makes of a stage's tensors.
 
     Before it fails it gives back what it caches, so a plan fits if the replay ends within the memory: that it would
     like to reserve more is no reason to refuse it.
     """
-    memory, device = stage.memory, cluster.device
+    memory = stage.memory
     allocated, fits = int(memory.allocated_bytes()), bool(memory.peak_bytes() <= device.memory_bytes)
     if device.kind != "cuda" or not replays:  # others allocate as they are asked
         return Replayed(allocated_bytes=allocated, reserved_bytes=allocated, fits=fits)
@@ -174,9 +159,9 @@ class _Spent(NamedTuple):
     seconds: float
 
 
-def _spent(staged: Staged, plan: Plan, step_seconds: float, cluster: Cluster) -> list[_Spent]:
+def _spent(staged: Staged, step_seconds: float, cluster: Cluster) -> list[_Spent]:
     """The slowest stage's step, part by part."""
-    count = plan.num_microbatches
+    count = staged.plan.num_microbatches
 
     def busy_seconds(stage: Stage) -> float:
         return count * (stage.all_seconds.forward + stage.all_seconds.backward) + stage.tail_seconds
@@ -197,7 +182,7 @@ def _spent(staged: Staged, plan: Plan, step_seconds: float, cluster: Cluster) ->
         else:
             found.append(_Spent(origin, origin, COMPUTE, total))
     idle = max(0.0, step_seconds - busy_seconds(slowest))
-    cutter = cutter_of(plan)
+    cutter = cutter_of(staged.plan)
     waiting = (cutter.name, f"{cutter.name}, stages waiting") if cutter is not None else ("jitter", "the slowest rank")
     return [*found, _Spent(*waiting, "idle", idle)]
 

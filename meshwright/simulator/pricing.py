@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from functools import cache
+from functools import cache, cached_property
 from operator import is_
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from meshwright.core.technique import Spans, Technique
 from meshwright.core.work import ADAM, Collective, Num, Updating, Work, base_work, replace, settle
 from meshwright.schedules import Timetable
 from meshwright.schedules.events import peak_held
+from meshwright.simulator.makespan import makespan
 from meshwright.simulator.peak_memory import StageMemory, stage_memory, timetable_of
 from meshwright.simulator.stage_seconds import StageCost, routes, stage_cost
 
@@ -97,33 +98,25 @@ def stacked(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def picked(value: T, at: int) -> T:
     """The same with the numbers of one candidate in the place of arrays over all; what has none stays what it is."""
-    one: T = _picked(value, at)
+    one: T = value if type(value) in _PLAIN else _picked(value, at)
     return one
 
 
 def _picked(value: Any, at: int) -> Any:
-    kind = type(value)
-    if kind in _PLAIN:
-        return value
+    kind: Any = type(value)
     if isinstance(value, np.ndarray):
         return value[at].item() if value.ndim else value.item()
-    if isinstance(value, tuple):
-        parts = _all_picked(value, at)
-        if all(map(is_, parts, value)):
-            return value
-        return kind(*parts) if hasattr(kind, "_fields") else tuple(parts)
     if isinstance(value, dict):
-        return dict(zip(value, _all_picked(value.values(), at), strict=True))
-    if is_dataclass(kind):
-        names = _names(kind)
-        before = [getattr(value, name) for name in names]
-        parts = _all_picked(before, at)
-        return value if all(map(is_, parts, before)) else kind(**dict(zip(names, parts, strict=True)))
-    return value
-
-
-def _all_picked(values: Iterable[Any], at: int) -> list[Any]:
-    return [value if type(value) in _PLAIN else _picked(value, at) for value in values]
+        return {key: picked(each, at) for key, each in value.items()}
+    if not isinstance(value, tuple) and not is_dataclass(value):
+        return value
+    before = value if isinstance(value, tuple) else [getattr(value, name) for name in _names(kind)]
+    parts = [each if type(each) in _PLAIN else _picked(each, at) for each in before]
+    if all(map(is_, parts, before)):
+        return value
+    if isinstance(value, tuple):
+        return kind(*parts) if hasattr(kind, "_fields") else tuple(parts)
+    return kind(**dict(zip(_names(kind), parts, strict=True)))
 
 
 @cache
@@ -171,15 +164,19 @@ def runs_of(profile: Profile, stages: Sequence[Spans], techniques: Sequence[Tech
     return tuple(runs)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Seconds:
+class Seconds(NamedTuple):
     """Of one microbatch in one span of layers."""
 
-    forward: float
-    backward: float
+    forward: Any
+    backward: Any
     """Recomputation and both halves included."""
-    weight: float = 0.0
+    weight: Any
     """Of backward, the half that is apart."""
+
+
+def _seconds(cost: StageCost) -> Seconds:
+    weight = cost.seconds("weight")
+    return Seconds(cost.seconds("forward"), cost.seconds("backward") + weight, weight)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,23 +184,35 @@ class Stage:
     run: StageRun
     cost: StageCost
     memory: StageMemory
-    all_seconds: Seconds
-    """Of one microbatch in all of the stage's layers."""
-    tail_seconds: float
-    """After the last backward: what is left of the exchange, and the optimizer."""
+
+    @cached_property
+    def all_seconds(self) -> Seconds:
+        """Of one microbatch in all of the stage's layers."""
+        return Seconds(*map(float, _seconds(self.cost)))
+
+    @cached_property
+    def tail_seconds(self) -> float:
+        """After the last backward: what is left of the exchange, and the optimizer."""
+        return float(self.cost.seconds("step"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Staged:
+    """Stages that a microbatch passes through: all of a plan's, or one replica's."""
+
+    plan: Plan
+    """With this many microbatches for every replica."""
     stages: tuple[Stage, ...]
     """One for each run of equal stages."""
     spans: tuple[Seconds, ...]
     """Of all spans of layers, in the order of the model."""
     timetable: Timetable
     compute_dtype: str
-    send_seconds: float
-    sends_seconds: tuple[float, ...] = ()
-    """Over each boundary between spans, where they are not all alike."""
+    send_seconds: float | list[float]
+    """Of a message; over each boundary between spans, where they are not all alike."""
+    groups: tuple[int, ...]
+    """Where each of `stages` lies on a mixed cluster."""
+    first_rank: int = 0
 
     @property
     def unfolded(self) -> tuple[Stage, ...]:
@@ -213,9 +222,12 @@ class Staged:
     @property
     def columns(self) -> tuple[list[float], list[float], list[float]]:
         """Forward, backward and weight seconds by span."""
-        by_span = zip(*((each.forward, each.backward, each.weight) for each in self.spans), strict=True)
-        forward, backward, weight = map(list, by_span)
+        forward, backward, weight = map(list, zip(*self.spans, strict=True))
         return forward, backward, weight
+
+    def seconds(self, num_microbatches: int) -> float:
+        """Until the last backward has ended."""
+        return float(makespan(self.timetable, *self.columns, self.send_seconds, num_microbatches))
 
 
 def cutter_of(plan: Plan) -> Technique | None:
@@ -225,6 +237,7 @@ def cutter_of(plan: Plan) -> Technique | None:
 
 Change = Callable[[Work], Work]
 """How somebody else's program does the work of a plan, where forecasts are held against what it measured."""
+PricedAtOnce = Callable[[Iterable[dict[str, Any]]], tuple[Work, StageCost, StageMemory]]
 
 
 def stage_plan(
@@ -236,39 +249,25 @@ def stage_plan(
     optimizer: Updating,
     change: Change = lambda work: work,
 ) -> Staged:
-    roads = routes(cluster, plan.mesh)
     cut = plan.spans_of_stages(profile)
     runs = runs_of(profile, cut, plan.techniques)
-    sizes = stacked([sizes_of(plan, profile, sequence=sequence, stage=run.start) for run in runs])
-    work = change(price_sizes(profile, plan.in_phase_order(), sizes, optimizer=optimizer))
-    costs, memory = stage_cost(work, cluster, roads), stage_memory(work, cluster.device)
-    stages = []
-    for at, run in enumerate(runs):
-        cost = picked(costs, at)
-        stages.append(
-            Stage(
-                run=run,
-                cost=cost,
-                memory=picked(memory, at),
-                all_seconds=_seconds(cost),
-                tail_seconds=float(cost.seconds("step")),
-            )
-        )
+
+    def priced(sizes: Iterable[dict[str, Any]]) -> tuple[Work, StageCost, StageMemory]:
+        work = change(price_sizes(profile, plan.in_phase_order(), stacked(list(sizes)), optimizer=optimizer))
+        return work, stage_cost(work, cluster, routes(cluster, plan.mesh)), stage_memory(work, cluster.device)
+
+    work, costs, memory = priced(sizes_of(plan, profile, sequence=sequence, stage=run.start) for run in runs)
+    stages = [Stage(run=run, cost=picked(costs, at), memory=picked(memory, at)) for at, run in enumerate(runs)]
     staged = Staged(
+        plan=plan,
         stages=tuple(stages),
         spans=tuple(stage.all_seconds for stage in stages for _ in range(stage.run.count)),
         timetable=timetable_of(work),
         compute_dtype=work.facts.compute_dtype,
         send_seconds=max(float(stage.cost.send_seconds) for stage in stages),
+        groups=(0,) * len(stages),
     )
-    return staged if len(cut[0]) == 1 else _in_chunks(staged, profile, plan, cluster, sequence, optimizer, change)
-
-
-def _seconds(cost: StageCost) -> Seconds:
-    weight = float(cost.seconds("weight"))
-    return Seconds(
-        forward=float(cost.seconds("forward")), backward=float(cost.seconds("backward")) + weight, weight=weight
-    )
+    return staged if len(cut[0]) == 1 else _in_chunks(staged, profile, sequence, priced)
 
 
 def held_of_chunks(
@@ -284,45 +283,29 @@ def held_of_chunks(
     return most / np.maximum(sum(kept_bytes), 1e-30)
 
 
-def _in_chunks(
-    staged: Staged,
-    profile: Profile,
-    plan: Plan,
-    cluster: Cluster,
-    sequence: int,
-    optimizer: Updating,
-    change: Change,
-) -> Staged:
+def _in_chunks(staged: Staged, profile: Profile, sequence: int, priced: PricedAtOnce) -> Staged:
     """Where a stage has several chunks of layers: the seconds of each, and what is held while they take turns."""
-    cut, roads = plan.spans_of_stages(profile), routes(cluster, plan.mesh)
+    plan = staged.plan
+    cut = plan.spans_of_stages(profile)
     places = staged.timetable.places(len(cut))
-    alike: dict[Any, int] = {}
-    sizes: list[dict[str, Any]] = []
-    which: list[int] = []
+    sizes: dict[Any, dict[str, Any]] = {}
+    keys = []
     for span in range(places.num_spans):
         stage, chunk = places.stage(span), places.chunk(span)
         first, last = cut[stage][chunk]
         is_end = span in (0, places.num_spans - 1)
         policies = [tuple(t.counts_in(profile, cut[stage], chunk).values()) for t in plan.techniques if t.policies]
-        key = (span if is_end else -1, chunk, profile.blocks_within(first, last - first), *policies)
-        if key not in alike:
-            alike[key] = len(sizes)
-            sizes.append(sizes_of(plan, profile, sequence=sequence, stage=stage, chunk=chunk))
-        which.append(alike[key])
-    work = change(price_sizes(profile, plan.in_phase_order(), stacked(sizes), optimizer=optimizer))
-    costs, kept = stage_cost(work, cluster, roads), stage_memory(work, cluster.device).microbatch_bytes()
-    parts = [np.broadcast_to(costs.seconds(part), len(sizes)) for part in ("forward", "backward", "weight")]
-    rows = zip(*parts, np.broadcast_to(kept, len(sizes)), strict=True)
-    each = [
-        (Seconds(forward=float(f), backward=float(b + w), weight=float(w)), float(held_bytes))
-        for f, b, w, held_bytes in rows
-    ]
-    by_span = [each[at] for at in which]
+        keys.append((span if is_end else -1, chunk, profile.blocks_within(first, last - first), *policies))
+        if keys[-1] not in sizes:
+            sizes[keys[-1]] = sizes_of(plan, profile, sequence=sequence, stage=stage, chunk=chunk)
+    _, costs, memory = priced(sizes.values())
+    numbers = (*_seconds(costs), memory.microbatch_bytes())
+    each = {key: [float(number) for number in picked(numbers, at)] for at, key in enumerate(sizes)}
 
     def held(stage: Stage) -> Stage:
-        each = [by_span[places.span(stage.run.start, chunk)][1] for chunk in range(places.chunks)]
-        in_flight = held_of_chunks(staged.timetable, stage.run.start, len(cut), plan.num_microbatches, each)
+        spans = [places.span(stage.run.start, chunk) for chunk in range(places.chunks)]
+        kept = [each[keys[span]][3] for span in spans]
+        in_flight = held_of_chunks(staged.timetable, stage.run.start, len(cut), plan.num_microbatches, kept)
         return replace(stage, memory=replace(stage.memory, in_flight=in_flight))
 
-    spans = tuple(seconds for seconds, _ in by_span)
-    return replace(staged, spans=spans, stages=tuple(map(held, staged.stages)))
+    return replace(staged, spans=tuple(Seconds(*each[key][:3]) for key in keys), stages=tuple(map(held, staged.stages)))

@@ -10,7 +10,6 @@ How collectives lie inside a microbatch's work follows from what is known of the
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -24,7 +23,7 @@ from meshwright.schedules.asynchronous import Call, stream
 from meshwright.schedules.chunk_placement import Places
 from meshwright.schedules.events import ScheduleEvent, halves, in_order, sweep
 from meshwright.simulator.forecast import slowest_of
-from meshwright.simulator.mixed_groups import drawn_plan
+from meshwright.simulator.mixed_groups import pipes_of, slowest_pipe
 from meshwright.simulator.pricing import Stage, Staged, cutter_of
 from meshwright.simulator.stage_seconds import Charge, Part, StageCost
 
@@ -50,8 +49,9 @@ def simulate(profile: Profile, plan: Plan, cluster: Cluster, *, sequence: int, o
 
     Where steps overlap, several of them; `environment` says from when to when one is.
     """
-    staged, drawn, first_rank = drawn_plan(profile, plan, cluster, sequence=sequence, optimizer=optimizer)
-    drawing = _drawing(staged, drawn, slowest_of(cluster, plan.num_ranks), first_rank)
+    _, pipes = pipes_of(profile, plan, cluster, sequence, optimizer)
+    _, staged = slowest_pipe(pipes)
+    drawing = _Drawing(staged, slowest_of(cluster, plan.num_ranks))
     spans = [*drawing.works(), *drawing.messages(), *drawing.tails()]
     ranks_each = plan.num_ranks // len(drawing.stages)
     return Timeline(
@@ -64,40 +64,12 @@ def simulate(profile: Profile, plan: Plan, cluster: Cluster, *, sequence: int, o
             "profile": profile.name,
             "plan": str(plan),
             "sequence": str(sequence),
-            "microbatches": f"{drawing.count} of {drawn.num_microbatches}",
+            "microbatches": f"{drawing.count} of {staged.plan.num_microbatches}",
             "ranks": str(plan.num_ranks),
             "ranks_each": str(ranks_each),
             "memory_bytes": str(cluster.device.memory_bytes),
             **drawing.period(),
         },
-    )
-
-
-def _drawing(staged: Staged, plan: Plan, slower: float, first_rank: int) -> _Drawing:
-    """`slower`: times all of it takes, since every rank waits for the slowest."""
-    stages, timetable = staged.unfolded, staged.timetable
-    num_steps = NUM_STEPS if timetable.overlaps_steps else 1
-    count = min(plan.num_microbatches, max(MOST_DRAWN // (num_steps * len(stages)), len(stages)))
-    seconds = {kind: [slower * each for each in by_span] for kind, by_span in halves(*staged.columns).items()}
-    events = timetable.events(len(stages), count)
-    if timetable.overlaps_steps:
-        events = _stream_events(len(stages), count)
-        seconds[UPDATE] = [slower * stage.tail_seconds for stage in stages]
-    sends = [slower * each for each in staged.sends_seconds or (staged.send_seconds,) * len(staged.spans)]
-    ends, finished = sweep(events, seconds, sends)
-    cutter = cutter_of(plan)
-    return _Drawing(
-        stages=stages,
-        devices=[first_rank + rank for rank in _first_ranks(plan, len(stages))],
-        places=timetable.places(len(stages)),
-        count=count,
-        events=events,
-        ends=ends,
-        finished=finished,
-        seconds=seconds,
-        sends_seconds=sends,
-        sender=cutter.name if cutter is not None else "",
-        slower=slower,
     )
 
 
@@ -117,37 +89,38 @@ def _stream_events(num_stages: int, num_microbatches: int) -> tuple[ScheduleEven
     return tuple(events)
 
 
-def _first_ranks(plan: Plan, num_stages: int) -> list[int]:
-    cutter, stride = cutter_of(plan), plan.num_ranks
-    for axis, size in plan.mesh.items():
-        stride //= size
-        if cutter is not None and axis == cutter.axis:
-            return [stage * stride for stage in range(num_stages)]
-    return [0]
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Drawing:
     """Everything that is known of when things happen."""
 
-    stages: tuple[Stage, ...]
-    devices: list[int]
-    places: Places
-    count: int
-    """Microbatches of each step."""
-    events: tuple[ScheduleEvent, ...]
-    ends: list[float]
-    finished: list[float]
-    """When each stage's last event is over."""
-    seconds: Mapping[str, Sequence[float]]
-    sends_seconds: list[float]
-    """Over each boundary between spans."""
-    sender: str
-    slower: float
-
-    @property
-    def is_stream(self) -> bool:
-        return UPDATE in self.seconds
+    def __init__(self, staged: Staged, slower: float):
+        """`slower`: times all of it takes, since every rank waits for the slowest."""
+        plan, timetable, cutter = staged.plan, staged.timetable, cutter_of(staged.plan)
+        self.stages, self.slower = staged.unfolded, slower
+        self.sender = cutter.name if cutter is not None else ""
+        self.is_stream = timetable.overlaps_steps
+        num_stages, num_steps = len(self.stages), NUM_STEPS if self.is_stream else 1
+        stride = plan.num_ranks  # between the first ranks of stages
+        for axis, size in plan.mesh.items():
+            stride //= size
+            if cutter is not None and axis == cutter.axis:
+                break
+        self.devices = [staged.first_rank + stage * stride for stage in range(num_stages)]
+        self.places = timetable.places(num_stages)
+        self.count = min(plan.num_microbatches, max(MOST_DRAWN // (num_steps * num_stages), num_stages))
+        """Microbatches of each step."""
+        columns = halves(*staged.columns).items()
+        self.seconds = {kind: [slower * each for each in by_span] for kind, by_span in columns}
+        self.events = timetable.events(num_stages, self.count)
+        if self.is_stream:
+            self.events = _stream_events(num_stages, self.count)
+            self.seconds[UPDATE] = [slower * stage.tail_seconds for stage in self.stages]
+        send = staged.send_seconds
+        self.sends_seconds = [
+            slower * each for each in (send if isinstance(send, list) else [send] * len(staged.spans))
+        ]
+        """Over each boundary between spans."""
+        self.ends, self.finished = sweep(self.events, self.seconds, self.sends_seconds)
+        """When each event is over, and each stage's last."""
 
     def works(self) -> Iterator[Span]:
         """Of every event, shared out between techniques as the stage's time is."""

@@ -18,10 +18,10 @@ from meshwright.core.work import ADAM
 from meshwright.planner.best_first import BestFirst
 from meshwright.planner.bounds import order_bounds
 from meshwright.planner.policies import FEW, front, is_listed, listed
-from meshwright.planner.rows import OrderedCandidate, SearchInputs
+from meshwright.planner.rows import OrderedCandidate
 from meshwright.planner.solve import Table, is_small, smallest_plan, solve, stage_bounds, step_seconds
 from meshwright.planner.splits import all_splits, fastest_splits, largest_first, most_even, smallest_first
-from meshwright.planner.wishes import read_wishes
+from meshwright.planner.wishes import SearchInputs, read_wishes
 from meshwright.schedules import Timetable
 from meshwright.schedules.bounds import whole_bound
 from meshwright.schedules.events import halves, sweep
@@ -272,7 +272,7 @@ def test_no_plan_of_a_candidate_beats_its_bounds(seed: int) -> None:
     candidates = {}
     for number in np.flatnonzero(pool.candidates.runs):
         leaf, index = pool.leaves[int(pool.candidates.leaf_of[number])], int(pool.candidates.index_of[number])
-        candidates[bare(smallest_plan(pool.inputs, leaf, index, leaf.grid.axis_order))] = (number, leaf, index)
+        candidates[bare(smallest_plan(leaf, index, leaf.grid.axis_order))] = (number, leaf, index)
     closer: dict[Any, tuple[float, float]] = {}
     for plan, made in told.items():
         number, leaf, index = candidates[bare(plan)]
@@ -283,8 +283,8 @@ def test_no_plan_of_a_candidate_beats_its_bounds(seed: int) -> None:
         order = (*(axis for axis in leaf.grid.axis_order if axis not in plan.mesh), *plan.axis_order)
         if (number, order) not in closer:
             pick = OrderedCandidate(index, order, limit)
-            (bound,) = order_bounds(pool.inputs, leaf, [pick])
-            (solved,) = solve(pool.inputs, leaf, [pick])
+            (bound,) = order_bounds(leaf, [pick])
+            (solved,) = solve(leaf, [pick])
             closer[number, order] = float(bound), solved.least_seconds
         for least in closer[number, order]:
             assert least <= made.step_seconds * ROUNDING, plan
