@@ -8,6 +8,7 @@ such as `plan.techniques[1].size`. A class that is one of several kinds decodes 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 import re
@@ -16,7 +17,7 @@ import typing
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union
+from typing import Any, Literal, Self, TypeVar, Union
 
 import xxhash
 
@@ -70,6 +71,11 @@ def unseal(data: bytes) -> str:
     if sealed is None or xxhash.xxh3_128_hexdigest(data[sealed.end() :]).encode() != sealed[1]:
         raise ValueError("does not match its own digest: it was damaged or edited")
     return "{" + data[sealed.end() :].decode("utf-8")
+
+
+def fingerprint(data: Any) -> str:
+    """Of plain JSON types, whatever the order of keys."""
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
 
 @cache
@@ -170,9 +176,7 @@ def decode_fields(cls: type, value: Any, where: str, problems: list[Problem], ig
     before = len(problems)
     for key in value:
         if key not in hints and key != ignore:
-            problems.append(
-                Problem(where=f"{where}.{key}" if where else key, what="unknown key.", fix=nearest(key, hints))
-            )
+            problems.append(Problem(where=key, what="unknown key.", fix=nearest(key, hints)).within(where))
     given = {}
     for field in dataclasses.fields(cls):
         place = f"{where}.{field.name}" if where else field.name
@@ -185,9 +189,7 @@ def decode_fields(cls: type, value: Any, where: str, problems: list[Problem], ig
     try:
         return cls(**given)
     except MeshwrightError as error:  # a constructor that checks its own values
-        problems.extend(
-            Problem(where=f"{where}.{p.where}" if p.where else where, what=p.what, fix=p.fix) for p in error.problems
-        )
+        problems.extend(problem.within(where) for problem in error.problems)
         return None
 
 
@@ -212,6 +214,19 @@ def read_artefact(cls: type[T], text: str, source: str) -> T:
         return decode(cls, value, source)
     except RecursionError:
         raise error_at(source, "is nested too deeply.") from None
+
+
+class Artefact:
+    """A dataclass that is written to a file as JSON, and read again."""
+
+    __slots__ = ()
+
+    def to_json(self) -> str:
+        return to_json(self)
+
+    @classmethod
+    def from_json(cls, text: str, source: str = "") -> Self:
+        return read_artefact(cls, text, source or cls.__name__.lower())
 
 
 def load_artefact(cls: type[T], path: str | Path) -> T:

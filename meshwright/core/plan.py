@@ -5,13 +5,12 @@ It knows nothing of torch, ranks, files or the environment. Everything that deci
 
 from __future__ import annotations
 
-import hashlib
-import json
+import math
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
 from meshwright.core.cluster import Cluster
-from meshwright.core.codec import encode, read_artefact, to_json
+from meshwright.core.codec import Artefact, encode, fingerprint
 from meshwright.core.errors import MeshwrightError, Problem, Problems
 from meshwright.core.placement import group_problems, placed
 from meshwright.core.profile import Profile
@@ -23,7 +22,7 @@ MOST_SAMPLES = 2**31
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(Artefact):
     """How a model is trained: techniques with their settings, and how a step's samples are divided. A value: it can be
     printed, compared, edited, saved as JSON and read again.
     """
@@ -79,10 +78,7 @@ class Plan:
 
     @property
     def num_ranks(self) -> int:
-        total = 1
-        for size in self.mesh.values():
-            total *= size
-        return total
+        return math.prod(self.mesh.values())
 
     @property
     def sample_axes(self) -> tuple[str, ...]:
@@ -92,16 +88,13 @@ class Plan:
     @property
     def loss_axes(self) -> tuple[str, ...]:
         """Axes whose ranks each have a part of the loss."""
-        owners = {axis: self._owner(axis) for axis in self.axis_order}
-        return tuple(axis for axis, owner in owners.items() if owner.splits_samples or owner.splits_sequence)
+        owners = map(self._owner, self.axis_order)
+        return tuple(owner.axis for owner in owners if owner.splits_samples or owner.splits_sequence)
 
     @property
     def sequence_parts(self) -> int:
         """Ranks that share every sample out along its sequence."""
-        total = 1
-        for axis in self.axis_order:
-            total *= self.mesh[axis] if self._owner(axis).splits_sequence else 1
-        return total
+        return math.prod(size for axis, size in self.mesh.items() if self._owner(axis).splits_sequence)
 
     @property
     def replica_axes(self) -> tuple[str, ...]:
@@ -110,10 +103,7 @@ class Plan:
 
     @property
     def num_replicas(self) -> int:
-        total = 1
-        for axis in self.sample_axes:
-            total *= self.mesh[axis]
-        return total
+        return math.prod(self.mesh[axis] for axis in self.sample_axes)
 
     @property
     def shares(self) -> tuple[int, ...]:
@@ -139,11 +129,8 @@ class Plan:
 
     def blocks_of_stages(self, profile: Profile) -> tuple[int, ...]:
         """Blocks of each stage; one stage with all of them unless a technique cuts the model."""
-        for technique in self.techniques:
-            blocks = technique.blocks_of_stages(profile.num_blocks)
-            if blocks is not None:
-                return blocks
-        return (profile.num_blocks,)
+        found = (technique.blocks_of_stages(profile.num_blocks) for technique in self.techniques)
+        return next((blocks for blocks in found if blocks is not None), (profile.num_blocks,))
 
     def spans_of_stages(self, profile: Profile) -> tuple[tuple[tuple[int, int], ...], ...]:
         """The runs of blocks, (first, last + 1) each, of every stage."""
@@ -218,8 +205,7 @@ class Plan:
 
     @property
     def fingerprint(self) -> str:
-        text = json.dumps(encode(self), sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return fingerprint(encode(self))
 
     def diff(self, other: Plan) -> tuple[str, ...]:
         """What changes from this plan to the other, a line each."""
@@ -259,10 +245,3 @@ class Plan:
         replicas = counted(self.num_replicas, "replica")
         samples = counted(self.batch, "sample")
         return f"{samples} = {replicas} x {self.microbatch_words} {microbatches} of {self.microbatch}"
-
-    def to_json(self) -> str:
-        return to_json(self)
-
-    @classmethod
-    def from_json(cls, text: str, source: str = "plan") -> Plan:
-        return read_artefact(cls, text, source)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, ClassVar, Literal
 
-from meshwright.core.codec import read_artefact, to_json
+from meshwright.core.codec import Artefact
 from meshwright.core.errors import MeshwrightError, Problem
 
 LANES = ("compute", "collective", "copy")
@@ -60,7 +60,7 @@ class MemoryPoint:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Timeline:
+class Timeline(Artefact):
     """What every device does when, over a step: simulated or measured, as spans on lanes, and memory over time."""
 
     VERSION: ClassVar[int] = 2
@@ -88,13 +88,6 @@ class Timeline:
         total = self.seconds
         busy = sum(span.seconds for span in self.spans if span.device == device and span.lane == lane)
         return busy / total if total else 0.0
-
-    def to_json(self) -> str:
-        return to_json(self)
-
-    @classmethod
-    def from_json(cls, text: str, source: str = "timeline") -> Timeline:
-        return read_artefact(cls, text, source)
 
     def to_chrome(self) -> str:
         """The trace-event format that chrome://tracing and ui.perfetto.dev open."""
