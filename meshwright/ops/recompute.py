@@ -85,15 +85,9 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 def _tensors(values: Any) -> list[Tensor]:
     """Operators take and make tensors, and lists of them."""
-    if isinstance(values, Tensor):
-        return [values]
-    tensors = []
-    for value in values if isinstance(values, list | tuple) else ():
-        if isinstance(value, Tensor):
-            tensors.append(value)
-        elif isinstance(value, list | tuple):
-            tensors += _tensors(value)
-    return tensors
+    if isinstance(values, list | tuple):
+        return [tensor for value in values for tensor in _tensors(value)]
+    return [values] if isinstance(values, Tensor) else []
 
 
 def _storages(tensors: Iterable[Tensor]) -> set[int]:
@@ -179,8 +173,8 @@ class KeepMode(TorchDispatchMode):
         def held(value: Any) -> Any:
             if isinstance(value, Tensor):
                 result = _Blank.like(value) if again else value.detach()
-                return _Given() if _storages([value]) & inside else result
-            return _Done() if isinstance(value, torch.ScriptObject) else value
+                return _GIVEN if _storages([value]) & inside else result
+            return _DONE if isinstance(value, torch.ScriptObject) else value
 
         own = tree_map(held, made)
         copies = [] if again else [each.detach() for each in written]
@@ -254,12 +248,8 @@ class KeepMode(TorchDispatchMode):
         return tuple(place for place, kept in enumerate(self.kept) if id(kept) in idle)
 
 
-class _Given:
-    """A tensor that the operator was given and wrote into."""
-
-
-class _Done:
-    """The handle of a message."""
+_GIVEN, _DONE = "given", "done"
+"""In the place of a tensor that the operator was given and wrote into, and of the handle of a message."""
 
 
 @dataclass
@@ -302,9 +292,9 @@ class ReplayMode(TorchDispatchMode):
         left = iter(given)
 
         def hand_out(value: Any) -> Any:
-            if isinstance(value, _Given):
+            if value is _GIVEN:
                 return next(left)
-            if isinstance(value, _Done):
+            if value is _DONE:
                 return torch._C._distributed_c10d.FakeWork().boxed()
             return value.made() if isinstance(value, _Blank) else value
 
@@ -453,23 +443,14 @@ class Chain:
         spot, promised = _spot(x), here
 
         def keep(tensor: Tensor) -> Any:
-            return _Promise(promised, place) if _spot(tensor) == spot else tensor
+            return functools.partial(promised.input_of, place) if _spot(tensor) == spot else tensor
 
-        def give(kept: Any) -> Tensor:
-            return kept.of.input_of(kept.place) if isinstance(kept, _Promise) else kept
-
-        with saved_tensors_hooks(keep, give):
+        with saved_tensors_hooks(keep, lambda kept: kept() if isinstance(kept, functools.partial) else kept):
             made = checkpoint(run, x, *args, use_reentrant=False, **kwargs)
         here.left = _spot(handed_on(made))
         if place == len(self.blocks) - 1:
             self.current = None
         return made
-
-
-@dataclass(frozen=True)
-class _Promise:
-    of: Pass
-    place: int
 
 
 def _spot(tensor: Tensor) -> tuple[int, torch.Size]:
