@@ -22,6 +22,7 @@ from typing import Any, Literal, Self, TypeVar, Union
 import xxhash
 
 from meshwright.core.errors import MeshwrightError, Problem, error_at, nearest
+from meshwright.core.files import parse_json
 
 T = TypeVar("T")
 LARGEST_WHOLE_NUMBER = 2**63 - 1
@@ -198,19 +199,16 @@ def read_artefact(cls: type[T], text: str, source: str) -> T:
 
     A newer version is said first: its unknown keys would only confuse.
     """
+    value = parse_json(text, source)
+    version = value.get("version") if isinstance(value, Mapping) else None
+    newest, oldest = getattr(cls, "VERSION", 1), getattr(cls, "OLDEST", version)
+    if isinstance(version, int) and not oldest <= version <= newest:
+        is_newer = version > newest
+        limit = f"up to {newest}" if is_newer else f"from {oldest} on"
+        fix = "Upgrade meshwright, or write the file again with this version."
+        what = f"is a {cls.__name__} of version {version}; this program reads {limit}."
+        raise error_at(source, what, fix if is_newer else "Write the file again with this version.")
     try:
-        try:
-            value = json.loads(text, parse_constant=_refuse_constant)
-        except ValueError as error:
-            raise error_at(source, f"is not valid JSON: {error}.") from None
-        version = value.get("version") if isinstance(value, Mapping) else None
-        newest, oldest = getattr(cls, "VERSION", 1), getattr(cls, "OLDEST", None)
-        if isinstance(version, int) and version > newest:
-            what = f"is a {cls.__name__} of version {version}; this program reads up to {newest}."
-            raise error_at(source, what, "Upgrade meshwright, or write the file again with this version.")
-        if oldest is not None and isinstance(version, int) and version < oldest:
-            what = f"is a {cls.__name__} of version {version}; this program reads from {oldest} on."
-            raise error_at(source, what, "Write the file again with this version.")
         return decode(cls, value, source)
     except RecursionError:
         raise error_at(source, "is nested too deeply.") from None
@@ -236,7 +234,3 @@ def load_artefact(cls: type[T], path: str | Path) -> T:
         reason = getattr(error, "strerror", None) or "is not a text file"
         raise error_at(path, f"cannot be read: {reason}.") from None
     return read_artefact(cls, text, str(path))
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not a number this program accepts")

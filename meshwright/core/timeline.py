@@ -91,7 +91,11 @@ class Timeline(Artefact):
 
     def to_chrome(self) -> str:
         """The trace-event format that chrome://tracing and ui.perfetto.dev open."""
-        events = [*_heads(self), *_slices(self), *_counters(self)]
+        events = [*_heads(self), *_slices(self)]
+        for point in self.memory:
+            values = dict(point.by_category) or {"bytes": point.bytes}
+            about = {"ph": "C", "name": "memory", "pid": point.device, "ts": point.seconds * 1e6, "args": values}
+            events.append(about)
         return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
 
@@ -162,7 +166,8 @@ def _slices(timeline: Timeline) -> Iterator[dict[str, Any]]:
     sends: list[tuple[Span, int]] = []
     for device, thread, lane, row in _threads(timeline):
         for span in row:
-            yield _slice(span, thread)
+            about = {"name": span.name, "cat": span.origin or "model", "pid": device, "tid": thread}
+            yield {"ph": "X", **about, "ts": span.start_seconds * 1e6, "dur": span.seconds * 1e6}
             if lane == "compute":
                 computes.setdefault((device, _work_of(span)), []).append(span)
             elif span.to_device is not None:
@@ -181,21 +186,3 @@ def _work_of(span: Span) -> str:
     """`forward 3` of `forward 3.1` and of `send_forward 3`; both halves of a backward are one."""
     kind, _, number = span.name.removeprefix("send_").partition(" ")
     return f"{kind.split('_')[0]} {number.split('.')[0]}"
-
-
-def _slice(span: Span, tid: int) -> dict[str, Any]:
-    return {
-        "ph": "X",
-        "name": span.name,
-        "cat": span.origin or "model",
-        "pid": span.device,
-        "tid": tid,
-        "ts": span.start_seconds * 1e6,
-        "dur": span.seconds * 1e6,
-    }
-
-
-def _counters(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    for point in timeline.memory:
-        values = dict(point.by_category) or {"bytes": point.bytes}
-        yield {"ph": "C", "name": "memory", "pid": point.device, "ts": point.seconds * 1e6, "args": values}

@@ -16,12 +16,15 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
 from operator import attrgetter
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
 from meshwright.core.cluster import TIERS, TierName
 from meshwright.core.profile import Cut, CutDim, Layer, Op, Poly, Profile, Role
+
+if TYPE_CHECKING:
+    from meshwright.schedules import Timetable
 
 Num = Any
 """An int or float, or a NumPy array of them with one entry per candidate."""
@@ -242,29 +245,13 @@ class Widths:
     """Gradients, as they are summed over ranks."""
 
 
-class ScheduleTraits(Protocol):
-    """What a price depends on of the order in which stages work (`schedules.Timetable`)."""
-
-    @property
-    def chunks(self) -> int:
-        """Runs of layers that each stage has."""
-
-    @property
-    def splits_backward(self) -> bool:
-        """Weight gradients are computed apart from input gradients."""
-
-    @property
-    def overlaps_steps(self) -> bool:
-        """A step begins before the one before it has ended everywhere."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkFacts:
     """What the techniques priced so far have decided, for those that are priced after them."""
 
     compute_dtype: str = "fp32"
     widths: Widths = Widths()
-    schedule: ScheduleTraits | None = None
+    schedule: Timetable | None = None
     """None: the model is not cut into stages."""
     inside_ways: Num = 1
     """Ranks that share the inside of each layer."""
