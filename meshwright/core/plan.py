@@ -6,6 +6,7 @@ It knows nothing of torch, ranks, files or the environment. Everything that deci
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
@@ -50,18 +51,14 @@ class Plan(Artefact):
         object.__setattr__(self, "techniques", tuple(sorted(self.techniques, key=lambda t: t.name)))
         axes = {t.axis: t for t in self.techniques if t.axis}
         if self.axis_order and sorted(self.axis_order) != sorted(axes):
-            problems.append(
-                Problem(
-                    where="axis_order",
-                    what=f"names {', '.join(self.axis_order)}, the techniques own {', '.join(axes) or 'none'}.",
-                    fix="List each axis once, outermost first, or leave it out.",
-                )
-            )
-        for field in ("batch", "microbatch"):
-            if getattr(self, field) < 1:
-                problems.append(Problem(where=field, what=f"is {getattr(self, field)}.", fix="Use at least 1."))
-            elif getattr(self, field) > MOST_SAMPLES:
-                what = f"is {getattr(self, field)}, more samples than a step can have."
+            what = f"names {', '.join(self.axis_order)}, the techniques own {', '.join(axes) or 'none'}."
+            fix = "List each axis once, outermost first, or leave it out."
+            problems.append(Problem(where="axis_order", what=what, fix=fix))
+        for field, count in (("batch", self.batch), ("microbatch", self.microbatch)):
+            if count < 1:
+                problems.append(Problem(where=field, what=f"is {count}.", fix="Use at least 1."))
+            elif count > MOST_SAMPLES:
+                what = f"is {count}, more samples than a step can have."
                 problems.append(Problem(where=field, what=what, fix=f"Use at most {MOST_SAMPLES}."))
         problems += [problem for technique in self.techniques for problem in axis_problems(technique)]
         if problems:
@@ -166,27 +163,17 @@ class Plan(Artefact):
             cluster = cluster if problems else placed(self, cluster)
         share = self.num_replicas * self.microbatch
         if self.batch % share and not self.shares:
-            problems.append(
-                Problem(
-                    where="batch",
-                    what=f"{counted(self.batch, 'sample')} cannot be shared by "
-                    f"{counted(self.num_replicas, 'replica')} in microbatches of {self.microbatch}.",
-                    fix=f"Use a multiple of {share}.",
-                )
-            )
+            samples, replicas = counted(self.batch, "sample"), counted(self.num_replicas, "replica")
+            what = f"{samples} cannot be shared by {replicas} in microbatches of {self.microbatch}."
+            problems.append(Problem(where="batch", what=what, fix=f"Use a multiple of {share}."))
         elif self.num_microbatches > 1 and "samples" in profile.uncut:
             what = f"{self.num_microbatches} microbatches a step: {profile.uncut['samples']}"
             fix = f"Use microbatch = {self.batch // self.num_replicas}."
             problems.append(Problem(where="microbatch", what=what, fix=fix))
         if cluster is not None and self.num_ranks > cluster.num_devices:
             mesh = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items())
-            problems.append(
-                Problem(
-                    where="mesh",
-                    what=f"{mesh} needs {counted(self.num_ranks, 'rank')}; {cluster.name} has {cluster.num_devices}.",
-                    fix="Use smaller axes, or more devices.",
-                )
-            )
+            what = f"{mesh} needs {counted(self.num_ranks, 'rank')}; {cluster.name} has {cluster.num_devices}."
+            problems.append(Problem(where="mesh", what=what, fix="Use smaller axes, or more devices."))
         # Each group of a mixed cluster must do for everybody.
         places = [cluster.view(i) for i in range(len(cluster.groups))] if cluster and cluster.others else [cluster]
         for technique in self.in_phase_order():
@@ -210,21 +197,18 @@ class Plan(Artefact):
     def diff(self, other: Plan) -> tuple[str, ...]:
         """What changes from this plan to the other, a line each."""
         lines = []
-        mine = {t.name: t for t in self.techniques}
-        theirs = {t.name: t for t in other.techniques}
-        for name in sorted(mine.keys() | theirs.keys()):
-            if name not in theirs:
-                lines.append(f"- {mine[name]}")
-            elif name not in mine:
-                lines.append(f"+ {theirs[name]}")
+
+        def compare(before: object, after: object, names: Iterable[str], prefix: str = "") -> None:
+            pairs = ((name, getattr(before, name), getattr(after, name)) for name in names)
+            lines.extend(f"{prefix}{name}: {old} -> {new}" for name, old, new in pairs if old != new)
+
+        for name in sorted({t.name for t in (*self.techniques, *other.techniques)}):
+            mine, theirs = self.technique(name), other.technique(name)
+            if mine is None or theirs is None:
+                lines.append(f"- {mine}" if theirs is None else f"+ {theirs}")
             else:
-                for f in fields(mine[name]):
-                    before, after = getattr(mine[name], f.name), getattr(theirs[name], f.name)
-                    if before != after:
-                        lines.append(f"{name}.{f.name}: {before} -> {after}")
-        for name in ("batch", "microbatch", "axis_order", "groups"):
-            if getattr(self, name) != getattr(other, name):
-                lines.append(f"{name}: {getattr(self, name)} -> {getattr(other, name)}")
+                compare(mine, theirs, (f.name for f in fields(mine)), f"{name}.")
+        compare(self, other, ("batch", "microbatch", "axis_order", "groups"))
         return tuple(lines)
 
     def __str__(self) -> str:
