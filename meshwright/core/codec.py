@@ -201,7 +201,7 @@ def read_artefact(cls: type[T], text: str, source: str) -> T:
     """
     value = parse_json(text, source)
     version = value.get("version") if isinstance(value, Mapping) else None
-    newest, oldest = getattr(cls, "VERSION", 1), getattr(cls, "OLDEST", version)
+    newest, oldest = getattr(cls, "VERSION", 1), getattr(cls, "OLDEST", -math.inf)
     if isinstance(version, int) and not oldest <= version <= newest:
         is_newer = version > newest
         limit = f"up to {newest}" if is_newer else f"from {oldest} on"

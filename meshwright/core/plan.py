@@ -15,7 +15,7 @@ from meshwright.core.codec import Artefact, encode, fingerprint
 from meshwright.core.errors import MeshwrightError, Problem, Problems
 from meshwright.core.placement import group_problems, placed
 from meshwright.core.profile import Profile
-from meshwright.core.technique import PHASES, Technique, axis_problems
+from meshwright.core.technique import PHASES, Technique
 from meshwright.core.units import counted
 
 MOST_SAMPLES = 2**31
@@ -60,7 +60,9 @@ class Plan(Artefact):
             elif count > MOST_SAMPLES:
                 what = f"is {count}, more samples than a step can have."
                 problems.append(Problem(where=field, what=what, fix=f"Use at most {MOST_SAMPLES}."))
-        problems += [problem for technique in self.techniques for problem in axis_problems(technique)]
+        for technique in self.techniques:
+            if (size := getattr(technique, "size", 1)) < 1:
+                problems.append(technique.problem(f"size is {size}.", "An axis has at least one rank."))
         if problems:
             raise MeshwrightError(problems)
         if not self.axis_order:
@@ -196,7 +198,7 @@ class Plan(Artefact):
 
     def diff(self, other: Plan) -> tuple[str, ...]:
         """What changes from this plan to the other, a line each."""
-        lines = []
+        lines: list[str] = []
 
         def compare(before: object, after: object, names: Iterable[str], prefix: str = "") -> None:
             pairs = ((name, getattr(before, name), getattr(after, name)) for name in names)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from meshwright.core.profile import Profile
 
 Spans = tuple[tuple[int, int], ...]
-"""Runs of blocks, (first, last + 1) each."""
+"""Runs of blocks by number: (first, last + 1) each, in the order of the model."""
 
 PHASES = ("swap", "cut", "split", "block", "compile", "wrap", "optimizer", "step")
 """The order in which techniques change a model. Order is correctness: splitting after wrapping would lose the
@@ -330,13 +330,6 @@ class Technique:
         """`tensor(size=2, sequence=True)`: settings that differ from their defaults."""
         shown = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default]
         return f"{self.name}({', '.join(shown)})"
-
-
-def axis_problems(technique: Technique) -> Problems:
-    size = getattr(technique, "size", 1)
-    if size < 1:
-        return (technique.problem(f"size is {size}.", "An axis has at least one rank."),)
-    return ()
 
 
 def listed(sizes: Sequence[int]) -> str:

@@ -14,34 +14,14 @@ import numpy as np
 
 from meshwright.core.errors import error_at, nearest
 from meshwright.core.plugins import added
-from meshwright.schedules import asynchronous, orders
-from meshwright.schedules.actions import Action, Actions, as_step
+from meshwright.schedules import asynchronous, bounds, orders
+from meshwright.schedules.actions import Action as Action
+from meshwright.schedules.actions import Actions, as_step
 from meshwright.schedules.asynchronous import Call
-from meshwright.schedules.bounds import (
-    PipelineTimes,
-    first_wait_bound,
-    flush_bound,
-    one_f_one_b_bound,
-    one_held,
-    pace_bound,
-)
-from meshwright.schedules.chunk_placement import BlockSpan, Places
+from meshwright.schedules.bounds import PipelineTimes
+from meshwright.schedules.chunk_placement import Places
 from meshwright.schedules.events import ScheduleEvent, in_order, with_transfers
 from meshwright.schedules.greedy import Times, best_of
-
-__all__ = [
-    "SCHEDULES",
-    "Action",
-    "Actions",
-    "BlockSpan",
-    "Call",
-    "PipelineTimes",
-    "Places",
-    "Schedule",
-    "Timetable",
-    "schedule_named",
-    "schedule_names",
-]
 
 
 class Schedule(NamedTuple):
@@ -80,21 +60,21 @@ def _greedy(places: Places, num_microbatches: int, times: Times, most_held: int)
 
 
 _LOOPED: dict[str, Any] = {"chunks": 2, "any_chunks": True}
-_VEE: dict[str, Any] = {"chunks": 2, "shape": "vee", "splits_backward": True, "least_held": one_held}
+_VEE: dict[str, Any] = {"chunks": 2, "shape": "vee", "splits_backward": True, "least_held": bounds.one_held}
 SCHEDULES: Mapping[str, Schedule] = {
-    "gpipe": Schedule(orders.gpipe, orders.held_all, flush_bound),
-    "1f1b": Schedule(orders.one_f_one_b, orders.held_by_1f1b, one_f_one_b_bound),
-    "async": Schedule(orders.one_f_one_b, orders.held_by_1f1b, pace_bound, stream=asynchronous.stream),
+    "gpipe": Schedule(orders.gpipe, orders.held_all, bounds.flush_bound),
+    "1f1b": Schedule(orders.one_f_one_b, orders.held_by_1f1b, bounds.one_f_one_b_bound),
+    "async": Schedule(orders.one_f_one_b, orders.held_by_1f1b, bounds.pace_bound, stream=asynchronous.stream),
     "interleaved": Schedule(
-        orders.interleaved, orders.held_by_1f1b, flush_bound, least_held=orders.least_held_interleaved, **_LOOPED
+        orders.interleaved, orders.held_by_1f1b, bounds.flush_bound, least_held=orders.least_held_interleaved, **_LOOPED
     ),
-    "looped_bfs": Schedule(orders.gpipe, orders.held_all, flush_bound, least_held=one_held, **_LOOPED),
-    "zero_bubble_h1": Schedule(orders.h1, orders.held_as_stages, first_wait_bound, splits_backward=True),
-    "zero_bubble_h2": Schedule(orders.h2, orders.held_by_h2, flush_bound, splits_backward=True),
-    "zbv": Schedule(orders.zbv, orders.held_as_stages, flush_bound, **_VEE),
-    "dualpipe_v": Schedule(orders.dualpipe_v, orders.held_by_dualpipe_v, flush_bound, **_VEE),
+    "looped_bfs": Schedule(orders.gpipe, orders.held_all, bounds.flush_bound, least_held=bounds.one_held, **_LOOPED),
+    "zero_bubble_h1": Schedule(orders.h1, orders.held_as_stages, bounds.first_wait_bound, splits_backward=True),
+    "zero_bubble_h2": Schedule(orders.h2, orders.held_by_h2, bounds.flush_bound, splits_backward=True),
+    "zbv": Schedule(orders.zbv, orders.held_as_stages, bounds.flush_bound, **_VEE),
+    "dualpipe_v": Schedule(orders.dualpipe_v, orders.held_by_dualpipe_v, bounds.flush_bound, **_VEE),
     "greedy": Schedule(
-        _greedy, orders.held_all, flush_bound, splits_backward=True, takes_times=True, least_held=one_held
+        _greedy, orders.held_all, bounds.flush_bound, splits_backward=True, takes_times=True, least_held=bounds.one_held
     ),
 }
 
