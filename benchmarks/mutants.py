@@ -356,8 +356,8 @@ def gradients_divided_by_the_shards(swap: Swap) -> None:
 
 @mutant("tensor")
 def entries_of_regions_do_not_sum(swap: Swap) -> None:
-    swap("ops.tensor_parallel:_Enter", "backward", lambda old: lambda ctx, grad: (
-        (old(ctx, grad)[0] if ctx.sequence else grad), None, None
+    swap("ops.tensor_parallel:_Border", "backward", lambda old: lambda ctx, grad: (
+        (old(ctx, grad)[0] if ctx.sequence or ctx.is_exit else grad), None, None, None
     ))  # fmt: skip
 
 

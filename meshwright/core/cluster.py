@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
-from meshwright.core.codec import read_artefact, to_json
-from meshwright.core.errors import MeshwrightError, Problem, nearest, wrong_numbers
+from meshwright.core.codec import Artefact
+from meshwright.core.errors import MeshwrightError, Problem, error_at, nearest, wrong_numbers
 
 KINDS = ("cpu", "cuda")
 DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
@@ -86,9 +86,8 @@ class Device:
             yield Problem(where="flops_per_second", what="has no fp32 rate.")
         for way in self.copy_bytes_per_second:
             if way not in ("in", "out", "both"):
-                yield Problem(
-                    where=f"copy_bytes_per_second.{way}", what="no way is called so.", fix="Use in, out, both."
-                )
+                where = f"copy_bytes_per_second.{way}"
+                yield Problem(where=where, what="no way is called so.", fix="Use in, out, both.")
         positive = {
             "memory_bytes": self.memory_bytes,
             "memory_bytes_per_second": self.memory_bytes_per_second,
@@ -96,22 +95,16 @@ class Device:
             **{f"copy_bytes_per_second.{name}": rate for name, rate in self.copy_bytes_per_second.items()},
             **{f"residuals[{i}]": min(point) for i, point in enumerate(self.residuals)},
         }
-        names = (
-            "launch_seconds kernel_seconds k_half attention_half_tokens memory_half_bytes num_processors power_watts"
-        )
-        not_negative = {name: getattr(self, name) for name in names.split()}
-        shares = {
-            "matmul_fraction": self.matmul_fraction,
-            "attention_fraction": self.attention_fraction,
-            "attention_backward_fraction": self.attention_backward_fraction or 1.0,
-            "small_head_fraction": self.small_head_fraction,
-            "bandwidth_fraction": self.bandwidth_fraction,
-        }
-        yield from wrong_numbers(positive, "above zero", lambda value: value > 0)
+        halves = "k_half attention_half_tokens memory_half_bytes"
+        not_negative = f"launch_seconds kernel_seconds {halves} num_processors power_watts"
+        shares = "matmul_fraction attention_fraction small_head_fraction bandwidth_fraction"
+        shares += " attention_backward_fraction" if self.attention_backward_fraction else ""
+        yield from wrong_numbers(positive, "above zero")
         slowdown = {"unaligned_slowdown": self.unaligned_slowdown}
         yield from wrong_numbers(slowdown, "at least 1 and less than 100", lambda value: 1 <= value < 100)
-        yield from wrong_numbers(not_negative, "zero or more", lambda value: value >= 0)
-        yield from wrong_numbers(shares, f"above zero and at most {MOST_OF_PEAK}", lambda v: 0 < v <= MOST_OF_PEAK)
+        yield from wrong_numbers({name: getattr(self, name) for name in not_negative.split()}, "zero or more")
+        fractions = {name: getattr(self, name) for name in shares.split()}
+        yield from wrong_numbers(fractions, f"above zero and at most {MOST_OF_PEAK}", lambda v: 0 < v <= MOST_OF_PEAK)
         wanted = f"zero or more and less than the memory, {self.memory_bytes}"
         most = max(self.memory_bytes, 1)
         yield from wrong_numbers({"reserved_bytes": self.reserved_bytes}, wanted, lambda value: 0 <= value < most)
@@ -137,9 +130,9 @@ class Link:
     """(nodes, share of the rate left when so many talk at once), between them by logarithms; empty: all of it."""
 
     def problems(self) -> Iterator[Problem]:
-        yield from wrong_numbers({"bytes_per_second": self.bytes_per_second}, "above zero", lambda value: value > 0)
+        yield from wrong_numbers({"bytes_per_second": self.bytes_per_second}, "above zero")
         not_negative = {"latency_seconds": self.latency_seconds, "half_bytes": self.half_bytes}
-        yield from wrong_numbers(not_negative, "zero or more", lambda value: value >= 0)
+        yield from wrong_numbers(not_negative, "zero or more")
         shares = {f"fractions.{kind}": share for kind, share in self.fractions.items()}
         shares |= {f"by_nodes.{nodes}": share for nodes, share in self.by_nodes}
         yield from wrong_numbers(shares, "above zero and at most 1.5", lambda value: 0 < value <= 1.5)
@@ -167,10 +160,10 @@ class HostResources:
         )
 
     def problems(self) -> Iterator[Problem]:
-        yield from wrong_numbers(asdict(self), "zero or more", lambda value: value >= 0)
+        yield from wrong_numbers(asdict(self), "zero or more")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Tier:
     """Memory at one distance from the cores of a device, as that device sees it while all of its node do the same."""
 
@@ -250,9 +243,14 @@ class DeviceGroup:
 
     def problems(self) -> Iterator[Problem]:
         for name in ("device", "inner", "outer", "beside", "host"):
-            yield from (replace(p, where=f"{name}.{p.where}") for p in getattr(self, name).problems())
+            yield from (problem.within(name) for problem in getattr(self, name).problems())
         counts = {"devices_per_node": self.devices_per_node, "num_nodes": self.num_nodes}
-        yield from wrong_numbers(counts, "above zero", lambda value: value > 0)
+        yield from wrong_numbers(counts, "above zero")
+
+    @property
+    def as_group(self) -> DeviceGroup:
+        """Of a cluster, its first group."""
+        return DeviceGroup(**{name: getattr(self, name) for name in DeviceGroup.__slots__})
 
     def is_like(self, other: DeviceGroup) -> bool:
         """Whether only the number of nodes differs."""
@@ -263,23 +261,21 @@ def slowest(links: Iterable[Link]) -> Link:
     return min(links, key=lambda link: (link.bytes_per_second, -link.latency_seconds))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cluster:
-    """The machines: what their devices compute and hold, and how fast the links between them are."""
+@dataclass(frozen=True, kw_only=True)
+class NamedArtefact(Artefact):
+    """Its name comes first in a file."""
+
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster(DeviceGroup, NamedArtefact):
+    """The machines: what their devices compute and hold, and how fast the links between them are. Its own device, nodes
+    and links are those of the first group."""
 
     VERSION: ClassVar[int] = 4
     OLDEST: ClassVar[int] = 2
 
-    name: str
-    device: Device
-    inner: Link
-    """Between devices of one node."""
-    outer: Link
-    """Between nodes, for each device."""
-    devices_per_node: int = 1
-    num_nodes: int = 1
-    host: HostResources = HostResources()
-    beside: Beside = Beside()
     jitter_fraction: float = 0.0
     """Of a step by which one rank's varies: the slowest of n ranks takes sqrt(2 ln n) times that longer."""
     errors: Errors = Errors()
@@ -287,7 +283,7 @@ class Cluster:
     sources: Mapping[str, str] = field(default_factory=dict)
     """Where each figure comes from; versions of what measured it."""
     others: tuple[DeviceGroup, ...] = ()
-    """Further groups; the first one is this cluster's own device, nodes and links."""
+    """Further groups."""
     between: Link | None = None
     """Between groups, for each device; None: the slower of the two outers."""
     version: int = 4
@@ -296,11 +292,10 @@ class Cluster:
         if self.version < 4:  # one host was written for all groups
             object.__setattr__(self, "others", tuple(replace(group, host=self.host) for group in self.others))
         object.__setattr__(self, "version", self.VERSION)  # as it is written now, whatever it was read from
-        parts = {name: getattr(self, name) for name in ("errors",)}
-        parts |= {"between": self.between} if self.between is not None else {}
-        problems = [*self.groups[0].problems()]
+        parts: dict[str, Any] = {"errors": self.errors, "between": self.between}
         parts |= {f"others[{i}]": group for i, group in enumerate(self.others)}
-        problems += [replace(p, where=f"{name}.{p.where}") for name, part in parts.items() for p in part.problems()]
+        problems = [*self.problems()]
+        problems += [p.within(name) for name, part in parts.items() if part is not None for p in part.problems()]
         jitter = {"jitter_fraction": self.jitter_fraction}
         problems += wrong_numbers(jitter, "zero or more and less than 1", lambda value: 0 <= value < 1)
         problems += self._group_problems()
@@ -322,20 +317,11 @@ class Cluster:
 
     @property
     def groups(self) -> tuple[DeviceGroup, ...]:
-        first = DeviceGroup(
-            device=self.device,
-            inner=self.inner,
-            outer=self.outer,
-            devices_per_node=self.devices_per_node,
-            num_nodes=self.num_nodes,
-            beside=self.beside,
-            host=self.host,
-        )
-        return (first, *self.others)
+        return (self.as_group, *self.others)
 
     @property
     def num_devices(self) -> int:
-        return self.devices_per_node * self.num_nodes + sum(group.num_devices for group in self.others)
+        return sum(group.num_devices for group in self.groups)
 
     @property
     def tiers(self) -> dict[TierName, Tier]:
@@ -349,23 +335,12 @@ class Cluster:
         memory = self.host.memory_bytes_per_second / (2 * sharing)  # which both ways share
         inward = rate(copied.get("both", copied.get("in", 0.0)), memory)
         outward = rate(copied.get("both", copied.get("out", 0.0)), memory)
-        node: dict[str, Any] = {"shared_by": "node", "num_sharing": sharing}
+        read = rate(self.host.disk_read_bytes_per_second / sharing, inward)
+        write = rate(self.host.disk_write_bytes_per_second / sharing, outward)
         return {
-            "device": Tier(bytes=self.device.memory_bytes, shared_by="device"),
-            "host": Tier(
-                **node,
-                bytes=self.host.memory_bytes,
-                in_bytes_per_second=inward,
-                out_bytes_per_second=outward,
-                latency_seconds=HOST_LATENCY,
-            ),
-            "disk": Tier(
-                **node,
-                bytes=self.host.disk_bytes,
-                in_bytes_per_second=rate(self.host.disk_read_bytes_per_second / sharing, inward),
-                out_bytes_per_second=rate(self.host.disk_write_bytes_per_second / sharing, outward),
-                latency_seconds=DISK_LATENCY,
-            ),
+            "device": Tier(self.device.memory_bytes, "device"),
+            "host": Tier(self.host.memory_bytes, "node", sharing, inward, outward, HOST_LATENCY),
+            "disk": Tier(self.host.disk_bytes, "node", sharing, read, write, DISK_LATENCY),
         }
 
     @property
@@ -384,19 +359,9 @@ class Cluster:
         """These groups in this order, and no others."""
         names = self.group_names
         first, *rest = (self.groups[index] for index in groups)
-        return replace(
-            self,
-            name="+".join(names[index] for index in groups),
-            device=first.device,
-            inner=first.inner,
-            outer=first.outer,
-            devices_per_node=first.devices_per_node,
-            num_nodes=first.num_nodes,
-            beside=first.beside,
-            host=first.host,
-            others=tuple(rest),
-            between=self.between if rest else None,
-        )
+        own = {name: getattr(first, name) for name in DeviceGroup.__slots__}
+        name, between = "+".join(names[index] for index in groups), self.between if rest else None
+        return replace(self, **own, name=name, others=tuple(rest), between=between)
 
     def merged(self) -> Cluster:
         """Neighbouring groups as one where nothing tells them apart: of one kind, and joined as their nodes are."""
@@ -428,14 +393,7 @@ class Cluster:
         counts = " + ".join(str(group.num_devices) for group in self.groups)
         what = f"has groups of {counts} devices; {devices_per_node * num_nodes} ranks do not say whose they are."
         fix = f"Use {self.num_devices} ranks, or a cluster with the groups you mean."
-        raise MeshwrightError([Problem(where=self.name, what=what, fix=fix)])
-
-    def to_json(self) -> str:
-        return to_json(self)
-
-    @classmethod
-    def from_json(cls, text: str, source: str = "cluster") -> Cluster:
-        return read_artefact(cls, text, source)
+        raise error_at(self.name, what, fix)
 
 
 _COUNT = "[0-9]{1,18}"

@@ -8,6 +8,7 @@ such as `plan.techniques[1].size`. A class that is one of several kinds decodes 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 import re
@@ -16,11 +17,12 @@ import typing
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union
+from typing import Any, Literal, Self, TypeVar, Union
 
 import xxhash
 
 from meshwright.core.errors import MeshwrightError, Problem, error_at, nearest
+from meshwright.core.files import parse_json
 
 T = TypeVar("T")
 LARGEST_WHOLE_NUMBER = 2**63 - 1
@@ -70,6 +72,11 @@ def unseal(data: bytes) -> str:
     if sealed is None or xxhash.xxh3_128_hexdigest(data[sealed.end() :]).encode() != sealed[1]:
         raise ValueError("does not match its own digest: it was damaged or edited")
     return "{" + data[sealed.end() :].decode("utf-8")
+
+
+def fingerprint(data: Any) -> str:
+    """Of plain JSON types, whatever the order of keys."""
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
 
 @cache
@@ -170,9 +177,7 @@ def decode_fields(cls: type, value: Any, where: str, problems: list[Problem], ig
     before = len(problems)
     for key in value:
         if key not in hints and key != ignore:
-            problems.append(
-                Problem(where=f"{where}.{key}" if where else key, what="unknown key.", fix=nearest(key, hints))
-            )
+            problems.append(Problem(where=key, what="unknown key.", fix=nearest(key, hints)).within(where))
     given = {}
     for field in dataclasses.fields(cls):
         place = f"{where}.{field.name}" if where else field.name
@@ -185,9 +190,7 @@ def decode_fields(cls: type, value: Any, where: str, problems: list[Problem], ig
     try:
         return cls(**given)
     except MeshwrightError as error:  # a constructor that checks its own values
-        problems.extend(
-            Problem(where=f"{where}.{p.where}" if p.where else where, what=p.what, fix=p.fix) for p in error.problems
-        )
+        problems.extend(problem.within(where) for problem in error.problems)
         return None
 
 
@@ -196,22 +199,32 @@ def read_artefact(cls: type[T], text: str, source: str) -> T:
 
     A newer version is said first: its unknown keys would only confuse.
     """
+    value = parse_json(text, source)
+    version = value.get("version") if isinstance(value, Mapping) else None
+    newest, oldest = getattr(cls, "VERSION", 1), getattr(cls, "OLDEST", -math.inf)
+    if isinstance(version, int) and not oldest <= version <= newest:
+        is_newer = version > newest
+        limit = f"up to {newest}" if is_newer else f"from {oldest} on"
+        fix = "Upgrade meshwright, or write the file again with this version."
+        what = f"is a {cls.__name__} of version {version}; this program reads {limit}."
+        raise error_at(source, what, fix if is_newer else "Write the file again with this version.")
     try:
-        try:
-            value = json.loads(text, parse_constant=_refuse_constant)
-        except ValueError as error:
-            raise error_at(source, f"is not valid JSON: {error}.") from None
-        version = value.get("version") if isinstance(value, Mapping) else None
-        newest, oldest = getattr(cls, "VERSION", 1), getattr(cls, "OLDEST", None)
-        if isinstance(version, int) and version > newest:
-            what = f"is a {cls.__name__} of version {version}; this program reads up to {newest}."
-            raise error_at(source, what, "Upgrade meshwright, or write the file again with this version.")
-        if oldest is not None and isinstance(version, int) and version < oldest:
-            what = f"is a {cls.__name__} of version {version}; this program reads from {oldest} on."
-            raise error_at(source, what, "Write the file again with this version.")
         return decode(cls, value, source)
     except RecursionError:
         raise error_at(source, "is nested too deeply.") from None
+
+
+class Artefact:
+    """A dataclass that is written to a file as JSON, and read again."""
+
+    __slots__ = ()
+
+    def to_json(self) -> str:
+        return to_json(self)
+
+    @classmethod
+    def from_json(cls, text: str, source: str = "") -> Self:
+        return read_artefact(cls, text, source or cls.__name__.lower())
 
 
 def load_artefact(cls: type[T], path: str | Path) -> T:
@@ -221,7 +234,3 @@ def load_artefact(cls: type[T], path: str | Path) -> T:
         reason = getattr(error, "strerror", None) or "is not a text file"
         raise error_at(path, f"cannot be read: {reason}.") from None
     return read_artefact(cls, text, str(path))
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not a number this program accepts")

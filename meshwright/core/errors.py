@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,6 +18,10 @@ class Problem:
     where: str
     what: str
     fix: str = ""
+
+    def within(self, outer: str) -> Problem:
+        """The same, its place seen from outside."""
+        return replace(self, where=".".join(filter(None, (outer, self.where))))
 
     def __str__(self) -> str:
         text = f"{self.where}: {self.what}" if self.where else self.what
@@ -63,8 +67,14 @@ def raise_problems(problems: Iterable[Problem], exit_code: int = 2) -> None:
         raise MeshwrightError(problems, exit_code)
 
 
-def wrong_numbers(values: Mapping[str, float], wanted: str, is_right: Callable[[float], bool]) -> Iterator[Problem]:
+RANGES: Mapping[str, Callable[[float], bool]] = {"above zero": lambda x: x > 0, "zero or more": lambda x: x >= 0}
+
+
+def wrong_numbers(
+    values: Mapping[str, float], wanted: str, is_right: Callable[[float], bool] | None = None
+) -> Iterator[Problem]:
     """A problem for each value that is not as `wanted`; a NaN never is."""
+    is_right = is_right or RANGES[wanted]
     for where, value in values.items():
         if not is_right(value):
             yield Problem(where=where, what=f"is {value}; it must be {wanted}.")

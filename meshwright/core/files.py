@@ -168,13 +168,17 @@ def read_plain(folder: Path, name: str, limit_bytes: int) -> bytes:
         return stream.read(limit_bytes)
 
 
-def json_object(data: bytes, where: str) -> dict[str, Any]:
-    """The JSON object in these bytes; a name given twice is refused, because readers differ in which one counts."""
+def parse_json(data: str | bytes, where: str) -> Any:
+    """What this JSON says; a name given twice is refused, because readers differ in which one counts."""
     try:
-        value = json.loads(data, object_pairs_hook=_without_repeats, parse_constant=_no_constant)
+        return json.loads(data, object_pairs_hook=_without_repeats, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise error_at(where, f"is not valid JSON: {reason}.") from None
+
+
+def json_object(data: bytes, where: str) -> dict[str, Any]:
+    value = parse_json(data, where)
     if not isinstance(value, dict):
         raise error_at(where, "is not a JSON object.")
     return value
@@ -189,4 +193,4 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is not a number")
+    raise ValueError(f"{name} is not a number this program accepts")

@@ -5,17 +5,17 @@ It knows nothing of torch, ranks, files or the environment. Everything that deci
 
 from __future__ import annotations
 
-import hashlib
-import json
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
 from meshwright.core.cluster import Cluster
-from meshwright.core.codec import encode, read_artefact, to_json
+from meshwright.core.codec import Artefact, encode, fingerprint
 from meshwright.core.errors import MeshwrightError, Problem, Problems
 from meshwright.core.placement import group_problems, placed
 from meshwright.core.profile import Profile
-from meshwright.core.technique import PHASES, Technique, axis_problems
+from meshwright.core.technique import PHASES, Technique
 from meshwright.core.units import counted
 
 MOST_SAMPLES = 2**31
@@ -23,7 +23,7 @@ MOST_SAMPLES = 2**31
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(Artefact):
     """How a model is trained: techniques with their settings, and how a step's samples are divided. A value: it can be
     printed, compared, edited, saved as JSON and read again.
     """
@@ -51,20 +51,18 @@ class Plan:
         object.__setattr__(self, "techniques", tuple(sorted(self.techniques, key=lambda t: t.name)))
         axes = {t.axis: t for t in self.techniques if t.axis}
         if self.axis_order and sorted(self.axis_order) != sorted(axes):
-            problems.append(
-                Problem(
-                    where="axis_order",
-                    what=f"names {', '.join(self.axis_order)}, the techniques own {', '.join(axes) or 'none'}.",
-                    fix="List each axis once, outermost first, or leave it out.",
-                )
-            )
-        for field in ("batch", "microbatch"):
-            if getattr(self, field) < 1:
-                problems.append(Problem(where=field, what=f"is {getattr(self, field)}.", fix="Use at least 1."))
-            elif getattr(self, field) > MOST_SAMPLES:
-                what = f"is {getattr(self, field)}, more samples than a step can have."
+            what = f"names {', '.join(self.axis_order)}, the techniques own {', '.join(axes) or 'none'}."
+            fix = "List each axis once, outermost first, or leave it out."
+            problems.append(Problem(where="axis_order", what=what, fix=fix))
+        for field, count in (("batch", self.batch), ("microbatch", self.microbatch)):
+            if count < 1:
+                problems.append(Problem(where=field, what=f"is {count}.", fix="Use at least 1."))
+            elif count > MOST_SAMPLES:
+                what = f"is {count}, more samples than a step can have."
                 problems.append(Problem(where=field, what=what, fix=f"Use at most {MOST_SAMPLES}."))
-        problems += [problem for technique in self.techniques for problem in axis_problems(technique)]
+        for technique in self.techniques:
+            if (size := getattr(technique, "size", 1)) < 1:
+                problems.append(technique.problem(f"size is {size}.", "An axis has at least one rank."))
         if problems:
             raise MeshwrightError(problems)
         if not self.axis_order:
@@ -79,10 +77,7 @@ class Plan:
 
     @property
     def num_ranks(self) -> int:
-        total = 1
-        for size in self.mesh.values():
-            total *= size
-        return total
+        return math.prod(self.mesh.values())
 
     @property
     def sample_axes(self) -> tuple[str, ...]:
@@ -92,16 +87,13 @@ class Plan:
     @property
     def loss_axes(self) -> tuple[str, ...]:
         """Axes whose ranks each have a part of the loss."""
-        owners = {axis: self._owner(axis) for axis in self.axis_order}
-        return tuple(axis for axis, owner in owners.items() if owner.splits_samples or owner.splits_sequence)
+        owners = map(self._owner, self.axis_order)
+        return tuple(owner.axis for owner in owners if owner.splits_samples or owner.splits_sequence)
 
     @property
     def sequence_parts(self) -> int:
         """Ranks that share every sample out along its sequence."""
-        total = 1
-        for axis in self.axis_order:
-            total *= self.mesh[axis] if self._owner(axis).splits_sequence else 1
-        return total
+        return math.prod(size for axis, size in self.mesh.items() if self._owner(axis).splits_sequence)
 
     @property
     def replica_axes(self) -> tuple[str, ...]:
@@ -110,10 +102,7 @@ class Plan:
 
     @property
     def num_replicas(self) -> int:
-        total = 1
-        for axis in self.sample_axes:
-            total *= self.mesh[axis]
-        return total
+        return math.prod(self.mesh[axis] for axis in self.sample_axes)
 
     @property
     def shares(self) -> tuple[int, ...]:
@@ -139,11 +128,8 @@ class Plan:
 
     def blocks_of_stages(self, profile: Profile) -> tuple[int, ...]:
         """Blocks of each stage; one stage with all of them unless a technique cuts the model."""
-        for technique in self.techniques:
-            blocks = technique.blocks_of_stages(profile.num_blocks)
-            if blocks is not None:
-                return blocks
-        return (profile.num_blocks,)
+        found = (technique.blocks_of_stages(profile.num_blocks) for technique in self.techniques)
+        return next((blocks for blocks in found if blocks is not None), (profile.num_blocks,))
 
     def spans_of_stages(self, profile: Profile) -> tuple[tuple[tuple[int, int], ...], ...]:
         """The runs of blocks, (first, last + 1) each, of every stage."""
@@ -179,27 +165,17 @@ class Plan:
             cluster = cluster if problems else placed(self, cluster)
         share = self.num_replicas * self.microbatch
         if self.batch % share and not self.shares:
-            problems.append(
-                Problem(
-                    where="batch",
-                    what=f"{counted(self.batch, 'sample')} cannot be shared by "
-                    f"{counted(self.num_replicas, 'replica')} in microbatches of {self.microbatch}.",
-                    fix=f"Use a multiple of {share}.",
-                )
-            )
+            samples, replicas = counted(self.batch, "sample"), counted(self.num_replicas, "replica")
+            what = f"{samples} cannot be shared by {replicas} in microbatches of {self.microbatch}."
+            problems.append(Problem(where="batch", what=what, fix=f"Use a multiple of {share}."))
         elif self.num_microbatches > 1 and "samples" in profile.uncut:
             what = f"{self.num_microbatches} microbatches a step: {profile.uncut['samples']}"
             fix = f"Use microbatch = {self.batch // self.num_replicas}."
             problems.append(Problem(where="microbatch", what=what, fix=fix))
         if cluster is not None and self.num_ranks > cluster.num_devices:
             mesh = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items())
-            problems.append(
-                Problem(
-                    where="mesh",
-                    what=f"{mesh} needs {counted(self.num_ranks, 'rank')}; {cluster.name} has {cluster.num_devices}.",
-                    fix="Use smaller axes, or more devices.",
-                )
-            )
+            what = f"{mesh} needs {counted(self.num_ranks, 'rank')}; {cluster.name} has {cluster.num_devices}."
+            problems.append(Problem(where="mesh", what=what, fix="Use smaller axes, or more devices."))
         # Each group of a mixed cluster must do for everybody.
         places = [cluster.view(i) for i in range(len(cluster.groups))] if cluster and cluster.others else [cluster]
         for technique in self.in_phase_order():
@@ -218,27 +194,23 @@ class Plan:
 
     @property
     def fingerprint(self) -> str:
-        text = json.dumps(encode(self), sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return fingerprint(encode(self))
 
     def diff(self, other: Plan) -> tuple[str, ...]:
         """What changes from this plan to the other, a line each."""
-        lines = []
-        mine = {t.name: t for t in self.techniques}
-        theirs = {t.name: t for t in other.techniques}
-        for name in sorted(mine.keys() | theirs.keys()):
-            if name not in theirs:
-                lines.append(f"- {mine[name]}")
-            elif name not in mine:
-                lines.append(f"+ {theirs[name]}")
+        lines: list[str] = []
+
+        def compare(before: object, after: object, names: Iterable[str], prefix: str = "") -> None:
+            pairs = ((name, getattr(before, name), getattr(after, name)) for name in names)
+            lines.extend(f"{prefix}{name}: {old} -> {new}" for name, old, new in pairs if old != new)
+
+        for name in sorted({t.name for t in (*self.techniques, *other.techniques)}):
+            mine, theirs = self.technique(name), other.technique(name)
+            if mine is None or theirs is None:
+                lines.append(f"- {mine}" if theirs is None else f"+ {theirs}")
             else:
-                for f in fields(mine[name]):
-                    before, after = getattr(mine[name], f.name), getattr(theirs[name], f.name)
-                    if before != after:
-                        lines.append(f"{name}.{f.name}: {before} -> {after}")
-        for name in ("batch", "microbatch", "axis_order", "groups"):
-            if getattr(self, name) != getattr(other, name):
-                lines.append(f"{name}: {getattr(self, name)} -> {getattr(other, name)}")
+                compare(mine, theirs, (f.name for f in fields(mine)), f"{name}.")
+        compare(self, other, ("batch", "microbatch", "axis_order", "groups"))
         return tuple(lines)
 
     def __str__(self) -> str:
@@ -259,10 +231,3 @@ class Plan:
         replicas = counted(self.num_replicas, "replica")
         samples = counted(self.batch, "sample")
         return f"{samples} = {replicas} x {self.microbatch_words} {microbatches} of {self.microbatch}"
-
-    def to_json(self) -> str:
-        return to_json(self)
-
-    @classmethod
-    def from_json(cls, text: str, source: str = "plan") -> Plan:
-        return read_artefact(cls, text, source)

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Callable, Collection, Iterable
 from functools import lru_cache
 from types import ModuleType
+from typing import TypeVar
 
-from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.errors import error_at
+
+T = TypeVar("T")
 
 VARIABLE = "MESHWRIGHT_PLUGINS"
 
@@ -27,5 +31,16 @@ def _imported(names: str) -> tuple[ModuleType, ...]:
             modules.append(importlib.import_module(name))
         except ImportError as error:
             fix = "Name modules that Python can import, separated by commas."
-            raise MeshwrightError([Problem(where=VARIABLE, what=f'"{name}": {error}.', fix=fix)]) from None
+            raise error_at(VARIABLE, f'"{name}": {error}.', fix) from None
     return tuple(modules)
+
+
+def added(noun: str, own: Collection[str], found_in: Callable[[ModuleType], Iterable[tuple[str, T]]]) -> dict[str, T]:
+    """What plugins add to those of the package, by name; raises where a name is taken."""
+    values: dict[str, T] = {}
+    for module in plugins():
+        for name, value in found_in(module):
+            if name in own or name in values:
+                raise error_at(VARIABLE, f'a {noun} "{name}" exists already.', "Give the plugin's another name.")
+            values[name] = value
+    return values

@@ -7,14 +7,12 @@ bytes, so that `precision` can rescale them; `dtype` says whether an element fol
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from meshwright.core.codec import encode, read_artefact, to_json
+from meshwright.core.codec import Artefact, encode, fingerprint, read_artefact
 from meshwright.core.errors import MeshwrightError, Problem, wrong_numbers
 
 Cut = Literal["none", "sequence", "tensor"]
@@ -181,7 +179,7 @@ class Layer:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Profile:
+class Profile(Artefact):
     """What each layer of a model costs: parameters, operations, bytes, as polynomials of samples and sequence."""
 
     VERSION: ClassVar[int] = 1
@@ -235,8 +233,7 @@ class Profile:
         for layer in data["layers"]:
             for op in layer["ops"]:
                 del op["role"]  # changes no cost: checkpoints of before there were roles stay valid
-        text = json.dumps(data, sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return fingerprint(data)
 
     def model_flops(self, tokens: float, sequence: float) -> float:
         """(6 N + 12 L d s) per token, N without the input embedding: the convention MFU is reported in.
@@ -255,13 +252,10 @@ class Profile:
         )
         return tokens * (6.0 * matmul_params + 12.0 * self.num_blocks * self.hidden_size * sequence)
 
-    def to_json(self) -> str:
-        return to_json(self)
-
     @classmethod
     def from_json(cls, text: str, source: str = "profile") -> Profile:
         found = read_artefact(cls, text, source)
-        problems = [replace(problem, where=f"{source}.{problem.where}") for problem in found.problems()]
+        problems = [problem.within(source) for problem in found.problems()]
         if problems:
             raise MeshwrightError(problems)
         return found
@@ -277,5 +271,5 @@ class Profile:
                 for name in ("flops", "backward_flops", "moved", "backward_moved", "saved", "working"):
                     # A fitted term may be below zero; what it adds up to may not.
                     costs[f"layers[{i}].ops.{op.name}.{name}"] = getattr(op, name)(1, self.max_sequence)
-        yield from wrong_numbers(counts, "above zero", lambda value: value > 0)
-        yield from wrong_numbers(costs, "zero or more", lambda value: value >= 0)
+        yield from wrong_numbers(counts, "above zero")
+        yield from wrong_numbers(costs, "zero or more")

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 import numpy as np
 
 from meshwright.core.codec import decode_fields, encode
-from meshwright.core.errors import MeshwrightError, Problem, Problems, nearest
-from meshwright.core.plugins import VARIABLE, plugins
+from meshwright.core.errors import MeshwrightError, Problem, Problems, error_at, nearest
+from meshwright.core.plugins import added
 from meshwright.core.work import Circumstances, Num, Updating, Work
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from meshwright.core.profile import Profile
 
 Spans = tuple[tuple[int, int], ...]
-"""Runs of blocks, (first, last + 1) each."""
+"""Runs of blocks by number: (first, last + 1) each, in the order of the model."""
 
 PHASES = ("swap", "cut", "split", "block", "compile", "wrap", "optimizer", "step")
 """The order in which techniques change a model. Order is correctness: splitting after wrapping would lose the
@@ -332,13 +332,6 @@ class Technique:
         return f"{self.name}({', '.join(shown)})"
 
 
-def axis_problems(technique: Technique) -> Problems:
-    size = getattr(technique, "size", 1)
-    if size < 1:
-        return (technique.problem(f"size is {size}.", "An axis has at least one rank."),)
-    return ()
-
-
 def listed(sizes: Sequence[int]) -> str:
     """`1, 2 or 4`."""
     return " or ".join([", ".join(map(str, sizes[:-1])), str(sizes[-1])]) if len(sizes) > 1 else str(sizes[0])
@@ -367,26 +360,21 @@ def _defined_in(module: ModuleType) -> list[type[Technique]]:
     ]
 
 
+def _added() -> dict[str, type[Technique]]:
+    return added("technique", _own_names(), lambda module: [(each.name, each) for each in _defined_in(module)])
+
+
 def technique_names() -> tuple[str, ...]:
     """All names: one for each file of `techniques/` (which is not imported), and those of plugins."""
-    added = [technique.name for module in plugins() for technique in _defined_in(module)]
-    taken = [name for at, name in enumerate(added) if name in (*_own_names(), *added[:at])]
-    if taken:
-        what = f'a technique "{taken[0]}" exists already.'
-        raise MeshwrightError([Problem(where=VARIABLE, what=what, fix="Give the plugin's another name.")])
-    return tuple(sorted((*_own_names(), *added)))
+    return tuple(sorted((*_own_names(), *_added())))
 
 
 def technique_named(name: str) -> type[Technique]:
     """The class of a technique; raises with the nearest name where there is none."""
-    if name in _own_names():
-        return _own_technique(name)
-    for module in plugins():
-        for technique in _defined_in(module):
-            if technique.name == name:
-                return technique
-    what = f'no technique is called "{name}".'
-    raise MeshwrightError([Problem(where="", what=what, fix=nearest(name, technique_names()))])
+    found = _own_technique(name) if name in _own_names() else _added().get(name)
+    if found is None:
+        raise error_at("", f'no technique is called "{name}".', nearest(name, technique_names()))
+    return found
 
 
 @cache

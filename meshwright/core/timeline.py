@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, ClassVar, Literal
 
-from meshwright.core.codec import read_artefact, to_json
+from meshwright.core.codec import Artefact
 from meshwright.core.errors import MeshwrightError, Problem
 
 LANES = ("compute", "collective", "copy")
@@ -60,7 +60,7 @@ class MemoryPoint:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Timeline:
+class Timeline(Artefact):
     """What every device does when, over a step: simulated or measured, as spans on lanes, and memory over time."""
 
     VERSION: ClassVar[int] = 2
@@ -89,16 +89,13 @@ class Timeline:
         busy = sum(span.seconds for span in self.spans if span.device == device and span.lane == lane)
         return busy / total if total else 0.0
 
-    def to_json(self) -> str:
-        return to_json(self)
-
-    @classmethod
-    def from_json(cls, text: str, source: str = "timeline") -> Timeline:
-        return read_artefact(cls, text, source)
-
     def to_chrome(self) -> str:
         """The trace-event format that chrome://tracing and ui.perfetto.dev open."""
-        events = [*_heads(self), *_slices(self), *_counters(self)]
+        events = [*_heads(self), *_slices(self)]
+        for point in self.memory:
+            values = dict(point.by_category) or {"bytes": point.bytes}
+            about = {"ph": "C", "name": "memory", "pid": point.device, "ts": point.seconds * 1e6, "args": values}
+            events.append(about)
         return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
 
@@ -169,7 +166,8 @@ def _slices(timeline: Timeline) -> Iterator[dict[str, Any]]:
     sends: list[tuple[Span, int]] = []
     for device, thread, lane, row in _threads(timeline):
         for span in row:
-            yield _slice(span, thread)
+            about = {"name": span.name, "cat": span.origin or "model", "pid": device, "tid": thread}
+            yield {"ph": "X", **about, "ts": span.start_seconds * 1e6, "dur": span.seconds * 1e6}
             if lane == "compute":
                 computes.setdefault((device, _work_of(span)), []).append(span)
             elif span.to_device is not None:
@@ -188,21 +186,3 @@ def _work_of(span: Span) -> str:
     """`forward 3` of `forward 3.1` and of `send_forward 3`; both halves of a backward are one."""
     kind, _, number = span.name.removeprefix("send_").partition(" ")
     return f"{kind.split('_')[0]} {number.split('.')[0]}"
-
-
-def _slice(span: Span, tid: int) -> dict[str, Any]:
-    return {
-        "ph": "X",
-        "name": span.name,
-        "cat": span.origin or "model",
-        "pid": span.device,
-        "tid": tid,
-        "ts": span.start_seconds * 1e6,
-        "dur": span.seconds * 1e6,
-    }
-
-
-def _counters(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    for point in timeline.memory:
-        values = dict(point.by_category) or {"bytes": point.bytes}
-        yield {"ph": "C", "name": "memory", "pid": point.device, "ts": point.seconds * 1e6, "args": values}

@@ -16,12 +16,15 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
 from operator import attrgetter
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
 from meshwright.core.cluster import TIERS, TierName
 from meshwright.core.profile import Cut, CutDim, Layer, Op, Poly, Profile, Role
+
+if TYPE_CHECKING:
+    from meshwright.schedules import Timetable
 
 Num = Any
 """An int or float, or a NumPy array of them with one entry per candidate."""
@@ -102,9 +105,8 @@ class Compute:
             matrices = matrices / ways if self.cut_dim == "matrices" else matrices
         elif self.kind == "attention" and shape:
             shape = (shape[0] / ways, *shape[1:])
-        return replace(
-            self, flops=self.flops / ways, moved_bytes=self.moved_bytes / ways, shape=shape, matrices=matrices
-        )
+        flops, moved = self.flops / ways, self.moved_bytes / ways
+        return replace(self, flops=flops, moved_bytes=moved, shape=shape, matrices=matrices)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -242,29 +244,13 @@ class Widths:
     """Gradients, as they are summed over ranks."""
 
 
-class ScheduleTraits(Protocol):
-    """What a price depends on of the order in which stages work (`schedules.Timetable`)."""
-
-    @property
-    def chunks(self) -> int:
-        """Runs of layers that each stage has."""
-
-    @property
-    def splits_backward(self) -> bool:
-        """Weight gradients are computed apart from input gradients."""
-
-    @property
-    def overlaps_steps(self) -> bool:
-        """A step begins before the one before it has ended everywhere."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkFacts:
     """What the techniques priced so far have decided, for those that are priced after them."""
 
     compute_dtype: str = "fp32"
     widths: Widths = Widths()
-    schedule: ScheduleTraits | None = None
+    schedule: Timetable | None = None
     """None: the model is not cut into stages."""
     inside_ways: Num = 1
     """Ranks that share the inside of each layer."""
@@ -415,9 +401,8 @@ class Work:
         return np.minimum(self.sizes.get(f"{technique}.{policy}.{layer}", 0), self.repeat_of(layer))
 
     def repeat_of(self, layer: str) -> Num:
-        items: Iterable[ParameterSlot | Resident] = chain(
-            self.slots, self.residents
-        )  # a layer without parameters has no slots
+        # A layer without parameters has no slots.
+        items: Iterable[ParameterSlot | Resident] = chain(self.slots, self.residents)
         return next((item.repeat for item in items if item.layer == layer), 0)
 
     def has_backward(self, layer: str, after: int = -1) -> Num:
@@ -583,21 +568,11 @@ def settle(work: Work) -> Work:
     for axis, origin in sorted({late for slot in work.slots for late in slot.late}):
         owed = [s for s in work.slots if (axis, origin) in s.late and not (s.copy_of or s.frozen)]
         size = sum(s.repeat * s.stored(s.gradient_shards) * s.element_bytes for s in owed)
-        tasks.append(
-            Collective(
-                layer="",
-                kind="all_reduce",
-                axis=axis,
-                phase="step",
-                repeat=(size > 0) * 1,
-                bytes=size,
-                origin=origin,
-                per_step=True,
-            )
-        )
-    has_older_versions, keeps_gradients = (
-        bool(np.any(each)) for each in (work.facts.older_versions, work.facts.keeps_gradients)
-    )
+        late: dict[str, Any] = {"kind": "all_reduce", "axis": axis, "origin": origin, "bytes": size}
+        tasks.append(Collective(**late, layer="", phase="step", repeat=(size > 0) * 1, per_step=True))
+    has_older_versions = bool(np.any(work.facts.older_versions))
+    keeps_gradients = bool(np.any(work.facts.keeps_gradients))
+    updating: dict[str, Any] = {"kind": "memory", "role": "optimizer", "phase": "step"}
     for slot in work.slots:
         if slot.copy_of:
             continue
@@ -607,37 +582,20 @@ def settle(work: Work) -> Work:
         if slot.frozen:
             continue
         state_bytes = work.optimizer.state_bytes_of(slot)
-        for tier, share in slot.state_tiers:
+        for tier, share in slot.state_tiers or (("device", 1),):
             residents.append(Resident(category="optimizer", bytes=state_bytes * share, tier=tier, **common))
-        if not slot.state_tiers:
-            residents.append(Resident(category="optimizer", bytes=state_bytes, **common))
         residents += _gradients(work, slot, keeps_gradients)
         older_bytes: Num = 0
         if has_older_versions:
             older_bytes = work.facts.older_versions * stored * slot.element_bytes
             residents.append(Resident(category="buffers", bytes=older_bytes, **common))
-        tasks.append(
-            Compute(
-                layer=slot.layer,
-                name=slot.name,
-                kind="memory",
-                role="optimizer",
-                phase="step",
-                repeat=slot.repeat,
-                # read gradient for the norm; read gradient, read and write parameter and state for the update; an older
-                # version is read and written
-                moved_bytes=stored * 4 * slot.element_bytes + 2 * state_bytes + 2 * older_bytes,
-                kernels=0.0,  # one for very many parameters
-            )
-        )
+        # read gradient for the norm; read gradient, read and write parameter and state for the update; an older version
+        # is read and written. One kernel for very many parameters.
+        moved = stored * 4 * slot.element_bytes + 2 * state_bytes + 2 * older_bytes
+        about: dict[str, Any] = {"layer": slot.layer, "name": slot.name, "repeat": slot.repeat}
+        tasks.append(Compute(**updating, **about, moved_bytes=moved, kernels=0.0))
     trained = sum(slot.repeat for slot in work.slots if not (slot.frozen or slot.copy_of))
-    launches: dict[str, Any] = {
-        "name": "update",
-        "kind": "memory",
-        "role": "optimizer",
-        "kernels": UPDATE_LAUNCHES * trained,
-    }
-    tasks.append(Compute(**launches, layer="", phase="step", repeat=1))
+    tasks.append(Compute(**updating, layer="", name="update", repeat=1, kernels=UPDATE_LAUNCHES * trained))
     return work.with_tasks(*tasks).with_residents(*residents, *_made_gradients(work))
 
 
@@ -680,26 +638,17 @@ def _made_gradients(work: Work) -> list[Resident]:
 def statistics(work: Work, axis: str, origin: str) -> list[Collective]:
     """What batch norms send along an axis whose ranks see different samples: means and variances gathered forward, sums
     of gradients reduced backward."""
-    width, ways = max(4, work.facts.widths.state), work.size(axis)
-    messages: tuple[tuple[Kind, Phase, Num], ...] = (("all_gather", "forward", ways), ("all_reduce", "backward", 1))
-    told = [
-        Collective(
-            layer=layer.name,
-            kind=kind,
-            axis=axis,
-            phase=phase,
-            repeat=work.repeat_of(layer.name),
-            bytes=site.elements(1, 1) * width * count,
-            origin=origin,
-        )
-        for layer in work.profile.layers
-        for site in layer.sites
-        if site.kind == "statistics"
-        for kind, phase, count in messages
-    ]
-    replays = work.facts.replays
-    again = [each for each in told if each.phase == "forward" and each.layer in replays]
-    return [*told, *(replace(each, phase="recompute", repeat=replays[each.layer]) for each in again)]
+    width, told, again = max(4, work.facts.widths.state), [], []
+    sites = [(layer, site) for layer in work.profile.layers for site in layer.sites if site.kind == "statistics"]
+    for layer, site in sites:
+        size, repeat = site.elements(1, 1) * width, work.repeat_of(layer.name)
+        common: dict[str, Any] = {"layer": layer.name, "axis": axis, "origin": origin}
+        gather = common | {"kind": "all_gather", "bytes": size * work.size(axis)}
+        told.append(Collective(**gather, phase="forward", repeat=repeat))
+        told.append(Collective(**common, kind="all_reduce", phase="backward", repeat=repeat, bytes=size))
+        if layer.name in work.facts.replays:
+            again.append(Collective(**gather, phase="recompute", repeat=work.facts.replays[layer.name]))
+    return [*told, *again]
 
 
 def _product(shape: Iterable[Num]) -> Num:

@@ -38,6 +38,12 @@ def _all_but_channels(x: Tensor) -> list[int]:
     return [dim for dim in range(x.dim()) if dim != 1]
 
 
+def _normal(x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
+    """Computed in the dtype of the mean."""
+    wide, weight, bias = (each.to(mean.dtype) for each in (x, weight, bias))
+    return F.batch_norm(wide, mean, variance, weight, bias, False, 0.0, epsilon).to(x.dtype)
+
+
 class Normalize(torch.autograd.Function):
     """(x - mean) / deviation x weight + bias, with what mean and deviation owe to x."""
 
@@ -54,9 +60,7 @@ class Normalize(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight, mean, (variance + epsilon).rsqrt())
         ctx.groups, ctx.bias_dtype = groups, bias.dtype
-        wide = x.to(mean.dtype)
-        out = F.batch_norm(wide, mean, variance, weight.to(wide.dtype), bias.to(wide.dtype), False, 0.0, epsilon)
-        return out.to(x.dtype)
+        return _normal(x, mean, variance, weight, bias, epsilon)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -93,8 +97,7 @@ class BatchNorm(nn.Module):
         if not self.training:
             dtype = precise(x)
             mean, variance = self.running_mean.to(dtype), self.running_var.to(dtype)
-            weight, bias = self.weight.to(dtype), self.bias.to(dtype)
-            return F.batch_norm(x.to(dtype), mean, variance, weight, bias, False, 0.0, self.epsilon).to(x.dtype)
+            return _normal(x, mean, variance, self.weight, self.bias, self.epsilon)
         if not self.groups:  # torch's own kernels, which know no other ranks
             out, mean, inverse = torch.native_batch_norm(x, self.weight, self.bias, None, None, True, 0.0, self.epsilon)
             self.remember(mean.detach(), inverse.detach().pow(-2) - self.epsilon, x.numel() // x.shape[1])

@@ -21,6 +21,7 @@ keys and values may have fewer heads than queries. A mask is added to the scores
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -33,7 +34,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from meshwright.ops.attention import Mask
 from meshwright.ops.collectives import all_gather_single
-from meshwright.ops.routing import fresh, precise
+from meshwright.ops.routing import Travel, precise
 from meshwright.ops.traffic import COMPOSITE_OPS, RING_TAG
 
 Attend = Callable[[Tensor, Tensor, Tensor, Mask | None], Tensor]
@@ -256,20 +257,8 @@ def _merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor, *, is_first
     lse.copy_(both)
 
 
-class HeadTrade(torch.autograd.Function):
-    """Row i of dim 0 goes to rank i, and what it sends comes in its place: its own inverse, and its own backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return fresh(_exchanged(x, group))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _exchanged(grad, ctx.group), None
-
-
 def _exchanged(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Row i of dim 0 goes to rank i, and what it sends comes in its place: its own inverse, and its own backward."""
     x = x.contiguous()
     out = torch.empty_like(x)
     dist.all_to_all_single(out, x, group=group)
@@ -283,13 +272,13 @@ class Ulysses:
         self.group, self.attend = group, attend
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask | None) -> Tensor:
-        count = self.group.size()
+        count, trade = self.group.size(), functools.partial(_exchanged, group=self.group)
         shares = [each.unflatten(1, (count, -1)) for each in (query, key, value)]
         sent = torch.cat(shares, dim=2).transpose(0, 1)  # one message: (rank, batch, heads of all three, tokens, head)
-        whole = HeadTrade.apply(sent, self.group).permute(1, 2, 0, 3, 4).flatten(2, 3)
+        whole = Travel.apply(sent, trade, trade).permute(1, 2, 0, 3, 4).flatten(2, 3)
         query, key, value = whole.split([each.shape[2] for each in shares], dim=1)
         mixed = self.attend(query, key, value, mask)
-        back = HeadTrade.apply(mixed.unflatten(2, (count, -1)).movedim(2, 0), self.group)
+        back = Travel.apply(mixed.unflatten(2, (count, -1)).movedim(2, 0), trade, trade)
         return back.transpose(0, 1).flatten(1, 2)
 
 

@@ -15,8 +15,8 @@ from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.ops.collectives import all_gather, reduce_scatter
 
 
-class _GlooGather:
-    """What FSDP asks of a way to gather."""
+class _GlooCollective:
+    """What FSDP asks of a way to gather, and with `op` of one to reduce and scatter."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -26,20 +26,12 @@ class _GlooGather:
         output_tensor: torch.Tensor,
         input_tensor: torch.Tensor,
         group: dist.ProcessGroup,
+        op: Any = None,
         async_op: bool = False,
     ) -> None:
-        all_gather(output_tensor, input_tensor, group)
-
-
-class _GlooReduce(_GlooGather):
-    def __call__(  # type: ignore[override]
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> None:
+        if op is None:
+            all_gather(output_tensor, input_tensor, group)
+            return
         reduce_scatter(output_tensor, input_tensor, group)
         if op == dist.ReduceOp.AVG:
             output_tensor.div_(group.size())
@@ -102,8 +94,8 @@ class ShardedUnits(Exchange):
         if mesh.device.type == "cpu":
             for module in self.wrapped:
                 if hasattr(module, "set_custom_all_gather") and hasattr(module, "set_custom_reduce_scatter"):
-                    module.set_custom_all_gather(_GlooGather())
-                    module.set_custom_reduce_scatter(_GlooReduce())
+                    module.set_custom_all_gather(_GlooCollective())
+                    module.set_custom_reduce_scatter(_GlooCollective())
         for name in build.boxes:
             build.boxes[name] = build.boxes[name].chunk(0, mesh.index(axis), mesh.size(axis))
             build.cut_axes[name] |= {axis}
@@ -129,8 +121,7 @@ class ShardedUnits(Exchange):
         # No backward reduces anything, whatever it is the last of.
         self.told.clear()
         for module in (self.build.model, *(module for each in self.members.values() for module in each)):
-            module.set_requires_gradient_sync(False, recurse=False)
-            module.set_reshard_after_backward(False, recurse=False)
+            self._set(module, sums=False, reshards=False, is_last=False)
         self.build.model.set_is_last_backward(False)
 
     def before_backward(self, chunk: int, *, is_last: bool) -> None:
@@ -143,18 +134,20 @@ class ShardedUnits(Exchange):
             for module in self.members[chunk]:
                 # What stays gathered for backward would be let go of by the end of another chunk's.
                 keeps = module in self.ends and len(self.members) > 1
-                module.set_requires_gradient_sync(self.stage > 1 or is_last, recurse=False)
-                module.set_reshard_after_backward(is_last or (self.stage == 3 and not keeps), recurse=False)
-                if self.has_replicas:
-                    module.set_requires_all_reduce(is_last, recurse=False)
+                reshards = is_last or (self.stage == 3 and not keeps)
+                self._set(module, sums=self.stage > 1 or is_last, reshards=reshards, is_last=is_last)
         self.told[chunk] = is_last
         if self.root is not None:
             is_due = chunk == self.root_chunk and (self.stage > 1 or is_last)
-            self.root.set_requires_gradient_sync(is_due, recurse=False)
-            self.root.set_reshard_after_backward(self._is_end(), recurse=False)
-            if self.has_replicas:
-                self.root.set_requires_all_reduce(is_last, recurse=False)
+            self._set(self.root, sums=is_due, reshards=self._is_end(), is_last=is_last)
         self.build.model.set_is_last_backward(self._is_end())
+
+    def _set(self, module: Any, *, sums: bool, reshards: bool, is_last: bool) -> None:
+        """What a module does at the end of its next backward."""
+        module.set_requires_gradient_sync(sums, recurse=False)
+        module.set_reshard_after_backward(reshards, recurse=False)
+        if self.has_replicas:
+            module.set_requires_all_reduce(is_last, recurse=False)
 
     def _is_end(self) -> bool:
         return len(self.told) == len(self.members) and all(self.told.values())
@@ -166,10 +159,7 @@ class ShardedUnits(Exchange):
         is_due = self.stage > 1 or is_last
         root = [self.root] if self.root is not None and chunk == self.root_chunk else []
         for module in (*self.members[chunk], *root):
-            module.set_requires_gradient_sync(is_due, recurse=False)
-            module.set_reshard_after_backward(is_last and module is not self.root, recurse=False)
-            if self.has_replicas:
-                module.set_requires_all_reduce(is_last, recurse=False)
+            self._set(module, sums=is_due, reshards=is_last and module is not self.root, is_last=is_last)
             for group in _groups(module):
                 _note_used(group, self.build.zero_filled)
                 if is_due:

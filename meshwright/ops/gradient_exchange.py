@@ -27,13 +27,9 @@ from meshwright.ops.model_interface import ParameterUnit
 class Bucket:
     def __init__(self, parameters: list[nn.Parameter], chunk: int):
         self.parameters, self.chunk = parameters, chunk
-        total = sum(p.numel() for p in parameters)
-        self.flat = torch.zeros(total, dtype=parameters[0].dtype, device=parameters[0].device)
-        self.views: list[Tensor] = []
-        offset = 0
-        for parameter in parameters:
-            self.views.append(self.flat[offset : offset + parameter.numel()].view_as(parameter))
-            offset += parameter.numel()
+        sizes = [parameter.numel() for parameter in parameters]
+        self.flat = torch.zeros(sum(sizes), dtype=parameters[0].dtype, device=parameters[0].device)
+        self.views = [part.view_as(each) for part, each in zip(self.flat.split(sizes), parameters, strict=True)]
         self.is_last = self.is_ready = False
         self.missing = 0
         self.work: dist.Work | None = None

@@ -17,7 +17,7 @@ References: Dettmers et al. 2022 (8 bits), Li et al. 2023 (4 bits).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -163,9 +163,7 @@ def low_bit_adamw(value: Tensor, gradient: Tensor, moments: LowBitMoments, step:
     Nothing changes if `factor`, a tensor of one element, is not a number. On CUDA it is one kernel that decodes,
     updates and codes again; elsewhere, or where there is no Triton, the same in plain torch.
     """
-
-    def plain() -> None:
-        plain_adamw(value, gradient, moments, step, factor)
+    plain = partial(plain_adamw, value, gradient, moments, step, factor)
 
     def kernel() -> None:
         from meshwright.ops.kernels.low_bit_adamw import launch

@@ -16,11 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshwright.core.technique import Spans
+
 Inputs: TypeAlias = Tensor | tuple[Tensor, ...]
 """A microbatch: one tensor or several, samples along dim 0 of each."""
-
-Spans: TypeAlias = tuple[tuple[int, int], ...]
-"""Runs of blocks by number: (first, last + 1) each, in the order of the model."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -85,15 +85,9 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 def _tensors(values: Any) -> list[Tensor]:
     """Operators take and make tensors, and lists of them."""
-    if isinstance(values, Tensor):
-        return [values]
-    tensors = []
-    for value in values if isinstance(values, list | tuple) else ():
-        if isinstance(value, Tensor):
-            tensors.append(value)
-        elif isinstance(value, list | tuple):
-            tensors += _tensors(value)
-    return tensors
+    if isinstance(values, list | tuple):
+        return [tensor for value in values for tensor in _tensors(value)]
+    return [values] if isinstance(values, Tensor) else []
 
 
 def _storages(tensors: Iterable[Tensor]) -> set[int]:
@@ -179,8 +173,8 @@ class KeepMode(TorchDispatchMode):
         def held(value: Any) -> Any:
             if isinstance(value, Tensor):
                 result = _Blank.like(value) if again else value.detach()
-                return _Given() if _storages([value]) & inside else result
-            return _Done() if isinstance(value, torch.ScriptObject) else value
+                return _GIVEN if _storages([value]) & inside else result
+            return _DONE if isinstance(value, torch.ScriptObject) else value
 
         own = tree_map(held, made)
         copies = [] if again else [each.detach() for each in written]
@@ -254,12 +248,8 @@ class KeepMode(TorchDispatchMode):
         return tuple(place for place, kept in enumerate(self.kept) if id(kept) in idle)
 
 
-class _Given:
-    """A tensor that the operator was given and wrote into."""
-
-
-class _Done:
-    """The handle of a message."""
+_GIVEN, _DONE = "given", "done"
+"""In the place of a tensor that the operator was given and wrote into, and of the handle of a message."""
 
 
 @dataclass
@@ -302,9 +292,9 @@ class ReplayMode(TorchDispatchMode):
         left = iter(given)
 
         def hand_out(value: Any) -> Any:
-            if isinstance(value, _Given):
+            if value is _GIVEN:
                 return next(left)
-            if isinstance(value, _Done):
+            if value is _DONE:
                 return torch._C._distributed_c10d.FakeWork().boxed()
             return value.made() if isinstance(value, _Blank) else value
 
@@ -350,37 +340,27 @@ def selectively_recomputed(forward: Callable[..., Any], *, keeps_products: bool 
 Forward = Callable[..., Any]
 
 
-@dataclass
-class Call:
-    """How a block was called, but for its input; and in which surroundings."""
+def _again(
+    forward: Forward, given: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Callable[[Tensor], Tensor]:
+    """What runs a block again on its input, with its other arguments and in the surroundings of now: autocast, and the
+    states of the generators of random numbers."""
+    kind = given.device.type
+    lower = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    numbers, states = torch.get_rng_state(), get_device_states(given) if kind != "cpu" else ([], [])
 
-    forward: Forward
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    device: torch.device
-    autocast: torch.dtype | None
-    numbers: Tensor
-    """The state of the generator of random numbers."""
-    device_numbers: tuple[list[int], list[Tensor]]
-
-    @classmethod
-    def now(cls, forward: Forward, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        kind = x.device.type
-        lower = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        states = get_device_states(x) if kind != "cpu" else ([], [])
-        return cls(forward, args, kwargs, x.device, lower, torch.get_rng_state(), states)
-
-    def run_again(self, x: Tensor) -> Tensor:
-        kind = self.device.type
+    def run(x: Tensor) -> Tensor:
         with ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(devices=self.device_numbers[0], device_type=kind))
-            torch.set_rng_state(self.numbers)
-            if self.device_numbers[0]:
-                set_device_states(*self.device_numbers, device_type=kind)
-            stack.enter_context(torch.autocast(kind, dtype=self.autocast, enabled=self.autocast is not None))
+            stack.enter_context(torch.random.fork_rng(devices=states[0], device_type=kind))
+            torch.set_rng_state(numbers)
+            if states[0]:
+                set_device_states(*states, device_type=kind)
+            stack.enter_context(torch.autocast(kind, dtype=lower, enabled=lower is not None))
             # As in training, where a block may do more than without gradients.
             stack.enter_context(torch.enable_grad())
-            return handed_on(self.forward(x, *self.args, **self.kwargs)).detach()
+            return handed_on(forward(x, *args, **kwargs)).detach()
+
+    return run
 
 
 def handed_on(output: Any) -> Tensor:
@@ -397,18 +377,14 @@ class Pass:
     """The block at which it began."""
     inputs: dict[int, Tensor] = field(default_factory=dict)
     """By block; those that have a slot."""
-    calls: dict[int, Call] = field(default_factory=dict)
+    again: dict[int, Forward] = field(default_factory=dict)
+    """By block; what runs it on its input."""
     left: tuple[int, torch.Size] = (0, torch.Size())
     """Where the last block's output lies."""
 
     def __post_init__(self) -> None:
         places = places_kept(self.chain.slots, len(self.chain.blocks) - self.start)
         self.kept_places = {self.start + place for place in places}
-
-    def enter(self, place: int, x: Tensor, call: Call) -> None:
-        self.calls[place] = call
-        if place in self.kept_places:
-            self.inputs[place] = x.detach()
 
     def input_of(self, place: int) -> Tensor:
         """It leaves its slot: the block's own replay is the last to ask for it."""
@@ -418,10 +394,10 @@ class Pass:
             kept = {nearest + each for each in places_kept(free, place - nearest + 1, is_first=False)}
             x = self.inputs[nearest]
             for each in range(nearest, place):
-                x = self.calls[each].run_again(x)
+                x = self.again[each](x)
                 if each + 1 in kept or each + 1 == place:
                     self.inputs[each + 1] = x
-        del self.calls[place]
+        del self.again[place]
         return self.inputs.pop(place)
 
 
@@ -449,27 +425,20 @@ class Chain:
         # What is not the last block's output begins anew, with a slot of its own.
         if here is None or place == 0 or here.left != _spot(x):
             here = self.current = Pass(self, place)
-        here.enter(place, x, Call.now(run, x, args, kwargs))
+        here.again[place] = _again(run, x, args, kwargs)
+        if place in here.kept_places:
+            here.inputs[place] = x.detach()
         spot, promised = _spot(x), here
 
         def keep(tensor: Tensor) -> Any:
-            return _Promise(promised, place) if _spot(tensor) == spot else tensor
+            return functools.partial(promised.input_of, place) if _spot(tensor) == spot else tensor
 
-        def give(kept: Any) -> Tensor:
-            return kept.of.input_of(kept.place) if isinstance(kept, _Promise) else kept
-
-        with saved_tensors_hooks(keep, give):
+        with saved_tensors_hooks(keep, lambda kept: kept() if isinstance(kept, functools.partial) else kept):
             made = checkpoint(run, x, *args, use_reentrant=False, **kwargs)
         here.left = _spot(handed_on(made))
         if place == len(self.blocks) - 1:
             self.current = None
         return made
-
-
-@dataclass(frozen=True)
-class _Promise:
-    of: Pass
-    place: int
 
 
 def _spot(tensor: Tensor) -> tuple[int, torch.Size]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -93,11 +93,8 @@ def _rows_times(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     if kernel is not None:
         return kernel(x, weight, offs=counts.cumsum(0).to(torch.int32))
     out = x.new_empty(x.shape[0], weight.shape[2])
-    start = 0
-    for expert, count in enumerate(_listed(counts)):
-        if count:
-            torch.mm(x[start : start + count], weight[expert], out=out[start : start + count])
-        start += count
+    for matrix, rows in zip(weight, _runs(counts), strict=False):
+        torch.mm(x[rows], matrix, out=out[rows])
     return out
 
 
@@ -107,16 +104,15 @@ def _outer(grad: Tensor, x: Tensor, counts: Tensor) -> Tensor:
     if kernel is not None:
         return kernel(grad.t(), x, offs=counts.cumsum(0).to(torch.int32))
     out = x.new_empty(counts.shape[0], grad.shape[1], x.shape[1])
-    start = 0
-    for expert, count in enumerate(_listed(counts)):
-        torch.mm(grad[start : start + count].t(), x[start : start + count], out=out[expert])
-        start += count
+    for matrix, rows in zip(out, _runs(counts), strict=False):
+        torch.mm(grad[rows].t(), x[rows], out=matrix)
     return out
 
 
-def _listed(counts: Tensor) -> list[int]:
-    """None where there are no values: only shapes are asked for then."""
-    return [] if isinstance(counts, FakeTensor) else counts.tolist()
+def _runs(counts: Tensor) -> list[slice]:
+    """The rows of each expert. None where there are no values: only shapes are asked for then."""
+    ends = [] if isinstance(counts, FakeTensor) else list(accumulate(counts.tolist()))
+    return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
 class Gated(torch.autograd.Function):
@@ -232,29 +228,6 @@ def precise(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-@dataclass(frozen=True, kw_only=True)
-class RowRoute:
-    """Where the rows of one pass through a layer go, known to both ends."""
-
-    group: dist.ProcessGroup
-    sent: list[int]
-    """Rows of this rank for each rank."""
-    received: list[list[int]]
-    """Rows of each rank for each of the experts here."""
-
-    def there(self, rows: Tensor) -> Tensor:
-        arrived = swap(rows, self.sent, self._from_each, self.group)
-        return _transposed(arrived, self.received)
-
-    def back(self, rows: Tensor) -> Tensor:
-        by_expert = [list(column) for column in zip(*self.received, strict=True)]
-        return swap(_transposed(rows, by_expert), self._from_each, self.sent, self.group)
-
-    @property
-    def _from_each(self) -> list[int]:
-        return [sum(row) for row in self.received]
-
-
 def _transposed(rows: Tensor, lengths: list[list[int]]) -> Tensor:
     """Runs of rows that lie in the order of a table of lengths, in the order of its columns instead."""
     if len(lengths) == 1 or len(lengths[0]) == 1:
@@ -264,7 +237,7 @@ def _transposed(rows: Tensor, lengths: list[list[int]]) -> Tensor:
     return torch.cat([run for column in range(width) for run in runs[column::width]])
 
 
-class _Travel(torch.autograd.Function):
+class Travel(torch.autograd.Function):
     """Rows go one way, their gradients the other."""
 
     @staticmethod
@@ -284,10 +257,18 @@ def sending_over(group: dist.ProcessGroup) -> Send:
         peers = torch.empty_like(counts)
         dist.all_to_all_single(peers, counts, group=group)
         ways = group.size()
-        # One copy to the host for both tables.
+        # One copy to the host for both tables: rows of this rank for each rank and expert, of each rank for those here.
         sent, received = torch.stack((counts, peers)).view(2, ways, -1).tolist()
-        route = RowRoute(group=group, sent=[sum(row) for row in sent], received=received)
-        arrived = _Travel.apply(rows, route.there, route.back)
-        return arrived, peers.view(ways, -1).sum(0), lambda out: _Travel.apply(out, route.back, route.there)
+        to_each, from_each = ([sum(row) for row in table] for table in (sent, received))
+        by_expert = [list(column) for column in zip(*received, strict=True)]
+
+        def there(rows: Tensor) -> Tensor:
+            return _transposed(swap(rows, to_each, from_each, group), received)
+
+        def home(rows: Tensor) -> Tensor:
+            return swap(_transposed(rows, by_expert), from_each, to_each, group)
+
+        arrived = Travel.apply(rows, there, home)
+        return arrived, peers.view(ways, -1).sum(0), lambda out: Travel.apply(out, home, there)
 
     return send

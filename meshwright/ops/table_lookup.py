@@ -11,14 +11,13 @@ the rows that were looked up ever travel.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.ops.collectives import swap
-from meshwright.ops.routing import fresh
+from meshwright.ops.routing import Travel
 
 Counts = list[list[int]]
 """By peer and table."""
@@ -57,7 +56,16 @@ class Lookup:
         of_table = rows[place].split([sum(column) for column in zip(*answered, strict=True)])
         # Tables that nobody asked for take part too: then all ranks agree on whether there is a gradient to send.
         answers = torch.cat([module(each).to(dtype) for module, each in zip(self.tables, of_table, strict=True)])
-        vectors = Fetch.apply(answers, place, order, taken, given, self.group)
+
+        def fetch(vectors: Tensor) -> Tensor:
+            """To those who asked, each where the id stood."""
+            received = swap(torch.empty_like(vectors).index_copy_(0, place, vectors), taken, given, self.group)
+            return torch.empty_like(received).index_copy_(0, order, received)
+
+        def fetch_back(grad: Tensor) -> Tensor:
+            return swap(grad.index_select(0, order), given, taken, self.group).index_select(0, place)
+
+        vectors = Travel.apply(answers, fetch, fetch_back)
         return vectors.view(samples, num_tables, -1).unbind(1)
 
     def _counts(self, key: Tensor, samples: int) -> tuple[Counts, Counts]:
@@ -95,29 +103,3 @@ def put_back(held: list[ParameterPlace], dtype: torch.dtype, device: torch.devic
     for module, name, value in held:
         filled = torch.empty(value.shape, dtype=dtype, device=device)
         module._parameters[name] = nn.Parameter(filled, requires_grad=value.requires_grad)
-
-
-class Fetch(torch.autograd.Function):
-    """Vectors to those who asked, each where the id stood; their gradients back."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        vectors: Tensor,
-        place: Tensor,
-        order: Tensor,
-        given: list[int],
-        taken: list[int],
-        group: dist.ProcessGroup,
-    ) -> Tensor:
-        ctx.save_for_backward(place, order)
-        ctx.given, ctx.taken, ctx.group = given, taken, group
-        answer = torch.empty_like(vectors).index_copy_(0, place, vectors)
-        received = swap(answer, given, taken, group)
-        return fresh(torch.empty_like(received).index_copy_(0, order, received))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        place, order = ctx.saved_tensors
-        received = swap(grad.index_select(0, order), ctx.taken, ctx.given, ctx.group)
-        return received.index_select(0, place), None, None, None, None, None

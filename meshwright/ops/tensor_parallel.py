@@ -51,26 +51,23 @@ def _scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return out
 
 
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, sequence: bool) -> Tensor:
-        ctx.group, ctx.sequence = group, sequence
-        return fresh(_gather(x, group)) if sequence else x.view_as(x)
+class _Border(torch.autograd.Function):
+    """An entry spreads going forward and sums going backward, an exit the other way round."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return (_scatter if ctx.sequence else _sum)(grad, ctx.group), None, None
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, sequence: bool, is_exit: bool) -> Tensor:
+        ctx.group, ctx.sequence, ctx.is_exit = group, sequence, is_exit
+        return _crossed(x, group, sequence, sums=is_exit)
 
-
-class _Exit(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, sequence: bool) -> Tensor:
-        ctx.group, ctx.sequence = group, sequence
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _crossed(grad, ctx.group, ctx.sequence, sums=not ctx.is_exit), None, None, None
+
+
+def _crossed(x: Tensor, group: dist.ProcessGroup, sequence: bool, *, sums: bool) -> Tensor:
+    if sums:
         return fresh((_scatter if sequence else _sum)(x, group))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _gather(grad, ctx.group) if ctx.sequence else grad, None, None
+    return fresh(_gather(x, group)) if sequence else x.view_as(x)
 
 
 class _PiecewiseExit(torch.autograd.Function):
@@ -150,10 +147,10 @@ class Region:
         self.group, self.sequence, self.dtype, self.num_pieces = group, sequence, dtype, num_pieces
 
     def enter(self, x: Tensor) -> Tensor:
-        return _Enter.apply(x if self.dtype is None else x.to(self.dtype), self.group, self.sequence)
+        return _Border.apply(x if self.dtype is None else x.to(self.dtype), self.group, self.sequence, False)
 
     def exit(self, x: Tensor) -> Tensor:
-        return _Exit.apply(x if self.dtype is None else x.to(self.dtype), self.group, self.sequence)
+        return _Border.apply(x if self.dtype is None else x.to(self.dtype), self.group, self.sequence, True)
 
     def wrap(self, inside: Inside) -> None:
         """The input enters, and exits after `row`, whose bias is added once, to the sum."""

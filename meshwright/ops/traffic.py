@@ -36,27 +36,36 @@ def _bytes(value: Any) -> int:
     return 0
 
 
-# operator -> (kind, position of the tensor(s) holding the whole message)
-_C10D = {
-    "allreduce_": ("all_reduce", 0),
-    "_allgather_base_": ("all_gather", 0),
-    "_reduce_scatter_base_": ("reduce_scatter", 1),
-    "alltoall_base_": ("all_to_all", 1),
-    "allgather_": ("all_gather", 0),
-    "reduce_scatter_": ("reduce_scatter", 1),
-    "alltoall_": ("all_to_all", 1),
-    "send": ("send", 0),
+_RESULT = -1
+_KINDS = {
+    "c10d::allreduce_": ("all_reduce", 0),
+    "c10d::_allgather_base_": ("all_gather", 0),
+    "c10d::_reduce_scatter_base_": ("reduce_scatter", 1),
+    "c10d::alltoall_base_": ("all_to_all", 1),
+    "c10d::allgather_": ("all_gather", 0),
+    "c10d::reduce_scatter_": ("reduce_scatter", 1),
+    "c10d::alltoall_": ("all_to_all", 1),
+    "c10d::send": ("send", 0),
+    "_c10d_functional::all_reduce": ("all_reduce", 0),
+    "_c10d_functional::all_reduce_": ("all_reduce", 0),
+    "_c10d_functional::all_gather_into_tensor": ("all_gather", _RESULT),
+    "_c10d_functional::all_gather_into_tensor_out": ("all_gather", _RESULT),
+    "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", 0),
+    "_c10d_functional::all_to_all_single": ("all_to_all", 0),
+    "meshwright::all_gather": ("all_gather", 0),
+    "meshwright::reduce_scatter": ("reduce_scatter", 1),
 }
-# Ours (`ops/collectives.py`): (tensor holding the whole message)
-_OURS = {"all_gather": 0, "reduce_scatter": 1}
-_FUNCTIONAL = {
-    "all_reduce": "all_reduce",
-    "all_reduce_": "all_reduce",
-    "all_gather_into_tensor": "all_gather",
-    "all_gather_into_tensor_out": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "all_to_all_single": "all_to_all",
-}
+"""Operator -> kind, and which argument is the tensor (or tensors) that holds the whole message, or the result."""
+
+
+def _group_name(args: Any) -> str:
+    """The last text among them; c10d's operators take the group itself, before any other object."""
+    texts = [each for each in args if isinstance(each, str)]
+    if texts:
+        return texts[-1]
+    group = next(each for each in args if isinstance(each, torch.ScriptObject | dist.ProcessGroup))
+    return (group if isinstance(group, dist.ProcessGroup) else dist.ProcessGroup.unbox(group)).group_name
+
 
 COMPOSITE_OPS: dict[str, Callable[..., Any]] = {}
 """Operators of ours that send several messages, and the functions that they run."""
@@ -82,30 +91,20 @@ class TrafficRecorder(TorchDispatchMode):
             return NotImplemented
         if isinstance(func, HigherOrderOperator):
             return func(*args, **(kwargs or {}))
-        space, name = func._schema.name.split("::")
-        if space == "meshwright" and name in COMPOSITE_OPS:
+        name = func._schema.name
+        if composite := COMPOSITE_OPS.get(name.removeprefix("meshwright::")):
             with self:
-                return COMPOSITE_OPS[name](*args, **(kwargs or {}))
+                return composite(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
-        if space == "c10d" and name in _C10D:
-            kind, position = _C10D[name]
+        if name in _KINDS:
+            kind, position = _KINDS[name]
             if kind == "send" and args[-1] >= RING_TAG:
                 kind = "ring"
-            group = next(a for a in args if isinstance(a, torch.ScriptObject | dist.ProcessGroup))
-            if isinstance(group, torch.ScriptObject) and not isinstance(group, dist.ProcessGroup):
-                group = dist.ProcessGroup.unbox(group)
-            is_uneven = name == "alltoall_base_" and any(args[place] for place in _SPLITS)
-            self._add(kind, group.group_name, _bytes(args[position]), is_uneven)
-        elif space == "_c10d_functional" and name in _FUNCTIONAL:
-            kind = _FUNCTIONAL[name]
-            whole = args[0] if kind in ("all_reduce", "reduce_scatter", "all_to_all") else result
-            group_name = next(a for a in reversed(args) if isinstance(a, str))
-            self._add(kind, group_name, _bytes(whole))
-        elif space == "meshwright" and name in _OURS:
-            self._add(name, args[2], _bytes(args[_OURS[name]]))
+            is_uneven = name == "c10d::alltoall_base_" and any(args[place] for place in _SPLITS)
+            self._add(kind, _group_name(args), _bytes(result if position == _RESULT else args[position]), is_uneven)
         return result
 
-    def _add(self, kind: str, group_name: str, size: int, is_uneven: bool = False) -> None:
+    def _add(self, kind: str, group_name: str, size: int, is_uneven: bool) -> None:
         # Groups that belong to no axis carry the loop's own control traffic.
         axis = self.axis_of_group.get(group_name)
         if axis is not None and is_uneven:

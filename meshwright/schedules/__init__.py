@@ -12,36 +12,16 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from meshwright.core.errors import MeshwrightError, Problem, nearest
-from meshwright.core.plugins import VARIABLE, plugins
-from meshwright.schedules import asynchronous, gpipe, one_f_one_b, zero_bubble
-from meshwright.schedules.actions import Action, Actions, as_step
+from meshwright.core.errors import error_at, nearest
+from meshwright.core.plugins import added
+from meshwright.schedules import asynchronous, bounds, orders
+from meshwright.schedules.actions import Action as Action
+from meshwright.schedules.actions import Actions, as_step
 from meshwright.schedules.asynchronous import Call
-from meshwright.schedules.bounds import (
-    PipelineTimes,
-    first_wait_bound,
-    flush_bound,
-    one_f_one_b_bound,
-    one_held,
-    pace_bound,
-)
-from meshwright.schedules.chunk_placement import BlockSpan, Places
+from meshwright.schedules.bounds import PipelineTimes
+from meshwright.schedules.chunk_placement import Places
 from meshwright.schedules.events import ScheduleEvent, in_order, with_transfers
 from meshwright.schedules.greedy import Times, best_of
-
-__all__ = [
-    "SCHEDULES",
-    "Action",
-    "Actions",
-    "BlockSpan",
-    "Call",
-    "PipelineTimes",
-    "Places",
-    "Schedule",
-    "Timetable",
-    "schedule_named",
-    "schedule_names",
-]
 
 
 class Schedule(NamedTuple):
@@ -80,30 +60,27 @@ def _greedy(places: Places, num_microbatches: int, times: Times, most_held: int)
 
 
 _LOOPED: dict[str, Any] = {"chunks": 2, "any_chunks": True}
-_VEE: dict[str, Any] = {"chunks": 2, "shape": "vee", "splits_backward": True, "least_held": one_held}
+_VEE: dict[str, Any] = {"chunks": 2, "shape": "vee", "splits_backward": True, "least_held": bounds.one_held}
 SCHEDULES: Mapping[str, Schedule] = {
-    "gpipe": Schedule(gpipe.gpipe, gpipe.held, flush_bound),
-    "1f1b": Schedule(one_f_one_b.one_f_one_b, one_f_one_b.held, one_f_one_b_bound),
-    "async": Schedule(one_f_one_b.one_f_one_b, one_f_one_b.held, pace_bound, stream=asynchronous.stream),
+    "gpipe": Schedule(orders.gpipe, orders.held_all, bounds.flush_bound),
+    "1f1b": Schedule(orders.one_f_one_b, orders.held_by_1f1b, bounds.one_f_one_b_bound),
+    "async": Schedule(orders.one_f_one_b, orders.held_by_1f1b, bounds.pace_bound, stream=asynchronous.stream),
     "interleaved": Schedule(
-        one_f_one_b.interleaved, one_f_one_b.held, flush_bound, least_held=one_f_one_b.least_held, **_LOOPED
+        orders.interleaved, orders.held_by_1f1b, bounds.flush_bound, least_held=orders.least_held_interleaved, **_LOOPED
     ),
-    "looped_bfs": Schedule(gpipe.gpipe, gpipe.held, flush_bound, least_held=one_held, **_LOOPED),
-    "zero_bubble_h1": Schedule(zero_bubble.h1, zero_bubble.held_h1, first_wait_bound, splits_backward=True),
-    "zero_bubble_h2": Schedule(zero_bubble.h2, zero_bubble.held_h2, flush_bound, splits_backward=True),
-    "zbv": Schedule(zero_bubble.zbv, zero_bubble.held_zbv, flush_bound, **_VEE),
-    "dualpipe_v": Schedule(zero_bubble.dualpipe_v, zero_bubble.held_dualpipe_v, flush_bound, **_VEE),
-    "greedy": Schedule(_greedy, gpipe.held, flush_bound, splits_backward=True, takes_times=True, least_held=one_held),
+    "looped_bfs": Schedule(orders.gpipe, orders.held_all, bounds.flush_bound, least_held=bounds.one_held, **_LOOPED),
+    "zero_bubble_h1": Schedule(orders.h1, orders.held_as_stages, bounds.first_wait_bound, splits_backward=True),
+    "zero_bubble_h2": Schedule(orders.h2, orders.held_by_h2, bounds.flush_bound, splits_backward=True),
+    "zbv": Schedule(orders.zbv, orders.held_as_stages, bounds.flush_bound, **_VEE),
+    "dualpipe_v": Schedule(orders.dualpipe_v, orders.held_by_dualpipe_v, bounds.flush_bound, **_VEE),
+    "greedy": Schedule(
+        _greedy, orders.held_all, bounds.flush_bound, splits_backward=True, takes_times=True, least_held=bounds.one_held
+    ),
 }
 
 
 def _added() -> dict[str, Schedule]:
-    """Schedules of plugins."""
-    added = {name: each for module in plugins() for name, each in getattr(module, "SCHEDULES", {}).items()}
-    if taken := [name for name in added if name in SCHEDULES]:
-        what = f'a schedule "{taken[0]}" exists already.'
-        raise MeshwrightError([Problem(where=VARIABLE, what=what, fix="Give the plugin's another name.")])
-    return added
+    return added("schedule", SCHEDULES, lambda module: getattr(module, "SCHEDULES", {}).items())
 
 
 def schedule_names() -> tuple[str, ...]:
@@ -113,8 +90,7 @@ def schedule_names() -> tuple[str, ...]:
 def schedule_named(name: str) -> Schedule:
     found = SCHEDULES.get(name) or _added().get(name)
     if found is None:
-        what = f'no schedule is called "{name}".'
-        raise MeshwrightError([Problem(where="schedule", what=what, fix=nearest(name, schedule_names()))])
+        raise error_at("schedule", f'no schedule is called "{name}".', nearest(name, schedule_names()))
     return found
 
 
@@ -144,23 +120,41 @@ class Timetable:
     def places(self, num_stages: Any) -> Places:
         return Places(num_stages, self.chunks, self.schedule.shape)
 
+    # Cached by value: timetables are few and small, and live as long as the process anyway.
+    @lru_cache(maxsize=256)  # noqa: B019
     def orders(self, num_stages: int, num_microbatches: int) -> tuple[Actions, ...]:
         """What each stage computes."""
-        return _orders(self, num_stages, num_microbatches)
+        places = self.places(num_stages)
+        if not self.schedule.takes_times:
+            return self.schedule.orders(places, num_microbatches)
+        most_held = self.most_held or num_microbatches
+        return self.schedule.orders(places, num_microbatches, self.by_span(num_stages), most_held)
 
+    @lru_cache(maxsize=64)  # noqa: B019
     def actions(self, stage: int, num_stages: int, num_microbatches: int, call: Call = "first") -> Actions:
         """What a stage does in a call of the loop: a step, or where steps overlap what the call does of two of them.
         With what it sends and receives."""
-        return _actions(self, stage, num_stages, num_microbatches, call)
+        stream = self.schedule.stream
+        if stream is not None:
+            computes = stream(stage, num_stages, num_microbatches, call)
+        else:  # a step ends within its call, and there is nothing to flush
+            order = self.orders(num_stages, num_microbatches)[stage]
+            computes = () if call == "flush" else as_step(order, num_microbatches)
+        return with_transfers(computes, stage, self.places(num_stages))
 
     def forward_actions(self, stage: int, num_stages: int, num_microbatches: int) -> Actions:
         """Evaluation."""
         places = self.places(num_stages)
-        return with_transfers(gpipe.forward_only(places, num_microbatches)[stage], stage, places)
+        return with_transfers(orders.forward_only(places, num_microbatches)[stage], stage, places)
 
+    @lru_cache(maxsize=64)  # noqa: B019
     def events(self, num_stages: int, num_microbatches: int) -> tuple[ScheduleEvent, ...]:
         """Every computation of every stage, in an order in which each can run."""
-        return _events(self, num_stages, num_microbatches)
+        lists = self.orders(num_stages, num_microbatches)
+        events, reached = in_order(lists, self.places(num_stages))
+        stuck = [stage for stage, at in enumerate(reached) if at < len(lists[stage])]
+        assert not stuck, f"{self}: stages {stuck} wait for ever ({num_stages} x {num_microbatches})"
+        return tuple(events)
 
     def held(self, stage: Any, num_stages: Any, num_microbatches: Any) -> Any:
         """The most microbatches a stage holds at once; numbers or arrays."""
@@ -183,32 +177,3 @@ class Timetable:
         given = self.times or (1.0, 1.0, 1.0)
         each = tuple(given[at : at + 3] for at in range(0, len(given), 3))
         return each if len(each) > 1 else each * num_stages  # type: ignore[return-value]
-
-
-@lru_cache(maxsize=256)
-def _orders(timetable: Timetable, num_stages: int, num_microbatches: int) -> tuple[Actions, ...]:
-    schedule, places = timetable.schedule, timetable.places(num_stages)
-    if not schedule.takes_times:
-        return schedule.orders(places, num_microbatches)
-    most_held = timetable.most_held or num_microbatches
-    return schedule.orders(places, num_microbatches, timetable.by_span(num_stages), most_held)
-
-
-@lru_cache(maxsize=64)
-def _actions(timetable: Timetable, stage: int, num_stages: int, num_microbatches: int, call: Call) -> Actions:
-    stream = timetable.schedule.stream
-    if stream is not None:
-        computes = stream(stage, num_stages, num_microbatches, call)
-    else:  # a step ends within its call, and there is nothing to flush
-        order = timetable.orders(num_stages, num_microbatches)[stage]
-        computes = () if call == "flush" else as_step(order, num_microbatches)
-    return with_transfers(computes, stage, timetable.places(num_stages))
-
-
-@lru_cache(maxsize=64)
-def _events(timetable: Timetable, num_stages: int, num_microbatches: int) -> tuple[ScheduleEvent, ...]:
-    orders = timetable.orders(num_stages, num_microbatches)
-    events, reached = in_order(orders, timetable.places(num_stages))
-    stuck = [stage for stage, at in enumerate(reached) if at < len(orders[stage])]
-    assert not stuck, f"{timetable}: stages {stuck} wait for ever ({num_stages} x {num_microbatches})"
-    return tuple(events)

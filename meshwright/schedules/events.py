@@ -132,15 +132,11 @@ def with_transfers(actions: Actions, stage: int, places: Places) -> Actions:
         span = places.span(stage, action.chunk)
         before = span > 0 and places.stage(span - 1) != stage
         after = span < places.num_spans - 1 and places.stage(span + 1) != stage
-        i, chunk = action.microbatch, action.chunk
+        place = action.microbatch, action.chunk
         if action.kind == "forward":
-            full += [Action("receive_forward", i, chunk)] * before
-            full.append(action)
-            full += [Action("send_forward", i, chunk)] * after
+            full += [Action("receive_forward", *place)] * before + [action] + [Action("send_forward", *place)] * after
         elif action.kind in BACKWARDS:
-            full += [Action("receive_backward", i, chunk)] * after
-            full.append(action)
-            full += [Action("send_backward", i, chunk)] * before
+            full += [Action("receive_backward", *place)] * after + [action] + [Action("send_backward", *place)] * before
         else:
             full.append(action)
     return tuple(full)

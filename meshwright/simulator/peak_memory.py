@@ -32,8 +32,7 @@ ByCategory = dict[str, Num]
 
 def timetable_of(work: Work) -> Timetable:
     """Without stages every schedule that frees a microbatch before the next is the same."""
-    schedule = work.facts.schedule
-    return schedule if isinstance(schedule, Timetable) else Timetable()
+    return work.facts.schedule or Timetable()
 
 
 class LayerInstances(NamedTuple):

@@ -33,7 +33,8 @@ from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.technique import Axis, Choice, Exactness, Option, Technique
 from meshwright.core.work import Circumstances, Collective, Compute, Num, ParameterSlot, Resident, Work, replace
-from meshwright.schedules import BlockSpan, Places, Timetable, schedule_named, schedule_names
+from meshwright.schedules import Places, Timetable, schedule_named, schedule_names
+from meshwright.schedules.chunk_placement import BlockSpan
 
 
 @dataclass(frozen=True, kw_only=True)

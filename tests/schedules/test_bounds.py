@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from meshwright.schedules import SCHEDULES, PipelineTimes, Schedule, Timetable
-from meshwright.schedules.gpipe import gpipe, held
+from meshwright.schedules.orders import gpipe, held_all
 from meshwright.simulator.makespan import makespan
 
 DRAWN = 200
@@ -34,10 +34,10 @@ def test_a_schedule_brings_its_bounds(name: str) -> None:
 
 
 def test_a_schedule_without_a_bound_is_refused() -> None:
-    assert "no bound" in missing("new", Schedule(gpipe, held, bound=None))  # type: ignore[arg-type]
+    assert "no bound" in missing("new", Schedule(gpipe, held_all, bound=None))  # type: ignore[arg-type]
     assert "least_held" in missing("new", SCHEDULES["looped_bfs"]._replace(least_held=None))
     with pytest.raises(TypeError, match="bound"):
-        Schedule(gpipe, held)  # type: ignore[call-arg]
+        Schedule(gpipe, held_all)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))

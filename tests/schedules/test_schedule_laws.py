@@ -1,7 +1,7 @@
 """Any schedule of any size: complete, in order, without deadlock, and holding no more than it says.
 
 Tests of `schedules/actions.py`, `schedules/asynchronous.py`, `schedules/chunk_placement.py`, `schedules/events.py`,
-`schedules/gpipe.py`, `schedules/greedy.py`, `schedules/one_f_one_b.py`, `schedules/zero_bubble.py`.
+`schedules/greedy.py`, `schedules/orders.py`.
 """
 
 from __future__ import annotations
