@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.models.cost_images import resnet_kinds, vgg_kinds
+from meshwright.models.cost_samples import resnet_kinds, vgg_kinds
 from meshwright.models.dimensions import BottleneckShape, ConvShape
 from meshwright.models.presets import ResNetConfig, VGGConfig, ViTConfig
 from meshwright.ops.batch_norm import BatchNorm
