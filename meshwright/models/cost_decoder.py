@@ -7,6 +7,7 @@ compiled with its block: rows that go to their experts are as many as the router
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Literal
 
@@ -110,6 +111,10 @@ def memory(
     )
 
 
+inner = functools.partial(memory, cut="tensor")
+"""Of what splitting a region divides."""
+
+
 def kept(name: str, role: Role, elements: float, *, cut: Cut = "none", wide: bool = False, working: float = 0.0) -> Op:
     """Only keeps something: what somebody else reads or writes."""
     return memory(name, role, saved=elements, kernels=(0, 0), cut=cut, wide=wide, working=working)
@@ -129,10 +134,8 @@ def two_readers(d: float, more: int = 0) -> Op:
 def swiglu(name: str, f: float, *, working: float, is_compiled: bool = True) -> Op:
     """Keeps gate, up and their product; going back, silu is computed again."""
     fused = (3.0 * f, 5.0 * f, 1.0, 1.0) if is_compiled else None
-    back, saved = 11.0 * f, 3.0 * f
-    return memory(
-        name, "activation", 5.0 * f, back=back, saved=saved, kernels=(2, 4), cut="tensor", working=working, fused=fused
-    )
+    back, kernels = 11.0 * f, (2, 4)
+    return inner(name, "activation", 5.0 * f, back=back, saved=3.0 * f, kernels=kernels, working=working, fused=fused)
 
 
 def _norm_op(config: DecoderConfig, name: str, *, follows_add: bool = False, joins: bool = True) -> Op:
@@ -171,10 +174,9 @@ def _attention(config: DecoderConfig, is_causal: bool) -> tuple[tuple[Param, ...
     n = float(q + kv)  # elements of queries and keys
     if config.qk_norm:
         fused = (n, 4.0 * n, 1.0, 2.0) if config.positions == "rope" else (2.0 * n, 5.0 * n, 2.0, 4.0)
-        norm = memory("attention.qk_norm", "norm", 2.0 * n, back=5.0 * n, saved=n, kernels=(2, 2), fused=fused)
         ops += [
             kept("attention.qk_norm.statistics", "norm", n / h, cut="tensor", wide=True),
-            replace(norm, cut="tensor"),
+            inner("attention.qk_norm", "norm", 2.0 * n, back=5.0 * n, saved=n, kernels=(2, 2), fused=fused),
         ]
     if config.positions == "rope":
         # Four products, a sum and a difference of halves, and a copy that joins them; the same going back. Then heads
@@ -184,8 +186,8 @@ def _attention(config: DecoderConfig, is_causal: bool) -> tuple[tuple[Param, ...
         fused = (n, n, 0.0, 1.0) if config.qk_norm else (2.0 * n, 2.0 * n, 1.0, 1.0)
         back, kernels = (9.0 + 2.0 * copied) * n, (14, 16 + 2 * copied)
         ops += [
-            memory("attention.rope", "rope", 9.0 * n, back=back, kernels=kernels, cut="tensor", fused=fused),
-            memory("attention.layout", "layout", 2.0 * q, saved=float(q), cut="tensor"),
+            inner("attention.rope", "rope", 9.0 * n, back=back, kernels=kernels, fused=fused),
+            inner("attention.layout", "layout", 2.0 * q, saved=q),
         ]
     seen = 0.5 if is_causal else 1.0  # of the sequence, on average
     ops.append(
@@ -216,13 +218,12 @@ def plain_mlp(config: DecoderConfig) -> Mlp:
         params = [*linear_params("mlp.gate", f, d, split="columns", units=f), *params]
         # The fullest moment is the gradient's, in here or where queries, keys and values have theirs.
         heads = (3 * config.num_heads + 2 * config.num_kv_heads) * config.size_of_head
-        inner = swiglu("mlp.swiglu", f, working=max(3 * f, heads))
-        ops = [two_readers(d), matmul("mlp.up", f, d), matmul("mlp.gate", f, d), inner]
+        gated = swiglu("mlp.swiglu", f, working=max(3 * f, heads))
+        ops = [two_readers(d), matmul("mlp.up", f, d), matmul("mlp.gate", f, d), gated]
     else:
         given = memory("mlp.input", "input", saved=d, kernels=(0, 0), working=d, fused=(0, d, 0, 0))
         ops = [given, matmul("mlp.up", f, d), *([bias("mlp.up.bias", f, "tensor")] if config.bias else [])]
-        gelu = memory("mlp.gelu", "activation", 2 * f, back=3 * f, saved=2 * f, kernels=(1, 1), working=2 * f)
-        ops.append(replace(gelu, cut="tensor"))
+        ops.append(inner("mlp.gelu", "activation", 2 * f, back=3 * f, saved=2 * f, kernels=(1, 1), working=2 * f))
     params += linear_params("mlp.down", d, f, bias=config.bias, split="rows", units=f)
     ops.append(matmul("mlp.down", d, f, cut_dim="k"))
     if config.bias:
@@ -272,11 +273,11 @@ def _sent_by_a_token(config: DecoderConfig) -> float:
 def experts_mlp(config: DecoderConfig) -> Mlp:
     d, f, count = config.hidden_size, config.expert_ffn_size, config.num_experts
     used = config.experts_per_token / count
-    stacks = {"gate": ((f, d), 1), "up": ((f, d), 1), "down": ((d, f), 2)}
-    params = [Param(name="mlp.router.weight", shape=(count, d), inside=True)]
-    for name, (shape, cut) in stacks.items():
-        about = Param(name=f"mlp.experts.{name}", shape=(count, *shape), cut=cut, units=f, used=used)
-        params.append(replace(about, shared_out="experts"))
+    up = Param(name="mlp.experts.up", shape=(count, f, d), cut=1, units=f, shared_out="experts", used=used)
+    params = [
+        Param(name="mlp.router.weight", shape=(count, d), inside=True),
+        *(replace(up, name="mlp.experts.gate"), up, replace(up, name="mlp.experts.down", shape=(count, d, f), cut=2)),
+    ]
     sent, shared = _sent_by_a_token(config), int(config.num_shared_experts > 0)
     moment = 3.0 * sent * max(d, f) + shared * d
     ops = [
@@ -339,20 +340,16 @@ def _routing(config: DecoderConfig, sent: float) -> list[Op]:
     ]
 
 
-GROUPED_PRODUCTS, GROUPED_PRODUCTS_BACK = 3, 6
-"""Each asks where its groups end: a running sum, in int32."""
-
-
 def _sending(config: DecoderConfig, sent: float) -> list[Op]:
     """Choices sorted by expert, rows copied in that order; going back, added where they came from."""
-    d, k, ends = float(config.hidden_size), sent, 7.0 * config.num_experts
-    once = (GROUPED_PRODUCTS * ends, GROUPED_PRODUCTS_BACK * ends)
+    d, k = config.hidden_size, sent
+    # Each of the grouped products asks where its groups end: a running sum, in int32.
+    (forward, back), ends = (3, 6), 7.0 * config.num_experts
+    once = (forward * ends, back * ends)
     return [
         memory("mlp.order", "dispatch", 4.0 * k + 2.0 * k, back=4.0 * k, kernels=(3, 2), wide=True),
         _gather("mlp.sort", 6.0 * k + 4.0 * k, 6.0 * k, (2, 1), wide=True),
-        memory(
-            "mlp.groups", "dispatch", once=once, kernels=(2 * GROUPED_PRODUCTS, 2 * GROUPED_PRODUCTS_BACK), wide=True
-        ),
+        memory("mlp.groups", "dispatch", once=once, kernels=(2 * forward, 2 * back), wide=True),
         _gather("mlp.send", 2.0 * k * d + 4.0 * k, k * d + 2.0 * d + 4.0 * k),
         kept("mlp.rows", "dispatch", k * d),
         # Two products read the rows: their gradients are added, and sums begin at zero.

@@ -6,11 +6,11 @@ A relu works in place: it keeps its output, which the next convolution reads. A 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, replace
 from itertools import groupby, pairwise
 from typing import Any
 
-from meshwright.core.profile import Cut, Layer, Op, Param, Poly, Profile, Role, Site
+from meshwright.core.profile import Cut, FusedCost, Layer, Op, Param, Poly, Profile, Role, Site
 from meshwright.models.cost_decoder import (
     bias,
     block_layer,
@@ -52,7 +52,7 @@ def per_sample(value: Any, tokens: int = 1) -> Any:
         return tuple(per_sample(each, tokens) for each in value)
     if isinstance(value, Op):
         value = replace(value, shape=tuple(size or tokens for size in value.shape))
-    if not is_dataclass(value):
+    if not isinstance(value, Layer | Op | FusedCost | Site):
         return value
     return replace(value, **{field.name: per_sample(getattr(value, field.name), tokens) for field in fields(value)})
 

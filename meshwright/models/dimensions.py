@@ -113,9 +113,9 @@ class DecoderConfig:
 
     @classmethod
     def like_gpt2(cls, layers: int, hidden: int, heads: int, ffn: int, vocab: int, **more: Any) -> DecoderConfig:
-        base = {"num_layers": layers, "hidden_size": hidden, "num_heads": heads, "num_kv_heads": heads}
-        style = {"positions": "learned", "norm": "layer", "mlp": "gelu", "qkv_bias": True, "bias": True}
-        return cls(ffn_size=ffn, vocab_size=vocab, **base, **style, **more)
+        base: dict[str, Any] = {"num_layers": layers, "hidden_size": hidden, "num_heads": heads, "num_kv_heads": heads}
+        base |= {"positions": "learned", "norm": "layer", "mlp": "gelu", "qkv_bias": True, "bias": True}
+        return cls(ffn_size=ffn, vocab_size=vocab, **base, **more)
 
 
 def _expert_problems(config: DecoderConfig) -> list[Problem]:
@@ -180,7 +180,7 @@ class ViTConfig:
     def encoder(self) -> DecoderConfig:
         """Its blocks, as those of a decoder (that looks both ways)."""
         sizes = self.num_layers, self.hidden_size, self.num_heads, self.ffn_size
-        more = {"max_sequence": self.num_tokens, "norm_epsilon": self.norm_epsilon}
+        more: dict[str, Any] = {"max_sequence": self.num_tokens, "norm_epsilon": self.norm_epsilon}
         return DecoderConfig.like_gpt2(*sizes, self.num_classes, **more)
 
 

@@ -18,8 +18,8 @@ def _gpt2(layers: int, hidden: int, heads: int, **changes: Any) -> DecoderConfig
 
 
 def _llama(layers: int, hidden: int, heads: int, ffn: int, **changes: Any) -> DecoderConfig:
-    base = {"num_layers": layers, "hidden_size": hidden, "num_heads": heads, "num_kv_heads": 8, "ffn_size": ffn}
-    base |= {"vocab_size": 128256, "max_sequence": 131072, "rope_theta": 500_000.0}
+    base: dict[str, Any] = {"num_layers": layers, "hidden_size": hidden, "num_heads": heads, "num_kv_heads": 8}
+    base |= {"ffn_size": ffn, "vocab_size": 128256, "max_sequence": 131072, "rope_theta": 500_000.0}
     return DecoderConfig(**(base | changes))
 
 
