@@ -153,7 +153,7 @@ def _run(subject: Subject, inputs: Inputs, is_fake: bool) -> Record:
             for value in given if isinstance(given, tuple) else (given,):
                 recorder.know(value, is_input=True)
             hooks = torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor)
-            stand_ins = one_kernel_each(lambda: recorder.marked(role="loss"), lambda: recorder.marked(fuses=False))
+            stand_ins = one_kernel_each(lambda: recorder.marked(role="loss"))
             with recorder, stand_ins:
                 recorder.at_work = True
                 with hooks:

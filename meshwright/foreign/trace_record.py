@@ -49,8 +49,6 @@ class Label(NamedTuple):
     """Path of the module inside of its layer."""
     cut: str = "none"
     role: str = ""
-    fuses: bool = True
-    """Whether a compiler would see it."""
     is_block: bool = False
 
 
@@ -107,7 +105,7 @@ class OpEvent:
     @property
     def is_fusible(self) -> bool:
         outside = self.kind in ("matmul", "attention", "unknown") or self.name in FUSED_WITH_NOTHING
-        return self.label.fuses and not outside and not self.is_column_sum
+        return not outside and not self.is_column_sum
 
 
 @dataclass
