@@ -83,7 +83,7 @@ def trace(subject: Subject, longest: int, has_sequence: bool) -> Traced:
     summaries.reverse()
     ops = []
     for layer, place in enumerate(subject.places):
-        own_ops, unfitted = ops_of(layer, summaries, points, has_sequence, frozenset(place.rows))
+        own_ops, unfitted = ops_of(layer, summaries, points, has_sequence, place.is_block, place.rows)
         ops.append(own_ops)
         if unfitted:
             where = f"{place.path or 'the ends'}: {', '.join(unfitted[:3])}{' and others' if unfitted[3:] else ''}"
