@@ -34,7 +34,7 @@ from meshwright.ops.context_parallel import Ring, TokenSplit, piece_of
 from meshwright.ops.routing import Gated, GroupedLinear, through_experts
 from meshwright.ops.split_backward import _weight_gradient, split_backward
 from meshwright.ops.traffic import RING_TAG
-from meshwright.zoo.layers import Attention, SwiGLU, TransformerBlock, linear, rope_table
+from meshwright.zoo.layers import Attention, SwiGLU, TransformerBlock, rope_table
 
 BOUNDS = {torch.bfloat16: 2e-2, torch.float32: 1e-4, torch.float64: 1e-12}
 """Of the largest relative error (norm of the difference over norm), by dtype."""
@@ -151,7 +151,7 @@ def matmul_ms(shapes: list[tuple[int, int]], sizes: Sizes) -> dict[str, float]:
     weights = [drawn(*shape, sizes=sizes) for shape in shapes]
     grads = [drawn(sizes.num_tokens, shape[0], sizes=sizes) for shape in shapes]
     runs: tuple[Run, ...] = (
-        lambda: [linear(x, weight) for weight in weights],
+        lambda: [nn.functional.linear(x, weight.to(x.dtype)) for weight in weights],
         lambda: [grad @ weight for grad, weight in zip(grads, weights, strict=True)],
         lambda: [_weight_gradient(weight, x, grad) for weight, grad in zip(weights, grads, strict=True)],
     )

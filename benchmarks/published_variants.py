@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from meshwright.core.profile import Cut, FusedCost, Layer, Op, Param, Poly, Profile
-from meshwright.models.cost_ops import matmul
+from meshwright.models.cost_decoder import matmul
 
 ATTENDING = ("attention.query", "attention.value")
 """What LoRA changes unless more is told (Hu et al. 2022)."""

@@ -24,7 +24,6 @@ from meshwright.core.errors import error_at, last_line
 from meshwright.core.profile import Profile
 from meshwright.foreign.examine import (
     Anatomy,
-    FixedDraw,
     InputTemplate,
     examine,
     first_line,
@@ -35,6 +34,7 @@ from meshwright.foreign.examine import (
 from meshwright.foreign.factory import look
 from meshwright.foreign.module_profile import ENDS, end_names, hidden_shape, profile_of_module
 from meshwright.foreign.regions import Regions, SplitRegion, linear_dims, regions_of
+from meshwright.foreign.trace_ops import FixedDraw
 from meshwright.hf.weights_module import take_over_experts
 from meshwright.ops.batch_norm import BatchNorm
 from meshwright.ops.cross_entropy import token_loss

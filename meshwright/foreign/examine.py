@@ -27,10 +27,10 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.func import functional_call
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from meshwright.core.errors import Problem
+from meshwright.foreign.trace_ops import FixedDraw
 from meshwright.ops.model_interface import Inputs, map_inputs
 
 VALUES_WANTED = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
@@ -189,31 +189,6 @@ def list_path(names: Sequence[str]) -> str:
     """Path of the list that holds the blocks, if they are all in one list."""
     paths = {name.rpartition(".")[0] for name in names}
     return paths.pop() if len(paths) == 1 else ""
-
-
-class FixedDraw(TorchFunctionMode):
-    """A number drawn for a whole layer (`torch.rand([])`, as for layer drop) is the given one.
-
-    Recurrent layers, which torch would go through step by step, are one operator where there are no values.
-    """
-
-    def __init__(self, value: float):
-        super().__init__()
-        self.value = value
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if is_single_draw(func, args):
-            return torch.tensor(self.value)
-        from meshwright.foreign import trace_ops
-
-        if trace_ops.is_recurrent(func, args):
-            return trace_ops.recur(func.__name__, *args)
-        return func(*args, **(kwargs or {}))
-
-
-def is_single_draw(func: Any, args: Any) -> bool:
-    """Whether it draws a single random number."""
-    return func is torch.rand and not any(args[0] if len(args) == 1 and not isinstance(args[0], int) else args)
 
 
 @contextlib.contextmanager

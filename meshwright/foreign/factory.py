@@ -16,7 +16,8 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from meshwright.core.errors import Problem, error_at, last_line, raise_problems
-from meshwright.foreign.examine import VALUES_WANTED, FixedDraw, floats, hooked, quiet, run_apart
+from meshwright.foreign.examine import VALUES_WANTED, floats, hooked, quiet, run_apart
+from meshwright.foreign.trace_ops import FixedDraw
 from meshwright.ops.model_interface import Inputs, map_inputs
 
 

@@ -30,8 +30,9 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.core.profile import Poly
-from meshwright.foreign.examine import Anatomy, FixedDraw, InputTemplate, first_line, hooked, run_apart, tracing
+from meshwright.foreign.examine import Anatomy, InputTemplate, first_line, hooked, run_apart, tracing
 from meshwright.foreign.trace import equal_runs, pass_through
+from meshwright.foreign.trace_ops import FixedDraw
 from meshwright.ops.model_interface import Inputs
 
 LEAST_SHARE = 0.01

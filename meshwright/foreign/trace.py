@@ -83,7 +83,7 @@ def trace(subject: Subject, longest: int, has_sequence: bool) -> Traced:
     summaries.reverse()
     ops = []
     for layer, place in enumerate(subject.places):
-        own_ops, unfitted = ops_of(layer, summaries, points, has_sequence, frozenset(place.rows))
+        own_ops, unfitted = ops_of(layer, summaries, points, has_sequence, place.is_block, place.rows)
         ops.append(own_ops)
         if unfitted:
             where = f"{place.path or 'the ends'}: {', '.join(unfitted[:3])}{' and others' if unfitted[3:] else ''}"
@@ -153,7 +153,7 @@ def _run(subject: Subject, inputs: Inputs, is_fake: bool) -> Record:
             for value in given if isinstance(given, tuple) else (given,):
                 recorder.know(value, is_input=True)
             hooks = torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor)
-            stand_ins = one_kernel_each(lambda: recorder.marked(role="loss"), lambda: recorder.marked(fuses=False))
+            stand_ins = one_kernel_each(lambda: recorder.marked(role="loss"))
             with recorder, stand_ins:
                 recorder.at_work = True
                 with hooks:

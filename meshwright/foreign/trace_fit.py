@@ -13,13 +13,13 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from meshwright.core.profile import FusedCost, Op, Poly, Role
-from meshwright.foreign.trace_record import NORM_GRADIENTS, Label, OpEvent, Record, Storage, Touch
+from meshwright.foreign.trace_record import NORM_GRADIENTS, PRODUCTS, Label, OpEvent, Record, Storage, Touch
 
 Points = Sequence[tuple[int, int]]
 """(samples, sequence) of each record."""
@@ -66,8 +66,6 @@ class Summary:
     ops: dict[Key, Sums]
     operators: dict[Key, set[str]]
     """Names of the operators that each op calls going forward."""
-    blocks: frozenset[int]
-    """Which layers are blocks."""
     working: dict[tuple[int, str, bool], float]
     """(layer, cut, is wide) -> elements at its fullest moment."""
     peaks: Peaks
@@ -78,6 +76,8 @@ def summarise(record: Record, sequence: int, peaks: Peaks | None = None) -> Summ
     """`peaks`: of a record of the same events, so that the same moment is looked at."""
     ops: dict[Key, Sums] = defaultdict(lambda: defaultdict(float))
     operators: dict[Key, set[str]] = defaultdict(set)
+    others: list[tuple[str, Key, OpEvent]] = []
+    kept_instead = fuse(record)
     for event in record.events:
         if event.is_dropped:
             continue
@@ -91,28 +91,21 @@ def summarise(record: Record, sequence: int, peaks: Peaks | None = None) -> Summ
             operators[key].add(event.name)
         for is_wide, moved in _moved(event, touches):
             ops[_key(event, is_wide, sequence)][f"{way}moved"] += moved
+        if event.kind not in PRODUCTS:
+            others.append((way, key, event))
     for storage in record.storages:
         if storage.saver is not None and not storage.is_given:
-            ops[_saved_key(storage.saver, storage.is_wide)]["saved"] += storage.elements
-    fused = fuse(record)
-    for event in record.events:
-        if event.kind in ("matmul", "attention") or event.is_dropped:
-            continue
-        way, touches = "backward_" if event.is_backward else "", [*event.reads, *event.writes]
-        key = _key(event, _bytes(touches, True) > _bytes(touches, False), sequence)
-        ops[key][f"fused_{way}kernels"] += fused.kernels.get(event.number, 0)
-        for is_wide, moved in _moved(event, fused.moved.get(event.number, [])):
+            sums = ops[_saved_key(storage.saver, storage.is_wide)]
+            sums["saved"] += storage.elements
+            sums["fused_saved"] += 0.0 if storage.is_forgotten else storage.elements
+    for way, key, event in others:
+        ops[key][f"fused_{way}kernels"] += event.fused_kernels
+        for is_wide, moved in _moved(event, event.fused_touches):
             ops[_key(event, is_wide, sequence)][f"fused_{way}moved"] += moved
-    for storage in record.storages:
-        if storage.saver is not None and not storage.is_given and id(storage) not in fused.forgotten:
-            ops[_saved_key(storage.saver, storage.is_wide)]["fused_saved"] += storage.elements
-    for event, storage in fused.kept_instead:
+    for event, storage in kept_instead:
         ops[_saved_key(event.label, storage.is_wide)]["fused_saved"] += storage.elements
-    blocks = frozenset(event.label.layer for event in record.events if event.label.is_block)
     working, peaks = _working(record, peaks)
-    return Summary(
-        ops=dict(ops), operators=operators, blocks=blocks, working=working, peaks=peaks, num_events=len(record.events)
-    )
+    return Summary(dict(ops), operators, working, peaks, len(record.events))
 
 
 def _key(event: OpEvent, is_wide: bool, sequence: int) -> Key:
@@ -120,7 +113,7 @@ def _key(event: OpEvent, is_wide: bool, sequence: int) -> Key:
     own = event.forward if event.kind == "matmul" and event.forward is not None else event
     label = own.label
     shape: tuple[int, ...] = ()
-    if own.kind in ("matmul", "attention"):
+    if own.kind in PRODUCTS:
         is_wide = own.writes[0].is_wide
         shape = tuple(0 if size == sequence else size for size in own.shape)
     if event.kind == "attention" and event.is_backward and event.forward is not None:
@@ -139,7 +132,7 @@ def _bytes(touches: Iterable[Touch], is_wide: bool) -> float:
 
 def _moved(event: OpEvent, touches: list[Touch]) -> list[tuple[bool, float]]:
     """Elements of either width; a product is one op of one width, whatever it reads."""
-    if event.kind in ("matmul", "attention"):
+    if event.kind in PRODUCTS:
         is_wide = (event.forward or event).writes[0].is_wide
         total = _bytes(touches, True) + _bytes(touches, False)
         return [(is_wide, total / (4 if is_wide else 2))]
@@ -210,7 +203,7 @@ def is_fitted(poly: Poly, points: Points, values: Sequence[float]) -> bool:
 
 
 def ops_of(
-    layer: int, summaries: Sequence[Summary], points: Points, has_sequence: bool, rows: frozenset[str]
+    layer: int, summaries: Sequence[Summary], points: Points, has_sequence: bool, is_block: bool, rows: Sequence[str]
 ) -> tuple[tuple[Op, ...], list[str]]:
     """The layer's ops, and the names of those that no polynomial fits. `rows`: linears whose inputs a cut divides."""
     largest = summaries[-1]
@@ -228,7 +221,7 @@ def ops_of(
                 unfitted.append(name)
             return poly
 
-        ops.append(_op(key, name, largest, of, rows))
+        ops.append(_op(key, name, largest, of, is_block, rows))
     for (place, cut, is_wide), _ in sorted(largest.working.items()):
         if place == layer:
             values = [summary.working.get((place, cut, is_wide), 0.0) for summary in summaries]
@@ -239,62 +232,36 @@ def ops_of(
     return tuple(ops), list(dict.fromkeys(unfitted))
 
 
-def _op(key: Key, name: str, summary: Summary, of: Callable[[str], Poly], rows: frozenset[str]) -> Op:
+def _op(key: Key, name: str, summary: Summary, of: Callable[[str], Poly], is_block: bool, rows: Sequence[str]) -> Op:
     sums, operators = summary.ops[key], summary.operators.get(key, set())
     role: Role = next((role for name, role in ROLES.items() if name in operators), "")
     if key.kind in ("attention", "loss"):
-        role = "attention" if key.kind == "attention" else "loss"
+        role = key.kind  # type: ignore[assignment]
     elif key.kind == "matmul":  # whether one factor is a weight is not recorded
         role = role if role in ("experts", "convolution") else "matmul"
-    elif not key.path and key.layer in summary.blocks:
+    elif not key.path and is_block:
         role = "block"
-    is_product = key.kind in ("matmul", "attention")
     fused = None
-    if not is_product:
-        fused = FusedCost(
-            moved=of("fused_moved"),
-            backward_moved=of("fused_backward_moved"),
-            saved=of("fused_saved"),
-            kernels=sums.get("fused_kernels", 0.0),
-            backward_kernels=sums.get("fused_backward_kernels", 0.0),
-        )
+    if key.kind not in PRODUCTS:
+        counts = {name: sums.get(f"fused_{name}", 0.0) for name in ("kernels", "backward_kernels")}
+        moves = {name: of(f"fused_{name}") for name in ("moved", "backward_moved", "saved")}
+        fused = FusedCost(**moves, **counts)  # type: ignore[arg-type]
     matrices = Poly(one=1.0)
     if key.kind == "matmul" and sums.get("count"):
         total, count = of("matrices"), sums["count"]
         matrices = Poly(one=total.one / count, b=total.b / count, bs=total.bs / count, bss=total.bss / count)
-    return Op(
-        name=name,
-        kind=key.kind,  # type: ignore[arg-type]
-        role=role,
-        flops=of("flops"),
-        backward_flops=of("backward_flops"),
-        moved=of("moved"),
-        backward_moved=of("backward_moved"),
-        saved=of("saved"),
-        dtype="float32" if key.is_wide else "compute",
-        cut=key.cut,  # type: ignore[arg-type]
-        shape=key.shape,
-        matrices=matrices,
-        cut_dim="k" if key.path in rows else "n" if matrices == Poly(one=1.0) else "matrices",
-        kernels=sums.get("kernels", 0.0),
-        backward_kernels=sums.get("backward_kernels", 0.0),
-        fused=fused,
-    )
+    about: dict[str, Any] = {"kind": key.kind, "role": role, "cut": key.cut, "shape": key.shape}
+    about |= {name: of(name) for name in ("flops", "backward_flops", "moved", "backward_moved", "saved")}
+    about |= {name: sums.get(name, 0.0) for name in ("kernels", "backward_kernels")}
+    dtype: Any = "float32" if key.is_wide else "compute"
+    cut_dim: Any = "k" if key.path in rows else "n" if matrices == Poly(one=1.0) else "matrices"
+    return Op(name=name, dtype=dtype, matrices=matrices, cut_dim=cut_dim, fused=fused, **about)
 
 
-@dataclass
-class FusedEvents:
-    """By number of the event that is charged."""
-
-    moved: dict[int, list[Touch]] = field(default_factory=lambda: defaultdict(list))
-    kernels: dict[int, int] = field(default_factory=lambda: defaultdict(int))
-    forgotten: set[int] = field(default_factory=set)
-    """Storages (by id) that are no longer kept."""
-    kept_instead: list[tuple[OpEvent, Storage]] = field(default_factory=list)
-
-
-def fuse(record: Record) -> FusedEvents:
-    fused = FusedEvents()
+def fuse(record: Record) -> list[tuple[OpEvent, Storage]]:
+    """What a compiler leaves of the events is written into them and their storages; returned are the storages that are
+    kept in place of those that are computed again, and the events that read them."""
+    kept_instead: list[tuple[OpEvent, Storage]] = []
     scopes: dict[tuple[int, bool], list[OpEvent]] = defaultdict(list)
     for event in record.events:
         if not event.is_dropped:
@@ -305,10 +272,10 @@ def fuse(record: Record) -> FusedEvents:
             readers[id(touch.storage)].append(event)
     for (_, is_backward), events in scopes.items():
         for group in _groups(events):
-            _charge(group, events[-1].number, readers, fused)
+            _charge(group, events[-1].number, readers)
             if not is_backward and group[0].is_fusible:
-                _recompute(group, readers, fused)
-    return fused
+                kept_instead += _recompute(group, readers)
+    return kept_instead
 
 
 def _groups(events: list[OpEvent]) -> Iterable[list[OpEvent]]:
@@ -356,7 +323,7 @@ def _groups(events: list[OpEvent]) -> Iterable[list[OpEvent]]:
     return groups.values()
 
 
-def _charge(group: list[OpEvent], end: int, readers: dict[int, list[OpEvent]], fused: FusedEvents) -> None:
+def _charge(group: list[OpEvent], end: int, readers: dict[int, list[OpEvent]]) -> None:
     numbers = {event.number for event in group}
     made: set[int] = set()
     left: dict[int, float] = {}
@@ -367,21 +334,21 @@ def _charge(group: list[OpEvent], end: int, readers: dict[int, list[OpEvent]], f
             there = min(touch.elements, left.setdefault(key, touch.storage.elements))
             if key not in made and there > 0:
                 left[key] -= there
-                fused.moved[event.number].append(touch._replace(elements=there))
+                event.fused_touches.append(touch._replace(elements=there))
         made |= {id(touch.storage) for touch in event.writes}
     last = {id(touch.storage): (event, touch) for event in group for touch in event.writes}
     for key, (event, touch) in last.items():
         leaves = touch.storage.saver is not None or touch.storage.death > end + 1
         if leaves or any(reader.number not in numbers for reader in readers[key] if reader.number > event.number):
-            fused.moved[event.number].append(touch)
-    fused.kernels[group[0].number] += 1
+            event.fused_touches.append(touch)
+    group[0].fused_kernels += 1
     for event in group:
         if event.name in NORM_GRADIENTS:
-            fused.kernels[event.number] += 1
-            fused.moved[event.number] += event.reads[:2]
+            event.fused_kernels += 1
+            event.fused_touches += event.reads[:2]
 
 
-def _recompute(group: list[OpEvent], readers: dict[int, list[OpEvent]], fused: FusedEvents) -> None:
+def _recompute(group: list[OpEvent], readers: dict[int, list[OpEvent]]) -> list[tuple[OpEvent, Storage]]:
     made = {id(touch.storage): touch.storage for event in group for touch in event.writes}
     forgotten = [
         storage
@@ -390,14 +357,15 @@ def _recompute(group: list[OpEvent], readers: dict[int, list[OpEvent]], fused: F
         and storage.saver.layer == group[0].label.layer
         and all(e.is_fusible for e in readers[key] if e.is_backward)
     ]
-    inside = set(made)
     entering = {
         id(touch.storage): (event, touch.storage)
         for event in reversed(group)
         for touch in event.reads
-        if id(touch.storage) not in inside and not touch.storage.is_given
+        if id(touch.storage) not in made and not touch.storage.is_given
     }
     instead = [item for item in entering.values() if item[1].saver is None]
-    if forgotten and sum(s.bytes for _, s in instead) < sum(s.bytes for s in forgotten):
-        fused.forgotten |= {id(storage) for storage in forgotten}
-        fused.kept_instead += instead
+    if not forgotten or sum(s.bytes for _, s in instead) >= sum(s.bytes for s in forgotten):
+        return []
+    for storage in forgotten:
+        storage.is_forgotten = True
+    return instead

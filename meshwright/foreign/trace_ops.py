@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -19,8 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
-
-from meshwright.foreign.examine import is_single_draw
 
 NAMESPACE = "meshwright_trace"
 
@@ -58,6 +56,22 @@ def _lowered(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(each.to(torch.get_autocast_dtype("cpu")) for each in tensors)
 
 
+class OneKernel(torch.autograd.Function):
+    """`run(*tensors)` gives what is returned, and what is kept beside the tensors; `back(gradient of the first that is
+    returned, *tensors, *kept)` the gradients of the tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[..., Any], back: Callable[..., Any], *tensors: Tensor | None) -> Any:
+        made, kept = run(*tensors)
+        ctx.save_for_backward(*tensors, *kept)
+        ctx.back = back
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *others: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *ctx.back(grad, *ctx.saved_tensors)
+
+
 ATTENTION = _define(
     "attention",
     "(Tensor query, Tensor key, Tensor value, Tensor? mask, bool is_causal) -> (Tensor, Tensor)",
@@ -72,19 +86,24 @@ ATTENTION_BACKWARD = _define(
 )
 
 
-class TracedAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
-        out, rows = ATTENTION(query, key, value, mask, is_causal)
-        ctx.save_for_backward(query, key, value, out, rows, mask)
-        ctx.is_causal = is_causal
-        return out
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Any = None,
+    dropout_p: Any = 0.0,
+    is_causal: bool = False,
+    **_: Any,
+) -> Tensor:
+    def run(*tensors: Tensor) -> Any:
+        out, rows = ATTENTION(*tensors, is_causal)
+        return out, (out, rows)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *kept, mask = ctx.saved_tensors
-        into_mask = torch.zeros_like(mask) if ctx.needs_input_grad[3] else None  # a bias that is learned
-        return (*ATTENTION_BACKWARD(grad, *kept, ctx.is_causal), into_mask, None)
+    def back(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Any, *kept: Tensor) -> Any:
+        into_mask = torch.zeros_like(mask) if mask is not None and mask.requires_grad else None  # a learned bias
+        return *ATTENTION_BACKWARD(grad, query, key, value, *kept, is_causal), into_mask
+
+    return OneKernel.apply(run, back, *_lowered(query, key, value), attn_mask)
 
 
 def attention_flops(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> float:
@@ -117,20 +136,18 @@ RMS_NORM_BACKWARD = _define(
 )
 
 
-class TracedRMSNorm(torch.autograd.Function):
+def _rms_norm(x: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
     """As CUDA's: keeps its input and one number a row."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, dims: int) -> Tensor:
-        out, inverse = RMS_NORM(x, weight, dims)
-        ctx.save_for_backward(x, weight, inverse)
-        return out
+    def run(x: Tensor, weight: Tensor | None) -> Any:
+        out, inverse = RMS_NORM(x, weight, len(normalized_shape))
+        return out, (inverse,)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, inverse = ctx.saved_tensors
+    def back(grad: Tensor, x: Tensor, weight: Tensor | None, inverse: Tensor) -> tuple[Tensor | None, ...]:
         into_x, into_weight = RMS_NORM_BACKWARD(grad, x, weight, inverse)
-        return into_x, None if weight is None else into_weight, None
+        return into_x, None if weight is None else into_weight
+
+    return OneKernel.apply(run, back, x, weight)
 
 
 def _log_sums(logits: Tensor, targets: Tensor) -> Tensor:
@@ -141,18 +158,14 @@ LOG_SUMS = _define("log_sums", "(Tensor logits, Tensor targets) -> Tensor", _log
 LOSS_GRADIENT = _define("loss_gradient", "(Tensor logits, Tensor grad) -> Tensor", lambda x, grad: torch.empty_like(x))
 
 
-class TracedTokenLoss(torch.autograd.Function):
+def _token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """As the kernel: keeps the logits and one number a row."""
 
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+    def run(logits: Tensor, targets: Tensor) -> Any:
         log_sum = LOG_SUMS(logits, targets)
-        ctx.save_for_backward(logits, targets, log_sum)
-        return log_sum - log_sum
+        return log_sum - log_sum, (log_sum,)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return LOSS_GRADIENT(ctx.saved_tensors[0], grad), None
+    return OneKernel.apply(run, lambda grad, logits, *_: (LOSS_GRADIENT(logits, grad), None), logits, targets)
 
 
 ROWS_TIMES = _define(
@@ -165,18 +178,13 @@ OUTER = _define(
 )
 
 
-class GroupedProduct(torch.autograd.Function):
+def _grouped_product(x: Tensor, weight: Tensor) -> Tensor:
     """Rows of each group times its matrix (groups, k, n), however many rows a group has."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return ROWS_TIMES(x, weight)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
+    def back(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         return ROWS_TIMES(grad, weight.transpose(1, 2)), OUTER(x, grad, weight.shape[0])
+
+    return OneKernel.apply(lambda *args: (ROWS_TIMES(*args), ()), back, x, weight)
 
 
 RECURRENT_GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
@@ -200,20 +208,18 @@ RECURRENT_BACKWARD = _define(
 )
 
 
-class Recurrent(torch.autograd.Function):
+def _recurrent_layer(x: Tensor, size: int, kept: int, time: int, weights: list[Tensor]) -> tuple[Tensor, Tensor]:
     """One layer in one direction, as cuDNN's: keeps its input, its output, and gates and cell of every step."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, size: int, kept: int, time: int, *weights: Tensor) -> tuple[Tensor, Tensor]:
+    def run(x: Tensor, *weights: Tensor) -> Any:
         out, gates, cell = RECURRENT(x, weights, size, kept, time)
-        ctx.save_for_backward(x, out, gates, *weights)
-        return out, cell
+        return (out, cell), (out, gates)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, into_cell: Tensor) -> tuple[Tensor | None, ...]:
-        x, out, gates, *weights = ctx.saved_tensors
-        into_x, *into_weights = RECURRENT_BACKWARD(grad, x, out, gates, weights)
-        return into_x, None, None, None, *into_weights
+    def back(grad: Tensor, x: Tensor, *held: Tensor) -> list[Tensor]:
+        *weights, out, gates = held
+        return RECURRENT_BACKWARD(grad, x, out, gates, weights)
+
+    return OneKernel.apply(run, back, x, *weights)
 
 
 def recurrent_flops(x: Tensor, weights: list[Tensor]) -> float:
@@ -234,7 +240,7 @@ def recur(
         outs = []
         for _ in range(1 + bidirectional):
             own, weights = weights[:each], weights[each:]
-            out, cell = Recurrent.apply(x, size, kept, time, *own)
+            out, cell = _recurrent_layer(x, size, kept, time, own)
             outs.append(out)
             last.append(out.select(time, -1))
             cells.append(cell)
@@ -244,93 +250,76 @@ def recur(
     return (x, *states) if name == "lstm" else (x, states[0])
 
 
-GROUPED = tuple(filter(None, (getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None))))
-LOSSES: tuple[Any, ...] = (F.cross_entropy, F.nll_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits)
-LOSSES += (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.kl_div, F.ctc_loss)
-
-
-class _KernelMode(TorchFunctionMode):
-    """Calls of torch's functions that CUDA would serve by one kernel; `in_loss` marks what belongs to a loss."""
-
-    def __init__(self, in_loss: Callable[[], Any]):
-        super().__init__()
-        self.in_loss = in_loss
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
-            return _attend(*args, **kwargs)
-        if func in (F.rms_norm, torch.rms_norm):
-            return _normalized(*args, **kwargs)
-        if func is F.dropout:
-            return _dropped(*args, **kwargs)
-        if func in GROUPED and args[0].dim() == 2 and args[1].dim() == 3:
-            return GroupedProduct.apply(*_lowered(*args[:2]))
-        if is_single_draw(func, args):
-            return torch.tensor(0.5)  # a coin thrown for a whole layer: kept, as most are
-        if is_recurrent(func, args):
-            return recur(func.__name__, *args)
-        if func is torch.bincount and kwargs.get("minlength"):
-            return args[0].new_zeros(kwargs["minlength"], dtype=torch.int64)
-        if func in LOSSES:
-            with self.in_loss():
-                return func(*args, **kwargs)
-        return func(*args, **kwargs)
-
-
-def is_recurrent(func: Any, args: Any) -> bool:
-    """A recurrent layer over whole sequences (packed ones come as their rows), without values."""
-    is_dense = len(args) == 9 and isinstance(args[3], bool) and isinstance(args[0], FakeTensor)
-    return is_dense and getattr(func, "__name__", "") in RECURRENT_GATES
-
-
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    return TracedAttention.apply(*_lowered(query, key, value), attn_mask, is_causal)
-
-
-def _normalized(x: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    return TracedRMSNorm.apply(x, weight, len(normalized_shape))
-
-
 def _dropped(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     if not training or p == 0.0:
         return x
     return torch.native_dropout(x, p, True)[0]
 
 
+GROUPED = tuple(filter(None, (getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None))))
+LOSSES: tuple[Any, ...] = (F.cross_entropy, F.nll_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits)
+LOSSES += (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.kl_div, F.ctc_loss)
+STAND_INS: dict[Any, Callable[..., Any]] = {F.scaled_dot_product_attention: _attend, F.dropout: _dropped}
+STAND_INS |= dict.fromkeys((F.rms_norm, torch.rms_norm), _rms_norm)
+
+
+class FixedDraw(TorchFunctionMode):
+    """A number drawn for a whole layer (`torch.rand([])`, as for layer drop) is the given one.
+
+    Recurrent layers, which torch would go through step by step, are one operator where there are no values.
+    """
+
+    def __init__(self, value: float):
+        super().__init__()
+        self.value = value
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.rand and not any(args[0] if len(args) == 1 and not isinstance(args[0], int) else args):
+            return torch.tensor(self.value)
+        # A recurrent layer over whole sequences; packed ones come as their rows.
+        is_dense = len(args) == 9 and isinstance(args[3], bool) and isinstance(args[0], FakeTensor)
+        if is_dense and getattr(func, "__name__", "") in RECURRENT_GATES:
+            return recur(func.__name__, *args)
+        return func(*args, **(kwargs or {}))
+
+
+class _KernelMode(FixedDraw):
+    """Calls of torch's functions that CUDA would serve by one kernel; `in_loss` marks what belongs to a loss."""
+
+    def __init__(self, in_loss: Callable[[], Any]):
+        super().__init__(0.5)  # a coin thrown for a whole layer: kept, as most are
+        self.in_loss = in_loss
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in STAND_INS:
+            return STAND_INS[func](*args, **kwargs)
+        if func in GROUPED and args[0].dim() == 2 and args[1].dim() == 3:
+            return _grouped_product(*_lowered(*args[:2]))
+        if func is torch.bincount and kwargs.get("minlength"):
+            return args[0].new_zeros(kwargs["minlength"], dtype=torch.int64)
+        with self.in_loss() if func in LOSSES else nullcontext():
+            return super().__torch_function__(func, types, args, kwargs)
+
+
 @contextmanager
-def one_kernel_each(in_loss: Callable[[], Any], unfused: Callable[[], Any]) -> Iterator[None]:
-    """`in_loss` and `unfused` mark what is run inside of them."""
+def one_kernel_each(in_loss: Callable[[], Any]) -> Iterator[None]:
+    """`in_loss` marks what is run inside of it."""
     from meshwright.ops import cross_entropy as loss
     from meshwright.ops import routing as experts
     from meshwright.zoo import layers
 
-    through = layers.through_experts
-
     def in_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
         with in_loss():
-            return TracedTokenLoss.apply(logits, targets)
+            return _token_loss(logits, targets)
 
     def losses(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
         with in_loss():
             logits.mul_(1.0)  # they are read, and the gradient is written in place
         return logits[:, 0] - logits[:, 0], logits
 
-    def through_experts(*args: Any) -> Tensor:
-        with unfused():  # it is not compiled with its block
-            return through(*args)
-
     def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        return TracedRMSNorm.apply(x, weight, 1)
+        return _rms_norm(x, weight.shape, weight)
 
     def rows_times(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         counts.cumsum(0).to(torch.int32)  # the grouped kernel asks where each group ends
@@ -345,7 +334,6 @@ def one_kernel_each(in_loss: Callable[[], Any], unfused: Callable[[], Any]) -> I
         for owner, name, stand_in in (
             (loss.TokenLoss, "apply", in_token_loss),
             (loss, "_losses", losses),
-            (layers, "through_experts", through_experts),
             (layers.RMSNormFunction, "apply", rms_norm),
             (experts, "_rows_times", rows_times),
             (experts, "_outer", outer),

@@ -22,7 +22,8 @@ from torch.utils.flop_counter import flop_registry
 
 from meshwright.foreign import trace_ops
 
-aten = torch.ops.aten
+PRODUCTS = ("matmul", "attention")
+"""Kinds of operators that multiply matrices: no compiler fuses them."""
 FREE = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "_unsafe_view", "_reshape_alias"}
 FREE |= {"detach", "alias", "lift_fresh", "device", "sym_size", "sym_stride", "sym_numel", "_version", "is_same_size"}
 """They launch nothing."""
@@ -49,8 +50,6 @@ class Label(NamedTuple):
     """Path of the module inside of its layer."""
     cut: str = "none"
     role: str = ""
-    fuses: bool = True
-    """Whether a compiler would see it."""
     is_block: bool = False
 
 
@@ -70,6 +69,8 @@ class Storage:
     is_handed: bool = False
     """To a block, as the tensor it works on."""
     is_gradient: bool = False
+    is_forgotten: bool = False
+    """Computed again rather than kept, where its layer is compiled."""
 
     @property
     def elements(self) -> float:
@@ -103,11 +104,14 @@ class OpEvent:
     is_dropped: bool = False
     is_column_sum: bool = False
     """Over all rows, as of a bias's gradient: a kernel by itself, because the rows must be there first."""
+    fused_touches: list[Touch] = field(default_factory=list)
+    """What it reads and writes where its layer is compiled."""
+    fused_kernels: int = 0
 
     @property
     def is_fusible(self) -> bool:
-        outside = self.kind in ("matmul", "attention", "unknown") or self.name in FUSED_WITH_NOTHING
-        return self.label.fuses and not outside and not self.is_column_sum
+        outside = self.kind in (*PRODUCTS, "unknown") or self.name in FUSED_WITH_NOTHING
+        return not outside and not self.is_column_sum
 
 
 @dataclass

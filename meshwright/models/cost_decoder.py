@@ -7,23 +7,135 @@ compiled with its block: rows that go to their experts are as many as the router
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
+from typing import Literal
 
-from meshwright.core.profile import Layer, Op, Param, Poly, Profile, Site
-from meshwright.models.cost_ops import (
-    Mlp,
-    bias,
-    head_loss,
-    kept,
-    linear_params,
-    matmul,
-    memory,
-    norm_params,
-    swiglu,
-    two_readers,
-    with_role,
-)
+from meshwright.core.profile import Cut, CutDim, FusedCost, Layer, Op, Param, Poly, Profile, Role, Site
 from meshwright.models.dimensions import DecoderConfig
+
+Mlp = tuple[tuple[Param, ...], tuple[Op, ...]]
+
+
+def linear_params(
+    name: str, n: int, k: int, *, bias: bool = False, split: Literal["", "columns", "rows"] = "", units: int = 0
+) -> tuple[Param, ...]:
+    """Of a linear from k to n. Split by columns, each rank makes some of the outputs; by rows, it reads some inputs."""
+    dot = f"{name}." if name else ""
+    cut = {"": None, "columns": 0, "rows": 1}[split]
+    weight = Param(name=f"{dot}weight", shape=(n, k), cut=cut, units=units)
+    if not bias:
+        return (weight,)
+    if split == "columns":
+        return weight, Param(name=f"{dot}bias", shape=(n,), cut=0, units=units)
+    return weight, Param(name=f"{dot}bias", shape=(n,))
+
+
+def norm_params(name: str, size: int, *, bias: bool = True) -> tuple[Param, ...]:
+    weight = Param(name=f"{name}.weight", shape=(size,))
+    return (weight, Param(name=f"{name}.bias", shape=(size,))) if bias else (weight,)
+
+
+def matmul(
+    name: str,
+    n: int,
+    k: int,
+    *,
+    rows: float = 1.0,
+    matrices: int = 1,
+    passed: float | None = None,
+    back: int = 2,
+    cut: Cut = "tensor",
+    cut_dim: CutDim = "n",
+    role: Role = "linear",
+) -> Op:
+    """y = x W: the backward is two more of the same size (`back`: one, if x has no gradient). Who produces x keeps it.
+
+    `rows` of x for each token, each times one of `matrices`; `passed`: elements of x and y, if they overlap.
+    """
+    weights, flops = matrices * n * k, 2.0 * rows * n * k
+    passed = rows * (n + k) if passed is None else passed
+    return Op(
+        name=name,
+        kind="matmul",
+        role=role,
+        flops=Poly(bs=flops),
+        backward_flops=Poly(bs=back * flops),
+        moved=Poly(one=weights, bs=passed),
+        backward_moved=Poly(one=back * weights, bs=back * passed),
+        cut=cut,
+        shape=(n, k),
+        matrices=Poly(one=matrices),
+        cut_dim=cut_dim,
+        backward_kernels=back,
+    )
+
+
+def memory(
+    name: str,
+    role: Role,
+    moved: float = 0.0,
+    *,
+    back: float = 0.0,
+    saved: float = 0.0,
+    kernels: tuple[float, float] = (1, 0),
+    once: tuple[float, float] = (0, 0),
+    cut: Cut = "none",
+    working: float = 0.0,
+    wide: bool = False,
+    fused: tuple[float, float, float, float] | None = None,
+    kind: Literal["memory", "gather", "loss"] = "memory",
+) -> Op:
+    """Moves elements going forward and `back`, and those of `once` however many samples there are (weights, their
+    gradients). `kernels`, too: going forward and back. `wide`: in float32, whatever is computed in.
+
+    `fused`: moved, moved going back, kernels and kernels going back where its layer is compiled; None: as it is.
+    """
+    left = None
+    if fused is not None:
+        moves = {"moved": Poly(bs=fused[0]), "backward_moved": Poly(bs=fused[1]), "saved": Poly(bs=saved)}
+        left = FusedCost(**moves, kernels=fused[2], backward_kernels=fused[3])
+    return Op(
+        name=name,
+        kind=kind,
+        role=role,
+        moved=Poly(one=once[0], bs=moved),
+        backward_moved=Poly(one=once[1], bs=back),
+        saved=Poly(bs=saved),
+        working=Poly(bs=working),
+        dtype="float32" if wide else "compute",
+        cut=cut,
+        kernels=kernels[0],
+        backward_kernels=kernels[1],
+        fused=left,
+    )
+
+
+inner = functools.partial(memory, cut="tensor")
+"""Of what splitting a region divides."""
+
+
+def kept(name: str, role: Role, elements: float, *, cut: Cut = "none", wide: bool = False, working: float = 0.0) -> Op:
+    """Only keeps something: what somebody else reads or writes."""
+    return memory(name, role, saved=elements, kernels=(0, 0), cut=cut, wide=wide, working=working)
+
+
+def bias(name: str, n: float, cut: Cut = "none", count: int = 1) -> Op:
+    """Its gradient is a sum over rows, a kernel by itself; forward it is part of the product."""
+    return memory(name, "bias", back=n, once=(0, n), kernels=(0, count), cut=cut)
+
+
+def two_readers(d: float, more: int = 0) -> Op:
+    """A region's whole input: kept, read by two (and `more`), whose gradients are added."""
+    adds, fused = 1.0 + more, (0.0, 2.0 * d, 0.0, 0.0)
+    return memory("mlp.input", "input", back=3.0 * adds * d, saved=d, kernels=(0, adds), working=d, fused=fused)
+
+
+def swiglu(name: str, f: float, *, working: float, is_compiled: bool = True) -> Op:
+    """Keeps gate, up and their product; going back, silu is computed again."""
+    fused = (3.0 * f, 5.0 * f, 1.0, 1.0) if is_compiled else None
+    back, kernels = 11.0 * f, (2, 4)
+    return inner(name, "activation", 5.0 * f, back=back, saved=3.0 * f, kernels=kernels, working=working, fused=fused)
 
 
 def _norm_op(config: DecoderConfig, name: str, *, follows_add: bool = False, joins: bool = True) -> Op:
@@ -32,12 +144,12 @@ def _norm_op(config: DecoderConfig, name: str, *, follows_add: bool = False, joi
     Back: gradient and input are read once for the input's gradient and once for the weight's; where it `joins` the
     residual stream, that gradient is added to the stream's. Compiled, a norm that `follows_add` is of its kernel.
     """
-    d = float(config.hidden_size)
-    fused = (d, 5.0 * d, 0.0, 2.0) if follows_add else (2.0 * d, 5.0 * d, 1.0, 2.0)
-    back, kernels = (8.0 * d, (1, 2)) if joins else (5.0 * d, (1, 1))
-    weights = 2.0 * d if config.norm == "layer" else d
-    once = (weights, 2.0 * weights)
-    return memory(name, "norm", 2.0 * d, back=back, saved=d, once=once, kernels=kernels, cut="sequence", fused=fused)
+    d = config.hidden_size
+    fused = (d, 5 * d, 0, 2) if follows_add else (2 * d, 5 * d, 1, 2)
+    back, kernels = (8 * d, (1, 2)) if joins else (5 * d, (1, 1))
+    weights = 2 * d if config.norm == "layer" else d
+    once = (weights, 2 * weights)
+    return memory(name, "norm", 2 * d, back=back, saved=d, once=once, kernels=kernels, cut="sequence", fused=fused)
 
 
 def _attention(config: DecoderConfig, is_causal: bool) -> tuple[tuple[Param, ...], tuple[Op, ...]]:
@@ -50,8 +162,7 @@ def _attention(config: DecoderConfig, is_causal: bool) -> tuple[tuple[Param, ...
     ]
     params = [param for each in zip(*projections, strict=True) for param in each]
     if config.qk_norm:
-        params.append(Param(name="attention.query_norm.weight", shape=(h,), inside=True))
-        params.append(Param(name="attention.key_norm.weight", shape=(h,), inside=True))
+        params += [Param(name=f"attention.{each}_norm.weight", shape=(h,), inside=True) for each in ("query", "key")]
     params += linear_params("attention.output", d, q, bias=config.bias, split="rows", units=config.num_heads)
     # One whole input serves query, key and value: kept once, and not divided by splitting. Its gradients are added.
     ops = [
@@ -63,12 +174,9 @@ def _attention(config: DecoderConfig, is_causal: bool) -> tuple[tuple[Param, ...
     n = float(q + kv)  # elements of queries and keys
     if config.qk_norm:
         fused = (n, 4.0 * n, 1.0, 2.0) if config.positions == "rope" else (2.0 * n, 5.0 * n, 2.0, 4.0)
-        back, kernels = 5.0 * n, (2, 2)
         ops += [
             kept("attention.qk_norm.statistics", "norm", n / h, cut="tensor", wide=True),
-            memory(
-                "attention.qk_norm", "norm", 2.0 * n, back=back, saved=n, kernels=kernels, cut="tensor", fused=fused
-            ),
+            inner("attention.qk_norm", "norm", 2.0 * n, back=5.0 * n, saved=n, kernels=(2, 2), fused=fused),
         ]
     if config.positions == "rope":
         # Four products, a sum and a difference of halves, and a copy that joins them; the same going back. Then heads
@@ -78,8 +186,8 @@ def _attention(config: DecoderConfig, is_causal: bool) -> tuple[tuple[Param, ...
         fused = (n, n, 0.0, 1.0) if config.qk_norm else (2.0 * n, 2.0 * n, 1.0, 1.0)
         back, kernels = (9.0 + 2.0 * copied) * n, (14, 16 + 2 * copied)
         ops += [
-            memory("attention.rope", "rope", 9.0 * n, back=back, kernels=kernels, cut="tensor", fused=fused),
-            memory("attention.layout", "layout", 2.0 * q, saved=float(q), cut="tensor"),
+            inner("attention.rope", "rope", 9.0 * n, back=back, kernels=kernels, fused=fused),
+            inner("attention.layout", "layout", 2.0 * q, saved=q),
         ]
     seen = 0.5 if is_causal else 1.0  # of the sequence, on average
     ops.append(
@@ -105,22 +213,17 @@ def _attention(config: DecoderConfig, is_causal: bool) -> tuple[tuple[Param, ...
 
 def plain_mlp(config: DecoderConfig) -> Mlp:
     d, f = config.hidden_size, config.ffn_size
-    up = linear_params("mlp.up", f, d, bias=config.bias and config.mlp == "gelu", split="columns", units=f)
+    params = list(linear_params("mlp.up", f, d, bias=config.bias and config.mlp == "gelu", split="columns", units=f))
     if config.mlp == "swiglu":
-        params = [*linear_params("mlp.gate", f, d, split="columns", units=f), *up]
+        params = [*linear_params("mlp.gate", f, d, split="columns", units=f), *params]
         # The fullest moment is the gradient's, in here or where queries, keys and values have theirs.
         heads = (3 * config.num_heads + 2 * config.num_kv_heads) * config.size_of_head
-        inner = swiglu("mlp.swiglu", f, working=max(3 * f, heads))
-        ops = [two_readers(d), matmul("mlp.up", f, d), matmul("mlp.gate", f, d), inner]
+        gated = swiglu("mlp.swiglu", f, working=max(3 * f, heads))
+        ops = [two_readers(d), matmul("mlp.up", f, d), matmul("mlp.gate", f, d), gated]
     else:
-        params = list(up)
-        given = memory("mlp.input", "input", saved=d, kernels=(0, 0), working=d, fused=(0, float(d), 0, 0))
+        given = memory("mlp.input", "input", saved=d, kernels=(0, 0), working=d, fused=(0, d, 0, 0))
         ops = [given, matmul("mlp.up", f, d), *([bias("mlp.up.bias", f, "tensor")] if config.bias else [])]
-        moved, kernels = 2.0 * f, (1, 1)
-        gelu = memory(
-            "mlp.gelu", "activation", moved, back=3.0 * f, saved=moved, kernels=kernels, cut="tensor", working=moved
-        )
-        ops.append(gelu)
+        ops.append(inner("mlp.gelu", "activation", 2 * f, back=3 * f, saved=2 * f, kernels=(1, 1), working=2 * f))
     params += linear_params("mlp.down", d, f, bias=config.bias, split="rows", units=f)
     ops.append(matmul("mlp.down", d, f, cut_dim="k"))
     if config.bias:
@@ -170,18 +273,17 @@ def _sent_by_a_token(config: DecoderConfig) -> float:
 def experts_mlp(config: DecoderConfig) -> Mlp:
     d, f, count = config.hidden_size, config.expert_ffn_size, config.num_experts
     used = config.experts_per_token / count
+    up = Param(name="mlp.experts.up", shape=(count, f, d), cut=1, units=f, shared_out="experts", used=used)
     params = [
         Param(name="mlp.router.weight", shape=(count, d), inside=True),
-        Param(name="mlp.experts.gate", shape=(count, f, d), cut=1, units=f, shared_out="experts", used=used),
-        Param(name="mlp.experts.up", shape=(count, f, d), cut=1, units=f, shared_out="experts", used=used),
-        Param(name="mlp.experts.down", shape=(count, d, f), cut=2, units=f, shared_out="experts", used=used),
+        *(replace(up, name="mlp.experts.gate"), up, replace(up, name="mlp.experts.down", shape=(count, d, f), cut=2)),
     ]
     sent, shared = _sent_by_a_token(config), int(config.num_shared_experts > 0)
     moment = 3.0 * sent * max(d, f) + shared * d
     ops = [
         two_readers(d, more=2 * shared),
-        *with_role("router", _routing(config, sent)),
-        *with_role("dispatch", _sending(config, sent)),
+        *_routing(config, sent),
+        *_sending(config, sent),
         matmul("mlp.experts.gate", f, d, rows=sent, matrices=count, role="experts"),
         matmul("mlp.experts.up", f, d, rows=sent, matrices=count, role="experts"),
         swiglu("mlp.experts.swiglu", sent * f, working=moment, is_compiled=False),
@@ -228,30 +330,26 @@ def _routing(config: DecoderConfig, sent: float) -> list[Op]:
     remembered = (count if config.balance or is_sigmoid else 0) + 7.0 * k
     weight = (0, count * d)
     return [
-        replace(matmul("mlp.router", count, d, cut="none"), dtype="float32"),
+        replace(matmul("mlp.router", count, d, cut="none", role="router"), dtype="float32"),
         memory("mlp.router.input", "router", d, back=2.0 * d, once=weight, kernels=(1, 3), wide=True),
         memory("mlp.router.narrow", "router", d, back=2.0 * d, once=weight, kernels=(0, 0)),
         memory("mlp.scores", "router", moved, back=back, kernels=(steps, steps_back), wide=True),
-        _gather("mlp.choice", count + 3.0 * k, 2.0 * count + 3.0 * k, wide=True),
+        replace(_gather("mlp.choice", count + 3.0 * k, 2.0 * count + 3.0 * k, wide=True), role="router"),
         kept("mlp.choices", "router", remembered, wide=True),
         kept("mlp.shares", "router", k),
     ]
 
 
-GROUPED_PRODUCTS, GROUPED_PRODUCTS_BACK = 3, 6
-"""Each asks where its groups end: a running sum, in int32."""
-
-
 def _sending(config: DecoderConfig, sent: float) -> list[Op]:
     """Choices sorted by expert, rows copied in that order; going back, added where they came from."""
-    d, k, ends = float(config.hidden_size), sent, 7.0 * config.num_experts
-    once = (GROUPED_PRODUCTS * ends, GROUPED_PRODUCTS_BACK * ends)
+    d, k = config.hidden_size, sent
+    # Each of the grouped products asks where its groups end: a running sum, in int32.
+    (forward, back), ends = (3, 6), 7.0 * config.num_experts
+    once = (forward * ends, back * ends)
     return [
         memory("mlp.order", "dispatch", 4.0 * k + 2.0 * k, back=4.0 * k, kernels=(3, 2), wide=True),
         _gather("mlp.sort", 6.0 * k + 4.0 * k, 6.0 * k, (2, 1), wide=True),
-        memory(
-            "mlp.groups", "dispatch", once=once, kernels=(2 * GROUPED_PRODUCTS, 2 * GROUPED_PRODUCTS_BACK), wide=True
-        ),
+        memory("mlp.groups", "dispatch", once=once, kernels=(2 * forward, 2 * back), wide=True),
         _gather("mlp.send", 2.0 * k * d + 4.0 * k, k * d + 2.0 * d + 4.0 * k),
         kept("mlp.rows", "dispatch", k * d),
         # Two products read the rows: their gradients are added, and sums begin at zero.
@@ -299,13 +397,12 @@ def decoder_profile(config: DecoderConfig, name: str) -> Profile:
             _norm_op(config, "norm", joins=False),
             kept("output.input", "input", d, working=d),
             matmul("output", v, d),
-            *head_loss(v, d),
+            # Scores are read, and their gradient is written over them, going forward. Back, products are scaled.
+            memory("cross_entropy", "loss", 2.0 * v, saved=v, kernels=(1, 0), cut="tensor", kind="loss"),
+            memory("scaling", "loss", back=4.0 * d, kernels=(0, 4)),
+            # Losses times weights, summed; targets are int64.
+            memory("weighing", "loss", 8.0, kernels=(4, 0), wide=True),
         ),
         sites=(Site(kind="enter", elements=boundary, after=len(norm)), Site(kind="loss", elements=Poly(bs=1.0))),
     )
-    return Profile(
-        name=name,
-        layers=(*layers, head),
-        hidden_size=config.hidden_size,
-        max_sequence=config.max_sequence,
-    )
+    return Profile(name=name, layers=(*layers, head), hidden_size=d, max_sequence=config.max_sequence)

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from meshwright.core.errors import Problem, raise_problems
 
 
-def _too_small(config: Any, may_be_0: Iterable[str] = ()) -> list[Problem]:
+def _too_small(config: Any) -> list[Problem]:
     """Sizes below 1, alone or in lists."""
     problems = []
     for field in fields(config):
-        value = getattr(config, field.name)
-        if field.type == "int" and field.name not in may_be_0 and value < 1:
-            problems.append(Problem(where=field.name, what=f"is {value}.", fix="Use at least 1."))
+        value, zero = getattr(config, field.name), _MAY_BE_0.get(field.name, "")
+        if field.type == "int" and value < (0 if zero else 1):
+            fix = f"Use at least 1, or 0 for {zero}." if zero else "Use at least 1."
+            problems.append(Problem(where=field.name, what=f"is {value}.", fix=fix))
         if field.type == "tuple[int, ...]" and (not value or min(value) < 1):
             what = f"is {list(value)}."
             problems.append(Problem(where=field.name, what=what, fix="Use one number or more, each at least 1."))
@@ -32,8 +32,6 @@ _MAY_BE_0 = {
     "num_shared_experts": "none",
     "num_dense_layers": "none",
 }
-
-
 _OF_EXPERTS = (
     *("experts_per_token", "expert_ffn_size", "num_shared_experts", "num_dense_layers"),
     *("capacity_factor", "balance", "router", "routed_scale"),
@@ -87,12 +85,7 @@ class DecoderConfig:
     routed_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        problems = _too_small(self, _MAY_BE_0)
-        problems += [
-            Problem(where=name, what=f"is {getattr(self, name)}.", fix=f"Use at least 1, or 0 for {meaning}.")
-            for name, meaning in _MAY_BE_0.items()
-            if getattr(self, name) < 0
-        ]
+        problems = _too_small(self)
         if self.rope_scaling != "none" and self.positions != "rope":
             what = f'is "{self.rope_scaling}", but positions are {self.positions}.'
             problems.append(Problem(where="rope_scaling", what=what, fix='Use "none".'))
@@ -117,6 +110,12 @@ class DecoderConfig:
     @property
     def size_of_head(self) -> int:
         return self.head_size or self.hidden_size // self.num_heads
+
+    @classmethod
+    def like_gpt2(cls, layers: int, hidden: int, heads: int, ffn: int, vocab: int, **more: Any) -> DecoderConfig:
+        base: dict[str, Any] = {"num_layers": layers, "hidden_size": hidden, "num_heads": heads, "num_kv_heads": heads}
+        base |= {"positions": "learned", "norm": "layer", "mlp": "gelu", "qkv_bias": True, "bias": True}
+        return cls(ffn_size=ffn, vocab_size=vocab, **base, **more)
 
 
 def _expert_problems(config: DecoderConfig) -> list[Problem]:
@@ -180,21 +179,9 @@ class ViTConfig:
     @property
     def encoder(self) -> DecoderConfig:
         """Its blocks, as those of a decoder (that looks both ways)."""
-        return DecoderConfig(
-            num_layers=self.num_layers,
-            hidden_size=self.hidden_size,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_heads,
-            ffn_size=self.ffn_size,
-            vocab_size=self.num_classes,
-            max_sequence=self.num_tokens,
-            positions="learned",
-            norm="layer",
-            norm_epsilon=self.norm_epsilon,
-            mlp="gelu",
-            qkv_bias=True,
-            bias=True,
-        )
+        sizes = self.num_layers, self.hidden_size, self.num_heads, self.ffn_size
+        more: dict[str, Any] = {"max_sequence": self.num_tokens, "norm_epsilon": self.norm_epsilon}
+        return DecoderConfig.like_gpt2(*sizes, self.num_classes, **more)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
 
 from meshwright.core.errors import Problem, nearest, raise_problems
 from meshwright.core.profile import Layer, Param, Profile
@@ -23,44 +24,37 @@ def frozen_by(freeze: Sequence[str], train: Sequence[str]) -> IsFrozen:
     return is_frozen
 
 
-def freeze(profile: Profile, is_frozen: IsFrozen) -> Profile:
-    """The profile with parameters marked; blocks that then differ are no longer folded."""
-    layers: list[Layer] = []
+def _unfolded(profile: Profile) -> Iterator[tuple[Layer, str]]:
+    """Every layer, blocks one by one, and what the names of its parameters begin with."""
     number = 0
-    for layer in profile.layers:
-        if not layer.is_block:
-            layers.append(_marked(layer, "" if layer.unit == "ends" else f"{layer.name}.", is_frozen))
-            continue
-        runs: list[Layer] = []
-        for _ in range(layer.repeat):
-            one = replace(_marked(layer, f"{profile.block_name(number)}.", is_frozen), repeat=1)
-            if runs and replace(runs[-1], repeat=1) == one:
-                runs[-1] = replace(runs[-1], repeat=runs[-1].repeat + 1)
-            else:
-                runs.append(one)
-            number += 1
-        layers += [replace(run, name=f"{layer.name}+{i}" if i else layer.name) for i, run in enumerate(runs)]
-    return replace(profile, layers=tuple(layers))
-
-
-def _marked(layer: Layer, prefix: str, is_frozen: IsFrozen) -> Layer:
-    def mark(param: Param) -> Param:
-        name = param.tied.removeprefix("first.") or f"{prefix}{param.name}"
-        return replace(param, frozen=param.frozen or is_frozen(name))
-
-    return replace(layer, params=tuple(map(mark, layer.params)))
-
-
-def names_of(profile: Profile) -> list[str]:
-    """Every parameter's name, tied ones once."""
-    names, number = [], 0
     for layer in profile.layers:
         for _ in range(layer.repeat):
             prefix = "" if layer.unit == "ends" else f"{layer.name}."
             if layer.is_block:
                 prefix, number = f"{profile.block_name(number)}.", number + 1
-            names += [f"{prefix}{param.name}" for param in layer.params if not param.tied]
-    return names
+            yield layer, prefix
+
+
+def freeze(profile: Profile, is_frozen: IsFrozen) -> Profile:
+    """The profile with parameters marked; blocks that then differ are no longer folded."""
+
+    def marked(layer: Layer, prefix: str) -> Layer:
+        def mark(param: Param) -> Param:
+            name = param.tied.removeprefix("first.") or f"{prefix}{param.name}"
+            return replace(param, frozen=param.frozen or is_frozen(name))
+
+        return replace(layer, params=tuple(map(mark, layer.params)))
+
+    layers: list[Layer] = []
+    for layer, units in groupby(_unfolded(profile), key=lambda unit: unit[0]):
+        for i, (one, run) in enumerate(groupby(marked(*unit) for unit in units)):
+            layers.append(replace(one, repeat=len(list(run)), name=f"{layer.name}+{i}" if i else layer.name))
+    return replace(profile, layers=tuple(layers))
+
+
+def names_of(profile: Profile) -> list[str]:
+    """Every parameter's name, tied ones once."""
+    return [f"{prefix}{param.name}" for layer, prefix in _unfolded(profile) for param in layer.params if not param.tied]
 
 
 def check_patterns(profile: Profile, freeze: Sequence[str], train: Sequence[str]) -> None:

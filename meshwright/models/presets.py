@@ -3,50 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from meshwright.core.errors import error_at, nearest
 from meshwright.core.profile import Profile
 from meshwright.models.cost_decoder import decoder_profile
-from meshwright.models.cost_dlrm import dlrm_profile
-from meshwright.models.cost_images import resnet_profile, vgg_profile, vit_profile
+from meshwright.models.cost_samples import dlrm_profile, resnet_profile, vgg_profile, vit_profile
 from meshwright.models.dimensions import Config, DecoderConfig, DLRMConfig, ResNetConfig, VGGConfig, ViTConfig
-
-__all__ = ["PRESETS", "Config", "DLRMConfig", "DecoderConfig", "ResNetConfig", "VGGConfig", "ViTConfig"]
-__all__ += ["config_kind", "preset"]
 
 
 def _gpt2(layers: int, hidden: int, heads: int, **changes: Any) -> DecoderConfig:
-    base = DecoderConfig(
-        num_layers=layers,
-        hidden_size=hidden,
-        num_heads=heads,
-        num_kv_heads=heads,
-        ffn_size=4 * hidden,
-        vocab_size=50257,
-        max_sequence=1024,
-        positions="learned",
-        norm="layer",
-        mlp="gelu",
-        qkv_bias=True,
-        bias=True,
-        tied=True,
-    )
-    return replace(base, **changes)
+    about = {"max_sequence": 1024, "tied": True} | changes
+    return DecoderConfig.like_gpt2(layers, hidden, heads, 4 * hidden, 50257, **about)
 
 
 def _llama(layers: int, hidden: int, heads: int, ffn: int, **changes: Any) -> DecoderConfig:
-    base = {
-        "num_layers": layers,
-        "hidden_size": hidden,
-        "num_heads": heads,
-        "num_kv_heads": 8,
-        "ffn_size": ffn,
-        "vocab_size": 128256,
-        "max_sequence": 131072,
-        "rope_theta": 500_000.0,
-    }
+    base: dict[str, Any] = {"num_layers": layers, "hidden_size": hidden, "num_heads": heads, "num_kv_heads": 8}
+    base |= {"ffn_size": ffn, "vocab_size": 128256, "max_sequence": 131072, "rope_theta": 500_000.0}
     return DecoderConfig(**(base | changes))
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.models.cost_images import resnet_kinds, vgg_kinds
+from meshwright.models.cost_samples import resnet_kinds, vgg_kinds
 from meshwright.models.dimensions import BottleneckShape, ConvShape
 from meshwright.models.presets import ResNetConfig, VGGConfig, ViTConfig
 from meshwright.ops.batch_norm import BatchNorm
@@ -26,8 +26,18 @@ class ImageModel(BlockModel):
 
     first = "stem"
 
-    def __init__(self, stem: nn.Module, blocks: Sequence[nn.Module], head: nn.Module, init_std: float | None = None):
+    def __init__(
+        self,
+        stem: nn.Module,
+        blocks: Sequence[nn.Module],
+        head: nn.Module,
+        entries: Sequence[tuple[int, ...]],
+        kinds: Sequence[str],
+        init_std: float | None = None,
+    ):
+        """`entries`: shapes of one image where it enters each block; `kinds`: the profile's layer of each."""
         super().__init__()
+        self.entries, self.kinds = entries, kinds
         self.stem: nn.Module | None = stem
         self.blocks = nn.ModuleDict({str(i): block for i, block in enumerate(blocks)})
         self.head = head
@@ -36,10 +46,6 @@ class ImageModel(BlockModel):
         self.starts: dict[str, float | tuple[float, float]]
         self.starts = {name: _start(name, value, init_std) for name, value in self.named_parameters()}
         self.starts |= {name: float(name.endswith("running_var")) for name, _ in self.named_buffers()}
-
-    def entry(self, block: int) -> tuple[int, ...]:
-        """Shape of one image where it enters a block."""
-        raise NotImplementedError
 
     def forward(
         self,
@@ -76,7 +82,13 @@ class ImageModel(BlockModel):
 
     def boundary(self, inputs: Inputs, block: int) -> tuple[int, ...]:
         assert isinstance(inputs, Tensor)
-        return inputs.shape[0], *self.entry(block)
+        return inputs.shape[0], *self.entries[block]
+
+    def kind_of(self, block: int) -> str:
+        return self.kinds[block]
+
+    def regions(self) -> Iterable[Inside]:
+        return (each for block in self.blocks.values() if hasattr(block, "regions") for each in block.regions())
 
     def boundary_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
@@ -135,18 +147,11 @@ class ViT(ImageModel):
     kind = "vit"
 
     def __init__(self, config: ViTConfig):
-        encoder = config.encoder
-        blocks = [TransformerBlock(encoder, GELU(encoder, "none"), is_causal=False) for _ in range(config.num_layers)]
-        super().__init__(PatchStem(config), blocks, ImageHead(config), config.init_std)
+        encoder, count = config.encoder, config.num_layers
+        blocks = [TransformerBlock(encoder, GELU(encoder, "none"), is_causal=False) for _ in range(count)]
+        entries = [(config.num_tokens, config.hidden_size)] * count
+        super().__init__(PatchStem(config), blocks, ImageHead(config), entries, ["blocks"] * count, config.init_std)
         self.config = config
-
-    def entry(self, block: int) -> tuple[int, ...]:
-        return self.config.num_tokens, self.config.hidden_size
-
-    def regions(self) -> Iterable[Inside]:
-        for block in self.blocks.values():
-            assert isinstance(block, TransformerBlock)
-            yield from block.regions()
 
 
 class ConvLayer(nn.Conv2d):
@@ -181,29 +186,20 @@ class Dense(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(self.pair(x.flatten(1)))
 
+    def regions(self) -> tuple[Inside, ...]:
+        return (Inside(entries=(self.pair,), row=self.pair.down),)
+
 
 class VGG(ImageModel):
     kind = "conv"
 
     def __init__(self, config: VGGConfig):
         first, *rest = config.convs
-        blocks = [*map(ConvLayer, rest), Dense(config)]
-        super().__init__(ConvLayer(first), blocks, nn.Linear(config.fc_size, config.num_classes))
+        head = nn.Linear(config.fc_size, config.num_classes)
+        sizes = [(each.width, each.size // 2 if each.pools else each.size) for each in config.convs]
+        entries = [(width, size, size) for width, size in sizes]
+        super().__init__(ConvLayer(first), [*map(ConvLayer, rest), Dense(config)], head, entries, vgg_kinds(config))
         self.config = config
-        self.kinds = vgg_kinds(config)
-
-    def kind_of(self, block: int) -> str:
-        return self.kinds[block]
-
-    def entry(self, block: int) -> tuple[int, ...]:
-        before = self.config.convs[block]  # the stem is the first of them
-        size = before.size // 2 if before.pools else before.size
-        return before.width, size, size
-
-    def regions(self) -> Iterable[Inside]:
-        for block in self.blocks.values():
-            if isinstance(block, Dense):
-                yield Inside(entries=(block.pair,), row=block.pair.down)
 
 
 def _conv(num_in: int, num_out: int, size: int, stride: int = 1) -> nn.Conv2d:
@@ -254,13 +250,7 @@ class ResNet(ImageModel):
     kind = "conv"
 
     def __init__(self, config: ResNetConfig):
-        super().__init__(ConvStem(config), [*map(BottleneckBlock, config.bottlenecks)], ConvHead(config))
+        entries = [(each.channels, each.size, each.size) for each in config.bottlenecks]
+        blocks = [*map(BottleneckBlock, config.bottlenecks)]
+        super().__init__(ConvStem(config), blocks, ConvHead(config), entries, resnet_kinds(config))
         self.config = config
-        self.kinds = resnet_kinds(config)
-
-    def kind_of(self, block: int) -> str:
-        return self.kinds[block]
-
-    def entry(self, block: int) -> tuple[int, ...]:
-        size = self.config.bottlenecks[block]
-        return size.channels, size.size, size.size

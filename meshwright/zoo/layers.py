@@ -27,12 +27,9 @@ from meshwright.ops.routing import (
 )
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Weights follow the activations' dtype, so lower precision is decided in one place: the embedding."""
-    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
-
-
 class Linear(nn.Linear):
+    """Weights follow the activations' dtype, so lower precision is decided in one place: the embedding."""
+
     product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = staticmethod(F.linear)
     """Of what comes, the weight and the bias, all of one dtype: what a technique may replace."""
 
@@ -172,11 +169,6 @@ class SwiGLU(nn.Module):
         self.up = Linear(hidden_size, ffn_size, bias=False)
         self.down = Linear(ffn_size, hidden_size, bias=bias)
 
-    @property
-    def row(self) -> nn.Module:
-        """Where the pieces of a split add up."""
-        return self.down
-
     def forward(self, x: Tensor) -> Tensor:
         return self.down(Gated.apply(self.gate(x), self.up(x)))
 
@@ -187,10 +179,6 @@ class GELU(nn.Module):
         self.approximate = approximate
         self.up = Linear(config.hidden_size, config.ffn_size, bias=config.bias)
         self.down = Linear(config.ffn_size, config.hidden_size, bias=config.bias)
-
-    @property
-    def row(self) -> nn.Module:
-        return self.down
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(x), approximate=self.approximate))
@@ -208,7 +196,8 @@ class TransformerBlock(nn.Module):
 
     def regions(self) -> tuple[Inside, ...]:
         first = Inside(entries=(self.attention,), row=self.attention.output)
-        return first, Inside(entries=(self.mlp,), row=self.mlp.row)
+        row = self.mlp.exit if isinstance(self.mlp, MoE) else self.mlp.down  # where the pieces of a split add up
+        return first, Inside(entries=(self.mlp,), row=row)
 
     def forward(
         self, x: Tensor, cosine: Tensor | None = None, sine: Tensor | None = None, mask: Mask | None = None
@@ -256,17 +245,8 @@ class Experts(ExpertHolder):
         self.down = nn.Parameter(torch.empty(experts, d, f))
 
     def forward(self, x: Tensor, chosen: Tensor, share: Tensor, kept: Tensor | None) -> Tensor:
-        flat = None if kept is None else kept.flatten(0, 1)
-        out = through_experts(
-            x.flatten(0, 1),
-            chosen.flatten(0, 1),
-            share.flatten(0, 1),
-            flat,
-            (self.gate, self.up, self.down),
-            self.num_experts,
-            self.send,
-        )
-        return out.view_as(x)
+        flat = [None if each is None else each.flatten(0, 1) for each in (x, chosen, share, kept)]
+        return through_experts(*flat, (self.gate, self.up, self.down), self.num_experts, self.send).view_as(x)
 
 
 class MoE(nn.Module):
@@ -279,15 +259,10 @@ class MoE(nn.Module):
         self.experts = Experts(config)
         size = config.num_shared_experts * config.expert_ffn_size
         self.shared = SwiGLU(config.hidden_size, size) if size else None
-        self.exit = nn.Identity()
+        self.exit = nn.Identity()  # of experts and shared experts together
         self.own_tokens: Callable[[Tensor, int], Tensor] = every_token
         self.all_choices: Callable[[Tensor], Tensor] = lambda chosen: chosen
         """Of the whole sequences: capacity and balance are a sequence's, of which this rank may have a part only."""
-
-    @property
-    def row(self) -> nn.Module:
-        """Where the pieces of a split add up: experts and shared experts together."""
-        return self.exit
 
     def forward(self, x: Tensor) -> Tensor:
         chosen, share, scores = self.router(x)

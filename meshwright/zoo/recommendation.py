@@ -51,9 +51,9 @@ class DLRM(Model):
     def __init__(self, config: DLRMConfig):
         super().__init__()
         self.config = config
-        self.bottom = MLP((config.num_dense, *config.bottom, config.embedding_size))
-        self.tables = Tables(config)
-        self.top = MLP((config.num_features, *config.top, 1), ends=True)
+        bottom, top = (config.num_dense, *config.bottom, config.embedding_size), (config.num_features, *config.top, 1)
+        self.sizes = {"bottom": bottom, "top": top}
+        self.bottom, self.tables, self.top = MLP(bottom), Tables(config), MLP(top, ends=True)
 
     def forward(
         self,
@@ -90,9 +90,6 @@ class DLRM(Model):
         if name.endswith("bias"):
             return 0.0
         owner, place = name.split(".")[0], int(name.split(".")[2])
-        config = self.config
         if owner == "tables":
-            return 0.0, (3.0 * config.tables[place]) ** -0.5
-        bottom = (config.num_dense, *config.bottom, config.embedding_size)
-        sizes = bottom if owner == "bottom" else (config.num_features, *config.top, 1)
-        return 0.0, (2.0 / (sizes[place] + sizes[place + 1])) ** 0.5
+            return 0.0, (3.0 * self.config.tables[place]) ** -0.5
+        return 0.0, (2.0 / sum(self.sizes[owner][place : place + 2])) ** 0.5

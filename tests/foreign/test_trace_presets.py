@@ -2,7 +2,7 @@
 
 Held per layer and op kind: flops and kernels exactly, bytes kept within 1 %, bytes moved within 3 % (or a kilobyte).
 
-Tests of `models/cost_images.py`, `models/cost_ops.py`.
+Tests of `models/cost_samples.py`.
 """
 
 from __future__ import annotations

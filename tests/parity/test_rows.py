@@ -1,6 +1,6 @@
 """Tables that are shared out: the same model as on one device, and only the rows that were asked for travel.
 
-Tests of `models/cost_dlrm.py`, `ops/table_lookup.py`, `techniques/rows.py`.
+Tests of `models/cost_samples.py`, `ops/table_lookup.py`, `techniques/rows.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from meshwright.core.plan import Plan
 from meshwright.launch.rank_pool import RankPool
 from meshwright.machine.named_clusters import cluster
 from meshwright.models.cost_decoder import decoder_profile
-from meshwright.models.cost_dlrm import dlrm_profile
+from meshwright.models.cost_samples import dlrm_profile
 from meshwright.models.presets import PRESETS, DecoderConfig, DLRMConfig
 from meshwright.optimizers.optimizer_config import OptimizerConfig
 from meshwright.runtime.checkpointing import restore_optimizer, save

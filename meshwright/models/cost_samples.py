@@ -1,35 +1,91 @@
-"""What ViT, VGG and ResNet cost, from their dimensions alone. No torch.
+"""What models without a sequence cost, from their dimensions alone: ViT, VGG, ResNet and DLRM. No torch.
 
 A relu works in place: it keeps its output, which the next convolution reads. A batch norm keeps its input.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
-from itertools import groupby
+from collections.abc import Iterable, Sequence
+from dataclasses import fields, replace
+from itertools import groupby, pairwise
+from typing import Any
 
-from meshwright.core.profile import Layer, Op, Param, Poly, Profile, Site
-from meshwright.models.cost_decoder import block_layer, plain_mlp
-from meshwright.models.cost_ops import (
-    NO_PIECES,
-    NO_SEQUENCE,
+from meshwright.core.profile import Cut, FusedCost, Layer, Op, Param, Poly, Profile, Role, Site
+from meshwright.models.cost_decoder import (
     bias,
-    cast,
-    classifier,
-    conv,
+    block_layer,
     kept,
-    kept_once,
     linear_params,
     matmul,
     memory,
     norm_params,
-    per_sample,
-    relu,
-    sample_profile,
-    without_input_gradient,
+    plain_mlp,
 )
-from meshwright.models.dimensions import BottleneckShape, ConvShape, ResNetConfig, VGGConfig, ViTConfig
+from meshwright.models.dimensions import BottleneckShape, ConvShape, DLRMConfig, ResNetConfig, VGGConfig, ViTConfig
+
+NO_PIECES = "a sample has one loss, no vocabulary for every token."
+NO_SEQUENCE = "its samples have no sequence."
+
+
+def kept_once(name: str, role: Role, elements: float) -> Op:
+    """In float32, however many samples there are."""
+    return replace(kept(name, role, 0.0, wide=True), saved=Poly(one=elements))
+
+
+def relu(name: str, n: float, cut: Cut = "none", working: float = 0.0) -> Op:
+    """In place: keeps its output."""
+    return memory(name, "activation", 2.0 * n, back=3.0 * n, saved=n, kernels=(1, 1), cut=cut, working=working)
+
+
+def cast(name: str, n: float, *, back: bool, saved: float = 0.0, kernels: int = 1) -> tuple[Op, Op]:
+    """Under autocast, of a float32 tensor that a product reads: what is read, and what is written (and kept)."""
+    both = n if back else 0.0
+    read = memory(name, "cast", n, back=both, kernels=(kernels, kernels * back), wide=True)
+    return read, memory(f"{name}.narrow", "cast", n, back=both, saved=saved, kernels=(0, 0))
+
+
+def per_sample(value: Any, tokens: int = 1) -> Any:
+    """A layer, or what it is made of, where samples are all `tokens` long: nothing depends on a sequence."""
+    if isinstance(value, Poly):
+        return Poly(one=value.one, b=value.b + tokens * value.bs + tokens * tokens * value.bss)
+    if isinstance(value, tuple):
+        return tuple(per_sample(each, tokens) for each in value)
+    if isinstance(value, Op):
+        value = replace(value, shape=tuple(size or tokens for size in value.shape))
+    if not isinstance(value, Layer | Op | FusedCost | Site):
+        return value
+    return replace(value, **{field.name: per_sample(getattr(value, field.name), tokens) for field in fields(value)})
+
+
+def sample_profile(name: str, layers: Iterable[Layer], hidden_size: int, uncut: dict[str, str]) -> Profile:
+    """Of a model whose samples have no sequence."""
+    about: dict[str, Any] = {"max_sequence": 1, "counts": "samples", "stream": "parameters"}
+    layers = tuple(map(per_sample, layers))
+    return Profile(name=name, layers=layers, hidden_size=hidden_size, uncut=uncut, **about)
+
+
+def conv(name: str, channels: int, width: int, kernel: int, size_in: int, size_out: int, back: int = 2) -> Op:
+    """A convolution of squares, as the matmul it is."""
+    inputs, rows = channels * kernel * kernel, size_out * size_out
+    passed = channels * size_in * size_in + width * rows
+    return matmul(name, width, inputs, rows=rows, passed=passed, back=back, role="convolution", cut="none")
+
+
+def cross_entropy(num_scores: int) -> tuple[Op, ...]:
+    """Scores stay as they are and are kept; their gradient is another tensor."""
+    v = float(num_scores)
+    return (
+        memory("cross_entropy", "loss", v, back=2.0 * v, saved=v, kernels=(2, 1), kind="loss"),
+        memory("scores", "loss", working=v, kernels=(0, 0), kind="loss"),
+        # Losses times weights, summed; targets are int64.
+        memory("weighing", "loss", 10.0, back=6.0, saved=4.0, kernels=(2, 1), wide=True),
+    )
+
+
+def classifier(num_in: int, num_classes: int) -> tuple[Op, ...]:
+    """A linear with a bias, and the loss of its scores."""
+    output = matmul("output", num_classes, num_in, cut="none")
+    return output, bias("output.bias", num_classes), *cross_entropy(num_classes)
 
 
 def vgg_kinds(config: VGGConfig) -> tuple[str, ...]:
@@ -63,8 +119,8 @@ def _pool(given: float, passed: float) -> tuple[Op, Op]:
 def _vgg_conv(size: ConvShape, name: str, repeat: int = 1, is_stem: bool = False) -> Layer:
     out = size.width * size.size * size.size
     passed = out // 4 if size.pools else out
-    multiply = conv("conv", size.channels, size.width, 3, size.size, size.size)
-    ops = [without_input_gradient(multiply) if is_stem else multiply, relu("relu", out, working=2.0 * out)]
+    multiply = conv("conv", size.channels, size.width, 3, size.size, size.size, back=1 if is_stem else 2)
+    ops = [multiply, relu("relu", out, working=2.0 * out)]
     if is_stem:
         image = size.channels * size.size**2
         ops = [*cast("images", image, back=False, saved=image), *ops]
@@ -105,7 +161,7 @@ def vgg_profile(config: VGGConfig, name: str) -> Profile:
         layers.append(dense if kind == "dense" else _vgg_conv(rest[place], kind, repeat))
     params = linear_params("", config.num_classes, f, bias=True)
     layers.append(Layer(name="head", params=params, ops=classifier(f, config.num_classes)))
-    return sample_profile(name, map(per_sample, layers), f, {"sequence": NO_SEQUENCE, "loss": NO_PIECES})
+    return sample_profile(name, layers, f, {"sequence": NO_SEQUENCE, "loss": NO_PIECES})
 
 
 def _batch_norm(name: str, width: int, size: int) -> tuple[tuple[Param, ...], tuple[Op, Op], Site]:
@@ -166,7 +222,7 @@ def resnet_profile(config: ResNetConfig, name: str) -> Profile:
         params=(Param(name="conv.weight", shape=(width, config.channels, 7, 7)), *params),
         ops=(
             *cast("images", image, back=False, saved=image),
-            without_input_gradient(conv("conv", config.channels, width, 7, config.image_size, size)),
+            conv("conv", config.channels, width, 7, config.image_size, size, back=1),
             *norm,
             relu("relu", out, working=2.0 * out),
             *_pool(out, passed),
@@ -187,7 +243,7 @@ def resnet_profile(config: ResNetConfig, name: str) -> Profile:
         "loss": NO_PIECES,
         "samples": "its batch norms see the whole batch: use microbatch = batch / replicas.",
     }
-    return sample_profile(name, map(per_sample, (stem, *blocks, head)), last.out, uncut)
+    return sample_profile(name, (stem, *blocks, head), last.out, uncut)
 
 
 def _vit_block(config: ViTConfig) -> Layer:
@@ -225,7 +281,7 @@ def vit_profile(config: ViTConfig, name: str) -> Profile:
         ),
         ops=(
             *cast("images", image, back=False, saved=image),
-            without_input_gradient(conv("patches", config.channels, d, patch, size, size // patch)),
+            conv("patches", config.channels, d, patch, size, size // patch, back=1),
             # The class token joins in, the stream becomes float32, positions are added.
             memory("joined", "embedding", 3.0 * passed, back=passed, kernels=(1, 1), working=passed),
             memory(
@@ -250,5 +306,76 @@ def vit_profile(config: ViTConfig, name: str) -> Profile:
         ),
     )
     odd = f"its {tokens} tokens, the class token among them, are not divided."
-    layers = per_sample(stem), per_sample(_vit_block(config), tokens), per_sample(head)
+    layers = stem, per_sample(_vit_block(config), tokens), head
     return sample_profile(name, layers, d, {"sequence": odd, "loss": NO_PIECES})
+
+
+def _mlp(sizes: Sequence[int], back: int = 2) -> tuple[tuple[Param, ...], list[Op]]:
+    """`back`: products that the first linear makes going back."""
+    params: list[Param] = []
+    ops: list[Op] = []
+    for place, (k, n) in enumerate(pairwise(sizes)):
+        params += linear_params(f"layers.{place}", n, k, bias=True)
+        ops.append(matmul(f"layers.{place}", n, k, cut="none", back=2 if place else back))
+        ops += [bias(f"layers.{place}.bias", n), relu(f"relu.{place}", n)]
+    return tuple(params), ops
+
+
+def _tables(config: DLRMConfig) -> Layer:
+    d, count = config.embedding_size, len(config.tables)
+    vectors = config.num_vectors * d
+    # Tables are float32, and so are their vectors until they are cast; dense gradients of all tables are written.
+    moved, back, gradients = 2.0 * count * d + 2.0 * count, count * d + 2.0 * count, (0, sum(config.tables) * d)
+    kernels = (count, count)
+    ops = (
+        memory("lookup", "embedding", moved, back=back, once=gradients, kernels=kernels, wide=True, kind="gather"),
+        *cast("vectors", count * d, back=True, kernels=count),
+        # Put side by side; going back, the dense vector's two gradients are added.
+        memory("stack", "layout", 2.0 * vectors, back=3.0 * d, kernels=(1, 1)),
+        kept("ids", "embedding", 2.0 * count, wide=True),
+    )
+    params = tuple(
+        Param(name=f"tables.{i}.weight", shape=(rows, d), shared_out="rows") for i, rows in enumerate(config.tables)
+    )
+    return Layer(name="tables", params=params, ops=ops, boundary=Poly(bs=vectors))
+
+
+def _top(config: DLRMConfig) -> Layer:
+    d, count, features = config.embedding_size, config.num_vectors, config.num_features
+    params, mlp = _mlp((features, *config.top, 1))
+    chosen, square = count * (count - 1) / 2.0, count * count
+    back, places = square * 2.0 + chosen, 8.0 * chosen
+    # A product of every sample's vectors with themselves: there is no weight.
+    passed = 2 * count * d + square
+    pairs = matmul("pairs", count, d, rows=count, matrices=0, passed=passed, cut="none", role="matmul")
+    pairs = replace(pairs, matrices=Poly(bs=1.0), saved=Poly(bs=count * d), working=Poly(bs=square))
+    ops = (
+        pairs,
+        memory("vectors", "input", back=3.0 * count * d, kernels=(0, 1)),
+        memory("chosen", "layout", 2.0 * chosen, back=back, once=(places, places), kernels=(1, 1), kind="gather"),
+        memory("features", "layout", 2.0 * features, back=square, saved=features, once=(places, 0), kernels=(2, 1)),
+        kept_once("pairs.places", "layout", 4.0 * chosen),  # two int64
+        # The last linear has no relu: its one logit goes to the loss.
+        *mlp[:-1],
+        memory("cross_entropy", "loss", 3.0, back=8.0, saved=2.0, kernels=(1, 3), wide=True, kind="loss"),
+        memory("weighing", "loss", 8.5, back=3.5, saved=1.0, kernels=(4, 2), wide=True),
+    )
+    return Layer(name="top", params=params, ops=ops)
+
+
+def dlrm_profile(config: DLRMConfig, name: str) -> Profile:
+    params, ops = _mlp((config.num_dense, *config.bottom, config.embedding_size), back=1)
+    features = cast("features", config.num_dense, back=False, saved=config.num_dense)
+    bottom = Layer(
+        name="bottom",
+        params=params,
+        ops=(*features, *ops),
+        boundary=Poly(bs=config.embedding_size),
+    )
+    uncut = {
+        "inside": "its linears are small; its tables can be shared out by rows.",
+        "sequence": NO_SEQUENCE,
+        "stages": "its features and tables meet in one product: there are no blocks in a row.",
+        "loss": NO_PIECES,
+    }
+    return sample_profile(name, (bottom, _tables(config), _top(config)), config.embedding_size, uncut)
