@@ -132,6 +132,7 @@ _CACHE_VERSION = 3
 
 Array = npt.NDArray[Any]
 Facts = dict[str, Any]
+Fill = Callable[["ArrayWriter"], Facts]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +141,7 @@ class CachedArrays:
 
     arrays: dict[str, Array]
     facts: Facts
-    index: Path | None = None
+    index: Path = Path()
     unchecked: dict[str, CheckedFile] = field(default_factory=dict)
     """Files of large arrays that go by rows: to be checked before rows are used."""
 
@@ -153,8 +154,7 @@ class CachedArrays:
             try:
                 file.check(begin + first * num_bytes, begin + stop * num_bytes)
             except DamagedFile as damage:
-                if self.index is not None:
-                    self.index.unlink(missing_ok=True)
+                self.index.unlink(missing_ok=True)
                 fix = "It is made again from the data itself when the same command is run again."
                 raise error_at(damage.path, f"{damage.what}.", fix, exit_code=1) from None
 
@@ -224,20 +224,16 @@ class ArrayWriter:
         return self.paths[name]
 
 
-def cached(
-    folder: Path | None, key: CacheKey, fill: Callable[[ArrayWriter], Facts], by_rows: tuple[str, ...] = ()
-) -> CachedArrays:
+def cached(folder: Path | None, key: CacheKey, fill: Fill, by_rows: tuple[str, ...] = ()) -> CachedArrays:
     """The arrays of this key, made by `fill` where they are absent, out of date or damaged. Without a folder: made.
 
     `by_rows`: arrays that the caller only uses after `CachedArrays.check_rows`; large ones are not checked here.
     """
     writer = ArrayWriter(folder=folder)
     if folder is None:
-        facts = fill(writer)
-        return CachedArrays(arrays=writer.arrays, facts=facts)
-    arrays = load(folder, key, by_rows)
-    if arrays:
-        return arrays
+        return CachedArrays(facts=fill(writer), arrays=writer.arrays)
+    if kept := load(folder, key, by_rows):
+        return kept
     with _write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -249,6 +245,17 @@ def cached(
             path.unlink(missing_ok=True)
     # Mapping what was just written frees this process's own copy.
     return load(folder, key, by_rows) or CachedArrays(arrays=writer.arrays, facts=facts)
+
+
+def cached_facts(folder: Path | None, key: CacheKey, find: Callable[[], Facts]) -> Facts:
+    """Facts alone; where they cannot be written, they are found out again the next time."""
+    kept = load(folder, key) if folder else None
+    facts = kept.facts if kept else find()
+    if folder and not kept:
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            _store(folder, key, ArrayWriter(folder=folder), facts)
+    return facts
 
 
 def load(folder: Path, key: CacheKey, by_rows: tuple[str, ...] = ()) -> CachedArrays | None:
@@ -271,14 +278,6 @@ def load(folder: Path, key: CacheKey, by_rows: tuple[str, ...] = ()) -> CachedAr
         return None
     unchecked = {name: file for name, file in files.items() if file.num_unseen}
     return CachedArrays(arrays=arrays, facts=index.facts, index=path, unchecked=unchecked)
-
-
-def store_facts(folder: Path | None, key: CacheKey, facts: Facts) -> None:
-    """Facts alone, in place of those that were kept; where they cannot be written, they are found out again."""
-    if folder is not None:
-        with contextlib.suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-            _store(folder, key, ArrayWriter(folder=folder), facts)
 
 
 def _store(folder: Path, key: CacheKey, writer: ArrayWriter, facts: Facts) -> None:

@@ -14,15 +14,16 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from meshwright.core.errors import Problem, Problems, error_at, nearest, raise_problems
+from meshwright.core.errors import Problem, error_at, nearest, raise_problems
 from meshwright.data.arrays import (
     first_not_finite,
     npz_names,
@@ -33,9 +34,9 @@ from meshwright.data.arrays import (
     readable_parquet,
     require_plausible,
 )
-from meshwright.data.cache import ArrayWriter, CachedArrays, CacheKey, Facts, cached
+from meshwright.data.cache import ArrayWriter, CachedArrays, CacheKey, Facts, Fill, cached
 from meshwright.data.data_section import DataSection
-from meshwright.data.dataset import Inputs, SampleInfo, SampleRows
+from meshwright.data.dataset import SampleInfo, SampleRows, Source
 from meshwright.data.file_list import SourceFile
 from meshwright.data.sample_order import Index
 
@@ -52,74 +53,40 @@ Column = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class LabelledSource:
+class LabelledSource(Source):
     """Rows of cached arrays, each with one target of weight 1."""
 
     entry: CachedArrays
     files: tuple[SourceFile, ...]
-    vocab_size: ClassVar[int] = 0
+    info: SampleInfo
 
-    @property
+    @cached_property
     def num_samples(self) -> int:
         return len(self.entry.arrays["labels"])
 
-    def inputs(self, samples: Index) -> Inputs:
-        raise NotImplementedError
+    @cached_property
+    def facts(self) -> list[Any]:
+        about, digest = self.info, self.entry.facts["digest"]
+        if about.kind == "images":
+            return ["images", [self.num_samples, *about.shape], about.num_classes, digest]
+        return ["table", self.num_samples, list(about.shape), digest]
 
     def pick(self, samples: Index) -> SampleRows:
         self.entry.check_rows(samples, samples + 1)
-        weights = np.ones(len(samples), dtype=np.float32)
-        return SampleRows(self.inputs(samples), self.entry.arrays["labels"][samples], weights)
-
-    def count(self, samples: Index) -> float:
-        return float(len(samples))
-
-    def check_vocabulary(self, vocab_size: int) -> Problems:
-        return ()
-
-
-class ImageSource(LabelledSource):
-    """Its array `images` is (samples, channels, height, width): uint8, or float32 taken as it is."""
-
-    @property
-    def info(self) -> SampleInfo:
-        shape, facts = self.entry.arrays["images"].shape[1:], self.entry.facts
-        num_classes, classes = facts["num_classes"], tuple(facts["classes"])
-        return SampleInfo(kind="images", shape=tuple(shape), num_classes=num_classes, classes=classes)
-
-    @property
-    def facts(self) -> list[Any]:
-        shape = list(self.entry.arrays["images"].shape)
-        return ["images", shape, self.entry.facts["num_classes"], self.entry.facts["digest"]]
-
-    def inputs(self, samples: Index) -> Inputs:
-        chosen = self.entry.arrays["images"][samples]
-        return np.divide(chosen, np.float32(255), dtype=np.float32) if chosen.dtype == np.uint8 else chosen
+        arrays, inputs = self.entry.arrays, ()
+        if self.info.kind == "table":
+            inputs = arrays["dense"][samples], arrays["ids"][samples].astype(np.int64)
+        else:
+            inputs = arrays["images"][samples]
+            inputs = np.divide(inputs, np.float32(255), dtype=np.float32) if inputs.dtype == np.uint8 else inputs
+        return SampleRows(inputs, arrays["labels"][samples], np.ones(len(samples), dtype=np.float32))
 
 
-class TableSource(LabelledSource):
-    """Its arrays `dense` and `ids` have a column each of the table's; `id_sizes` are the largest ids plus one."""
-
-    @property
-    def info(self) -> SampleInfo:
-        num_dense, num_ids = self.entry.arrays["dense"].shape[1], self.entry.arrays["ids"].shape[1]
-        return SampleInfo(kind="table", shape=(num_dense, num_ids, *self.entry.facts["id_sizes"]), num_classes=2)
-
-    @property
-    def facts(self) -> list[Any]:
-        return ["table", self.num_samples, list(self.info.shape), self.entry.facts["digest"]]
-
-    def inputs(self, samples: Index) -> Inputs:
-        return self.entry.arrays["dense"][samples], self.entry.arrays["ids"][samples].astype(np.int64)
+def open_npz_images(file: SourceFile, cache: Path | None, section: DataSection) -> LabelledSource:
+    return _images("images", file, cache, lambda writer: _convert(file.path, writer))
 
 
-def open_npz_images(file: SourceFile, cache: Path | None, section: DataSection) -> ImageSource:
-    key = CacheKey(question=("images",), files=(file,))
-    entry = cached(cache, key, lambda writer: _convert(file.path, writer), by_rows=("images", "labels"))
-    return ImageSource(entry=entry, files=(file,))
-
-
-def open_image_folder(folder: str, cache: Path | None, section: DataSection) -> ImageSource:
+def open_image_folder(folder: str, cache: Path | None, section: DataSection) -> LabelledSource:
     """Image files in one sub-folder per class; the classes are numbered by name."""
     listing, problems = [], []
     for name in sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and entry.name[0] != "."):
@@ -135,17 +102,25 @@ def open_image_folder(folder: str, cache: Path | None, section: DataSection) -> 
     state = xxhash.xxh3_64_intdigest(repr([image[1:] for image in listing]).encode()) >> 1
     total_bytes = sum(size for _, _, size, _ in listing)
     file = SourceFile(path=os.path.abspath(folder), size_bytes=total_bytes, mtime_ns=state)
-    paths = [image[0] for image in listing]
-    key = CacheKey(question=("image folder",), files=(file,))
-    entry = cached(cache, key, lambda writer: _decode(paths, writer), by_rows=("images", "labels"))
-    return ImageSource(entry=entry, files=(file,))
+    return _images("image folder", file, cache, lambda writer: _decode([image[0] for image in listing], writer))
 
 
-def open_table(file: SourceFile, cache: Path | None, section: DataSection) -> TableSource:
+def _images(question: str, file: SourceFile, cache: Path | None, fill: Fill) -> LabelledSource:
+    """The array `images` is (samples, channels, height, width): uint8, or float32 taken as it is."""
+    entry = cached(cache, CacheKey(question=(question,), files=(file,)), fill, by_rows=("images", "labels"))
+    shape, num_classes = entry.arrays["images"].shape[1:], entry.facts["num_classes"]
+    info = SampleInfo(kind="images", shape=shape, num_classes=num_classes, classes=tuple(entry.facts["classes"]))
+    return LabelledSource(entry=entry, files=(file,), info=info)
+
+
+def open_table(file: SourceFile, cache: Path | None, section: DataSection) -> LabelledSource:
+    """The arrays `dense` and `ids` have a column each of the table's; `id_sizes` are the largest ids plus one."""
     key = CacheKey(question=("table", section.label), files=(file,))
     by_rows = ("dense", "ids", "labels")
     entry = cached(cache, key, lambda writer: _read_table(file.path, section.label, writer), by_rows)
-    return TableSource(entry=entry, files=(file,))
+    num_columns = (entry.arrays[name].shape[1] for name in ("dense", "ids"))
+    info = SampleInfo(kind="table", shape=(*num_columns, *entry.facts["id_sizes"]), num_classes=2)
+    return LabelledSource(entry=entry, files=(file,), info=info)
 
 
 def is_image_folder(path: str) -> bool:

@@ -164,8 +164,7 @@ def _finished(stem: Path, identity: str) -> PreparedFacts | None:
         for file in facts.open_files(stem).values():
             file.check_all()
         if facts.tokenizer != ByteTokenizer.name:
-            content = beside(stem, ".tokenizer.json").read_bytes()
-            return facts if f":{xxhash.xxh3_64_hexdigest(content)}:" in facts.tokenizer else None
+            facts.read_tokenizer(stem)
     except (OSError, DamagedFile, MeshwrightError):
         return None
     return facts

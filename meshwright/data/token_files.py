@@ -25,8 +25,9 @@ import contextlib
 import json
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -46,9 +47,8 @@ from meshwright.data.cache import (
     DamagedFile,
     Facts,
     cached,
-    load,
+    cached_facts,
     open_hashed,
-    store_facts,
 )
 from meshwright.data.data_section import DataSection
 from meshwright.data.file_list import SourceFile, find_files
@@ -77,34 +77,26 @@ def open_flat(file: SourceFile, cache: Path | None, section: DataSection) -> Tok
 def _token_file(
     file: SourceFile, tokens: TokenArray, cache: Path | None, section: DataSection, more: tuple[SourceFile, ...] = ()
 ) -> TokenSource:
-    """The source of mapped tokens; `more` are files that belong to it.
+    """The source of mapped tokens; `more` are files that belong to it."""
 
-    Its digest is of the first and the last MiB and of blocks spread between them.
-    """
-    key = CacheKey(question=("token file", tokens.dtype.str), files=(file, *more))
-    known = load(cache, key) if cache else None
-    facts = dict(known.facts) if known else {}
-    if not known:
-        digest, last = xxhash.xxh3_64(), max(0, file.size_bytes - MIB)
+    def digest() -> Facts:
+        """Of the first and the last MiB and of blocks spread between them."""
+        state, last = xxhash.xxh3_64(), max(0, file.size_bytes - MIB)
         between = {last * block // _NUM_BLOCKS for block in range(1, _NUM_BLOCKS)}
         with open(file.path, "rb", buffering=0) as opened:
             for offset, num_bytes in ((0, MIB), *((offset, _BLOCK_BYTES) for offset in sorted(between)), (last, MIB)):
-                digest.update(os.pread(opened.fileno(), num_bytes, offset))
-        facts["digest"] = digest.hexdigest()
-        store_facts(cache, key, facts)
+                state.update(os.pread(opened.fileno(), num_bytes, offset))
+        return {"digest": state.hexdigest()}
 
-    def id_range() -> tuple[int, int]:
-        if "largest" not in facts:
-            facts["smallest"], facts["largest"] = scan_range(tokens)
-            store_facts(cache, key, facts)
-        return facts["smallest"], facts["largest"]
+    def fact(question: str, find: Callable[[], Facts]) -> Facts:
+        return cached_facts(cache, CacheKey(question=(question, tokens.dtype.str), files=(file, *more)), find)
 
     return TokenSource(
         corpus=FlatTokens(tokens=tokens),
-        digest=facts["digest"],
+        digest=fact("token file", digest)["digest"],
         files=(file, *more),
         sequence=section.sequence,
-        id_range=id_range,
+        find_range=lambda: fact("token range", lambda: {"range": scan_range(tokens)})["range"],
     )
 
 
@@ -166,85 +158,78 @@ class PreparedFacts:
             return {}
         return open_hashed(self.hashes, beside(stem, ".xxh3"), {end: beside(stem, end) for end in self.hashes.sizes})
 
+    def read_tokenizer(self, stem: Path) -> bytes:
+        """The tokenizer's file beside them. Raises MeshwrightError where it is missing, or another."""
+        path = beside(stem, ".tokenizer.json")
+        with _damage_as_problem():
+            content = path.read_bytes()
+        if f":{xxhash.xxh3_64_hexdigest(content)}:" not in self.tokenizer:
+            raise error_at(path, f"is not the tokenizer that made {stem.name}.bin.", _PREPARE_AGAIN)
+        return content
+
 
 def beside(stem: Path, end: str) -> Path:
     return stem.with_name(f"{stem.name}{end}")
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class TokenIndex:
-    """A mapped .idx file."""
-
-    path: str
-    dtype: np.dtype[np.integer]
-    lengths: npt.NDArray[np.int32]
-    first_bytes: npt.NDArray[np.int64]
-    documents: npt.NDArray[np.int64]
-
-    @property
-    def num_bytes(self) -> int:
-        """What the .bin must have, if sequences lie one after the other."""
-        if not len(self.lengths):
-            return 0
-        return int(self.first_bytes[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
-
-
 def open_megatron(file: SourceFile, cache: Path | None, section: DataSection) -> TokenSource:
     """The pair that `file` (either of the two) belongs to."""
-    stem = os.path.splitext(file.path)[0]
+    stem = Path(os.path.splitext(file.path)[0])
     problems: list[Problem] = []
     pair = find_files((f"{stem}.bin", f"{stem}.idx"), problems)
     raise_problems(problems)
     tokens_file, index_file = pair
-    index = _read_index(index_file)
-    if index.num_bytes != tokens_file.size_bytes:
-        what = f"promises {index.num_bytes:,} bytes, {tokens_file.path} has {tokens_file.size_bytes:,}."
+    dtype, lengths, first_bytes, documents = _read_index(index_file.path)
+    # If sequences lie one after the other.
+    num_bytes = int(first_bytes[-1]) + int(lengths[-1]) * dtype.itemsize if len(lengths) else 0
+    if num_bytes != tokens_file.size_bytes:
+        what = f"promises {num_bytes:,} bytes, {tokens_file.path} has {tokens_file.size_bytes:,}."
         fix = "One of the two is cut off, or they do not belong together: copy or write both again."
-        raise error_at(index.path, what, fix)
-    if section.token_dtype not in ("auto", index.dtype.name):
-        what = f"says the tokens are {index.dtype}, data.token_dtype is {section.token_dtype}."
-        raise error_at(index.path, what, 'Use token_dtype = "auto".')
-    facts = PreparedFacts.beside(Path(stem))
+        raise error_at(index_file.path, what, fix)
+    if section.token_dtype not in ("auto", dtype.name):
+        what = f"says the tokens are {dtype}, data.token_dtype is {section.token_dtype}."
+        raise error_at(index_file.path, what, 'Use token_dtype = "auto".')
+    facts = PreparedFacts.beside(stem)
     with _damage_as_problem():
-        files = facts.open_files(Path(stem)) if facts else {}
+        files = facts.open_files(stem) if facts else {}
         if files:
             files[".idx"].check(np.zeros(1, np.int64), np.ones(1, np.int64))  # the type of the tokens
-    source = _token_file(tokens_file, _map_bin(tokens_file, index.dtype), cache, section, more=(index_file,))
-    source = _with_tokenizer(source, Path(stem), facts)
+    source = _token_file(tokens_file, _map_bin(tokens_file, dtype), cache, section, more=(index_file,))
+    source = _with_tokenizer(source, stem, facts)
     weights = files[".weights"].bytes if ".weights" in files else None
+    itemsizes = {end: size for end, size in ((".bin", dtype.itemsize), (".weights", 1)) if end in files}
 
     def check(first: Index, stop: Index) -> None:
         with _damage_as_problem():
-            files[".bin"].check(first * index.dtype.itemsize, stop * index.dtype.itemsize)
-            if weights is not None:
-                files[".weights"].check(first, stop)
+            for end, size in itemsizes.items():
+                files[end].check(first * size, stop * size)
 
-    if any(files[end].num_unseen for end in (".bin", ".weights") if end in files):
+    if any(files[end].num_unseen for end in itemsizes):
         source = replace(source, check=check)
+    corpus = FlatTokens(tokens=source.corpus.tokens, weights=weights)
     if section.packing == "stream":
-        return replace(source, corpus=FlatTokens(tokens=source.corpus.tokens, weights=weights))
+        return replace(source, corpus=corpus)
 
     def save_starts(writer: ArrayWriter) -> Facts:
         """Save the first token of every document that is not empty."""
         with _damage_as_problem():
             if files:
                 files[".idx"].check_all()
-        ends = index.first_bytes + index.lengths * np.int64(index.dtype.itemsize)
-        is_laid_out = index.first_bytes[0] == 0 and np.array_equal(index.first_bytes[1:], ends[:-1])
+        ends = first_bytes + lengths * np.int64(dtype.itemsize)
+        is_laid_out = first_bytes[0] == 0 and np.array_equal(first_bytes[1:], ends[:-1])
         # Some writers leave documents out: each sequence is one then.
-        documents = index.documents[:-1] if len(index.documents) > 1 else np.arange(len(index.lengths))
-        is_ordered = len(documents) and documents[0] == 0 and documents[-1] <= len(index.lengths)
-        if not (is_laid_out and is_ordered and np.all(index.lengths >= 0) and np.all(np.diff(documents) >= 0)):
+        firsts = documents[:-1] if len(documents) > 1 else np.arange(len(lengths))
+        is_ordered = len(firsts) and firsts[0] == 0 and firsts[-1] <= len(lengths)
+        if not (is_laid_out and is_ordered and np.all(lengths >= 0) and np.all(np.diff(firsts) >= 0)):
             what = "its sequences do not lie one after the other, or its documents are not in order."
-            raise error_at(index.path, what, "Write the pair again.")
-        starts = np.append(index.first_bytes, ends[-1])[documents] // index.dtype.itemsize
-        is_filled = np.diff(starts, append=ends[-1] // index.dtype.itemsize) > 0
+            raise error_at(index_file.path, what, "Write the pair again.")
+        starts = np.append(first_bytes, ends[-1])[firsts] // dtype.itemsize
+        is_filled = np.diff(starts, append=ends[-1] // dtype.itemsize) > 0
         writer.save("starts", starts[is_filled])
         return {}
 
     kept = cached(cache, CacheKey(question=("document starts",), files=(index_file,)), save_starts)
-    corpus = FlatTokens(tokens=source.corpus.tokens, weights=weights, starts=kept.arrays["starts"])
-    return replace(source, corpus=corpus, is_packed=True)
+    return replace(source, corpus=replace(corpus, starts=kept.arrays["starts"]), is_packed=True)
 
 
 @contextlib.contextmanager
@@ -264,44 +249,32 @@ def _with_tokenizer(source: TokenSource, stem: Path, facts: PreparedFacts | None
     if facts.tokenizer == ByteTokenizer.name:
         return replace(source, tokenizer=ByteTokenizer(), num_bytes_per_token=1.0)
     source = replace(source, num_bytes_per_token=facts.num_text_bytes / facts.num_tokens)
-    path = beside(stem, ".tokenizer.json")
+    content = facts.read_tokenizer(stem)
     try:
-        content = path.read_bytes()
-        if f":{xxhash.xxh3_64_hexdigest(content)}:" not in facts.tokenizer:
-            raise error_at(path, f"is not the tokenizer that made {stem.name}.bin.", _PREPARE_AGAIN)
         return replace(source, tokenizer=FileTokenizer(content, (facts.separator,)))
-    except FileNotFoundError:
-        raise error_at(path, "is missing.", _PREPARE_AGAIN) from None
     except (ValueError, ImportError):  # tokens train without it; only turning them back into text needs it
         return source
 
 
-def _read_index(file: SourceFile) -> TokenIndex:
-    raw = np.memmap(file.path, dtype=np.uint8, mode="r")
+def _read_index(path: str) -> tuple[np.dtype[np.integer], npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]:
+    """A mapped .idx file: the type of the tokens, lengths, first bytes and documents."""
+    raw = np.memmap(path, dtype=np.uint8, mode="r")
     problem = ""
     if len(raw) < _HEADER.size or bytes(raw[:9]) != _MAGIC:
         problem = "is not an index of Megatron: it does not begin with MMIDIDX."
     else:
         _, version, code, num_sequences, num_documents = _HEADER.unpack(bytes(raw[: _HEADER.size]))
-        needed = _HEADER.size + 12 * num_sequences + 8 * num_documents
+        ends = np.cumsum([_HEADER.size, 4 * num_sequences, 8 * num_sequences, 8 * num_documents], dtype=object)
         if version != 1:
             problem = f"is of version {version}; version 1 is read."
         elif code not in _TYPES:
             problem = f"says its tokens are of type {code}, which are no whole numbers."
-        elif len(raw) < needed:
-            problem = f"is cut off: {num_sequences:,} sequences need {needed:,} bytes, it has {len(raw):,}."
+        elif len(raw) < ends[-1]:
+            problem = f"is cut off: {num_sequences:,} sequences need {ends[-1]:,} bytes, it has {len(raw):,}."
     if problem:
-        raise error_at(file.path, problem, "Copy or write the pair again.")
-    sections = ((np.int32, num_sequences), (np.int64, num_sequences), (np.int64, num_documents))
-    arrays: list[npt.NDArray[Any]] = []
-    offset = _HEADER.size
-    for dtype, count in sections:
-        arrays.append(np.frombuffer(raw, dtype=dtype, count=count, offset=offset))
-        offset += arrays[-1].nbytes
-    lengths, first_bytes, documents = arrays
-    return TokenIndex(
-        path=file.path, dtype=np.dtype(_TYPES[code]), lengths=lengths, first_bytes=first_bytes, documents=documents
-    )
+        raise error_at(path, problem, "Copy or write the pair again.")
+    lengths, first_bytes, documents = (raw[start:end] for start, end in pairwise(ends))
+    return np.dtype(_TYPES[code]), lengths.view(np.int32), first_bytes.view(np.int64), documents.view(np.int64)
 
 
 def megatron_dtype(vocab_size: int) -> np.dtype[np.integer]:

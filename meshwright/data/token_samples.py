@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.core.errors import Problem, Problems
-from meshwright.data.dataset import SampleInfo, SampleRows
+from meshwright.data.dataset import SampleInfo, SampleRows, Source
 from meshwright.data.file_list import SourceFile
 from meshwright.data.sample_order import MAX_CHUNK_SAMPLES, Index
 from meshwright.data.token_reader import FlatTokens
@@ -32,7 +32,7 @@ SCAN_TOKENS = 1 << 22
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class TokenSource:
+class TokenSource(Source):
     corpus: FlatTokens
     digest: str
     """Hash of the content, or of a sample of it in files too large to read at every start."""
@@ -42,12 +42,12 @@ class TokenSource:
     is_packed: bool = False
     """Documents keep their borders."""
     num_bytes_per_token: float = 0.0
-    id_range: Callable[[], tuple[int, int]] | None = None
+    find_range: Callable[[], tuple[int, int]] = lambda: (0, 0)
     """Smallest and largest token, of files that no tokenizer of ours made."""
     check: Callable[[Index, Index], None] | None = None
     """Called with the first token and the end of each range before it is used, of files that have hashes."""
 
-    @property
+    @cached_property
     def info(self) -> SampleInfo:
         return SampleInfo(
             kind="tokens",
@@ -57,25 +57,26 @@ class TokenSource:
             max_chunk_samples=MAX_CHUNK_SAMPLES,
         )
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         return len(self.corpus.tokens)
 
-    @property
+    @cached_property
     def num_samples(self) -> int:
         return max(0, self.num_tokens - 1) // self.sequence
 
-    @property
+    @cached_property
     def facts(self) -> list[Any]:
         name = self.tokenizer.name if self.tokenizer else "tokens"
         return [name, self.num_tokens, self.digest, *(["documents"] if self.is_packed else [])]
 
     @cached_property
+    def id_range(self) -> tuple[int, int]:
+        return self.find_range()
+
+    @cached_property
     def vocab_size(self) -> int:
-        if self.tokenizer is not None:
-            return self.tokenizer.vocab_size
-        assert self.id_range is not None
-        return self.id_range()[1] + 1
+        return self.id_range[1] + 1 if self.tokenizer is None else self.tokenizer.vocab_size
 
     def check_vocabulary(self, vocab_size: int) -> Problems:
         if self.tokenizer is not None:
@@ -83,8 +84,7 @@ class TokenSource:
             fix = f"Use a vocabulary of at least {self.vocab_size}."
             fits = self.vocab_size <= vocab_size
             return () if fits else (Problem(where="data.tokenizer", what=what, fix=fix),)
-        assert self.id_range is not None
-        smallest, largest = self.id_range()
+        smallest, largest = self.id_range
         if smallest >= 0 and largest < vocab_size:
             return ()
         for start in range(0, self.num_tokens, SCAN_TOKENS):
