@@ -25,7 +25,9 @@ import xxhash
 from meshwright.core.errors import MeshwrightError, Problem, error_at
 from meshwright.core.units import MIB
 from meshwright.data.arrays import readable
-from meshwright.data.tokenizer import special_token, tokenizer_settings
+from meshwright.data.data_section import DataSection
+from meshwright.data.file_list import collect_problems
+from meshwright.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer, special_token, tokenizer_settings
 
 _MAX_PROBLEMS_PER_FILE = 3
 CHAT_FIELDS = ("messages", "conversations", "instruction", "input", "output", "tools")
@@ -325,3 +327,14 @@ def open_template(name: str, tokenizer: str) -> ChatTemplate | None:
         source = named.get("default")
     where = str(folder / "tokenizer_config.json")
     return ChatTemplate(source=source, where=where, tokens=tokens) if isinstance(source, str) else None
+
+
+def open_words(section: DataSection, problems: list[Problem]) -> tuple[Tokenizer, TextKeys]:
+    """The tokenizer and the fields of a section; where problems are appended, others stand for them."""
+    words: Tokenizer = ByteTokenizer()
+    template = None
+    with collect_problems(problems):
+        words = open_tokenizer(section.tokenizer)
+    with collect_problems(problems):
+        template = open_template(section.chat_template, section.tokenizer)
+    return words, TextKeys(text=section.text_key, prompt=section.prompt_key, template=template)

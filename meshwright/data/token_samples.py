@@ -155,8 +155,7 @@ def scan_range(tokens: TokenArray) -> tuple[int, int]:
     return smallest, max((int(piece.max()) for piece in pieces), default=-1)
 
 
-def length_problems(num_tokens: int, sequence: int, held_out_fraction: float) -> list[Problem]:
-    min_samples = 2 if held_out_fraction > 0 else 1
+def length_problems(num_tokens: int, sequence: int, min_samples: int) -> list[Problem]:
     needed = min_samples * sequence + 1
     if num_tokens >= needed:
         return []

@@ -84,6 +84,7 @@ class FileTokenizer:
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
             raise ValueError(f"is not a tokenizers file: {error}") from None
+        self.content = content
         self._engine.no_truncation()
         self._engine.no_padding()
         vocabulary: dict[str, int] = self._engine.get_vocab(with_added_tokens=True)
