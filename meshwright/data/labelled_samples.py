@@ -37,7 +37,7 @@ from meshwright.data.arrays import (
 from meshwright.data.cache import ArrayWriter, CachedArrays, CacheKey, Facts, Fill, cached
 from meshwright.data.data_section import DataSection
 from meshwright.data.dataset import SampleInfo, SampleRows, Source
-from meshwright.data.file_list import SourceFile
+from meshwright.data.file_list import SourceFile, collect_problems
 from meshwright.data.sample_order import Index
 
 SUFFIXES = (".png", ".jpg", ".jpeg")
@@ -50,6 +50,8 @@ _MAX_PIXELS = 1 << 24
 _ID_PREFIXES = ("cat", "id")
 
 Column = npt.NDArray[Any]
+_Columns = tuple[dict[str, Column], dict[str, Column], Column]
+"""Dense ones and ids by name, and the labels."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -133,24 +135,17 @@ def is_image_folder(path: str) -> bool:
 
 
 def _decode(paths: list[str], writer: ArrayWriter) -> Facts:
-    try:
-        from PIL import Image
-    except ImportError:
-        raise error_at(paths[0], "reading it needs pillow.", "Run: pip install meshwright[images]") from None
+    library = optional_package("PIL.Image", paths[0], "images")
     problems: list[Problem] = []
-    mode, (width, height) = _form(paths, problems)
+    mode, (width, height) = _form(paths, library, problems)
     raise_problems(problems)
     shape = (len(paths), 1 if mode == "L" else 3, height, width)
     images = writer.allocate("images", shape, np.uint8)
 
     def decode(number: int) -> None:
-        try:
-            with Image.open(paths[number]) as image:
-                pixels = np.asarray(image.convert(mode))
-        except Exception as error:  # what a broken file raises depends on how it is broken
-            problems.append(_broken(paths[number], error))
-            return
-        images[number] = pixels.reshape(height, width, -1).transpose(2, 0, 1)
+        with collect_problems(problems), _readable_image(paths[number]), library.open(paths[number]) as image:
+            pixels = np.asarray(image.convert(mode))
+            images[number] = pixels.reshape(height, width, -1).transpose(2, 0, 1)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # decoding runs outside Python's lock
         list(pool.map(decode, range(len(paths))))
@@ -162,17 +157,15 @@ def _decode(paths: list[str], writer: ArrayWriter) -> Facts:
     return {"num_classes": len(classes), "classes": classes.tolist(), "digest": digest}
 
 
-def _form(paths: list[str], problems: list[Problem]) -> tuple[str, tuple[int, int]]:
+def _form(paths: list[str], library: Any, problems: list[Problem]) -> tuple[str, tuple[int, int]]:
     """Gray or colour, and the size that all have, from the files' headers."""
-    from PIL import Image
-
     first, is_gray, others = None, True, []
     for path in paths:
-        try:
-            with warnings.catch_warnings(action="ignore"), Image.open(path) as image:  # too many pixels: told below
-                size, mode = image.size, image.mode
-        except Exception as error:
-            problems.append(_broken(path, error))
+        size = None
+        quiet = warnings.catch_warnings(action="ignore")  # too many pixels: told below
+        with collect_problems(problems), _readable_image(path), quiet, library.open(path) as image:
+            size, mode = image.size, image.mode
+        if size is None:
             continue
         if size[0] * size[1] > _MAX_PIXELS:
             what = f"is {size[0]:,} x {size[1]:,} pixels; at most {_MAX_PIXELS:,} are read."
@@ -190,9 +183,8 @@ def _form(paths: list[str], problems: list[Problem]) -> tuple[str, tuple[int, in
     return "L" if is_gray else "RGB", first[1] if first else (0, 0)
 
 
-def _broken(path: str, error: Exception) -> Problem:
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-    return Problem(where=path, what=f"is not a readable image: {reason}.", fix="Mend it or leave it out.")
+def _readable_image(path: str) -> Any:
+    return readable(path, "a readable image", "Mend it or leave it out.")
 
 
 def _convert(path: str, writer: ArrayWriter) -> Facts:
@@ -239,32 +231,20 @@ def _digest(images: npt.NDArray[Any], labels: npt.NDArray[Any], classes: str) ->
     return state.hexdigest()
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Columns:
-    """Named columns, checked one by one."""
-
-    dense: dict[str, Column]
-    ids: dict[str, Column]
-    labels: Column
-
-
 def _read_table(path: str, label: str, writer: ArrayWriter) -> Facts:
-    table = _read_npz_table(path) if path.lower().endswith(".npz") else _read_columns(path, label)
-    raise_problems(_table_problems(path, label, table))
-    num_rows = len(table.labels)
-    id_sizes = [int(column.max(initial=-1)) + 1 for column in table.ids.values()]
-    dense = writer.allocate("dense", (num_rows, len(table.dense)), np.float32)
-    ids = writer.allocate(
-        "ids", (num_rows, len(table.ids)), np.int32 if max(id_sizes, default=0) < 1 << 31 else np.int64
-    )
-    for array, columns in ((dense, table.dense), (ids, table.ids)):
+    is_npz = path.lower().endswith(".npz")
+    dense, ids, labels = _read_npz_table(path) if is_npz else _read_columns(path, label)
+    raise_problems(_table_problems(path, label, dense, ids, labels))
+    id_sizes = [int(column.max(initial=-1)) + 1 for column in ids.values()]
+    id_type = np.int32 if max(id_sizes, default=0) < 1 << 31 else np.int64
+    state = xxhash.xxh3_64(repr([*dense, "", *ids]).encode())
+    for name, columns, dtype in (("dense", dense, np.float32), ("ids", ids, id_type)):
+        array = writer.allocate(name, (len(labels), len(columns)), dtype)
         for number, column in enumerate(columns.values()):
             array[:, number] = column
-    labels = table.labels.astype(np.float32)
-    writer.save("labels", labels)
-    state = xxhash.xxh3_64(repr([*table.dense, "", *table.ids]).encode())
-    for array in (dense, ids, labels):
         state.update(np.ascontiguousarray(array).data)
+    writer.save("labels", labels.astype(np.float32))
+    state.update(labels.astype(np.float32).data)
     return {"id_sizes": id_sizes, "digest": str(state.hexdigest())}
 
 
@@ -280,11 +260,11 @@ def _read_npz_table(path: str) -> _Columns:
         if labels.ndim != 1 or array.ndim != 2 or len(array) != len(labels)
     ]
     raise_problems(problems)
-    return _Columns(
-        dense={f"dense[{number}]": dense[:, number] for number in range(dense.shape[1])},
-        ids={f"ids[{number}]": ids[:, number] for number in range(ids.shape[1])},
-        labels=labels,
-    )
+    named = [
+        {f"{name}[{number}]": column for number, column in enumerate(array.T)}
+        for name, array in (("dense", dense), ("ids", ids))
+    ]
+    return named[0], named[1], labels
 
 
 def _read_columns(path: str, label: str) -> _Columns:
@@ -324,7 +304,7 @@ def _read_columns(path: str, label: str) -> _Columns:
         # Whole numbers often come as floats; where such a name holds others, it is no id after all.
         if column.dtype.kind in "iub" or (name.lower().startswith(_ID_PREFIXES) and np.all(column == np.floor(column)))
     }
-    return _Columns(dense={name: each for name, each in columns.items() if name not in ids}, ids=ids, labels=labels)
+    return {name: each for name, each in columns.items() if name not in ids}, ids, labels
 
 
 def _arrow_table(path: str) -> Any:
@@ -356,24 +336,23 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _table_problems(path: str, label: str, table: _Columns) -> Iterator[Problem]:
-    if not len(table.labels) or not (table.dense or table.ids):
-        yield Problem(where=path, what=f"has {len(table.labels)} rows and {len(table.dense) + len(table.ids)} columns.")
+def _table_problems(
+    path: str, label: str, dense: dict[str, Column], ids: dict[str, Column], labels: Column
+) -> Iterator[Problem]:
+    if not len(labels) or not (dense or ids):
+        yield Problem(where=path, what=f"has {len(labels)} rows and {len(dense) + len(ids)} columns.")
         return
-    numbers = {**table.dense, **table.ids, label: table.labels}
-    for name, column in numbers.items():
+    for name, column in {**dense, **ids, label: labels}.items():
         place = first_not_finite(column) if column.dtype.kind == "f" else None
         if place is not None:
             yield _cell(path, place[0], name, f"is {column[place]}", "Fill it or leave the row out.")
-    for name, column in table.ids.items():
-        wrong = np.isfinite(column) & ((column < 0) | (column != np.floor(column)))
-        if wrong.any():
-            row = int(wrong.argmax())
-            yield _cell(path, row, name, f"is {column[row]}, not an id", "Ids are whole numbers from 0.")
-    wrong = np.isfinite(table.labels) & (table.labels != 0) & (table.labels != 1)
-    if wrong.any():
-        row = int(wrong.argmax())
-        yield _cell(path, row, label, f"is {table.labels[row]}", "Labels are 0 or 1.")
+    for name, column in {**ids, label: labels}.items():
+        is_wrong, why, fix = (column < 0) | (column != np.floor(column)), ", not an id", "Ids are whole numbers from 0."
+        if column is labels:
+            is_wrong, why, fix = (column != 0) & (column != 1), "", "Labels are 0 or 1."
+        wrong = np.flatnonzero(np.isfinite(column) & is_wrong)
+        if len(wrong):
+            yield _cell(path, int(wrong[0]), name, f"is {column[wrong[0]]}{why}", fix)
 
 
 def _cell(path: str, row: int, column: str, what: str, fix: str) -> Problem:
