@@ -16,7 +16,7 @@ import math
 import os
 import zipfile
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from pickletools import genops
 from typing import Any
@@ -24,10 +24,10 @@ from typing import Any
 from torch import Tensor
 
 from meshwright.checkpoint.manifest import DTYPES, MAX_PIECES, MAX_TENSORS, cover_problem, tensor_problem
-from meshwright.checkpoint.safetensors_folder import read_box
+from meshwright.checkpoint.safetensors_folder import StoredTensors, read_box
 from meshwright.core.box import Box
 from meshwright.core.errors import Problem, error_at, raise_problems
-from meshwright.core.files import open_plain, read_plain
+from meshwright.core.files import read_plain
 
 METADATA = ".metadata"
 MAX_METADATA_BYTES = 256 << 20
@@ -222,16 +222,7 @@ class DcpTensor:
     """Keys of the nested dicts it was saved in."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DcpFolder:
-    path: Path
-    tensors: Mapping[str, DcpTensor]
-    files: dict[str, tuple[int, int]] = field(default_factory=dict, repr=False)
-
-    @property
-    def where(self) -> str:
-        return str(self.path)
-
+class DcpFolder(StoredTensors):
     def read_into(self, name: str, box: Box, out: Tensor) -> None:
         held = self.tensors[name]
         for chunk in held.chunks:
@@ -239,9 +230,7 @@ class DcpFolder:
             if both is None:
                 continue
             where = f"{self.path / chunk.file}: the archive at byte {chunk.start}"
-            if chunk.file not in self.files:
-                self.files[chunk.file] = open_plain(self.path, chunk.file)
-            file, num_bytes = self.files[chunk.file]
+            file, num_bytes = self.opened(chunk.file)
             end, whole = chunk.start + chunk.length, chunk.box.size
             if end > num_bytes:
                 raise error_at(where, f"is cut short: it should end at byte {end} of {num_bytes}.")
@@ -255,10 +244,6 @@ class DcpFolder:
             offset = tuple(both.offset[dim] - chunk.box.offset[dim] for dim in order)
             within = Box(size, offset, tuple(both.size[dim] for dim in order))
             read_box(file, start, held.dtype, within, out[both.within(box)].permute(order), where)
-
-    def close(self) -> None:
-        while self.files:
-            os.close(self.files.popitem()[1][0])
 
 
 def open_dcp(folder: str | Path) -> DcpFolder:

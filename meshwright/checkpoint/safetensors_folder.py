@@ -52,31 +52,39 @@ class TensorPlace:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SafetensorsFolder:
+class StoredTensors:
+    """Named tensors in files of a folder."""
+
     path: Path
-    tensors: Mapping[str, TensorPlace]
-    files: dict[str, int] = field(default_factory=dict, repr=False)
-    """Descriptors, opened when first read from."""
+    tensors: Mapping[str, Any]
+    """Name -> something with a dtype (its name) and a shape."""
+    files: dict[str, tuple[int, int]] = field(default_factory=dict, repr=False)
+    """Descriptors and sizes, opened when first read from."""
 
     @property
     def where(self) -> str:
         return str(self.path)
 
-    def descriptor(self, file: str) -> int:
+    def opened(self, file: str) -> tuple[int, int]:
         if file not in self.files:
             if len(self.files) >= MOST_OPEN_FILES:
-                os.close(self.files.pop(next(iter(self.files))))
-            self.files[file] = open_plain(self.path, file)[0]
+                os.close(self.files.pop(next(iter(self.files)))[0])
+            self.files[file] = open_plain(self.path, file)
         return self.files[file]
 
     def read_into(self, name: str, box: Box, out: Tensor) -> None:
         """Read one box of a tensor into `out`, which may have any dtype and strides."""
-        held = self.tensors[name]
-        read_box(self.descriptor(held.file), held.start, held.dtype, box, out, f"{self.path / held.file}: {name}")
+        raise NotImplementedError
 
     def close(self) -> None:
         while self.files:
-            os.close(self.files.popitem()[1])
+            os.close(self.files.popitem()[1][0])
+
+
+class SafetensorsFolder(StoredTensors):
+    def read_into(self, name: str, box: Box, out: Tensor) -> None:
+        held = self.tensors[name]
+        read_box(self.opened(held.file)[0], held.start, held.dtype, box, out, f"{self.path / held.file}: {name}")
 
 
 def open_folder(folder: str | Path) -> SafetensorsFolder:

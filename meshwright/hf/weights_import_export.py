@@ -24,7 +24,14 @@ from torch import Tensor
 from meshwright.checkpoint.dcp import open_dcp
 from meshwright.checkpoint.load import Reader
 from meshwright.checkpoint.manifest import DTYPES
-from meshwright.checkpoint.safetensors_folder import INDEX, WEIGHTS, flat_bytes, open_folder, safetensors_chunks
+from meshwright.checkpoint.safetensors_folder import (
+    INDEX,
+    WEIGHTS,
+    StoredTensors,
+    flat_bytes,
+    open_folder,
+    safetensors_chunks,
+)
 from meshwright.checkpoint.save import begin, commit, discard, disk_errors, temporary_name, write_rank_file
 from meshwright.checkpoint.step_folders import list_steps, newest_good, usable_folders, verify
 from meshwright.core.box import Box
@@ -37,7 +44,6 @@ from meshwright.hf.weights_read import (
     FLOATS,
     Shape,
     Source,
-    StoredTensors,
     TensorPart,
     parameter_shapes,
     parts_of_decoder,

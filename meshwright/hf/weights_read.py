@@ -23,12 +23,12 @@ import re
 from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from meshwright.checkpoint.safetensors_folder import open_folder
+from meshwright.checkpoint.safetensors_folder import StoredTensors, open_folder
 from meshwright.core.box import Box
 from meshwright.core.errors import Problem, Problems, raise_problems
 from meshwright.hf.config_json import family_of
@@ -276,19 +276,6 @@ FLOATS = ("float64", "float32", "float16", "bfloat16")
 _NOT_WEIGHTS = re.compile(r"(?:.*\.)?(?:rotary_emb\.inv_freq|attn\.(?:masked_)?bias)")
 """Buffers that old versions saved along with the weights."""
 _BLOCK_ELEMENTS = 1 << 22
-
-
-class StoredTensors(Protocol):
-    """Named tensors somewhere on a disk: safetensors or a torch Distributed Checkpoint."""
-
-    @property
-    def where(self) -> str: ...
-
-    @property
-    def tensors(self) -> Mapping[str, Any]:
-        """Name -> something with a dtype (its name) and a shape."""
-
-    def read_into(self, name: str, box: Box, out: Tensor) -> None: ...
 
 
 def source_of_folder(folder: str | Path, config: DecoderConfig) -> Source:
