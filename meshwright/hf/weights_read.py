@@ -280,12 +280,10 @@ _BLOCK_ELEMENTS = 1 << 22
 
 def source_of_folder(folder: str | Path, config: DecoderConfig) -> Source:
     """The weights of our decoder; everything missing or wrong in the folder is said first."""
-    return source_of_decoder(open_folder(folder), config)
-
-
-def source_of_decoder(weights: StoredTensors, config: DecoderConfig) -> Source:
+    weights = open_folder(folder)
     raise_problems(problems_of(weights, config))
-    return source_of_parts(weights, parts_of_decoder(config, weights.tensors.keys()))
+    parts = parts_of_decoder(config, weights.tensors.keys())
+    return lambda name, box, dtype: read_parts(weights, parts[name], box, dtype)
 
 
 def source_of_named(folder: str | Path, module: nn.Module) -> Source:
@@ -361,10 +359,6 @@ class NamedTensors:
                 if known in self.weights.tensors:
                     return (TensorPart.whole(known, shape),), None
         return (), None
-
-
-def source_of_parts(weights: StoredTensors, parts: Mapping[str, tuple[TensorPart, ...]]) -> Source:
-    return lambda name, box, dtype: read_parts(weights, parts[name], box, dtype)
 
 
 def read_parts(weights: StoredTensors, parts: tuple[TensorPart, ...], box: Box, dtype: torch.dtype) -> Tensor:
