@@ -36,7 +36,7 @@ from meshwright.core.codec import decode, encode, seal, to_json, unseal
 from meshwright.core.errors import MeshwrightError, Problem, error_at, raise_problems
 from meshwright.core.files import write_whole
 from meshwright.core.process import child_command, child_environment
-from meshwright.data.cache import DamagedFile, hash_files
+from meshwright.data.cache import hash_files
 from meshwright.data.data_section import DataSection
 from meshwright.data.file_list import collect_problems, find_files
 from meshwright.data.records import TextKeys, open_words
@@ -153,7 +153,7 @@ def _finished(stem: Path, identity: str) -> PreparedFacts | None:
             file.check_all()
         if facts.tokenizer != ByteTokenizer.name:
             facts.read_tokenizer(stem)
-    except (OSError, DamagedFile, MeshwrightError):
+    except (OSError, MeshwrightError):
         return None
     return facts
 

@@ -21,11 +21,10 @@ again and again (where documents begin) is kept as an array of its own.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -44,7 +43,6 @@ from meshwright.data.cache import (
     BlockHashes,
     CacheKey,
     CheckedFile,
-    DamagedFile,
     Facts,
     cached,
     cached_facts,
@@ -141,7 +139,7 @@ class PreparedFacts:
         except FileNotFoundError:
             if not any(beside(stem, end).exists() for end in (".xxh3", ".weights")):
                 return None
-            raise error_at(path, "is missing.", _PREPARE_AGAIN) from None
+            raise _damaged(path, "is missing.") from None
         try:
             is_sealed = content.startswith(b'{"digest"')
             text = unseal(content) if is_sealed else content.decode("utf-8")
@@ -150,21 +148,23 @@ class PreparedFacts:
                 return facts
         except (ValueError, RecursionError, MeshwrightError):
             pass
-        raise error_at(path, "was damaged or edited.", _PREPARE_AGAIN)
+        raise _damaged(path, "was damaged or edited.")
 
     def open_files(self, stem: Path) -> dict[str, CheckedFile]:
-        """The files by their endings, small ones checked. Raises DamagedFile, or OSError where one is missing."""
+        """The files by their endings, small ones checked."""
         if self.hashes is None:
             return {}
-        return open_hashed(self.hashes, beside(stem, ".xxh3"), {end: beside(stem, end) for end in self.hashes.sizes})
+        paths = {end: beside(stem, end) for end in self.hashes.sizes}
+        return open_hashed(self.hashes, beside(stem, ".xxh3"), paths, _damaged)
 
     def read_tokenizer(self, stem: Path) -> bytes:
         """The tokenizer's file beside them. Raises MeshwrightError where it is missing, or another."""
         path = beside(stem, ".tokenizer.json")
-        with _damage_as_problem():
-            content = path.read_bytes()
+        if not path.exists():
+            raise _damaged(path, "is missing.")
+        content = path.read_bytes()
         if f":{xxhash.xxh3_64_hexdigest(content)}:" not in self.tokenizer:
-            raise error_at(path, f"is not the tokenizer that made {stem.name}.bin.", _PREPARE_AGAIN)
+            raise _damaged(path, f"is not the tokenizer that made {stem.name}.bin.")
         return content
 
 
@@ -190,19 +190,17 @@ def open_megatron(file: SourceFile, cache: Path | None, section: DataSection) ->
         what = f"says the tokens are {dtype}, data.token_dtype is {section.token_dtype}."
         raise error_at(index_file.path, what, 'Use token_dtype = "auto".')
     facts = PreparedFacts.beside(stem)
-    with _damage_as_problem():
-        files = facts.open_files(stem) if facts else {}
-        if files:
-            files[".idx"].check(np.zeros(1, np.int64), np.ones(1, np.int64))  # the type of the tokens
+    files = facts.open_files(stem) if facts else {}
+    if files:
+        files[".idx"].check(np.zeros(1, np.int64), np.ones(1, np.int64))  # the type of the tokens
     source = _token_file(tokens_file, _map_bin(tokens_file, dtype), cache, section, more=(index_file,))
     source = _with_tokenizer(source, stem, facts)
     weights = files[".weights"].bytes if ".weights" in files else None
     itemsizes = {end: size for end, size in ((".bin", dtype.itemsize), (".weights", 1)) if end in files}
 
     def check(first: Index, stop: Index) -> None:
-        with _damage_as_problem():
-            for end, size in itemsizes.items():
-                files[end].check(first * size, stop * size)
+        for end, size in itemsizes.items():
+            files[end].check(first * size, stop * size)
 
     if any(files[end].num_unseen for end in itemsizes):
         source = replace(source, check=check)
@@ -212,9 +210,8 @@ def open_megatron(file: SourceFile, cache: Path | None, section: DataSection) ->
 
     def save_starts(writer: ArrayWriter) -> Facts:
         """Save the first token of every document that is not empty."""
-        with _damage_as_problem():
-            if files:
-                files[".idx"].check_all()
+        if files:
+            files[".idx"].check_all()
         ends = first_bytes + lengths * np.int64(dtype.itemsize)
         is_laid_out = first_bytes[0] == 0 and np.array_equal(first_bytes[1:], ends[:-1])
         # Some writers leave documents out: each sequence is one then.
@@ -232,14 +229,8 @@ def open_megatron(file: SourceFile, cache: Path | None, section: DataSection) ->
     return replace(source, corpus=replace(corpus, starts=kept.arrays["starts"]), is_packed=True)
 
 
-@contextlib.contextmanager
-def _damage_as_problem() -> Iterator[None]:
-    try:
-        yield
-    except DamagedFile as damage:
-        raise error_at(damage.path, f"{damage.what}.", _PREPARE_AGAIN) from None
-    except FileNotFoundError as error:
-        raise error_at(error.filename, "is missing.", _PREPARE_AGAIN) from None
+def _damaged(path: object, what: str) -> MeshwrightError:
+    return error_at(path, what, _PREPARE_AGAIN)
 
 
 def _with_tokenizer(source: TokenSource, stem: Path, facts: PreparedFacts | None) -> TokenSource:

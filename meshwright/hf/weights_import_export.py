@@ -148,7 +148,7 @@ class HFExport:
 
     reader: Reader
     parts: Mapping[str, tuple[TensorPart, ...]]
-    """Parameter of ours -> its parts in their tensors."""
+    """Tensor of the checkpoint -> its parts in theirs."""
     config: dict[str, Any] | None
     """Their config.json; None where there is none."""
     dtype: str
@@ -157,16 +157,17 @@ class HFExport:
     @classmethod
     def of(cls, reader: Reader, config: DecoderConfig | None, dtype: str = "") -> HFExport:
         """A decoder by the names of its family; any other module by its own names."""
-        shapes = {
-            kind: {n.removeprefix(kind): e.shape for n, e in reader.manifest.tensors.items() if n.startswith(kind)}
-            for kind in (PARAMETER, BUFFER)
-        }
-        ours, where = shapes[PARAMETER], reader.folder
+        tensors, where = reader.manifest.tensors, reader.folder
+        ours = {n.removeprefix(PARAMETER): e.shape for n, e in tensors.items() if n.startswith(PARAMETER)}
         if not ours:
             raise error_at(where, "has no parameters.")
         if reader.state.get("model_kind", "decoder") != "decoder" and config is None:
             known = reader.state.get("hf_config")
-            own = {name: (TensorPart.whole(name, shape),) for name, shape in (ours | shapes[BUFFER]).items()}
+            own = {
+                name: (TensorPart.whole(name.partition(".")[2], tensors[name].shape),)
+                for name in sorted(tensors, key=lambda name: name.startswith(BUFFER))
+                if name.startswith((PARAMETER, BUFFER))
+            }
             return cls(
                 reader=reader, parts=own, config=dict(known) if isinstance(known, Mapping) else None, dtype=dtype
             )
@@ -184,35 +185,31 @@ class HFExport:
                 wrong.append(f"{has}, the model needs {first.at.shape}.")
         wrong += [f"{name!r} is no parameter of the model." for name in sorted(ours.keys() - parts.keys())]
         raise_problems(Problem(where=str(where), what=what) for what in wrong)
+        parts = {f"{PARAMETER}{name}": each for name, each in parts.items()}
         return cls(reader=reader, parts=parts, config=config_for(config), dtype=dtype)
 
     @cached_property
     def uses(self) -> dict[str, list[tuple[str, TensorPart]]]:
-        """Their tensor -> the parameters of ours that it holds."""
+        """Their tensor -> the tensors of the checkpoint that it holds."""
         uses: dict[str, list[tuple[str, TensorPart]]] = {}
         for name, parts in self.parts.items():
             for part in parts:
                 uses.setdefault(part.name, []).append((name, part))
         return uses
 
-    def key(self, name: str) -> str:
-        """A parameter's name in the checkpoint, or a buffer's."""
-        return PARAMETER + name if PARAMETER + name in self.reader.manifest.tensors else BUFFER + name
-
     def dtype_of(self, name: str) -> str:
-        """As which a parameter of ours is written."""
-        own = self.reader.manifest.tensors[self.key(name)].dtype
+        """As which a tensor of the checkpoint is written."""
+        own = self.reader.manifest.tensors[name].dtype
         return self.dtype if self.dtype and "float" in own else own
 
     def value(self, name: str, box: Box) -> Tensor:
-        """A piece of a parameter of ours, in the dtype it is written as."""
-        key = self.key(name)
-        piece = torch.empty(box.size, dtype=getattr(torch, self.reader.manifest.tensors[key].dtype))
-        self.reader.read_into(key, box, piece)
+        """A piece of a tensor of the checkpoint, in the dtype it is written as."""
+        piece = torch.empty(box.size, dtype=getattr(torch, self.reader.manifest.tensors[name].dtype))
+        self.reader.read_into(name, box, piece)
         cast = piece.to(getattr(torch, self.dtype_of(name)))
         if cast.dtype == torch.float16 and piece.dtype != cast.dtype and (cast.isinf() & piece.isfinite()).any():
             what = f"has values up to {piece.abs().max():.3g}, too large for float16."
-            raise error_at(name, what, "Use --dtype bfloat16.")
+            raise error_at(name.partition(".")[2], what, "Use --dtype bfloat16.")
         return cast
 
     def tensor(self, theirs: str) -> Tensor:
@@ -250,7 +247,7 @@ class HFExport:
                 for box in row_blocks(parts[0].at.shape):
                     value = self.value(name, box)
                     if not torch.equal(flat_bytes(read_parts(written, parts, box, value.dtype)), flat_bytes(value)):
-                        what = f"{name!r} was read back with other values; the export is not kept."
+                        what = f"{name.partition('.')[2]!r} was read back with other values; the export is not kept."
                         raise error_at(folder, what, exit_code=1)
         finally:
             written.close()
