@@ -24,7 +24,12 @@ import numpy.typing as npt
 import xxhash
 
 from meshwright.core.errors import Problem, error_at, nearest, raise_problems
-from meshwright.data.arrays import (
+from meshwright.data.cache import ArrayWriter, CachedArrays, CacheKey, Facts, Fill, cached
+from meshwright.data.data_section import DataSection
+from meshwright.data.dataset import SampleInfo, SampleRows, Source
+from meshwright.data.file_list import (
+    SourceFile,
+    collect_problems,
     first_not_finite,
     npz_names,
     optional_package,
@@ -34,10 +39,6 @@ from meshwright.data.arrays import (
     readable_parquet,
     require_plausible,
 )
-from meshwright.data.cache import ArrayWriter, CachedArrays, CacheKey, Facts, Fill, cached
-from meshwright.data.data_section import DataSection
-from meshwright.data.dataset import SampleInfo, SampleRows, Source
-from meshwright.data.file_list import SourceFile, collect_problems
 from meshwright.data.sample_order import Index
 
 SUFFIXES = (".png", ".jpg", ".jpeg")

@@ -13,17 +13,15 @@ from typing import Any
 import xxhash
 
 from meshwright.core.errors import Problem, error_at, raise_problems
-from meshwright.data.arrays import npz_names, parquet_file
 from meshwright.data.cache import ArrayWriter, CacheKey, Facts, cached
 from meshwright.data.data_section import DataSection, MixturePart, patterns_of
 from meshwright.data.dataset import Data, Source, join_sources
-from meshwright.data.file_list import DATASETS, SourceFile, collect_problems, find_files
+from meshwright.data.file_list import DATASETS, SourceFile, collect_problems, find_files, npz_names, parquet_file
 from meshwright.data.labelled_samples import is_image_folder, open_image_folder, open_npz_images, open_table
 from meshwright.data.records import has_messages, nearest_format, open_words
 from meshwright.data.sample_order import Stream, part_seed, split_samples
-from meshwright.data.token_files import open_flat, open_megatron
+from meshwright.data.token_files import TokenSource, length_problems, open_flat, open_megatron
 from meshwright.data.token_reader import FlatTokens, read_files
-from meshwright.data.token_samples import TokenSource, length_problems
 
 __all__ = ["Data", "open_data", "open_text"]
 

@@ -24,9 +24,8 @@ import xxhash
 
 from meshwright.core.errors import MeshwrightError, Problem, error_at
 from meshwright.core.units import MIB
-from meshwright.data.arrays import readable
 from meshwright.data.data_section import DataSection
-from meshwright.data.file_list import collect_problems
+from meshwright.data.file_list import collect_problems, readable
 from meshwright.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer, special_token, tokenizer_settings
 
 _MAX_PROBLEMS_PER_FILE = 3

@@ -24,8 +24,17 @@ import numpy.typing as npt
 
 from meshwright.core.errors import Problem, error_at, nearest
 from meshwright.core.units import MIB
-from meshwright.data.arrays import optional_package, parquet_file, readable, readable_parquet, require_plausible
-from meshwright.data.file_list import DATASETS, SourceFile, collect_problems, dataset_place
+from meshwright.data.file_list import (
+    DATASETS,
+    SourceFile,
+    collect_problems,
+    dataset_place,
+    optional_package,
+    parquet_file,
+    readable,
+    readable_parquet,
+    require_plausible,
+)
 from meshwright.data.records import Records, TextKeys, nearest_format, parse_line, read_records
 from meshwright.data.tokenizer import TokenArray, Tokenizer
 

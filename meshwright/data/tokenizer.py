@@ -19,7 +19,7 @@ import xxhash
 
 from meshwright.core.errors import error_at
 from meshwright.core.units import MIB
-from meshwright.data.arrays import readable
+from meshwright.data.file_list import readable
 
 TokenArray = npt.NDArray[Any]
 """Tokens in the smallest unsigned type that holds the vocabulary."""
