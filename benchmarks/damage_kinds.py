@@ -522,15 +522,7 @@ def read_parts(folder: Path) -> Any:
     (file,) = find_files((str(folder / "a.jsonl"),), [])
     (folder / "parts").mkdir(exist_ok=True)
     (chunk,) = chunks_of(file)
-    job = PartJob(
-        folder=str(folder / "parts"),
-        name="part",
-        chunk=chunk,
-        tokenizer=str(folder),
-        text_key="text",
-        prompt_key="prompt",
-        chat_template="",
-    )
+    job = PartJob(path=str(folder / "parts" / "part"), chunk=chunk, section=DataSection(tokenizer=str(folder)))
     result = finished_part(job) or make_part(job)
     return result, [hash((folder / "parts" / f"part.{end}").read_bytes()) for end in ("bin", "lengths", "weights")]
 

@@ -16,7 +16,7 @@ import math
 import os
 import zipfile
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from pickletools import genops
 from typing import Any
@@ -24,10 +24,10 @@ from typing import Any
 from torch import Tensor
 
 from meshwright.checkpoint.manifest import DTYPES, MAX_PIECES, MAX_TENSORS, cover_problem, tensor_problem
-from meshwright.checkpoint.safetensors_folder import read_box
+from meshwright.checkpoint.safetensors_folder import StoredTensors, read_box
 from meshwright.core.box import Box
 from meshwright.core.errors import Problem, error_at, raise_problems
-from meshwright.core.files import open_plain, read_plain
+from meshwright.core.files import read_plain
 
 METADATA = ".metadata"
 MAX_METADATA_BYTES = 256 << 20
@@ -68,27 +68,16 @@ _IN_METADATA = frozenset(
 MOST_INSTRUCTIONS = 40_000_000
 
 
-@dataclass(frozen=True, slots=True)
-class PickledName:
-    """Where a pickle names a class or a function: `torch.Size`."""
-
-    name: str
-
-
 @dataclass(slots=True, eq=False)
-class PickledCall:
-    """Where a pickle would call one: the name, the arguments, and the state it would set."""
+class PickledValue:
+    """Where a pickle names a class or a function (`torch.Size`), calls one, or refers to what is stored beside it."""
 
     name: str
-    arguments: tuple[Any, ...]
+    """"" of a reference."""
+    arguments: tuple[Any, ...] | None = None
+    """None where it is only named."""
     state: Any = None
-
-
-@dataclass(frozen=True, slots=True)
-class PickledReference:
-    """Where a pickle refers to something that is stored beside it."""
-
-    key: Any
+    """What would be set after the call."""
 
 
 class _PickleMachine:
@@ -147,7 +136,7 @@ class _PickleMachine:
                     raise ValueError("it sets items of what is not a dict")
                 for key, value in zip(items[::2], items[1::2], strict=True):
                     # Hashing a tuple of tuples of ... would overflow the C stack.
-                    if not isinstance(key, str | int | PickledCall):
+                    if not isinstance(key, str | int | PickledValue):
                         raise ValueError(f"a dict has a key of type {type(key).__name__}")
                     stack[-1][key] = value
             case "GLOBAL" | "STACK_GLOBAL":
@@ -157,24 +146,28 @@ class _PickleMachine:
                 full = f"{module}.{name}"
                 if full not in self.allowed and full not in self.refused:
                     self.refused.append(full)
-                stack.append(PickledName(full))
+                stack.append(PickledValue(full))
             case "REDUCE" | "NEWOBJ":
                 called, arguments = self.last(2)
-                if not isinstance(called, PickledName) or not isinstance(arguments, tuple):
+                if not _is_name(called) or not isinstance(arguments, tuple):
                     raise ValueError("it calls what is not a name")
                 is_dict = called.name == "collections.OrderedDict" and not arguments
-                stack.append({} if is_dict else PickledCall(called.name, arguments))
+                stack.append({} if is_dict else PickledValue(called.name, arguments))
             case "BUILD":
                 (state,) = self.last(1)
-                if not isinstance(stack[-1], PickledCall):
+                if not isinstance(stack[-1], PickledValue) or _is_name(stack[-1]):
                     raise ValueError("it sets the state of what it did not make")
                 stack[-1].state = state
             case "BINPERSID":
-                stack.append(PickledReference(*self.last(1)))
+                stack.append(PickledValue("", self.last(1)))
             case "PROTO" | "FRAME" | "STOP":
                 pass
             case _:
                 raise ValueError(f"the instruction {instruction} has no place here")
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, PickledValue) and value.arguments is None
 
 
 def parse_pickle(data: bytes, allowed: Collection[str], where: str) -> Any:
@@ -222,16 +215,7 @@ class DcpTensor:
     """Keys of the nested dicts it was saved in."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DcpFolder:
-    path: Path
-    tensors: Mapping[str, DcpTensor]
-    files: dict[str, tuple[int, int]] = field(default_factory=dict, repr=False)
-
-    @property
-    def where(self) -> str:
-        return str(self.path)
-
+class DcpFolder(StoredTensors):
     def read_into(self, name: str, box: Box, out: Tensor) -> None:
         held = self.tensors[name]
         for chunk in held.chunks:
@@ -239,9 +223,7 @@ class DcpFolder:
             if both is None:
                 continue
             where = f"{self.path / chunk.file}: the archive at byte {chunk.start}"
-            if chunk.file not in self.files:
-                self.files[chunk.file] = open_plain(self.path, chunk.file)
-            file, num_bytes = self.files[chunk.file]
+            file, num_bytes = self.opened(chunk.file)
             end, whole = chunk.start + chunk.length, chunk.box.size
             if end > num_bytes:
                 raise error_at(where, f"is cut short: it should end at byte {end} of {num_bytes}.")
@@ -255,10 +237,6 @@ class DcpFolder:
             offset = tuple(both.offset[dim] - chunk.box.offset[dim] for dim in order)
             within = Box(size, offset, tuple(both.size[dim] for dim in order))
             read_box(file, start, held.dtype, within, out[both.within(box)].permute(order), where)
-
-    def close(self) -> None:
-        while self.files:
-            os.close(self.files.popitem()[1][0])
 
 
 def open_dcp(folder: str | Path) -> DcpFolder:
@@ -304,14 +282,15 @@ def open_dcp(folder: str | Path) -> DcpFolder:
 
 
 def _state(value: Any, name: str) -> dict[str, Any]:
-    if not isinstance(value, PickledCall) or value.name != name or not isinstance(value.state, dict):
+    if not isinstance(value, PickledValue) or value.name != name or not isinstance(value.state, dict):
         raise ValueError(f"expected {name}")
     return value.state
 
 
 def _numbers(value: Any) -> tuple[int, ...]:
     """A torch.Size, or a tuple of whole numbers."""
-    sizes = value.arguments[0] if isinstance(value, PickledCall) and value.name == "torch.Size" else value
+    is_size = isinstance(value, PickledValue) and value.name == "torch.Size" and value.arguments
+    sizes = value.arguments[0] if is_size else value
     if not isinstance(sizes, tuple) or not all(type(size) is int and 0 <= size < 1 << 48 for size in sizes):
         raise ValueError("expected whole numbers")
     return sizes
@@ -322,7 +301,7 @@ def _tensor(name: Any, state: Mapping[str, Any], places: Mapping[Any, Any], path
     properties = state["properties"].state
     kind = properties[0] if isinstance(properties, tuple) else properties["dtype"]
     shape = _numbers(state["size"])
-    dtype = _DTYPES.get(kind.name, kind.name) if isinstance(kind, PickledName) else ""
+    dtype = _DTYPES.get(kind.name, kind.name) if _is_name(kind) else ""
     if what := tensor_problem(name, dtype, shape):
         return what
     chunks = []
@@ -394,10 +373,10 @@ def _place_in_archive(window: _Window, dtype: str, size: tuple[int, ...], where:
     first, problem = 0, "is not a plain tensor."
     strides: tuple[int, ...] = ()
     with contextlib.suppress(ValueError, TypeError, AttributeError, IndexError):
-        if isinstance(made, PickledCall) and made.name == _REBUILD:
+        if isinstance(made, PickledValue) and made.name == _REBUILD and made.arguments:
             storage, first, shape, strides = made.arguments[:4]
-            kind, key = storage.key[1], storage.key[2]
-            is_plain = isinstance(storage, PickledReference) and key == "0" and type(first) is int
+            (_, kind, key, *_), *_ = storage.arguments
+            is_plain = storage.name == "" and key == "0" and type(first) is int
             if not is_plain or not 0 <= first < 1 << 48 or _STORAGES.get(kind.name) != dtype or _numbers(shape) != size:
                 raise error_at(where, f"holds {kind.name} of shape {shape}; the metadata says {dtype} of shape {size}.")
             strides = _numbers(strides)

@@ -61,7 +61,7 @@ class TensorEntry:
     shape: tuple[int, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class StoredPiece:
     """`size` elements of `tensor` from `offset` on, stored as `key` of `file`."""
 
@@ -72,13 +72,7 @@ class StoredPiece:
     key: str
 
     def encode_self(self) -> dict[str, Any]:
-        return {
-            "tensor": self.tensor,
-            "offset": list(self.offset),
-            "size": list(self.size),
-            "file": self.file,
-            "key": self.key,
-        }
+        return dict(vars(self))
 
     @classmethod
     def decode_any(cls, value: Any, where: str, problems: list[Problem]) -> StoredPiece | None:
@@ -86,7 +80,7 @@ class StoredPiece:
         try:
             texts = (value["tensor"], value["file"], value["key"])
             offset, size = value["offset"], value["size"]
-            lists = isinstance(offset, list) and isinstance(size, list)
+            lists = isinstance(offset, list | tuple) and isinstance(size, list | tuple)
             sound = lists and len(value) == 5 and all(type(text) is str for text in texts)
             if sound and all(type(number) is int for number in (*offset, *size)):
                 tensor, file, key = texts

@@ -12,6 +12,7 @@ process's memory, and a rank must need no more than its own slices.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -52,31 +53,39 @@ class TensorPlace:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SafetensorsFolder:
+class StoredTensors:
+    """Named tensors in files of a folder."""
+
     path: Path
-    tensors: Mapping[str, TensorPlace]
-    files: dict[str, int] = field(default_factory=dict, repr=False)
-    """Descriptors, opened when first read from."""
+    tensors: Mapping[str, Any]
+    """Name -> something with a dtype (its name) and a shape."""
+    files: dict[str, tuple[int, int]] = field(default_factory=dict, repr=False)
+    """Descriptors and sizes, opened when first read from."""
 
     @property
     def where(self) -> str:
         return str(self.path)
 
-    def descriptor(self, file: str) -> int:
+    def opened(self, file: str) -> tuple[int, int]:
         if file not in self.files:
             if len(self.files) >= MOST_OPEN_FILES:
-                os.close(self.files.pop(next(iter(self.files))))
-            self.files[file] = open_plain(self.path, file)[0]
+                os.close(self.files.pop(next(iter(self.files)))[0])
+            self.files[file] = open_plain(self.path, file)
         return self.files[file]
 
     def read_into(self, name: str, box: Box, out: Tensor) -> None:
         """Read one box of a tensor into `out`, which may have any dtype and strides."""
-        held = self.tensors[name]
-        read_box(self.descriptor(held.file), held.start, held.dtype, box, out, f"{self.path / held.file}: {name}")
+        raise NotImplementedError
 
     def close(self) -> None:
         while self.files:
-            os.close(self.files.popitem()[1])
+            os.close(self.files.popitem()[1][0])
+
+
+class SafetensorsFolder(StoredTensors):
+    def read_into(self, name: str, box: Box, out: Tensor) -> None:
+        held = self.tensors[name]
+        read_box(self.opened(held.file)[0], held.start, held.dtype, box, out, f"{self.path / held.file}: {name}")
 
 
 def open_folder(folder: str | Path) -> SafetensorsFolder:
@@ -239,56 +248,35 @@ def read_box(file: int, start: int, dtype: str, box: Box, out: Tensor, where: st
     if box.is_empty:
         return
     stored, item = getattr(torch, dtype), DTYPES[dtype][1]
+    shape, offset, size = box.shape or (1,), box.offset or (0,), box.size or (1,)
+    out = out if box.shape else out[None]
+    widths = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    # The first dim whose rows can be read one after the other: into their place, or through a buffer, where they are
+    # short enough for it and what they hold beside the box is not much.
+    for dim, width in enumerate(widths):
+        is_whole = size[dim + 1 :] == shape[dim + 1 :]
+        is_direct = is_whole and out.dtype == stored and out[(0,) * dim].is_contiguous()
+        is_short = math.prod(size[dim + 1 :]) * item < SMALL_RUN_BYTES
+        if is_direct or ((is_whole or is_short) and width * item <= BUFFER_BYTES):
+            break
+    num_rows, row_bytes = size[dim], width * item
+    count = min(num_rows, max(1, BUFFER_BYTES // row_bytes))
+    if not is_direct:
+        # Memory of its own goes back when it is dropped; from the heap it would leave holes between the slices.
+        held = torch.frombuffer(mmap(-1, count * row_bytes), dtype=stored).view(count, *shape[dim + 1 :])
     with torch.no_grad():
-        for offset, rows, target in _runs(box, out, item):
-            is_whole = rows.size == rows.shape
-            if is_whole and target.dtype == stored and target.is_contiguous():
-                _fill(file, start + offset * item, target, where)
-            else:
-                _fill_through_buffer(file, start + offset * item, stored, rows, target, where)
-
-
-def _runs(box: Box, out: Tensor, item: int) -> Iterator[tuple[int, Box, Tensor]]:
-    """(first element, box within the rows read, where it goes): as few as the layout allows."""
-    if not box.shape:
-        yield 0, box, out
-        return
-    width = math.prod(box.shape[1:])
-    is_run = tuple(box.size[1:]) == tuple(box.shape[1:])
-    is_short = math.prod(box.size[1:]) * item < SMALL_RUN_BYTES
-    inner = Box(tuple(box.shape[1:]), tuple(box.offset[1:]), tuple(box.size[1:]))
-    if is_run or len(box.shape) == 1 or (is_short and width * item <= BUFFER_BYTES):
-        rows = Box((box.size[0], *box.shape[1:]), (0, *inner.offset), tuple(box.size))
-        yield box.offset[0] * width, rows, out
-        return
-    for row in range(box.size[0]):
-        for offset, rows, target in _runs(inner, out[row], item):
-            yield (box.offset[0] + row) * width + offset, rows, target
-
-
-def _fill_through_buffer(file: int, start: int, stored: torch.dtype, rows: Box, out: Tensor, where: str) -> None:
-    """Whole rows into a buffer, their columns from there; a row longer than the buffer in parts."""
-    if not rows.shape:
-        held = torch.empty((), dtype=stored)
-        _fill(file, start, held, where)
-        out.copy_(held)
-        return
-    width, item = math.prod(rows.shape[1:]), stored.itemsize
-    if width * item > BUFFER_BYTES and len(rows.shape) > 1:  # only whole rows come here that long
-        inner = Box(tuple(rows.shape[1:]), (0,) * (len(rows.shape) - 1), tuple(rows.shape[1:]))
-        for row in range(rows.size[0]):
-            _fill_through_buffer(file, start + row * width * item, stored, inner, out[row], where)
-        return
-    count = max(1, BUFFER_BYTES // (width * item))
-    height = min(count, rows.size[0])
-    # Memory of its own goes back when it is dropped; from the heap it would leave holes between the slices.
-    held = torch.frombuffer(mmap(-1, height * width * item), dtype=stored).view(height, *rows.shape[1:])
-    for first in range(0, rows.size[0], count):
-        last = min(first + count, rows.size[0])
-        if last < rows.size[0] and hasattr(os, "posix_fadvise"):  # the disk reads on while these rows are converted
-            os.posix_fadvise(file, start + last * width * item, count * width * item, os.POSIX_FADV_WILLNEED)
-        _fill(file, start + first * width * item, held[: last - first], where)
-        out[first:last].copy_(held[(slice(0, last - first), *rows.slices[1:])])
+        for outer in itertools.product(*map(range, size[:dim])):
+            firsts = zip(offset, (*outer, 0), widths, strict=False)
+            at, target = start + item * sum((begin + row) * each for begin, row, each in firsts), out[outer]
+            if is_direct:
+                _fill(file, at, target, where)
+                continue
+            for first in range(0, num_rows, count):
+                last = min(first + count, num_rows)
+                if last < num_rows and hasattr(os, "posix_fadvise"):  # the disk reads on while these are converted
+                    os.posix_fadvise(file, at + last * row_bytes, count * row_bytes, os.POSIX_FADV_WILLNEED)
+                _fill(file, at + first * row_bytes, held[: last - first], where)
+                target[first:last].copy_(held[(slice(0, last - first), *box.slices[dim + 1 :])])
 
 
 def _fill(file: int, start: int, out: Tensor, where: str) -> None:

@@ -13,17 +13,15 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
 
 from meshwright.checkpoint.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, parse_manifest
-from meshwright.core.codec import decode
 from meshwright.core.errors import MeshwrightError, Problem, Problems, error_at
 from meshwright.core.files import BLOCK_BYTES, refuse_link, unreadable
-from meshwright.core.plan import Plan
 
 _FOLDER = re.compile(r"step-([0-9]{8,18})(\.(?:tmp|old)-[A-Za-z0-9-]+)?")
 
@@ -177,7 +175,6 @@ class CheckpointRow:
     num_files: int = 0
     num_tensors: int = 0
     when_utc: str = ""
-    plan: str | None = None
     damage: str = ""
     """Why its manifest cannot be read; the counts are then 0. Shards are not read here: see `verify_all`."""
 
@@ -191,22 +188,12 @@ def describe(root: Path) -> list[CheckpointRow]:
         except MeshwrightError as error:
             rows.append(CheckpointRow(step=step, damage=str(error.problems[0])))
             continue
-        plan = manifest.state.get("plan")
-        text = plan if isinstance(plan, str) else None
-        if isinstance(plan, Mapping):
-            try:
-                text = str(decode(Plan, plan, "plan"))
-            except MeshwrightError:  # a technique that this program does not know: the names alone
-                listed = plan.get("techniques")
-                listed = listed if isinstance(listed, list) else []
-                text = " + ".join(str(each.get("name")) for each in listed if isinstance(each, Mapping)) or None
         row = CheckpointRow(
             step=step,
             bytes=manifest.total_bytes,
             num_files=len(manifest.files),
             num_tensors=len(manifest.tensors),
             when_utc=manifest.saved_utc,
-            plan=text,
         )
         rows.append(row)
     return rows

@@ -40,6 +40,9 @@ EAGER_BYTES = 256 * MIB
 """Files up to this size are checked when they are opened: it takes a few hundredths of a second."""
 
 
+Damaged = Callable[[object, str], MeshwrightError]
+
+
 @dataclass(frozen=True, kw_only=True)
 class BlockHashes:
     """What a sealed JSON file says of hashed files."""
@@ -50,22 +53,17 @@ class BlockHashes:
     """Hash of the file that holds their hashes."""
 
 
-class DamagedFile(Exception):
-    """A file that is not as it was written, and the offset of the first block that differs."""
-
-    def __init__(self, path: Path, what: str):
-        super().__init__(f"{path} {what}")
-        self.path, self.what = path, what
-
-
 class CheckedFile:
-    """A mapped file and the hashes of its blocks; `num_unseen` of them were not compared yet."""
+    """A mapped file and the hashes of its blocks; `num_unseen` of them were not compared yet.
 
-    def __init__(self, path: Path, num_bytes: int, hashes: npt.NDArray[np.uint64]):
-        self.path, self.hashes = path, hashes
+    Raises the error that `damaged` makes of a path and what is wrong there.
+    """
+
+    def __init__(self, path: Path, num_bytes: int, hashes: npt.NDArray[np.uint64], damaged: Damaged):
+        self.path, self.hashes, self.damaged = path, hashes, damaged
         self.bytes = _map_bytes(path)
         if len(self.bytes) != num_bytes:
-            raise DamagedFile(path, f"has {len(self.bytes):,} bytes; {num_bytes:,} were written")
+            raise damaged(path, f"has {len(self.bytes):,} bytes; {num_bytes:,} were written.")
         self.is_unseen = np.ones(len(hashes), dtype=bool)
         self.num_unseen = len(hashes)
 
@@ -82,7 +80,7 @@ class CheckedFile:
     def _check(self, blocks: npt.NDArray[np.integer]) -> None:
         for block in blocks.tolist():
             if _hash_block(self.bytes, block) != self.hashes[block]:
-                raise DamagedFile(self.path, f"is not as it was written, at offset {block * BLOCK_BYTES:,}")
+                raise self.damaged(self.path, f"is not as it was written, at offset {block * BLOCK_BYTES:,}.")
             self.is_unseen[block] = False
         self.num_unseen -= len(blocks)
 
@@ -112,18 +110,23 @@ def hash_files(paths: Mapping[str, Path]) -> tuple[BlockHashes, bytes]:
     return BlockHashes(sizes=sizes, digest=xxhash.xxh3_128_hexdigest(content)), content
 
 
-def open_hashed(sealed: BlockHashes, hashes: Path, paths: Mapping[str, Path]) -> dict[str, CheckedFile]:
-    """The files, small ones checked already. Raises DamagedFile, or OSError where one is missing."""
-    content: npt.NDArray[Any] = np.fromfile(hashes, dtype=np.uint8)
-    counts = [_num_blocks(num_bytes) for num_bytes in sealed.sizes.values()]
-    if len(content) != 8 * sum(counts) or xxhash.xxh3_128_hexdigest(content.data) != sealed.digest:
-        raise DamagedFile(hashes, "is not as it was written")
-    parts = np.split(content.view(np.uint64), np.cumsum(counts)[:-1])
+def open_hashed(
+    sealed: BlockHashes, hashes: Path, paths: Mapping[str, Path], damaged: Damaged
+) -> dict[str, CheckedFile]:
+    """The files, small ones checked already."""
     opened = {}
-    for (name, num_bytes), part in zip(sealed.sizes.items(), parts, strict=True):
-        opened[name] = CheckedFile(paths[name], num_bytes, part)
-        if num_bytes <= EAGER_BYTES:
-            opened[name].check_all()
+    try:
+        content: npt.NDArray[Any] = np.fromfile(hashes, dtype=np.uint8)
+        counts = [_num_blocks(num_bytes) for num_bytes in sealed.sizes.values()]
+        if len(content) != 8 * sum(counts) or xxhash.xxh3_128_hexdigest(content.data) != sealed.digest:
+            raise damaged(hashes, "is not as it was written.")
+        parts = np.split(content.view(np.uint64), np.cumsum(counts)[:-1])
+        for (name, num_bytes), part in zip(sealed.sizes.items(), parts, strict=True):
+            opened[name] = CheckedFile(paths[name], num_bytes, part, damaged)
+            if num_bytes <= EAGER_BYTES:
+                opened[name].check_all()
+    except FileNotFoundError as error:
+        raise damaged(error.filename, "is missing.") from None
     return opened
 
 
@@ -132,6 +135,7 @@ _CACHE_VERSION = 3
 
 Array = npt.NDArray[Any]
 Facts = dict[str, Any]
+Fill = Callable[["ArrayWriter"], Facts]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +144,7 @@ class CachedArrays:
 
     arrays: dict[str, Array]
     facts: Facts
-    index: Path | None = None
+    index: Path = Path()
     unchecked: dict[str, CheckedFile] = field(default_factory=dict)
     """Files of large arrays that go by rows: to be checked before rows are used."""
 
@@ -152,11 +156,9 @@ class CachedArrays:
             begin = len(file.bytes) - array.nbytes
             try:
                 file.check(begin + first * num_bytes, begin + stop * num_bytes)
-            except DamagedFile as damage:
-                if self.index is not None:
-                    self.index.unlink(missing_ok=True)
-                fix = "It is made again from the data itself when the same command is run again."
-                raise error_at(damage.path, f"{damage.what}.", fix, exit_code=1) from None
+            except MeshwrightError:
+                self.index.unlink(missing_ok=True)
+                raise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,20 +226,16 @@ class ArrayWriter:
         return self.paths[name]
 
 
-def cached(
-    folder: Path | None, key: CacheKey, fill: Callable[[ArrayWriter], Facts], by_rows: tuple[str, ...] = ()
-) -> CachedArrays:
+def cached(folder: Path | None, key: CacheKey, fill: Fill, by_rows: tuple[str, ...] = ()) -> CachedArrays:
     """The arrays of this key, made by `fill` where they are absent, out of date or damaged. Without a folder: made.
 
     `by_rows`: arrays that the caller only uses after `CachedArrays.check_rows`; large ones are not checked here.
     """
     writer = ArrayWriter(folder=folder)
     if folder is None:
-        facts = fill(writer)
-        return CachedArrays(arrays=writer.arrays, facts=facts)
-    arrays = load(folder, key, by_rows)
-    if arrays:
-        return arrays
+        return CachedArrays(facts=fill(writer), arrays=writer.arrays)
+    if kept := load(folder, key, by_rows):
+        return kept
     with _write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -251,6 +249,22 @@ def cached(
     return load(folder, key, by_rows) or CachedArrays(arrays=writer.arrays, facts=facts)
 
 
+def cached_facts(folder: Path | None, key: CacheKey, find: Callable[[], Facts]) -> Facts:
+    """Facts alone; where they cannot be written, they are found out again the next time."""
+    kept = load(folder, key) if folder else None
+    facts = kept.facts if kept else find()
+    if folder and not kept:
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            _store(folder, key, ArrayWriter(folder=folder), facts)
+    return facts
+
+
+def _damaged(path: object, what: str) -> MeshwrightError:
+    fix = "It is made again from the data itself when the same command is run again."
+    return error_at(path, what, fix, exit_code=1)
+
+
 def load(folder: Path, key: CacheKey, by_rows: tuple[str, ...] = ()) -> CachedArrays | None:
     """What is kept for this key, mapped from disk; None when absent, out of date or damaged."""
     path, stem = folder / f"{key.slot}.json", f"{key.slot}-{key.stamp}"
@@ -259,7 +273,7 @@ def load(folder: Path, key: CacheKey, by_rows: tuple[str, ...] = ()) -> CachedAr
         if (index.version, index.slot, index.files) != (_CACHE_VERSION, key.slot, key.files):
             return None
         paths = {name: folder / f"{stem}.{name}.npy" for name in index.arrays}
-        files = open_hashed(index.hashes, folder / f"{stem}.xxh3", paths) if paths else {}
+        files = open_hashed(index.hashes, folder / f"{stem}.xxh3", paths, _damaged) if paths else {}
         arrays = {}
         for name, (dtype, shape) in index.arrays.items():
             if name not in by_rows:
@@ -267,18 +281,10 @@ def load(folder: Path, key: CacheKey, by_rows: tuple[str, ...] = ()) -> CachedAr
             # The array is at the end. The .npy header is for other programs: the index says the same, sealed.
             begin = len(files[name].bytes) - np.dtype(dtype).itemsize * math.prod(shape)
             arrays[name] = np.asarray(files[name].bytes[begin:].view(dtype).reshape(shape))
-    except (OSError, ValueError, TypeError, KeyError, RecursionError, MeshwrightError, DamagedFile):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError, MeshwrightError):
         return None
     unchecked = {name: file for name, file in files.items() if file.num_unseen}
     return CachedArrays(arrays=arrays, facts=index.facts, index=path, unchecked=unchecked)
-
-
-def store_facts(folder: Path | None, key: CacheKey, facts: Facts) -> None:
-    """Facts alone, in place of those that were kept; where they cannot be written, they are found out again."""
-    if folder is not None:
-        with contextlib.suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-            _store(folder, key, ArrayWriter(folder=folder), facts)
 
 
 def _store(folder: Path, key: CacheKey, writer: ArrayWriter, facts: Facts) -> None:

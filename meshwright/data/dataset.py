@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -105,39 +105,33 @@ class SampleInfo:
     """Neighbours that may be held out together, as they often come from one document."""
 
 
-class Source(Protocol):
-    """Numbered samples of one kind, all of one shape."""
+class Source:
+    """Numbered samples of one kind, all of one shape. What is no token has a weight of 1 each."""
 
-    @property
-    def info(self) -> SampleInfo: ...
-
-    @property
-    def files(self) -> tuple[SourceFile, ...]: ...
-
-    @property
-    def facts(self) -> list[Any]:
-        """What, beside the names and sizes of the files, makes this content another."""
-        ...
-
-    @property
-    def num_samples(self) -> int: ...
-
-    @property
-    def vocab_size(self) -> int:
-        """Largest token that may occur, plus one; 0 without tokens. Token files are read through the first time."""
-        ...
+    info: SampleInfo
+    files: tuple[SourceFile, ...]
+    facts: list[Any]
+    """What, beside the names and sizes of the files, makes this content another."""
+    num_samples: int
+    vocab_size = 0
+    """Largest token that may occur, plus one; 0 without tokens. Token files are read through the first time."""
 
     def pick(self, samples: Index) -> SampleRows:
         """The rows of these samples, which the caller owns."""
-        ...
+        raise NotImplementedError
 
     def count(self, samples: Index) -> float:
         """The sum of the weights of these samples."""
-        ...
+        return float(len(samples))
 
     def check_vocabulary(self, vocab_size: int) -> Problems:
         """Tokens that a model of `vocab_size` does not know, by file and position."""
-        ...
+        return ()
+
+    @property
+    def where(self) -> str:
+        """What problems of the whole are told of."""
+        return self.files[0].path if self.files else "data"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -216,19 +210,13 @@ class Data:
     def order(self, cursor: int, num_samples: int) -> Index:
         """The samples that train at `cursor`, `cursor + 1`, ...; each epoch is a new order of all of them."""
         first, last = cursor // _ORDER_BLOCK, (cursor + max(num_samples, 1) - 1) // _ORDER_BLOCK
-        # Working out a block of the order costs about as much for one batch as for a hundred.
-        blocks = []
-        for number in range(first, last + 1):
-            if number not in self._order_blocks:
-                if len(self._order_blocks) >= 4:
-                    self._order_blocks.clear()
-                self._order_blocks[number] = self.stream.train(number * _ORDER_BLOCK, _ORDER_BLOCK)
-            blocks.append(self._order_blocks[number])
+        blocks = [self._order_block(number) for number in range(first, last + 1)]
         return np.concatenate(blocks)[cursor - first * _ORDER_BLOCK :][:num_samples]
 
     @cached_property
-    def _order_blocks(self) -> dict[int, Index]:
-        return {}
+    def _order_block(self) -> Callable[[int], Index]:
+        """Working out a block of the order costs about as much for one batch as for a hundred."""
+        return lru_cache(4)(lambda number: self.stream.train(number * _ORDER_BLOCK, _ORDER_BLOCK))
 
     def batch(self, cursor: int, batch: int, part: int = 0, num_parts: int = 1, shares: Sequence[int] = ()) -> Batch:
         """Part `part` of the `batch` samples that follow `cursor`; `shares` as in `part_rows`."""
@@ -262,70 +250,59 @@ class Data:
         return Batch(inputs=picked.inputs, targets=picked.targets, weights=picked.weights, num_tokens=num_tokens)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class JoinedSource:
-    parts: tuple[Source, ...]
+class JoinedSource(Source):
+    def __init__(self, parts: Sequence[Source]):
+        self.parts = parts
+        self.files = tuple(file for part in parts for file in part.files)
+        self.facts = [part.facts for part in parts]
+        self.firsts = np.cumsum([0, *(part.num_samples for part in parts)], dtype=np.int64)
+        self.num_samples = int(self.firsts[-1])
 
     @cached_property
     def info(self) -> SampleInfo:
         """Table columns are as large as their largest; bytes per token are known where all parts know them."""
         infos = [part.info for part in self.parts]
-        known, counts = [info.num_bytes_per_token for info in infos], [part.num_samples for part in self.parts]
+        known, counts = [info.num_bytes_per_token for info in infos], np.diff(self.firsts)
         return replace(
             infos[0],
             tokenizer=next((info.tokenizer for info in infos if info.tokenizer), None),
             # By samples, as a run sees the parts about so often.
-            num_bytes_per_token=float(np.average(known, weights=counts)) if all(known) else 0.0,
+            num_bytes_per_token=float(np.average(known, weights=counts)) if all(known) and any(counts) else 0.0,
             shape=tuple(max(sizes) for sizes in zip(*(info.shape for info in infos), strict=True)),
             num_classes=max(info.num_classes for info in infos),
         )
 
-    @property
-    def files(self) -> tuple[SourceFile, ...]:
-        return tuple(file for part in self.parts for file in part.files)
-
-    @property
-    def facts(self) -> list[Any]:
-        return [part.facts for part in self.parts]
-
-    @property
-    def num_samples(self) -> int:
-        return int(self._firsts[-1])
-
-    @property
+    @cached_property
     def vocab_size(self) -> int:
         return max(part.vocab_size for part in self.parts)
 
     def check_vocabulary(self, vocab_size: int) -> Problems:
         return tuple(dict.fromkeys(problem for part in self.parts for problem in part.check_vocabulary(vocab_size)))
 
-    @cached_property
-    def _firsts(self) -> Index:
-        return np.cumsum([0, *(part.num_samples for part in self.parts)], dtype=np.int64)
+    def _by_part(self, samples: Index) -> Iterator[tuple[Source, Index, Index]]:
+        """(part, rows of `samples` that are its own, their numbers in it); the first part where there are no rows."""
+        part_of = np.searchsorted(self.firsts, samples, side="right") - 1
+        for number in np.unique(part_of) if len(samples) else [0]:
+            rows = np.flatnonzero(part_of == number)
+            yield self.parts[number], rows, samples[rows] - self.firsts[number]
 
     def pick(self, samples: Index) -> SampleRows:
-        part_of = np.searchsorted(self._firsts, samples, side="right") - 1
-        chosen = np.unique(part_of) if len(samples) else np.zeros(1, dtype=np.int64)
-        where = [np.flatnonzero(part_of == part) for part in chosen]
-        picked = [
-            self.parts[part].pick(samples[rows] - self._firsts[part]) for part, rows in zip(chosen, where, strict=True)
-        ]
+        parts, where, own = zip(*self._by_part(samples), strict=True)
+        picked = [part.pick(each) for part, each in zip(parts, own, strict=True)]
         if len(picked) == 1:
             return picked[0]
         back = np.argsort(np.concatenate(where))
-        columns = [rows.inputs if isinstance(rows.inputs, tuple) else (rows.inputs,) for rows in picked]
-        inputs = tuple(np.concatenate(arrays)[back] for arrays in zip(*columns, strict=True))
-        return SampleRows(
-            inputs if isinstance(picked[0].inputs, tuple) else inputs[0],
-            np.concatenate([rows.targets for rows in picked])[back],
-            np.concatenate([rows.weights for rows in picked])[back],
-        )
+
+        def merged(arrays: Iterable[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+            return np.concatenate(list(arrays))[back]
+
+        inputs, targets, weights = zip(*picked, strict=True)
+        is_tuple = isinstance(inputs[0], tuple)
+        columns = tuple(map(merged, zip(*inputs, strict=True))) if is_tuple else merged(inputs)
+        return SampleRows(columns, merged(targets), merged(weights))
 
     def count(self, samples: Index) -> float:
-        part_of = np.searchsorted(self._firsts, samples, side="right") - 1
-        return sum(
-            (self.parts[part].count(samples[part_of == part] - self._firsts[part]) for part in np.unique(part_of)), 0.0
-        )
+        return sum(part.count(own) for part, _, own in self._by_part(samples))
 
 
 def join_sources(sources: Sequence[Source], problems: list[Problem]) -> Source:
@@ -337,18 +314,18 @@ def join_sources(sources: Sequence[Source], problems: list[Problem]) -> Source:
         """For a table only the number of columns: their sizes may differ."""
         return info.shape[:2] if info.kind == "table" else info.shape
 
-    first, path = sources[0].info, sources[0].files[0].path if sources[0].files else "data"
+    first, path = sources[0].info, sources[0].where
     for other in sources[1:]:
-        info, what = other.info, ""
+        info = other.info
         if info.kind != first.kind:
             what, fix = f"holds {info.kind}, {path} holds {first.kind}.", "Use one kind of data in a run."
         elif shape_of(info) != shape_of(first):
             what = f"its samples have the shape {shape_of(info)}, those of {path} {shape_of(first)}."
             fix = "Bring all to one shape."
         elif info.classes != first.classes:
-            names, others = ", ".join(first.classes), ", ".join(info.classes)
-            what = f"its classes are {others}; those of {path} are {names}."
+            what = f"its classes are {', '.join(info.classes)}; those of {path} are {', '.join(first.classes)}."
             fix = "A class must have one number everywhere."
-        if what:
-            problems.append(Problem(where=other.files[0].path if other.files else "data", what=what, fix=fix))
-    return JoinedSource(parts=tuple(sources))
+        else:
+            continue
+        problems.append(Problem(where=other.where, what=what, fix=fix))
+    return JoinedSource(sources)

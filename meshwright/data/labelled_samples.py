@@ -14,16 +14,22 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from meshwright.core.errors import Problem, Problems, error_at, nearest, raise_problems
-from meshwright.data.arrays import (
+from meshwright.core.errors import Problem, error_at, nearest, raise_problems
+from meshwright.data.cache import ArrayWriter, CachedArrays, CacheKey, Facts, Fill, cached
+from meshwright.data.data_section import DataSection
+from meshwright.data.dataset import SampleInfo, SampleRows, Source
+from meshwright.data.file_list import (
+    SourceFile,
+    collect_problems,
     first_not_finite,
     npz_names,
     optional_package,
@@ -33,10 +39,6 @@ from meshwright.data.arrays import (
     readable_parquet,
     require_plausible,
 )
-from meshwright.data.cache import ArrayWriter, CachedArrays, CacheKey, Facts, cached
-from meshwright.data.data_section import DataSection
-from meshwright.data.dataset import Inputs, SampleInfo, SampleRows
-from meshwright.data.file_list import SourceFile
 from meshwright.data.sample_order import Index
 
 SUFFIXES = (".png", ".jpg", ".jpeg")
@@ -49,77 +51,45 @@ _MAX_PIXELS = 1 << 24
 _ID_PREFIXES = ("cat", "id")
 
 Column = npt.NDArray[Any]
+_Columns = tuple[dict[str, Column], dict[str, Column], Column]
+"""Dense ones and ids by name, and the labels."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class LabelledSource:
+class LabelledSource(Source):
     """Rows of cached arrays, each with one target of weight 1."""
 
     entry: CachedArrays
     files: tuple[SourceFile, ...]
-    vocab_size: ClassVar[int] = 0
+    info: SampleInfo
 
-    @property
+    @cached_property
     def num_samples(self) -> int:
         return len(self.entry.arrays["labels"])
 
-    def inputs(self, samples: Index) -> Inputs:
-        raise NotImplementedError
+    @cached_property
+    def facts(self) -> list[Any]:
+        about, digest = self.info, self.entry.facts["digest"]
+        if about.kind == "images":
+            return ["images", [self.num_samples, *about.shape], about.num_classes, digest]
+        return ["table", self.num_samples, list(about.shape), digest]
 
     def pick(self, samples: Index) -> SampleRows:
         self.entry.check_rows(samples, samples + 1)
-        weights = np.ones(len(samples), dtype=np.float32)
-        return SampleRows(self.inputs(samples), self.entry.arrays["labels"][samples], weights)
-
-    def count(self, samples: Index) -> float:
-        return float(len(samples))
-
-    def check_vocabulary(self, vocab_size: int) -> Problems:
-        return ()
-
-
-class ImageSource(LabelledSource):
-    """Its array `images` is (samples, channels, height, width): uint8, or float32 taken as it is."""
-
-    @property
-    def info(self) -> SampleInfo:
-        shape, facts = self.entry.arrays["images"].shape[1:], self.entry.facts
-        num_classes, classes = facts["num_classes"], tuple(facts["classes"])
-        return SampleInfo(kind="images", shape=tuple(shape), num_classes=num_classes, classes=classes)
-
-    @property
-    def facts(self) -> list[Any]:
-        shape = list(self.entry.arrays["images"].shape)
-        return ["images", shape, self.entry.facts["num_classes"], self.entry.facts["digest"]]
-
-    def inputs(self, samples: Index) -> Inputs:
-        chosen = self.entry.arrays["images"][samples]
-        return np.divide(chosen, np.float32(255), dtype=np.float32) if chosen.dtype == np.uint8 else chosen
+        arrays, inputs = self.entry.arrays, ()
+        if self.info.kind == "table":
+            inputs = arrays["dense"][samples], arrays["ids"][samples].astype(np.int64)
+        else:
+            inputs = arrays["images"][samples]
+            inputs = np.divide(inputs, np.float32(255), dtype=np.float32) if inputs.dtype == np.uint8 else inputs
+        return SampleRows(inputs, arrays["labels"][samples], np.ones(len(samples), dtype=np.float32))
 
 
-class TableSource(LabelledSource):
-    """Its arrays `dense` and `ids` have a column each of the table's; `id_sizes` are the largest ids plus one."""
-
-    @property
-    def info(self) -> SampleInfo:
-        num_dense, num_ids = self.entry.arrays["dense"].shape[1], self.entry.arrays["ids"].shape[1]
-        return SampleInfo(kind="table", shape=(num_dense, num_ids, *self.entry.facts["id_sizes"]), num_classes=2)
-
-    @property
-    def facts(self) -> list[Any]:
-        return ["table", self.num_samples, list(self.info.shape), self.entry.facts["digest"]]
-
-    def inputs(self, samples: Index) -> Inputs:
-        return self.entry.arrays["dense"][samples], self.entry.arrays["ids"][samples].astype(np.int64)
+def open_npz_images(file: SourceFile, cache: Path | None, section: DataSection) -> LabelledSource:
+    return _images("images", file, cache, lambda writer: _convert(file.path, writer))
 
 
-def open_npz_images(file: SourceFile, cache: Path | None, section: DataSection) -> ImageSource:
-    key = CacheKey(question=("images",), files=(file,))
-    entry = cached(cache, key, lambda writer: _convert(file.path, writer), by_rows=("images", "labels"))
-    return ImageSource(entry=entry, files=(file,))
-
-
-def open_image_folder(folder: str, cache: Path | None, section: DataSection) -> ImageSource:
+def open_image_folder(folder: str, cache: Path | None, section: DataSection) -> LabelledSource:
     """Image files in one sub-folder per class; the classes are numbered by name."""
     listing, problems = [], []
     for name in sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and entry.name[0] != "."):
@@ -135,17 +105,25 @@ def open_image_folder(folder: str, cache: Path | None, section: DataSection) -> 
     state = xxhash.xxh3_64_intdigest(repr([image[1:] for image in listing]).encode()) >> 1
     total_bytes = sum(size for _, _, size, _ in listing)
     file = SourceFile(path=os.path.abspath(folder), size_bytes=total_bytes, mtime_ns=state)
-    paths = [image[0] for image in listing]
-    key = CacheKey(question=("image folder",), files=(file,))
-    entry = cached(cache, key, lambda writer: _decode(paths, writer), by_rows=("images", "labels"))
-    return ImageSource(entry=entry, files=(file,))
+    return _images("image folder", file, cache, lambda writer: _decode([image[0] for image in listing], writer))
 
 
-def open_table(file: SourceFile, cache: Path | None, section: DataSection) -> TableSource:
+def _images(question: str, file: SourceFile, cache: Path | None, fill: Fill) -> LabelledSource:
+    """The array `images` is (samples, channels, height, width): uint8, or float32 taken as it is."""
+    entry = cached(cache, CacheKey(question=(question,), files=(file,)), fill, by_rows=("images", "labels"))
+    shape, num_classes = entry.arrays["images"].shape[1:], entry.facts["num_classes"]
+    info = SampleInfo(kind="images", shape=shape, num_classes=num_classes, classes=tuple(entry.facts["classes"]))
+    return LabelledSource(entry=entry, files=(file,), info=info)
+
+
+def open_table(file: SourceFile, cache: Path | None, section: DataSection) -> LabelledSource:
+    """The arrays `dense` and `ids` have a column each of the table's; `id_sizes` are the largest ids plus one."""
     key = CacheKey(question=("table", section.label), files=(file,))
     by_rows = ("dense", "ids", "labels")
     entry = cached(cache, key, lambda writer: _read_table(file.path, section.label, writer), by_rows)
-    return TableSource(entry=entry, files=(file,))
+    num_columns = (entry.arrays[name].shape[1] for name in ("dense", "ids"))
+    info = SampleInfo(kind="table", shape=(*num_columns, *entry.facts["id_sizes"]), num_classes=2)
+    return LabelledSource(entry=entry, files=(file,), info=info)
 
 
 def is_image_folder(path: str) -> bool:
@@ -158,24 +136,17 @@ def is_image_folder(path: str) -> bool:
 
 
 def _decode(paths: list[str], writer: ArrayWriter) -> Facts:
-    try:
-        from PIL import Image
-    except ImportError:
-        raise error_at(paths[0], "reading it needs pillow.", "Run: pip install meshwright[images]") from None
+    library = optional_package("PIL.Image", paths[0], "images")
     problems: list[Problem] = []
-    mode, (width, height) = _form(paths, problems)
+    mode, (width, height) = _form(paths, library, problems)
     raise_problems(problems)
     shape = (len(paths), 1 if mode == "L" else 3, height, width)
     images = writer.allocate("images", shape, np.uint8)
 
     def decode(number: int) -> None:
-        try:
-            with Image.open(paths[number]) as image:
-                pixels = np.asarray(image.convert(mode))
-        except Exception as error:  # what a broken file raises depends on how it is broken
-            problems.append(_broken(paths[number], error))
-            return
-        images[number] = pixels.reshape(height, width, -1).transpose(2, 0, 1)
+        with collect_problems(problems), _readable_image(paths[number]), library.open(paths[number]) as image:
+            pixels = np.asarray(image.convert(mode))
+            images[number] = pixels.reshape(height, width, -1).transpose(2, 0, 1)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # decoding runs outside Python's lock
         list(pool.map(decode, range(len(paths))))
@@ -187,17 +158,15 @@ def _decode(paths: list[str], writer: ArrayWriter) -> Facts:
     return {"num_classes": len(classes), "classes": classes.tolist(), "digest": digest}
 
 
-def _form(paths: list[str], problems: list[Problem]) -> tuple[str, tuple[int, int]]:
+def _form(paths: list[str], library: Any, problems: list[Problem]) -> tuple[str, tuple[int, int]]:
     """Gray or colour, and the size that all have, from the files' headers."""
-    from PIL import Image
-
     first, is_gray, others = None, True, []
     for path in paths:
-        try:
-            with warnings.catch_warnings(action="ignore"), Image.open(path) as image:  # too many pixels: told below
-                size, mode = image.size, image.mode
-        except Exception as error:
-            problems.append(_broken(path, error))
+        size = None
+        quiet = warnings.catch_warnings(action="ignore")  # too many pixels: told below
+        with collect_problems(problems), _readable_image(path), quiet, library.open(path) as image:
+            size, mode = image.size, image.mode
+        if size is None:
             continue
         if size[0] * size[1] > _MAX_PIXELS:
             what = f"is {size[0]:,} x {size[1]:,} pixels; at most {_MAX_PIXELS:,} are read."
@@ -215,9 +184,8 @@ def _form(paths: list[str], problems: list[Problem]) -> tuple[str, tuple[int, in
     return "L" if is_gray else "RGB", first[1] if first else (0, 0)
 
 
-def _broken(path: str, error: Exception) -> Problem:
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-    return Problem(where=path, what=f"is not a readable image: {reason}.", fix="Mend it or leave it out.")
+def _readable_image(path: str) -> Any:
+    return readable(path, "a readable image", "Mend it or leave it out.")
 
 
 def _convert(path: str, writer: ArrayWriter) -> Facts:
@@ -264,32 +232,20 @@ def _digest(images: npt.NDArray[Any], labels: npt.NDArray[Any], classes: str) ->
     return state.hexdigest()
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Columns:
-    """Named columns, checked one by one."""
-
-    dense: dict[str, Column]
-    ids: dict[str, Column]
-    labels: Column
-
-
 def _read_table(path: str, label: str, writer: ArrayWriter) -> Facts:
-    table = _read_npz_table(path) if path.lower().endswith(".npz") else _read_columns(path, label)
-    raise_problems(_table_problems(path, label, table))
-    num_rows = len(table.labels)
-    id_sizes = [int(column.max(initial=-1)) + 1 for column in table.ids.values()]
-    dense = writer.allocate("dense", (num_rows, len(table.dense)), np.float32)
-    ids = writer.allocate(
-        "ids", (num_rows, len(table.ids)), np.int32 if max(id_sizes, default=0) < 1 << 31 else np.int64
-    )
-    for array, columns in ((dense, table.dense), (ids, table.ids)):
+    is_npz = path.lower().endswith(".npz")
+    dense, ids, labels = _read_npz_table(path) if is_npz else _read_columns(path, label)
+    raise_problems(_table_problems(path, label, dense, ids, labels))
+    id_sizes = [int(column.max(initial=-1)) + 1 for column in ids.values()]
+    id_type = np.int32 if max(id_sizes, default=0) < 1 << 31 else np.int64
+    state = xxhash.xxh3_64(repr([*dense, "", *ids]).encode())
+    for name, columns, dtype in (("dense", dense, np.float32), ("ids", ids, id_type)):
+        array = writer.allocate(name, (len(labels), len(columns)), dtype)
         for number, column in enumerate(columns.values()):
             array[:, number] = column
-    labels = table.labels.astype(np.float32)
-    writer.save("labels", labels)
-    state = xxhash.xxh3_64(repr([*table.dense, "", *table.ids]).encode())
-    for array in (dense, ids, labels):
         state.update(np.ascontiguousarray(array).data)
+    writer.save("labels", labels.astype(np.float32))
+    state.update(labels.astype(np.float32).data)
     return {"id_sizes": id_sizes, "digest": str(state.hexdigest())}
 
 
@@ -305,11 +261,11 @@ def _read_npz_table(path: str) -> _Columns:
         if labels.ndim != 1 or array.ndim != 2 or len(array) != len(labels)
     ]
     raise_problems(problems)
-    return _Columns(
-        dense={f"dense[{number}]": dense[:, number] for number in range(dense.shape[1])},
-        ids={f"ids[{number}]": ids[:, number] for number in range(ids.shape[1])},
-        labels=labels,
-    )
+    named = [
+        {f"{name}[{number}]": column for number, column in enumerate(array.T)}
+        for name, array in (("dense", dense), ("ids", ids))
+    ]
+    return named[0], named[1], labels
 
 
 def _read_columns(path: str, label: str) -> _Columns:
@@ -349,7 +305,7 @@ def _read_columns(path: str, label: str) -> _Columns:
         # Whole numbers often come as floats; where such a name holds others, it is no id after all.
         if column.dtype.kind in "iub" or (name.lower().startswith(_ID_PREFIXES) and np.all(column == np.floor(column)))
     }
-    return _Columns(dense={name: each for name, each in columns.items() if name not in ids}, ids=ids, labels=labels)
+    return {name: each for name, each in columns.items() if name not in ids}, ids, labels
 
 
 def _arrow_table(path: str) -> Any:
@@ -381,24 +337,23 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _table_problems(path: str, label: str, table: _Columns) -> Iterator[Problem]:
-    if not len(table.labels) or not (table.dense or table.ids):
-        yield Problem(where=path, what=f"has {len(table.labels)} rows and {len(table.dense) + len(table.ids)} columns.")
+def _table_problems(
+    path: str, label: str, dense: dict[str, Column], ids: dict[str, Column], labels: Column
+) -> Iterator[Problem]:
+    if not len(labels) or not (dense or ids):
+        yield Problem(where=path, what=f"has {len(labels)} rows and {len(dense) + len(ids)} columns.")
         return
-    numbers = {**table.dense, **table.ids, label: table.labels}
-    for name, column in numbers.items():
+    for name, column in {**dense, **ids, label: labels}.items():
         place = first_not_finite(column) if column.dtype.kind == "f" else None
         if place is not None:
             yield _cell(path, place[0], name, f"is {column[place]}", "Fill it or leave the row out.")
-    for name, column in table.ids.items():
-        wrong = np.isfinite(column) & ((column < 0) | (column != np.floor(column)))
-        if wrong.any():
-            row = int(wrong.argmax())
-            yield _cell(path, row, name, f"is {column[row]}, not an id", "Ids are whole numbers from 0.")
-    wrong = np.isfinite(table.labels) & (table.labels != 0) & (table.labels != 1)
-    if wrong.any():
-        row = int(wrong.argmax())
-        yield _cell(path, row, label, f"is {table.labels[row]}", "Labels are 0 or 1.")
+    for name, column in {**ids, label: labels}.items():
+        is_wrong, why, fix = (column < 0) | (column != np.floor(column)), ", not an id", "Ids are whole numbers from 0."
+        if column is labels:
+            is_wrong, why, fix = (column != 0) & (column != 1), "", "Labels are 0 or 1."
+        wrong = np.flatnonzero(np.isfinite(column) & is_wrong)
+        if len(wrong):
+            yield _cell(path, int(wrong[0]), name, f"is {column[wrong[0]]}{why}", fix)
 
 
 def _cell(path: str, row: int, column: str, what: str, fix: str) -> Problem:

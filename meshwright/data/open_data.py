@@ -6,39 +6,41 @@ What a file is, is told from its name, and where that is not enough from its fir
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from meshwright.core.errors import Problem, error_at, raise_problems
-from meshwright.data.arrays import npz_names, parquet_file
 from meshwright.data.cache import ArrayWriter, CacheKey, Facts, cached
 from meshwright.data.data_section import DataSection, MixturePart, patterns_of
 from meshwright.data.dataset import Data, Source, join_sources
-from meshwright.data.file_list import DATASETS, SourceFile, collect_problems, find_files
+from meshwright.data.file_list import DATASETS, SourceFile, collect_problems, find_files, npz_names, parquet_file
 from meshwright.data.labelled_samples import is_image_folder, open_image_folder, open_npz_images, open_table
-from meshwright.data.records import TextKeys, has_messages, nearest_format, open_template
+from meshwright.data.records import has_messages, nearest_format, open_words
 from meshwright.data.sample_order import Stream, part_seed, split_samples
-from meshwright.data.token_files import open_flat, open_megatron
+from meshwright.data.token_files import TokenSource, length_problems, open_flat, open_megatron
 from meshwright.data.token_reader import FlatTokens, read_files
-from meshwright.data.token_samples import TokenSource, length_problems
-from meshwright.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 
 __all__ = ["Data", "open_data", "open_text"]
 
-Form = str
-"""text, flat, megatron, npz images, npz table, csv or parquet table."""
 _Open = Callable[[Any, Path | None, DataSection], Source]
+_FORMS: dict[str, tuple[str, _Open | None]] = {
+    "text": ("tokens", None),  # all files at once
+    "flat": ("tokens", open_flat),
+    "megatron": ("tokens", open_megatron),
+    "npz images": ("images", open_npz_images),
+    "npz table": ("table", open_table),
+    "csv": ("table", open_table),
+    "parquet table": ("table", open_table),
+}
+"""What a file may be -> (kind of its samples, how each is opened)."""
 
 
-def open_data(section: DataSection, *, cache: Path | None, sequence: int | None = None) -> Data:
+def open_data(section: DataSection, *, cache: Path | None) -> Data:
     """The data of a run file's section. `cache` is where tokens and decoded images are kept and shared."""
     problems: list[Problem] = []
-    if sequence is not None:
-        section = replace(section, sequence=sequence)
     if bool(section.patterns) == bool(section.mixture):
         what = "no file is named." if not section.mixture else "train and mixture are both given."
         problems.append(Problem(where="data", what=what, fix="Give data.train, or data.mixture."))
@@ -78,26 +80,24 @@ def open_text(
 def _open(section: DataSection, cache: Path | None, problems: list[Problem]) -> Data:
     """`problems` are those known so far: the files are still read, to report theirs too."""
     parts = section.mixture or (MixturePart(train=section.train, weight=1.0),)
-    opener = _Opener(section=section, cache=cache, problems=problems)
-    opened = [opener.open(patterns_of(part.train)) for part in parts]
+    opened = [_open_part(patterns_of(part.train), section, cache, problems) for part in parts]
     raise_problems(problems)
     sources = [source for source in opened if source is not None]
     joined = join_sources(sources, problems)
     splits = []
+    num_needed = 2 if section.held_out_fraction > 0 else 1  # to train on, and to hold out where that is wanted
     for number, source in enumerate(sources):
-        num_needed = 2 if section.held_out_fraction > 0 else 1  # to train on, and to hold out where that is wanted
         if isinstance(source, TokenSource):
-            problems += length_problems(source.num_tokens, source.sequence, section.held_out_fraction)
+            problems += length_problems(source.num_tokens, source.sequence, num_needed)
         elif source.num_samples < num_needed:
             purpose = "training and holding out" if num_needed > 1 else "training"
             what = f"there are {source.num_samples} samples; {purpose} needs {num_needed}."
             fix = "Add tokens, or use a shorter sequence." if source.info.kind == "tokens" else "Add samples."
-            problems.append(Problem(where=source.files[0].path if source.files else "data", what=what, fix=fix))
-        seed = part_seed(section.seed, number) if section.mixture else section.seed
+            problems.append(Problem(where=source.where, what=what, fix=fix))
         split = split_samples(
             source.num_samples,
             held_out_fraction=section.held_out_fraction,
-            seed=seed,
+            seed=part_seed(section.seed, number) if section.mixture else section.seed,
             max_chunk_samples=source.info.max_chunk_samples,
         )
         splits.append(split)
@@ -107,90 +107,81 @@ def _open(section: DataSection, cache: Path | None, problems: list[Problem]) -> 
     return Data(source=joined, stream=stream, held_out_fraction=section.held_out_fraction, seed=section.seed)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Opener:
-    """Opens the files of one section; problems are collected."""
+def _open_part(
+    patterns: tuple[str, ...], section: DataSection, cache: Path | None, problems: list[Problem]
+) -> Source | None:
+    """One source of all files behind the patterns; None only where problems were appended."""
 
-    section: DataSection
-    cache: Path | None
-    problems: list[Problem]
-
-    def open(self, patterns: tuple[str, ...]) -> Source | None:
-        if self.section.kind in ("auto", "images") and patterns and all(map(is_image_folder, patterns)):
-            return self._each(open_image_folder, patterns)
-        forms: dict[Form, list[SourceFile]] = {}
-        for file in find_files(patterns, self.problems):
-            with collect_problems(self.problems):
-                forms.setdefault(_form_of(file, self.section), []).append(file)
-        if len(forms) > 1:
-            kinds = ", ".join(f"{form} ({members[0].path})" for form, members in forms.items())
-            fix = "Name files of one kind, or make each kind a part of data.mixture."
-            self.problems.append(Problem(where="data.train", what=f"the files are of several kinds: {kinds}.", fix=fix))
-        opened = []
-        for form, members in forms.items():
-            if _kind_of(form) == "tokens" and self.section.sequence < 1:
-                what, fix = f"{self.section.sequence} is not positive.", "Say how many tokens a sample has."
-                self.problems.append(Problem(where="data.sequence", what=what, fix=fix))
-                continue
-            if form == "megatron":  # each pair once, whichever of the two was named
-                members = list({os.path.splitext(file.path)[0]: file for file in members}.values())
-            openers: dict[Form, _Open] = {"flat": open_flat, "megatron": open_megatron, "npz images": open_npz_images}
-            is_text = form == "text"
-            opened.append(self._text(tuple(members)) if is_text else self._each(openers.get(form, open_table), members))
-        return opened[0] if opened else None
-
-    def _each(self, opener: _Open, files: Sequence[Any]) -> Source | None:
-        """One source of all files, each opened by itself."""
+    def each(opener: _Open, files: Iterable[Any]) -> Source | None:
         sources = []
         for file in files:
-            with collect_problems(self.problems, getattr(file, "path", file)):
-                sources.append(opener(file, self.cache, self.section))
-        return join_sources(sources, self.problems) if sources else None
+            with collect_problems(problems, getattr(file, "path", file)):
+                sources.append(opener(file, cache, section))
+        return join_sources(sources, problems) if sources else None
 
-    def _text(self, files: tuple[SourceFile, ...]) -> Source | None:
-        tokenizer: Tokenizer = ByteTokenizer()
-        template = kept = None
-        with collect_problems(self.problems):
-            tokenizer = open_tokenizer(self.section.tokenizer)
-        with collect_problems(self.problems):
-            template = open_template(self.section.chat_template, self.section.tokenizer)
-        keys = TextKeys(text=self.section.text_key, prompt=self.section.prompt_key, template=template)
-        if self.problems:
-            read_files(files, keys, tokenizer, self.problems)  # what is wrong with the files is told too
-            return None
-
-        def tokenize(writer: ArrayWriter) -> Facts:
-            problems: list[Problem] = []
-            corpus = read_files(files, keys, tokenizer, problems)
-            raise_problems(problems)
-            digest = xxhash.xxh3_64(corpus.tokens.data)
-            if corpus.weights is not None:
-                digest.update(b"weights")
-                digest.update(corpus.weights.data)
-            for name in ("tokens", "starts", "weights"):
-                if (array := getattr(corpus, name)) is not None:
-                    writer.save(name, array)
-            return {"digest": digest.hexdigest(), "num_text_bytes": corpus.num_text_bytes}
-
-        key = CacheKey(question=("text", tokenizer.name, *keys.facts), files=files)
-        with collect_problems(self.problems):
-            kept = cached(self.cache, key, tokenize, by_rows=("tokens", "weights"))
-        if kept is None:
-            return None
-        tokens, num_text_bytes = kept.arrays["tokens"], kept.facts["num_text_bytes"]
-        return TokenSource(
-            corpus=FlatTokens(tokens=tokens, weights=kept.arrays.get("weights"), starts=kept.arrays["starts"]),
-            digest=kept.facts["digest"],
-            files=files,
-            sequence=self.section.sequence,
-            tokenizer=tokenizer,
-            is_packed=self.section.packing == "documents",
-            num_bytes_per_token=1.0 if tokenizer.name == "byte" else num_text_bytes / max(1, len(tokens)),
-            check=kept.check_rows if kept.unchecked else None,
-        )
+    if section.kind in ("auto", "images") and patterns and all(map(is_image_folder, patterns)):
+        return each(open_image_folder, patterns)
+    forms: dict[str, list[SourceFile]] = {}
+    for file in find_files(patterns, problems):
+        with collect_problems(problems):
+            forms.setdefault(_form_of(file, section), []).append(file)
+    if len(forms) > 1:
+        kinds = ", ".join(f"{form} ({members[0].path})" for form, members in forms.items())
+        fix = "Name files of one kind, or make each kind a part of data.mixture."
+        problems.append(Problem(where="data.train", what=f"the files are of several kinds: {kinds}.", fix=fix))
+    opened = None
+    for form, members in forms.items():
+        kind, opener = _FORMS[form]
+        if kind == "tokens" and section.sequence < 1:
+            what, fix = f"{section.sequence} is not positive.", "Say how many tokens a sample has."
+            problems.append(Problem(where="data.sequence", what=what, fix=fix))
+        elif opener is None:
+            with collect_problems(problems):
+                opened = _open_texts(tuple(members), section, cache, problems)
+        else:  # each pair of token files once, whichever of the two was named
+            stems = {os.path.splitext(file.path)[0] if form == "megatron" else file.path: file for file in members}
+            opened = each(opener, stems.values())
+    return opened
 
 
-def _form_of(file: SourceFile, section: DataSection) -> Form:
+def _open_texts(
+    files: tuple[SourceFile, ...], section: DataSection, cache: Path | None, problems: list[Problem]
+) -> Source | None:
+    words, keys = open_words(section, problems)
+    if problems:
+        read_files(files, keys, words, problems)  # what is wrong with the files is told too
+        return None
+
+    def tokenize(writer: ArrayWriter) -> Facts:
+        found: list[Problem] = []
+        corpus = read_files(files, keys, words, found)
+        raise_problems(found)
+        digest = xxhash.xxh3_64(corpus.tokens.data)
+        if corpus.weights is not None:
+            digest.update(b"weights")
+            digest.update(corpus.weights.data)
+        for name in ("tokens", "starts", "weights"):
+            if (array := getattr(corpus, name)) is not None:
+                writer.save(name, array)
+        return {"digest": digest.hexdigest(), "num_text_bytes": corpus.num_text_bytes}
+
+    key = CacheKey(question=("text", words.name, *keys.facts), files=files)
+    kept = cached(cache, key, tokenize, by_rows=("tokens", "weights"))
+    corpus = FlatTokens(**kept.arrays)
+    num_bytes_per_token = kept.facts["num_text_bytes"] / max(1, len(corpus.tokens))
+    return TokenSource(
+        corpus=corpus,
+        digest=kept.facts["digest"],
+        files=files,
+        sequence=section.sequence,
+        tokenizer=words,
+        is_packed=section.packing == "documents",
+        num_bytes_per_token=1.0 if words.name == "byte" else num_bytes_per_token,
+        check=kept.check_rows if kept.unchecked else None,
+    )
+
+
+def _form_of(file: SourceFile, section: DataSection) -> str:
     """What a file is, by its name or its first bytes. Raises where it cannot be what the section says, or anything."""
     path, suffix, form = file.path, os.path.splitext(file.path)[1].lower(), "text"
     if suffix == ".npz":
@@ -214,13 +205,8 @@ def _form_of(file: SourceFile, section: DataSection) -> Form:
         form = "megatron"
     elif suffix in (".bin", ".npy"):
         form = "flat"
-    if section.kind not in ("auto", _kind_of(form)):
-        what = f"holds {_kind_of(form)}, data.kind is {section.kind}."
+    kind = _FORMS[form][0]
+    if section.kind not in ("auto", kind):
+        what = f"holds {kind}, data.kind is {section.kind}."
         raise error_at(path, what, 'Change one of them, or use kind = "auto".')
     return form
-
-
-def _kind_of(form: Form) -> str:
-    if form in ("text", "flat", "megatron"):
-        return "tokens"
-    return "images" if form == "npz images" else "table"

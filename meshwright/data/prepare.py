@@ -21,13 +21,12 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -37,12 +36,13 @@ from meshwright.core.codec import decode, encode, seal, to_json, unseal
 from meshwright.core.errors import MeshwrightError, Problem, error_at, raise_problems
 from meshwright.core.files import write_whole
 from meshwright.core.process import child_command, child_environment
-from meshwright.data.cache import DamagedFile, hash_files
+from meshwright.data.cache import hash_files
+from meshwright.data.data_section import DataSection
 from meshwright.data.file_list import collect_problems, find_files
-from meshwright.data.records import TextKeys, open_template
+from meshwright.data.records import TextKeys, open_words
 from meshwright.data.token_files import PreparedFacts, beside, megatron_dtype, write_index
 from meshwright.data.token_reader import FileRange, chunks_of, emptiness, read_chunk
-from meshwright.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
+from meshwright.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 
 # Raise it when the same input gives other files than before.
 _PREPARE_VERSION = 2
@@ -64,19 +64,15 @@ class PreparedTokens:
 class PartJob:
     """One chunk of the input, to be made a part of the output."""
 
-    folder: str
-    name: str
+    path: str
+    """Where the part goes, without an ending."""
     chunk: FileRange
-    tokenizer: str
-    text_key: str
-    prompt_key: str
-    chat_template: str
+    section: DataSection
     num_bytes: int = 0
     """Bytes of the input; an estimate where rows are not laid out in bytes."""
 
-    @property
-    def path(self) -> Path:
-        return Path(self.folder) / self.name
+    def file(self, end: str) -> Path:
+        return Path(f"{self.path}{end}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,12 +103,8 @@ def prepare(
     """Tokenize `inputs` into OUTPUT.bin and .idx (or OUTPUT/tokens.bin and .idx of a folder)."""
     problems: list[Problem] = []
     files = find_files(tuple(inputs), problems)
-    words: Tokenizer = ByteTokenizer()
-    keys = TextKeys(text=text_key, prompt=prompt_key)
-    with collect_problems(problems):
-        words = open_tokenizer(tokenizer)
-    with collect_problems(problems):
-        keys = replace(keys, template=open_template(chat_template, tokenizer))
+    section = DataSection(tokenizer=tokenizer, text_key=text_key, prompt_key=prompt_key, chat_template=chat_template)
+    words, keys = open_words(section, problems)
     stem = Path(output).expanduser()
     if stem.is_dir() or output.endswith("/"):
         stem = stem / "tokens"
@@ -124,23 +116,15 @@ def prepare(
         with collect_problems(problems, file.path):
             chunks = chunks_of(file)
         for number, chunk in enumerate(chunks):
-            identity = [_PREPARE_VERSION, encode(file), encode(chunk), words.name, *keys.facts]
+            name = _short([_PREPARE_VERSION, encode(file), encode(chunk), words.name, *keys.facts])
             is_bytes = chunk.kind in ("text", "jsonl")
-            job = PartJob(
-                folder=str(folder),
-                name=f"{number:06}-{xxhash.xxh3_64_hexdigest(json.dumps(identity).encode())}",
-                chunk=chunk,
-                tokenizer=tokenizer,
-                text_key=text_key,
-                prompt_key=prompt_key,
-                chat_template=chat_template,
-                num_bytes=chunk.stop - chunk.start if is_bytes else file.size_bytes // len(chunks),
-            )
-            jobs.append(job)
+            num_bytes = chunk.stop - chunk.start if is_bytes else file.size_bytes // len(chunks)
+            path = str(folder / f"{number:06}-{name}")
+            jobs.append(PartJob(path=path, chunk=chunk, section=section, num_bytes=num_bytes))
     raise_problems(problems)
-    name = xxhash.xxh3_64_hexdigest(json.dumps([job.name for job in jobs]).encode())
+    identity = _short([os.path.basename(job.path) for job in jobs])
     total = sum(job.num_bytes for job in jobs)
-    finished = _finished(stem, name)
+    finished = _finished(stem, identity)
     if finished:
         report(total, total, total)
         return PreparedTokens(stem=stem, facts=finished, num_bytes=total, num_bytes_reused=total)
@@ -150,9 +134,13 @@ def prepare(
         raise_problems(Problem(where=str(path), what=what, fix="Name another output.") for path in there)
     with _writing(stem, folder):
         results, num_reused = _make_parts(jobs, num_workers or len(os.sched_getaffinity(0)), report)
-        facts = _merge(stem, jobs, results, words, tokenizer, name)
+        facts = _merge(stem, jobs, results, words, identity)
         shutil.rmtree(folder, ignore_errors=True)
     return PreparedTokens(stem=stem, facts=facts, num_bytes=total, num_bytes_reused=num_reused)
+
+
+def _short(value: Any) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(value).encode())
 
 
 def _finished(stem: Path, identity: str) -> PreparedFacts | None:
@@ -164,9 +152,8 @@ def _finished(stem: Path, identity: str) -> PreparedFacts | None:
         for file in facts.open_files(stem).values():
             file.check_all()
         if facts.tokenizer != ByteTokenizer.name:
-            content = beside(stem, ".tokenizer.json").read_bytes()
-            return facts if f":{xxhash.xxh3_64_hexdigest(content)}:" in facts.tokenizer else None
-    except (OSError, DamagedFile, MeshwrightError):
+            facts.read_tokenizer(stem)
+    except (OSError, MeshwrightError):
         return None
     return facts
 
@@ -176,32 +163,29 @@ def _make_parts(jobs: list[PartJob], num_workers: int, report: Report) -> tuple[
     earlier = {number: finished_part(job) for number, job in enumerate(jobs)}
     results = {number: result for number, result in earlier.items() if result is not None}
     total, reused = sum(job.num_bytes for job in jobs), sum(jobs[number].num_bytes for number in results)
-    waiting = deque(number for number in range(len(jobs)) if number not in results)
-    num_needed = min(num_workers, len(waiting))
-    done_bytes, lock = reused, threading.Lock()
+    waiting = [number for number in range(len(jobs)) if number not in results]
+    done_bytes = reused
     report(done_bytes, total, reused)
+    idle: SimpleQueue[Callable[[PartJob], PartResult]] = SimpleQueue()
 
-    def work() -> None:
-        nonlocal done_bytes
-        with _worker(is_alone=num_workers == 1) as make:
-            while True:
-                try:
-                    number = waiting.popleft()
-                except IndexError:
-                    return
-                result = make(jobs[number])
-                with lock:
-                    results[number] = result
-                    done_bytes += jobs[number].num_bytes
-                    report(done_bytes, total, reused)
+    def work(job: PartJob) -> PartResult:
+        make = idle.get()
+        try:
+            return make(job)
+        finally:
+            idle.put(make)
 
-    with ThreadPoolExecutor(max(1, num_needed)) as pool:
-        futures = [pool.submit(work) for _ in range(num_needed)]
+    with contextlib.ExitStack() as workers, ThreadPoolExecutor(num_workers) as pool:
+        for _ in range(min(num_workers, len(waiting))):
+            idle.put(workers.enter_context(_worker(is_alone=num_workers == 1)))
+        futures = {pool.submit(work, jobs[number]): number for number in waiting}
         try:
             for future in as_completed(futures):
-                future.result()
-        finally:
-            waiting.clear()  # interrupted, or a worker died: the others finish what they have begun
+                results[futures[future]] = future.result()
+                done_bytes += jobs[futures[future]].num_bytes
+                report(done_bytes, total, reused)
+        finally:  # interrupted, or a worker died: the others finish what they have begun
+            pool.shutdown(cancel_futures=True)
     in_order = [results[number] for number in range(len(jobs))]
     problems = list(dict.fromkeys(problem for result in in_order for problem in result.problems))
     for path in dict.fromkeys(job.chunk.path for job in jobs):
@@ -247,16 +231,19 @@ def _worker(*, is_alone: bool) -> Iterator[Callable[[PartJob], PartResult]]:
         process.wait()
 
 
-_open_tokenizer = cache(open_tokenizer)
-_open_template = cache(open_template)
+@cache
+def _open_words(section: DataSection) -> tuple[Tokenizer, TextKeys]:
+    problems: list[Problem] = []
+    opened = open_words(section, problems)
+    raise_problems(problems)
+    return opened
 
 
 def make_part(job: PartJob) -> PartResult:
     """Tokenize the chunk and write its files, the one that says it is done last. Problems are told, nothing written."""
     problems: list[Problem] = []
     with collect_problems(problems, job.chunk.path):
-        words, template = _open_tokenizer(job.tokenizer), _open_template(job.chat_template, job.tokenizer)
-        keys = TextKeys(text=job.text_key, prompt=job.prompt_key, template=template)
+        words, keys = _open_words(job.section)
         corpus = read_chunk(job.chunk, keys, words, problems)
     if problems:
         return PartResult(problems=tuple(problems))
@@ -268,7 +255,7 @@ def make_part(job: PartJob) -> PartResult:
     if corpus.weights is not None:
         contents[".weights"] = corpus.weights.tobytes()
     for end, content in contents.items():
-        write_whole(job.path.with_suffix(end), content)
+        write_whole(job.file(end), content)
     result = PartResult(
         num_tokens=len(tokens),
         num_documents=len(starts),
@@ -278,16 +265,16 @@ def make_part(job: PartJob) -> PartResult:
         has_weights=corpus.weights is not None,
         digest=_digest(*contents.values()),
     )
-    write_whole(job.path.with_suffix(".json"), seal(json.dumps(encode(result))))
+    write_whole(job.file(".json"), seal(json.dumps(encode(result))))
     return result
 
 
 def finished_part(job: PartJob) -> PartResult | None:
     """The result of an earlier run, if its files are still what it wrote: a power cut may have lost them."""
     try:
-        result = decode(PartResult, json.loads(unseal(job.path.with_suffix(".json").read_bytes())), "part")
+        result = decode(PartResult, json.loads(unseal(job.file(".json").read_bytes())), "part")
         ends = (".bin", ".lengths", *([".weights"] if result.has_weights else []))
-        return result if result.digest == _digest(*(job.path.with_suffix(end).read_bytes() for end in ends)) else None
+        return result if result.digest == _digest(*(job.file(end).read_bytes() for end in ends)) else None
     except (OSError, ValueError, RecursionError, MeshwrightError):
         return None
 
@@ -314,36 +301,31 @@ def _writing(stem: Path, folder: Path) -> Iterator[None]:
 
 
 def _merge(
-    stem: Path, jobs: list[PartJob], results: list[PartResult], words: Tokenizer, tokenizer: str, identity: str
+    stem: Path, jobs: list[PartJob], results: list[PartResult], words: Tokenizer, identity: str
 ) -> PreparedFacts:
     """The final files from the parts; the one that says all is there comes last."""
-    paths = [job.path for job in jobs]
     dtype = megatron_dtype(words.vocab_size)
 
     def copy_weights(file: Any) -> None:
-        for path, result in zip(paths, results, strict=True):
-            part = path.with_suffix(".weights")
-            file.write(part.read_bytes() if result.has_weights else b"\1" * result.num_tokens)
+        for job, result in zip(jobs, results, strict=True):
+            file.write(job.file(".weights").read_bytes() if result.has_weights else b"\1" * result.num_tokens)
 
     def copy_tokens(file: Any) -> None:
-        for path in paths:
-            with open(path.with_suffix(".bin"), "rb") as part:
+        for job in jobs:
+            with open(job.file(".bin"), "rb") as part:
                 while os.sendfile(file.fileno(), part.fileno(), None, _COPY_BYTES):
                     pass
 
-    write_whole(beside(stem, ".bin"), copy_tokens, is_durable=True)
-    ends = [".bin", ".idx"]
-    if any(result.has_weights for result in results):
-        ends.append(".weights")
-        write_whole(beside(stem, ".weights"), copy_weights, is_durable=True)
-    lengths = [np.fromfile(path.with_suffix(".lengths"), dtype=np.int32) for path in paths]
+    lengths = [np.fromfile(job.file(".lengths"), dtype=np.int32) for job in jobs]
     begins = [result.begins for result in results]
-    write_whole(beside(stem, ".idx"), lambda file: write_index(file, dtype, lengths, begins), is_durable=True)
-    if words.name != ByteTokenizer.name:
-        source = Path(tokenizer).expanduser()
-        source = source / "tokenizer.json" if source.is_dir() else source
-        write_whole(beside(stem, ".tokenizer.json"), source.read_bytes(), is_durable=True)
-    hashes, content = hash_files({end: beside(stem, end) for end in ends})
+    contents = {".bin": copy_tokens, ".idx": lambda file: write_index(file, dtype, lengths, begins)}
+    if any(result.has_weights for result in results):
+        contents[".weights"] = copy_weights
+    for end, content in contents.items():
+        write_whole(beside(stem, end), content, is_durable=True)
+    if isinstance(words, FileTokenizer):
+        write_whole(beside(stem, ".tokenizer.json"), words.content, is_durable=True)
+    hashes, content = hash_files({end: beside(stem, end) for end in contents})
     write_whole(beside(stem, ".xxh3"), content, is_durable=True)
     facts = PreparedFacts(
         hashes=hashes,

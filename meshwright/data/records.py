@@ -13,25 +13,27 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import xxhash
 
 from meshwright.core.errors import MeshwrightError, Problem, error_at
 from meshwright.core.units import MIB
-from meshwright.data.arrays import readable
-from meshwright.data.tokenizer import special_token, tokenizer_settings
+from meshwright.data.data_section import DataSection
+from meshwright.data.file_list import collect_problems, readable
+from meshwright.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer, special_token, tokenizer_settings
 
 _MAX_PROBLEMS_PER_FILE = 3
 CHAT_FIELDS = ("messages", "conversations", "instruction", "input", "output", "tools")
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
 _OTHER_FORMATS = (("question", "answer"), ("prompt", "completion"), ("prompt", "response"), ("query", "response"))
 
+Row = TypeVar("Row")
 Span = tuple[int, int]
 """Characters of a text, from the first up to the second."""
 
@@ -92,54 +94,50 @@ class Records:
             self.said.append(said)
 
 
-@dataclass(kw_only=True)
-class FileProblems:
-    """The first few of a file one by one, the others counted."""
-
-    path: str
-    problems: list[Problem]
-    name: str = "bad lines"
-    num_bad: int = 0
-
-    def add(self, where: str, bad: BadRecord) -> None:
-        self.num_bad += 1
-        if self.num_bad <= _MAX_PROBLEMS_PER_FILE:
-            self.problems.append(Problem(where=where, what=bad.what, fix=bad.fix))
-
-    def close(self) -> None:
-        if self.num_bad > _MAX_PROBLEMS_PER_FILE:
-            what = f"and {self.num_bad - _MAX_PROBLEMS_PER_FILE} more {self.name} in this file."
-            self.problems.append(Problem(where=self.path, what=what))
-
-
 class BadRecord(Exception):
     def __init__(self, what: str, fix: str = ""):
         self.what, self.fix = what, fix
 
 
-def parse_lines(
-    path: str, content: bytes, keys: TextKeys, num_lines_before: Callable[[], int], problems: list[Problem]
+def read_records(
+    path: str,
+    rows: Iterable[tuple[int, Row]],
+    parse: Callable[[Row], Mapping[str, Any]],
+    place: Callable[[int], str],
+    keys: TextKeys,
+    problems: list[Problem],
+    name: str,
 ) -> Records:
-    """The records of whole lines. `num_lines_before` is asked only to say where a problem is."""
-    records, bad_lines = Records(), FileProblems(path=path, problems=problems)
-    for number, line in enumerate(content.split(b"\n"), start=1):
-        if not line.strip():
-            continue
+    """The records that `parse` makes of numbered rows. Of the bad ones (`name`) the first few are told, others counted.
+
+    `place` is asked only to say where a problem is.
+    """
+    records, num_bad = Records(), 0
+    for number, row in rows:
         try:
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise BadRecord(f"is not valid JSON: {error.msg} (column {error.colno}).") from None
-            except (ValueError, RecursionError) as error:  # a number of 5000 digits, a thousand nested lists
-                raise BadRecord(f"is not usable JSON: {error}.") from None
-            if not isinstance(record, dict):
-                what = f"holds a {type(record).__name__}, not an object."
-                raise BadRecord(what, f'Write {{"{keys.text}": "..."}} on each line.')
-            records.add(record, keys)
+            records.add(parse(row), keys)
         except BadRecord as bad:
-            bad_lines.add(f"{path}:{num_lines_before() + number}", bad)
-    bad_lines.close()
+            num_bad += 1
+            if num_bad <= _MAX_PROBLEMS_PER_FILE:
+                problems.append(Problem(where=place(number), what=bad.what, fix=bad.fix))
+    if num_bad > _MAX_PROBLEMS_PER_FILE:
+        what = f"and {num_bad - _MAX_PROBLEMS_PER_FILE} more {name} in this file."
+        problems.append(Problem(where=path, what=what))
     return records
+
+
+def parse_line(line: bytes, keys: TextKeys) -> Mapping[str, Any]:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise BadRecord(f"is not valid JSON: {error.msg} (column {error.colno}).") from None
+    except (ValueError, RecursionError) as error:  # a number of 5000 digits, a thousand nested lists
+        raise BadRecord(f"is not usable JSON: {error}.") from None
+    if not isinstance(record, dict):
+        raise BadRecord(
+            f"holds a {type(record).__name__}, not an object.", f'Write {{"{keys.text}": "..."}} on each line.'
+        )
+    return record
 
 
 def has_messages(names: Collection[str]) -> bool:
@@ -325,3 +323,14 @@ def open_template(name: str, tokenizer: str) -> ChatTemplate | None:
         source = named.get("default")
     where = str(folder / "tokenizer_config.json")
     return ChatTemplate(source=source, where=where, tokens=tokens) if isinstance(source, str) else None
+
+
+def open_words(section: DataSection, problems: list[Problem]) -> tuple[Tokenizer, TextKeys]:
+    """The tokenizer and the fields of a section; where problems are appended, others stand for them."""
+    words: Tokenizer = ByteTokenizer()
+    template = None
+    with collect_problems(problems):
+        words = open_tokenizer(section.tokenizer)
+    with collect_problems(problems):
+        template = open_template(section.chat_template, section.tokenizer)
+    return words, TextKeys(text=section.text_key, prompt=section.prompt_key, template=template)

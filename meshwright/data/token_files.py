@@ -1,4 +1,17 @@
-"""Token files as other programs write them: mapped, never read in.
+"""Tokens cut into samples.
+
+    tokens    t0 t1 t2 t3 t4 t5 t6 t7 t8 ...          sequence = 4
+    sample 0  [inputs    ]                            targets are the inputs one token later,
+    sample 1              [inputs    ]                so neighbours share one token
+
+Packed documents are the same rows with their borders kept: a token knows the document it belongs to, and no
+target lies in the next document. A long document goes on in the next row.
+
+    tokens     a0 a1 a2 . b0 .  c0 c1          sequence = 8, each text ends with its separator
+    documents   0  0  0 0  1 1   2  2
+    weights     1  1  1 0  1 0   1  1          the separator is a target; what follows it is not
+
+Token files as other programs write them are mapped, never read in.
 
 One array in an .npy, or bare numbers in a .bin. What such a file holds is told from its size, its first and last MiB
 and some blocks between: a corpus of a terabyte must start as fast as a small one. The cache keeps that, and its largest
@@ -21,12 +34,13 @@ again and again (where documents begin) is kept as an array of its own.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -35,27 +49,164 @@ import numpy.typing as npt
 import xxhash
 
 from meshwright.core.codec import decode, unseal
-from meshwright.core.errors import MeshwrightError, Problem, error_at, raise_problems
+from meshwright.core.errors import MeshwrightError, Problem, Problems, error_at, raise_problems
 from meshwright.core.units import MIB
-from meshwright.data.arrays import map_npy
 from meshwright.data.cache import (
     ArrayWriter,
     BlockHashes,
     CacheKey,
     CheckedFile,
-    DamagedFile,
     Facts,
     cached,
-    load,
+    cached_facts,
     open_hashed,
-    store_facts,
 )
 from meshwright.data.data_section import DataSection
-from meshwright.data.file_list import SourceFile, find_files
-from meshwright.data.sample_order import Index
+from meshwright.data.dataset import SampleInfo, SampleRows, Source
+from meshwright.data.file_list import SourceFile, find_files, map_npy
+from meshwright.data.sample_order import MAX_CHUNK_SAMPLES, Index
 from meshwright.data.token_reader import FlatTokens
-from meshwright.data.token_samples import TokenSource, scan_range
-from meshwright.data.tokenizer import ByteTokenizer, FileTokenizer, TokenArray
+from meshwright.data.tokenizer import ByteTokenizer, FileTokenizer, TokenArray, Tokenizer
+
+SCAN_TOKENS = 1 << 22
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenSource(Source):
+    corpus: FlatTokens
+    digest: str
+    """Hash of the content, or of a sample of it in files too large to read at every start."""
+    files: tuple[SourceFile, ...]
+    sequence: int
+    tokenizer: Tokenizer | None = None
+    is_packed: bool = False
+    """Documents keep their borders."""
+    num_bytes_per_token: float = 0.0
+    find_range: Callable[[], tuple[int, int]] = lambda: (0, 0)
+    """Smallest and largest token, of files that no tokenizer of ours made."""
+    check: Callable[[Index, Index], None] | None = None
+    """Called with the first token and the end of each range before it is used, of files that have hashes."""
+
+    @cached_property
+    def info(self) -> SampleInfo:
+        return SampleInfo(
+            kind="tokens",
+            sequence=self.sequence,
+            tokenizer=self.tokenizer,
+            num_bytes_per_token=self.num_bytes_per_token,
+            max_chunk_samples=MAX_CHUNK_SAMPLES,
+        )
+
+    @cached_property
+    def num_tokens(self) -> int:
+        return len(self.corpus.tokens)
+
+    @cached_property
+    def num_samples(self) -> int:
+        return max(0, self.num_tokens - 1) // self.sequence
+
+    @cached_property
+    def facts(self) -> list[Any]:
+        name = self.tokenizer.name if self.tokenizer else "tokens"
+        return [name, self.num_tokens, self.digest, *(["documents"] if self.is_packed else [])]
+
+    @cached_property
+    def id_range(self) -> tuple[int, int]:
+        return self.find_range()
+
+    @cached_property
+    def vocab_size(self) -> int:
+        return self.id_range[1] + 1 if self.tokenizer is None else self.tokenizer.vocab_size
+
+    def check_vocabulary(self, vocab_size: int) -> Problems:
+        if self.tokenizer is not None:
+            what = f"the tokenizer has {self.vocab_size:,} tokens, the model's vocabulary {vocab_size:,}."
+            fix = f"Use a vocabulary of at least {self.vocab_size}."
+            fits = self.vocab_size <= vocab_size
+            return () if fits else (Problem(where="data.tokenizer", what=what, fix=fix),)
+        smallest, largest = self.id_range
+        if smallest >= 0 and largest < vocab_size:
+            return ()
+        for start in range(0, self.num_tokens, SCAN_TOKENS):
+            piece = self.corpus.tokens[start : start + SCAN_TOKENS]
+            wrong = np.flatnonzero((piece < 0) | (piece >= vocab_size))
+            if len(wrong):
+                position, token = start + int(wrong[0]), int(piece[wrong[0]])
+                break
+        what = f"token {token} at position {position:,} is outside the vocabulary of {vocab_size:,}."
+        fix = f"The largest token in it is {largest}; use a vocabulary of at least {largest + 1}."
+        if smallest < 0:
+            fix = "Negative tokens are never valid: was it written with another token_dtype?"
+        return (Problem(where=self.files[0].path, what=what, fix=fix),)
+
+    def pick(self, samples: Index) -> SampleRows:
+        self._check(samples)
+        rows = self._windows(self.corpus.tokens)[samples]
+        inputs, targets = rows[:, :-1].astype(np.int64), rows[:, 1:].astype(np.int64)
+        weights = self._weights(samples)
+        if not self.is_packed:
+            return SampleRows(inputs, targets, weights)
+        row, place = self._borders(samples)
+        weights[row, place - 1] = 0
+        begins = np.zeros(rows.shape, dtype=np.int8)
+        begins[row, place] = 1
+        return SampleRows((inputs, np.cumsum(begins[:, :-1], axis=1, dtype=np.int32)), targets, weights)
+
+    def count(self, samples: Index) -> float:
+        if self.corpus.weights is not None:
+            self._check(samples)
+            weights = self._weights(samples)
+            if self.is_packed:
+                row, place = self._borders(samples)
+                weights[row, place - 1] = 0
+            return float(weights.sum(dtype=np.float64))
+        num_borders = len(self._borders(samples)[0]) if self.is_packed else 0
+        return float(len(samples) * self.sequence - num_borders)
+
+    def _check(self, samples: Index) -> None:
+        if self.check is not None:
+            self.check(samples * self.sequence, (samples + 1) * self.sequence + 1)
+
+    def _weights(self, samples: Index) -> Any:
+        if self.corpus.weights is None:
+            return np.ones((len(samples), self.sequence), dtype=np.float32)
+        return self._windows(self.corpus.weights)[samples, 1:].astype(np.float32)
+
+    def _borders(self, samples: Index) -> tuple[Index, Index]:
+        """(row, place in its window) of every document that begins after a row's first token."""
+        starts = self.corpus.starts
+        assert starts is not None, "packing needs to know where documents begin"
+        begin = samples * self.sequence
+        first = np.searchsorted(starts, begin, side="right")
+        counts = np.searchsorted(starts, begin + self.sequence, side="right") - first
+        row = np.repeat(np.arange(len(samples)), counts)
+        which = np.arange(len(row)) + np.repeat(first - (np.cumsum(counts) - counts), counts)
+        return row, starts[which] - begin[row]
+
+    def _windows(self, flat: TokenArray) -> TokenArray:
+        """Row i is sample i, `sequence` + 1 long: a view, so that nothing is copied before rows are picked."""
+        return np.lib.stride_tricks.sliding_window_view(flat, self.sequence + 1)[:: self.sequence]
+
+
+def scan_range(tokens: TokenArray) -> tuple[int, int]:
+    """Smallest and largest token, read in pieces that stay in the processor's cache."""
+    pieces = [tokens[start : start + SCAN_TOKENS] for start in range(0, len(tokens), SCAN_TOKENS)]
+    smallest = 0 if tokens.dtype.kind == "u" else min((int(piece.min()) for piece in pieces), default=0)
+    return smallest, max((int(piece.max()) for piece in pieces), default=-1)
+
+
+def length_problems(num_tokens: int, sequence: int, min_samples: int) -> list[Problem]:
+    needed = min_samples * sequence + 1
+    if num_tokens >= needed:
+        return []
+    purpose = "one sequence" if min_samples == 1 else "one sequence to train on and one to hold out"
+    what = f"the corpus has {num_tokens:,} tokens; {purpose} of {sequence:,} needs {needed:,}."
+    shorter = (num_tokens - 1) // min_samples
+    fix = f"Add text, or use sequence = {shorter} or less." if shorter >= 1 else "Add text."
+    if min_samples == 2 and num_tokens > sequence:
+        fix = f"{fix[:-1]}, or held_out_fraction = 0."
+    return [Problem(where="data", what=what, fix=fix)]
+
 
 _NUM_BLOCKS, _BLOCK_BYTES = 64, 4096
 
@@ -77,34 +228,26 @@ def open_flat(file: SourceFile, cache: Path | None, section: DataSection) -> Tok
 def _token_file(
     file: SourceFile, tokens: TokenArray, cache: Path | None, section: DataSection, more: tuple[SourceFile, ...] = ()
 ) -> TokenSource:
-    """The source of mapped tokens; `more` are files that belong to it.
+    """The source of mapped tokens; `more` are files that belong to it."""
 
-    Its digest is of the first and the last MiB and of blocks spread between them.
-    """
-    key = CacheKey(question=("token file", tokens.dtype.str), files=(file, *more))
-    known = load(cache, key) if cache else None
-    facts = dict(known.facts) if known else {}
-    if not known:
-        digest, last = xxhash.xxh3_64(), max(0, file.size_bytes - MIB)
+    def digest() -> Facts:
+        """Of the first and the last MiB and of blocks spread between them."""
+        state, last = xxhash.xxh3_64(), max(0, file.size_bytes - MIB)
         between = {last * block // _NUM_BLOCKS for block in range(1, _NUM_BLOCKS)}
         with open(file.path, "rb", buffering=0) as opened:
             for offset, num_bytes in ((0, MIB), *((offset, _BLOCK_BYTES) for offset in sorted(between)), (last, MIB)):
-                digest.update(os.pread(opened.fileno(), num_bytes, offset))
-        facts["digest"] = digest.hexdigest()
-        store_facts(cache, key, facts)
+                state.update(os.pread(opened.fileno(), num_bytes, offset))
+        return {"digest": state.hexdigest()}
 
-    def id_range() -> tuple[int, int]:
-        if "largest" not in facts:
-            facts["smallest"], facts["largest"] = scan_range(tokens)
-            store_facts(cache, key, facts)
-        return facts["smallest"], facts["largest"]
+    def fact(question: str, find: Callable[[], Facts]) -> Facts:
+        return cached_facts(cache, CacheKey(question=(question, tokens.dtype.str), files=(file, *more)), find)
 
     return TokenSource(
         corpus=FlatTokens(tokens=tokens),
-        digest=facts["digest"],
+        digest=fact("token file", digest)["digest"],
         files=(file, *more),
         sequence=section.sequence,
-        id_range=id_range,
+        find_range=lambda: fact("token range", lambda: {"range": scan_range(tokens)})["range"],
     )
 
 
@@ -149,7 +292,7 @@ class PreparedFacts:
         except FileNotFoundError:
             if not any(beside(stem, end).exists() for end in (".xxh3", ".weights")):
                 return None
-            raise error_at(path, "is missing.", _PREPARE_AGAIN) from None
+            raise _damaged(path, "is missing.") from None
         try:
             is_sealed = content.startswith(b'{"digest"')
             text = unseal(content) if is_sealed else content.decode("utf-8")
@@ -158,103 +301,89 @@ class PreparedFacts:
                 return facts
         except (ValueError, RecursionError, MeshwrightError):
             pass
-        raise error_at(path, "was damaged or edited.", _PREPARE_AGAIN)
+        raise _damaged(path, "was damaged or edited.")
 
     def open_files(self, stem: Path) -> dict[str, CheckedFile]:
-        """The files by their endings, small ones checked. Raises DamagedFile, or OSError where one is missing."""
+        """The files by their endings, small ones checked."""
         if self.hashes is None:
             return {}
-        return open_hashed(self.hashes, beside(stem, ".xxh3"), {end: beside(stem, end) for end in self.hashes.sizes})
+        paths = {end: beside(stem, end) for end in self.hashes.sizes}
+        return open_hashed(self.hashes, beside(stem, ".xxh3"), paths, _damaged)
+
+    def read_tokenizer(self, stem: Path) -> bytes:
+        """The tokenizer's file beside them. Raises MeshwrightError where it is missing, or another."""
+        path = beside(stem, ".tokenizer.json")
+        if not path.exists():
+            raise _damaged(path, "is missing.")
+        content = path.read_bytes()
+        if f":{xxhash.xxh3_64_hexdigest(content)}:" not in self.tokenizer:
+            raise _damaged(path, f"is not the tokenizer that made {stem.name}.bin.")
+        return content
 
 
 def beside(stem: Path, end: str) -> Path:
     return stem.with_name(f"{stem.name}{end}")
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class TokenIndex:
-    """A mapped .idx file."""
-
-    path: str
-    dtype: np.dtype[np.integer]
-    lengths: npt.NDArray[np.int32]
-    first_bytes: npt.NDArray[np.int64]
-    documents: npt.NDArray[np.int64]
-
-    @property
-    def num_bytes(self) -> int:
-        """What the .bin must have, if sequences lie one after the other."""
-        if not len(self.lengths):
-            return 0
-        return int(self.first_bytes[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
-
-
 def open_megatron(file: SourceFile, cache: Path | None, section: DataSection) -> TokenSource:
     """The pair that `file` (either of the two) belongs to."""
-    stem = os.path.splitext(file.path)[0]
+    stem = Path(os.path.splitext(file.path)[0])
     problems: list[Problem] = []
     pair = find_files((f"{stem}.bin", f"{stem}.idx"), problems)
     raise_problems(problems)
     tokens_file, index_file = pair
-    index = _read_index(index_file)
-    if index.num_bytes != tokens_file.size_bytes:
-        what = f"promises {index.num_bytes:,} bytes, {tokens_file.path} has {tokens_file.size_bytes:,}."
+    dtype, lengths, first_bytes, documents = _read_index(index_file.path)
+    # If sequences lie one after the other.
+    num_bytes = int(first_bytes[-1]) + int(lengths[-1]) * dtype.itemsize if len(lengths) else 0
+    if num_bytes != tokens_file.size_bytes:
+        what = f"promises {num_bytes:,} bytes, {tokens_file.path} has {tokens_file.size_bytes:,}."
         fix = "One of the two is cut off, or they do not belong together: copy or write both again."
-        raise error_at(index.path, what, fix)
-    if section.token_dtype not in ("auto", index.dtype.name):
-        what = f"says the tokens are {index.dtype}, data.token_dtype is {section.token_dtype}."
-        raise error_at(index.path, what, 'Use token_dtype = "auto".')
-    facts = PreparedFacts.beside(Path(stem))
-    with _damage_as_problem():
-        files = facts.open_files(Path(stem)) if facts else {}
-        if files:
-            files[".idx"].check(np.zeros(1, np.int64), np.ones(1, np.int64))  # the type of the tokens
-    source = _token_file(tokens_file, _map_bin(tokens_file, index.dtype), cache, section, more=(index_file,))
-    source = _with_tokenizer(source, Path(stem), facts)
+        raise error_at(index_file.path, what, fix)
+    if section.token_dtype not in ("auto", dtype.name):
+        what = f"says the tokens are {dtype}, data.token_dtype is {section.token_dtype}."
+        raise error_at(index_file.path, what, 'Use token_dtype = "auto".')
+    facts = PreparedFacts.beside(stem)
+    files = facts.open_files(stem) if facts else {}
+    if files:
+        files[".idx"].check(np.zeros(1, np.int64), np.ones(1, np.int64))  # the type of the tokens
+    source = _token_file(tokens_file, _map_bin(tokens_file, dtype), cache, section, more=(index_file,))
+    source = _with_tokenizer(source, stem, facts)
     weights = files[".weights"].bytes if ".weights" in files else None
+    itemsizes = {end: size for end, size in ((".bin", dtype.itemsize), (".weights", 1)) if end in files}
 
     def check(first: Index, stop: Index) -> None:
-        with _damage_as_problem():
-            files[".bin"].check(first * index.dtype.itemsize, stop * index.dtype.itemsize)
-            if weights is not None:
-                files[".weights"].check(first, stop)
+        for end, size in itemsizes.items():
+            files[end].check(first * size, stop * size)
 
-    if any(files[end].num_unseen for end in (".bin", ".weights") if end in files):
+    if any(files[end].num_unseen for end in itemsizes):
         source = replace(source, check=check)
+    corpus = FlatTokens(tokens=source.corpus.tokens, weights=weights)
     if section.packing == "stream":
-        return replace(source, corpus=FlatTokens(tokens=source.corpus.tokens, weights=weights))
+        return replace(source, corpus=corpus)
 
     def save_starts(writer: ArrayWriter) -> Facts:
         """Save the first token of every document that is not empty."""
-        with _damage_as_problem():
-            if files:
-                files[".idx"].check_all()
-        ends = index.first_bytes + index.lengths * np.int64(index.dtype.itemsize)
-        is_laid_out = index.first_bytes[0] == 0 and np.array_equal(index.first_bytes[1:], ends[:-1])
+        if files:
+            files[".idx"].check_all()
+        ends = first_bytes + lengths * np.int64(dtype.itemsize)
+        is_laid_out = first_bytes[0] == 0 and np.array_equal(first_bytes[1:], ends[:-1])
         # Some writers leave documents out: each sequence is one then.
-        documents = index.documents[:-1] if len(index.documents) > 1 else np.arange(len(index.lengths))
-        is_ordered = len(documents) and documents[0] == 0 and documents[-1] <= len(index.lengths)
-        if not (is_laid_out and is_ordered and np.all(index.lengths >= 0) and np.all(np.diff(documents) >= 0)):
+        firsts = documents[:-1] if len(documents) > 1 else np.arange(len(lengths))
+        is_ordered = len(firsts) and firsts[0] == 0 and firsts[-1] <= len(lengths)
+        if not (is_laid_out and is_ordered and np.all(lengths >= 0) and np.all(np.diff(firsts) >= 0)):
             what = "its sequences do not lie one after the other, or its documents are not in order."
-            raise error_at(index.path, what, "Write the pair again.")
-        starts = np.append(index.first_bytes, ends[-1])[documents] // index.dtype.itemsize
-        is_filled = np.diff(starts, append=ends[-1] // index.dtype.itemsize) > 0
+            raise error_at(index_file.path, what, "Write the pair again.")
+        starts = np.append(first_bytes, ends[-1])[firsts] // dtype.itemsize
+        is_filled = np.diff(starts, append=ends[-1] // dtype.itemsize) > 0
         writer.save("starts", starts[is_filled])
         return {}
 
     kept = cached(cache, CacheKey(question=("document starts",), files=(index_file,)), save_starts)
-    corpus = FlatTokens(tokens=source.corpus.tokens, weights=weights, starts=kept.arrays["starts"])
-    return replace(source, corpus=corpus, is_packed=True)
+    return replace(source, corpus=replace(corpus, starts=kept.arrays["starts"]), is_packed=True)
 
 
-@contextlib.contextmanager
-def _damage_as_problem() -> Iterator[None]:
-    try:
-        yield
-    except DamagedFile as damage:
-        raise error_at(damage.path, f"{damage.what}.", _PREPARE_AGAIN) from None
-    except FileNotFoundError as error:
-        raise error_at(error.filename, "is missing.", _PREPARE_AGAIN) from None
+def _damaged(path: object, what: str) -> MeshwrightError:
+    return error_at(path, what, _PREPARE_AGAIN)
 
 
 def _with_tokenizer(source: TokenSource, stem: Path, facts: PreparedFacts | None) -> TokenSource:
@@ -264,44 +393,32 @@ def _with_tokenizer(source: TokenSource, stem: Path, facts: PreparedFacts | None
     if facts.tokenizer == ByteTokenizer.name:
         return replace(source, tokenizer=ByteTokenizer(), num_bytes_per_token=1.0)
     source = replace(source, num_bytes_per_token=facts.num_text_bytes / facts.num_tokens)
-    path = beside(stem, ".tokenizer.json")
+    content = facts.read_tokenizer(stem)
     try:
-        content = path.read_bytes()
-        if f":{xxhash.xxh3_64_hexdigest(content)}:" not in facts.tokenizer:
-            raise error_at(path, f"is not the tokenizer that made {stem.name}.bin.", _PREPARE_AGAIN)
         return replace(source, tokenizer=FileTokenizer(content, (facts.separator,)))
-    except FileNotFoundError:
-        raise error_at(path, "is missing.", _PREPARE_AGAIN) from None
     except (ValueError, ImportError):  # tokens train without it; only turning them back into text needs it
         return source
 
 
-def _read_index(file: SourceFile) -> TokenIndex:
-    raw = np.memmap(file.path, dtype=np.uint8, mode="r")
+def _read_index(path: str) -> tuple[np.dtype[np.integer], npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]:
+    """A mapped .idx file: the type of the tokens, lengths, first bytes and documents."""
+    raw = np.memmap(path, dtype=np.uint8, mode="r")
     problem = ""
     if len(raw) < _HEADER.size or bytes(raw[:9]) != _MAGIC:
         problem = "is not an index of Megatron: it does not begin with MMIDIDX."
     else:
         _, version, code, num_sequences, num_documents = _HEADER.unpack(bytes(raw[: _HEADER.size]))
-        needed = _HEADER.size + 12 * num_sequences + 8 * num_documents
+        ends = np.cumsum([_HEADER.size, 4 * num_sequences, 8 * num_sequences, 8 * num_documents], dtype=object)
         if version != 1:
             problem = f"is of version {version}; version 1 is read."
         elif code not in _TYPES:
             problem = f"says its tokens are of type {code}, which are no whole numbers."
-        elif len(raw) < needed:
-            problem = f"is cut off: {num_sequences:,} sequences need {needed:,} bytes, it has {len(raw):,}."
+        elif len(raw) < ends[-1]:
+            problem = f"is cut off: {num_sequences:,} sequences need {ends[-1]:,} bytes, it has {len(raw):,}."
     if problem:
-        raise error_at(file.path, problem, "Copy or write the pair again.")
-    sections = ((np.int32, num_sequences), (np.int64, num_sequences), (np.int64, num_documents))
-    arrays: list[npt.NDArray[Any]] = []
-    offset = _HEADER.size
-    for dtype, count in sections:
-        arrays.append(np.frombuffer(raw, dtype=dtype, count=count, offset=offset))
-        offset += arrays[-1].nbytes
-    lengths, first_bytes, documents = arrays
-    return TokenIndex(
-        path=file.path, dtype=np.dtype(_TYPES[code]), lengths=lengths, first_bytes=first_bytes, documents=documents
-    )
+        raise error_at(path, problem, "Copy or write the pair again.")
+    lengths, first_bytes, documents = (raw[start:end] for start, end in pairwise(ends))
+    return np.dtype(_TYPES[code]), lengths.view(np.int32), first_bytes.view(np.int64), documents.view(np.int64)
 
 
 def megatron_dtype(vocab_size: int) -> np.dtype[np.integer]:

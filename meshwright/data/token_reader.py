@@ -24,9 +24,18 @@ import numpy.typing as npt
 
 from meshwright.core.errors import Problem, error_at, nearest
 from meshwright.core.units import MIB
-from meshwright.data.arrays import optional_package, parquet_file, readable, readable_parquet, require_plausible
-from meshwright.data.file_list import DATASETS, SourceFile, collect_problems, dataset_place
-from meshwright.data.records import BadRecord, FileProblems, Records, TextKeys, nearest_format, parse_lines
+from meshwright.data.file_list import (
+    DATASETS,
+    SourceFile,
+    collect_problems,
+    dataset_place,
+    optional_package,
+    parquet_file,
+    readable,
+    readable_parquet,
+    require_plausible,
+)
+from meshwright.data.records import Records, TextKeys, nearest_format, parse_line, read_records
 from meshwright.data.tokenizer import TokenArray, Tokenizer
 
 CHUNK_BYTES = 16 * MIB
@@ -110,10 +119,8 @@ def emptiness(path: str, num_tokens: int, num_records: int) -> list[Problem]:
 
 def read_chunk(chunk: FileRange, keys: TextKeys, tokenizer: Tokenizer, problems: list[Problem]) -> FlatTokens:
     """The tokens of one chunk; those of a text that goes on in the next chunk have no separator yet."""
-    if chunk.kind == "parquet":
-        return _encode(_read_row_group(chunk.path, chunk.start, keys, problems), tokenizer)
-    if chunk.kind == "datasets":
-        return _encode(_read_dataset_rows(chunk.path, chunk.start, chunk.stop, keys, problems), tokenizer)
+    if chunk.kind in ("parquet", "datasets"):
+        return _encode(_read_columns(chunk, keys, problems), tokenizer)
     with open(chunk.path, "rb") as file:
         file.seek(chunk.start)
         content = file.read(chunk.stop - chunk.start)
@@ -142,61 +149,56 @@ def read_chunk(chunk: FileRange, keys: TextKeys, tokenizer: Tokenizer, problems:
             file.seek(0)
             return sum(file.read(min(MIB, chunk.start - at)).count(b"\n") for at in range(0, chunk.start, MIB))
 
-        records = parse_lines(chunk.path, lines, keys, num_lines_before, problems)
+        records = read_records(
+            chunk.path,
+            ((number, line) for number, line in enumerate(lines.split(b"\n"), start=1) if line.strip()),
+            lambda line: parse_line(line, keys),
+            lambda number: f"{chunk.path}:{num_lines_before() + number}",
+            keys,
+            problems,
+            "bad lines",
+        )
     return _encode(records, tokenizer)
 
 
-def _read_row_group(path: str, group: int, keys: TextKeys, problems: list[Problem]) -> Records:
-    names = parquet_file(path).schema_arrow.names
+def _read_columns(chunk: FileRange, keys: TextKeys, problems: list[Problem]) -> Records:
+    path, is_parquet = chunk.path, chunk.kind == "parquet"
+    opened = parquet_file(path) if is_parquet else _dataset(path)
+    names = opened.schema_arrow.names if is_parquet else opened.column_names
     wanted = keys.wanted(names)
     if not wanted:
-        return _no_column(path, keys.text, names, problems)
-    where = f"{path}: row group {group}"
+        near = f"{nearest(keys.text, names)} Set data.text_key to the column that holds the text."
+        fix = nearest_format(tuple(names)) or near.lstrip()
+        problems.append(Problem(where=path, what=f'has no column "{keys.text}".', fix=fix))
+        return Records()
+    where = f"{path}: row group {chunk.start}" if is_parquet else f"{path}: rows from {chunk.start}"
     columns: dict[str, list[Any]] = {name: [] for name in wanted}
     num_bytes = 0
-    with readable_parquet(where):
-        # Equal texts take next to nothing in the file: they are counted as they are unpacked.
-        for batch in parquet_file(path).iter_batches(_BATCH_ROWS, row_groups=[group], columns=wanted):
-            batch.validate(full=True)
-            for name in wanted:
-                values = batch.column(name)
-                values = values.dictionary_decode() if hasattr(values, "dictionary_decode") else values
-                num_bytes += values.nbytes
-                require_plausible(where, num_bytes, os.path.getsize(path))
-                columns[name] += values.to_pylist()
-    return _records(path, columns, keys, where, problems)
+    if is_parquet:
+        with readable_parquet(where):
+            # Equal texts take next to nothing in the file: they are counted as they are unpacked.
+            for batch in opened.iter_batches(_BATCH_ROWS, row_groups=[chunk.start], columns=wanted):
+                batch.validate(full=True)
+                for name in wanted:
+                    values = batch.column(name)
+                    values = values.dictionary_decode() if hasattr(values, "dictionary_decode") else values
+                    num_bytes += values.nbytes
+                    require_plausible(where, num_bytes, os.path.getsize(path))
+                    columns[name] += values.to_pylist()
+    else:
+        with readable(path, "a readable dataset"):
+            table = opened.data.table  # mapped as it is: offsets that lead outside would end the process
+            (table if opened._indices else table.slice(chunk.start, chunk.stop - chunk.start)).validate(full=True)
+            columns = opened.select_columns(wanted)[chunk.start : chunk.stop]
 
-
-def _read_dataset_rows(path: str, start: int, stop: int, keys: TextKeys, problems: list[Problem]) -> Records:
-    dataset = _dataset(path)
-    wanted = keys.wanted(dataset.column_names)
-    if not wanted:
-        return _no_column(path, keys.text, dataset.column_names, problems)
-    with readable(path, "a readable dataset"):
-        table = dataset.data.table  # mapped as it is: offsets that lead outside would end the process
-        (table if dataset._indices else table.slice(start, stop - start)).validate(full=True)
-        rows = dataset.select_columns(wanted)[start:stop]
-    return _records(path, {name: rows[name] for name in wanted}, keys, f"{path}: rows from {start}", problems)
-
-
-def _no_column(where: str, name: str, names: Iterable[str], problems: list[Problem]) -> Records:
-    fix = nearest_format(tuple(names)) or f"{nearest(name, names)} Set data.text_key to the column that holds the text."
-    problems.append(Problem(where=where, what=f'has no column "{name}".', fix=fix.lstrip()))
-    return Records()
-
-
-def _records(path: str, columns: dict[str, list[Any]], keys: TextKeys, where: str, problems: list[Problem]) -> Records:
-    records, bad_rows = Records(), FileProblems(path=path, problems=problems, name="bad rows")
-    for row, values in enumerate(zip(*columns.values(), strict=True)):
-        record = dict(zip(columns, values, strict=True))
+    def record_of(values: tuple[Any, ...]) -> dict[str, Any]:
+        record = dict(zip(wanted, values, strict=True))
         if keys.text in record and record[keys.text] is None:
             record[keys.text] = ""
-        try:
-            records.add(record, keys)
-        except BadRecord as bad:
-            bad_rows.add(f"{where}: row {row}", bad)
-    bad_rows.close()
-    return records
+        return record
+
+    rows = enumerate(zip(*(columns[name] for name in wanted), strict=True))
+    return read_records(path, rows, record_of, lambda row: f"{where}: row {row}", keys, problems, "bad rows")
 
 
 def _dataset(path: str) -> Any:

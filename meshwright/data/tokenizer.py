@@ -19,7 +19,7 @@ import xxhash
 
 from meshwright.core.errors import error_at
 from meshwright.core.units import MIB
-from meshwright.data.arrays import readable
+from meshwright.data.file_list import readable
 
 TokenArray = npt.NDArray[Any]
 """Tokens in the smallest unsigned type that holds the vocabulary."""
@@ -84,6 +84,7 @@ class FileTokenizer:
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
             raise ValueError(f"is not a tokenizers file: {error}") from None
+        self.content = content
         self._engine.no_truncation()
         self._engine.no_padding()
         vocabulary: dict[str, int] = self._engine.get_vocab(with_added_tokens=True)

@@ -202,8 +202,12 @@ class _ConfigReader:
     def refuse(self, key: str, what: str, fix: str = "") -> None:
         self.problems.append(Problem(where=f"{self.where}: {key}", what=what, fix=fix))
 
-    def number(self, hint: type, key: str, value: Any) -> Any:
-        return decode_into(hint, value, f"{self.where}: {key}", self.problems)
+    def number(self, hint: type, key: str, value: Any, bounds: tuple[float, float] | None = None) -> Any:
+        """A value of that type and within its bounds."""
+        value = decode_into(hint, value, f"{self.where}: {key}", self.problems)
+        if bounds is not None and value is not None and not bounds[0] <= value <= bounds[1]:
+            self.refuse(key, f"is {value}.", f"Use {bounds[0]} to {bounds[1]}.")
+        return value
 
     def value(self, name: str, key: str) -> Any:
         """A key as its field's type and within sane bounds; None where the family has a rule for it."""
@@ -214,13 +218,8 @@ class _ConfigReader:
         if value is None and key in NULLABLE:
             return None
         hint = HINTS.get(name, int)
-        value = self.number(hint, key, value)
         most = {"num_layers": MOST_LAYERS, "num_experts": MOST_EXPERTS}.get(name, MOST)
-        if hint is int and value is not None and not 1 <= value <= most:
-            self.refuse(key, f"is {value}.", f"Use 1 to {most}.")
-        if hint is float and value is not None and not 0.0 <= value <= 1.0:
-            self.refuse(key, f"is {value}.", "Use 0 to 1.")
-        return value
+        return self.number(hint, key, value, {int: (1, most), float: (0, 1)}.get(hint))
 
     def unsupported(self) -> None:
         for key, allowed in self.family.only.items():
@@ -273,10 +272,7 @@ class _ConfigReader:
             width = width if kinds == {"sliding_attention"} else None
         if width is None:
             return {}
-        width = self.number(int, "sliding_window", width)
-        if width is not None and not 1 <= width <= MOST:
-            self.refuse("sliding_window", f"is {width}.", f"Use 1 to {MOST}.")
-        return {"sliding_window": width}
+        return {"sliding_window": self.number(int, "sliding_window", width, (1, MOST))}
 
     def layer_kinds(self, width: Any) -> set[str]:
         given = self.raw.get("layer_types")

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,7 +24,14 @@ from torch import Tensor
 from meshwright.checkpoint.dcp import open_dcp
 from meshwright.checkpoint.load import Reader
 from meshwright.checkpoint.manifest import DTYPES
-from meshwright.checkpoint.safetensors_folder import INDEX, WEIGHTS, flat_bytes, open_folder, safetensors_chunks
+from meshwright.checkpoint.safetensors_folder import (
+    INDEX,
+    WEIGHTS,
+    StoredTensors,
+    flat_bytes,
+    open_folder,
+    safetensors_chunks,
+)
 from meshwright.checkpoint.save import begin, commit, discard, disk_errors, temporary_name, write_rank_file
 from meshwright.checkpoint.step_folders import list_steps, newest_good, usable_folders, verify
 from meshwright.core.box import Box
@@ -35,16 +42,12 @@ from meshwright.core.units import pretty_bytes
 from meshwright.hf.config_json import CONFIG, MAX_CONFIG_BYTES, config_for, read_folder
 from meshwright.hf.weights_read import (
     FLOATS,
-    Shape,
-    Source,
-    StoredTensors,
     TensorPart,
     parameter_shapes,
     parts_of_decoder,
+    problems_of,
     read_parts,
     row_blocks,
-    source_of_decoder,
-    source_of_parts,
 )
 from meshwright.models.presets import DecoderConfig
 
@@ -61,23 +64,16 @@ _ALONG = (
 """Files of the original folder that a model needs to be used."""
 _MAX_ALONG_BYTES = 256 << 20
 
+Item = TypeVar("Item")
 Report = Callable[[str], None]
 
 
 def import_hf(folder: str | Path, root: str | Path, *, dtype: str = "float32", report: Report = print) -> Path:
     """A Hugging Face folder; what our decoder cannot be keeps its own names, for transformers' module."""
     model, weights = read_folder(folder), open_folder(folder)
-    state: dict[str, Any] = {"weights_only": True, "model_kind": "hf", "hf_config": model.raw}
-    try:
-        if model.config is None:
-            report(f"{model.reason} It keeps its own names, for transformers' module.")
-            shapes, source = _by_own_names(weights, report)
-        else:
-            state |= {"model_kind": "decoder", "model_config": encode(model.config)}
-            shapes, source = parameter_shapes(model.config), source_of_decoder(weights, model.config)
-        return _write(Path(root), shapes, source, getattr(torch, dtype), state, report)
-    finally:
-        weights.close()
+    if model.config is None:
+        report(f"{model.reason} It keeps its own names, for transformers' module.")
+    return _import(weights, Path(root), model.config, {"model_kind": "hf", "hf_config": model.raw}, dtype, report)
 
 
 def import_dcp(
@@ -89,71 +85,61 @@ def import_dcp(
     report: Report = print,
 ) -> Path:
     """A torch Distributed Checkpoint: its model's tensors, by our names or by the family's where `config` is given."""
-    weights = open_dcp(folder)
-    state: dict[str, Any] = {"weights_only": True, "model_kind": "module"}
-    try:
-        if config is None:
-            shapes, source = _by_own_names(weights, report)
-        else:
-            state |= {"model_kind": "decoder", "model_config": encode(config)}
-            shapes = parameter_shapes(config)
-            has_our_names = all(
-                name in weights.tensors and tuple(weights.tensors[name].shape) == shape
-                for name, shape in shapes.items()
-            )
-            source = _by_own_names(weights, report)[1] if has_our_names else source_of_decoder(weights, config)
-        return _write(Path(root), shapes, source, getattr(torch, dtype), state, report)
-    finally:
-        weights.close()
+    return _import(open_dcp(folder), Path(root), config, {"model_kind": "module"}, dtype, report)
 
 
-def _by_own_names(weights: StoredTensors, report: Report) -> tuple[dict[str, Shape], Source]:
-    """The shapes of all tensors of floating point, and their values."""
-    shapes = {name: tuple(each.shape) for name, each in weights.tensors.items() if each.dtype in FLOATS}
-    if not shapes:
-        raise error_at(weights.where, "has no weights in floating point.")
-    left = len(weights.tensors) - len(shapes)
-    if left:
-        report(f"{left} tensors of whole numbers are left out")
-    return shapes, source_of_parts(weights, {name: (TensorPart.whole(name, shape),) for name, shape in shapes.items()})
-
-
-def _write(
-    root: Path,
-    shapes: Mapping[str, Shape],
-    source: Source,
-    dtype: torch.dtype,
-    state: Mapping[str, Any],
-    report: Report,
+def _import(
+    weights: StoredTensors, root: Path, config: DecoderConfig | None, about: dict[str, Any], dtype: str, report: Report
 ) -> Path:
     """A checkpoint of step 0; a large parameter goes by rows over several files."""
-    steps = list_steps(root)
-    if steps:
+    if steps := list_steps(root):
         what = f"has checkpoints already (steps {', '.join(map(str, steps[:5]))})."
         raise error_at(root, what, "Name a new run folder.")
-    files: list[list[tuple[str, Box]]] = []
-    num_elements = FILE_ELEMENTS + 1
-    for name, shape in shapes.items():
-        for box in row_blocks(shape, FILE_ELEMENTS):
-            size = torch.Size(box.size).numel()
-            if num_elements + size > FILE_ELEMENTS:
-                files.append([])
-                num_elements = 0
-            files[-1].append((name, box))
-            num_elements += size
+    # By their own names: all tensors of floating point.
+    shapes = {name: tuple(each.shape) for name, each in weights.tensors.items() if each.dtype in FLOATS}
+    parts = {name: (TensorPart.whole(name, shape),) for name, shape in shapes.items()}
+    if config is not None:
+        about |= {"model_kind": "decoder", "model_config": encode(config)}
+        ours = parameter_shapes(config)
+        if not ours.items() <= shapes.items():
+            raise_problems(problems_of(weights, config))
+            parts = parts_of_decoder(config, weights.tensors.keys())
+        shapes = ours
+    elif not shapes:
+        raise error_at(weights.where, "has no weights in floating point.")
+    elif left := len(weights.tensors) - len(shapes):
+        report(f"{left} tensors of whole numbers are left out")
+    sizes = {
+        (name, box): math.prod(box.size) for name, shape in shapes.items() for box in row_blocks(shape, FILE_ELEMENTS)
+    }
     tmp = begin(root, 0)
     try:
         entries = []
-        for number, pieces in enumerate(files):
-            read = ((f"{PARAMETER}{name}", box, source(name, box, dtype)) for name, box in pieces)
+        for number, pieces in enumerate(_in_groups(sizes, FILE_ELEMENTS)):
+            stored = getattr(torch, dtype)
+            read = ((f"{PARAMETER}{name}", box, read_parts(weights, parts[name], box, stored)) for name, box in pieces)
             entries.append(write_rank_file(tmp, number, read))
-        final = commit(root, 0, tmp, entries, state, keep=1)
+        final = commit(root, 0, tmp, entries, {"weights_only": True, **about}, keep=1)
     except BaseException:
         discard(tmp)
         raise
-    num_elements = sum(torch.Size(shape).numel() for shape in shapes.values())
-    report(f"{final}: {len(shapes)} parameters, {num_elements:,} numbers")
+    finally:
+        weights.close()
+    report(f"{final}: {len(shapes)} parameters, {sum(sizes.values()):,} numbers")
     return final
+
+
+def _in_groups(sizes: Mapping[Item, int], most: int) -> list[list[Item]]:
+    """The items in order, as groups that are as large as they may be; a larger item is a group of its own."""
+    groups: list[list[Item]] = []
+    room = -1
+    for item, size in sizes.items():
+        if not groups or size > room:
+            groups.append([])
+            room = most
+        groups[-1].append(item)
+        room -= size
+    return groups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +148,7 @@ class HFExport:
 
     reader: Reader
     parts: Mapping[str, tuple[TensorPart, ...]]
-    """Parameter of ours -> its parts in their tensors."""
+    """Tensor of the checkpoint -> its parts in theirs."""
     config: dict[str, Any] | None
     """Their config.json; None where there is none."""
     dtype: str
@@ -171,16 +157,17 @@ class HFExport:
     @classmethod
     def of(cls, reader: Reader, config: DecoderConfig | None, dtype: str = "") -> HFExport:
         """A decoder by the names of its family; any other module by its own names."""
-        shapes = {
-            kind: {n.removeprefix(kind): e.shape for n, e in reader.manifest.tensors.items() if n.startswith(kind)}
-            for kind in (PARAMETER, BUFFER)
-        }
-        ours, where = shapes[PARAMETER], reader.folder
+        tensors, where = reader.manifest.tensors, reader.folder
+        ours = {n.removeprefix(PARAMETER): e.shape for n, e in tensors.items() if n.startswith(PARAMETER)}
         if not ours:
             raise error_at(where, "has no parameters.")
         if reader.state.get("model_kind", "decoder") != "decoder" and config is None:
             known = reader.state.get("hf_config")
-            own = {name: (TensorPart.whole(name, shape),) for name, shape in (ours | shapes[BUFFER]).items()}
+            own = {
+                name: (TensorPart.whole(name.partition(".")[2], tensors[name].shape),)
+                for name in sorted(tensors, key=lambda name: name.startswith(BUFFER))
+                if name.startswith((PARAMETER, BUFFER))
+            }
             return cls(
                 reader=reader, parts=own, config=dict(known) if isinstance(known, Mapping) else None, dtype=dtype
             )
@@ -198,35 +185,31 @@ class HFExport:
                 wrong.append(f"{has}, the model needs {first.at.shape}.")
         wrong += [f"{name!r} is no parameter of the model." for name in sorted(ours.keys() - parts.keys())]
         raise_problems(Problem(where=str(where), what=what) for what in wrong)
+        parts = {f"{PARAMETER}{name}": each for name, each in parts.items()}
         return cls(reader=reader, parts=parts, config=config_for(config), dtype=dtype)
 
     @cached_property
     def uses(self) -> dict[str, list[tuple[str, TensorPart]]]:
-        """Their tensor -> the parameters of ours that it holds."""
+        """Their tensor -> the tensors of the checkpoint that it holds."""
         uses: dict[str, list[tuple[str, TensorPart]]] = {}
         for name, parts in self.parts.items():
             for part in parts:
                 uses.setdefault(part.name, []).append((name, part))
         return uses
 
-    def key(self, name: str) -> str:
-        """A parameter's name in the checkpoint, or a buffer's."""
-        return PARAMETER + name if PARAMETER + name in self.reader.manifest.tensors else BUFFER + name
-
     def dtype_of(self, name: str) -> str:
-        """As which a parameter of ours is written."""
-        own = self.reader.manifest.tensors[self.key(name)].dtype
+        """As which a tensor of the checkpoint is written."""
+        own = self.reader.manifest.tensors[name].dtype
         return self.dtype if self.dtype and "float" in own else own
 
     def value(self, name: str, box: Box) -> Tensor:
-        """A piece of a parameter of ours, in the dtype it is written as."""
-        key = self.key(name)
-        piece = torch.empty(box.size, dtype=getattr(torch, self.reader.manifest.tensors[key].dtype))
-        self.reader.read_into(key, box, piece)
+        """A piece of a tensor of the checkpoint, in the dtype it is written as."""
+        piece = torch.empty(box.size, dtype=getattr(torch, self.reader.manifest.tensors[name].dtype))
+        self.reader.read_into(name, box, piece)
         cast = piece.to(getattr(torch, self.dtype_of(name)))
         if cast.dtype == torch.float16 and piece.dtype != cast.dtype and (cast.isinf() & piece.isfinite()).any():
             what = f"has values up to {piece.abs().max():.3g}, too large for float16."
-            raise error_at(name, what, "Use --dtype bfloat16.")
+            raise error_at(name.partition(".")[2], what, "Use --dtype bfloat16.")
         return cast
 
     def tensor(self, theirs: str) -> Tensor:
@@ -244,11 +227,7 @@ class HFExport:
         """Shards and, when there are several, their index; the bytes of all tensors."""
         entries = {name: (self.dtype_of(uses[0][0]), tuple(uses[0][1].shape)) for name, uses in self.uses.items()}
         sizes = {name: math.prod(shape) * DTYPES[dtype][1] for name, (dtype, shape) in entries.items()}
-        shards: list[list[str]] = [[]]
-        for name, num_bytes in sizes.items():
-            if shards[-1] and sum(sizes[each] for each in shards[-1]) + num_bytes > max_shard_bytes:
-                shards.append([])
-            shards[-1].append(name)
+        shards = _in_groups(sizes, max_shard_bytes)
         index: dict[str, str] = {}
         for number, names in enumerate(shards, start=1):
             file = WEIGHTS if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
@@ -268,7 +247,7 @@ class HFExport:
                 for box in row_blocks(parts[0].at.shape):
                     value = self.value(name, box)
                     if not torch.equal(flat_bytes(read_parts(written, parts, box, value.dtype)), flat_bytes(value)):
-                        what = f"{name!r} was read back with other values; the export is not kept."
+                        what = f"{name.partition('.')[2]!r} was read back with other values; the export is not kept."
                         raise error_at(folder, what, exit_code=1)
         finally:
             written.close()

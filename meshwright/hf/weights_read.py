@@ -23,12 +23,12 @@ import re
 from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from meshwright.checkpoint.safetensors_folder import open_folder
+from meshwright.checkpoint.safetensors_folder import StoredTensors, open_folder
 from meshwright.core.box import Box
 from meshwright.core.errors import Problem, Problems, raise_problems
 from meshwright.hf.config_json import family_of
@@ -37,6 +37,7 @@ from meshwright.zoo.decoder import Decoder
 
 Shape = tuple[int, ...]
 _LLAMA = {
+    "blocks": "model.layers",
     "embed.tokens.weight": "model.embed_tokens.weight",
     "head.norm.weight": "model.norm.weight",
     "head.output.weight": "lm_head.weight",
@@ -52,8 +53,13 @@ _LLAMA = {
     "mlp.up": "mlp.up_proj",
     "mlp.down": "mlp.down_proj",
     "mlp.router": "block_sparse_moe.gate",
+    "mlp.experts.gate": "block_sparse_moe.experts.{}.w1.weight",
+    "mlp.experts.up": "block_sparse_moe.experts.{}.w3.weight",
+    "mlp.experts.down": "block_sparse_moe.experts.{}.w2.weight",
 }
+"""Also of Mistral, Qwen and Mixtral: they differ in which of the names exist. {}: the number of an expert."""
 _GPT2 = {
+    "blocks": "transformer.h",
     "embed.tokens.weight": "transformer.wte.weight",
     "embed.positions.weight": "transformer.wpe.weight",
     "head.norm.weight": "transformer.ln_f.weight",
@@ -68,8 +74,7 @@ _GPT2 = {
     "mlp.up": "mlp.c_fc",
     "mlp.down": "mlp.c_proj",
 }
-_EXPERTS = {"gate": "w1", "up": "w3", "down": "w2"}
-_OURS = re.compile(r"blocks\.(\d+)\.(.+?)(?:\.(weight|bias))?")
+_OURS = re.compile(r"blocks\.(\d+)\.(.+?)(\.weight|\.bias|)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,8 +117,8 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, Shape]:
 
 def parts_of_decoder(config: DecoderConfig, stored: Container[str] | None = None) -> dict[str, tuple[TensorPart, ...]]:
     """Parameter of ours -> its parts, named as in `stored`, or as transformers writes them."""
-    parts_of = _parts_gpt2 if family_of(config) == "GPT2LMHeadModel" else _parts_llama
-    parts = {name: parts_of(name, shape) for name, shape in parameter_shapes(config).items()}
+    is_gpt2 = family_of(config) == "GPT2LMHeadModel"
+    parts = {name: _parts_of(name, shape, is_gpt2) for name, shape in parameter_shapes(config).items()}
     if stored is None:
         return parts
     if config.num_experts and any(f"{at}layers.0.mlp.experts.gate_up_proj" in stored for at in ("model.", "")):
@@ -128,35 +133,24 @@ def parts_of_decoder(config: DecoderConfig, stored: Container[str] | None = None
     }
 
 
-def _hf_name(name: str, names: Mapping[str, str], layers: str) -> str:
-    if name in names:
-        return names[name]
-    layer, middle, last = _split(name)
-    return f"{layers}.{layer}.{names[middle]}.{last}"
-
-
-def _split(name: str) -> tuple[str, str, str]:
-    match = _OURS.fullmatch(name)
-    assert match, f"{name} is of no block"
-    return match[1], match[2], match[3] or ""
-
-
-def _parts_llama(name: str, shape: Shape) -> tuple[TensorPart, ...]:
-    """Also Mistral, Qwen and Mixtral: they differ in which of the names exist."""
-    if ".mlp.experts." not in name:
-        return (TensorPart.whole(_hf_name(name, _LLAMA, "model.layers"), shape),)
-    layer, middle, _ = _split(name)
-    stem = f"model.layers.{layer}.block_sparse_moe.experts"
-    weight = f"{_EXPERTS[middle.rpartition('.')[2]]}.weight"
-    return tuple(
-        TensorPart(
-            name=f"{stem}.{expert}.{weight}",
-            shape=shape[1:],
-            at=Box(shape, (expert, 0, 0), (1, *shape[1:])),
-            start=(0, 0, 0),
+def _parts_of(name: str, shape: Shape, is_gpt2: bool) -> tuple[TensorPart, ...]:
+    """Linears of GPT-2 are stored transposed; its query, key and value are one tensor."""
+    names = _GPT2 if is_gpt2 else _LLAMA
+    of_block = _OURS.fullmatch(name)
+    stored = f"{names['blocks']}.{of_block[1]}.{names[of_block[2]]}{of_block[3]}" if of_block else names[name]
+    if "{}" in stored:
+        one = (1, *shape[1:])
+        return tuple(
+            TensorPart(name=stored.format(n), shape=shape[1:], at=Box(shape, (n, 0, 0), one), start=(0, 0, 0))
+            for n in range(shape[0])
         )
-        for expert in range(shape[0])
-    )
+    is_fused = ".c_attn." in stored
+    third = ("query", "key", "value").index(name.split(".")[3]) if is_fused else 0
+    whole = (3 * shape[0], *shape[1:]) if is_fused else shape
+    is_transposed = is_gpt2 and of_block is not None and len(shape) == 2
+    start, stored_shape = (third * shape[0], *(0 for _ in shape[1:])), whole[::-1] if is_transposed else whole
+    at = Box.whole(shape)
+    return (TensorPart(name=stored, shape=stored_shape, at=at, start=start, is_transposed=is_transposed),)
 
 
 def _stacked(name: str, parts: tuple[TensorPart, ...]) -> tuple[TensorPart, ...]:
@@ -172,24 +166,6 @@ def _stacked(name: str, parts: tuple[TensorPart, ...]) -> tuple[TensorPart, ...]
     row = 0 if name.endswith(".gate") else ffn
     stacked = (num_experts, 2 * ffn, hidden)
     return (TensorPart(name=f"{stem}.experts.gate_up_proj", shape=stacked, at=Box.whole(shape), start=(0, row, 0)),)
-
-
-def _parts_gpt2(name: str, shape: Shape) -> tuple[TensorPart, ...]:
-    """Its linears are stored transposed; query, key and value are one tensor."""
-    stored = _hf_name(name, _GPT2, "transformer.h")
-    is_linear = name.startswith("blocks.") and "_norm." not in name
-    third = ("query", "key", "value").index(name.split(".")[3]) if ".c_attn." in stored else 0
-    whole = (3 * shape[0], *shape[1:]) if ".c_attn." in stored else shape
-    is_transposed = is_linear and len(shape) == 2
-    return (
-        TensorPart(
-            name=stored,
-            shape=whole[::-1] if is_transposed else whole,
-            at=Box.whole(shape),
-            start=(third * shape[0], *(0 for _ in shape[1:])),
-            is_transposed=is_transposed,
-        ),
-    )
 
 
 _STACK = [("MergeModulelist", 0), ("Concatenate", 1)]
@@ -213,10 +189,8 @@ class Conversion:
         return {name: value[0] if isinstance(value, list) else value for name, value in values.items()}
 
     def shapes(self, stored: Mapping[str, Any]) -> dict[str, Shape]:
-        def empty(name: str) -> Tensor:
-            return torch.empty(tuple(stored[name].shape), device="meta", dtype=torch.float32)
-
-        return {name: tuple(value.shape) for name, value in self.convert(empty).items()}
+        made = self.convert(lambda name: torch.empty(tuple(stored[name].shape), device="meta", dtype=torch.float32))
+        return {name: tuple(value.shape) for name, value in made.items()}
 
     def stacked(self, shape: Shape, stored: Mapping[str, Any]) -> tuple[TensorPart, ...]:
         """Where it only stacks matrices, and one kind of them above another: each as a part of the whole."""
@@ -278,27 +252,12 @@ _NOT_WEIGHTS = re.compile(r"(?:.*\.)?(?:rotary_emb\.inv_freq|attn\.(?:masked_)?b
 _BLOCK_ELEMENTS = 1 << 22
 
 
-class StoredTensors(Protocol):
-    """Named tensors somewhere on a disk: safetensors or a torch Distributed Checkpoint."""
-
-    @property
-    def where(self) -> str: ...
-
-    @property
-    def tensors(self) -> Mapping[str, Any]:
-        """Name -> something with a dtype (its name) and a shape."""
-
-    def read_into(self, name: str, box: Box, out: Tensor) -> None: ...
-
-
 def source_of_folder(folder: str | Path, config: DecoderConfig) -> Source:
     """The weights of our decoder; everything missing or wrong in the folder is said first."""
-    return source_of_decoder(open_folder(folder), config)
-
-
-def source_of_decoder(weights: StoredTensors, config: DecoderConfig) -> Source:
+    weights = open_folder(folder)
     raise_problems(problems_of(weights, config))
-    return source_of_parts(weights, parts_of_decoder(config, weights.tensors.keys()))
+    parts = parts_of_decoder(config, weights.tensors.keys())
+    return lambda name, box, dtype: read_parts(weights, parts[name], box, dtype)
 
 
 def source_of_named(folder: str | Path, module: nn.Module) -> Source:
@@ -376,10 +335,6 @@ class NamedTensors:
         return (), None
 
 
-def source_of_parts(weights: StoredTensors, parts: Mapping[str, tuple[TensorPart, ...]]) -> Source:
-    return lambda name, box, dtype: read_parts(weights, parts[name], box, dtype)
-
-
 def read_parts(weights: StoredTensors, parts: tuple[TensorPart, ...], box: Box, dtype: torch.dtype) -> Tensor:
     """A box of a parameter of ours, gathered from the parts that meet it."""
     out = torch.empty(box.size, dtype=dtype)
@@ -410,11 +365,7 @@ def problems_of(weights: StoredTensors, config: DecoderConfig) -> Problems:
 
 
 def _part_problems(weights: StoredTensors, parts: Collection[TensorPart]) -> Iterator[Problem]:
-    seen: set[str] = set()
-    for part in parts:
-        if part.name in seen:
-            continue
-        seen.add(part.name)
+    for part in {part.name: part for part in parts}.values():
         stored = weights.tensors.get(part.name)
         if stored is None:
             yield Problem(where=weights.where, what=f"has no tensor {part.name!r}.")

@@ -1,8 +1,8 @@
 """Every kind of data keeps the same laws: one order for any mesh, resuming from a number, a content fingerprint.
 
-Also the test of `labelled_samples.py`, `arrays.py` and `data_section.py`.
+Also the test of `labelled_samples.py` and `data_section.py`.
 
-Tests of `data/arrays.py`, `data/data_section.py`, `data/labelled_samples.py`.
+Tests of `data/data_section.py`, `data/labelled_samples.py`.
 """
 
 from __future__ import annotations

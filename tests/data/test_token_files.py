@@ -1,6 +1,6 @@
-"""Token files, Megatron pairs, tokenizers (`tokenizer.py`), packed documents (`token_samples.py`).
+"""Token files, Megatron pairs, tokenizers (`tokenizer.py`), packed documents.
 
-Tests of `data/token_samples.py`, `data/tokenizer.py`.
+Tests of `data/tokenizer.py`.
 """
 
 from __future__ import annotations
