@@ -17,7 +17,7 @@ import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -137,11 +137,17 @@ class RankPool:
             self._workers[rank] = Worker(child=child, log=log, log_start=size)
 
     def run(
-        self, function: str, arguments: Mapping[str, Any], num_ranks: int, timeout_seconds: float = 120
+        self,
+        function: str,
+        arguments: Mapping[str, Any],
+        num_ranks: int,
+        timeout_seconds: float = 120,
+        meanwhile: Callable[[], object] = lambda: None,
     ) -> list[Any]:
         """Call `function` ("package.module:name") on the first `num_ranks` ranks; their values by rank.
 
         Values cross as JSON, so a tuple comes back as a list. Starting workers is not counted as time of it.
+        `meanwhile` is called now and then while the ranks work.
         """
         self.start(num_ranks)
         workers = [self._workers[rank] for rank in range(num_ranks)]
@@ -153,7 +159,7 @@ class RankPool:
             request = {"function": function, "arguments": dict(arguments), "num_ranks": num_ranks}
             for worker in workers:
                 worker.ask(request | {"rendezvous": rendezvous, "rank": worker.child.rank})
-            answers = self._collect(workers, num_ranks, timeout_seconds, function)
+            answers = self._collect(workers, num_ranks, timeout_seconds, function, meanwhile)
         for rank in range(num_ranks):
             if answers[rank].get("is_worn"):
                 self._workers.pop(rank).child.end()
@@ -170,12 +176,17 @@ class RankPool:
         self._workers.clear()
 
     def _collect(
-        self, workers: Sequence[Worker], num_ranks: int, timeout_seconds: float, what: str
+        self,
+        workers: Sequence[Worker],
+        num_ranks: int,
+        timeout_seconds: float,
+        what: str,
+        meanwhile: Callable[[], object] = lambda: None,
     ) -> dict[int, dict[str, Any]]:
         """One answer from each worker, or a `RankError` with all workers ended."""
         is_whole = False
         try:
-            answers, failures = collect(workers, timeout_seconds)
+            answers, failures = collect(workers, timeout_seconds, meanwhile)
             silent = [worker for worker in workers if worker.child.rank not in answers]
             if silent and not failures:
                 failures = silence(silent, f"no answer from {what} within {timeout_seconds:g} s")
@@ -188,7 +199,9 @@ class RankPool:
                 self._end_workers()
 
 
-def collect(workers: Sequence[Worker], timeout_seconds: float) -> tuple[dict[int, dict[str, Any]], list[Failure]]:
+def collect(
+    workers: Sequence[Worker], timeout_seconds: float, meanwhile: Callable[[], object]
+) -> tuple[dict[int, dict[str, Any]], list[Failure]]:
     """Answers by rank and failures, until all are in, time is over, or shortly after the first failure."""
     answers: dict[int, dict[str, Any]] = {}
     failures: list[Failure] = []
@@ -198,6 +211,7 @@ def collect(workers: Sequence[Worker], timeout_seconds: float) -> tuple[dict[int
         for worker in workers:
             selector.register(worker.descriptor, selectors.EVENT_READ, worker)
         while waiting and time.monotonic() < deadline:
+            meanwhile()
             ended = {rank for rank, worker in waiting.items() if worker.child.exit_code is not None}
             talking: set[int] = set()
             for key, _ in selector.select(POLL_SECONDS):

@@ -1,13 +1,10 @@
-"""One measuring process: `python -m meshwright.machine.measure`, started by `machine.probe`, one a device.
+"""What each measuring process of `machine.probe` does, one a device.
 
-All processes enter each section together, so that cores, memory and links are contended as they will be in
-training. Rank 0 says where it is; the last line on stdout is the Reading as JSON.
+All processes enter each section together, so that cores, memory and links are contended as they will be in training.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -109,42 +106,25 @@ def read(bench: Bench, folder: Path) -> Reading:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m meshwright.machine.measure")
-    parser.add_argument("--count", action="store_true", help="say how many GPUs torch sees, and stop")
-    parser.add_argument("--kind", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--rank", type=int, default=0)
-    parser.add_argument("--num-devices", type=int, default=1)
-    parser.add_argument("--store", default="")
-    parser.add_argument("--folder", type=Path, default=Path("."), help="whose disk is measured")
-    parser.add_argument("--section-seconds", type=float, default=2.0)
-    given = parser.parse_args()
-    if given.count:
-        print(json.dumps({"num_gpus": torch.cuda.device_count()}), flush=True)
-        return
-    device = torch.device("cpu") if given.kind == "cpu" else torch.device("cuda", given.rank)
-    if given.kind == "cuda":
+def num_gpus(*, rank: int, num_ranks: int, rendezvous: str) -> int:
+    return torch.cuda.device_count()
+
+
+def measure(
+    *, rank: int, num_ranks: int, rendezvous: str, kind: str, folder: str, section_seconds: float, sections: str
+) -> Any:
+    """The Reading as JSON. `folder`: whose disk is measured; `sections`: the file that rank 0 writes progress to."""
+    device = torch.device("cpu") if kind == "cpu" else torch.device("cuda", rank)
+    if kind == "cuda":
         torch.cuda.set_device(device)
-    isa_limit = limit_isa_for_bf16() if given.kind == "cpu" else ""
-    if given.num_devices > 1:
+    isa_limit = limit_isa_for_bf16() if kind == "cpu" else ""
+    if num_ranks > 1:
         dist.init_process_group(
-            "gloo" if given.kind == "cpu" else "cpu:gloo,cuda:nccl",
-            init_method=f"file://{given.store}",
-            rank=given.rank,
-            world_size=given.num_devices,
+            "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl",
+            store=dist.FileStore(rendezvous, num_ranks),
+            rank=rank,
+            world_size=num_ranks,
             timeout=timedelta(seconds=120),
         )
-    bench = Bench(
-        device=device,
-        rank=given.rank,
-        num_devices=given.num_devices,
-        section_seconds=given.section_seconds,
-        isa_limit=isa_limit,
-    )
-    print(json.dumps({"reading": encode(read(bench, given.folder))}), flush=True)
-    if given.num_devices > 1:
-        dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    place: dict[str, Any] = {"device": device, "rank": rank, "num_devices": num_ranks, "sections": Path(sections)}
+    return encode(read(Bench(**place, section_seconds=section_seconds, isa_limit=isa_limit), Path(folder)))
