@@ -92,8 +92,7 @@ def read_machine(
     num_threads = max(1, num_cores // count)
     threads = f", {num_threads} threads each" if kind == "cpu" else ""
     report(f"measuring {count} {kind} device{'s' if count > 1 else ''}{threads}")
-    arguments = {"kind": kind, "folder": str(Path.cwd())}
-    arguments |= {"section_seconds": _QUICK_SECTION_SECONDS if quick else _SECTION_SECONDS}
+    section_seconds = _QUICK_SECTION_SECONDS if quick else _SECTION_SECONDS
     with memory_file() as sections, RankPool(count, threads_per_rank=num_threads) as pool:
         num_told = 0
 
@@ -104,7 +103,7 @@ def read_machine(
                 report(section)
             num_told = len(entered)
 
-        arguments |= {"sections": sections}
+        arguments = {"kind": kind, "folder": str(Path.cwd()), "section_seconds": section_seconds, "sections": sections}
         try:
             found = pool.run(f"{_MODULE}:measure", arguments, count, _DEADLINE_SECONDS, meanwhile=pass_on)
         except RankError as error:

@@ -21,11 +21,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 from meshwright.checkpoint.step_folders import list_steps, newest_good, read_manifest
-from meshwright.core.errors import MeshwrightError, Problem, error_at
+from meshwright.core.codec import encode
+from meshwright.core.errors import MeshwrightError, error_at
 from meshwright.core.plan import Plan
 from meshwright.launch.environment import outside_launcher
 from meshwright.launch.local_ranks import LaunchOutcome, StopRequests, launch
@@ -35,12 +35,12 @@ from meshwright.run.prepare import (
     PreparedRun,
     Report,
     is_machine_known,
-    job_arguments,
     open_data,
     open_folder,
     plan_to_run,
     prepare,
     problems_here,
+    promise_of,
     write_prepared,
 )
 from meshwright.run.result import RunResult, conclude, earlier_result
@@ -118,9 +118,7 @@ class Run:
         plan: str | Path | Plan = "",
         report: Report | None = None,
     ):
-        if isinstance(source, RunConfig) and changes:
-            raise MeshwrightError([Problem(where="changes", what="are for a run file.", fix="Change the RunConfig.")])
-        self.config = source if isinstance(source, RunConfig) else read_run(source, changes)
+        self.config = read_run(source, changes)
         self.plan = plan if isinstance(plan, Plan) else str(plan)
         self.folder = Path(self.config.run.folder)
         self.report: Report = report or (lambda text: None)
@@ -196,7 +194,14 @@ class Run:
         """Write down what was decided, in the run's folder; what every rank is told."""
         self._prepared = prepared
         write_prepared(self.config, prepared)
-        return job_arguments(self.config, prepared)
+        return {
+            "config": encode(self.config),
+            "description": encode(prepared.description),
+            "plan": encode(prepared.plan),
+            "device": prepared.cluster.device.kind,
+            "tokens_per_second": prepared.forecast.tokens_per_second,
+            "promise": encode(promise_of(self.config, prepared)),
+        }
 
     def start(self, *, stop: StopRequests | None = None, show: bool = False) -> Run:
         """Start the ranks and return; a run that is finished starts none.
@@ -306,9 +311,7 @@ class Run:
     def __enter__(self) -> Run:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
