@@ -76,9 +76,6 @@ class StopFlag:
         self.is_set = False
         self._leaves_at_once = False
 
-    def set(self) -> None:
-        self.is_set = True
-
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         self.is_set = True
 

@@ -113,21 +113,22 @@ class RankPool:
     def __exit__(self, *failure: object) -> None:
         self.close()
 
+    def close(self) -> None:
+        """End every worker. The pool may not be used afterwards."""
+        self._end_workers()
+        self._held.close()
+
     def start(self, num_ranks: int) -> None:
         """Start the first `num_ranks` workers that do not run, without waiting until they are ready."""
         if not 1 <= num_ranks <= self.num_ranks:
             raise MeshwrightError(f"rank pool: {num_ranks} ranks asked of a pool of {self.num_ranks}.")
         for rank in range(num_ranks):
-            worker = self._workers.get(rank)
-            if worker is not None and worker.child.exit_code is not None:
+            if (worker := self._workers.get(rank)) is not None:
+                if worker.child.exit_code is None:
+                    continue
                 worker.child.end()
-                worker = None
-            if worker is not None:
-                continue
-            if self._log_folder is not None:
-                log = self._log_folder / f"worker-{rank}.log"
-            else:
-                log = Path(self._held.enter_context(memory_file()))
+            in_folder = self._log_folder and self._log_folder / f"worker-{rank}.log"
+            log = in_folder or Path(self._held.enter_context(memory_file()))
             environment = rank_environment(rank, self.num_ranks, self.threads_per_rank)
             words = ("meshwright.launch.pool_worker", str(self.threads_per_rank))
             pipe = subprocess.PIPE
@@ -165,11 +166,6 @@ class RankPool:
                 self._workers.pop(rank).child.end()
         return [answers[rank]["value"] for rank in range(num_ranks)]
 
-    def close(self) -> None:
-        """End every worker. The pool may not be used afterwards."""
-        self._end_workers()
-        self._held.close()
-
     def _end_workers(self) -> None:
         for worker in self._workers.values():
             worker.child.end()
@@ -184,7 +180,6 @@ class RankPool:
         meanwhile: Callable[[], object] = lambda: None,
     ) -> dict[int, dict[str, Any]]:
         """One answer from each worker, or a `RankError` with all workers ended."""
-        is_whole = False
         try:
             answers, failures = collect(workers, timeout_seconds, meanwhile)
             silent = [worker for worker in workers if worker.child.rank not in answers]
@@ -192,11 +187,10 @@ class RankPool:
                 failures = silence(silent, f"no answer from {what} within {timeout_seconds:g} s")
             if failures:
                 raise RankError(failures, num_ranks)
-            is_whole = True
             return answers
-        finally:
-            if not is_whole:  # also on Ctrl-C: a late answer must not be taken for the next run's
-                self._end_workers()
+        except BaseException:  # also Ctrl-C: a late answer must not be taken for the next run's
+            self._end_workers()
+            raise
 
 
 def collect(

@@ -15,26 +15,8 @@ import torch.distributed as dist
 
 from meshwright.core.codec import encode
 from meshwright.launch.cpu_bf16 import limit_isa_for_bf16
-from meshwright.machine.measure_compute import (
-    attention_points,
-    block_seconds,
-    flops_by_dtype,
-    kernel_seconds,
-    launch_seconds,
-    matmul_points,
-    memory_points,
-    odd_slowdown,
-)
-from meshwright.machine.measure_host import (
-    adam_elements_per_second,
-    beside,
-    collective_points,
-    copy_rates,
-    disk_rates,
-    host_memory_bytes_per_second,
-    power_watts,
-    versions,
-)
+from meshwright.machine import measure_compute as compute
+from meshwright.machine import measure_host as host
 from meshwright.machine.probe import Reading, cpu_names
 from meshwright.machine.timing import Bench
 
@@ -65,36 +47,36 @@ def read(bench: Bench, folder: Path) -> Reading:
                     torch.mm(matrix, matrix)
                 bench.memory_work()
                 bench.finish()
-    figures: dict[str, Any] = {"flops_per_second": flops_by_dtype(bench)}
+    figures: dict[str, Any] = {"flops_per_second": compute.flops_by_dtype(bench)}
     bench.together("matmuls by shape")
-    figures["matmuls"] = tuple(matmul_points(bench))
+    figures["matmuls"] = tuple(compute.matmul_points(bench))
     if bench.on_gpu:
-        figures["odd_slowdown"] = odd_slowdown(bench)
+        figures["odd_slowdown"] = compute.odd_slowdown(bench)
         torch.cuda.empty_cache()
     bench.together("attention")
-    figures["attention"] = tuple(attention_points(bench))
+    figures["attention"] = tuple(compute.attention_points(bench))
     bench.together("memory")
-    figures["memory"] = tuple(memory_points(bench))
+    figures["memory"] = tuple(compute.memory_points(bench))
     bench.together("op launch")
-    figures["kernel_seconds"] = kernel_seconds(bench) if bench.on_gpu else 0.0
-    figures["launch_seconds"], figures["num_launches"] = launch_seconds(bench)
+    figures["kernel_seconds"] = compute.kernel_seconds(bench) if bench.on_gpu else 0.0
+    figures["launch_seconds"], figures["num_launches"] = compute.launch_seconds(bench)
     bench.together("a block")
-    figures["blocks"] = block_seconds(bench)
+    figures["blocks"] = compute.block_seconds(bench)
     if bench.on_gpu:
         torch.cuda.empty_cache()
         bench.together("copies")
-    figures |= {"copies": copy_rates(bench), "beside": beside(bench)}
+    figures |= {"copies": host.copy_rates(bench), "beside": host.beside(bench)}
     bench.together("host")
-    figures["host_memory_bytes_per_second"] = host_memory_bytes_per_second(bench)
-    figures["adam_elements_per_second"] = adam_elements_per_second(bench)
-    figures["links"] = collective_points(bench)
+    figures["host_memory_bytes_per_second"] = host.host_memory_bytes_per_second(bench)
+    figures["adam_elements_per_second"] = host.adam_elements_per_second(bench)
+    figures["links"] = host.collective_points(bench)
     bench.together("disk")
-    read_rate, write_rate = disk_rates(bench, folder) if bench.rank == 0 else (0.0, 0.0)
+    read_rate, write_rate = host.disk_rates(bench, folder) if bench.rank == 0 else (0.0, 0.0)
     return Reading(
         kind=bench.device.type,
         device_name=device_name,
-        versions=versions(bench),
-        power_watts=power_watts(bench),
+        versions=host.versions(bench),
+        power_watts=host.power_watts(bench),
         num_threads=torch.get_num_threads(),
         isa_limit=bench.isa_limit or "",
         num_processors=num_processors,

@@ -62,6 +62,11 @@ class Facts:
     num_retries: int
     """How often, since the first measured step, a GPU's allocator ran full and gave back what it had cached."""
 
+    @classmethod
+    def of(cls, result: Mapping[str, Any]) -> Facts:
+        """As a run's result.json has them, among other things."""
+        return cls(**{field.name: result[field.name] for field in fields(cls)})
+
 
 class StepTally:
     """Steps as they come; costs the loop two numbers a step, and a look at one file twice in a run."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -114,10 +114,9 @@ def conclude(config: RunConfig, prepared: PreparedRun, exit_code: int) -> RunRes
     entry = None  # where no step was measured
     promise = promise_of(config, prepared)
     if result["num_measured"]:
-        facts = Facts(**{field.name: result[field.name] for field in fields(Facts)})
         about = {name: result[name] for name in ("torch", "device_name")}
         about |= {"unix_seconds": result["finished_unix_seconds"]}
-        entry = compared_entry(promise, facts, config.run.folder, is_whole=True, **about)
+        entry = compared_entry(promise, Facts.of(result), config.run.folder, is_whole=True, **about)
     forecast, step_seconds, rate = prepared.forecast, result["step_seconds"], f"{result['counts']}_per_second"
     measured = {"peak_bytes": result["peak_bytes"]}
     if step_seconds:
