@@ -35,8 +35,8 @@ def preset(name: str) -> Cluster:
 def preset_of_device(torch_name: str) -> Cluster | None:
     """The preset of the card that torch calls `torch_name`, or None.
 
-    A preset whose links we know has torch's name in `sources.torch_name`, as a pattern. Word boundaries matter: GH200 is
-    no H200, GB200 no B200, and the PCIe and NVL versions of A100 and H100 are other machines.
+    A preset whose links we know has torch's name in `sources.torch_name`, as a pattern. Word boundaries matter: GH200
+    is no H200, GB200 no B200, and the PCIe and NVL versions of A100 and H100 are other machines.
     """
     for sheet in map(preset, preset_names() if torch_name else ()):
         pattern = sheet.sources.get("torch_name")
