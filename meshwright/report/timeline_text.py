@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from meshwright.core.timeline import Span, Timeline
@@ -48,14 +49,20 @@ def draw(timeline: Timeline, *, width: int = 100, plain: bool = False) -> list[L
             lanes.length(lanes.united((s.start_seconds, s.end_seconds) for s in spans if s.lane == "compute")) / total
         )
         label = (f"rank {device}".ljust(_LABEL), "")
-        lines.append([label, *_joined(cells), (f" busy {busy:4.0%}".rjust(_END), "")])
+        drawn = [(LETTERS[kind][0] * len(list(run)), LETTERS[kind][1]) for kind, run in itertools.groupby(cells)]
+        lines.append([label, *drawn, (f" busy {busy:4.0%}".rjust(_END), "")])
     lines.append([(f"{'':{_LABEL}}0{pretty_seconds(total):>{columns - 1}}", "dim")])
-    if marked := lanes.period(timeline):
-        lines.append(_mark(marked, total, columns))
+    if marked := lanes.period(timeline):  # one step among several that overlap
+        first, last = (min(columns - 1, int(each / total * columns)) for each in marked)
+        inside = f" one step: {pretty_seconds(marked[1] - marked[0])} ".center(max(0, last - first - 1), "-")
+        lines.append([(f"{'':{_LABEL + first}}|{inside}|", "")])
     if timeline.memory:
         lines += _memory(timeline, total, columns, plain)
-    lines.append(_legend(used))
-    return lines
+    told: Line = [(" " * _LABEL, "")]
+    for kind, (letter, style) in LETTERS.items():
+        if kind in used:
+            told += [("   " if len(told) > 1 else "", ""), (letter, style), (f" {_WORDS.get(kind, kind)}", "")]
+    return [*lines, told]
 
 
 def _cells(spans: Sequence[Span], total: float, columns: int) -> list[str]:
@@ -84,25 +91,6 @@ def _cells(spans: Sequence[Span], total: float, columns: int) -> list[str]:
     return cells
 
 
-def _joined(cells: Sequence[str]) -> Line:
-    pieces: Line = []
-    for cell in cells:
-        letter, style = LETTERS[cell]
-        if pieces and pieces[-1][1] == style:
-            pieces[-1] = pieces[-1][0] + letter, style
-        else:
-            pieces.append((letter, style))
-    return pieces
-
-
-def _mark(marked: tuple[float, float], total: float, columns: int) -> Line:
-    """One step among several that overlap."""
-    first, last = (min(columns - 1, int(each / total * columns)) for each in marked)
-    text = f" one step: {pretty_seconds(marked[1] - marked[0])} "
-    inside = text.center(max(0, last - first - 1), "-")
-    return [(f"{'':{_LABEL + first}}|{inside}|", "")]
-
-
 def _memory(timeline: Timeline, total: float, columns: int, plain: bool) -> list[Line]:
     device, peak = lanes.fullest(timeline)
     has = lanes.memory_bytes(timeline)
@@ -125,12 +113,3 @@ def _memory(timeline: Timeline, total: float, columns: int, plain: bool) -> list
     if has:
         says += f"; a device has {pretty_bytes(has)} ({'the line' if limit else 'far above'})"
     return [*lines, [(says, "")]]
-
-
-def _legend(used: set[str]) -> Line:
-    pieces: Line = [(" " * _LABEL, "")]
-    for kind, (letter, style) in LETTERS.items():
-        if kind in used:
-            between = "   " if len(pieces) > 1 else ""
-            pieces += [(between, ""), (letter, style), (f" {_WORDS.get(kind, kind)}", "")]
-    return pieces

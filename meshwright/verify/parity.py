@@ -106,10 +106,9 @@ def write_plain(
     """What the independent reference does, step by step; its losses. `settings` are those of `reference.train`."""
     losses = []
     for result in train(plain, batch_of, optimizer, steps=steps, **settings):
-        tensors = {f"gradient/{name}": value for name, value in result.gradients.items()}
-        tensors |= {f"parameter/{name}": value for name, value in result.parameters.items()}
-        tensors |= {f"buffer/{name}": value for name, value in result.buffers.items()}
-        tensors |= {f"undetermined/{name}": value for name, value in result.undetermined.items()}
+        kinds = {"gradient": result.gradients, "parameter": result.parameters, "buffer": result.buffers}
+        kinds["undetermined"] = result.undetermined
+        tensors = {f"{kind}/{name}": value for kind, named in kinds.items() for name, value in named.items()}
         write_step(folder, result.step, tensors, loss=result.loss, norm=result.norm, scale=result.update_scale)
         losses.append(result.loss)
     return losses
