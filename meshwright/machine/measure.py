@@ -72,11 +72,12 @@ def read(bench: Bench, folder: Path) -> Reading:
     figures["links"] = host.collective_points(bench)
     bench.together("disk")
     read_rate, write_rate = host.disk_rates(bench, folder) if bench.rank == 0 else (0.0, 0.0)
+    versions, watts = host.versions_and_watts(bench)
     return Reading(
         kind=bench.device.type,
         device_name=device_name,
-        versions=host.versions(bench),
-        power_watts=host.power_watts(bench),
+        versions=versions,
+        power_watts=watts,
         num_threads=torch.get_num_threads(),
         isa_limit=bench.isa_limit or "",
         num_processors=num_processors,

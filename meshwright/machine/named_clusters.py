@@ -113,16 +113,13 @@ def warnings_of(cluster: Cluster) -> Iterator[str]:
         if _LEAST_SPARSE <= share <= _MOST_SPARSE:
             what = f"the rate with sparsity, which no training reaches: {says} without; every forecast is too fast"
         yield f"device.flops_per_second.{dtype} is {pretty_rate(rate, 'FLOP/s')}, {what}."
-    if device.memory_bytes_per_second > _MOST_OF_SHEET * known.memory_bytes_per_second:
-        yield (
-            f"device.memory_bytes_per_second is {pretty_rate(device.memory_bytes_per_second, 'B/s')}; "
-            f"{sheet.name} has {pretty_rate(known.memory_bytes_per_second, 'B/s')}."
-        )
+    rate, own_rate = device.memory_bytes_per_second, known.memory_bytes_per_second
+    if rate > _MOST_OF_SHEET * own_rate:
+        says = f"{sheet.name} has {pretty_rate(own_rate, 'B/s')}"
+        yield f"device.memory_bytes_per_second is {pretty_rate(rate, 'B/s')}; {says}."
     if device.memory_bytes > _MOST_OF_MEMORY * known.memory_bytes:
-        yield (
-            f"device.memory_bytes is {pretty_bytes(device.memory_bytes)}; {sheet.name} has "
-            f"{pretty_bytes(known.memory_bytes)}: plans may be called fitting that do not fit."
-        )
+        says = f"{sheet.name} has {pretty_bytes(known.memory_bytes)}: plans may be called fitting that do not fit"
+        yield f"device.memory_bytes is {pretty_bytes(device.memory_bytes)}; {says}."
     for name, link, own in (("inner", cluster.inner, sheet.inner), ("outer", cluster.outer, sheet.outer)):
         share = link.bytes_per_second / own.bytes_per_second
         if share > _MOST_OF_SHEET:

@@ -22,6 +22,14 @@ _AHEAD_SECONDS = 0.0015
 _MOST_CALLS = 300
 
 
+def _median(sample: Callable[[], float], budget_seconds: float, most: int) -> float:
+    """Of as many samples as the time is enough for, three at least."""
+    end, samples = time.perf_counter() + budget_seconds, [sample() for _ in range(3)]
+    while time.perf_counter() < end and len(samples) < most:
+        samples.append(sample())
+    return statistics.median(samples)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Bench:
     """Where and for how long to measure."""
@@ -75,11 +83,7 @@ class Bench:
         """As a program waits for it. Samples of at least 5 ms, so that the clock does not show."""
         op()
         num_calls = max(1, min(10_000, int(0.005 / max(self.sample_seconds(op, 2), 1e-7))))
-        end = time.perf_counter() + budget_seconds
-        samples: list[float] = []
-        while len(samples) < 3 or (time.perf_counter() < end and len(samples) < 500):
-            samples.append(self.sample_seconds(op, num_calls))
-        return statistics.median(samples)
+        return _median(lambda: self.sample_seconds(op, num_calls), budget_seconds, 500)
 
     def device_seconds(self, op: Callable[[], Any], budget_seconds: float) -> float:
         """The device's own time, the host well ahead of it; on a CPU there is no other than the program's."""
@@ -94,11 +98,7 @@ class Bench:
         guess = self._burst_seconds(op, 1)
         ahead = int(_AHEAD_SECONDS / max(host_seconds, 1e-7))
         num_calls = max(1, min(_MOST_CALLS, ahead, int(_BURST_SECONDS / max(guess, 1e-7))))
-        end = time.perf_counter() + budget_seconds
-        samples: list[float] = []
-        while len(samples) < 3 or (time.perf_counter() < end and len(samples) < 100):
-            samples.append(self._burst_seconds(op, num_calls))
-        return statistics.median(samples)
+        return _median(lambda: self._burst_seconds(op, num_calls), budget_seconds, 100)
 
     def _burst_seconds(self, op: Callable[[], Any], num_calls: int) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -65,6 +65,17 @@ class ModelDescription:
             return "tokens" if self.profile.counts == "tokens" else "images" if self.sample_shape else ""
         return TAKES.get(self.kind, "")
 
+    def about(self) -> dict[str, Any]:
+        """What a checkpoint tells of its model, so that it can be exported by itself."""
+        told: dict[str, Any] = {"model_kind": self.kind}
+        if self.config is not None:
+            told["model_config"] = encode(self.config)
+        if self.section is not None and self.section.hf:
+            from meshwright.hf.config_json import read_folder
+
+            told |= {"hf_config": read_folder(self.section.hf).raw, "hf_folder": self.section.hf}
+        return told
+
 
 @dataclass(kw_only=True)
 class OpenedModel:
@@ -278,20 +289,6 @@ def fitting(described: ModelDescription, data: Any) -> None:
 
 def _by(shape: Any) -> str:
     return " x ".join(map(str, shape))
-
-
-def about(section: ModelSection) -> dict[str, Any]:
-    """What a checkpoint tells of its model, so that it can be exported by itself."""
-    config = section.config()
-    told: dict[str, Any] = {"model_kind": "module" if config is None else config_kind(config)}
-    if config is not None:
-        told["model_config"] = encode(config)
-    if section.hf:
-        from meshwright.hf.config_json import read_folder
-
-        told["hf_config"] = read_folder(section.hf).raw
-        told["hf_folder"] = section.hf
-    return told
 
 
 def open_config(config: Config, name: str, seed: int) -> OpenedModel:

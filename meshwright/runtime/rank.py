@@ -23,7 +23,7 @@ from meshwright.launch.rank_job import PREEMPTED_EXIT_CODE, Job, StopFlag, run_r
 from meshwright.ops.collectives import gather_json, share_json
 from meshwright.ops.device_mesh import Mesh, join
 from meshwright.run.comparison import COMPARISON, WARM_UP_STEPS, Promise, StepTally, compared_entry, keep
-from meshwright.run.model import ModelDescription, about, open_model
+from meshwright.run.model import ModelDescription, open_model
 from meshwright.run.prepare import open_data
 from meshwright.run.result import held_out_text
 from meshwright.run.run_file import RunConfig
@@ -132,7 +132,7 @@ class RankTraining:
         newest = on_first(mesh.control, lambda: str(newest_good(self.folder / "checkpoints", report=say) or ""))
         checkpoint = Path(newest) if newest else None
         opened = open_model(description, config.train.seed)
-        trainer = Trainer(plan, opened, data, config.train, mesh, checkpoint=checkpoint, about=about(config.model))
+        trainer = Trainer(plan, opened, data, config.train, mesh, checkpoint=checkpoint, about=description.about())
         if checkpoint is not None:
             say(f"resuming from step {trainer.step} ({checkpoint})")
         return trainer
