@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from meshwright.core.cluster import Cluster
-from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.errors import MeshwrightError, error_at
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.technique import Exactness
@@ -70,7 +70,7 @@ def model(
         if change or arguments or freeze or train:
             what = "dimensions take no change, arguments, freeze or train."
             fix = "Change the dimensions themselves, or name a preset."
-            raise MeshwrightError([Problem(where="model", what=what, fix=fix)])
+            raise error_at("model", what, fix)
         return describe_config(source)
     more = {"change": change or {}, "arguments": arguments or {}, "freeze": tuple(freeze), "train": tuple(train)}
     return describe(section_named(str(source), **more), sequence)
@@ -202,9 +202,8 @@ def forecast(
     """
     from meshwright.simulator.forecast import forecast as told
 
-    profile, machines = _judged(model, plan, cluster)
-    length, rule = _sequence_of(profile, sequence), optimizer or OptimizerConfig()
-    return told(profile, plan, machines, sequence=length, optimizer=rule, replays=replays)
+    profile, machines, given = _judged(model, plan, cluster, sequence, optimizer)
+    return told(profile, plan, machines, **given, replays=replays)
 
 
 def simulate(
@@ -218,9 +217,8 @@ def simulate(
     """One step of a plan as spans on lanes, and memory over time. `Timeline.to_chrome` is for ui.perfetto.dev."""
     from meshwright.simulator.simulate import simulate as drawn
 
-    profile, machines = _judged(model, plan, cluster)
-    length, rule = _sequence_of(profile, sequence), optimizer or OptimizerConfig()
-    return drawn(profile, plan, machines, sequence=length, optimizer=rule)
+    profile, machines, given = _judged(model, plan, cluster, sequence, optimizer)
+    return drawn(profile, plan, machines, **given)
 
 
 def check(
@@ -254,9 +252,7 @@ def check(
     from meshwright.verify.check import check as compared
 
     report = report or (lambda text: None)
-    if isinstance(run, RunConfig) and changes:
-        raise MeshwrightError([Problem(where="changes", what="are of a run file.", fix="Change the RunConfig itself.")])
-    config = run if isinstance(run, RunConfig) else read_run(run, changes)
+    config = read_run(run, changes)
     description = describe_run(config)
     # A plan that is given may need more devices than this machine has: its ranks are only processes here.
     given = load_plan(config, plan if isinstance(plan, Plan) else str(plan), description.profile)
@@ -320,13 +316,15 @@ def _sequence_of(profile: Profile, sequence: int | None) -> int:
         return 1
     if sequence is not None and not 1 <= sequence <= profile.max_sequence:
         what = f"is {sequence}; {profile.name} has positions for {profile.max_sequence}."
-        raise MeshwrightError([Problem(where="sequence", what=what)])
+        raise error_at("sequence", what)
     return min(DEFAULT_SEQUENCE, profile.max_sequence) if sequence is None else sequence
 
 
-def _judged(model: AnyModel, plan: Plan, cluster: Cluster | str) -> tuple[Profile, Cluster]:
-    """The model's costs and the machines; raises where the plan is none for them."""
+def _judged(
+    model: AnyModel, plan: Plan, cluster: Cluster | str, sequence: int | None, optimizer: OptimizerConfig | None
+) -> tuple[Profile, Cluster, dict[str, Any]]:
+    """The model's costs, the machines, sequence and optimizer; raises where the plan is none for them."""
     profile, machines = profile_of(model), _cluster_of(cluster)
     if problems := plan.check(profile, machines):
         raise MeshwrightError(problems)
-    return profile, machines
+    return profile, machines, {"sequence": _sequence_of(profile, sequence), "optimizer": optimizer or OptimizerConfig()}

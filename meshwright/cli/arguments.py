@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from meshwright.core.cluster import Cluster, parse_cluster_name
-from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.errors import MeshwrightError, Problem, error_at
 from meshwright.core.profile import Profile
 from meshwright.machine.named_clusters import cluster as named_cluster
 from meshwright.machine.named_clusters import warnings_of
@@ -70,7 +70,7 @@ def _model(arguments: Namespace, run: RunConfig | None) -> Profile:
         return describe(section_named(arguments.model), arguments.seq or _DEFAULT_SEQUENCE).profile
     if run is not None:
         return describe_run(run).profile
-    raise MeshwrightError([Problem(where="--model", what="is missing.", fix="For example --model llama3-8b.")])
+    raise error_at("--model", "is missing.", "For example --model llama3-8b.")
 
 
 def _cluster(arguments: Namespace, run: RunConfig | None) -> tuple[Cluster, str]:
@@ -82,8 +82,7 @@ def _cluster(arguments: Namespace, run: RunConfig | None) -> tuple[Cluster, str]
             from meshwright.run.learned_cluster import cluster_of_run
 
             return cluster_of_run(arguments.from_run)
-        fix = "For example --cluster 8xh100; or mw probe first."
-        raise MeshwrightError([Problem(where="--cluster", what="is missing.", fix=fix)])
+        raise error_at("--cluster", "is missing.", "For example --cluster 8xh100; or mw probe first.")
     name, ranks = run.run.cluster, run.run.ranks
     cluster = named_cluster(name)
     if not ranks or ranks == cluster.num_devices:

@@ -12,7 +12,6 @@ from meshwright.core.units import pretty_seconds
 from meshwright.launch.failure import cause
 from meshwright.launch.rank_pool import RankError
 from meshwright.report.terminal import progress, stdout
-from meshwright.verify.check import Checked
 
 
 def run(arguments: Namespace) -> int:
@@ -26,12 +25,7 @@ def run(arguments: Namespace) -> int:
         raise MeshwrightError(cause(error.failures).sentence(error.num_ranks), error.exit_code) from None
     if arguments.json:
         print(json.dumps(encode(checked) | {"passed": checked.passed}))
-    else:
-        _print(checked)
-    return 0 if checked.passed else 1
-
-
-def _print(checked: Checked) -> None:
+        return 0 if checked.passed else 1
     console = stdout()
     console.print(f"plan: {checked.plan}")
     for part in checked.parts:
@@ -54,3 +48,4 @@ def _print(checked: Checked) -> None:
             console.print(f"bytes as priced: {part.num_messages:,} messages of one step, every rank, every axis")
     what = "losses, gradients, parameters and buffers"
     console.print(f"{checked.steps} steps of {what} in {pretty_seconds(checked.seconds)}")
+    return 0 if checked.passed else 1

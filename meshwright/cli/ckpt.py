@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from meshwright.checkpoint.step_folders import describe, verify_all
-from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.errors import error_at
 from meshwright.core.units import pretty_bytes
 from meshwright.report.terminal import stdout
 
@@ -18,62 +18,44 @@ if TYPE_CHECKING:
 
 
 def run(arguments: Namespace) -> int:
-    folder = Path(arguments.folder)
+    folder, action = Path(arguments.folder), arguments.action
     if not folder.is_dir():
-        raise MeshwrightError([Problem(where=str(folder), what="there is no such folder.")])
+        raise error_at(folder, "there is no such folder.")
     root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
-    actions = {"list": _list, "verify": _verify}
-    if arguments.action in actions:
-        return actions[arguments.action](root)
-    if not arguments.target:
-        wanted = "OUT, the folder to write" if arguments.action == "export" else "RUN_FOLDER, the run to begin"
-        what = f"{arguments.action} needs a second folder: {wanted}."
-        raise MeshwrightError([Problem(where="mw ckpt", what=what)])
-    return (_export if arguments.action == "export" else _import)(root, arguments)
-
-
-def _list(root: Path) -> int:
-    table = Table("step", "size", "files", "tensors", "saved", "state", box=None, header_style="bold")
-    for row in describe(root):
-        sizes = (str(row.step), pretty_bytes(row.bytes), str(row.num_files), str(row.num_tensors))
-        table.add_row(*sizes, row.when_utc, row.damage or "complete")
-    stdout().print(table)
-    return 0
-
-
-def _verify(root: Path) -> int:
     console = stdout()
-    checked = verify_all(root)
-    if not checked:
-        raise MeshwrightError([Problem(where=str(root), what="has no checkpoints.")])
-    for step, problems in checked.items():
-        console.print(f"step {step}: {'whole' if not problems else 'DAMAGED'}")
-        for problem in problems:
-            console.print(f"  {problem}", markup=False)
-    return 1 if any(checked.values()) else 0
+    if action == "list":
+        table = Table("step", "size", "files", "tensors", "saved", "state", box=None, header_style="bold")
+        for row in describe(root):
+            sizes = (str(row.step), pretty_bytes(row.bytes), str(row.num_files), str(row.num_tensors))
+            table.add_row(*sizes, row.when_utc, row.damage or "complete")
+        console.print(table)
+        return 0
+    if action == "verify":
+        checked = verify_all(root)
+        if not checked:
+            raise error_at(root, "has no checkpoints.")
+        for step, problems in checked.items():
+            console.print(f"step {step}: {'whole' if not problems else 'DAMAGED'}")
+            for problem in problems:
+                console.print(f"  {problem}", markup=False)
+        return 1 if any(checked.values()) else 0
+    if not arguments.target:
+        wanted = "OUT, the folder to write" if action == "export" else "RUN_FOLDER, the run to begin"
+        raise error_at("mw ckpt", f"{action} needs a second folder: {wanted}.")
+    from meshwright.hf.weights_import_export import chosen_step, export, import_dcp, import_hf
 
+    def say(line: str) -> None:
+        console.print(line, markup=False, soft_wrap=True)
 
-def _say(line: str) -> None:
-    stdout().print(line, markup=False, soft_wrap=True)
-
-
-def _export(root: Path, arguments: Namespace) -> int:
-    from meshwright.hf.weights_import_export import chosen_step, export
-
-    config, original = _model(arguments.model)
-    checkpoint = chosen_step(root, arguments.step, _say)
-    export(checkpoint, arguments.target, config, dtype=arguments.dtype or "", original=original, report=_say)
-    return 0
-
-
-def _import(folder: Path, arguments: Namespace) -> int:
-    from meshwright.hf.weights_import_export import import_dcp, import_hf
-
-    root, dtype = Path(arguments.target) / "checkpoints", arguments.dtype or "float32"
-    if (folder / ".metadata").exists():
-        import_dcp(folder, root, _model(arguments.model)[0], dtype=dtype, report=_say)
+    target, dtype = Path(arguments.target) / "checkpoints", arguments.dtype or "float32"
+    if action == "export":
+        config, original = _model(arguments.model)
+        checkpoint = chosen_step(root, arguments.step, say)
+        export(checkpoint, arguments.target, config, dtype=arguments.dtype or "", original=original, report=say)
+    elif (root / ".metadata").exists():
+        import_dcp(root, target, _model(arguments.model)[0], dtype=dtype, report=say)
     else:
-        import_hf(folder, root, dtype=dtype, report=_say)
+        import_hf(root, target, dtype=dtype, report=say)
     return 0
 
 
@@ -87,7 +69,6 @@ def _model(name: str | None) -> tuple[DecoderConfig | None, Path | None]:
     if not Path(name).is_dir():
         config = preset(name)
         if not isinstance(config, DecoderConfig):
-            what = f"{name} is no decoder, and is written by its own names."
-            raise MeshwrightError([Problem(where="--model", what=what, fix="Leave --model out.")])
+            raise error_at("--model", f"{name} is no decoder, and is written by its own names.", "Leave --model out.")
         return config, None
     return read_folder(name).config, Path(name)

@@ -8,23 +8,19 @@ from argparse import Namespace
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.errors import error_at
 from meshwright.core.units import pretty_bytes, pretty_count, pretty_seconds
-from meshwright.data.prepare import PreparedTokens, prepare
+from meshwright.data.prepare import prepare
 
 
 def run(arguments: Namespace) -> int:
     if arguments.workers < 0:
-        what = f"is {arguments.workers}."
-        raise MeshwrightError([Problem(where="--workers", what=what, fix="Use 1 or more; 0: one per core.")])
+        raise error_at("--workers", f"is {arguments.workers}.", "Use 1 or more; 0: one per core.")
     console = Console(stderr=True, highlight=False)
     start = time.perf_counter()
     columns = (TextColumn("tokenizing"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("", total=None)
-
-        def report(done: int, total: int, reused: int) -> None:
-            bar.update(task, completed=done, total=total)
 
         prepared = prepare(
             arguments.inputs,
@@ -34,15 +30,9 @@ def run(arguments: Namespace) -> int:
             prompt_key=arguments.prompt_key,
             chat_template=arguments.chat_template,
             num_workers=arguments.workers,
-            report=report,
+            report=lambda done, total, reused: bar.update(task, completed=done, total=total),
         )
-    _tell(console, prepared, time.perf_counter() - start)
-    print(f"{prepared.stem}.bin")
-    return 0
-
-
-def _tell(console: Console, prepared: PreparedTokens, seconds: float) -> None:
-    facts, made = prepared.facts, prepared.num_bytes - prepared.num_bytes_reused
+    facts, made, seconds = prepared.facts, prepared.num_bytes - prepared.num_bytes_reused, time.perf_counter() - start
     if prepared.num_bytes_reused:
         console.print(f"{pretty_bytes(prepared.num_bytes_reused)} had been done by an earlier run")
     if made:
@@ -55,3 +45,5 @@ def _tell(console: Console, prepared: PreparedTokens, seconds: float) -> None:
         '  packing = "documents"   # or "stream", the default\n',
         markup=False,
     )
+    print(f"{prepared.stem}.bin")
+    return 0

@@ -13,9 +13,9 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from io import TextIOWrapper
-from typing import NoReturn
+from typing import Any, NoReturn
 
 EXAMPLES = """\
 examples:
@@ -81,129 +81,101 @@ def parser() -> Parser:
             epilog=f"example:\n  {example}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        flags(made)
+        for names, settings in flags:
+            made.add_argument(*names, **settings)
     return top
 
 
-def _plan(made: Parser) -> None:
-    made.add_argument("run", nargs="?", metavar="RUN.toml", help="take model, batch and sequence from a run file")
-    _model_flags(made)
-    made.add_argument("--batch", metavar="N", help="samples per step (default 64); auto: the one that ends soonest")
-    made.add_argument("--devices", metavar="A..B", help="compare numbers of such devices: 16..64; or plan for one: 16")
-    made.add_argument("--max-memory", metavar="SIZE", help="of each device that may be used: 70GiB")
-    made.add_argument(
-        "--pin", action="append", default=[], metavar="X", help="must be so: tensor=2, recompute, microbatch=4"
-    )
-    made.add_argument("--ban", action="append", default=[], metavar="X", help="must not be used: pipeline")
-    made.add_argument(
+Flag = tuple[tuple[str, ...], dict[str, Any]]
+
+
+def _flag(*names: str, **settings: Any) -> Flag:
+    """What `add_argument` takes."""
+    return names, settings
+
+
+def _list(*names: str, metavar: str, help: str, **settings: Any) -> Flag:
+    """A flag that may be given several times."""
+    return _flag(*names, action="append", default=[], metavar=metavar, help=help, **settings)
+
+
+_JSON = _flag("--json", action="store_true", help="print JSON")
+_MODEL = "a named model, a Hugging Face folder or package.module:function"
+_MODEL_FLAGS = (
+    _flag("--model", metavar="M", help=_MODEL),
+    _flag("--cluster", metavar="C", help="8xh100, 64x8xh100, or a .cluster.json"),
+    _flag("--seq", type=int, metavar="N", help="sequence length (default: at most 4096)"),
+)
+_RUN_FLAGS = (
+    _flag("run", metavar="RUN.toml"),
+    _flag("--plan", default="", metavar="P.plan.json", help="use this plan instead of searching"),
+    _list("--set", dest="changes", metavar="a.b=c", help="change a key of the run file"),
+)
+_PLAN_FLAGS = (
+    _flag("run", nargs="?", metavar="RUN.toml", help="take model, batch and sequence from a run file"),
+    *_MODEL_FLAGS,
+    _flag("--batch", metavar="N", help="samples per step (default 64); auto: the one that ends soonest"),
+    _flag("--devices", metavar="A..B", help="compare numbers of such devices: 16..64; or plan for one: 16"),
+    _flag("--max-memory", metavar="SIZE", help="of each device that may be used: 70GiB"),
+    _list("--pin", metavar="X", help="must be so: tensor=2, recompute, microbatch=4"),
+    _list("--ban", metavar="X", help="must not be used: pipeline"),
+    _flag(
         "--allow",
         metavar="HOW",
         help="how far numbers may differ: exact, reordered, rounded (16-bit compute, default), lossy (fewer bits), "
         "approximate",
-    )
-    made.add_argument("--top", type=int, default=8, metavar="K", help="plans to show (default 8)")
-    made.add_argument(
-        "--why", action="append", default=[], metavar="X", help="why it has its value: tensor, tensor.size, microbatch"
-    )
-    made.add_argument(
+    ),
+    _flag("--top", type=int, default=8, metavar="K", help="plans to show (default 8)"),
+    _list("--why", metavar="X", help="why it has its value: tensor, tensor.size, microbatch"),
+    _list(
         "--what-if",
-        action="append",
-        default=[],
         metavar="X",
         help="on other machines: memory=+20GiB, inner=x2, outer=100GB/s, nodes=+1, devices=16, flops=x2, batch=256, "
         "seq=16384; all given are taken together",
-    )
-    made.add_argument("--front", action="store_true", help="the fastest plan for each memory")
-    made.add_argument("--critical-batch", metavar="N", help="for --batch auto: samples (default: a guess, explained)")
-    made.add_argument("--target-steps", metavar="N", help="for --batch auto: steps with a batch without end")
-    made.add_argument("--target-tokens", metavar="N", help="tokens to train on with small batches: 15T")
-    made.add_argument("--from-run", metavar="RUN", help="plan again with what a run has measured: its folder or file")
-    made.add_argument("--json", action="store_true", help="print JSON")
-    made.add_argument("-o", "--output", metavar="P.plan.json", help="write the best plan")
-
-
-def _simulate(made: Parser) -> None:
-    made.add_argument("plan", metavar="P.plan.json")
-    _model_flags(made)
-    made.add_argument("--json", action="store_true", help="print JSON")
-    made.add_argument(
-        "-o", "--output", metavar="T.timeline.json", help="write the timeline, and T.trace.json for Perfetto"
-    )
-    made.add_argument("--svg", metavar="OUT.svg", help="write a picture: lanes, and the memory curve below")
-    made.add_argument("--perfetto", metavar="OUT.json", help="write a trace that ui.perfetto.dev opens")
-    made.add_argument("--measured", metavar="M.timeline.json", help="draw what a run has measured below it")
-
-
-def _run_flags(made: Parser) -> None:
-    made.add_argument("run", metavar="RUN.toml")
-    made.add_argument("--plan", default="", metavar="P.plan.json", help="use this plan instead of searching")
-    made.add_argument(
-        "--set", action="append", default=[], dest="changes", metavar="a.b=c", help="change a key of the run file"
-    )
-
-
-def _check(made: Parser) -> None:
-    _run_flags(made)
-    made.add_argument("--steps", type=int, default=4, metavar="N", help="steps to compare (default 4)")
-    made.add_argument("--json", action="store_true", help="print JSON")
-
-
-def _probe(made: Parser) -> None:
-    made.add_argument("-o", "--output", metavar="C.cluster.json", help="write what --cluster takes")
-    made.add_argument("--devices", type=int, metavar="N", help="devices to measure together (default: all)")
-    made.add_argument("--quick", action="store_true", help="a few seconds, wider error bars")
-    made.add_argument(
-        "--from-runs", nargs="?", const="", metavar="LEDGER", help="learn from what `mw train` has measured here"
-    )
-
-
-def _profile(made: Parser) -> None:
-    made.add_argument(
-        "model",
-        nargs="?",
-        metavar="M",
-        help="a named model, a Hugging Face folder or package.module:function; none: a list",
-    )
-    made.add_argument("-o", "--output", metavar="M.profile.json")
-
-
-def _techniques(made: Parser) -> None:
-    made.add_argument("name", nargs="?", help="show this one's card")
-
-
-def _ckpt(made: Parser) -> None:
-    made.add_argument("action", choices=("list", "verify", "export", "import"))
-    made.add_argument("folder", metavar="FOLDER", help="a run folder; for import a Hugging Face or DCP folder")
-    made.add_argument("target", nargs="?", metavar="TARGET", help="export: the folder to write; import: the run folder")
-    made.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights written")
-    made.add_argument("--step", type=int, metavar="N", help="export this step (default: the newest whole one)")
-    made.add_argument("--model", metavar="M", help="a named model, or the Hugging Face folder it came from")
-
-
-def _data(made: Parser) -> None:
-    made.add_argument("action", choices=("prepare",))
-    made.add_argument("inputs", nargs="+", metavar="INPUT", help="text, JSONL or Parquet: files, folders, patterns")
-    made.add_argument("-o", "--output", required=True, metavar="FOLDER_OR_PREFIX", help="where the .bin and .idx go")
-    made.add_argument("--tokenizer", default="byte", metavar="FILE", help="byte (default) or a tokenizers JSON file")
-    made.add_argument("--workers", type=int, default=0, metavar="N", help="processes (default: one per core)")
-    made.add_argument("--text-key", default="text", metavar="KEY", help="the field or column of the text")
-    made.add_argument("--prompt-key", default="prompt", metavar="KEY", help="the field or column of a prompt")
-    made.add_argument(
-        "--chat-template",
-        default="",
-        metavar="FILE",
-        help="of messages: a Jinja file, or chatml",
-    )
-
-
-def _model_flags(made: Parser) -> None:
-    made.add_argument("--model", metavar="M", help="a named model, a Hugging Face folder or package.module:function")
-    made.add_argument("--cluster", metavar="C", help="8xh100, 64x8xh100, or a .cluster.json")
-    made.add_argument("--seq", type=int, metavar="N", help="sequence length (default: at most 4096)")
-
-
+    ),
+    _flag("--front", action="store_true", help="the fastest plan for each memory"),
+    _flag("--critical-batch", metavar="N", help="for --batch auto: samples (default: a guess, explained)"),
+    _flag("--target-steps", metavar="N", help="for --batch auto: steps with a batch without end"),
+    _flag("--target-tokens", metavar="N", help="tokens to train on with small batches: 15T"),
+    _flag("--from-run", metavar="RUN", help="plan again with what a run has measured: its folder or file"),
+    _JSON,
+    _flag("-o", "--output", metavar="P.plan.json", help="write the best plan"),
+)
+_SIMULATE_FLAGS = (
+    _flag("plan", metavar="P.plan.json"),
+    *_MODEL_FLAGS,
+    _JSON,
+    _flag("-o", "--output", metavar="T.timeline.json", help="write the timeline, and T.trace.json for Perfetto"),
+    _flag("--svg", metavar="OUT.svg", help="write a picture: lanes, and the memory curve below"),
+    _flag("--perfetto", metavar="OUT.json", help="write a trace that ui.perfetto.dev opens"),
+    _flag("--measured", metavar="M.timeline.json", help="draw what a run has measured below it"),
+)
+_PROBE_FLAGS = (
+    _flag("-o", "--output", metavar="C.cluster.json", help="write what --cluster takes"),
+    _flag("--devices", type=int, metavar="N", help="devices to measure together (default: all)"),
+    _flag("--quick", action="store_true", help="a few seconds, wider error bars"),
+    _flag("--from-runs", nargs="?", const="", metavar="LEDGER", help="learn from what `mw train` has measured here"),
+)
+_CKPT_FLAGS = (
+    _flag("action", choices=("list", "verify", "export", "import")),
+    _flag("folder", metavar="FOLDER", help="a run folder; for import a Hugging Face or DCP folder"),
+    _flag("target", nargs="?", metavar="TARGET", help="export: the folder to write; import: the run folder"),
+    _flag("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights written"),
+    _flag("--step", type=int, metavar="N", help="export this step (default: the newest whole one)"),
+    _flag("--model", metavar="M", help="a named model, or the Hugging Face folder it came from"),
+)
+_DATA_FLAGS = (
+    _flag("action", choices=("prepare",)),
+    _flag("inputs", nargs="+", metavar="INPUT", help="text, JSONL or Parquet: files, folders, patterns"),
+    _flag("-o", "--output", required=True, metavar="FOLDER_OR_PREFIX", help="where the .bin and .idx go"),
+    _flag("--tokenizer", default="byte", metavar="FILE", help="byte (default) or a tokenizers JSON file"),
+    _flag("--workers", type=int, default=0, metavar="N", help="processes (default: one per core)"),
+    _flag("--text-key", default="text", metavar="KEY", help="the field or column of the text"),
+    _flag("--prompt-key", default="prompt", metavar="KEY", help="the field or column of a prompt"),
+    _flag("--chat-template", default="", metavar="FILE", help="of messages: a Jinja file, or chatml"),
+)
 # command -> (what it does, an example, its flags); the file cli/<command>.py runs it
-COMMANDS: dict[str, tuple[str, str, Callable[[Parser], None]]] = {
+COMMANDS: dict[str, tuple[str, str, Sequence[Flag]]] = {
     "plan": (
         "find the fastest plan that fits, and why",
         "mw plan --model llama3-8b --cluster 8xh100 --seq 8192 --batch 128 -o best.plan.json\n"
@@ -214,7 +186,7 @@ COMMANDS: dict[str, tuple[str, str, Callable[[Parser], None]]] = {
         "  mw plan --model llama3-8b --cluster 8xh100 --devices 8..64 --target-tokens 1T\n"
         "  mw plan --model llama3-8b --cluster 8xh100 --batch auto --critical-batch 500\n"
         "  mw plan --model gpt2-124m --cluster this.cluster.json --from-run runs/first",
-        _plan,
+        _PLAN_FLAGS,
     ),
     "simulate": (
         "forecast one plan and draw its timeline",
@@ -222,7 +194,7 @@ COMMANDS: dict[str, tuple[str, str, Callable[[Parser], None]]] = {
         "  mw simulate P.plan.json --model llama3-8b --cluster 8xh100 --svg P.svg --perfetto P.trace.json\n"
         "  mw simulate runs/a/plan.json --model byte-3m --cluster runs/a/cluster.json "
         "--measured runs/a/measured.timeline.json",
-        _simulate,
+        _SIMULATE_FLAGS,
     ),
     "train": (
         "train; the same command resumes",
@@ -230,25 +202,44 @@ COMMANDS: dict[str, tuple[str, str, Callable[[Parser], None]]] = {
         "  mw train examples/laptop.toml --set train.save_minutes=30 --set train.save_every=500\n\n"
         "saves every 10 minutes (train.save_minutes), every train.save_every steps and at the end; SIGTERM, SIGINT,\n"
         "SIGHUP, SIGUSR1 and SIGUSR2 save and exit with code 75",
-        _run_flags,
+        _RUN_FLAGS,
     ),
-    "check": ("prove that a plan trains as one device would", "mw check RUN.toml --plan P.plan.json", _check),
+    "check": (
+        "prove that a plan trains as one device would",
+        "mw check RUN.toml --plan P.plan.json",
+        (
+            *_RUN_FLAGS,
+            _flag("--steps", type=int, default=4, metavar="N", help="steps to compare (default 4)"),
+            _JSON,
+        ),
+    ),
     "probe": (
         "measure this machine: a minute on a CPU, three on a GPU",
         "mw probe -o this.cluster.json\n"
         "  mw probe --quick --devices 2\n"
         "  mw probe --from-runs -o learned.cluster.json\n"
         "  mw plan --model gpt2-124m --cluster this.cluster.json",
-        _probe,
+        _PROBE_FLAGS,
     ),
-    "profile": ("what each layer of a model costs", "mw profile llama3-8b", _profile),
-    "techniques": ("the techniques a plan can use", "mw techniques tensor", _techniques),
+    "profile": (
+        "what each layer of a model costs",
+        "mw profile llama3-8b",
+        (
+            _flag("model", nargs="?", metavar="M", help=f"{_MODEL}; none: a list"),
+            _flag("-o", "--output", metavar="M.profile.json"),
+        ),
+    ),
+    "techniques": (
+        "the techniques a plan can use",
+        "mw techniques tensor",
+        (_flag("name", nargs="?", help="show this one's card"),),
+    ),
     "ckpt": (
         "look at checkpoints; export to and import from Hugging Face folders",
         "mw ckpt export runs/laptop exported",
-        _ckpt,
+        _CKPT_FLAGS,
     ),
-    "data": ("make token files of text", "mw data prepare corpus/*.jsonl -o corpus/tokens", _data),
+    "data": ("make token files of text", "mw data prepare corpus/*.jsonl -o corpus/tokens", _DATA_FLAGS),
 }
 
 

@@ -38,7 +38,14 @@ def run(arguments: Namespace) -> int:
     if answer.best is None:
         return 1
     if console is not None:
-        console.print(f"next: {_next(arguments, inputs)}", markup=False)
+        following = ["mw", "simulate", arguments.output, "--model", arguments.model, "--cluster", inputs.cluster_name]
+        if not arguments.output:
+            next_step = "add -o best.plan.json to keep it, then: mw train RUN.toml --plan best.plan.json"
+        elif arguments.run:
+            next_step = shlex.join(["mw", "train", arguments.run, "--plan", arguments.output])
+        else:
+            next_step = shlex.join([*following, "--seq", str(inputs.sequence)])
+        console.print(f"next: {next_step}", markup=False)
     return 0
 
 
@@ -86,12 +93,3 @@ def _read(arguments: Namespace) -> tuple[PlanInputs, PlanRequest]:
     )
     assert inputs is not None
     return inputs, request
-
-
-def _next(arguments: Namespace, inputs: PlanInputs) -> str:
-    if not arguments.output:
-        return "add -o best.plan.json to keep it, then: mw train RUN.toml --plan best.plan.json"
-    if arguments.run:
-        return shlex.join(["mw", "train", arguments.run, "--plan", arguments.output])
-    words = ["--model", arguments.model, "--cluster", inputs.cluster_name, "--seq", str(inputs.sequence)]
-    return shlex.join(["mw", "simulate", arguments.output, *words])

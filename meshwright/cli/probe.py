@@ -8,7 +8,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
-from meshwright.core.cluster import Cluster, Link
+from meshwright.core.cluster import Cluster
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.units import pretty_bytes, pretty_rate, pretty_seconds
 from meshwright.machine.named_clusters import warnings_of
@@ -31,8 +31,10 @@ def run(arguments: Namespace) -> int:
     else:
         cluster = probe(num_devices=arguments.devices, report=timed, quick=arguments.quick)
     console = stdout()
-    for line in (*_device_lines(cluster), *_around_lines(cluster), *_how_lines(cluster)):
-        console.print(line, markup=False, soft_wrap=True)
+    named, memory = cluster.sources.get("device", cluster.device.kind), pretty_bytes(cluster.device.memory_bytes)
+    console.print(f"{cluster.num_devices} x {named}, {memory} each", markup=False, soft_wrap=True)
+    for name, text in _figures(cluster):
+        console.print(f"  {name:<12}{text}", markup=False, soft_wrap=True)
     for line in warnings_of(cluster):
         progress(f"warning: {line}")
     done = f"in {pretty_seconds(time.monotonic() - start)}"
@@ -46,33 +48,23 @@ def run(arguments: Namespace) -> int:
     return 0
 
 
-def _row(name: str, text: str) -> str:
-    return f"  {name:<12}{text}"
-
-
-def _device_lines(cluster: Cluster) -> Iterator[str]:
-    device, sources = cluster.device, cluster.sources
-    named = sources.get("device", device.kind)
-    yield f"{cluster.num_devices} x {named}, {pretty_bytes(device.memory_bytes)} each"
+def _figures(cluster: Cluster) -> Iterator[tuple[str, str]]:
+    device, host, errors, sources = cluster.device, cluster.host, cluster.errors, cluster.sources
     # Only one dtype's shapes are timed; the others are taken to reach the same share of their peak.
     rates = [f"{dtype} {pretty_rate(peak, 'FLOP/s')}" for dtype, peak in device.flops_per_second.items()]
-    yield _row("peak", ", ".join(rates))
-    yield _row("matmul", f"{device.matmul_fraction:.0%} of it where large; {len(device.residuals)} shapes timed")
+    yield "peak", ", ".join(rates)
+    yield "matmul", f"{device.matmul_fraction:.0%} of it where large; {len(device.residuals)} shapes timed"
     if device.unaligned_slowdown > 1:
-        yield _row("", f"{device.unaligned_slowdown:.1f} times as long where a size is no multiple of 8")
+        yield "", f"{device.unaligned_slowdown:.1f} times as long where a size is no multiple of 8"
     backward = device.attention_backward_fraction or device.attention_fraction
-    yield _row("attention", f"{device.attention_fraction:.0%} of it forward, {backward:.0%} backward")
+    yield "attention", f"{device.attention_fraction:.0%} of it forward, {backward:.0%} backward"
     rate = device.memory_bytes_per_second * device.bandwidth_fraction
-    yield _row("memory", pretty_rate(rate, "B/s") + " as a step's kernels use it")
+    yield "memory", pretty_rate(rate, "B/s") + " as a step's kernels use it"
     kernel = f", a kernel takes at least {pretty_seconds(device.kernel_seconds)}" if device.kernel_seconds else ""
-    yield _row("launch", f"{pretty_seconds(device.launch_seconds)} of the host's time for an op{kernel}")
+    yield "launch", f"{pretty_seconds(device.launch_seconds)} of the host's time for an op{kernel}"
     if device.copy_bytes_per_second:
         ways = (f"{way} {pretty_rate(rate, 'B/s')}" for way, rate in device.copy_bytes_per_second.items())
-        yield _row("copies", ", ".join(ways))
-
-
-def _around_lines(cluster: Cluster) -> Iterator[str]:
-    host = cluster.host
+        yield "copies", ", ".join(ways)
     told = {
         "memory": (host.memory_bytes_per_second, "B/s"),
         "Adam": (host.adam_elements_per_second, "parameters/s"),
@@ -81,26 +73,15 @@ def _around_lines(cluster: Cluster) -> Iterator[str]:
     }
     known = [f"{name} {pretty_rate(rate, unit)}" for name, (rate, unit) in told.items() if rate]
     if known:
-        yield _row("host", ", ".join(known))
-    links: dict[str, Link] = {"in a node": cluster.inner, "nodes": cluster.outer}
-    for (name, link), source in zip(links.items(), ("inner", "outer"), strict=True):
-        assumed = "" if cluster.sources.get(source, "").startswith("measured") else "  (not measured)"
+        yield "host", ", ".join(known)
+    for name, source, link in (("in a node", "inner", cluster.inner), ("nodes", "outer", cluster.outer)):
+        assumed = "" if sources.get(source, "").startswith("measured") else "  (not measured)"
         latency = pretty_seconds(link.latency_seconds)
-        yield _row(name, f"{pretty_rate(link.bytes_per_second, 'B/s')} after {latency}{assumed}")
-
-
-def _how_lines(cluster: Cluster) -> Iterator[str]:
-    errors = cluster.errors
-    shares = {
-        "compute": errors.compute,
-        "launch": errors.launch,
-        "in a node": errors.inner,
-        "between nodes": errors.outer,
-    }
-    yield _row("error bars", ", ".join(f"{name} ±{share:.0%}" for name, share in shares.items()))
-    for name, source in (("measured", "measured"), ("block", "block")):
-        if cluster.sources.get(source):
-            yield _row(name, cluster.sources[source])
+        yield name, f"{pretty_rate(link.bytes_per_second, 'B/s')} after {latency}{assumed}"
+    shares = {"compute": errors.compute, "launch": errors.launch}
+    shares |= {"in a node": errors.inner, "between nodes": errors.outer}
+    yield "error bars", ", ".join(f"{name} ±{share:.0%}" for name, share in shares.items())
+    yield from ((name, sources[name]) for name in ("measured", "block") if sources.get(name))
 
 
 def _from_runs(arguments: Namespace) -> Cluster:

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from meshwright.cli.arguments import section_named
 from meshwright.core.errors import MeshwrightError
-from meshwright.core.profile import Poly, Profile
+from meshwright.core.profile import Poly
 from meshwright.core.units import pretty_bytes, pretty_count, pretty_seconds
 from meshwright.models.presets import PRESETS, config_kind, profile_of
 from meshwright.report.terminal import stdout, unwritable, write_output
@@ -39,17 +39,6 @@ def run(arguments: Namespace) -> int:
         return 0
     console.print(f"{profile.name}: {pretty_count(profile.num_params)} parameters, in {pretty_seconds(took_seconds)}")
     sequence = min(_TRACED_SEQUENCE, profile.max_sequence)
-    console.print(_layers(profile, sequence))
-    if profile.counts == "tokens":
-        console.print(f"of a sequence of {sequence}; computed in 16 bits")
-    for what, why in profile.uncut.items():
-        console.print(f"{what} cannot be divided: {why}")
-    for what in profile.unpriced:
-        console.print(f"not counted, or roughly: {what}")
-    return 0
-
-
-def _layers(profile: Profile, sequence: int) -> Table:
     counted = profile.counts.removesuffix("s")
     heads = ("layer", "x", "parameters", f"forward/{counted}", f"backward/{counted}", f"kept/{counted}", "kernels")
     table = Table(*heads, box=None, header_style="bold")
@@ -69,4 +58,11 @@ def _layers(profile: Profile, sequence: int) -> Table:
             pretty_bytes(int(kept_bytes)),
             f"{sum(op.kernels for op in launched):.0f} + {sum(op.backward_kernels for op in launched):.0f}",
         )
-    return table
+    console.print(table)
+    if profile.counts == "tokens":
+        console.print(f"of a sequence of {sequence}; computed in 16 bits")
+    for what, why in profile.uncut.items():
+        console.print(f"{what} cannot be divided: {why}")
+    for what in profile.unpriced:
+        console.print(f"not counted, or roughly: {what}")
+    return 0

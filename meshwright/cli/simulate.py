@@ -9,16 +9,16 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from meshwright.cli.arguments import PlanInputs, read_wanted
+from meshwright.cli.arguments import read_wanted
 from meshwright.core.codec import encode, load_artefact
-from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.errors import MeshwrightError, error_at
 from meshwright.core.plan import Plan
 from meshwright.core.timeline import Timeline, last_step
 from meshwright.report.terminal import print_forecast, stdout, unwritable, write_output
 from meshwright.report.timeline_lanes import compared
 from meshwright.report.timeline_svg import picture
 from meshwright.report.timeline_text import draw
-from meshwright.simulator.forecast import Forecast, forecast
+from meshwright.simulator.forecast import forecast
 from meshwright.simulator.simulate import simulate
 
 _PIPED_WIDTH = 100
@@ -35,7 +35,16 @@ def run(arguments: Namespace) -> int:
         raise MeshwrightError(problems)
     predicted = forecast(profile, plan, cluster, sequence=sequence)
     timeline = simulate(profile, plan, cluster, sequence=sequence)
-    traces = _write(arguments, wanted, plan, predicted, [timeline, *([measured] if measured else [])])
+    traces = [arguments.perfetto] if arguments.perfetto else []
+    if arguments.output:
+        write_output(arguments.output, timeline.to_json())
+        traces.append(trace_beside(arguments.output))
+    for trace in traces:
+        write_output(trace, timeline.to_chrome())
+    if arguments.svg:
+        title = f"{profile.name} on {cluster.name}: {plan}"
+        both = [timeline, *([measured] if measured else [])]
+        write_output(arguments.svg, picture(both, title=title, notes=[f"bound by {predicted.bottleneck}"]))
     if arguments.json:
         print(json.dumps(encode(predicted), allow_nan=False))
         return 0 if predicted.fits else 1
@@ -60,24 +69,8 @@ def load_timeline(path: str) -> Timeline:
     """One step of a timeline that a run has left, or that was edited."""
     timeline = last_step(load_artefact(Timeline, path))
     if not timeline.spans:
-        raise MeshwrightError([Problem(where=path, what="has no spans.", fix="Record at least one step.")])
+        raise error_at(path, "has no spans.", "Record at least one step.")
     return timeline
-
-
-def _write(
-    arguments: Namespace, wanted: PlanInputs, plan: Plan, predicted: Forecast, timelines: list[Timeline]
-) -> list[str]:
-    """The files asked for; those that Perfetto opens."""
-    traces = [arguments.perfetto] if arguments.perfetto else []
-    if arguments.output:
-        write_output(arguments.output, timelines[0].to_json())
-        traces.append(trace_beside(arguments.output))
-    for trace in traces:
-        write_output(trace, timelines[0].to_chrome())
-    if arguments.svg:
-        title = f"{wanted.profile.name} on {wanted.cluster.name}: {plan}"
-        write_output(arguments.svg, picture(timelines, title=title, notes=[f"bound by {predicted.bottleneck}"]))
-    return traces
 
 
 def trace_beside(output: str) -> str:

@@ -7,7 +7,6 @@ import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Callable
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -19,7 +18,7 @@ from meshwright.launch.local_ranks import Stopped, stop_signals
 from meshwright.models.dimensions import DecoderConfig
 from meshwright.report.terminal import print_forecast, progress
 from meshwright.run.prepare import PreparedRun
-from meshwright.run.result import RunResult, RunSummary, held_out_text
+from meshwright.run.result import RunResult, held_out_text
 from meshwright.run.run import Run
 from meshwright.run.run_file import RunConfig
 from meshwright.run.trackers import require_trackers
@@ -88,15 +87,46 @@ def describe(console: Console, config: RunConfig, prepared: PreparedRun) -> None
             console.print(f"{technique} is approximate: one device computes other numbers", markup=False)
 
 
+_NOT_COMPARED = "too few steps to compare with the forecast: none is left after those that warm up"
+_PRETTY: dict[str, tuple[str, Callable[[float], str]]] = {
+    "step_seconds": ("step", pretty_seconds),
+    "tokens_per_second": ("tokens/s", pretty_count),
+    "samples_per_second": ("samples/s", pretty_count),
+    "peak_bytes": ("peak memory of a rank", pretty_bytes),
+}
+
+
 def close(console: Console, run_words: list[str], config: RunConfig, result: RunResult) -> None:
     """What came of it: predicted against measured, worst first; how far it went; where things are; what to try next."""
     folder, summary = result.folder, result.summary
     if summary is None:
         return
+    measured = summary.measured
+    errors = {name: summary.predicted[name] / measured[name] - 1 for name in measured}
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for name in ("", "predicted", "measured", "error"):
+        table.add_column(name, justify="left" if not name else "right")
+    for name, error in sorted(errors.items(), key=lambda pair: -abs(pair[1])):
+        title, pretty = _PRETTY[name]
+        table.add_row(title, pretty(summary.predicted[name]), pretty(measured[name]), f"{error:+.0%}")
     console.print()
-    console.print(_compared(summary))
-    for told in (*([result.overlay] if result.overlay else []), *_told(summary, folder), *result.warnings):
-        console.print(told, markup=False, soft_wrap=True)
+    console.print(table)
+    seen = f"{pretty_count(summary.seen_now)} {summary.counts}"
+    loss = "" if summary.loss is None else f"; loss {summary.loss:.4f}"
+    lines = [result.overlay] if result.overlay else []
+    lines += [
+        summary.comparison.get("text", _NOT_COMPARED),
+        f"{counted(summary.steps_now, 'step')}, {seen} in {pretty_seconds(summary.seconds)}"
+        f" (now at step {summary.step} of {summary.steps}){loss}",
+    ]
+    if summary.held_out:
+        lines.append(f"held-out: {held_out_text(summary.held_out)}")
+    if summary.stopped:
+        lines.append(f"stopped at step {summary.step} and saved; the same command goes on from there")
+    lines.append(f"checkpoints kept: {', '.join(map(str, summary.checkpoints)) or 'none'}")
+    lines.append(f"written to {folder}: {', '.join(['summary.json', *summary.files])}")
+    for line in (*lines, *result.warnings):
+        console.print(line, markup=False, soft_wrap=True)
     ways = {
         shlex.join(["mw", "check", *run_words, "--plan", f"{folder}/plan.json"]): "is this plan exact?",
         shlex.join(["mw", "ckpt", "verify", str(folder)]): "are the checkpoints whole?",
@@ -113,45 +143,6 @@ def close(console: Console, run_words: list[str], config: RunConfig, result: Run
         line = f"{'next:' if not number else '     '} {way}" + (f"   ({why})" if why else "")
         console.print(line, markup=False, soft_wrap=True)
     sys.stderr.flush()
-
-
-_NOT_COMPARED = "too few steps to compare with the forecast: none is left after those that warm up"
-_PRETTY: dict[str, tuple[str, Callable[[float], str]]] = {
-    "step_seconds": ("step", pretty_seconds),
-    "tokens_per_second": ("tokens/s", pretty_count),
-    "samples_per_second": ("samples/s", pretty_count),
-    "peak_bytes": ("peak memory of a rank", pretty_bytes),
-}
-
-
-def _compared(summary: RunSummary) -> Table:
-    measured = summary.measured
-    errors = {name: summary.predicted[name] / measured[name] - 1 for name in measured}
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for name in ("", "predicted", "measured", "error"):
-        table.add_column(name, justify="left" if not name else "right")
-    for name, error in sorted(errors.items(), key=lambda pair: -abs(pair[1])):
-        title, pretty = _PRETTY[name]
-        table.add_row(title, pretty(summary.predicted[name]), pretty(measured[name]), f"{error:+.0%}")
-    return table
-
-
-def _told(summary: RunSummary, folder: Path) -> list[str]:
-    seen = f"{pretty_count(summary.seen_now)} {summary.counts}"
-    loss = "" if summary.loss is None else f"; loss {summary.loss:.4f}"
-    lines = [
-        summary.comparison.get("text", _NOT_COMPARED),
-        f"{counted(summary.steps_now, 'step')}, {seen} in {pretty_seconds(summary.seconds)}"
-        f" (now at step {summary.step} of {summary.steps}){loss}",
-    ]
-    if summary.held_out:
-        lines.append(f"held-out: {held_out_text(summary.held_out)}")
-    if summary.stopped:
-        lines.append(f"stopped at step {summary.step} and saved; the same command goes on from there")
-    kept = ", ".join(map(str, summary.checkpoints)) or "none"
-    lines.append(f"checkpoints kept: {kept}")
-    lines.append(f"written to {folder}: {', '.join(['summary.json', *summary.files])}")
-    return lines
 
 
 def _can_export(config: RunConfig) -> bool:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from meshwright.core.codec import encode
 from meshwright.core.errors import MeshwrightError
 
 TAIL_BYTES = 4096
@@ -69,7 +68,6 @@ def error_as_json(error: BaseException) -> dict[str, Any]:
         "traceback": "".join(traceback.format_exception(error)),
         "exit_code": ours.exit_code if ours else 1,
         "is_meshwright_error": ours is not None,
-        "problems": encode(ours.problems) if ours else [],
     }
 
 

@@ -84,31 +84,6 @@ class StopRequests:
         self.first_seconds = min(self.first_seconds, time.monotonic())
 
 
-@dataclass(kw_only=True)
-class Ending:
-    """When the ranks that still run are asked to end, and when they are made to, and why."""
-
-    terminate_at: float = math.inf
-    kill_at: float = math.inf
-    why: str = ""
-    is_asked: bool = False
-
-    def by(self, terminate_at: float, kill_at: float, why: str) -> None:
-        """Bring the end forward; a later end than the one already set changes nothing."""
-        self.terminate_at = min(self.terminate_at, terminate_at)
-        if kill_at < self.kill_at:
-            self.kill_at, self.why = kill_at, why
-
-    def act(self, now: float, alive: Sequence[Child]) -> None:
-        if now >= self.kill_at:
-            for child in alive:
-                child.kill(self.why)
-        elif now >= self.terminate_at and not self.is_asked:
-            self.is_asked = True
-            for child in alive:
-                child.terminate(self.why)
-
-
 def launch(
     module: str,
     arguments: Mapping[str, Any],
@@ -133,6 +108,7 @@ def launch(
     log_folder.mkdir(parents=True, exist_ok=True)
     set_logs_aside(log_folder)
     threads = threads_per_rank or max(1, len(os.sched_getaffinity(0)) // num_ranks)
+    jobs: list[Job] = []
     children: list[Child] = []
     with contextlib.ExitStack() as held:
         stop = stop or held.enter_context(stop_signals())
@@ -146,9 +122,10 @@ def launch(
                     rank=rank,
                     num_ranks=num_ranks,
                     rendezvous=rendezvous,
-                    error_file=str(error_file(log_folder, rank)),
-                    log_file=str(log_file(log_folder, rank)),
+                    error_file=str(log_folder / f"rank-{rank}.error.json"),
+                    log_file=str(log_folder / f"rank-{rank}.log"),
                 )
+                jobs.append(job)
                 job_file = held.enter_context(memory_file(json.dumps(asdict(job))))
                 variables = rank_environment(rank, num_ranks, threads, environment)
                 children.append(start_rank(module, job, job_file, variables, is_shown=show_rank_zero and rank == 0))
@@ -156,7 +133,7 @@ def launch(
         finally:
             for child in children:
                 child.end()
-    return judge(children, log_folder, is_stopped=stop.first_seconds < math.inf)
+    return judge(children, jobs, is_stopped=stop.first_seconds < math.inf)
 
 
 def set_logs_aside(log_folder: Path) -> None:
@@ -176,14 +153,6 @@ def set_logs_aside(log_folder: Path) -> None:
             path.unlink()
 
 
-def log_file(log_folder: Path, rank: int) -> Path:
-    return log_folder / f"rank-{rank}.log"
-
-
-def error_file(log_folder: Path, rank: int) -> Path:
-    return log_folder / f"rank-{rank}.error.json"
-
-
 def start_rank(module: str, job: Job, job_file: str, environment: Mapping[str, str], is_shown: bool) -> Child:
     """Start one rank with its stop signals blocked; `run_rank` unblocks them once there is a flag to set."""
     with contextlib.ExitStack() as stack:
@@ -195,26 +164,44 @@ def start_rank(module: str, job: Job, job_file: str, environment: Mapping[str, s
 
 
 def watch(children: Sequence[Child], stop: StopRequests, grace_seconds: float) -> None:
-    """Wait until every rank has ended, and see to it that they do."""
-    ending = Ending()
+    """Wait until every rank has ended, and see to it that they do: asked first, made to later, as the earliest end
+    says."""
+    terminate_at, kill_at, why, is_asked = math.inf, math.inf, "", False
     while alive := [child for child in children if child.exit_code is None]:
-        now = time.monotonic()
-        if stop.first_seconds < math.inf:
-            why = f"it did not stop within {grace_seconds:g} s of the stop signal"
-            ending.by(stop.first_seconds, stop.first_seconds + grace_seconds, why)
+        now, asked_at = time.monotonic(), stop.first_seconds
+        ends = [(asked_at, asked_at + grace_seconds, f"it did not stop within {grace_seconds:g} s of the stop signal")]
         if stop.is_urgent:
-            ending.by(now, now, "a second stop signal came before it had stopped")
+            ends.append((now, now, "a second stop signal came before it had stopped"))
         failed = [child.rank for child in children if child.exit_code not in (None, 0, PREEMPTED_EXIT_CODE)]
         if failed:
-            terminate_at = now + LAST_WORDS_SECONDS
-            ending.by(terminate_at, terminate_at + TERMINATE_SECONDS, f"rank {failed[0]} had failed")
-        ending.act(now, alive)
+            words_until = now + LAST_WORDS_SECONDS
+            ends.append((words_until, words_until + TERMINATE_SECONDS, f"rank {failed[0]} had failed"))
+        for asked_at, killed_at, reason in ends:
+            terminate_at = min(terminate_at, asked_at)
+            if killed_at < kill_at:
+                kill_at, why = killed_at, reason
+        for child in alive:
+            if now >= kill_at:
+                child.kill(why)
+            elif now >= terminate_at and not is_asked:
+                child.terminate(why)
+        is_asked = is_asked or now >= terminate_at
         time.sleep(POLL_SECONDS)
 
 
-def judge(children: Sequence[Child], log_folder: Path, is_stopped: bool) -> LaunchOutcome:
+def judge(children: Sequence[Child], jobs: Sequence[Job], is_stopped: bool) -> LaunchOutcome:
     """One exit code from all the ranks' codes and error files."""
-    failures = tuple(failure for child in children if (failure := failure_of(child, log_folder)))
+    found: list[Failure] = []
+    for child, job in zip(children, jobs, strict=True):
+        code, log = child.exit_code, Path(job.log_file)
+        if code is None or code in (0, PREEMPTED_EXIT_CODE):
+            continue
+        try:
+            error = json.loads(Path(job.error_file).read_text())
+            found.append(failure_from_error(child.rank, error, log))
+        except (OSError, ValueError):
+            found.append(failure_from_exit(child.rank, code, child.why_ended, log_tail(log), log))
+    failures = tuple(found)
     some_saved = any(child.exit_code == PREEMPTED_EXIT_CODE for child in children)
     some_saved = some_saved or (is_stopped and all(child.never_began for child in children))  # nothing to save
     # A rank that stopped as asked closes its connections; a peer that noticed has not failed by itself.
@@ -224,18 +211,6 @@ def judge(children: Sequence[Child], log_folder: Path, is_stopped: bool) -> Laun
     else:
         exit_code = cause(failures).exit_code if failures else 0
     return LaunchOutcome(exit_code=exit_code, failures=failures, num_ranks=len(children))
-
-
-def failure_of(child: Child, log_folder: Path) -> Failure | None:
-    code = child.exit_code
-    if code is None or code in (0, PREEMPTED_EXIT_CODE):
-        return None
-    log = log_file(log_folder, child.rank)
-    try:
-        error = json.loads(error_file(log_folder, child.rank).read_text())
-    except (OSError, ValueError):
-        return failure_from_exit(child.rank, code, child.why_ended, log_tail(log), log)
-    return failure_from_error(child.rank, error, log)
 
 
 @contextlib.contextmanager

@@ -61,40 +61,29 @@ def tell(answers: IO[str], message: dict[str, Any]) -> None:
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     """`{"value": ...}` or `{"error": ...}`; a value that is not JSON is an error of the function."""
+    import torch.distributed
+
     rank, num_ranks = request["rank"], request["num_ranks"]
     os.environ.update(rank_names(rank, num_ranks))
     try:
         module, name = request["function"].split(":")
         function = getattr(importlib.import_module(module), name)
-        rendezvous = own_path(request["rendezvous"])
+        # The descriptor stays open here, so that the path stays valid: torch's store writes into its file when it is
+        # destroyed, which may be long after the run. By then the pool's descriptor of the same number can be another
+        # file, and the store would damage it, or read from it for ever.
+        rendezvous = f"/proc/self/fd/{os.open(request['rendezvous'], os.O_RDWR)}"
         value = function(rank=rank, num_ranks=num_ranks, rendezvous=rendezvous, **request["arguments"])
         json.dumps(value)
-        leave_process_group()
+        if torch.distributed.is_initialized():  # the next run starts its own group, perhaps of another size
+            torch.distributed.destroy_process_group()
     except BaseException as error:
         return {"error": error_as_json(error)}
     return {"value": value}
 
 
-def own_path(path: str) -> str:
-    """A path of the file that stays valid, because its descriptor stays open here.
-
-    Torch's store writes into its file when it is destroyed, which may be long after the run: by then the pool's
-    descriptor of the same number can be another file, and the store would damage it, or read from it for ever.
-    """
-    return f"/proc/self/fd/{os.open(path, os.O_RDWR)}"
-
-
 def count(kind: str) -> int:
     """Threads ("task") or open files ("fd") of this process."""
     return len(os.listdir(f"/proc/self/{kind}"))
-
-
-def leave_process_group() -> None:
-    """The next run starts its own group, perhaps of another size."""
-    import torch.distributed
-
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

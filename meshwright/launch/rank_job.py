@@ -1,7 +1,7 @@
 """The child's side of a launch: read the job, poll a flag to stop, say what went wrong.
 
     parent                                  rank
-    job file, signals blocked  ───────────> read_job, take the signals, main(job, stop)
+    job file, signals blocked  ───────────> read it, take the signals, main(job, stop)
     SIGTERM (once)             ───────────> stop.is_set: finish the step, save, return 75
     error file, exit status    <─────────── an exception, as JSON; the traceback in the rank's log
 
@@ -18,7 +18,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -76,9 +76,6 @@ class StopFlag:
         self.is_set = False
         self._leaves_at_once = False
 
-    def set(self) -> None:
-        self.is_set = True
-
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         self.is_set = True
 
@@ -106,13 +103,6 @@ class StopFlag:
             os._exit(PREEMPTED_EXIT_CODE)
 
 
-def read_job(argv: Sequence[str]) -> Job:
-    """The job in the file named by the only argument."""
-    if len(argv) != 2:
-        raise MeshwrightError(f"a rank takes one argument, the path of its job file, and got {len(argv) - 1}.")
-    return Job(**json.loads(Path(argv[1]).read_text()))
-
-
 def show_stacks_on_crash() -> None:
     """Stacks of all threads to stderr on a crash in native code, and on SIGQUIT to see where a rank hangs."""
     faulthandler.enable(all_threads=True)
@@ -124,7 +114,9 @@ def run_rank(main: Callable[[Job, StopFlag], int]) -> NoReturn:
 
     Leaves by `os._exit`: gloo's threads may be stuck on a dead peer and would hold up an orderly exit.
     """
-    job = read_job(sys.argv)
+    if len(sys.argv) != 2:
+        raise MeshwrightError(f"a rank takes one argument, the path of its job file, and got {len(sys.argv) - 1}.")
+    job = Job(**json.loads(Path(sys.argv[1]).read_text()))
     show_stacks_on_crash()
     stop = StopFlag()
     signal.signal(signal.SIGINT, signal.SIG_IGN)

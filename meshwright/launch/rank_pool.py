@@ -17,7 +17,7 @@ import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -113,21 +113,22 @@ class RankPool:
     def __exit__(self, *failure: object) -> None:
         self.close()
 
+    def close(self) -> None:
+        """End every worker. The pool may not be used afterwards."""
+        self._end_workers()
+        self._held.close()
+
     def start(self, num_ranks: int) -> None:
         """Start the first `num_ranks` workers that do not run, without waiting until they are ready."""
         if not 1 <= num_ranks <= self.num_ranks:
             raise MeshwrightError(f"rank pool: {num_ranks} ranks asked of a pool of {self.num_ranks}.")
         for rank in range(num_ranks):
-            worker = self._workers.get(rank)
-            if worker is not None and worker.child.exit_code is not None:
+            if (worker := self._workers.get(rank)) is not None:
+                if worker.child.exit_code is None:
+                    continue
                 worker.child.end()
-                worker = None
-            if worker is not None:
-                continue
-            if self._log_folder is not None:
-                log = self._log_folder / f"worker-{rank}.log"
-            else:
-                log = Path(self._held.enter_context(memory_file()))
+            in_folder = self._log_folder and self._log_folder / f"worker-{rank}.log"
+            log = in_folder or Path(self._held.enter_context(memory_file()))
             environment = rank_environment(rank, self.num_ranks, self.threads_per_rank)
             words = ("meshwright.launch.pool_worker", str(self.threads_per_rank))
             pipe = subprocess.PIPE
@@ -137,11 +138,17 @@ class RankPool:
             self._workers[rank] = Worker(child=child, log=log, log_start=size)
 
     def run(
-        self, function: str, arguments: Mapping[str, Any], num_ranks: int, timeout_seconds: float = 120
+        self,
+        function: str,
+        arguments: Mapping[str, Any],
+        num_ranks: int,
+        timeout_seconds: float = 120,
+        meanwhile: Callable[[], object] = lambda: None,
     ) -> list[Any]:
         """Call `function` ("package.module:name") on the first `num_ranks` ranks; their values by rank.
 
         Values cross as JSON, so a tuple comes back as a list. Starting workers is not counted as time of it.
+        `meanwhile` is called now and then while the ranks work.
         """
         self.start(num_ranks)
         workers = [self._workers[rank] for rank in range(num_ranks)]
@@ -153,16 +160,11 @@ class RankPool:
             request = {"function": function, "arguments": dict(arguments), "num_ranks": num_ranks}
             for worker in workers:
                 worker.ask(request | {"rendezvous": rendezvous, "rank": worker.child.rank})
-            answers = self._collect(workers, num_ranks, timeout_seconds, function)
+            answers = self._collect(workers, num_ranks, timeout_seconds, function, meanwhile)
         for rank in range(num_ranks):
             if answers[rank].get("is_worn"):
                 self._workers.pop(rank).child.end()
         return [answers[rank]["value"] for rank in range(num_ranks)]
-
-    def close(self) -> None:
-        """End every worker. The pool may not be used afterwards."""
-        self._end_workers()
-        self._held.close()
 
     def _end_workers(self) -> None:
         for worker in self._workers.values():
@@ -170,25 +172,30 @@ class RankPool:
         self._workers.clear()
 
     def _collect(
-        self, workers: Sequence[Worker], num_ranks: int, timeout_seconds: float, what: str
+        self,
+        workers: Sequence[Worker],
+        num_ranks: int,
+        timeout_seconds: float,
+        what: str,
+        meanwhile: Callable[[], object] = lambda: None,
     ) -> dict[int, dict[str, Any]]:
         """One answer from each worker, or a `RankError` with all workers ended."""
-        is_whole = False
         try:
-            answers, failures = collect(workers, timeout_seconds)
+            answers, failures = collect(workers, timeout_seconds, meanwhile)
             silent = [worker for worker in workers if worker.child.rank not in answers]
             if silent and not failures:
                 failures = silence(silent, f"no answer from {what} within {timeout_seconds:g} s")
             if failures:
                 raise RankError(failures, num_ranks)
-            is_whole = True
             return answers
-        finally:
-            if not is_whole:  # also on Ctrl-C: a late answer must not be taken for the next run's
-                self._end_workers()
+        except BaseException:  # also Ctrl-C: a late answer must not be taken for the next run's
+            self._end_workers()
+            raise
 
 
-def collect(workers: Sequence[Worker], timeout_seconds: float) -> tuple[dict[int, dict[str, Any]], list[Failure]]:
+def collect(
+    workers: Sequence[Worker], timeout_seconds: float, meanwhile: Callable[[], object]
+) -> tuple[dict[int, dict[str, Any]], list[Failure]]:
     """Answers by rank and failures, until all are in, time is over, or shortly after the first failure."""
     answers: dict[int, dict[str, Any]] = {}
     failures: list[Failure] = []
@@ -198,6 +205,7 @@ def collect(workers: Sequence[Worker], timeout_seconds: float) -> tuple[dict[int
         for worker in workers:
             selector.register(worker.descriptor, selectors.EVENT_READ, worker)
         while waiting and time.monotonic() < deadline:
+            meanwhile()
             ended = {rank for rank, worker in waiting.items() if worker.child.exit_code is not None}
             talking: set[int] = set()
             for key, _ in selector.select(POLL_SECONDS):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,17 +12,7 @@ from meshwright.core.cluster import Beside, Cluster, Device, Errors, HostResourc
 from meshwright.core.errors import Problem, raise_problems
 from meshwright.core.profile import Layer
 from meshwright.core.work import ADAM, Compute, Phase, base_work
-from meshwright.machine.fits import (
-    AttentionFit,
-    Matmuls,
-    Traffic,
-    fit_attention,
-    fit_links,
-    fit_matmuls,
-    fit_traffic,
-    link_seconds,
-    nine_in_ten,
-)
+from meshwright.machine.fits import fit_attention, fit_links, fit_matmuls, fit_traffic, link_seconds, nine_in_ten
 from meshwright.machine.named_clusters import preset, preset_of_device
 from meshwright.machine.probe import Reading
 from meshwright.models.cost_decoder import decoder_profile
@@ -39,28 +29,12 @@ _MOST_TRAFFIC_SLOWDOWN = 2.0
 _LARGEST_SHARE_OF_PEAK = 1.25
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fits:
-    matmuls: Matmuls | None
-    attention: AttentionFit
-    traffic: Traffic
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BlockComparison:
-    """A decoder block's time against its forecast."""
-
-    ratio: float
-    """Measured over forecast, before any correction."""
-    traffic_slowdown: float = 1.0
-    """How many times as long its memory traffic takes as that of the kernels timed alone."""
-
-
 def assemble(readings: Sequence[Reading], *, host_bytes: int) -> Cluster:
     """One Cluster named `this machine`. Devices are taken as equal: the median, the slower of two."""
     problems = [problem for rank, reading in enumerate(readings) for problem in _implausible(rank, reading)]
     raise_problems(problems)
-    typical, num_devices = _typical(readings), len(readings)
+    figures = {name: _combined([getattr(r, name) for r in readings], pick) for name, pick in _TYPICAL.items()}
+    typical, num_devices = replace(readings[0], **figures), len(readings)
     on_gpu = typical.kind == "cuda"
     sheet = preset_of_device(typical.device_name) if on_gpu else preset("laptop")
     if on_gpu and sheet is not None:
@@ -71,17 +45,17 @@ def assemble(readings: Sequence[Reading], *, host_bytes: int) -> Cluster:
         rates = [num_bytes / seconds for _, num_bytes, seconds in typical.memory if num_bytes > largest / 4]
         shares["memory"] = statistics.median(rates) / sheet.device.memory_bytes_per_second
         _refuse_too_fast(shares)
-    device, fits = _fitted_device(typical, sheet, host_bytes // num_devices)
+    device, scatter = _fitted_device(typical, sheet, host_bytes // num_devices)
     inner, inner_error, inner_source = _inner(typical, num_devices, sheet)
     known = sheet or preset("l40s")
     block = _compare_block(device, typical)
     if block is not None:
-        device = replace(device, bandwidth_fraction=min(1.0, device.bandwidth_fraction / block.traffic_slowdown))
+        device = replace(device, bandwidth_fraction=min(1.0, device.bandwidth_fraction / block[1]))
     # A step is a sum of hundreds of ops: errors of single shapes average out, and what is left is how far the sum of a
     # block's parts was from the whole.
     compute_error, compute_source = MEASURED.compute, "assumed: no block was measured"
     if block is not None:
-        compute_error = round(min(_MOST_COMPUTE_ERROR, max(_LEAST_COMPUTE_ERROR, abs(block.ratio - 1))), 3)
+        compute_error = round(min(_MOST_COMPUTE_ERROR, max(_LEAST_COMPUTE_ERROR, abs(block[0] - 1))), 3)
         limits = f"at least {_LEAST_COMPUTE_ERROR:.0%} and at most {_MOST_COMPUTE_ERROR:.0%}"
         compute_source = f"how far a block was from the sum of its parts, {limits}"
 
@@ -107,50 +81,31 @@ def assemble(readings: Sequence[Reading], *, host_bytes: int) -> Cluster:
             disk_write_bytes_per_second=total("disk_write_bytes_per_second"),
         ),
         beside=replace(known.beside if sheet is not None else Beside(), **typical.beside),
-        sources=sources_of(typical, device, sheet, fits, block) | more_sources,
+        sources=sources_of(typical, device, sheet, scatter, block) | more_sources,
         errors=replace(MEASURED, compute=compute_error, inner=inner_error),
     )
 
 
-def _typical(readings: Sequence[Reading]) -> Reading:
-    """All as one: of times the median or the slower of two, of memory the least."""
-    first = readings[0]
+_TYPICAL: dict[str, Callable[[Sequence[Any]], Any]] = {
+    **dict.fromkeys(("flops_per_second", "copies", "attention"), statistics.median_low),
+    **dict.fromkeys(("beside", "blocks", "matmuls", "odd_slowdown", "memory"), statistics.median_high),
+    **dict.fromkeys(("launch_seconds", "kernel_seconds"), statistics.median_high),
+    "links": statistics.median,
+    "memory_bytes": min,
+    "reserved_bytes": max,
+}
+"""What stands for all devices: of times the median or the slower of two, of rates the lower, of memory the least."""
 
-    def slow(points: str) -> Any:
-        """The median over the readings, row by row; rows end in seconds."""
-        rows = zip(*(getattr(r, points) for r in readings), strict=True)
-        return tuple((*row[0][:-1], statistics.median_high([each[-1] for each in row])) for row in rows)
 
-    def rates(rows: Sequence[Sequence[float]]) -> Any:
-        return (*rows[0][:2], *(statistics.median_low([row[place] for row in rows]) for place in (2, 3)))
-
-    def low(name: str) -> dict[str, float]:
-        return {key: statistics.median_low([getattr(r, name)[key] for r in readings]) for key in getattr(first, name)}
-
-    def high(name: str) -> dict[str, float]:
-        shared = [key for key in getattr(first, name) if all(key in getattr(r, name) for r in readings)]
-        return {key: statistics.median_high([getattr(r, name)[key] for r in readings]) for key in shared}
-
-    links = {
-        kind: tuple((size, statistics.median(r.links[kind][i][1] for r in readings)) for i, (size, _) in enumerate(at))
-        for kind, at in first.links.items()
-    }
-    return replace(
-        first,
-        flops_per_second=low("flops_per_second"),
-        copies=low("copies"),
-        beside=high("beside"),
-        blocks=high("blocks"),
-        matmuls=slow("matmuls"),
-        odd_slowdown=statistics.median_high([r.odd_slowdown for r in readings]),
-        memory=slow("memory"),
-        attention=tuple(map(rates, zip(*(r.attention for r in readings), strict=True))),
-        launch_seconds=statistics.median_high([r.launch_seconds for r in readings]),
-        kernel_seconds=statistics.median_high([r.kernel_seconds for r in readings]),
-        memory_bytes=min(r.memory_bytes for r in readings),
-        reserved_bytes=max(r.reserved_bytes for r in readings),
-        links=links,
-    )
+def _combined(values: Sequence[Any], pick: Callable[[Sequence[Any]], Any]) -> Any:
+    """One value of many, number by number; names and sizes, which all have, stay as they are."""
+    first = values[0]
+    if isinstance(first, Mapping):
+        shared = [key for key in first if all(key in each for each in values)]
+        return {key: _combined([each[key] for each in values], pick) for key in shared}
+    if isinstance(first, tuple):
+        return tuple(_combined(each, pick) for each in zip(*values, strict=True))
+    return first if all(each == first for each in values) else pick(values)
 
 
 def _implausible(rank: int, reading: Reading) -> Iterator[Problem]:
@@ -189,8 +144,9 @@ def _refuse_too_fast(shares: Mapping[str, float]) -> None:
     )
 
 
-def _fitted_device(typical: Reading, sheet: Cluster | None, host_bytes_each: int) -> tuple[Device, Fits]:
-    """The device and the fits behind it. A known card keeps its dense peak, so that MFU means what others mean."""
+def _fitted_device(typical: Reading, sheet: Cluster | None, host_bytes_each: int) -> tuple[Device, dict[str, float]]:
+    """The device, and how far nine in ten timings are from each fit. A known card keeps its dense peak, so that MFU
+    means what others mean."""
     on_gpu = typical.kind == "cuda"
     known = sheet.device if on_gpu and sheet is not None else None
     peaks = known.flops_per_second if known else typical.flops_per_second
@@ -219,15 +175,18 @@ def _fitted_device(typical: Reading, sheet: Cluster | None, host_bytes_each: int
         copy_bytes_per_second=typical.copies,
         power_watts=typical.power_watts,
     )
-    matmuls = fit_matmuls(typical.matmuls, device, dtype, 2 if on_gpu else 4) if typical.matmuls else None
-    if matmuls is not None:
+    scatter = {"traffic": traffic.scatter_fraction, "attention": attention.scatter_fraction}
+    if typical.matmuls:
+        matmuls = fit_matmuls(typical.matmuls, device, dtype, 2 if on_gpu else 4)
+        scatter["matmuls"] = matmuls.scatter_fraction
         residuals = tuple((m, n, k, round(ratio, 4)) for m, n, k, ratio in matmuls.residuals)
         device = replace(device, matmul_fraction=matmuls.fraction, k_half=matmuls.k_half, residuals=residuals)
-    return device, Fits(matmuls=matmuls, attention=attention, traffic=traffic)
+    return device, scatter
 
 
-def _compare_block(device: Device, typical: Reading) -> BlockComparison | None:
-    """A whole decoder block against its forecast; None: not measured.
+def _compare_block(device: Device, typical: Reading) -> tuple[float, float] | None:
+    """A whole decoder block against its forecast: measured over forecast, before any correction, and how many times as
+    long its memory traffic takes as that of the kernels timed alone; None: not measured.
 
     On a GPU what it takes beyond its forecast is put down to its traffic: its matmuls and its attention were timed at
     shapes like its own, while the kernels timed for traffic are cleaner than many of a step (strided, widening,
@@ -238,12 +197,8 @@ def _compare_block(device: Device, typical: Reading) -> BlockComparison | None:
         return None
     arithmetic, traffic = forecast_seconds(WHOLE_BLOCKS[device.kind], device)
     ratio = seconds / (arithmetic + traffic)
-    if device.kind != "cuda":
-        return BlockComparison(ratio=ratio)
-    slowdown = (seconds - arithmetic) / traffic
-    return BlockComparison(
-        ratio=ratio, traffic_slowdown=min(max(slowdown, 1 / _MOST_TRAFFIC_SLOWDOWN), _MOST_TRAFFIC_SLOWDOWN)
-    )
+    slowdown = (seconds - arithmetic) / traffic if device.kind == "cuda" else 1.0
+    return ratio, min(max(slowdown, 1 / _MOST_TRAFFIC_SLOWDOWN), _MOST_TRAFFIC_SLOWDOWN)
 
 
 def _inner(typical: Reading, num_devices: int, sheet: Cluster | None) -> tuple[Link, float, str]:
@@ -274,7 +229,11 @@ _CACHED_BYTES_PER_SECOND = 8e9
 
 
 def sources_of(
-    reading: Reading, device: Device, sheet: Cluster | None, fits: Fits, block: BlockComparison | None
+    reading: Reading,
+    device: Device,
+    sheet: Cluster | None,
+    scatter: Mapping[str, float],
+    block: tuple[float, float] | None,
 ) -> dict[str, str]:
     """Where each figure of a measured cluster comes from, in words."""
     on_gpu = reading.kind == "cuda"
@@ -300,15 +259,15 @@ def sources_of(
         "memory_bytes": "the card's" if on_gpu else available,
         "reserved_bytes": "measured before any tensor",
         "bandwidth_fraction": f"measured: {len(reading.memory)} timings of {num_kernels} kernels, nine in ten within "
-        f"{fits.traffic.scatter_fraction:.1%}",
+        f"{scatter['traffic']:.1%}",
         "attention_fraction": f"measured: {len(reading.attention)} lengths and head sizes, nine in ten within "
-        f"{fits.attention.scatter_fraction:.1%}",
+        f"{scatter['attention']:.1%}",
         "launch_seconds": f"measured: a tiny block forward and backward, {reading.num_launches:.0f} launches",
         "matmul_fraction": "measured",
     }
-    if fits.matmuls is not None:
-        count, scatter = len(fits.matmuls.residuals), fits.matmuls.scatter_fraction
-        sources["residuals"] = f"measured: {count} products; nine in ten within {scatter:.1%} of what the others say"
+    if "matmuls" in scatter:
+        far, count = scatter["matmuls"], len(device.residuals)
+        sources["residuals"] = f"measured: {count} products; nine in ten within {far:.1%} of what the others say"
     if on_gpu:
         sources["unaligned_slowdown"] = "measured: a matmul with an odd number of outputs, forward and backward"
     sources["host"] = "measured: copies and fused AdamW on this host's cores"
@@ -321,14 +280,12 @@ def sources_of(
     if reading.beside:
         sources["beside"] = f"measured: {', '.join(reading.beside)}; the rest assumed"
     if block is not None:
-        ratio = f"{block.ratio:.3f} times its forecast"
-        sources["block"] = f"measured: a decoder block forward and backward takes {ratio}"
+        sources["block"] = f"measured: a decoder block forward and backward takes {block[0]:.3f} times its forecast"
         if "compiled" in reading.blocks:
             share = reading.blocks["compiled"] / reading.blocks["eager"]
             sources["block"] += f"; compiled, {share:.3f} of its own time"
-        if block.traffic_slowdown != 1.0:
-            slowdown = f"in a block {block.traffic_slowdown:.2f} times as slow, and taken so"
-            sources["bandwidth_fraction"] += f"; {slowdown}"
+        if block[1] != 1.0:
+            sources["bandwidth_fraction"] += f"; in a block {block[1]:.2f} times as slow, and taken so"
     return sources
 
 

@@ -24,6 +24,7 @@ import numpy as np
 from meshwright.core.cluster import MOST_OF_PEAK, Cluster, Link
 from meshwright.core.errors import error_at
 from meshwright.core.ledger import NOT_KNOWN, Entry
+from meshwright.core.units import counted
 
 LEAST_RUNS = 3
 LEAST_SHARE = 0.02
@@ -77,14 +78,10 @@ def learn(entries: Sequence[Entry], machine: str, base: Cluster | None = None) -
     lowest, highest = np.log(np.array([_limits(base, cause) for cause in causes])).T
     logs = np.zeros(parts.shape[1])
     for _ in range(50):
-        terms = parts * np.exp(logs)
-        total = terms.sum(axis=1)
-        left = np.log(measured / total)
+        left = np.log(measured / (parts * np.exp(logs)).sum(axis=1))
         scale = max(_NOISE, 1.4826 * float(np.median(np.abs(left - np.median(left)))))
         weights = 1.0 / np.maximum(1.0, np.abs(left - np.median(left)) / (1.5 * scale))
-        slopes = terms / total[:, None]
-        normal = slopes.T @ (weights[:, None] * slopes) / scale**2 + np.eye(len(logs)) / _PRIOR**2
-        step = np.linalg.solve(normal, slopes.T @ (weights * left) / scale**2 - logs / _PRIOR**2)
+        step = np.linalg.solve(*_equations(parts, measured, weights / scale**2, np.full(len(logs), _PRIOR), logs))
         last, logs = logs, np.clip(logs + np.clip(step, -0.5, 0.5), lowest, highest)
         if float(np.abs(logs - last).max()) < 1e-9:
             break
@@ -138,12 +135,7 @@ def learn_one(entry: Entry, base: Cluster) -> LearnedCluster:
     priors = widths * max(1.0, surprise)
     logs = np.zeros(len(widths))
     for _ in range(100):
-        terms = rows * np.exp(logs)
-        totals = terms.sum(axis=1)
-        slopes = terms / totals[:, None]
-        weighted = slopes / (noises**2)[:, None]
-        normal = slopes.T @ weighted + np.diag(1 / priors**2)
-        wanted = weighted.T @ np.log(targets / totals) - logs / priors**2
+        normal, wanted = _equations(rows, targets, 1 / noises**2, priors, logs)
         # What a limit holds back, the others take.
         free = ~(((logs <= lowest) & (wanted < 0)) | ((logs >= highest) & (wanted > 0)))
         step = np.zeros(len(logs))
@@ -164,6 +156,17 @@ def learn_one(entry: Entry, base: Cluster) -> LearnedCluster:
         error_before=math.expm1(before),
         error_after=math.expm1(after),
     )
+
+
+def _equations(
+    rows: np.ndarray, targets: np.ndarray, weights: np.ndarray, priors: np.ndarray, logs: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """(matrix, right side) of a step of Gauss-Newton on logarithms. `rows`: seconds by cause of what took `targets`."""
+    terms = rows * np.exp(logs)
+    totals = terms.sum(axis=1)
+    slopes = terms / totals[:, None]
+    weighted = slopes * weights[:, None]
+    return slopes.T @ weighted + np.diag(1 / priors**2), weighted.T @ np.log(targets / totals) - logs / priors**2
 
 
 def _own_seconds(entry: Entry) -> float:
@@ -258,10 +261,10 @@ def _corrected(base: Cluster, own: Sequence[Entry], factors: Mapping[str, float]
         reserved = int(np.median(held))
         if 0 < reserved < device.memory_bytes:
             device = replace(device, reserved_bytes=reserved)
-            sources["reserved_bytes"] = f"learned from {_runs(len(known))}"
+            sources["reserved_bytes"] = f"learned from {counted(len(known), 'run')}"
     versions = sorted({entry.versions.get("torch", "unknown") for entry in own})
     for cause, factor in factors.items():
-        text = _LEARNED.format(runs=_runs(len(own)), factor=factor * _earlier(base, cause))
+        text = _LEARNED.format(runs=counted(len(own), "run"), factor=factor * _earlier(base, cause))
         sources[f"learned.{cause}"] = f"{text} (torch {', '.join(versions)})"
     return replace(
         base,
@@ -274,7 +277,3 @@ def _corrected(base: Cluster, own: Sequence[Entry], factors: Mapping[str, float]
 
 def _slower_link(link: Link, factor: float) -> Link:
     return replace(link, bytes_per_second=link.bytes_per_second / factor, latency_seconds=link.latency_seconds * factor)
-
-
-def _runs(count: int) -> str:
-    return f"{count} run{'s' if count > 1 else ''}"

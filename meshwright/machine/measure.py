@@ -1,13 +1,10 @@
-"""One measuring process: `python -m meshwright.machine.measure`, started by `machine.probe`, one a device.
+"""What each measuring process of `machine.probe` does, one a device.
 
-All processes enter each section together, so that cores, memory and links are contended as they will be in
-training. Rank 0 says where it is; the last line on stdout is the Reading as JSON.
+All processes enter each section together, so that cores, memory and links are contended as they will be in training.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -18,26 +15,8 @@ import torch.distributed as dist
 
 from meshwright.core.codec import encode
 from meshwright.launch.cpu_bf16 import limit_isa_for_bf16
-from meshwright.machine.measure_compute import (
-    attention_points,
-    block_seconds,
-    flops_by_dtype,
-    kernel_seconds,
-    launch_seconds,
-    matmul_points,
-    memory_points,
-    odd_slowdown,
-)
-from meshwright.machine.measure_host import (
-    adam_elements_per_second,
-    beside,
-    collective_points,
-    copy_rates,
-    disk_rates,
-    host_memory_bytes_per_second,
-    power_watts,
-    versions,
-)
+from meshwright.machine import measure_compute as compute
+from meshwright.machine import measure_host as host
 from meshwright.machine.probe import Reading, cpu_names
 from meshwright.machine.timing import Bench
 
@@ -68,36 +47,37 @@ def read(bench: Bench, folder: Path) -> Reading:
                     torch.mm(matrix, matrix)
                 bench.memory_work()
                 bench.finish()
-    figures: dict[str, Any] = {"flops_per_second": flops_by_dtype(bench)}
+    figures: dict[str, Any] = {"flops_per_second": compute.flops_by_dtype(bench)}
     bench.together("matmuls by shape")
-    figures["matmuls"] = tuple(matmul_points(bench))
+    figures["matmuls"] = tuple(compute.matmul_points(bench))
     if bench.on_gpu:
-        figures["odd_slowdown"] = odd_slowdown(bench)
+        figures["odd_slowdown"] = compute.odd_slowdown(bench)
         torch.cuda.empty_cache()
     bench.together("attention")
-    figures["attention"] = tuple(attention_points(bench))
+    figures["attention"] = tuple(compute.attention_points(bench))
     bench.together("memory")
-    figures["memory"] = tuple(memory_points(bench))
+    figures["memory"] = tuple(compute.memory_points(bench))
     bench.together("op launch")
-    figures["kernel_seconds"] = kernel_seconds(bench) if bench.on_gpu else 0.0
-    figures["launch_seconds"], figures["num_launches"] = launch_seconds(bench)
+    figures["kernel_seconds"] = compute.kernel_seconds(bench) if bench.on_gpu else 0.0
+    figures["launch_seconds"], figures["num_launches"] = compute.launch_seconds(bench)
     bench.together("a block")
-    figures["blocks"] = block_seconds(bench)
+    figures["blocks"] = compute.block_seconds(bench)
     if bench.on_gpu:
         torch.cuda.empty_cache()
         bench.together("copies")
-    figures |= {"copies": copy_rates(bench), "beside": beside(bench)}
+    figures |= {"copies": host.copy_rates(bench), "beside": host.beside(bench)}
     bench.together("host")
-    figures["host_memory_bytes_per_second"] = host_memory_bytes_per_second(bench)
-    figures["adam_elements_per_second"] = adam_elements_per_second(bench)
-    figures["links"] = collective_points(bench)
+    figures["host_memory_bytes_per_second"] = host.host_memory_bytes_per_second(bench)
+    figures["adam_elements_per_second"] = host.adam_elements_per_second(bench)
+    figures["links"] = host.collective_points(bench)
     bench.together("disk")
-    read_rate, write_rate = disk_rates(bench, folder) if bench.rank == 0 else (0.0, 0.0)
+    read_rate, write_rate = host.disk_rates(bench, folder) if bench.rank == 0 else (0.0, 0.0)
+    versions, watts = host.versions_and_watts(bench)
     return Reading(
         kind=bench.device.type,
         device_name=device_name,
-        versions=versions(bench),
-        power_watts=power_watts(bench),
+        versions=versions,
+        power_watts=watts,
         num_threads=torch.get_num_threads(),
         isa_limit=bench.isa_limit or "",
         num_processors=num_processors,
@@ -109,42 +89,25 @@ def read(bench: Bench, folder: Path) -> Reading:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m meshwright.machine.measure")
-    parser.add_argument("--count", action="store_true", help="say how many GPUs torch sees, and stop")
-    parser.add_argument("--kind", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--rank", type=int, default=0)
-    parser.add_argument("--num-devices", type=int, default=1)
-    parser.add_argument("--store", default="")
-    parser.add_argument("--folder", type=Path, default=Path("."), help="whose disk is measured")
-    parser.add_argument("--section-seconds", type=float, default=2.0)
-    given = parser.parse_args()
-    if given.count:
-        print(json.dumps({"num_gpus": torch.cuda.device_count()}), flush=True)
-        return
-    device = torch.device("cpu") if given.kind == "cpu" else torch.device("cuda", given.rank)
-    if given.kind == "cuda":
+def num_gpus(*, rank: int, num_ranks: int, rendezvous: str) -> int:
+    return torch.cuda.device_count()
+
+
+def measure(
+    *, rank: int, num_ranks: int, rendezvous: str, kind: str, folder: str, section_seconds: float, sections: str
+) -> Any:
+    """The Reading as JSON. `folder`: whose disk is measured; `sections`: the file that rank 0 writes progress to."""
+    device = torch.device("cpu") if kind == "cpu" else torch.device("cuda", rank)
+    if kind == "cuda":
         torch.cuda.set_device(device)
-    isa_limit = limit_isa_for_bf16() if given.kind == "cpu" else ""
-    if given.num_devices > 1:
+    isa_limit = limit_isa_for_bf16() if kind == "cpu" else ""
+    if num_ranks > 1:
         dist.init_process_group(
-            "gloo" if given.kind == "cpu" else "cpu:gloo,cuda:nccl",
-            init_method=f"file://{given.store}",
-            rank=given.rank,
-            world_size=given.num_devices,
+            "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl",
+            store=dist.FileStore(rendezvous, num_ranks),
+            rank=rank,
+            world_size=num_ranks,
             timeout=timedelta(seconds=120),
         )
-    bench = Bench(
-        device=device,
-        rank=given.rank,
-        num_devices=given.num_devices,
-        section_seconds=given.section_seconds,
-        isa_limit=isa_limit,
-    )
-    print(json.dumps({"reading": encode(read(bench, given.folder))}), flush=True)
-    if given.num_devices > 1:
-        dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    place: dict[str, Any] = {"device": device, "rank": rank, "num_devices": num_ranks, "sections": Path(sections)}
+    return encode(read(Bench(**place, section_seconds=section_seconds, isa_limit=isa_limit), Path(folder)))

@@ -26,31 +26,20 @@ _CHUNK_BYTES = 32 * MIB
 _NVIDIA_SMI = ("nvidia-smi", "--query-gpu=power.limit,driver_version", "--format=csv,noheader,nounits")
 
 
-def versions(bench: Bench) -> dict[str, str]:
-    by_library = {"torch": torch.__version__}
+def versions_and_watts(bench: Bench) -> tuple[dict[str, str], float]:
+    """Versions by library, and the cap of the card's power; 0 where nobody tells."""
+    by_library, watts = {"torch": torch.__version__}, 0.0
     if bench.on_gpu:
         by_library["cuda"] = str(torch.version.cuda or torch.version.hip or "")
         by_library["cudnn"] = str(torch.backends.cudnn.version() or "")
         if dist.is_available() and dist.is_nccl_available():
             by_library["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-        driver = _nvidia_smi(bench)[1]
-        by_library |= {"driver": driver} if driver else {}
-    return by_library
-
-
-def power_watts(bench: Bench) -> float:
-    """The cap; 0 where nobody tells."""
-    with contextlib.suppress(ValueError):
-        return float(_nvidia_smi(bench)[0]) if bench.on_gpu else 0.0
-    return 0.0
-
-
-def _nvidia_smi(bench: Bench) -> tuple[str, str]:
-    with contextlib.suppress(OSError, subprocess.SubprocessError, IndexError, ValueError):
-        done = subprocess.run(_NVIDIA_SMI, capture_output=True, text=True, timeout=20, check=True)
-        watts, driver = done.stdout.strip().splitlines()[bench.device.index or 0].split(",")
-        return watts.strip(), driver.strip()
-    return "", ""
+        with contextlib.suppress(OSError, subprocess.SubprocessError, IndexError, ValueError):
+            done = subprocess.run(_NVIDIA_SMI, capture_output=True, text=True, timeout=20, check=True)
+            limit, driver = done.stdout.strip().splitlines()[bench.device.index or 0].split(",")
+            by_library |= {"driver": driver.strip()} if driver.strip() else {}
+            watts = float(limit)
+    return by_library, watts
 
 
 def copy_rates(bench: Bench) -> dict[str, float]:

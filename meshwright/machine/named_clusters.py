@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from functools import cache
 from pathlib import Path
 
 from meshwright.core.cluster import Cluster, Errors, parse_cluster_name
@@ -19,52 +20,28 @@ from meshwright.core.units import pretty_bytes, pretty_rate
 PRESETS_FOLDER = Path(__file__).parent / "presets"
 ALIASES = {"a100": "a100-80", "a100-pcie": "a100-pcie-80", "v100-32": "v100", "rtx-a6000": "a6000"}
 
-# What torch.cuda.get_device_name() says, for cards whose links we know. Word boundaries matter: GH200 is no
-# H200, GB200 no B200, and the PCIe and NVL versions of A100 and H100 are other machines.
-_DEVICE_NAMES = (
-    (r"\bV100-SXM\d-16GB\b", "v100-16"),
-    (r"\bV100-SXM\d-32GB\b", "v100"),
-    (r"\bA100-SXM\d-40GB\b", "a100-40"),
-    (r"\bA100-SXM\d-80GB\b", "a100-80"),
-    (r"\bH100 80GB HBM3\b", "h100"),
-    (r"\bH100 PCIe\b", "h100-pcie"),
-    (r"\bH200$", "h200"),
-    (r"\bB200$", "b200"),
-    (r"\bMI300X\b", "mi300x"),
-    (r"\bL40S\b", "l40s"),
-    (r"\bL4$", "l4"),
-    (r"\bT4$", "t4"),
-    (r"\bA10G$", "a10g"),
-    (r"\bA10$", "a10"),
-    (r"\bA40$", "a40"),
-    (r"\bRTX A6000$", "a6000"),
-    (r"\bRTX 6000 Ada\b", "rtx6000-ada"),
-    (r"\bRTX 3090$", "rtx3090"),
-    (r"\bRTX 4090$", "rtx4090"),
-    (r"\bRTX 5090$", "rtx5090"),
-    (r"\bA800-SXM\d-80GB\b", "a800"),
-    (r"\bH800$", "h800"),
-    (r"\bH20$", "h20"),
-    (r"\bMI250X\b", "mi250x"),
-    (r"\bMI325X\b", "mi325x"),
-)
-
 
 def preset_names() -> tuple[str, ...]:
     """The devices `cluster` knows, sorted, aliases included."""
     return tuple(sorted({path.stem for path in PRESETS_FOLDER.glob("*.json")} | set(ALIASES)))
 
 
+@cache
 def preset(name: str) -> Cluster:
     """One device as its data sheet has it."""
     return load_artefact(Cluster, PRESETS_FOLDER / f"{ALIASES.get(name, name)}.json")
 
 
 def preset_of_device(torch_name: str) -> Cluster | None:
-    """The preset of the card that torch calls `torch_name`, or None."""
-    for pattern, name in _DEVICE_NAMES:
-        if re.search(pattern, torch_name.strip(), re.IGNORECASE):
-            return preset(name)
+    """The preset of the card that torch calls `torch_name`, or None.
+
+    A preset whose links we know has torch's name in `sources.torch_name`, as a pattern. Word boundaries matter: GH200
+    is no H200, GB200 no B200, and the PCIe and NVL versions of A100 and H100 are other machines.
+    """
+    for sheet in map(preset, preset_names() if torch_name else ()):
+        pattern = sheet.sources.get("torch_name")
+        if pattern and re.search(pattern, torch_name.strip(), re.IGNORECASE):
+            return sheet
     return None
 
 
@@ -123,8 +100,8 @@ def warnings_of(cluster: Cluster) -> Iterator[str]:
         for at in range(len(cluster.groups)):
             yield from warnings_of(cluster.view(at))
         return
-    sheet = _sheet_of(cluster)
-    if sheet is None or cluster.device.kind == "cpu":
+    sheet = None if cluster.device.kind == "cpu" else _sheet_of(cluster)
+    if sheet is None:
         return
     device, known = cluster.device, sheet.device
     for dtype, rate in device.flops_per_second.items():
@@ -136,16 +113,13 @@ def warnings_of(cluster: Cluster) -> Iterator[str]:
         if _LEAST_SPARSE <= share <= _MOST_SPARSE:
             what = f"the rate with sparsity, which no training reaches: {says} without; every forecast is too fast"
         yield f"device.flops_per_second.{dtype} is {pretty_rate(rate, 'FLOP/s')}, {what}."
-    if device.memory_bytes_per_second > _MOST_OF_SHEET * known.memory_bytes_per_second:
-        yield (
-            f"device.memory_bytes_per_second is {pretty_rate(device.memory_bytes_per_second, 'B/s')}; "
-            f"{sheet.name} has {pretty_rate(known.memory_bytes_per_second, 'B/s')}."
-        )
+    rate, own_rate = device.memory_bytes_per_second, known.memory_bytes_per_second
+    if rate > _MOST_OF_SHEET * own_rate:
+        says = f"{sheet.name} has {pretty_rate(own_rate, 'B/s')}"
+        yield f"device.memory_bytes_per_second is {pretty_rate(rate, 'B/s')}; {says}."
     if device.memory_bytes > _MOST_OF_MEMORY * known.memory_bytes:
-        yield (
-            f"device.memory_bytes is {pretty_bytes(device.memory_bytes)}; {sheet.name} has "
-            f"{pretty_bytes(known.memory_bytes)}: plans may be called fitting that do not fit."
-        )
+        says = f"{sheet.name} has {pretty_bytes(known.memory_bytes)}: plans may be called fitting that do not fit"
+        yield f"device.memory_bytes is {pretty_bytes(device.memory_bytes)}; {says}."
     for name, link, own in (("inner", cluster.inner, sheet.inner), ("outer", cluster.outer, sheet.outer)):
         share = link.bytes_per_second / own.bytes_per_second
         if share > _MOST_OF_SHEET:

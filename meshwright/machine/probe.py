@@ -1,28 +1,19 @@
-"""This machine as a Cluster, measured. The parent imports neither torch nor numpy: it starts a process a device.
-
-The processes write to files in a temporary folder, not to pipes: nobody blocks on a full one, and what a
-dying process said is still there to be shown.
-"""
+"""This machine as a Cluster, measured by one process a device. The parent imports neither torch nor numpy."""
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import subprocess
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from meshwright.core.cluster import Cluster
 from meshwright.core.codec import decode
-from meshwright.core.errors import MeshwrightError, error_at
+from meshwright.core.errors import error_at
 from meshwright.core.files import memory_file
-from meshwright.core.process import Child, child_command, child_environment, start_child
+from meshwright.launch.failure import cause
+from meshwright.launch.rank_pool import RankError, RankPool
 
-Files = Mapping[str, Path]
-"""Where the processes meet (`store`), and what each one prints (`0.out`, `0.err`)."""
 MAX_DEFAULT_CPU_DEVICES = 8
 _SECTION_SECONDS = 2.0
 _QUICK_SECTION_SECONDS = 0.1
@@ -101,32 +92,29 @@ def read_machine(
     num_threads = max(1, num_cores // count)
     threads = f", {num_threads} threads each" if kind == "cpu" else ""
     report(f"measuring {count} {kind} device{'s' if count > 1 else ''}{threads}")
-    with contextlib.ExitStack() as held:
-        names = ("store", *(f"{rank}.{stream}" for rank in range(count) for stream in ("out", "err")))
-        files = {name: Path(held.enter_context(memory_file())) for name in names}
-        section_seconds = _QUICK_SECTION_SECONDS if quick else _SECTION_SECONDS
-        arguments = [
-            *("--kind", kind, "--num-devices", str(count)),
-            *("--store", str(files["store"]), "--section-seconds", str(section_seconds)),
-            *("--folder", str(Path.cwd())),
-        ]
-        children: list[Child] = []
+    section_seconds = _QUICK_SECTION_SECONDS if quick else _SECTION_SECONDS
+    with memory_file() as sections, RankPool(count, threads_per_rank=num_threads) as pool:
+        num_told = 0
+
+        def pass_on() -> None:
+            nonlocal num_told
+            entered = Path(sections).read_text(encoding="utf-8").split("\n")[:-1]
+            for section in entered[num_told:]:
+                report(section)
+            num_told = len(entered)
+
+        arguments = {"kind": kind, "folder": str(Path.cwd()), "section_seconds": section_seconds, "sections": sections}
         try:
-            for rank in range(count):
-                with files[f"{rank}.out"].open("wb") as out, files[f"{rank}.err"].open("wb") as err:
-                    words, variables = (_MODULE, *arguments, "--rank", str(rank)), _environment(num_threads)
-                    children.append(start_child(rank, words, environment=variables, stdout=out, stderr=err))
-            _wait(children, files, report)
-        finally:
-            for child in children:
-                child.end()
-        readings = []
-        for rank in range(count):
-            last = next((line for line in reversed(_lines(files, rank)) if "reading" in line), None)
-            if last is None:
-                raise _failure(files, rank, "ended without a reading")
-            readings.append(decode(Reading, last["reading"], f"probe.device {rank}"))
-        return readings
+            found = pool.run(f"{_MODULE}:measure", arguments, count, _DEADLINE_SECONDS, meanwhile=pass_on)
+        except RankError as error:
+            first = cause(error.failures)
+            how = f"was {first.message}" if first.kind == "signal" else f"ended with code {first.exit_code}"
+            if "no answer" in first.message:
+                how = f"did not end within {_DEADLINE_SECONDS:.0f} s"
+            said = first.details[-_TAIL_CHARACTERS:].strip() or "nothing"
+            raise error_at("probe", f"the process measuring device {first.rank} {how}. It said:\n{said}") from None
+        pass_on()
+    return [decode(Reading, reading, f"probe.device {rank}") for rank, reading in enumerate(found)]
 
 
 def available_host_bytes(
@@ -148,51 +136,11 @@ def count_gpus() -> int:
     """GPUs that torch sees, asked in a child process; 0 at once where the kernel has no device file of one."""
     if not any(True for pattern in _GPU_DEVICE_FILES for _ in Path("/dev").glob(pattern)):
         return 0
-    command = child_command(_MODULE, "--count")
-    done = subprocess.run(command, env=_environment(1), capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise error_at("probe", f"torch could not be asked for its GPUs:\n{done.stderr[-_TAIL_CHARACTERS:].strip()}")
-    return int(json.loads(done.stdout.splitlines()[-1])["num_gpus"])
-
-
-def _environment(num_threads: int) -> dict[str, str]:
-    # gloo looks its own host name up unless told the interface, which fails or takes seconds in containers.
-    own = {"OMP_NUM_THREADS": str(num_threads), "GLOO_SOCKET_IFNAME": "lo"}
-    return {**os.environ, **own, **child_environment()}
-
-
-def _wait(children: Sequence[Child], files: Files, report: Callable[[str], None]) -> None:
-    """Until all have ended well, one has failed, or the deadline; passes rank 0's progress on."""
-    deadline = time.monotonic() + _DEADLINE_SECONDS
-    num_shown = 0
-    while True:
-        codes = [child.exit_code for child in children]
-        lines = _lines(files, 0)
-        for line in lines[num_shown:]:
-            if "progress" in line:
-                report(str(line["progress"]))
-        num_shown = len(lines)
-        failed = [rank for rank, code in enumerate(codes) if code]
-        if failed:
-            raise _failure(files, failed[0], f"ended with code {codes[failed[0]]}")
-        if all(code == 0 for code in codes):
-            return
-        if time.monotonic() > deadline:
-            rank = codes.index(None)
-            raise _failure(files, rank, f"did not end within {_DEADLINE_SECONDS:.0f} s")
-        time.sleep(0.02)
-
-
-def _lines(files: Files, rank: int) -> list[dict[str, object]]:
-    """The whole JSON lines so far; anything else a library printed is not ours."""
-    text = files[f"{rank}.out"].read_text(encoding="utf-8", errors="replace")
-    return [json.loads(line) for line in text.split("\n")[:-1] if line.startswith('{"')]
-
-
-def _failure(files: Files, rank: int, what: str) -> MeshwrightError:
-    tail = files[f"{rank}.err"].read_text(encoding="utf-8", errors="replace")[-_TAIL_CHARACTERS:].strip()
-    said = f" It said:\n{tail}" if tail else " It said nothing."
-    return error_at("probe", f"the process measuring device {rank} {what}.{said}")
+    try:
+        with RankPool(1) as pool:
+            return int(pool.run(f"{_MODULE}:num_gpus", {}, 1)[0])
+    except RankError as error:
+        raise error_at("probe", f"torch could not be asked for its GPUs:\n{error}") from None
 
 
 def machine_name(root: Path = Path("/")) -> str:

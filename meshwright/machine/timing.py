@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +22,14 @@ _AHEAD_SECONDS = 0.0015
 _MOST_CALLS = 300
 
 
+def _median(sample: Callable[[], float], budget_seconds: float, most: int) -> float:
+    """Of as many samples as the time is enough for, three at least."""
+    end, samples = time.perf_counter() + budget_seconds, [sample() for _ in range(3)]
+    while time.perf_counter() < end and len(samples) < most:
+        samples.append(sample())
+    return statistics.median(samples)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Bench:
     """Where and for how long to measure."""
@@ -30,6 +38,8 @@ class Bench:
     rank: int
     num_devices: int
     section_seconds: float
+    sections: Path
+    """Where rank 0 names each section that it enters."""
     isa_limit: str | None = ""
     """What oneDNN had to be limited to for bf16 to run; None where it never runs."""
 
@@ -50,7 +60,8 @@ class Bench:
         if self.num_devices > 1:
             dist.all_reduce(torch.zeros(1))
         if self.rank == 0:
-            print(json.dumps({"progress": section}), flush=True)
+            with self.sections.open("a", encoding="utf-8") as file:
+                file.write(f"{section}\n")
 
     def agreed(self, value: float) -> float:
         """The largest of all ranks'. All must make as many calls of a collective: one less hangs the others."""
@@ -72,11 +83,7 @@ class Bench:
         """As a program waits for it. Samples of at least 5 ms, so that the clock does not show."""
         op()
         num_calls = max(1, min(10_000, int(0.005 / max(self.sample_seconds(op, 2), 1e-7))))
-        end = time.perf_counter() + budget_seconds
-        samples: list[float] = []
-        while len(samples) < 3 or (time.perf_counter() < end and len(samples) < 500):
-            samples.append(self.sample_seconds(op, num_calls))
-        return statistics.median(samples)
+        return _median(lambda: self.sample_seconds(op, num_calls), budget_seconds, 500)
 
     def device_seconds(self, op: Callable[[], Any], budget_seconds: float) -> float:
         """The device's own time, the host well ahead of it; on a CPU there is no other than the program's."""
@@ -91,11 +98,7 @@ class Bench:
         guess = self._burst_seconds(op, 1)
         ahead = int(_AHEAD_SECONDS / max(host_seconds, 1e-7))
         num_calls = max(1, min(_MOST_CALLS, ahead, int(_BURST_SECONDS / max(guess, 1e-7))))
-        end = time.perf_counter() + budget_seconds
-        samples: list[float] = []
-        while len(samples) < 3 or (time.perf_counter() < end and len(samples) < 100):
-            samples.append(self._burst_seconds(op, num_calls))
-        return statistics.median(samples)
+        return _median(lambda: self._burst_seconds(op, num_calls), budget_seconds, 100)
 
     def _burst_seconds(self, op: Callable[[], Any], num_calls: int) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -18,9 +18,7 @@ def answer_as_json(answer: Answer) -> dict[str, Any]:
     if answer.batch_goals is not None:
         goals = answer.batch_goals
         parts["goal"] = {
-            "critical_batch": goals.goal.critical_batch,
-            "least_steps": goals.goal.least_steps,
-            "sources": list(goals.goal.sources),
+            **encode(goals.goal),
             "tried": [_batch_run(each) for each in goals.runs],
             "soonest": _batch_run(goals.soonest),
             "cheapest": _batch_run(goals.cheapest),
@@ -46,13 +44,8 @@ def answer_as_json(answer: Answer) -> dict[str, Any]:
         parts["ways_out"] = {"open": ways, "closed": list(answer.ways_out.closed)}
     if answer.why:
         parts["why"] = [
-            {
-                "knob": str(why.knob),
-                "value": why.value,
-                "wished": why.wished,
-                "others": [_outcome(other) for other in why.others],
-                "notes": list(why.notes),
-            }
+            {"knob": str(why.knob), "value": why.value, "wished": why.wished}
+            | {"others": [_outcome(other) for other in why.others], "notes": list(why.notes)}
             for why in answer.why
         ]
     if answer.what_if is not None:
@@ -69,15 +62,8 @@ def answer_as_json(answer: Answer) -> dict[str, Any]:
 
 
 def result_as_json(result: SearchResult) -> dict[str, Any]:
-    return {
-        "best": encode(result.best),
-        "ranked": encode(result.ranked),
-        "rejected": result.rejected,
-        "nearest_miss": encode(result.nearest_miss),
-        "evaluated": result.evaluated,
-        "search_seconds": result.search_seconds,
-        "gap_fraction": result.gap_fraction,
-    }
+    names = ("best", "ranked", "rejected", "nearest_miss", "evaluated", "search_seconds", "gap_fraction")
+    return {name: encode(getattr(result, name)) for name in names}
 
 
 def explanation_as_json(result: SearchResult) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -153,27 +154,23 @@ class Spent:
 
 def spent(timeline: Timeline) -> Spent:
     """Of one step."""
-    window = period(timeline)
+    window = period(timeline) or (0.0, math.inf)
     total, devices = step_seconds(timeline), timeline.devices
     compute = collective = copy = 0.0
     by_device: dict[int, list[Span]] = {device: [] for device in devices}
     for span in timeline.spans:
         by_device[span.device].append(span)
     for spans in by_device.values():
-        computing = united(_within(span, window) for span in spans if span.lane == "compute")
-        talking = united(_within(span, window) for span in spans if kind_of(span) == "collective")
+        inside: dict[str, list[Interval]] = {"compute": [], "collective": [], "copy": [], "message": []}
+        for span in spans:
+            kind = "compute" if span.lane == "compute" else kind_of(span)
+            inside[kind].append((max(span.start_seconds, window[0]), min(span.end_seconds, window[1])))
+        computing, talking, copying, _ = map(united, inside.values())
         compute += length(computing) / len(devices)
         collective += length(without(talking, computing)) / len(devices)
-        copying = united(_within(span, window) for span in spans if kind_of(span) == "copy")
         copy += length(without(copying, united([*computing, *talking]))) / len(devices)
     idle = max(0.0, total - compute - collective - copy)
     return Spent(compute=compute, collective=collective, copy=copy, idle=idle)
-
-
-def _within(span: Span, window: Interval | None) -> Interval:
-    if window is None:
-        return span.start_seconds, span.end_seconds
-    return max(span.start_seconds, window[0]), min(span.end_seconds, window[1])
 
 
 def compared(predicted: Timeline, measured: Timeline) -> str:

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from meshwright.core.timeline import Span, Timeline
 from meshwright.core.units import pretty_bytes, pretty_seconds
-from meshwright.report.timeline_lanes import (
-    by_column,
-    fullest,
-    is_near,
-    kind_of,
-    length,
-    memory_bytes,
-    period,
-    said,
-    shown_devices,
-    united,
-)
+from meshwright.report import timeline_lanes as lanes
 
 Line = list[tuple[str, str]]
 """Pieces of text, each with a style that a terminal may give it."""
@@ -46,32 +36,40 @@ def draw(timeline: Timeline, *, width: int = 100, plain: bool = False) -> list[L
     """`plain`: letters, digits and signs that every encoding has."""
     columns = max(20, width - _LABEL - _END)
     total = timeline.seconds or 1.0
-    lines: list[Line] = [[("; ".join(said(timeline)), "dim")]] if said(timeline) else []
+    lines: list[Line] = [[("; ".join(lanes.said(timeline)), "dim")]] if lanes.said(timeline) else []
     by_device: dict[int, list[Span]] = {device: [] for device in timeline.devices}
     for span in timeline.spans:
         by_device[span.device].append(span)
     used: set[str] = set()
-    for device in shown_devices(timeline):
+    for device in lanes.shown_devices(timeline):
         spans = by_device[device]
         cells = _cells(spans, total, columns)
         used |= set(cells)
-        busy = length(united((s.start_seconds, s.end_seconds) for s in spans if s.lane == "compute")) / total
+        busy = (
+            lanes.length(lanes.united((s.start_seconds, s.end_seconds) for s in spans if s.lane == "compute")) / total
+        )
         label = (f"rank {device}".ljust(_LABEL), "")
-        lines.append([label, *_joined(cells), (f" busy {busy:4.0%}".rjust(_END), "")])
+        drawn = [(LETTERS[kind][0] * len(list(run)), LETTERS[kind][1]) for kind, run in itertools.groupby(cells)]
+        lines.append([label, *drawn, (f" busy {busy:4.0%}".rjust(_END), "")])
     lines.append([(f"{'':{_LABEL}}0{pretty_seconds(total):>{columns - 1}}", "dim")])
-    if marked := period(timeline):
-        lines.append(_mark(marked, total, columns))
+    if marked := lanes.period(timeline):  # one step among several that overlap
+        first, last = (min(columns - 1, int(each / total * columns)) for each in marked)
+        inside = f" one step: {pretty_seconds(marked[1] - marked[0])} ".center(max(0, last - first - 1), "-")
+        lines.append([(f"{'':{_LABEL + first}}|{inside}|", "")])
     if timeline.memory:
         lines += _memory(timeline, total, columns, plain)
-    lines.append(_legend(used))
-    return lines
+    told: Line = [(" " * _LABEL, "")]
+    for kind, (letter, style) in LETTERS.items():
+        if kind in used:
+            told += [("   " if len(told) > 1 else "", ""), (letter, style), (f" {_WORDS.get(kind, kind)}", "")]
+    return [*lines, told]
 
 
 def _cells(spans: Sequence[Span], total: float, columns: int) -> list[str]:
     """What takes most of each column's time; collectives only where nothing is computed, copies where neither is."""
     amounts: list[dict[str, float]] = [{} for _ in range(columns)]
     for span in spans:
-        kind = kind_of(span)
+        kind = lanes.kind_of(span)
         if kind == "message":
             continue
         start, end = span.start_seconds / total * columns, span.end_seconds / total * columns
@@ -93,31 +91,12 @@ def _cells(spans: Sequence[Span], total: float, columns: int) -> list[str]:
     return cells
 
 
-def _joined(cells: Sequence[str]) -> Line:
-    pieces: Line = []
-    for cell in cells:
-        letter, style = LETTERS[cell]
-        if pieces and pieces[-1][1] == style:
-            pieces[-1] = pieces[-1][0] + letter, style
-        else:
-            pieces.append((letter, style))
-    return pieces
-
-
-def _mark(marked: tuple[float, float], total: float, columns: int) -> Line:
-    """One step among several that overlap."""
-    first, last = (min(columns - 1, int(each / total * columns)) for each in marked)
-    text = f" one step: {pretty_seconds(marked[1] - marked[0])} "
-    inside = text.center(max(0, last - first - 1), "-")
-    return [(f"{'':{_LABEL + first}}|{inside}|", "")]
-
-
 def _memory(timeline: Timeline, total: float, columns: int, plain: bool) -> list[Line]:
-    device, peak = fullest(timeline)
-    has = memory_bytes(timeline)
-    limit = has if is_near(has, peak) else 0
+    device, peak = lanes.fullest(timeline)
+    has = lanes.memory_bytes(timeline)
+    limit = has if lanes.is_near(has, peak) else 0
     top = max(peak, limit) or 1
-    levels = [0 if point is None else point.bytes for point in by_column(timeline, device, total, columns)]
+    levels = [0 if point is None else point.bytes for point in lanes.by_column(timeline, device, total, columns)]
     blocks = _PLAIN if plain else _EIGHTHS
     lines: list[Line] = []
     for row in reversed(range(_MEMORY_ROWS)):
@@ -134,12 +113,3 @@ def _memory(timeline: Timeline, total: float, columns: int, plain: bool) -> list
     if has:
         says += f"; a device has {pretty_bytes(has)} ({'the line' if limit else 'far above'})"
     return [*lines, [(says, "")]]
-
-
-def _legend(used: set[str]) -> Line:
-    pieces: Line = [(" " * _LABEL, "")]
-    for kind, (letter, style) in LETTERS.items():
-        if kind in used:
-            between = "   " if len(pieces) > 1 else ""
-            pieces += [(between, ""), (letter, style), (f" {_WORDS.get(kind, kind)}", "")]
-    return pieces

@@ -339,11 +339,6 @@ def paragraph(promise: Promise, facts: Facts, comparison: Comparison, folder: st
     return text
 
 
-def as_data(comparison: Comparison, facts: Facts, text: str) -> dict[str, Any]:
-    """What programs read: verdicts, ratios, reasons, and the numbers they rest on."""
-    return {**encode(comparison), "facts": encode(facts), "text": text}
-
-
 def record(entry: Entry) -> str:
     """Why the run is not in the ledger although it should be, or nothing. Too few measured steps tell nothing."""
     if entry.measured.num_steps < LEAST_STEPS:
@@ -358,6 +353,14 @@ def keep(entry: Entry, folder: Path) -> str:
     except OSError as error:
         return error.strerror or str(error)
     return ""
+
+
+def compared_entry(promise: Promise, facts: Facts, folder: str, *, is_whole: bool, **about: Any) -> Entry:
+    """The run beside its forecast: for programs verdicts, ratios, reasons and the numbers they rest on, for people
+    `text`. `about`: see `entry_of`."""
+    comparison = compare(promise, facts, is_whole=is_whole)
+    text = paragraph(promise, facts, comparison, folder)
+    return entry_of(promise, facts, {**encode(comparison), "facts": encode(facts), "text": text}, **about)
 
 
 def entry_of(

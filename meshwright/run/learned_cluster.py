@@ -77,9 +77,9 @@ def _entries(path: Path) -> tuple[list[Entry], list[str]]:
     file = path / COMPARISON if path.is_dir() else path
     if path.is_dir():
         refuse_link(file)
-    if path.is_dir() and not file.exists():
-        what = f"no {COMPARISON} is there, so no run of it has been compared with its forecast."
-        raise error_at(path, what, "Give the folder of a run (run.folder) that has made twenty steps, or a ledger.")
+        if not file.exists():
+            what = f"no {COMPARISON} is there, so no run of it has been compared with its forecast."
+            raise error_at(path, what, "Give the folder of a run (run.folder) that has made twenty steps, or a ledger.")
     entries, num_bad = read(file)
     if not entries:
         what = f"holds no run: {num_bad} lines are no entries." if num_bad else "is empty."

@@ -65,6 +65,17 @@ class ModelDescription:
             return "tokens" if self.profile.counts == "tokens" else "images" if self.sample_shape else ""
         return TAKES.get(self.kind, "")
 
+    def about(self) -> dict[str, Any]:
+        """What a checkpoint tells of its model, so that it can be exported by itself."""
+        told: dict[str, Any] = {"model_kind": self.kind}
+        if self.config is not None:
+            told["model_config"] = encode(self.config)
+        if self.section is not None and self.section.hf:
+            from meshwright.hf.config_json import read_folder
+
+            told |= {"hf_config": read_folder(self.section.hf).raw, "hf_folder": self.section.hf}
+        return told
+
 
 @dataclass(kw_only=True)
 class OpenedModel:
@@ -78,44 +89,45 @@ class OpenedModel:
 def describe_run(config: RunConfig) -> ModelDescription:
     """The model of a run, looked at once. What is wrong with it, or with samples of this length, is raised with its
     line of the run file."""
+    sequence = config.data.sequence
     try:
-        description = describe(config.model, config.data.sequence, config.train.seed)
-        problems = check_sequence(description, config.data.sequence)
+        description = describe(config.model, sequence, config.train.seed)
+        profile = description.profile
+        if profile.counts == "tokens" and sequence < 1:
+            what = f"is {sequence}." if sequence else "missing: how many tokens a sample has."
+            raise error_at("data.sequence", what, "Use at least 1.")
+        if profile.counts == "tokens" and sequence > profile.max_sequence:
+            what = f"is {sequence}; {profile.name} has positions for {profile.max_sequence}."
+            raise error_at("data.sequence", what)
     except MeshwrightError as error:
         problems = [replace(problem, where=problem.where or "model") for problem in error.problems]
-    if problems:
-        raise MeshwrightError(config.origin.placed(problems))
+        raise MeshwrightError(config.origin.placed(problems)) from None
     return description
 
 
 def describe(section: ModelSection, sequence: int, seed: int = 0) -> ModelDescription:
     """Describe a model. For somebody else's module this takes seconds: it is built, run and traced. `seed`: as ranks
     will be seeded when they build it, for a factory that draws numbers."""
-    config = section.config()
+    config, made = section.config(), None
     if config is not None:
         profile = profile_of(config, section.title)
         vocab = int(getattr(config, "vocab_size", 0))
     else:
         from meshwright.foreign.adapt import ModuleFindings, adapt
 
-        with _describing(seed):
-            module, loss, example = _module(section, sequence)
+        with _describing():
+            module, loss, example = _module(section, sequence, seed)
             made, profile = adapt(module, example, name=section.title, loss=loss)
         vocab = made.vocab_size or int(getattr(getattr(made.module, "config", None), "vocab_size", 0) or 0)
     if section.freeze or section.train:
         check_patterns(profile, section.freeze, section.train)
-    if config is None or section.freeze or section.train:
-        is_frozen = _is_frozen(section, made if config is None else None)
-        profile = freeze(profile, is_frozen)
-    about: dict[str, Any] = {
-        "section": section,
-        "config": config,
-        "profile": profile,
-        "sequence": sequence,
-        "vocab_size": vocab,
-    }
+    is_frozen = _is_frozen(section, made)
+    profile = freeze(profile, is_frozen)
+    about: dict[str, Any] = {"section": section, "config": config, "profile": profile}
+    about |= {"sequence": sequence, "vocab_size": vocab}
     if config is not None:
         return ModelDescription(kind=config_kind(config), **about)
+    assert made is not None
     if idle := [name for name in made.idle if not is_frozen(name)]:
         # A parameter without a gradient would be decayed by one plan and waited for by another.
         what = f"its scores do not depend on {', '.join(idle[:4])}{' and others' if idle[4:] else ''}."
@@ -146,35 +158,32 @@ def section_named(text: str, **more: Any) -> ModelSection:
     return ModelSection(factory=text, **more) if ":" in text else ModelSection(name=text, **more)
 
 
-def _module(section: ModelSection, sequence: int) -> tuple[Any, Any, Any]:
-    """Somebody else's module, its loss (None: the usual one) and sample inputs."""
+def _module(section: ModelSection, sequence: int, seed: int) -> tuple[Any, Any, Any]:
+    """Somebody else's module, its loss (None: the usual one) and sample inputs. Whatever it draws from is seeded, and
+    stdout, which is for results, is closed to what its code prints."""
+    import torch
+
     from meshwright.foreign.factory import call_factory
     from meshwright.hf.weights_module import transformers_module
-
-    if section.factory:
-        return call_factory(section.factory, section.arguments, sequence)
-    module, example = transformers_module(section.hf, sequence)
-    return module, None, example
-
-
-def _seed_draws(seed: int) -> None:
-    """For all that a factory may draw from."""
-    import torch
 
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % (1 << 32))
+    with contextlib.redirect_stdout(sys.stderr):
+        if section.factory:
+            return call_factory(section.factory, section.arguments, sequence)
+        module, example = transformers_module(section.hf, sequence)
+        return module, None, example
 
 
 @contextlib.contextmanager
-def _describing(seed: int) -> Iterator[None]:
-    """Draws are seeded, and stdout, which is for results, is closed to what their code prints. Both belong to the
-    process: one thread at a time, and it draws on afterwards as if nothing had been seeded."""
+def _describing() -> Iterator[None]:
+    """Random numbers and stdout belong to the process: one thread at a time, and it draws on afterwards as if nothing
+    had been seeded."""
     import torch
 
     with _DESCRIBING, torch.random.fork_rng(devices=[]), contextlib.redirect_stdout(sys.stderr):
         states = random.getstate(), np.random.get_state()
-        _seed_draws(seed)
         try:
             yield
         finally:
@@ -193,9 +202,6 @@ def _is_frozen(section: ModelSection, made: Any) -> Callable[[str], bool]:
 
 def open_model(description: ModelDescription, seed: int) -> OpenedModel:
     """The module itself, as it was described; nothing of it is run."""
-
-    from meshwright.ops.initial_weights import from_tensors
-
     section, config = description.section, description.config
     if config is not None:
         opened = open_config(config, description.profile.name, seed)
@@ -209,11 +215,12 @@ def open_model(description: ModelDescription, seed: int) -> OpenedModel:
             source = source_of_folder(section.hf, config)
     else:
         from meshwright.foreign.adapt import ModuleFindings, adapt
+        from meshwright.ops.initial_weights import from_tensors
 
         assert section is not None
-        _seed_draws(seed)  # the module draws its own first weights, the same on every rank
+        # The module draws its own first weights, the same on every rank.
+        module, loss, example = _module(section, description.sequence, seed)
         with contextlib.redirect_stdout(sys.stderr):
-            module, loss, example = _module(section, description.sequence)
             if description.findings is None:
                 model, _ = adapt(module, example, name=section.title, loss=loss)
             else:
@@ -232,24 +239,14 @@ def open_model(description: ModelDescription, seed: int) -> OpenedModel:
     return OpenedModel(model=model, profile=description.profile, source=source)
 
 
-def check_sequence(described: ModelDescription, sequence: int) -> list[Problem]:
-    """Whether samples of this length fit the model."""
-    profile = described.profile
-    if profile.counts == "samples":
-        return []
-    if sequence < 1:
-        what = f"is {sequence}." if sequence else "missing: how many tokens a sample has."
-        return [Problem(where="data.sequence", what=what, fix="Use at least 1.")]
-    if sequence > profile.max_sequence:
-        what = f"is {sequence}; {profile.name} has positions for {profile.max_sequence}."
-        return [Problem(where="data.sequence", what=what)]
-    return []
-
-
 def fitting(described: ModelDescription, data: Any) -> None:
     """Whether the data is of the kind and size that the model takes; raises all that is wrong."""
     problems: list[Problem] = []
     name, where = described.profile.name, data.files[0].path if data.files else "data"
+
+    def wrong(what: str, fix: str = "") -> None:
+        problems.append(Problem(where=where, what=what, fix=fix))
+
     if described.takes and data.kind != described.takes:
         raise error_at(where, f"the files hold {data.kind}; {name} learns from {described.takes}.")
     config: Any = described.config
@@ -261,56 +258,37 @@ def fitting(described: ModelDescription, data: Any) -> None:
         if num_given != num_taken:
             what = f"a sample is {num_given} tensors; {name} is called with {num_taken}."
             packed = 'Documents come with their numbers: set data.packing = "stream", or write'
-            fix = f"{packed if described.takes == 'tokens' else 'Write'} a module that takes {num_given}."
-            problems.append(Problem(where=where, what=what, fix=fix))
+            wrong(what, f"{packed if described.takes == 'tokens' else 'Write'} a module that takes {num_given}.")
     num_targets = data.vocab_size if data.kind == "tokens" and described.num_scores else data.info.num_classes
     if described.num_scores > 1 and num_targets > described.num_scores:
         what = f"targets go up to {num_targets - 1}; {name} has scores for {described.num_scores}."
-        problems.append(Problem(where=where, what=what, fix="Give the module's last layer more outputs."))
+        wrong(what, "Give the module's last layer more outputs.")
     if data.kind == "images" and described.sample_shape not in ((), tuple(data.info.shape)):
         what = f"images are {_by(data.info.shape)}; the sample inputs of {name} {_by(described.sample_shape)}."
-        fix = "Resize them, or return sample inputs like them from the factory."
-        problems.append(Problem(where=where, what=what, fix=fix))
+        wrong(what, "Resize them, or return sample inputs like them from the factory.")
     if data.kind == "images" and config is not None:
         wanted = (config.channels, config.image_size, config.image_size)
         if tuple(data.info.shape) != wanted:
             what = f"images are {_by(data.info.shape)}; {name} takes {_by(wanted)} (channels, height, width)."
             changes = f"{{ channels = {data.info.shape[0]}, image_size = {data.info.shape[1]} }}"
-            problems.append(Problem(where=where, what=what, fix=f"Resize them, or set model.change = {changes}."))
+            wrong(what, f"Resize them, or set model.change = {changes}.")
         if data.info.num_classes > config.num_classes:
             what = f"the data has {data.info.num_classes} classes, {name} {config.num_classes}."
-            fix = f"Set model.change.num_classes = {data.info.num_classes}."
-            problems.append(Problem(where=where, what=what, fix=fix))
+            wrong(what, f"Set model.change.num_classes = {data.info.num_classes}.")
     if data.kind == "table" and config is not None:
         dense, columns, *sizes = data.info.shape
         if dense != config.num_dense or columns != len(config.tables):
             takes = f"{config.num_dense} and {len(config.tables)}"
             what = f"has {dense} dense and {columns} id columns; {name} takes {takes}."
-            fix = f"Set model.change = {{ num_dense = {dense}, tables = {list(sizes)} }}."
-            problems.append(Problem(where=where, what=what, fix=fix))
+            wrong(what, f"Set model.change = {{ num_dense = {dense}, tables = {list(sizes)} }}.")
         for i, (size, rows) in enumerate(zip(sizes, config.tables, strict=False)):
             if size > rows and not problems:
-                what = f"id column {i} has ids up to {size - 1}; its table has {rows} rows."
-                problems.append(Problem(where=where, what=what))
+                wrong(f"id column {i} has ids up to {size - 1}; its table has {rows} rows.")
     raise_problems(problems)
 
 
 def _by(shape: Any) -> str:
     return " x ".join(map(str, shape))
-
-
-def about(section: ModelSection) -> dict[str, Any]:
-    """What a checkpoint tells of its model, so that it can be exported by itself."""
-    config = section.config()
-    told: dict[str, Any] = {"model_kind": "module" if config is None else config_kind(config)}
-    if config is not None:
-        told["model_config"] = encode(config)
-    if section.hf:
-        from meshwright.hf.config_json import read_folder
-
-        told["hf_config"] = read_folder(section.hf).raw
-        told["hf_folder"] = section.hf
-    return told
 
 
 def open_config(config: Config, name: str, seed: int) -> OpenedModel:

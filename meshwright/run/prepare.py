@@ -9,7 +9,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, TypeVar
 
 from meshwright.core.cluster import Cluster
 from meshwright.core.codec import encode, load_artefact
@@ -40,6 +40,8 @@ OF_ONE_START = (
 """Files of a run folder that speak of the latest start alone, and go when another begins."""
 _BYTES_PER_TOKEN = 20
 """Of a batch in host memory: input and target as int64, the weight as float32."""
+_SAME = ("step_seconds", "step_seconds_low", "step_seconds_high", "seconds_by_origin", "seconds_by_cause")
+"""Fields of a forecast that a promise has too."""
 T = TypeVar("T")
 
 
@@ -96,49 +98,35 @@ def prepare(
     return PreparedRun(description=description, cluster=cluster, plan=plan, forecast=predicted, found=found)
 
 
-def load_plan(config: RunConfig, given: str | Plan, profile: Profile) -> Plan | None:
-    """The plan a user gave, if any, checked against the model and the samples."""
-    plan, problems = _given(config, given, profile, None)
-    raise_problems(problems)
-    return plan
-
-
 def plan_to_run(config: RunConfig, given: str | Plan, profile: Profile, cluster: Cluster | None = None) -> Plan | None:
-    """The same, checked against the training too: its optimizer, and how far its numbers may depart."""
-    plan, problems = _given(config, given, profile, cluster)
+    """The plan a user gave; without one, what a search would refuse of their wishes is raised."""
+    plan = load_plan(config, given, profile, cluster, is_trained=True)
     if plan is None:
-        read_wishes(config.plan.pin, config.plan.ban, allow=config.plan.allow)  # what search would refuse later
-        return None
-    problems += [
-        Problem(
-            where=f"{_name_of(config, given)}: {technique.name}",
-            what=f'{technique} is {technique.exactness}, and plan.allow is "{config.plan.allow}".',
-            fix=f'Set plan.allow = "{technique.exactness}", or plan again without it.',
-        )
-        for technique in plan.techniques
-        if not is_within(technique.exactness, config.plan.allow)
-    ]
-    problems += _against_training(config, plan)
-    raise_problems(problems)
+        read_wishes(config.plan.pin, config.plan.ban, allow=config.plan.allow)
     return plan
 
 
-def _given(
-    config: RunConfig, given: str | Plan, profile: Profile, cluster: Cluster | None
-) -> tuple[Plan | None, list[Problem]]:
-    name = _name_of(config, given)
+def load_plan(
+    config: RunConfig, given: str | Plan, profile: Profile, cluster: Cluster | None = None, *, is_trained: bool = False
+) -> Plan | None:
+    """The plan a user gave, if any, checked against the model and the samples; if it `is_trained`, against the training
+    too: its optimizer, and how far its numbers may depart."""
+    name = "plan" if isinstance(given, Plan) else given or config.plan.file
     if not name:
-        return None, []
+        return None
     plan = given if isinstance(given, Plan) else load_artefact(Plan, name)
     problems = list(plan.check(profile, cluster) or plan.check_sequence(config.sequence))
     if plan.batch != config.train.batch:
         what = f"the plan is for {plan.batch} samples, train.batch is {config.train.batch}."
         problems.append(Problem(where="batch", what=what, fix="Plan again, or change train.batch."))
-    return plan, [replace(problem, where=f"{name}: {problem.where}") for problem in problems]
-
-
-def _name_of(config: RunConfig, given: str | Plan) -> str:
-    return "plan" if isinstance(given, Plan) else given or config.plan.file
+    for technique in plan.techniques:
+        if is_trained and not is_within(technique.exactness, config.plan.allow):
+            what = f'{technique} is {technique.exactness}, and plan.allow is "{config.plan.allow}".'
+            fix = f'Set plan.allow = "{technique.exactness}", or plan again without it.'
+            problems.append(Problem(where=technique.name, what=what, fix=fix))
+    problems = [replace(problem, where=f"{name}: {problem.where}") for problem in problems]
+    raise_problems(problems + (_against_training(config, plan) if is_trained else []))
+    return plan
 
 
 def _against_training(config: RunConfig, plan: Plan) -> list[Problem]:
@@ -258,18 +246,6 @@ def write_prepared(config: RunConfig, prepared: PreparedRun) -> None:
         write_whole(folder / name, text + "\n")
 
 
-def job_arguments(config: RunConfig, prepared: PreparedRun) -> dict[str, Any]:
-    """What every rank is told."""
-    return {
-        "config": encode(config),
-        "description": encode(prepared.description),
-        "plan": encode(prepared.plan),
-        "device": prepared.cluster.device.kind,
-        "tokens_per_second": prepared.forecast.tokens_per_second,
-        "promise": encode(promise_of(config, prepared)),
-    }
-
-
 def promise_of(config: RunConfig, prepared: PreparedRun) -> Promise:
     """For the comparison, while it runs and at its end."""
     forecast, plan, profile = prepared.forecast, prepared.plan, prepared.profile
@@ -284,14 +260,10 @@ def promise_of(config: RunConfig, prepared: PreparedRun) -> Promise:
         sequence=config.sequence,
         batch=config.train.batch,
         predicted=Predicted(
-            step_seconds=forecast.step_seconds,
-            step_seconds_low=forecast.step_seconds_low,
-            step_seconds_high=forecast.step_seconds_high,
             # As it is measured: what torch allocates on a GPU, all that a process holds on a CPU.
             peak_bytes=forecast.peak_bytes if is_cpu else forecast.peak_allocated_bytes,
             reserved_bytes=0 if is_cpu else forecast.peak_reserved_bytes,
-            seconds_by_origin=forecast.seconds_by_origin,
-            seconds_by_cause=forecast.seconds_by_cause,
+            **{name: getattr(forecast, name) for name in _SAME},
         ),
         bytes_by_category=forecast.peak_bytes_by_category,
         has_one_stage=len(plan.blocks_of_stages(profile)) == 1,

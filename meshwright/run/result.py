@@ -16,7 +16,7 @@ from meshwright.core.ledger import Entry
 from meshwright.core.timeline import Timeline, last_step
 from meshwright.report.timeline_lanes import compared
 from meshwright.report.timeline_svg import picture
-from meshwright.run.comparison import COMPARISON, Facts, as_data, compare, entry_of, keep, paragraph, record
+from meshwright.run.comparison import COMPARISON, Facts, compared_entry, keep, record
 from meshwright.run.prepare import PreparedRun, promise_of
 from meshwright.run.run_file import RunConfig
 
@@ -112,12 +112,11 @@ def conclude(config: RunConfig, prepared: PreparedRun, exit_code: int) -> RunRes
         return RunResult(exit_code=exit_code, folder=folder, summary=None, comparison=None)
     line = overlay(folder, f"{config.model.title} on {prepared.cluster.name}: {prepared.plan}")
     entry = None  # where no step was measured
+    promise = promise_of(config, prepared)
     if result["num_measured"]:
-        promise, facts = promise_of(config, prepared), Facts.of(result)
-        comparison = compare(promise, facts, is_whole=True)
-        told = as_data(comparison, facts, paragraph(promise, facts, comparison, config.run.folder))
-        about = {"torch": result["torch"], "device_name": result["device_name"]}
-        entry = entry_of(promise, facts, told, unix_seconds=result["finished_unix_seconds"], **about)
+        about = {name: result[name] for name in ("torch", "device_name")}
+        about |= {"unix_seconds": result["finished_unix_seconds"]}
+        entry = compared_entry(promise, Facts.of(result), config.run.folder, is_whole=True, **about)
     forecast, step_seconds, rate = prepared.forecast, result["step_seconds"], f"{result['counts']}_per_second"
     measured = {"peak_bytes": result["peak_bytes"]}
     if step_seconds:
@@ -125,7 +124,7 @@ def conclude(config: RunConfig, prepared: PreparedRun, exit_code: int) -> RunRes
     predicted = {
         "step_seconds": forecast.step_seconds,
         rate: forecast.tokens_per_second,
-        "peak_bytes": promise_of(config, prepared).predicted.peak_bytes,
+        "peak_bytes": promise.predicted.peak_bytes,
     }
     names = [*_FILES, *(() if not config.run.track else ("track/",))]
     same = ("step", "steps_now", "stopped", "seconds", "counts", "seen_now", "samples_in_all", "loss", "held_out")

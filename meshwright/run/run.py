@@ -21,28 +21,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 from meshwright.checkpoint.step_folders import list_steps, newest_good, read_manifest
-from meshwright.core.errors import MeshwrightError, Problem, error_at
+from meshwright.core.codec import encode
+from meshwright.core.errors import MeshwrightError, error_at
 from meshwright.core.plan import Plan
 from meshwright.launch.environment import outside_launcher
 from meshwright.launch.local_ranks import LaunchOutcome, StopRequests, launch
 from meshwright.launch.rank_job import PREEMPTED_EXIT_CODE
+from meshwright.run import prepare as preparation
 from meshwright.run.model import ModelDescription, describe_run
-from meshwright.run.prepare import (
-    PreparedRun,
-    Report,
-    is_machine_known,
-    job_arguments,
-    open_data,
-    open_folder,
-    plan_to_run,
-    prepare,
-    problems_here,
-    write_prepared,
-)
 from meshwright.run.result import RunResult, conclude, earlier_result
 from meshwright.run.run_file import RunConfig, read_run
 from meshwright.run.trackers import require_trackers
@@ -116,17 +105,15 @@ class Run:
         *,
         changes: Sequence[str] = (),
         plan: str | Path | Plan = "",
-        report: Report | None = None,
+        report: preparation.Report | None = None,
     ):
-        if isinstance(source, RunConfig) and changes:
-            raise MeshwrightError([Problem(where="changes", what="are for a run file.", fix="Change the RunConfig.")])
-        self.config = source if isinstance(source, RunConfig) else read_run(source, changes)
+        self.config = read_run(source, changes)
         self.plan = plan if isinstance(plan, Plan) else str(plan)
         self.folder = Path(self.config.run.folder)
-        self.report: Report = report or (lambda text: None)
+        self.report: preparation.Report = report or (lambda text: None)
         self._stop = StopRequests()
         self._lock: IO[str] | None = None
-        self._prepared: PreparedRun | None = None
+        self._prepared: preparation.PreparedRun | None = None
         self._result: RunResult | None = None
         self._thread: threading.Thread | None = None
         self._was_finished = False
@@ -142,15 +129,15 @@ class Run:
     def _given_plan(self) -> Plan | None:
         """The plan to use as it is. What keeps the run from starting here is raised before the folder is touched."""
         require_trackers(self.config.run.track)
-        plan = plan_to_run(self.config, self.plan, self.description.profile)
-        if problems := problems_here(self.config, plan):
+        plan = preparation.plan_to_run(self.config, self.plan, self.description.profile)
+        if problems := preparation.problems_here(self.config, plan):
             raise MeshwrightError(problems)
         return plan
 
     def open(self) -> None:
         """Make the run's folder and lock it until the run is closed; a second owner is refused."""
         if self._lock is None:
-            self._lock = open_folder(self.folder)
+            self._lock = preparation.open_folder(self.folder)
 
     @property
     def is_finished(self) -> bool:
@@ -167,7 +154,7 @@ class Run:
         newest = newest_good(self.folder / "checkpoints", report=lambda text: None)
         return newest is not None and read_manifest(newest).step >= self.config.train.steps
 
-    def prepare(self, on_plan: Callable[[PreparedRun], object] | None = None) -> PreparedRun:
+    def prepare(self, on_plan: Callable[[preparation.PreparedRun], object] | None = None) -> preparation.PreparedRun:
         """Find the machine and the plan, forecast it, and make the data ready. No process of a rank is started.
 
         `on_plan` is called with the plan before the data is made ready, where it is known by then: making data ready
@@ -178,10 +165,10 @@ class Run:
             self.open()
             # What is wrong with a plan is told before data is made ready; what is wrong with the data before a machine
             # is measured only to search.
-            plans_first = plan is not None or is_machine_known(self.config)
+            plans_first = plan is not None or preparation.is_machine_known(self.config)
             if not plans_first:
                 self._open_data()
-            prepared = prepare(self.config, self.plan, self.report, description=self.description)
+            prepared = preparation.prepare(self.config, self.plan, self.report, description=self.description)
             if on_plan is not None:
                 on_plan(prepared)
             if plans_first:
@@ -190,13 +177,20 @@ class Run:
         return self._prepared
 
     def _open_data(self) -> None:
-        self.config.train.require_tokenizer(open_data(self.config, self.description))
+        self.config.train.require_tokenizer(preparation.open_data(self.config, self.description))
 
-    def adopt(self, prepared: PreparedRun) -> dict[str, Any]:
+    def adopt(self, prepared: preparation.PreparedRun) -> dict[str, Any]:
         """Write down what was decided, in the run's folder; what every rank is told."""
         self._prepared = prepared
-        write_prepared(self.config, prepared)
-        return job_arguments(self.config, prepared)
+        preparation.write_prepared(self.config, prepared)
+        return {
+            "config": encode(self.config),
+            "description": encode(prepared.description),
+            "plan": encode(prepared.plan),
+            "device": prepared.cluster.device.kind,
+            "tokens_per_second": prepared.forecast.tokens_per_second,
+            "promise": encode(preparation.promise_of(self.config, prepared)),
+        }
 
     def start(self, *, stop: StopRequests | None = None, show: bool = False) -> Run:
         """Start the ranks and return; a run that is finished starts none.
@@ -306,9 +300,7 @@ class Run:
     def __enter__(self) -> Run:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from meshwright.core.codec import decode, decode_into
+from meshwright.core.codec import decode, decode_into, encode
 from meshwright.core.errors import MeshwrightError, Problem, error_at, raise_problems
 from meshwright.core.technique import Exactness
 from meshwright.data.data_section import DataSection
@@ -17,6 +17,12 @@ from meshwright.models.presets import Config, preset
 from meshwright.optimizers.optimizer_config import OptimizerConfig
 
 __all__ = ["DataSection", "ModelSection", "OptimizerConfig", "PlanSection", "RunConfig", "RunSection", "TrainSection"]
+
+
+def _below(section: Any, least: int, *keys: str) -> list[Problem]:
+    """A problem for each key of a section whose number is less than `least`."""
+    values, fix = {key: getattr(section, key) for key in keys}, "Use at least 1." if least else "Use zero or more."
+    return [Problem(where=key, what=f"is {value}.", fix=fix) for key, value in values.items() if value < least]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,10 +66,7 @@ class ModelSection:
         """The dimensions, where it is a model of ours; None where it runs as somebody else's module."""
         if self.name:
             base = preset(self.name)
-            if not self.change:
-                return base
-            values = {name: getattr(base, name) for name in base.__dataclass_fields__}
-            return decode(type(base), {**values, **self.change}, "model.change")
+            return decode(type(base), {**encode(base), **self.change}, "model.change") if self.change else base
         if self.hf:
             from meshwright.hf.config_json import read_folder
 
@@ -97,11 +100,8 @@ class TrainSection:
     """How the texts begin; empty: as a new document."""
 
     def __post_init__(self) -> None:
-        problems = []
-        if self.sample_every < 0:
-            problems.append(Problem(where="sample_every", what=f"is {self.sample_every}.", fix="Use zero or more."))
-        if self.sample_tokens < 1:
-            problems.append(Problem(where="sample_tokens", what=f"is {self.sample_tokens}.", fix="Use at least 1."))
+        problems = _below(self, 1, "batch", "steps", "evaluate_batches", "keep", "sample_tokens")
+        problems += _below(self, 0, "save_every", "save_minutes", "evaluate_every", "sample_every")
         raise_problems(problems)
 
     def require_tokenizer(self, data: Any) -> None:
@@ -134,6 +134,12 @@ class RunSection:
     """Steps recorded for the measured timeline."""
     track: tuple[Literal["wandb", "mlflow", "trackio"], ...] = ()
     """Tools that follow the run, beside metrics.jsonl and TensorBoard."""
+
+    def __post_init__(self) -> None:
+        problems = _below(self, 0, "ranks", "timeline_steps")
+        if not self.folder.strip():
+            problems.append(Problem(where="folder", what="is empty.", fix="Name a folder for this run."))
+        raise_problems(problems)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,41 +184,17 @@ class RunConfig:
         """Tokens in a sample; 1 where it has none."""
         return self.data.sequence or 1
 
-    def __post_init__(self) -> None:
-        least_one = {
-            "train.batch": self.train.batch,
-            "train.steps": self.train.steps,
-            "train.evaluate_batches": self.train.evaluate_batches,
-            "train.keep": self.train.keep,
-        }
-        not_negative = {
-            "run.ranks": self.run.ranks,
-            "run.timeline_steps": self.run.timeline_steps,
-            "train.save_every": self.train.save_every,
-            "train.save_minutes": self.train.save_minutes,
-            "train.evaluate_every": self.train.evaluate_every,
-        }
-        problems = [
-            Problem(where=where, what=f"is {value}.", fix="Use at least 1.")
-            for where, value in least_one.items()
-            if value < 1
-        ]
-        problems += [
-            Problem(where=where, what=f"is {value}.", fix="Use zero or more.")
-            for where, value in not_negative.items()
-            if value < 0
-        ]
-        if not self.run.folder.strip():
-            problems.append(Problem(where="run.folder", what="is empty.", fix="Name a folder for this run."))
-        raise_problems(problems)
 
-
-def read_run(path: str | Path, changes: Sequence[str] = ()) -> RunConfig:
+def read_run(source: str | Path | RunConfig, changes: Sequence[str] = ()) -> RunConfig:
     """A run file with `--set a.b=c` changes, or one error with all that is wrong, each with its line.
 
-    Nothing is executed and no model looked at.
+    Nothing is executed and no model looked at. A `RunConfig` is returned as it is.
     """
-    path = Path(path)
+    if isinstance(source, RunConfig):
+        if changes:
+            raise error_at("changes", "are for a run file.", "Change the RunConfig itself.")
+        return source
+    path = Path(source)
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -14,11 +14,11 @@ import importlib.util
 import io
 import json
 import os
+import queue
 import re
 import secrets
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -197,9 +197,7 @@ def require_trackers(names: Iterable[str]) -> None:
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         fix = "Run: pip install 'meshwright[track]'"
-        raise MeshwrightError(
-            [Problem(where="run.track", what=f"{name} is not installed.", fix=fix) for name in missing]
-        )
+        raise MeshwrightError(Problem(where="run.track", what=f"{name} is not installed.", fix=fix) for name in missing)
 
 
 def _room(about: About) -> Path:
@@ -236,46 +234,35 @@ class Feed:
 
     def __init__(self, name: str, tracker: Tracker, about: About, say: Say, capacity: int = _CAPACITY):
         self.name, self.tracker, self.about, self.say = name, tracker, about, say
-        self.waiting: deque[tuple[str, tuple[Any, ...]]] = deque()
-        self.capacity, self.num_dropped = capacity, 0
-        self.changed = threading.Condition()
+        self.waiting: queue.Queue[tuple[str, tuple[Any, ...]]] = queue.Queue(capacity)
+        self.num_dropped = 0
         self.is_broken = self.has_told = False
         self.thread = threading.Thread(target=self._run, name=f"track {name}", daemon=True)
         self.thread.start()
 
     def put(self, call: str, *arguments: Any) -> None:
-        with self.changed:
-            if self.is_broken:
+        while not self.is_broken:
+            try:
+                self.waiting.put_nowait((call, arguments))
                 return
-            if len(self.waiting) >= self.capacity:
-                self.waiting.popleft()
-                self.num_dropped += 1
-            self.waiting.append((call, arguments))
-            self.changed.notify()
+            except queue.Full:
+                with contextlib.suppress(queue.Empty):  # the tool has taken the last one meanwhile
+                    self.waiting.get_nowait()
+                    self.num_dropped += 1
 
     def finish(self, deadline: float) -> None:
         """Wait until everything put so far is through, or until `deadline` on the monotonic clock."""
         self.thread.join(max(0.0, deadline - time.monotonic()))
-        with self.changed:
-            num_left = len(self.waiting)
-            self.is_broken = True
+        num_left, self.is_broken = self.waiting.qsize(), True
         if self.thread.is_alive():
             self.say(f"{self.name} is left behind: it did not finish in time, {num_left} entries are not there")
         if self.num_dropped:
             self.say(f"{self.name} was slower than the run: its {self.num_dropped} oldest entries were dropped")
 
     def _run(self) -> None:
-        if not self._try("open", self.about):
-            with self.changed:
-                self.is_broken = True
-                self.waiting.clear()
-            return
-        call = ""
-        while call != "close":
-            with self.changed:
-                while not self.waiting:
-                    self.changed.wait()
-                call, arguments = self.waiting.popleft()
+        call, self.is_broken = "open", not self._try("open", self.about)
+        while call != "close" and not self.is_broken:
+            call, arguments = self.waiting.get()
             self._try(call, *arguments)
 
     def _try(self, call: str, *arguments: Any) -> bool:

@@ -31,7 +31,7 @@ from meshwright.ops.device_mesh import Mesh, join
 from meshwright.ops.initial_weights import from_tensors
 from meshwright.ops.model_interface import Inputs, Model, map_inputs, num_samples
 from meshwright.optimizers.update import Optimizer
-from meshwright.run.model import ModelDescription, OpenedModel, about, describe, open_config, open_model, section_named
+from meshwright.run.model import ModelDescription, OpenedModel, describe, open_config, open_model, section_named
 from meshwright.run.run_file import OptimizerConfig, TrainSection
 from meshwright.runtime.build import build as build_plan
 from meshwright.runtime.checkpointing import save
@@ -210,9 +210,7 @@ def _open(
     if isinstance(model, str):
         model = describe(section_named(model), 0)
     if isinstance(model, ModelDescription):
-        told = {"model_kind": model.kind} if model.section is None else about(model.section)
-        dimensions = {} if model.config is None else {"model_config": encode(model.config)}
-        return open_model(model, seed), told | dimensions
+        return open_model(model, seed), model.about()
     opened = _open_module(model, seed, inputs, loss)
     config: Config | None = getattr(opened.model, "config", None)
     if config is None:

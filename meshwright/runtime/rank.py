@@ -22,18 +22,8 @@ from meshwright.launch.cpu_bf16 import limit_isa_for_bf16
 from meshwright.launch.rank_job import PREEMPTED_EXIT_CODE, Job, StopFlag, run_rank
 from meshwright.ops.collectives import gather_json, share_json
 from meshwright.ops.device_mesh import Mesh, join
-from meshwright.run.comparison import (
-    COMPARISON,
-    WARM_UP_STEPS,
-    Promise,
-    StepTally,
-    as_data,
-    compare,
-    entry_of,
-    keep,
-    paragraph,
-)
-from meshwright.run.model import ModelDescription, about, open_model
+from meshwright.run.comparison import COMPARISON, WARM_UP_STEPS, Promise, StepTally, compared_entry, keep
+from meshwright.run.model import ModelDescription, open_model
 from meshwright.run.prepare import open_data
 from meshwright.run.result import held_out_text
 from meshwright.run.run_file import RunConfig
@@ -99,7 +89,7 @@ class RankTraining:
     """A run as one of its ranks sees it: what is due after each step, and what rank 0 writes down."""
 
     def __init__(self, arguments: Mapping[str, Any], plan: Plan, device: torch.device, stop: StopFlag):
-        """`arguments`: see `run.prepare.job_arguments`."""
+        """`arguments`: see `Run.adopt`."""
         stop.leave_at_once(True)  # until there is a step to save
         self.config = config = decode(RunConfig, arguments["config"], "")
         self.folder = Path(config.run.folder)
@@ -142,7 +132,7 @@ class RankTraining:
         newest = on_first(mesh.control, lambda: str(newest_good(self.folder / "checkpoints", report=say) or ""))
         checkpoint = Path(newest) if newest else None
         opened = open_model(description, config.train.seed)
-        trainer = Trainer(plan, opened, data, config.train, mesh, checkpoint=checkpoint, about=about(config.model))
+        trainer = Trainer(plan, opened, data, config.train, mesh, checkpoint=checkpoint, about=description.about())
         if checkpoint is not None:
             say(f"resuming from step {trainer.step} ({checkpoint})")
         return trainer
@@ -206,11 +196,9 @@ class RankTraining:
         facts = self.tally.facts(self.watch.spans, self._memory())
         assert facts is not None
         self.is_compared = True
-        comparison = compare(self.promise, facts, is_whole=False)
-        text = paragraph(self.promise, facts, comparison, str(self.folder))
-        self.progress.say(f"step {self.trainer.step}: {text}")
-        told = as_data(comparison, facts, text)
-        entry = entry_of(self.promise, facts, told, unix_seconds=time.time(), **self._versions())
+        about = {"unix_seconds": time.time(), **self._versions()}
+        entry = compared_entry(self.promise, facts, str(self.folder), is_whole=False, **about)
+        self.progress.say(f"step {self.trainer.step}: {entry.comparison['text']}")
         if reason := keep(entry, self.folder):
             self.progress.say(f"{COMPARISON} is not written: {reason}")
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from meshwright.core.codec import encode
@@ -32,6 +31,18 @@ MOST_SPREAD = 1e-3
 """One device that departs from itself by more sets no tolerance."""
 STEPS = 4
 _JOBS = "meshwright.verify.check_ranks"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedRun:
+    """The run whose plan is compared, as the parent has described its model: what every rank is told."""
+
+    config: RunConfig
+    description: ModelDescription
+    plan: Plan
+    steps: int
+    folder: str = ""
+    """Has what the reference leaves of each step, and the tokens of the data."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,11 +132,12 @@ def check(
     raise_problems(problems)
     own = pool or RankPool(plan.num_ranks, threads_per_rank=1)
     try:
-        parts = _Comparing(config, description, plan, steps, own, report).parts()
+        run = CheckedRun(config=config, description=description, plan=plan, steps=steps)
+        parts = tuple(parts_of(run, own, report))
     finally:
         if pool is None:
             own.close()
-    return Checked(plan=plan, steps=steps, parts=tuple(parts), seconds=time.monotonic() - start)
+    return Checked(plan=plan, steps=steps, parts=parts, seconds=time.monotonic() - start)
 
 
 def keeps_dropout(plan: Plan) -> bool:
@@ -135,115 +147,74 @@ def keeps_dropout(plan: Plan) -> bool:
     return is_local and all(technique.draws_alike for technique in plan.techniques)
 
 
-class _Comparing:
+def parts_of(run: CheckedRun, pool: RankPool, report: Callable[[str], None]) -> Iterator[CheckResult]:
     """The comparisons of one plan, on one pool."""
-
-    def __init__(
-        self,
-        config: RunConfig,
-        description: ModelDescription,
-        plan: Plan,
-        steps: int,
-        pool: RankPool,
-        report: Callable[[str], None],
-    ):
-        self.model = {"config": encode(config), "description": encode(description)}
-        self.plan, self.steps, self.pool, self.report = plan, steps, pool, report
-
-    def parts(self) -> list[CheckResult]:
-        plan = self.plan
-        rounds = any(technique.rounds for technique in plan.techniques)
-        exact = replace(plan, techniques=tuple(filter(None, (t.as_exact() for t in plan.techniques))))
+    rounds = any(technique.rounds for technique in run.plan.techniques)
+    exact = replace(run.plan, techniques=tuple(filter(None, (t.as_exact() for t in run.plan.techniques))))
+    with tempfile.TemporaryDirectory(prefix="mw-check-") as folder:
+        whole = replace(run, folder=folder)
+        apart = replace(whole, plan=exact)
+        answer = _reference(apart, pool, report, keeps_dropout(exact) and not rounds, rounds)
+        yield _compared(apart, pool, report, answer, "without what rounds, " if rounds else "")
+        if rounds:
+            yield _compared(whole, pool, report, answer, "", rounds=True)
+    # Techniques that replay a forward must replay its random numbers; with axes, one rank shows that they do.
+    alone = tuple(t for t in exact.techniques if not t.axis and t.draws_alike)
+    if answer["is_random"] and answer["dropout"] == "off" and alone:
+        local = replace(exact, techniques=alone, axis_order=(), groups=(), batch=run.plan.microbatch * 3)
         with tempfile.TemporaryDirectory(prefix="mw-check-") as folder:
-            answer = self._reference(exact, Path(folder), keeps_dropout(exact) and not rounds, rounds)
-            parts = [self._exact(exact, answer, Path(folder), "without what rounds, " if rounds else "")]
-            if rounds:
-                parts.append(self._rounded(plan, answer, Path(folder)))
-        # Techniques that replay a forward must replay its random numbers; with axes, one rank shows that they do.
-        alone = tuple(t for t in exact.techniques if not t.axis and t.draws_alike)
-        if answer["is_random"] and answer["dropout"] == "off" and alone:
-            local = replace(exact, techniques=alone, axis_order=(), groups=(), batch=plan.microbatch * 3)
-            with tempfile.TemporaryDirectory(prefix="mw-check-") as folder:
-                answer = self._reference(local, Path(folder), True, False)
-                parts.append(self._exact(local, answer, Path(folder), "one rank, dropout kept, "))
-        return parts
+            one = replace(run, plan=local, folder=folder)
+            answer = _reference(one, pool, report, True, False)
+            yield _compared(one, pool, report, answer, "one rank, dropout kept, ")
 
-    def _arguments(self, folder: Path, plan: Plan) -> dict[str, Any]:
-        return {
-            **self.model,
-            "folder": str(folder / "reference"),
-            "steps": self.steps,
-            "cache": str(folder / "tokens"),
-            "plan": encode(plan),
-        }
 
-    def _reference(self, plan: Plan, folder: Path, keeps: bool, rounds: bool) -> dict[str, Any]:
-        more = " and in bf16" if rounds else ""
-        self.report(f"one device in plain torch: {self.steps} steps of {plan.batch} samples in float64{more}")
-        arguments = {**self._arguments(folder, plan), "keeps_dropout": keeps, "rounds": rounds}
-        (answer,) = self.pool.run(f"{_JOBS}:reference_job", arguments, 1, timeout_seconds=3600)
-        return dict(answer)
+def _reference(
+    run: CheckedRun, pool: RankPool, report: Callable[[str], None], keeps: bool, rounds: bool
+) -> dict[str, Any]:
+    more = " and in bf16" if rounds else ""
+    report(f"one device in plain torch: {run.steps} steps of {run.plan.batch} samples in float64{more}")
+    arguments = {"run": encode(run), "keeps_dropout": keeps, "rounds": rounds}
+    (answer,) = pool.run(f"{_JOBS}:reference_job", arguments, 1, timeout_seconds=3600)
+    return dict(answer)
 
-    def _ranks(self, plan: Plan, rounds: bool, answer: dict[str, Any], folder: Path, tolerance: float) -> list[Any]:
-        self.report(f"{plan.num_ranks} ranks: {plan}")
-        arguments = {**self._arguments(folder, plan), "tolerance": tolerance, "answer": answer}
-        arguments |= {"rounds": rounds, "dtype": "float32" if rounds else "float64"}
-        return self.pool.run(f"{_JOBS}:parity_job", arguments, plan.num_ranks, timeout_seconds=3600)
 
-    def _exact(self, plan: Plan, answer: dict[str, Any], folder: Path, what: str) -> CheckResult:
-        spread = answer["spread"]
-        tolerance, source = TOLERANCE, "float64"
-        if TOLERANCE / 10 < spread <= MOST_SPREAD:
-            tolerance, source = 10 * spread, f"10 x what one device departs from itself, {spread:.1e}"
-        elif spread > MOST_SPREAD:
-            source = f"float64; one device departs by {spread:.1e} from itself"
-        answers = self._ranks(plan, False, answer, folder, tolerance)
-        departures = _listed(answers)
-        for step in answer["wrong_rates"]:
-            departures.append(_departure(step, "learning rate", "all", float("inf"), 1e-9))
-        if answer["is_random"] and answer["dropout"] == "off":
-            what += "dropout off, "
-        worst = max(answer["worst"] for answer in answers)
-        return _part(f"{what}in float64", plan, answers, departures, tolerance, source, worst)
-
-    def _rounded(self, plan: Plan, answer: dict[str, Any], folder: Path) -> CheckResult:
-        """By the whole gradient of the first step, by every loss, and by every update."""
-        answers = self._ranks(plan, True, answer, folder, 0.0)
-        control = answer["rounded"]
-        distance, bias = _of_sums([a["sums"] for a in answers])
-        known_distance, known_bias = _of_sums([control["sums"]])
-        tolerance = max(4 * known_distance, 1e-2)
-        found = [("gradient", distance, tolerance), ("gradient's length", abs(bias), max(4 * abs(known_bias), 1e-2))]
-        departures = [_departure(0, name, "all", error, limit) for name, error, limit in found if not error <= limit]
+def _compared(
+    run: CheckedRun, pool: RankPool, report: Callable[[str], None], answer: dict[str, Any], what: str, *,
+    rounds: bool = False,
+) -> CheckResult:  # fmt: skip
+    """The ranks of a plan against the reference's `answer`. A plan that rounds is judged by the whole gradient of the
+    first step, by every loss, and by every update."""
+    plan, spread = run.plan, answer["spread"]
+    tolerance, source = TOLERANCE, "float64"
+    if TOLERANCE / 10 < spread <= MOST_SPREAD:
+        tolerance, source = 10 * spread, f"10 x what one device departs from itself, {spread:.1e}"
+    elif spread > MOST_SPREAD:
+        source = f"float64; one device departs by {spread:.1e} from itself"
+    report(f"{plan.num_ranks} ranks: {plan}")
+    arguments = {"run": encode(run), "tolerance": tolerance, "answer": answer, "rounds": rounds}
+    answers = pool.run(f"{_JOBS}:parity_job", arguments, plan.num_ranks, timeout_seconds=3600)
+    found: list[tuple[int, str, float, float]] = [  # of all ranks: step, quantity, error, tolerance
+        (step, "learning rate", float("inf"), 1e-9) for step in answer["wrong_rates"] if not rounds
+    ]
+    if rounds:
+        what, control = "the whole plan: first gradient, losses, updates", answer["rounded"]
+        worst, bias = _of_sums([a["sums"] for a in answers])
+        known, known_bias = _of_sums([control["sums"]])
+        tolerance, source = max(4 * known, 1e-2), f"4 x that of one device in bf16 by autocast, {known:.1e}"
+        found += [(0, "gradient", worst, tolerance)]
+        found += [(0, "gradient's length", abs(bias), max(4 * abs(known_bias), 1e-2))]
         for step, exact in enumerate(control["exact"]):
             limit = max(4 * abs(control["losses"][step] - exact), abs(exact) / 128)
-            errors = [abs(a["losses"][step] - exact) for a in answers]
-            if not max(errors) <= limit:
-                departures.append(_departure(step, "loss", "all", max(errors), limit))
-        source = f"4 x that of one device in bf16 by autocast, {known_distance:.1e}"
-        what = "the whole plan: first gradient, losses, updates"
-        return _part(what, plan, answers, departures + _listed(answers), tolerance, source, distance)
-
-
-def _departure(step: int, quantity: str, layer: str, error: float, tolerance: float) -> dict[str, Any]:
-    return {"step": step, "quantity": quantity, "layer": layer, "error": error, "tolerance": tolerance, "rank": 0,
-            "order": -1}  # fmt: skip
-
-
-def _listed(answers: Sequence[Any]) -> list[dict[str, Any]]:
-    return [{**found, "rank": rank} for rank, answer in enumerate(answers) for found in answer["departures"]]
-
-
-def _of_sums(sums: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """Distance between two gradients over the second one's norm, and how much longer the first is along the second."""
-    distance, norm, product = (sum(each) for each in zip(*sums, strict=True))
-    return ((distance / norm) ** 0.5, product / norm - 1) if norm else (distance**0.5, 0.0)
-
-
-def _part(
-    what: str, plan: Plan, answers: Sequence[Any], departures: list[dict[str, Any]], tolerance: float,
-    source: str, worst: float,
-) -> CheckResult:  # fmt: skip
+            found.append((step, "loss", max(abs(a["losses"][step] - exact) for a in answers), limit))
+    else:
+        what += "dropout off, " if answer["is_random"] and answer["dropout"] == "off" else ""
+        what, worst = f"{what}in float64", max(answer["worst"] for answer in answers)
+    departures = [
+        {"step": step, "quantity": quantity, "layer": "all", "error": error, "tolerance": limit, "rank": 0, "order": -1}
+        for step, quantity, error, limit in found
+        if not error <= limit
+    ]
+    departures += [{**each, "rank": rank} for rank, a in enumerate(answers) for each in a["departures"]]
     return CheckResult(
         exactness=exactness_of(plan),
         what=what,
@@ -255,3 +226,9 @@ def _part(
         traffic=tuple(f"rank {rank}: {line}" for rank, a in enumerate(answers) for line in a["traffic"]),
         num_messages=sum(answer["num_messages"] for answer in answers),
     )
+
+
+def _of_sums(sums: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """Distance between two gradients over the second one's norm, and how much longer the first is along the second."""
+    distance, norm, product = (sum(each) for each in zip(*sums, strict=True))
+    return ((distance / norm) ** 0.5, product / norm - 1) if norm else (distance**0.5, 0.0)

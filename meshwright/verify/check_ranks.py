@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import isclose
 from pathlib import Path
 from typing import Any
@@ -19,57 +19,25 @@ from meshwright.data.dataset import part_rows
 from meshwright.ops.collectives import gather_json
 from meshwright.ops.model_interface import Inputs, map_inputs, split_inputs
 from meshwright.ops.traffic import Traffic
-from meshwright.run.model import ModelDescription, OpenedModel, open_model
+from meshwright.run.model import open_model
 from meshwright.run.prepare import open_data
-from meshwright.run.run_file import OptimizerConfig, RunConfig
+from meshwright.run.run_file import OptimizerConfig
 from meshwright.runtime.build import Build
 from meshwright.runtime.loop import Samples
 from meshwright.simulator.pricing import price
-from meshwright.verify.parity import (
-    DTYPES,
-    SamplesOf,
-    compare,
-    compare_rounded,
-    enter,
-    gradient_sums,
-    leave,
-    observe,
-    open_session,
-    write_plain,
-)
-from meshwright.verify.reference import (
-    UPDATE_TOLERANCE,
-    BatchOf,
-    MeanDraws,
-    Plain,
-    WideCasts,
-    draws,
-    gradient,
-    learning_rate,
-    train,
-)
+from meshwright.verify import parity, reference
+from meshwright.verify.check import CheckedRun
 from meshwright.verify.reference_model import plain_model, without_dropout
 
 
-@dataclass(frozen=True)
-class CheckedRun:
-    """The run whose plan is compared, as the parent has described its model."""
-
-    config: RunConfig
-    description: ModelDescription
-
-    @classmethod
-    def decoded(cls, config: Any, description: Any) -> CheckedRun:
-        return cls(decode(RunConfig, config, ""), decode(ModelDescription, description, "description"))
-
-
-def _samples(run: CheckedRun, batch: int, cache: str, dtype: str) -> SamplesOf:
+def _samples(run: CheckedRun, dtype: str) -> parity.SamplesOf:
     all_trained = replace(run.config, data=replace(run.config.data, held_out_fraction=0.0))
-    data = open_data(all_trained, run.description, Path(cache))
+    data = open_data(all_trained, run.description, Path(run.folder) / "tokens")
+    batch = run.plan.batch
 
     def put(array: Any) -> torch.Tensor:
         tensor = torch.from_numpy(array)
-        return tensor.to(DTYPES[dtype]) if tensor.is_floating_point() else tensor
+        return tensor.to(parity.DTYPES[dtype]) if tensor.is_floating_point() else tensor
 
     def samples(step: int, part: int, num_parts: int) -> Samples:
         rows = data.batch(step * batch, batch, part, num_parts)
@@ -83,86 +51,85 @@ def _samples(run: CheckedRun, batch: int, cache: str, dtype: str) -> SamplesOf:
     return samples
 
 
-def _open(run: CheckedRun, dtype: str, dropout: str) -> OpenedModel:
-    """The run's model; its running statistics in the dtype of the comparison."""
+def _drawing(answer: Mapping[str, Any]) -> Any:
+    """The mode for a model that draws random numbers also without its dropout modules, if numbers may not differ."""
+    return reference.MeanDraws() if answer["draws_means"] else nullcontext()
+
+
+def reference_job(
+    *, rank: int, num_ranks: int, rendezvous: str, run: Any, keeps_dropout: bool, rounds: bool
+) -> dict[str, Any]:
+    """The independent reference, and two controls of it: other microbatches, and bf16.
+
+    Answers whether the model `is_random`, how the ranks are to run it (`dropout`, `draws_means`), how far one device
+    departs from itself (`spread`, and `noise` of a gradient's elements), and what bf16 costs one device.
+    """
+    checked = decode(CheckedRun, run, "")
+    try:
+        return _referred(checked, keeps_dropout, rounds)
+    except Exception:  # what is wrong with a module, our own loop says in better words
+        whole = Plan(batch=checked.plan.batch, microbatch=checked.plan.batch)
+        session = _session(checked, whole, "float64", "off")
+        session.loop.step(_samples(checked, "float64")(0, 0, 1), 0.0)
+        raise
+
+
+def _session(run: CheckedRun, plan: Plan, dtype: str, dropout: str) -> parity.Session:
+    """The run's model under a plan; its running statistics in the dtype of the comparison."""
     opened = open_model(run.description, run.config.train.seed)
     if dropout == "off":
         without_dropout(opened.model)
     for module in opened.model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
-                module._buffers[name] = buffer.to(DTYPES[dtype])
-    return opened
+                module._buffers[name] = buffer.to(parity.DTYPES[dtype])
+    return parity.open_session(plan, opened, run.config.train.optimizer, dtype=dtype, device=torch.device("cpu"))
 
 
-def _drawing(answer: Mapping[str, Any]) -> Any:
-    """The mode for a model that draws random numbers also without its dropout modules, if numbers may not differ."""
-    return MeanDraws() if answer["draws_means"] else nullcontext()
-
-
-def reference_job(
-    *, rank: int, num_ranks: int, rendezvous: str, config: Any, description: Any, folder: str, steps: int, plan: Any,
-    cache: str, keeps_dropout: bool, rounds: bool,
-) -> dict[str, Any]:  # fmt: skip
-    """The independent reference, and two controls of it: other microbatches, and bf16.
-
-    Answers whether the model `is_random`, how the ranks are to run it (`dropout`, `draws_means`), how far one device
-    departs from itself (`spread`, and `noise` of a gradient's elements), and what bf16 costs one device.
-    """
-    run, made = CheckedRun.decoded(config, description), decode(Plan, plan, "plan")
-    try:
-        return _referred(run, made, Path(folder), steps, cache, keeps_dropout, rounds)
-    except Exception:  # what is wrong with a module, our own loop says in better words
-        whole = Plan(batch=made.batch, microbatch=made.batch)
-        opened, optimizer = _open(run, "float64", "off"), run.config.train.optimizer
-        session = open_session(whole, opened, optimizer, dtype="float64", device=torch.device("cpu"))
-        session.loop.step(_samples(run, made.batch, cache, "float64")(0, 0, 1), 0.0)
-        raise
-
-
-def _referred(
-    run: CheckedRun, made: Plan, folder: Path, steps: int, cache: str, keeps_dropout: bool, rounds: bool
-) -> dict[str, Any]:
-    plain = _plain(run, torch.float64)
-    batch_of = _batches(run, made.batch, cache, "float64")
-    first = split_inputs(batch_of(0)[0], made.microbatch)[0]
-    answer: dict[str, Any] = {"is_random": draws(plain, first), "dropout": "on", "draws_means": False}
+def _referred(run: CheckedRun, keeps_dropout: bool, rounds: bool) -> dict[str, Any]:
+    plan, folder, steps = run.plan, Path(run.folder) / "reference", run.steps
+    plain, batch_of = _plain(run, torch.float64), _batches(run, "float64")
+    first = split_inputs(batch_of(0)[0], plan.microbatch)[0]
+    answer: dict[str, Any] = {"is_random": reference.draws(plain, first), "dropout": "on", "draws_means": False}
     # Batch norms see the whole batch at once; ranks that draw for their own rows cannot be one device then.
     sees_batch = "samples" in run.description.profile.uncut
-    keeps = keeps_dropout and answer["is_random"] and not (sees_batch and made.num_replicas > 1)
+    keeps = keeps_dropout and answer["is_random"] and not (sees_batch and plan.num_replicas > 1)
     quiet = plain
     if answer["is_random"]:
         quiet = _plain(run, torch.float64, dropout=False)
-        answer["draws_means"] = draws(quiet, first) and not keeps
+        answer["draws_means"] = reference.draws(quiet, first) and not keeps
         answer["dropout"] = "on" if keeps else "off"
-    with MeanDraws() if answer["is_random"] else nullcontext():
-        answer |= _spread(quiet, batch_of(0), made, sees_batch)
-    size = made.batch if sees_batch else made.microbatch
+    with reference.MeanDraws() if answer["is_random"] else nullcontext():
+        answer |= _spread(quiet, batch_of(0), plan, sees_batch)
+    size = plan.batch if sees_batch else plan.microbatch
     settings: dict[str, Any] = {"microbatch": size, "noise": max(1e-15, 10 * answer["noise"])}
-    settings["update_tolerance"] = answer["update_tolerance"] = min(1e-2, max(UPDATE_TOLERANCE, 1e4 * answer["noise"]))
-    optimizer, parts = run.config.train.optimizer, made.num_replicas
+    settings["update_tolerance"] = answer["update_tolerance"] = min(
+        1e-2, max(reference.UPDATE_TOLERANCE, 1e4 * answer["noise"])
+    )
+    optimizer, parts = run.config.train.optimizer, plan.num_replicas
     if keeps:
-        rows = [part_rows(made.batch, part, parts, made.shares) for part in range(parts)]
-        write_plain(folder, plain, batch_of, optimizer, steps, **settings, parts=rows, seed=run.config.train.seed)
+        rows = [part_rows(plan.batch, part, parts, plan.shares) for part in range(parts)]
+        parity.write_plain(
+            folder, plain, batch_of, optimizer, steps, **settings, parts=rows, seed=run.config.train.seed
+        )
     else:
         with _drawing(answer):
-            losses = write_plain(folder, quiet, batch_of, optimizer, steps, **settings)
+            losses = parity.write_plain(folder, quiet, batch_of, optimizer, steps, **settings)
             if rounds:
-                answer["rounded"] = _rounded_control(run, made, folder, cache, losses, size)
+                answer["rounded"] = _rounded_control(run, folder, losses, size)
     total = run.config.train.steps
     sampled = sorted({*range(min(total, 200)), *range(0, total, max(1, total // 1000)), total - 1})
-    wrong = [s for s in sampled if not isclose(optimizer.lr_at(s, total), learning_rate(optimizer, s, total))]
+    wrong = [s for s in sampled if not isclose(optimizer.lr_at(s, total), reference.learning_rate(optimizer, s, total))]
     answer["wrong_rates"] = wrong[:1]
     return answer
 
 
-def _plain(run: CheckedRun, dtype: torch.dtype, dropout: bool = True) -> Plain:
-    settings: dict[str, Any] = {"seed": run.config.train.seed, "dtype": dtype, "dropout": dropout}
-    return plain_model(run.description, **settings)
+def _plain(run: CheckedRun, dtype: torch.dtype, dropout: bool = True) -> reference.Plain:
+    return plain_model(run.description, seed=run.config.train.seed, dtype=dtype, dropout=dropout)
 
 
-def _batches(run: CheckedRun, batch: int, cache: str, dtype: str) -> BatchOf:
-    samples = _samples(run, batch, cache, dtype)
+def _batches(run: CheckedRun, dtype: str) -> reference.BatchOf:
+    samples = _samples(run, dtype)
 
     def batch_of(step: int) -> tuple[Inputs, torch.Tensor, torch.Tensor]:
         given = samples(step, 0, 1)
@@ -171,7 +138,7 @@ def _batches(run: CheckedRun, batch: int, cache: str, dtype: str) -> BatchOf:
     return batch_of
 
 
-def _spread(plain: Plain, batch: Any, plan: Plan, sees_batch: bool) -> dict[str, float]:
+def _spread(plain: reference.Plain, batch: Any, plan: Plan, sees_batch: bool) -> dict[str, float]:
     """How far one device departs from itself in the first gradient: with the samples in another order and in other
     microbatches, and without the module's own casts to float32."""
     saved = {name: each.clone() for name, each in plain.buffers.items()}
@@ -179,10 +146,10 @@ def _spread(plain: Plain, batch: Any, plan: Plan, sees_batch: bool) -> dict[str,
     other_rows = plan.batch if sees_batch or rows < plan.batch else max(1, plan.batch // 2)
     inputs, targets, weights = batch
     flipped = map_inputs(inputs, lambda tensor: tensor.flip(0)), targets.flip(0), weights.flip(0)
-    loss, gradients = gradient(plain, batch, rows)
-    others = [gradient(plain, flipped, other_rows)]
-    with suppress(RuntimeError), WideCasts():  # a module may insist on float32
-        others.append(gradient(plain, batch, rows))
+    loss, gradients = reference.gradient(plain, batch, rows)
+    others = [reference.gradient(plain, flipped, other_rows)]
+    with suppress(RuntimeError), reference.WideCasts():  # a module may insist on float32
+        others.append(reference.gradient(plain, batch, rows))
     for name, each in plain.buffers.items():
         each.copy_(saved[name])
     norm = sum(float(g.square().sum()) for g in gradients.values()) ** 0.5
@@ -194,48 +161,42 @@ def _spread(plain: Plain, batch: Any, plan: Plan, sees_batch: bool) -> dict[str,
     return {"spread": spread, "noise": largest / (size or 1.0)}
 
 
-def _rounded_control(
-    run: CheckedRun, plan: Plan, folder: Path, cache: str, losses: list[float], size: int
-) -> dict[str, Any]:
+def _rounded_control(run: CheckedRun, folder: Path, losses: list[float], size: int) -> dict[str, Any]:
     """What bf16 by torch's autocast costs one device: of the losses, and of the first gradient."""
-    plain = _plain(run, torch.float32, dropout=False)
-    batch_of = _batches(run, plan.batch, cache, "float32")
+    plain, batch_of = _plain(run, torch.float32, dropout=False), _batches(run, "float32")
     found, sums = [], (0.0, 1.0, 1.0)
     settings: dict[str, Any] = {"steps": len(losses), "microbatch": size, "cast": torch.bfloat16}
-    for result in train(plain, batch_of, run.config.train.optimizer, **settings):
+    for result in reference.train(plain, batch_of, run.config.train.optimizer, **settings):
         found.append(result.loss)
         if result.step == 0:
-            with safe_open(folder / "step-0.safetensors", framework="pt") as reference:
-                wanted = {n: reference.get_tensor(f"gradient/{n}") for n in result.gradients}
-            sums = gradient_sums(result.gradients, wanted)
+            with safe_open(folder / "step-0.safetensors", framework="pt") as written:
+                wanted = {n: written.get_tensor(f"gradient/{n}") for n in result.gradients}
+            sums = parity.gradient_sums(result.gradients, wanted)
     return {"sums": sums, "losses": found, "exact": losses}
 
 
 def parity_job(
-    *, rank: int, num_ranks: int, rendezvous: str, config: Any, description: Any, folder: str, steps: int, dtype: str,
-    cache: str, plan: Any, tolerance: float, answer: dict[str, Any], rounds: bool,
-) -> dict[str, Any]:  # fmt: skip
+    *, rank: int, num_ranks: int, rendezvous: str, run: Any, tolerance: float, answer: dict[str, Any], rounds: bool
+) -> dict[str, Any]:
     """This rank of the plan against the reference, as the reference's `answer` says; then what it sends and holds."""
-    run, made = CheckedRun.decoded(config, description), decode(Plan, plan, "plan")
-    samples = _samples(run, made.batch, cache, dtype)
-    optimizer = run.config.train.optimizer
-    if made.mesh:
-        enter(rank, num_ranks, rendezvous)
-    session = open_session(
-        made, _open(run, dtype, answer["dropout"]), optimizer, dtype=dtype, device=torch.device("cpu")
-    )
+    checked, dtype = decode(CheckedRun, run, ""), "float32" if rounds else "float64"
+    samples, folder, steps = _samples(checked, dtype), Path(checked.folder) / "reference", checked.steps
+    optimizer, seed = checked.config.train.optimizer, checked.config.train.seed
+    if checked.plan.mesh:
+        parity.enter(rank, num_ranks, rendezvous)
+    session = _session(checked, checked.plan, dtype, answer["dropout"])
     result: dict[str, Any] = {"worst": 0.0, "losses": [], "sums": (0.0, 0.0, 0.0)}
     with _drawing(answer):
         if not rounds:
-            seed = run.config.train.seed if answer["is_random"] and answer["dropout"] == "on" else None
             limits: dict[str, Any] = {"tolerance": tolerance, "update_tolerance": answer["update_tolerance"]}
-            result["worst"], departures = compare(session, Path(folder), samples, steps, optimizer, **limits, seed=seed)
+            limits["seed"] = seed if answer["is_random"] and answer["dropout"] == "on" else None
+            result["worst"], departures = parity.compare(session, folder, samples, steps, optimizer, **limits)
         else:
-            rounded = compare_rounded(session, Path(folder), samples, steps, optimizer)
+            rounded = parity.compare_rounded(session, folder, samples, steps, optimizer)
             departures = rounded.departures
             result |= {"losses": rounded.losses, "sums": rounded.sums}
-        traffic, sizes = observe(session, samples, optimizer)
-    priced, at_most, priced_sizes = promised(session.build, sequence=run.config.sequence, optimizer=optimizer)
+        traffic, sizes = parity.observe(session, samples, optimizer)
+    priced, at_most, priced_sizes = promised(session.build, sequence=checked.config.sequence, optimizer=optimizer)
     # Price speaks of the rank with the largest pieces: where rows do not divide evenly, others send and hold less.
     mesh, wire = session.mesh, session.build.wire
     pieces = {name: piece.numel() * piece.element_size() for name, piece in session.build.local_parameters()}
@@ -251,8 +212,8 @@ def parity_job(
             for name in sizes
             if sizes[name] != priced_sizes[name]
         ]
-    if made.mesh:
-        leave()
+    if checked.plan.mesh:
+        parity.leave()
     found = [{**vars(departure), "order": i} for i, departure in enumerate(departures)]
     return result | {"departures": found, "traffic": lines, "num_messages": sum(traffic.values())}
 

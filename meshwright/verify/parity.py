@@ -106,10 +106,9 @@ def write_plain(
     """What the independent reference does, step by step; its losses. `settings` are those of `reference.train`."""
     losses = []
     for result in train(plain, batch_of, optimizer, steps=steps, **settings):
-        tensors = {f"gradient/{name}": value for name, value in result.gradients.items()}
-        tensors |= {f"parameter/{name}": value for name, value in result.parameters.items()}
-        tensors |= {f"buffer/{name}": value for name, value in result.buffers.items()}
-        tensors |= {f"undetermined/{name}": value for name, value in result.undetermined.items()}
+        kinds = {"gradient": result.gradients, "parameter": result.parameters, "buffer": result.buffers}
+        kinds["undetermined"] = result.undetermined
+        tensors = {f"{kind}/{name}": value for kind, named in kinds.items() for name, value in named.items()}
         write_step(folder, result.step, tensors, loss=result.loss, norm=result.norm, scale=result.update_scale)
         losses.append(result.loss)
     return losses
@@ -254,21 +253,41 @@ def compare_rounded(
     Later gradients are not compared with one device's: rounding changes the path. An update needs no path: it is the
     independent rule of `reference.py`, applied to this rank's own weights and gradients.
     """
-    replay, losses, sums, departures = _Replay(session, optimizer), [], (0.0, 0.0, 0.0), []
+    build, boxes = session.build, session.build.boxes
+    blocks = tuple(build.model.public_name(f"{part.name}.") for part in build.model.parts() if part.is_block)
+
+    def parameters() -> dict[str, Tensor]:
+        """Whole ones, or pieces where a piece is enough."""
+        held = [(name, value) for name, value in build.local_parameters() if not boxes[name].is_empty]
+        by_pieces = optimizer.kind == "elementwise"
+        return {name: value.double() for name, value in held if by_pieces or boxes[name].size == boxes[name].shape}
+
+    losses: list[float] = []
+    sums, departures, before = (0.0, 0.0, 0.0), [], parameters()
+    states: dict[str, dict[str, Tensor]] = {name: {} for name in before}
     for step, result, gradients in steps_of(session, samples, steps, optimizer):
         losses.append(result.loss)
         if step == 0:
             with safe_open(folder / f"step-{step}.safetensors", "pt", str(session.mesh.device)) as reference:
-                boxes = session.build.boxes
                 wanted = {n: box_of(reference, f"gradient/{n}", boxes[n]) for n in gradients}
             sums = gradient_sums(gradients, wanted)
         rate, clip = optimizer.lr_at(step, steps), optimizer.clip
         factor = clip / result.gradient_norm if clip and result.gradient_norm > clip else 1.0
-        is_compared = step == 0 or not session.loop.optimizer.rule.rounds_states
-        for name, error in replay.step(gradients, factor, step + 1, rate):
+        is_compared, after = step == 0 or not session.loop.optimizer.rule.rounds_states, parameters()
+        for name, w in before.items():
+            if name not in gradients:
+                continue
+            g = gradients[name].double() * factor
+            doubts: dict[str, Any] = {"error": 1e-7 * float(g.abs().max()), "in_block": name.startswith(blocks)}
+            new, doubt = doubted_update(optimizer, name, w, g, states[name], step + 1, rate, **doubts)
+            scale = float((new - w).abs().max())
+            difference = (new - after[name]).abs() - 4 * torch.finfo(torch.float32).eps * new.abs()
+            difference = difference.masked_fill(doubt > REPLAY_TOLERANCE / 2 * scale, 0.0)
+            error = _relative(max(float(difference.max()), 0.0), scale)
             if is_compared and not error <= REPLAY_TOLERANCE:
                 found = Departure(step=step, quantity="update", layer=name, error=error, tolerance=REPLAY_TOLERANCE)
                 departures.append(found)
+        before = after
     return Rounded(losses=losses, sums=sums, departures=departures)
 
 
@@ -281,42 +300,6 @@ def gradient_sums(gradients: dict[str, Tensor], wanted: dict[str, Tensor]) -> tu
         norm += float(other.square().sum())
         product += float((mine * other).sum())
     return distance, norm, product
-
-
-class _Replay:
-    """The independent rule on this rank's own gradients: of whole parameters, or of pieces where a piece is enough."""
-
-    def __init__(self, session: Session, optimizer: OptimizerConfig):
-        self.build, self.optimizer = session.build, optimizer
-        model = session.build.model
-        self.blocks = tuple(model.public_name(f"{part.name}.") for part in model.parts() if part.is_block)
-        self.states: dict[str, dict[str, Tensor]] = {}
-        self.before = self._parameters()
-
-    def _parameters(self) -> dict[str, Tensor]:
-        boxes = self.build.boxes
-        return {
-            name: value.double()
-            for name, value in self.build.local_parameters()
-            if not boxes[name].is_empty
-            and (self.optimizer.kind == "elementwise" or boxes[name].size == boxes[name].shape)
-        }
-
-    def step(self, gradients: dict[str, Tensor], factor: float, t: int, rate: float) -> Iterator[tuple[str, float]]:
-        after = self._parameters()
-        for name, w in self.before.items():
-            if name not in gradients:
-                continue
-            g = gradients[name].double() * factor
-            new, doubt = doubted_update(
-                self.optimizer, name, w, g, self.states.setdefault(name, {}), t, rate,
-                error=1e-7 * float(g.abs().max()), in_block=name.startswith(self.blocks),
-            )  # fmt: skip
-            scale = float((new - w).abs().max())
-            difference = (new - after[name]).abs() - 4 * torch.finfo(torch.float32).eps * new.abs()
-            difference = difference.masked_fill(doubt > REPLAY_TOLERANCE / 2 * scale, 0.0)
-            yield name, _relative(max(float(difference.max()), 0.0), scale)
-        self.before = after
 
 
 def observe(session: Session, samples: SamplesOf, optimizer: OptimizerConfig) -> tuple[Traffic, dict[str, int]]:
