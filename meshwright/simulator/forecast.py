@@ -117,7 +117,7 @@ def told(
         what = f"a step of {plan} never ends: the device has no {staged.compute_dtype} rate, or one near zero."
         raise MeshwrightError([Problem(where=cluster.name, what=what)])
     tokens = plan.batch * sequence
-    peak_flops = sum(device.flops_per_second[staged.compute_dtype] * ranks for device, ranks in devices)
+    peak_flops = sum((device.peak(staged.compute_dtype) or 0.0) * ranks for device, ranks in devices)
     spent = _spent(staged, plan, step, cluster)
     causes, origins = _summed(spent, "cause"), _summed(spent, "origin")
     # Parts of one cause are off together, causes each by themselves.

@@ -249,6 +249,7 @@ def test_state_on_one_device_is_what_is_priced(name: Any) -> None:
             shape=tuple(value.shape),
             cut=None,
             element_bytes=8,
+            state_width=8,
             is_block=parameter.startswith("blocks."),
             unit="",
         )
