@@ -410,7 +410,7 @@ class Loop(Interpreter):
                 scaling.update(is_finite=not result.is_skipped)
         else:
             with self.versions.updating():
-                self.optimizer.update(batch.lr, norm=0.0)
+                self.optimizer.update(batch.lr, 0.0)
         for exchange in self.build.exchanges:
             exchange.after_update()
 

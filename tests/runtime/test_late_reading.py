@@ -25,10 +25,12 @@ CPU = torch.device("cpu")
 NAMES = ("adamw", "sgd", "lion")
 
 
-def opened(name: str = "adamw", *, clip: float = 0.5, dtype: str = "float32") -> parity.Session:
+def opened(
+    name: str = "adamw", *, clip: float = 0.5, dtype: str = "float32", device: torch.device = CPU
+) -> parity.Session:
     optimizer = OptimizerConfig(name=name, lr=0.05, clip=clip, weight_decay=0.1)
     plan = Plan(batch=4, microbatch=2)
-    return parity.open_session(plan, open_config(CONFIG, "tiny", 0), optimizer, dtype=dtype, device=CPU)
+    return parity.open_session(plan, open_config(CONFIG, "tiny", 0), optimizer, dtype=dtype, device=device)
 
 
 def given(step: int, *, spoiled: bool = False) -> Samples:
@@ -174,3 +176,28 @@ def test_a_checkpoint_after_a_bad_step_is_not_written(tmp_path: Path) -> None:
         built.flush()
     assert not (tmp_path / "checkpoints").exists()
     built.save(tmp_path)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_the_host_does_not_wait_inside_a_step_on_a_gpu(name: str) -> None:
+    session = opened(name, device=torch.device("cuda"))
+    own = [parity.own_samples(session, lambda *at: given(at[0], spoiled=at[0] == 4), step) for step in range(6)]
+    session.loop.step(own[0], 0.05)  # what is lazy happens here
+    torch.cuda.set_sync_debug_mode("error")  # waiting for an event is none of what it forbids
+    try:
+        results = [result for step in (1, 2, 3) for result in session.loop.feed(own[step], 0.05)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    results += session.loop.flush()
+    twin = opened(name, device=torch.device("cuda"))
+    assert results == [twin.loop.step(each, 0.05) for each in own[:4]][1:]
+    assert_same(session, state_of(twin))
+
+    def feed_two() -> None:
+        session.loop.feed(own[4], 0.05)
+        session.loop.feed(own[5], 0.05)
+
+    with pytest.raises(MeshwrightError, match="this step was not taken"):
+        feed_two()
+    assert_same(session, state_of(twin))
