@@ -36,6 +36,7 @@ CASES = {
     "float32": (),
     "another seed": (),
     "precision": (("precision", {}),),
+    "fp16": (("precision", {"dtype": "fp16"}),),
     "weights bf16": (("precision", {"weights": "bf16"}),),
     "fp8_tensorwise": (("precision", {"matmul": "fp8_tensorwise"}),),
     "fp8_rowwise": (("precision", {"matmul": "fp8_rowwise"}),),

@@ -212,11 +212,11 @@ def norm_counts_replicas_of_a_piece(swap: Swap) -> None:
 @mutant("replicate")
 def moments_lost_from_step_three(swap: Swap) -> None:
     def change(old: Any) -> Any:
-        def update(self: Any, lr: float, norm: float) -> None:
+        def update(self: Any, *given: Any) -> None:
             if self.num_steps >= 2:
                 for _, _, value, _ in self.state():
                     value.zero_()
-            old(self, lr, norm)
+            old(self, *given)
 
         return update
 
@@ -523,10 +523,10 @@ def gradients_in_bf16_three_percent_too_large(swap: Swap) -> None:
 @mutant("bf16")
 def masters_rounded_to_bf16(swap: Swap) -> None:
     def change(old: Any) -> Any:
-        def update(self: Any, lr: float, norm: float) -> None:
+        def update(self: Any, *given: Any) -> None:
             import torch
 
-            old(self, lr, norm)
+            old(self, *given)
             if self.build.compute_dtype == torch.bfloat16:
                 for piece in self.pieces:
                     piece.value.copy_(piece.value.bfloat16())

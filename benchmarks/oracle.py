@@ -389,7 +389,7 @@ def _rounded_alone(
     results, sums = [], []
     for step, lr in enumerate(rates(case)):
         batch = batch_of(case, subject, step, torch.float32)
-        results += built.feed(batch.inputs, batch.targets, batch.weights, lr=lr)
+        results.append(built.step(batch.inputs, batch.targets, batch.weights, lr=lr))
         if step == 0:
             sums.append(_compare_gradients(built, tensors, 0.0, rounded=True)["sums"])
     batch = batch_of(case, subject, case["steps"], torch.float32)
@@ -401,7 +401,7 @@ def _rounded_alone(
     for turn in range(CONTROLS):
         for name, weight in built.build.local_parameters():
             weight.copy_(first[name] * (1 + 2**-9 * _noise(weight, turn)) if turn else first[name].bfloat16())
-        (result,) = built.feed(batch.inputs, batch.targets, batch.weights, lr=0.0)
+        result = built.step(batch.inputs, batch.targets, batch.weights, lr=0.0)
         sums.append(_compare_gradients(built, tensors, 0.0, rounded=True)["sums"])
         numbers[0].append(result.loss)
         numbers[case["steps"]].append(result.gradient_norm)

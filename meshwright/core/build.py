@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from meshwright.ops.model_interface import Model, ParameterUnit, Spans
     from meshwright.ops.split_backward import Later
     from meshwright.ops.stage_transport import Wire
+    from meshwright.optimizers.loss_scaling import LossScaling
     from meshwright.optimizers.rule import RuleMaker
     from meshwright.schedules import Places, Timetable
 
@@ -80,6 +81,8 @@ class Build(Protocol):
     """Ranks that share the tokens between layers."""
     loss_scale: float
     """A factor of the loss, for exchanges that divide gradients by something."""
+    loss_scaling: LossScaling | None
+    """A further factor that gradients are freed of before they are used, where small ones would be lost."""
     boxes: dict[str, Box]
     """Parameter -> the part of it that is here."""
     cut_axes: dict[str, frozenset[str]]

@@ -74,6 +74,11 @@ class Device:
     power_watts: float = 0.0
     """The cap under which it was measured; 0: not known."""
 
+    def peak(self, dtype: str) -> float | None:
+        """Operations per second; None where it does not compute in the dtype. GPUs run fp16 on the units of bf16."""
+        rates = self.flops_per_second
+        return rates.get("bf16" if dtype == "fp16" and dtype not in rates and self.kind != "cpu" else dtype)
+
     def problems(self) -> Iterator[Problem]:
         if self.kind not in KINDS:
             what = f'no kind of device is called "{self.kind}".'

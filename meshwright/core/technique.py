@@ -164,6 +164,11 @@ class Technique:
         return False
 
     @property
+    def scales_loss(self) -> bool:
+        """Gradients come multiplied by a factor, and a step in which they overflow is skipped."""
+        return False
+
+    @property
     def replays_blocks(self) -> bool:
         """Which blocks run again is decided while backward runs."""
         return False
@@ -201,6 +206,7 @@ class Technique:
             splits_backward=plan.splits_backward,
             overlaps_steps=plan.overlaps_steps,
             replays_blocks=any(technique.replays_blocks for technique in plan.techniques),
+            scales_loss=any(technique.scales_loss for technique in plan.techniques),
         )
         return tuple(problem for applies, problem in self.refusals(given) if applies)
 

@@ -264,6 +264,8 @@ class WorkFacts:
     """Layer -> its instances whose forward runs again during backward."""
     replays_blocks: bool = False
     """Which blocks run again is decided while backward runs."""
+    scales_loss: bool = False
+    """Gradients come multiplied by a factor, and a step in which they overflow is skipped."""
     keeps_gradients: Num = 0
     """1 where whole gradients stay allocated from step to step."""
     frees_gradients: bool = False
@@ -302,6 +304,7 @@ class Circumstances:
     splits_backward: bool
     overlaps_steps: bool
     replays_blocks: bool
+    scales_loss: bool
 
 
 class Updating(Protocol):
@@ -377,6 +380,7 @@ class Work:
             splits_backward=self.facts.splits_backward,
             overlaps_steps=self.facts.overlaps_steps,
             replays_blocks=self.facts.replays_blocks,
+            scales_loss=self.facts.scales_loss,
         )
 
     def map_tasks(self, change: Callable[[Any], Any]) -> Work:

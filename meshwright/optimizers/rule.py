@@ -71,6 +71,8 @@ class UpdateRule:
     """`LowBitRule` has the same update on states in a few bits."""
     rounds_states: ClassVar[bool] = False
     """States lose digits between steps: an update is the rule's only in the first one."""
+    decides_on_device: ClassVar[bool] = False
+    """`step` obeys `divisor` and `refused`, so that the host need not know the norm before it."""
 
     @classmethod
     def num_states(cls, config: OptimizerConfig) -> int:
@@ -98,6 +100,10 @@ class UpdateRule:
         self.config, self.pieces = config, pieces
         self.values = [piece.value for piece in pieces]
         self.state: dict[str, list[Tensor]] = {}
+        self.divisor: Tensor | None = None
+        """Of the gradients in the next step; a float32 on their device."""
+        self.refused: Tensor | None = None
+        """Where this float32 is 1, the next step changes nothing."""
         self.updated: set[str] = set()
         """Parameters that backward has updated in this step, gradients gone."""
         self.on_gradient: list[Callable[[str, Tensor], None]] = []
@@ -172,12 +178,12 @@ def squares(tensors: list[Tensor], device: torch.device) -> Tensor:
     """Sum of squares of each, in float64."""
     import torch
 
-    found = torch.zeros(len(tensors), dtype=torch.float64, device=device)
-    filled = [index for index, tensor in enumerate(tensors) if tensor.numel()]
-    if filled:
-        norms = torch.stack(torch._foreach_norm([tensors[index] for index in filled], 2, dtype=_wide(tensors[0])))
-        found[torch.tensor(filled, device=device)] = norms.double().square()
-    return found
+    if not any(tensor.numel() for tensor in tensors):
+        return torch.zeros(len(tensors), dtype=torch.float64, device=device)
+    wide = _wide(tensors[0])
+    norms = iter(torch._foreach_norm([tensor for tensor in tensors if tensor.numel()], 2, dtype=wide))
+    zero = torch.zeros((), dtype=wide, device=device)
+    return torch.stack([next(norms) if tensor.numel() else zero for tensor in tensors]).double().square()
 
 
 def _wide(tensor: Tensor) -> torch.dtype:

@@ -43,6 +43,8 @@ class Optimizer:
         for wrap in build.rule_wraps:
             make = wrap(make)
         self.rule = make(config, self.pieces, build, shapes)
+        is_narrow = all(piece.value.dtype == torch.float32 for piece in self.pieces)
+        self.folds_divisor = self.rule.decides_on_device and is_narrow  # which is a float32 to the kernels
         self.num_steps = 0
 
     def zero_gradients(self) -> None:
@@ -81,11 +83,10 @@ class Optimizer:
         return squares(mine, self.build.mesh.device).sum() + self.rule.squared_norm()
 
     @torch.no_grad()
-    def update(self, lr: float, norm: float) -> None:
-        if self.config.clip and norm > self.config.clip:
-            gradients = [piece.value.grad for piece in self.pieces if piece.value.grad is not None]
-            if gradients:  # a stage may have nothing to train
-                torch._foreach_mul_(gradients, self.config.clip / norm)
+    def update(self, lr: float, norm: Tensor | float, refused: Tensor | None = None) -> None:
+        """Clip by the norm and update; both on the device where that is a tensor. `refused`: see `UpdateRule`."""
+        self._scale_gradients(norm)
+        self.rule.refused = refused
         self.num_steps += 1
         skipped = {piece.name for piece in self.pieces if piece.value.grad is None} - self.rule.updated
         untouched = [piece.value for piece in self.pieces if piece.name in skipped]
@@ -94,6 +95,26 @@ class Optimizer:
         self.rule.step(lr, self.num_steps)
         for value, old in zip(untouched, before, strict=True):
             value.copy_(old)
+
+    def _scale_gradients(self, norm: Tensor | float) -> None:
+        """Clip to the exact norm, and undo the loss's scale: inside of the update, or in a pass of its own."""
+        clip, scaling = self.config.clip, self.build.loss_scaling
+        scale = 1.0 if scaling is None else scaling.scale
+        factor: Tensor | float = 1.0 / scale
+        if clip and isinstance(norm, Tensor):
+            factor = (clip / norm).clamp(max=1.0) / scale
+        elif clip and norm > clip:
+            factor = clip / norm / scale
+        self.rule.divisor = None
+        if not isinstance(factor, Tensor) and factor == 1.0:
+            return
+        if self.folds_divisor:
+            whole = torch.as_tensor(factor, dtype=torch.float64).reciprocal()
+            self.rule.divisor = whole.to(self.build.mesh.device, torch.float32, non_blocking=True)
+            return
+        gradients = [piece.value.grad for piece in self.pieces if piece.value.grad is not None]
+        if gradients:  # a stage may have nothing to train
+            torch._foreach_mul_(gradients, factor.to(gradients[0].dtype) if isinstance(factor, Tensor) else factor)
 
     def state(self) -> Iterable[tuple[str, str, Tensor, Box]]:
         """(kind, parameter, this rank's piece, its place) of everything the update remembers, but its step count."""

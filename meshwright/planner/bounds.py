@@ -500,6 +500,6 @@ def floors(inputs: SearchInputs, dials: Sequence[Dial]) -> list[tuple[str, float
         for op in layer.ops
         if op.kind in ("matmul", "attention") and op.dtype == "compute"
     )
-    peaks = inputs.cluster.device.flops_per_second
-    least = [(dtype, flops / (peaks[dtype] * inputs.cluster.num_devices)) for dtype in dtypes if dtype in peaks]
+    peaks = {dtype: inputs.cluster.device.peak(dtype) for dtype in dtypes}
+    least = [(dtype, flops / (peak * inputs.cluster.num_devices)) for dtype, peak in peaks.items() if peak]
     return sorted(least, key=lambda each: (each[1], each[0]))

@@ -27,6 +27,7 @@ from meshwright.ops.initial_weights import Source, join_in_order
 from meshwright.ops.model_interface import Inputs, Model, ModelPart, ParameterUnit, Spans, replace_parameter
 from meshwright.ops.split_backward import Later
 from meshwright.ops.stage_transport import Wire
+from meshwright.optimizers.loss_scaling import LossScaling
 from meshwright.optimizers.rule import RuleMaker
 from meshwright.schedules import Actions, Call, Places, Timetable
 
@@ -51,6 +52,7 @@ class RankBuild:
     later: Later | None = None
     sequence_ways: int = 1
     loss_scale: float = 1.0
+    loss_scaling: LossScaling | None = None
     exchanges: list[Exchange] = field(default_factory=list)
     """Called in this order at every place of a step; late sums are the last."""
     exchange_owners: dict[str, str] = field(default_factory=dict)

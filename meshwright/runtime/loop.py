@@ -7,6 +7,7 @@ what the call does of this batch's step and of the one before, whose microbatche
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -62,6 +63,12 @@ class StepResult:
     """Some rank was told to stop."""
     must_save: bool = False
     """Rank 0 wants a checkpoint."""
+    is_skipped: bool = False
+    """Gradients overflowed in float16: nothing was updated, and the loss's scale is lower from here on."""
+    loss_scale: float = 1.0
+    """What the loss of this step was multiplied by."""
+    ended_seconds: float = field(default=0.0, compare=False)
+    """When the host could know that the step was over, on the clock of `time.perf_counter`."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -84,8 +91,16 @@ class BatchUnderWay:
     """What the last layers made of the last microbatch, where no targets were given."""
     message: Tensor | None = None
     """After its exchange, what ranks agree on: sum of losses, squared norm, `requests`, whether parameters were unused.
-    Each rank's share; the sum over all ranks once it is `sent`."""
+    Each rank's share; the sum over all ranks once it is `sent`. Where the host does not wait for them: the first two,
+    on the device, then on their way to the host."""
     sent: dist.Work | None = None
+    arrived: torch.cuda.Event | None = None
+    """When the message is in the host's memory, if it comes from a GPU."""
+    requests: float = 0.0
+    num_steps: int = 0
+    """Updates before this one."""
+    result: StepResult | None = None
+    ended_seconds: float = 0.0
 
 
 Key = tuple[int, int]
@@ -231,6 +246,10 @@ class Loop(Interpreter):
 
     Where the plan's steps overlap, a step is under way until the next call or a flush has ended it, and loss and norm
     are agreed on while the next batch runs.
+
+    In one process the host does not wait for the device inside a step: norm, clipping and whether all is finite stay
+    there, and `feed` reads them while the next step runs. After a step that was not finite no update changes anything
+    until the host has raised its error.
     """
 
     def __init__(self, build: RankBuild, optimizer: Optimizer):
@@ -241,6 +260,12 @@ class Loop(Interpreter):
             raise MeshwrightError(problems)
         if build.timetable.overlaps_steps:
             self.versions = Versions(optimizer.parameters, [piece.value for piece in optimizer.pieces])
+        is_alone = build.mesh.control is None and self.versions is None and build.loss_scaling is None
+        self.reads_late = is_alone and optimizer.rule.decides_on_device
+        self.unread: BatchUnderWay | None = None
+        """A step that was launched, whose loss and norm the host has not read."""
+        self.refused = torch.zeros((), device=build.mesh.device)
+        """1 from the first step on that was not finite."""
         self.names: dict[str, int] | None = None
         """Places of all trained parameters of all stages, once some parameter took no part in a step."""
         self.num_fed = 0
@@ -267,16 +292,27 @@ class Loop(Interpreter):
     def flush(self) -> list[StepResult]:
         """Take every step to its end; the results that `feed` has not returned."""
         if self.before is None:
-            return []
+            return self._read()
         self._send(self.before)
         self.run(self.build.actions(len(self.before.microbatches), "flush"))
         return self._close()
 
     def require_rest(self) -> None:
         """Before anybody reads the weights: raise while steps are under way."""
-        if self.before is not None:
-            what = "a step is still under way: its weights are of two versions."
+        if self.before is not None or self.unread is not None:
+            why = "its weights are of two versions" if self.unread is None else "whether it was finite is not known"
+            what = f"a step is still under way: {why}."
             raise MeshwrightError([Problem(where="train", what=what, fix="Call flush first.")])
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the device still computes the last step."""
+        return self.unread is not None and self.unread.arrived is not None and not self.unread.arrived.query()
+
+    def _read(self) -> list[StepResult]:
+        """The result of the step that was launched last, if it has not been read."""
+        batch, self.unread = self.unread, None
+        return [] if batch is None else [self._result(batch)]
 
     def _open(self, samples: Samples, lr: float, *, stop: bool, save: bool) -> int:
         """The call's batch, and how many microbatches it has."""
@@ -297,12 +333,18 @@ class Loop(Interpreter):
         return BatchUnderWay(
             microbatches=samples.split(self.build.plan.microbatch),
             trains=trains,
-            scale=self.build.loss_scale / samples.divisor,
+            scale=self.build.loss_scale * self._scaled(trains) / samples.divisor,
             divisor=samples.divisor,
             lr=lr,
+            requests=self.requests,
+            num_steps=self.optimizer.num_steps,
             version=max(self.num_fed - 1, self.num_flushed),
             total=torch.zeros((), dtype=torch.float64, device=self.build.mesh.device),
         )
+
+    def _scaled(self, trains: bool = True) -> float:
+        scaling = self.build.loss_scaling
+        return scaling.scale if scaling is not None and trains else 1.0
 
     def _close(self) -> list[StepResult]:
         """The results of the steps that a call has ended."""
@@ -322,7 +364,9 @@ class Loop(Interpreter):
                 return []
             self._send(ended)
         assert ended is not None
-        return [self._result(ended)]
+        results = self._read() if self.reads_late else [self._result(ended)]
+        self.unread = ended if self.reads_late else None
+        return results
 
     def begin(self, batch: BatchUnderWay) -> None:
         self.optimizer.zero_gradients()
@@ -339,6 +383,10 @@ class Loop(Interpreter):
             exchange.finish()
         self.optimizer.take_gradients()
         unused = self.optimizer.unused()
+        if self.reads_late:
+            batch.message = torch.stack([batch.total, self.optimizer.squared_norm()])
+            self.optimizer.skip(unused)
+            return
         shares = (self._share(batch.total), self.optimizer.squared_norm(), self.requests, bool(unused))
         batch.message = torch.tensor([float(share) for share in shares], dtype=torch.float64)
         if self.versions is None:
@@ -352,13 +400,33 @@ class Loop(Interpreter):
             raise MeshwrightError([Problem(where="schedule", what=what, fix=fix)])
 
     def update(self, batch: BatchUnderWay) -> None:
-        if self.versions is None:
-            self.optimizer.update(batch.lr, self._result(batch).gradient_norm)
+        if self.reads_late:
+            self._update_unread(batch)
+        elif self.versions is None:
+            result, scaling = self._result(batch), self.build.loss_scaling
+            if not result.is_skipped:
+                self.optimizer.update(batch.lr, result.gradient_norm)
+            if scaling is not None:
+                scaling.update(is_finite=not result.is_skipped)
         else:
             with self.versions.updating():
-                self.optimizer.update(batch.lr, norm=0.0)
+                self.optimizer.update(batch.lr, 0.0)
         for exchange in self.build.exchanges:
             exchange.after_update()
+
+    def _update_unread(self, batch: BatchUnderWay) -> None:
+        """Launch the update and send the message to the host, which waits for neither."""
+        assert batch.message is not None
+        is_wrong = batch.message.sum().isfinite().logical_not()
+        self.refused = torch.maximum(self.refused, is_wrong.float())
+        self.optimizer.update(batch.lr, batch.message[1].sqrt(), self.refused)
+        if batch.message.is_cuda:
+            there = torch.empty(batch.message.shape, dtype=batch.message.dtype, pin_memory=True)
+            batch.message = there.copy_(batch.message, non_blocking=True)
+            batch.arrived = torch.cuda.Event()
+            batch.arrived.record()
+        else:
+            batch.ended_seconds = time.perf_counter()
 
     def _send(self, batch: BatchUnderWay) -> None:
         """Tell the others, once. Where steps overlap in the same call on every stage, so that all messages of the loop
@@ -376,17 +444,37 @@ class Loop(Interpreter):
         return batch.message.tolist()
 
     def _result(self, batch: BatchUnderWay) -> StepResult:
-        total, square, requests, _ = self._agreed(batch)
-        loss, norm = total / batch.divisor, square**0.5
-        if not (math.isfinite(loss) and math.isfinite(norm)):  # all ranks see the same numbers and stop together
-            late = "known only after this step was taken"
-            consequence = "this step was not taken" if self.versions is None else late
-            if self.optimizer.rule.updated:
-                consequence = "backward has updated parameters whose gradients are finite, and no other"
-            what = f"the loss is {loss} and the gradient norm {norm}: {consequence}."
-            fix = "Resume from the last checkpoint with a lower rate, a longer warm-up or clipping."
-            raise MeshwrightError([Problem(where="train", what=what, fix=fix)], exit_code=1)
-        return StepResult(loss=loss, gradient_norm=norm, must_stop=requests >= 2, must_save=requests % 2 == 1)
+        if batch.result is None:
+            if batch.arrived is not None:
+                batch.arrived.synchronize()
+            total, square, *asked = self._agreed(batch)
+            scale, requests = self._scaled(), asked[0] if asked else batch.requests
+            loss, norm = total / batch.divisor, square**0.5 / scale
+            is_finite = math.isfinite(loss) and math.isfinite(norm)
+            if not is_finite and self.build.loss_scaling is None:  # all ranks see the same numbers and stop together
+                raise self._not_finite(batch, loss, norm)
+            batch.result = StepResult(
+                loss=loss,
+                gradient_norm=norm,
+                must_stop=requests >= 2,
+                must_save=requests % 2 == 1,
+                is_skipped=not is_finite,
+                loss_scale=scale,
+            )
+        return replace(batch.result, ended_seconds=batch.ended_seconds or time.perf_counter())
+
+    def _not_finite(self, batch: BatchUnderWay, loss: float, norm: float) -> MeshwrightError:
+        """The error of a step; where it was launched nevertheless, it and those after it have changed nothing."""
+        if self.reads_late:
+            self.refused = torch.zeros_like(self.refused)
+            self.optimizer.num_steps = batch.num_steps
+        late = "known only after this step was taken"
+        consequence = "this step was not taken" if self.versions is None else late
+        if self.optimizer.rule.updated:
+            consequence = "backward has updated parameters whose gradients are finite, and no other"
+        what = f"the loss is {loss} and the gradient norm {norm}: {consequence}."
+        fix = "Resume from the last checkpoint with a lower rate, a longer warm-up or clipping."
+        return MeshwrightError([Problem(where="train", what=what, fix=fix)], exit_code=1)
 
     def _used_by_none(self, unused: list[str]) -> set[str]:
         """Of the parameters that took no part in a step here, those that took no part anywhere."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -112,6 +113,7 @@ class RankTraining:
         num_watched = 0 if plan.overlaps_steps else config.run.timeline_steps
         self.watch = Watch(trainer.step + WARM_UP_STEPS, num_watched, mesh)
         trainer.build.on_action.append(self.watch.look)
+        trainer.rests = (self.watch.range.start, self.watch.range.stop)
         self.tally = StepTally()
         self.num_early_retries = 0
         self.saved_step = trainer.step if trainer.step else -1
@@ -120,6 +122,7 @@ class RankTraining:
         self.held_out: dict[str, float] = {}
         self.loss: float | None = None
         self.num_tokens = 0.0
+        self.num_skipped = 0
         self.start = time.monotonic()
 
     def _open(self, description: ModelDescription, plan: Plan, mesh: Mesh) -> Trainer:
@@ -172,8 +175,9 @@ class RankTraining:
         self.tally.add(step.seconds, step.data_seconds, is_measured=is_measured)
         if not is_measured:
             self.num_early_retries = num_retries(self.trainer.mesh.device)
-        self.loss = step.loss
+        self.loss = step.loss if math.isfinite(step.loss) else self.loss
         self.num_tokens += step.num_tokens
+        self.num_skipped += step.is_skipped
         if self.metrics is None:
             return
         memory = peak_bytes(self.trainer.mesh.device)
@@ -186,7 +190,9 @@ class RankTraining:
             f"{self.progress.counts}_per_second": step.tokens_per_second,
             "memory_bytes": memory,
         }
-        self.metrics.write(step.step + 1, values)
+        if self.trainer.build.loss_scaling is not None:
+            values |= {"loss_scale": step.loss_scale, "skipped_steps": self.num_skipped}
+        self.metrics.write(step.step + 1, {name: value for name, value in values.items() if math.isfinite(value)})
         is_last = step.must_stop or step.step + 1 == self.config.train.steps
         if self.tally.is_enough and not self.is_compared and not is_last:
             self._compare()

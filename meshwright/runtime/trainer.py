@@ -14,12 +14,13 @@ from typing import Any
 import torch
 
 from meshwright.checkpoint.load import Reader
-from meshwright.core.codec import encode
+from meshwright.core.codec import decode, encode
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.plan import Plan
 from meshwright.data.dataset import Batch
 from meshwright.data.open_data import Data
 from meshwright.ops.device_mesh import Mesh
+from meshwright.optimizers.loss_scaling import LossScaling
 from meshwright.optimizers.update import Optimizer
 from meshwright.run.model import OpenedModel
 from meshwright.run.run_file import TrainSection
@@ -45,6 +46,10 @@ class TrainStep:
     num_tokens: float
     """That were learnt from; samples, where they have no sequence."""
     must_stop: bool
+    loss_scale: float
+    """What the loss was multiplied by in backward."""
+    is_skipped: bool
+    """Gradients overflowed in float16, and nothing was updated."""
     must_save: bool
     """`train.save_minutes` have passed on rank 0 since the last checkpoint, and no step is under way."""
 
@@ -55,8 +60,8 @@ class _Fed:
 
     lr: float
     num_tokens: float
+    start_seconds: float
     data_seconds: float
-    seconds: float = 0.0
 
 
 class Trainer:
@@ -87,11 +92,14 @@ class Trainer:
         if reader is not None and goes_on:
             restore_buffers(reader, self.build)
             restore_optimizer(reader, self.build, self.optimizer)
+            self._restore_scaling(reader.state)
         self.loop = Loop(self.build, self.optimizer)
         self.sampler: Sampler | None = None
         self.step = reader.step if reader is not None and goes_on else 0
         self.cursor = int(reader.state["cursor"]) if reader is not None and goes_on else 0
         self.part, self.num_parts = mesh.part(plan.sample_axes)
+        self.rests: tuple[int, ...] = ()
+        """Counts of steps after which somebody wants none under way, beside those that the settings say."""
         self.saved_seconds = time.monotonic()
 
     def _check_state(self, state: Any) -> None:
@@ -114,23 +122,31 @@ class Trainer:
         if problems:
             raise MeshwrightError(problems)
 
+    def _restore_scaling(self, state: Any) -> None:
+        """Steps that were skipped are not among the optimizer's; a run that came from another dtype has no scale."""
+        self.optimizer.set_num_steps(int(state.get("updates", self.optimizer.num_steps)))
+        if self.build.loss_scaling is not None and state.get("loss_scaling"):
+            self.build.loss_scaling = decode(LossScaling, state["loss_scaling"], "loss_scaling")
+
     def steps(self, stop: Any = None) -> Iterator[TrainStep]:
         """Train until `settings.steps`, or until some rank's stop flag is set.
 
-        Where the plan's steps overlap, a step is told of late; but when something is due after it, all are at rest.
+        A step may be told of late, while the next one runs; but when something is due after it, all are at rest.
         """
         settings, plan = self.settings, self.plan
         fed: deque[_Fed] = deque()
         must_stop = must_save = False
+        ended = 0.0
         while not must_stop and (at := self.step + len(fed)) < settings.steps:
             start = time.perf_counter()
             # Randomness depends on the step and the samples alone: nothing to save, nothing to resume.
             torch.manual_seed(_seed(settings.seed, at, self.part))
             cursor = self.cursor + len(fed) * plan.batch
             batch = self.data.batch(cursor, plan.batch, self.part, self.num_parts, plan.shares)
-            waited = time.perf_counter() - start
+            # While the device computes the step before, nothing waits for samples.
+            waited = 0.0 if self.loop.is_busy else time.perf_counter() - start
             lr = settings.optimizer.lr_at(at, settings.steps)
-            fed.append(_Fed(lr=lr, num_tokens=batch.num_tokens, data_seconds=waited))
+            fed.append(_Fed(lr=lr, num_tokens=batch.num_tokens, start_seconds=start, data_seconds=waited))
             # One clock decides: rank 0's.
             save = self.mesh.rank == 0 and 0 < settings.save_minutes * 60 <= time.monotonic() - self.saved_seconds
             is_told = stop is not None and stop.is_set
@@ -140,32 +156,42 @@ class Trainer:
             del samples
             must_stop = any(result.must_stop for result in results)
             must_save = any(result.must_save for result in results)
-            if must_stop or must_save or self._is_pause(self.step + len(fed)):
-                results += self.loop.flush()
-                must_stop = any(result.must_stop for result in results)
-            fed[-1].seconds = time.perf_counter() - start
-            for result in results:
-                known = fed.popleft()
-                self.cursor += self.plan.batch
-                self.step += 1
-                yield TrainStep(
-                    step=self.step - 1,
-                    loss=result.loss,
-                    gradient_norm=result.gradient_norm,
-                    lr=known.lr,
-                    seconds=known.seconds,
-                    data_seconds=known.data_seconds,
-                    tokens_per_second=known.num_tokens / known.seconds,
-                    num_tokens=known.num_tokens,
-                    must_stop=must_stop and not fed,
-                    must_save=must_save and not fed,
-                )
+            # Alone, this rank's wishes are everyone's.
+            is_asked = must_stop or must_save or (self.loop.reads_late and (is_told or save))
+            must_rest = is_asked or self._is_pause(self.step + len(fed))
+            while results or must_rest:
+                for result in results:
+                    known = fed.popleft()
+                    # A step that the device began before the last one was told of lasts from there.
+                    seconds = max(result.ended_seconds - max(known.start_seconds, ended), 1e-9)
+                    ended = result.ended_seconds
+                    self.cursor += self.plan.batch
+                    self.step += 1
+                    yield TrainStep(
+                        step=self.step - 1,
+                        loss=result.loss,
+                        gradient_norm=result.gradient_norm,
+                        lr=known.lr,
+                        seconds=seconds,
+                        data_seconds=known.data_seconds,
+                        tokens_per_second=known.num_tokens / seconds,
+                        num_tokens=known.num_tokens,
+                        loss_scale=result.loss_scale,
+                        is_skipped=result.is_skipped,
+                        must_stop=must_stop and not fed,
+                        must_save=must_save and not fed,
+                    )
+                # What is known is told first: this may raise.
+                results = self.loop.flush() if must_rest else []
+                must_stop |= any(result.must_stop for result in results)
+                must_save |= any(result.must_save for result in results)
+                must_rest = False
 
     def _is_pause(self, step: int) -> bool:
         """Whether somebody looks at the weights after that many steps."""
         settings = self.settings
         every = (settings.save_every, settings.evaluate_every, settings.sample_every)
-        return step == settings.steps or any(is_due(step, each) for each in every)
+        return step == settings.steps or step in self.rests or any(is_due(step, each) for each in every)
 
     def evaluate(self) -> dict[str, float]:
         """Held-out loss by the names people know it by: bits per byte of text, top-1 of images."""
@@ -199,6 +225,8 @@ class Trainer:
             "files": files if len(files) <= _MOST_FILES else {},
             "model": self.model_fingerprint,
             "optimizer": self.settings.optimizer.name,
+            "updates": self.optimizer.num_steps,
+            "loss_scaling": encode(self.build.loss_scaling),
             "plan": encode(self.plan),
             **self.about,
         }
@@ -210,7 +238,9 @@ class Trainer:
         device = self.mesh.device
 
         def put(array: Any) -> torch.Tensor:
-            return torch.from_numpy(array).to(device, non_blocking=True)
+            tensor = torch.from_numpy(array)
+            # From memory that is not pinned the copy would wait for the step before.
+            return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
         arrays = batch.inputs
         inputs = tuple(map(put, arrays)) if isinstance(arrays, tuple) else put(arrays)

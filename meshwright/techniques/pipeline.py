@@ -126,6 +126,8 @@ class Pipeline(Technique):
             what = f"{needed}, a step has {given.num_microbatches}."
             fix = "Use smaller microbatches, a larger batch or fewer stages."
             yield given.num_microbatches < given.size, self.problem(what, fix)
+            what = f"in {self.schedule} a stage updates before others know whether a gradient of fp16 overflowed."
+            yield given.scales_loss, self.problem(what, "Use another schedule, or another dtype than fp16.")
 
     def _setting_problems(self) -> list[Problem]:
         problems = []

@@ -53,7 +53,7 @@ class Precision(Technique):
     phase: ClassVar[str] = "swap"
     exactness: ClassVar[Exactness] = "rounded"
 
-    dtype: Literal["bf16", "fp32"] = "bf16"
+    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     weights: Literal["fp32", "bf16"] = "fp32"
     """As they are stored and updated; bf16: gradients too, and there is no float32 copy of either."""
     matmul: Literal["", "fp8_tensorwise", "fp8_rowwise"] = ""
@@ -68,7 +68,7 @@ class Precision(Technique):
     def options(cls, profile: Profile, cluster: Cluster) -> tuple[Option, ...]:
         rates = cluster.device.flops_per_second
         if "bf16" not in rates:
-            return ()
+            return (Choice("dtype", ("fp16",)),) if "fp16" in rates else ()
         has_fp8 = "fp8" in rates and not _fp8_problems(profile, 1)
         return (
             Choice("dtype", ("bf16",)),
@@ -85,6 +85,10 @@ class Precision(Technique):
     def updates_each_alone(self) -> bool:
         return self.weights == "bf16"
 
+    @property
+    def scales_loss(self) -> bool:
+        return self.dtype == "fp16"
+
     def refusals(self, given: Circumstances) -> Iterator[tuple[Num, Problem]]:
         if self.matmul:
             what = f"matmul is {self.matmul}, and this schedule makes weights' gradients apart, from 16-bit operands."
@@ -94,8 +98,8 @@ class Precision(Technique):
         problems = list(self.refused(plan, profile))
         if self.matmul:
             problems += [self.problem(*words) for words in _fp8_problems(profile, self.edge_blocks)]
-        if self.matmul and self.dtype == "fp32":
-            what = f"matmul is {self.matmul}, whose results are 16-bit, and dtype is fp32."
+        if self.matmul and self.dtype != "bf16":
+            what = f"matmul is {self.matmul}, whose results are bf16, and dtype is {self.dtype}."
             problems.append(self.problem(what, 'Use dtype = "bf16".'))
         if self.weights == "bf16" and (self.dtype != "bf16" or profile.stream != "compute"):
             computed = "under autocast" if profile.stream != "compute" else f"in {self.dtype}"
@@ -103,9 +107,10 @@ class Precision(Technique):
             problems.append(self.problem(what, 'Use weights = "fp32".'))
         if self.edge_blocks < 0:
             problems.append(self.problem(f"edge_blocks is {self.edge_blocks}.", "Use 0 or more."))
-        if cluster is not None and self.dtype not in cluster.device.flops_per_second:
+        if cluster is not None and cluster.device.peak(self.dtype) is None:
             what = f"the devices of {cluster.name} do not compute in {self.dtype}."
-            problems.append(self.problem(what, 'Use dtype = "fp32", or plan again with --ban precision.'))
+            other = next((d for d in ("bf16", "fp16") if cluster.device.peak(d) is not None), "fp32")
+            problems.append(self.problem(what, f'Use dtype = "{other}", or plan again with --ban precision.'))
         if cluster is not None and self.matmul and "fp8" not in cluster.device.flops_per_second:
             what = f"the devices of {cluster.name} do not multiply in fp8."
             problems.append(self.problem(what, 'Use matmul = "".'))
@@ -119,12 +124,12 @@ class Precision(Technique):
         def task(item: Any) -> Any:
             if getattr(item, "dtype", "") != "compute":
                 return item
-            return replace(item, dtype="bf16", moved_bytes=item.moved_bytes / 2)
+            return replace(item, dtype=self.dtype, moved_bytes=item.moved_bytes / 2)
 
         def resident(item: Resident) -> Resident:
             if item.dtype != "compute":
                 return item
-            return replace(item, dtype="bf16", bytes=item.bytes / 2)
+            return replace(item, dtype=self.dtype, bytes=item.bytes / 2)
 
         # Tables are looked up as they are.
         multiplying = {task.layer for task in work.computes if task.kind == "matmul"}
@@ -149,7 +154,8 @@ class Precision(Technique):
             work = work.map_slots(lambda slot: replace(slot, element_bytes=2)).with_widths(reduce=2)
             work = work.forbid(not work.optimizer.is_elementwise)
         stream = 2 if work.profile.stream == "compute" else work.facts.widths.stream
-        work = work.with_facts(compute_dtype="bf16").with_widths(compute=2, gather=2, stream=stream)
+        work = work.with_facts(compute_dtype=self.dtype, scales_loss=self.scales_loss)
+        work = work.with_widths(compute=2, gather=2, stream=stream)
         return self._price_fp8(work) if self.matmul else work
 
     def _price_fp8(self, work: Work) -> Work:
@@ -192,9 +198,13 @@ class Precision(Technique):
     def _swap(self, build: Build) -> None:
         import torch
 
-        if self.dtype == "bf16":
-            build.compute_dtype = torch.bfloat16
-            build.model.set_compute_dtype(torch.bfloat16)
+        if self.dtype != "fp32":
+            build.compute_dtype = torch.bfloat16 if self.dtype == "bf16" else torch.float16
+            build.model.set_compute_dtype(build.compute_dtype)
+        if self.scales_loss:
+            from meshwright.optimizers.loss_scaling import LossScaling
+
+            build.loss_scaling = LossScaling()
         if self.weights == "bf16":
             from functools import partial
 

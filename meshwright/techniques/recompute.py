@@ -304,7 +304,7 @@ def _dear_bytes(work: Work, layer: Layer, keeps_products: bool) -> Num:
 def _product_bytes(work: Work, task: Compute, wide: int) -> Num:
     if not task.shape:  # all that it read and wrote: never too little
         return task.moved_bytes
-    size = task.flops / (2 * task.shape[1]) * (2 if task.dtype == "bf16" else wide)
+    size = task.flops / (2 * task.shape[1]) * (2 if task.dtype in ("bf16", "fp16") else wide)
     return size * _is_whole(work, task)
 
 
@@ -322,7 +322,7 @@ def _attended_bytes(work: Work, task: Compute, wide: int) -> Num:
     heads, size, seen = task.shape
     rows = work.size("microbatch") * work.size("sequence") * heads * task.kernels
     rows = np.maximum(rows, task.flops / (4 * size * seen))
-    return rows * (size * (2 if task.dtype == "bf16" else wide) + wide)
+    return rows * (size * (2 if task.dtype in ("bf16", "fp16") else wide) + wide)
 
 
 def _last_product(ops: tuple[Op, ...]) -> str:

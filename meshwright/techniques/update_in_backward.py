@@ -67,6 +67,8 @@ class UpdateInBackward(Technique):
         yield given.splits_backward, self.problem(what, "Use another schedule, or leave the technique out.")
         what = "steps that overlap need weights of two versions."
         yield given.overlaps_steps, self.problem(what, "Use another schedule, or leave the technique out.")
+        what = "a step in which a gradient of fp16 overflows must be skipped as a whole."
+        yield given.scales_loss, self.problem(what, "Use another dtype than fp16, or leave the technique out.")
 
     def check(self, plan: Plan, profile: Profile, cluster: Cluster | None) -> Problems:
         problems = list(self.refused(plan, profile))

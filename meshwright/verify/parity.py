@@ -130,9 +130,11 @@ def steps_of(
     caught: dict[str, Tensor] = {}
     inner = session.loop.optimizer.update
 
-    def update(lr: float, norm: float) -> None:
-        caught.update({name: value.clone() for name, value in session.build.local_gradients()})
-        inner(lr, norm)
+    def update(*given: Any) -> None:
+        scaling = session.build.loss_scaling
+        scale = 1.0 if scaling is None else scaling.scale
+        caught.update({name: value / scale for name, value in session.build.local_gradients()})
+        inner(*given)
 
     session.loop.optimizer.update = update
     session.loop.optimizer.rule.on_gradient.append(lambda name, value: caught.update({name: value.clone()}))
@@ -142,6 +144,8 @@ def steps_of(
         if seed is not None:
             torch.manual_seed(part_seed(seed, step, session.mesh.part(session.build.plan.sample_axes)[0]))
         result = session.loop.step(given, optimizer.lr_at(step, steps))
+        while result.is_skipped:  # until the loss's scale is low enough
+            result = session.loop.step(given, optimizer.lr_at(step, steps))
         yield step, result, caught
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -181,3 +182,30 @@ def evaluate_job(
         "loss": goes_on.loss,
         "must_stop": [goes_on.must_stop, stops.must_stop],
     }
+
+
+def overflow_job(
+    *, plan: dict[str, Any], config: dict[str, Any], optimizer: dict[str, Any], sequence: int, rank: int,
+    num_ranks: int, rendezvous: str,
+) -> dict[str, Any]:  # fmt: skip
+    """Three steps, of which the last rank's gradients overflow in the first and the third."""
+    parity.enter(rank, num_ranks, rendezvous)
+    chosen, rates = Plan.from_json(json.dumps(plan)), decode(OptimizerConfig, optimizer, "optimizer")
+    opened, samples = open_tiny(config, chosen.batch, sequence, "float32")
+    session = parity.open_session(chosen, opened, rates, dtype="float32", device=CPU)
+    part, loop = session.mesh.part(chosen.sample_axes), session.loop
+    answer: dict[str, Any] = {"skipped": [], "scales": [], "changed": []}
+    for step in range(3):
+        before = [*session.build.local_parameters(), *((name, value) for _, name, value, _ in loop.optimizer.state())]
+        copies = [value.clone() for _, value in before]
+        given = samples(step, *part)
+        if step != 1 and rank == num_ranks - 1:
+            given = replace(given, weights=given.weights * 1e30)
+        result = loop.step(given, rates.lr)
+        answer["skipped"].append(result.is_skipped)
+        answer["scales"].append(result.loss_scale)
+        pairs = zip(before, copies, strict=True)
+        answer["changed"].append(any(not torch.equal(value, copy) for (_, value), copy in pairs))
+    answer["num_steps"] = loop.optimizer.num_steps
+    parity.leave()
+    return answer

@@ -1,13 +1,16 @@
-"""Products in 8 bits under every cut: near float32, the same as on one device up to its own roundings, as priced."""
+"""Fewer bits (fp8 products, bf16 weights, fp16) under every cut: near float32, as on one device, and as priced."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import tiny
 from tiny import LLAMA, plan_of
+
+from meshwright.launch.rank_pool import RankPool
 
 Run = Callable[..., list[dict[str, Any]]]
 
@@ -67,3 +70,48 @@ def test_bf16_weights_are_near_float32_and_half_as_large(techniques: tuple[Any, 
             wide["state"][each] for each in ("parameters", "gradients")
         ]
         assert narrow["state"]["optimizer"] == wide["state"]["optimizer"]
+
+
+FP16 = tiny.t("precision", dtype="fp16")
+# 11 bits; Adam makes whole steps of the signs of the smallest gradients, as in bf16.
+OF_FP16 = {
+    "first loss": 2**-11,
+    "first gradient": 2**-10,
+    "first gradient norm": 2**-10,
+    "loss": 2**-9,
+    "parameter": 2**-9,
+}
+IN_FP16 = (
+    (FP16,),
+    (FP16, tiny.REPLICATE),
+    (FP16, tiny.SHARD1),
+    (FP16, tiny.SHARD2),
+    (FP16, tiny.SHARD3),
+    (FP16, tiny.SEQUENCED),
+    (FP16, tiny.PIPELINE, tiny.RECOMPUTE),
+    (FP16, tiny.CHUNKED, tiny.RECOMPUTE_SOME),
+    (FP16, tiny.ZBV),
+    pytest.param((FP16, tiny.COMPILE, tiny.REPLICATE), marks=pytest.mark.slow),
+    pytest.param((FP16, tiny.SHARD3, tiny.TENSOR, tiny.PIPELINE), marks=pytest.mark.slow),
+)
+
+
+@pytest.mark.parametrize("techniques", IN_FP16, ids=tiny.joined)
+def test_fp16_is_near_float32_and_sends_what_bf16_sends(techniques: tuple[Any, ...], ran: Run) -> None:
+    answers = ran(plan_of(*techniques, microbatch=4), LLAMA, dtype="float32")
+    assert tiny.departures(answers, OF_FP16) == []
+    assert tiny.price_differences(answers) == []
+    errors = [answer["errors"]["first gradient"][0] for answer in answers]
+    assert min(errors) > 1e-6, "nothing was rounded"
+
+
+@pytest.mark.parametrize("technique", [tiny.REPLICATE, tiny.SHARD1, tiny.SHARD3, tiny.TENSOR, tiny.PIPELINE], ids=str)
+def test_an_overflow_on_one_rank_skips_the_step_on_all(technique: Any, pool: RankPool) -> None:
+    plan = plan_of(FP16, technique)
+    question = {"config": LLAMA, "optimizer": tiny.ADAMW, "sequence": tiny.SEQUENCE}
+    answers = pool.run("rank_jobs:overflow_job", question | {"plan": json.loads(plan.to_json())}, num_ranks=2)
+    for answer in answers:
+        assert answer["skipped"] == [True, False, True]
+        assert answer["changed"] == [False, True, False]
+        assert answer["scales"] == [2.0**16, 2.0**15, 2.0**15]
+        assert answer["num_steps"] == 1

@@ -173,7 +173,7 @@ def test_pins_that_leave_a_way_are_kept(pins: list[str]) -> None:
 
 def test_a_pin_the_machine_or_the_sequence_rules_out_is_refused() -> None:
     with pytest.raises(MeshwrightError, match=r"pin precision: .*do not compute in bf16"):
-        search(PROFILE, cluster("4xv100"), batch=16, sequence=128, pin=["precision"])
+        search(PROFILE, cluster("4xv100"), batch=16, sequence=128, pin=["precision.dtype=bf16"])
     with pytest.raises(MeshwrightError, match="pin tensor: a sequence of 127"):
         search(PROFILE, MACHINE, batch=16, sequence=127, pin=["tensor.sequence=true"])
     with pytest.raises(MeshwrightError, match="pin tensor: no size is possible"):

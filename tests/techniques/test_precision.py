@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from meshwright.core.errors import MeshwrightError
@@ -11,6 +13,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.technique import technique_named
 from meshwright.machine.named_clusters import cluster
 from meshwright.models.presets import DecoderConfig, profile
+from meshwright.optimizers.optimizer_config import OptimizerConfig
 from meshwright.planner.search import search
 from meshwright.planner.wishes import read_wishes
 from meshwright.simulator.forecast import forecast
@@ -39,7 +42,7 @@ def test_a_device_without_the_dtype_is_refused() -> None:
     assert _problems(FP8, machine=cluster("h200")) == ""
     assert "do not multiply in fp8" in _problems(FP8, machine=cluster("a100-80"))
     assert "do not compute in bf16" in _problems(PRECISION(), machine=cluster("titan-rtx"))
-    assert PRECISION.options(LLAMA, cluster("titan-rtx")) == ()
+    assert 'Use dtype = "fp16"' in _problems(PRECISION(), machine=cluster("titan-rtx"))
     with pytest.raises(MeshwrightError, match="do not multiply in fp8"):
         search(LLAMA, cluster("a100-80"), batch=8, sequence=512, pin=["precision.matmul=fp8_rowwise"], allow="lossy")
 
@@ -50,9 +53,51 @@ def test_fp8_where_it_cannot_be_is_refused() -> None:
     assert "none is left for fp8" in _problems(PRECISION(matmul="fp8_rowwise", edge_blocks=8))
     assert "dtype is fp32" in _problems(PRECISION(matmul="fp8_rowwise", dtype="fp32"))
     assert "autocast" in _problems(FP8, profile("vit-b16"))
+    assert "dtype is fp16" in _problems(PRECISION(matmul="fp8_rowwise", dtype="fp16"))
     schedule = technique_named("pipeline")(size=2, schedule="zbv")
     assert "makes weights' gradients apart" in _problems(FP8, others=(schedule,))
     assert "edge_blocks is -1" in _problems(PRECISION(edge_blocks=-1))
+
+
+def test_fp16_where_it_cannot_be_is_refused() -> None:
+    fp16 = PRECISION(dtype="fp16")
+    assert fp16.exactness == "rounded"
+    assert "computes in fp16" in _problems(PRECISION(dtype="fp16", weights="bf16"))
+    device = replace(cluster("h100").device, kind="cpu", flops_per_second={"fp32": 1e12, "bf16": 2e12})
+    slow = replace(cluster("h100"), device=device)
+    assert 'do not compute in fp16. Use dtype = "bf16"' in _problems(fp16, machine=slow)
+    for other, words in (
+        (technique_named("update_in_backward")(), "must be skipped as a whole"),
+        (technique_named("pipeline")(size=2, schedule="async"), "whether a gradient of fp16 overflowed"),
+    ):
+        for precision, is_refused in ((fp16, True), (PRECISION(), False)):
+            plan = Plan(techniques=(precision, other), batch=8, microbatch=4 if other.axis else 8)
+            assert (words in "; ".join(map(str, plan.check(LLAMA)))) == is_refused
+            assert (
+                bool(np.any(price(LLAMA, plan, sequence=512, optimizer=OptimizerConfig(clip=0.0)).facts.forbidden))
+                == is_refused
+            )
+
+
+def test_fp16_is_searched_only_where_there_is_no_bf16() -> None:
+    question: dict[str, Any] = {"batch": 4, "sequence": 512, "top": 1}
+    found = {
+        name: search(LLAMA, cluster(name), pin=pins, **question).best[0].technique("precision")  # type: ignore[index]
+        for name, pins in (("h200", ()), ("v100", ()), ("h100", ("precision.dtype=fp16",)))
+    }
+    assert {name: each.dtype for name, each in found.items()} == {"h200": "bf16", "v100": "fp16", "h100": "fp16"}
+
+
+def test_fp16_costs_what_bf16_costs_at_its_own_rate() -> None:
+    wide, narrow = (Plan(techniques=(PRECISION(dtype=dtype),), batch=4, microbatch=4) for dtype in ("bf16", "fp16"))
+    machine = cluster("h100")
+    rates = {name: rate for name, rate in machine.device.flops_per_second.items() if name != "fp16"}
+    without = replace(machine, device=replace(machine.device, flops_per_second=rates))
+    wanted = forecast(LLAMA, wide, without, sequence=4096)
+    same = forecast(LLAMA, narrow, without, sequence=4096)
+    assert (same.step_seconds, same.peak_bytes) == (wanted.step_seconds, wanted.peak_bytes)
+    faster = replace(machine, device=replace(machine.device, flops_per_second=rates | {"fp16": 2 * rates["bf16"]}))
+    assert forecast(LLAMA, narrow, faster, sequence=4096).step_seconds < wanted.step_seconds
 
 
 def test_a_vocabulary_that_is_no_multiple_of_16_does_not_matter() -> None:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 class AdamW(UpdateRule):
     states = 2
     has_low_bit_form = True
+    decides_on_device = True
 
     def __init__(self, *given: Any):
         import torch
@@ -28,7 +29,7 @@ class AdamW(UpdateRule):
             self.inner.state[value] = {"step": count, **{kind: kept[index] for kind, kept in self.state.items()}}
 
     def step(self, lr: float, count: int) -> None:
-        torch_step(self.inner, lr)
+        torch_step(self, self.inner, lr)
 
     def set_num_steps(self, count: int) -> None:
         for values in self.inner.state.values():
@@ -44,7 +45,9 @@ def torch_groups(pieces: list[ParameterPiece]) -> list[dict[str, Any]]:
     return found or [{"params": [], "lr_scale": 1.0}]
 
 
-def torch_step(inner: torch.optim.Optimizer, lr: float) -> None:
+def torch_step(rule: UpdateRule, inner: torch.optim.Optimizer, lr: float) -> None:
+    # Torch's fused kernels look for these two by name.
+    inner.grad_scale, inner.found_inf = rule.divisor, rule.refused
     for group in inner.param_groups:
         group["lr"] = lr * group["lr_scale"]
     inner.step()

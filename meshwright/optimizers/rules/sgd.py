@@ -11,6 +11,7 @@ from meshwright.optimizers.rules.adamw import torch_groups, torch_step
 class SGD(UpdateRule):
     states = 1
     needs_momentum = True
+    decides_on_device = True
 
     def __init__(self, *given: Any):
         import torch
@@ -23,4 +24,4 @@ class SGD(UpdateRule):
                 self.inner.state[value] = {"momentum_buffer": kept}
 
     def step(self, lr: float, count: int) -> None:
-        torch_step(self.inner, lr)
+        torch_step(self, self.inner, lr)
