@@ -83,6 +83,8 @@ class Compute:
     """Launched, one after the other; of a matmul, how many products."""
     shared_out: str = ""
     """As in `Param`: of the weights it is about."""
+    is_replayed: bool = False
+    """Its kernels are part of a CUDA graph: the host launches none of them."""
 
     @property
     def per_step(self) -> bool:
@@ -278,6 +280,8 @@ class WorkFacts:
     """Layer -> its instances whose forward runs again during backward."""
     replays_blocks: bool = False
     """Which blocks run again is decided while backward runs."""
+    joins_gradients: bool = False
+    """Gradients of all layers exist at once, whatever is done with each of them."""
     keeps_gradients: Num = 0
     """1 where whole gradients stay allocated from step to step."""
     frees_gradients: bool = False
@@ -316,6 +320,7 @@ class Circumstances:
     splits_backward: bool
     overlaps_steps: bool
     replays_blocks: bool
+    joins_gradients: bool
 
 
 class Updating(Protocol):
@@ -391,6 +396,7 @@ class Work:
             splits_backward=self.facts.splits_backward,
             overlaps_steps=self.facts.overlaps_steps,
             replays_blocks=self.facts.replays_blocks,
+            joins_gradients=self.facts.joins_gradients,
         )
 
     def map_tasks(self, change: Callable[[Any], Any]) -> Work:
