@@ -181,7 +181,7 @@ def test_impossible_dimensions_of_other_models_are_refused_all_at_once(
     assert [problem.where for problem in caught.value.problems] == places
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"] if "gpt2" in FAMILIES else list(FAMILIES)[:2])
+@pytest.mark.parametrize("family", ["gpt", "llama"])
 def test_the_trunk_as_one_function_with_documents_too(family: str) -> None:
     model, tokens = filled(FAMILIES[family]), tokens_of(FAMILIES[family])
     documents = torch.arange(12).expand(2, 12) // 5
