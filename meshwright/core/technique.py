@@ -173,6 +173,11 @@ class Technique:
         """Which blocks run again is decided while backward runs."""
         return False
 
+    @property
+    def joins_gradients(self) -> bool:
+        """Gradients of all layers exist at once, whatever is done with each of them."""
+        return False
+
     @classmethod
     def options(cls, profile: Profile, cluster: Cluster) -> tuple[Option, ...]:
         """What search may try; empty if the technique makes no sense here."""
@@ -207,6 +212,7 @@ class Technique:
             overlaps_steps=plan.overlaps_steps,
             replays_blocks=any(technique.replays_blocks for technique in plan.techniques),
             scales_loss=any(technique.scales_loss for technique in plan.techniques),
+            joins_gradients=any(technique.joins_gradients for technique in plan.techniques),
         )
         return tuple(problem for applies, problem in self.refusals(given) if applies)
 

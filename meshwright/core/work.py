@@ -86,6 +86,8 @@ class Compute:
     """Launched, one after the other; of a matmul, how many products."""
     shared_out: str = ""
     """As in `Param`: of the weights it is about."""
+    is_replayed: bool = False
+    """Its kernels are part of a CUDA graph: the host launches none of them."""
 
     @property
     def per_step(self) -> bool:
@@ -266,6 +268,8 @@ class WorkFacts:
     """Which blocks run again is decided while backward runs."""
     scales_loss: bool = False
     """Gradients come multiplied by a factor, and a step in which they overflow is skipped."""
+    joins_gradients: bool = False
+    """Gradients of all layers exist at once, whatever is done with each of them."""
     keeps_gradients: Num = 0
     """1 where whole gradients stay allocated from step to step."""
     frees_gradients: bool = False
@@ -305,6 +309,7 @@ class Circumstances:
     overlaps_steps: bool
     replays_blocks: bool
     scales_loss: bool
+    joins_gradients: bool
 
 
 class Updating(Protocol):
@@ -381,6 +386,7 @@ class Work:
             overlaps_steps=self.facts.overlaps_steps,
             replays_blocks=self.facts.replays_blocks,
             scales_loss=self.facts.scales_loss,
+            joins_gradients=self.facts.joins_gradients,
         )
 
     def map_tasks(self, change: Callable[[Any], Any]) -> Work:

@@ -72,7 +72,7 @@ def compute_seconds(task: Compute, device: Device) -> Num:
 
 def host_seconds(task: Compute, device: Device) -> Num:
     """What the host needs to launch one layer instance's op, beside what the device does."""
-    return 0.0 if device.kind == "cpu" else task.kernels * device.launch_seconds
+    return 0.0 if device.kind == "cpu" or task.is_replayed else task.kernels * device.launch_seconds
 
 
 def _by_host(task: Compute, device: Device) -> Num:

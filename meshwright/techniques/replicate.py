@@ -88,7 +88,7 @@ class Replicate(Technique):
                 bytes=size,
                 origin=self.name,
                 per_step=True,
-                hidden=True,
+                hidden=not work.facts.joins_gradients,
             )
             for layer, repeat, size in work.units(gradient_bytes, trained=True)
         ]

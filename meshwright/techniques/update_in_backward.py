@@ -65,6 +65,9 @@ class UpdateInBackward(Technique):
         yield given.num_microbatches > 1, self.problem(what, "Use one microbatch, or leave the technique out.")
         what = "this schedule makes weight gradients out of autograd's sight."
         yield given.splits_backward, self.problem(what, "Use another schedule, or leave the technique out.")
+        what = "the gradients of all compiled layers exist at once, so none can be let go of earlier."
+        fix = 'Use scope = "block" and graphs = false for compiled layers, or leave the technique out.'
+        yield given.joins_gradients, self.problem(what, fix)
         what = "steps that overlap need weights of two versions."
         yield given.overlaps_steps, self.problem(what, "Use another schedule, or leave the technique out.")
         what = "a step in which a gradient of fp16 overflows must be skipped as a whole."

@@ -69,10 +69,12 @@ class DecoderHead(nn.Module):
         self.score: Callable[[DecoderHead, Tensor, Tensor, Tensor], Tensor] = score
         self.scale = scale
         self.num_chunks = 1
+        self.is_normed = False
+        """What comes has been through the norm."""
         self.split_vocabulary: SplitVocabulary | None = None
 
     def forward(self, x: Tensor, targets: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
-        x = self.norm(x)
+        x = x if self.is_normed else self.norm(x)
         if targets is None or weights is None:
             return self.output(x)
         return self.score(self, x, targets, weights)
@@ -117,20 +119,30 @@ class Decoder(BlockModel):
             places = places_in_documents(documents)
         config = self.config
         mask = self.mask(tokens.shape[1], config.sliding_window, documents, tokens.device, config.size_of_head)
-        places = self.own_tokens(places, -1)
-        x = received
-        if x is None:
-            assert self.embed is not None, "a later stage is given what the stage before it made"
-            x = self.embed(self.own_tokens(tokens, 1), places)
-        cosine, sine = rope_table(self.config, places, x) if self.config.positions == "rope" else (None, None)
-        for name, block in self.blocks.items():
-            if self.runs(int(name)):
-                x = block(x, cosine, sine, mask)
+        x = self.trunk(self.own_tokens(tokens, 1), self.own_tokens(places, -1), mask, received)
         if self.head is None or not self.runs(self.config.num_layers - 1):
             return x
         if targets is None or weights is None:
             return self.head(x)
         return self.head(x, self.own_tokens(targets, 1), self.own_tokens(weights, 1))
+
+    def trunk(self, tokens: Tensor, places: Tensor, mask: Mask | None, received: Tensor | None) -> Tensor:
+        """Embedding and blocks."""
+        x = received
+        if x is None:
+            assert self.embed is not None, "a later stage is given what the stage before it made"
+            x = self.embed(tokens, places)
+        cosine, sine = rope_table(self.config, places, x) if self.config.positions == "rope" else (None, None)
+        for name, block in self.blocks.items():
+            if self.runs(int(name)):
+                x = block(x, cosine, sine, mask)
+        return x
+
+    def compile_trunk(self, compiled: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> None:
+        assert self.head is not None, "the whole model"
+        plain, norm = self.trunk, self.head.norm
+        self.head.is_normed = True
+        self.trunk = compiled(lambda *given: norm(plain(*given)))  # type: ignore[method-assign]
 
     def kind_of(self, block: int) -> str:
         return "dense_blocks" if block < self.config.num_dense_layers else "blocks"

@@ -19,7 +19,11 @@ laws = settings(max_examples=60, deadline=None)
 sizes = st.integers(1, 8)
 SETTINGS: dict[str, dict[str, Any]] = {
     "chunked_loss": {"chunks": st.integers(1, 64)},
-    "compile": {"backend": st.sampled_from(["inductor", "aot_eager"])},
+    "compile": {
+        "backend": st.sampled_from(["inductor", "aot_eager"]),
+        "scope": st.sampled_from(["block", "model"]),
+        "graphs": st.booleans(),
+    },
     "context": {"size": sizes, "kind": st.sampled_from(["ring", "ulysses"])},
     "expert": {"size": sizes},
     "lowbit_optimizer": {"bits": st.sampled_from([4, 8])},

@@ -179,3 +179,19 @@ def test_impossible_dimensions_of_other_models_are_refused_all_at_once(
     with pytest.raises(MeshwrightError) as caught:
         replace(PRESETS[name], **changes)
     assert [problem.where for problem in caught.value.problems] == places
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+def test_the_trunk_as_one_function_with_documents_too(family: str) -> None:
+    model, tokens = filled(FAMILIES[family]), tokens_of(FAMILIES[family])
+    documents = torch.arange(12).expand(2, 12) // 5
+    before = [model(tokens), model((tokens, documents))]
+    calls = []
+
+    def counted(function: Any) -> Any:
+        return lambda *given: calls.append(len(given)) or function(*given)
+
+    model.compile_trunk(counted)
+    after = [model(tokens), model((tokens, documents))]
+    assert calls == [4, 4]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))

@@ -1,0 +1,186 @@
+"""What `compile` costs as blocks, as one graph and as CUDA graphs; where it is refused, and when search takes it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from tiny import t
+
+import meshwright as mw
+from meshwright.core.errors import MeshwrightError
+from meshwright.core.plan import Plan
+from meshwright.core.work import Work
+from meshwright.machine.named_clusters import cluster
+from meshwright.models.cost_decoder import decoder_profile
+from meshwright.models.presets import preset
+from meshwright.planner.search import search
+from meshwright.run.model import describe
+from meshwright.run.run_file import ModelSection
+from meshwright.simulator.forecast import forecast
+from meshwright.simulator.pricing import price, price_sizes, sizes_of, stacked
+
+GPT2 = decoder_profile(preset("gpt2-124m"), "gpt2-124m")
+TINY, EXPERTS = tiny.profile_of(tiny.GPT), tiny.profile_of(tiny.MOE)
+VIT = describe(ModelSection(name="vit-digits"), 1).profile
+GPU, LAPTOP = cluster("1xh200"), cluster("laptop")
+BLOCKS, ONE, REPLAYED = t("compile"), t("compile", scope="model"), t("compile", graphs=True)
+BOTH = t("compile", scope="model", graphs=True)
+EVERY = (BLOCKS, ONE, REPLAYED, BOTH)
+NUMBERS = ("repeat", "flops", "moved_bytes", "kernels")
+
+
+def plan_of(*techniques: Any, batch: int = 8, microbatch: int = 8) -> Plan:
+    return Plan(techniques=techniques, batch=batch, microbatch=microbatch)
+
+
+def work_of(*techniques: Any, **sizes: int) -> Work:
+    return price(GPT2, plan_of(tiny.BF16, *techniques, **sizes), sequence=1024)
+
+
+def moved(work: Work, phase: str) -> float:
+    return float(sum(task.repeat * task.moved_bytes for task in work.computes if task.phase == phase))
+
+
+def launched(work: Work, *phases: str) -> float:
+    tasks = [task for task in work.computes if task.phase in phases and not task.is_replayed]
+    return float(sum(task.repeat * task.kernels for task in tasks))
+
+
+def test_one_graph_reads_the_stream_once_less_at_every_border() -> None:
+    stream, borders = 8 * 1024 * 768 * 2, 12 + 1  # with the final norm
+    blocks, one = work_of(BLOCKS), work_of(ONE)
+    assert moved(blocks, "forward") - moved(one, "forward") == pytest.approx(borders * stream)
+    assert moved(blocks, "backward") == moved(one, "backward")
+    assert launched(blocks, "forward") - launched(one, "forward") == pytest.approx(borders)
+
+
+def test_cuda_graphs_launch_once_each_and_the_device_does_the_same() -> None:
+    works = work_of(REPLAYED, microbatch=4), work_of(BLOCKS, microbatch=4)
+    kernels = [sum(task.repeat * task.kernels for task in work.computes) for work in works]
+    assert kernels[0] - kernels[1] == pytest.approx(2 * 12), "nothing is lost but launches"
+    names = {task.name for task in work_of(BOTH).computes if task.layer == "head" and task.is_replayed}
+    assert names == {"norm"}
+    # One graph each way; head, loss and, with one microbatch, a copy of each of the trunk's parameters.
+    head = [task for task in work_of(ONE).computes if task.layer == "head" and task.name != "norm"]
+    left = sum(task.kernels for task in head if task.phase in ("forward", "backward"))
+    copies = sum(slot.repeat for slot in work_of().slots if slot.layer != "head")
+    assert launched(work_of(BOTH), "forward", "backward") == pytest.approx(left + 2 + copies)
+    assert launched(work_of(BOTH, microbatch=4), "forward", "backward") == pytest.approx(left + 2)
+
+
+def test_the_memory_of_a_graph_stays_through_the_step() -> None:
+    def held(work: Work, life: str) -> float:
+        return sum(float(i.repeat * i.bytes) for i in work.residents if i.life == life and i.layer == "blocks")
+
+    blocks, replayed = work_of(BLOCKS), work_of(REPLAYED)
+    assert held(replayed, "microbatch") == 0
+    assert held(replayed, "always") == held(blocks, "always") + held(blocks, "microbatch")
+    gradients = 4 * sum(slot.repeat * slot.elements for slot in blocks.slots if slot.layer == "blocks")
+    assert held(replayed, "step") == held(blocks, "step") + gradients
+    peaks = [forecast(GPT2, plan_of(tiny.BF16, each, batch=1, microbatch=1), GPU, sequence=1024) for each in EVERY]
+    assert peaks[0].peak_allocated_bytes == peaks[1].peak_allocated_bytes < peaks[2].peak_allocated_bytes
+
+
+@pytest.mark.parametrize("technique", EVERY, ids=str)
+def test_arrays_are_plans_one_by_one(technique: Any) -> None:
+    plans = [plan_of(tiny.BF16, tiny.RECOMPUTE, technique, microbatch=size) for size in (1, 4, 8)]
+    sizes = [sizes_of(plan, GPT2, sequence=1024, stage=0) for plan in plans]
+    together = price_sizes(GPT2, plans[0].in_phase_order(), stacked(sizes))
+    for at, plan in enumerate(plans):
+        alone = price(GPT2, plan, sequence=1024)
+        for one, many in zip(alone.computes, together.computes, strict=True):
+            pairs = ((getattr(one, name), getattr(many, name)) for name in NUMBERS)
+            assert all(np.broadcast_to(b, 3)[at] == pytest.approx(a, rel=1e-12) for a, b in pairs)
+        for one, many in zip(alone.residents, together.residents, strict=True):
+            assert np.broadcast_to(many.bytes * many.repeat, 3)[at] == pytest.approx(one.bytes * one.repeat)
+
+
+def test_sums_over_replicas_hide_behind_blocks_but_not_behind_one_graph() -> None:
+    hidden = [
+        {task.hidden for task in price(TINY, plan_of(tiny.REPLICATE, each, microbatch=2), sequence=16).collectives}
+        for each in (BLOCKS, ONE)
+    ]
+    assert hidden == [{True}, {False}]
+
+
+REFUSED: tuple[tuple[Any, tuple[Any, ...], Any, Any, str], ...] = (
+    (ONE, (tiny.SHARD3,), TINY, None, "scope is model, and with shard"),
+    (ONE, (tiny.TENSOR,), TINY, None, "scope is model, and with tensor"),
+    (ONE, (tiny.RING,), TINY, None, "scope is model, and with context"),
+    (ONE, (tiny.PIPELINE,), TINY, None, "scope is model, and with pipeline"),
+    (ONE, (), VIT, None, "runs under autocast"),
+    (ONE, (), EXPERTS, None, "has experts"),
+    (REPLAYED, (), EXPERTS, None, "has experts"),
+    (REPLAYED, (tiny.REPLICATE,), TINY, None, "graphs is on, and with replicate"),
+    (REPLAYED, (tiny.SHARD1,), TINY, None, "graphs is on, and with shard"),
+    (REPLAYED, (), TINY, LAPTOP, "have no CUDA graphs"),
+    (t("compile", graphs=True, backend="aot_eager"), (), TINY, None, "makes no kernels"),
+    (ONE, (tiny.IN_BACKWARD,), TINY, None, "exist at once"),
+    (REPLAYED, (tiny.IN_BACKWARD,), TINY, None, "exist at once"),
+    (ONE, (t("recompute", slots=1),), TINY, None, "slots decides while backward runs"),
+)
+
+
+@pytest.mark.parametrize(("technique", "others", "profile", "machine", "reason"), REFUSED)
+def test_what_cannot_be_is_refused_with_a_fix(
+    technique: Any, others: tuple[Any, ...], profile: Any, machine: Any, reason: str
+) -> None:
+    found = [each for each in plan_of(technique, *others).check(profile, machine) if reason in each.what]
+    assert len(found) == 1
+    assert found[0].fix
+
+
+@pytest.mark.parametrize("technique", [ONE, BOTH], ids=str)
+@pytest.mark.parametrize("others", [(), (tiny.BF16, tiny.CHUNKED, tiny.LOW_BIT), (tiny.RECOMPUTE_SOME,)])
+def test_what_goes_together_is_accepted(technique: Any, others: tuple[Any, ...]) -> None:
+    assert plan_of(technique, *others, microbatch=4).check(TINY, GPU) == ()
+    assert plan_of(ONE, tiny.REPLICATE, *others, microbatch=4).check(TINY, cluster("2xh100")) == ()
+
+
+def test_a_rank_without_cuda_refuses_graphs() -> None:
+    with pytest.raises(MeshwrightError, match="this rank computes on a cpu device"):
+        mw.build(plan_of(REPLAYED, batch=2, microbatch=2), "byte-tiny", device="cpu")
+
+
+def test_search_takes_graphs_where_the_host_is_slow_and_offers_them_to_small_models_on_one_gpu() -> None:
+    (best,) = search(GPT2, GPU, batch=1, sequence=1024, top=1).ranked
+    assert BOTH in best.plan.techniques
+    (best,) = search(GPT2, GPU, batch=32, sequence=1024, top=1).ranked
+    assert ONE in best.plan.techniques
+    large = decoder_profile(preset("llama3.2-1b"), "llama3.2-1b")
+    for profile, machine in ((large, GPU), (GPT2, cluster("2xh100")), (VIT, GPU), (EXPERTS, GPU)):
+        assert [option.field for option in type(BLOCKS).options(profile, machine)] == ["backend"]
+    assert type(BLOCKS).options(GPT2, LAPTOP) == ()
+
+
+def test_settings_that_are_left_alone_are_not_written() -> None:
+    assert BLOCKS.encode_self() == {"name": "compile", "backend": "inductor"}
+    assert BOTH.encode_self() == {"name": "compile", "backend": "inductor", "scope": "model", "graphs": True}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("microbatch", [4, 2], ids=["1 microbatch", "2 microbatches"])
+@pytest.mark.parametrize("others", [(), (tiny.RECOMPUTE_ONE,)], ids=["alone", "recompute"])
+@pytest.mark.parametrize("documents", [False, True], ids=["whole", "documents"])
+def test_cuda_graphs_train_as_kernels_do(microbatch: int, others: tuple[Any, ...], documents: bool) -> None:
+    def losses(**settings: Any) -> list[float]:
+        torch._dynamo.reset()
+        generator = torch.Generator(device="cuda").manual_seed(0)
+        techniques = (tiny.BF16, t("compile", **settings), *others)
+        built = mw.build(plan_of(*techniques, batch=4, microbatch=microbatch), "byte-3m", device="cuda")
+        found = []
+        for step in range(5):
+            tokens = torch.randint(256, (4, 256), device="cuda", generator=generator)
+            places = torch.arange(256, device="cuda").expand(4, 256) // (60 + 10 * step)  # other tiles in each step
+            inputs = (tokens, places) if documents else tokens
+            found.append(built.step(inputs, tokens.roll(-1, dims=1)).loss)
+        return found
+
+    plain = losses()
+    assert len(set(plain)) == 5
+    for settings in ({"graphs": True}, {"scope": "model"}, {"scope": "model", "graphs": True}):
+        assert losses(**settings) == pytest.approx(plain, rel=2**-8)
