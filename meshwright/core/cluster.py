@@ -74,9 +74,12 @@ class Device:
     power_watts: float = 0.0
     """The cap under which it was measured; 0: not known."""
 
-    def peak(self, dtype: str) -> float | None:
-        """Operations per second; None where it does not compute in the dtype. GPUs run fp16 on the units of bf16."""
+    def peak(self, dtype: str, role: str = "") -> float | None:
+        """Operations per second of ops in a role; None where it does not compute in the dtype. GPUs run fp16 on the
+        units of bf16, and convolutions of float32 in TF32, which is torch's default for cuDNN and not for matmuls."""
         rates = self.flops_per_second
+        if dtype == "fp32" and role == "convolution" and "tf32" in rates:
+            return rates["tf32"]
         return rates.get("bf16" if dtype == "fp16" and dtype not in rates and self.kind != "cpu" else dtype)
 
     def problems(self) -> Iterator[Problem]:

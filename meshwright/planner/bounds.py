@@ -494,12 +494,16 @@ def floors(inputs: SearchInputs, dials: Sequence[Dial]) -> list[tuple[str, float
         for dial, settings in zip(swaps, ways, strict=True):
             work = work if settings is None else dial.example(settings).price(work)
         dtypes.add(work.facts.compute_dtype)
-    flops = sum(
-        inputs.batch * layer.repeat * (op.flops(1, sequence) + op.backward_flops(1, sequence))
-        for layer in inputs.profile.layers
-        for op in layer.ops
-        if op.kind in ("matmul", "attention") and op.dtype == "compute"
-    )
-    peaks = {dtype: inputs.cluster.device.peak(dtype) for dtype in dtypes}
-    least = [(dtype, flops / (peak * inputs.cluster.num_devices)) for dtype, peak in peaks.items() if peak]
+    flops: dict[str, float] = {}
+    for layer in inputs.profile.layers:
+        for op in layer.ops:
+            if op.kind in ("matmul", "attention") and op.dtype == "compute":
+                each = inputs.batch * layer.repeat * (op.flops(1, sequence) + op.backward_flops(1, sequence))
+                flops[op.role] = flops.get(op.role, 0.0) + each
+    least = []
+    for dtype in dtypes:
+        peaks = [inputs.cluster.device.peak(dtype, role) or 0.0 for role in flops]
+        if all(peaks):
+            seconds = sum(count / peak for count, peak in zip(flops.values(), peaks, strict=True))
+            least.append((dtype, seconds / inputs.cluster.num_devices))
     return sorted(least, key=lambda each: (each[1], each[0]))

@@ -101,7 +101,9 @@ def forecast_of(
         what = f"a step of {plan} never ends: the device has no {slowest.compute_dtype} rate, or one near zero."
         raise MeshwrightError([Problem(where=place.name, what=what)])
     tokens, ranks_each = plan.batch * sequence, plan.num_ranks // len(units)
-    peak_flops = sum((seen[unit].device.peak(slowest.compute_dtype) or 0.0) * ranks_each for unit in units)
+    role = "convolution" if any(op.role == "convolution" for each in profile.layers for op in each.ops) else ""
+    peaks = {group: each.device.peak(slowest.compute_dtype, role) or 0.0 for group, each in seen.items()}
+    peak_flops = sum(peaks[unit] * ranks_each for unit in units)
     spent = _spent(slowest, step, place)
     causes, origins = _summed(spent, "cause"), _summed(spent, "origin")
     # Parts of one cause are off together, causes each by themselves.

@@ -53,7 +53,7 @@ def compute_seconds(task: Compute, device: Device) -> Num:
         if isinstance(task.moved_bytes, np.ndarray) or task.moved_bytes > 0:
             return np.maximum(traffic, launched * device.kernel_seconds) + _by_host(task, device)
         return _by_host(task, device)
-    peak = device.peak(_dtype(task))
+    peak = device.peak(_dtype(task), task.role)
     if peak is None:  # the device cannot compute in it: never, rather than a guess
         return task.flops * np.inf
     if task.kind == "attention":

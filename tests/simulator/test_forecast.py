@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+import meshwright as mw
 from meshwright.core.cluster import Cluster, Device, Link
 from meshwright.core.codec import decode, encode
 from meshwright.core.errors import MeshwrightError
@@ -206,3 +207,20 @@ def test_links_driven_by_the_cores_hide_nothing() -> None:
         forecast(PROFILE, plan, m, sequence=128).seconds_by_origin["replicate"] for m in (machine, hiding)
     )
     assert hidden < exposed
+
+
+def test_convolutions_of_float32_run_in_tf32_and_matmuls_do_not() -> None:
+    """torch's defaults: `cudnn.allow_tf32` is on, `cuda.matmul.allow_tf32` off."""
+    machine = cluster("1xh200")
+    without = {name: rate for name, rate in machine.device.flops_per_second.items() if name != "tf32"}
+    older = replace(machine, device=replace(machine.device, flops_per_second=without))
+    plan = Plan(batch=32, microbatch=32)
+
+    def seconds(name: str, where: Cluster) -> float:
+        profile = mw.model(name).profile
+        told = forecast(profile, plan, where, sequence=1 if profile.counts == "samples" else 1024)
+        assert told.mfu < 1
+        return told.step_seconds
+
+    assert seconds("vgg16", machine) < 0.5 * seconds("vgg16", older)
+    assert seconds("gpt2-124m", machine) == seconds("gpt2-124m", older)
