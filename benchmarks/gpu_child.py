@@ -110,13 +110,13 @@ def weights_drawn_on(device: torch.device) -> Iterator[None]:
 
 
 def our_step(case: Case, description: ModelDescription, device: torch.device) -> Step:
-    """`mw.build`'s step, as a user would call it."""
+    """A step of `mw.build`, as `mw train` makes them."""
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29577"}
     os.environ.update(alone)  # axes of size one have process groups too
     with weights_drawn_on(device):
         built = mw.build(case.plan, description, device=device.type)
     inputs, targets = sample(case, description, device)
-    return lambda: built.step(inputs, targets)
+    return lambda: built.feed(inputs, targets)  # as a training loop does: losses are read a step later
 
 
 class Side:
