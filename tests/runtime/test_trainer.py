@@ -104,8 +104,9 @@ def test_a_bad_step_leaves_the_state_before_it_in_memory_and_on_disk(bad: int, t
         run(trainer, tmp_path)
     assert trainer.step == bad
     assert trainer.cursor == bad * BATCH
-    twin = trainer_of(MadeData(), steps=bad)
-    run(twin)
+    twin = trainer_of(MadeData(), steps=max(bad, 1))
+    if bad:
+        run(twin)
     assert_same(trainer, twin)
     assert list(list_steps(tmp_path)) == ([3] if bad > 2 else [])
 
