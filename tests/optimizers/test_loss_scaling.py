@@ -68,11 +68,11 @@ def test_gradients_are_freed_of_the_scale_exactly(name: str, clip: float) -> Non
 def test_a_foreign_module_under_autocast() -> None:
     import meshwright as mw
 
-    torch.manual_seed(0)
-    inputs, targets = torch.randn(8, 16), torch.randint(0, 10, (8,))
-    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 10))
     told = []
     for dtype in ("fp32", "fp16"):
+        torch.manual_seed(0)
+        inputs, targets = torch.randn(8, 16), torch.randint(0, 10, (8,))
+        model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 10))
         plan = Plan(batch=8, microbatch=4, techniques=(tiny.t("precision", dtype=dtype),))
         built = mw.build(plan, model, inputs=inputs[:1], optimizer=OptimizerConfig(lr=1e-2), device="cpu")
         told.append([built.step(inputs, targets) for _ in range(3)])
