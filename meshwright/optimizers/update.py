@@ -84,9 +84,24 @@ class Optimizer:
 
     @torch.no_grad()
     def update(self, lr: float, norm: Tensor | float, refused: Tensor | None = None) -> None:
-        """Clip by the norm and update; both on the device where that is a tensor. `refused`: see `UpdateRule`."""
-        self._scale_gradients(norm)
-        self.rule.refused = refused
+        """Clip to the exact norm, undo the loss's scale and update; on the device alone where the norm is a tensor.
+
+        `refused`: see `UpdateRule`.
+        """
+        clip, scaling = self.config.clip, self.build.loss_scaling
+        factor: Tensor | float = 1.0 if scaling is None else 1.0 / scaling.scale
+        if clip and isinstance(norm, Tensor):
+            factor = (clip / norm).clamp(max=1.0) * factor
+        elif clip and norm > clip:
+            factor = clip / norm * factor
+        self.rule.divisor, self.rule.refused = None, refused
+        gradients = [piece.value.grad for piece in self.pieces if piece.value.grad is not None]
+        if isinstance(factor, Tensor) or factor != 1.0:
+            if self.folds_divisor:
+                whole = torch.as_tensor(factor, dtype=torch.float64).reciprocal()
+                self.rule.divisor = whole.to(self.build.mesh.device, torch.float32, non_blocking=True)
+            elif gradients:  # a stage may have nothing to train
+                torch._foreach_mul_(gradients, factor.to(gradients[0].dtype) if isinstance(factor, Tensor) else factor)
         self.num_steps += 1
         skipped = {piece.name for piece in self.pieces if piece.value.grad is None} - self.rule.updated
         untouched = [piece.value for piece in self.pieces if piece.name in skipped]
@@ -95,26 +110,6 @@ class Optimizer:
         self.rule.step(lr, self.num_steps)
         for value, old in zip(untouched, before, strict=True):
             value.copy_(old)
-
-    def _scale_gradients(self, norm: Tensor | float) -> None:
-        """Clip to the exact norm, and undo the loss's scale: inside of the update, or in a pass of its own."""
-        clip, scaling = self.config.clip, self.build.loss_scaling
-        scale = 1.0 if scaling is None else scaling.scale
-        factor: Tensor | float = 1.0 / scale
-        if clip and isinstance(norm, Tensor):
-            factor = (clip / norm).clamp(max=1.0) / scale
-        elif clip and norm > clip:
-            factor = clip / norm / scale
-        self.rule.divisor = None
-        if not isinstance(factor, Tensor) and factor == 1.0:
-            return
-        if self.folds_divisor:
-            whole = torch.as_tensor(factor, dtype=torch.float64).reciprocal()
-            self.rule.divisor = whole.to(self.build.mesh.device, torch.float32, non_blocking=True)
-            return
-        gradients = [piece.value.grad for piece in self.pieces if piece.value.grad is not None]
-        if gradients:  # a stage may have nothing to train
-            torch._foreach_mul_(gradients, factor.to(gradients[0].dtype) if isinstance(factor, Tensor) else factor)
 
     def state(self) -> Iterable[tuple[str, str, Tensor, Box]]:
         """(kind, parameter, this rank's piece, its place) of everything the update remembers, but its step count."""

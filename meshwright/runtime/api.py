@@ -75,7 +75,7 @@ class Built:
     def feed(
         self, inputs: Inputs, targets: Tensor, weights: Tensor | None = None, *, lr: float | None = None
     ) -> list[StepResult]:
-        """As `step`, but where the plan's steps overlap this one ends later: the results known since the last call."""
+        """As `step`, but not waited for where that can be: the results known since the last call."""
         samples = self._samples(inputs, targets, weights)
         return self._loop.feed(samples, self._loop.optimizer.config.lr if lr is None else lr)
 

@@ -385,7 +385,8 @@ class Loop(Interpreter):
         unused = self.optimizer.unused()
         if self.reads_late:
             batch.message = torch.stack([batch.total, self.optimizer.squared_norm()])
-            self.optimizer.skip(unused)
+            if unused:
+                self.optimizer.skip(unused)
             return
         shares = (self._share(batch.total), self.optimizer.squared_norm(), self.requests, bool(unused))
         batch.message = torch.tensor([float(share) for share in shares], dtype=torch.float64)
@@ -401,7 +402,17 @@ class Loop(Interpreter):
 
     def update(self, batch: BatchUnderWay) -> None:
         if self.reads_late:
-            self._update_unread(batch)
+            assert batch.message is not None
+            is_wrong = batch.message.sum().isfinite().logical_not()
+            self.refused = torch.maximum(self.refused, is_wrong.float())
+            self.optimizer.update(batch.lr, batch.message[1].sqrt(), self.refused)
+            if batch.message.is_cuda:
+                there = torch.empty(batch.message.shape, dtype=batch.message.dtype, pin_memory=True)
+                batch.message = there.copy_(batch.message, non_blocking=True)
+                batch.arrived = torch.cuda.Event()
+                batch.arrived.record()
+            else:
+                batch.ended_seconds = time.perf_counter()
         elif self.versions is None:
             result, scaling = self._result(batch), self.build.loss_scaling
             if not result.is_skipped:
@@ -413,20 +424,6 @@ class Loop(Interpreter):
                 self.optimizer.update(batch.lr, 0.0)
         for exchange in self.build.exchanges:
             exchange.after_update()
-
-    def _update_unread(self, batch: BatchUnderWay) -> None:
-        """Launch the update and send the message to the host, which waits for neither."""
-        assert batch.message is not None
-        is_wrong = batch.message.sum().isfinite().logical_not()
-        self.refused = torch.maximum(self.refused, is_wrong.float())
-        self.optimizer.update(batch.lr, batch.message[1].sqrt(), self.refused)
-        if batch.message.is_cuda:
-            there = torch.empty(batch.message.shape, dtype=batch.message.dtype, pin_memory=True)
-            batch.message = there.copy_(batch.message, non_blocking=True)
-            batch.arrived = torch.cuda.Event()
-            batch.arrived.record()
-        else:
-            batch.ended_seconds = time.perf_counter()
 
     def _send(self, batch: BatchUnderWay) -> None:
         """Tell the others, once. Where steps overlap in the same call on every stage, so that all messages of the loop
@@ -452,7 +449,15 @@ class Loop(Interpreter):
             loss, norm = total / batch.divisor, square**0.5 / scale
             is_finite = math.isfinite(loss) and math.isfinite(norm)
             if not is_finite and self.build.loss_scaling is None:  # all ranks see the same numbers and stop together
-                raise self._not_finite(batch, loss, norm)
+                if self.reads_late:  # the update was launched, perhaps another after it: they have changed nothing
+                    self.refused, self.optimizer.num_steps = torch.zeros_like(self.refused), batch.num_steps
+                late = "known only after this step was taken"
+                consequence = "this step was not taken" if self.versions is None else late
+                if self.optimizer.rule.updated:
+                    consequence = "backward has updated parameters whose gradients are finite, and no other"
+                what = f"the loss is {loss} and the gradient norm {norm}: {consequence}."
+                fix = "Resume from the last checkpoint with a lower rate, a longer warm-up or clipping."
+                raise MeshwrightError([Problem(where="train", what=what, fix=fix)], exit_code=1)
             batch.result = StepResult(
                 loss=loss,
                 gradient_norm=norm,
@@ -462,19 +467,6 @@ class Loop(Interpreter):
                 loss_scale=scale,
             )
         return replace(batch.result, ended_seconds=batch.ended_seconds or time.perf_counter())
-
-    def _not_finite(self, batch: BatchUnderWay, loss: float, norm: float) -> MeshwrightError:
-        """The error of a step; where it was launched nevertheless, it and those after it have changed nothing."""
-        if self.reads_late:
-            self.refused = torch.zeros_like(self.refused)
-            self.optimizer.num_steps = batch.num_steps
-        late = "known only after this step was taken"
-        consequence = "this step was not taken" if self.versions is None else late
-        if self.optimizer.rule.updated:
-            consequence = "backward has updated parameters whose gradients are finite, and no other"
-        what = f"the loss is {loss} and the gradient norm {norm}: {consequence}."
-        fix = "Resume from the last checkpoint with a lower rate, a longer warm-up or clipping."
-        return MeshwrightError([Problem(where="train", what=what, fix=fix)], exit_code=1)
 
     def _used_by_none(self, unused: list[str]) -> set[str]:
         """Of the parameters that took no part in a step here, those that took no part anywhere."""

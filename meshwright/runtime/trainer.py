@@ -92,7 +92,10 @@ class Trainer:
         if reader is not None and goes_on:
             restore_buffers(reader, self.build)
             restore_optimizer(reader, self.build, self.optimizer)
-            self._restore_scaling(reader.state)
+            # Steps that were skipped are not among the optimizer's.
+            self.optimizer.set_num_steps(int(reader.state.get("updates", reader.step)))
+            if self.build.loss_scaling is not None and reader.state.get("loss_scaling"):
+                self.build.loss_scaling = decode(LossScaling, reader.state["loss_scaling"], "loss_scaling")
         self.loop = Loop(self.build, self.optimizer)
         self.sampler: Sampler | None = None
         self.step = reader.step if reader is not None and goes_on else 0
@@ -121,12 +124,6 @@ class Trainer:
         ]
         if problems:
             raise MeshwrightError(problems)
-
-    def _restore_scaling(self, state: Any) -> None:
-        """Steps that were skipped are not among the optimizer's; a run that came from another dtype has no scale."""
-        self.optimizer.set_num_steps(int(state.get("updates", self.optimizer.num_steps)))
-        if self.build.loss_scaling is not None and state.get("loss_scaling"):
-            self.build.loss_scaling = decode(LossScaling, state["loss_scaling"], "loss_scaling")
 
     def steps(self, stop: Any = None) -> Iterator[TrainStep]:
         """Train until `settings.steps`, or until some rank's stop flag is set.

@@ -63,3 +63,20 @@ def test_gradients_are_freed_of_the_scale_exactly(name: str, clip: float) -> Non
         assert (plain.loss_scale, scaled.loss_scale) == (1.0, 2.0**16)
     for (key, value), (_, other) in zip(*(session.build.local_parameters() for session in sessions), strict=True):
         assert torch.equal(value, other), key
+
+
+def test_a_foreign_module_under_autocast() -> None:
+    import meshwright as mw
+
+    told = []
+    for dtype in ("fp32", "fp16"):
+        torch.manual_seed(0)
+        inputs, targets = torch.randn(8, 16), torch.randint(0, 10, (8,))
+        model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 10))
+        plan = Plan(batch=8, microbatch=4, techniques=(tiny.t("precision", dtype=dtype),))
+        built = mw.build(plan, model, inputs=inputs[:1], optimizer=OptimizerConfig(lr=1e-2), device="cpu")
+        told.append([built.step(inputs, targets) for _ in range(3)])
+    for wide, narrow in zip(*told, strict=True):
+        assert not narrow.is_skipped
+        assert narrow.loss != wide.loss
+        assert (narrow.loss, narrow.gradient_norm) == pytest.approx((wide.loss, wide.gradient_norm), rel=2e-3)
