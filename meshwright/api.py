@@ -18,7 +18,7 @@ from meshwright.core.profile import Profile
 from meshwright.core.technique import Exactness
 from meshwright.models.presets import Config
 from meshwright.optimizers.optimizer_config import OptimizerConfig
-from meshwright.run.model import ModelDescription, describe, describe_config, section_named
+from meshwright.run.model import ModelDescription, describe, section_named
 from meshwright.run.run_file import RunConfig, read_run
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def model(
             what = "dimensions take no change, arguments, freeze or train."
             fix = "Change the dimensions themselves, or name a preset."
             raise error_at("model", what, fix)
-        return describe_config(source)
+        return ModelDescription.of_config(source)
     more = {"change": change or {}, "arguments": arguments or {}, "freeze": tuple(freeze), "train": tuple(train)}
     return describe(section_named(str(source), **more), sequence)
 

@@ -25,6 +25,8 @@ _LEAST_ERROR = 0.03
 _LEAST_COMPUTE_ERROR, _MOST_COMPUTE_ERROR = 0.15, 0.3
 _MOST_TRAFFIC_SLOWDOWN = 2.0
 """Largest correction of the memory rate by a block: a larger difference is not a matter of rates."""
+_AS_MEASURED = ("kind", "num_processors", "launch_seconds", "kernel_seconds", "reserved_bytes", "power_watts")
+"""Fields of a Reading that a Device has too."""
 # A card may boost a little past its data sheet; a quarter past it is a broken clock or a wrong preset.
 _LARGEST_SHARE_OF_PEAK = 1.25
 
@@ -156,11 +158,10 @@ def _fitted_device(typical: Reading, sheet: Cluster | None, host_bytes_each: int
     # Without a data sheet what was measured is all there is.
     memory_rate = known.memory_bytes_per_second if known else traffic.bytes_per_second
     device = Device(
-        kind=typical.kind,
+        **{name: getattr(typical, name) for name in _AS_MEASURED},
         memory_bytes=typical.memory_bytes if on_gpu else host_bytes_each,
         memory_bytes_per_second=memory_rate,
         flops_per_second=peaks,
-        num_processors=typical.num_processors,
         unaligned_slowdown=max(1.0, typical.odd_slowdown),
         matmul_fraction=min(1.0, typical.flops_per_second[dtype] / peak),
         bandwidth_fraction=min(1.0, traffic.bytes_per_second / memory_rate),
@@ -169,11 +170,7 @@ def _fitted_device(typical: Reading, sheet: Cluster | None, host_bytes_each: int
         attention_backward_fraction=attention.backward_fraction,
         attention_half_tokens=attention.half_tokens,
         small_head_fraction=attention.small_head_fraction,
-        launch_seconds=typical.launch_seconds,
-        kernel_seconds=typical.kernel_seconds,
-        reserved_bytes=typical.reserved_bytes,
         copy_bytes_per_second=typical.copies,
-        power_watts=typical.power_watts,
     )
     scatter = {"traffic": traffic.scatter_fraction, "attention": attention.scatter_fraction}
     if typical.matmuls:
@@ -232,7 +229,7 @@ def sources_of(
     reading: Reading,
     device: Device,
     sheet: Cluster | None,
-    scatter: Mapping[str, float],
+    scatter: dict[str, float],
     block: tuple[float, float] | None,
 ) -> dict[str, str]:
     """Where each figure of a measured cluster comes from, in words."""

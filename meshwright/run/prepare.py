@@ -157,11 +157,6 @@ def problems_here(config: RunConfig, plan: Plan | None) -> list[Problem]:
     return problems
 
 
-def is_machine_known(config: RunConfig) -> bool:
-    """Whether a plan can be found, or judged, without measuring first."""
-    return bool(config.run.cluster) or _measured_before(config, config.run.ranks) is not None
-
-
 def open_data(config: RunConfig, description: ModelDescription, cache: Path | None = None) -> Data:
     """The run's data, made ready in its folder the first time and mapped from there afterwards."""
     data = open_files(config.data, cache=cache or Path(config.run.folder) / "data")
@@ -184,7 +179,7 @@ def _cluster(config: RunConfig, report: Report, geometry: tuple[int, int] | None
     most = ranks or len(os.sched_getaffinity(0))
     if given is not None and given.num_ranks <= most:
         ranks = given.num_ranks  # ranks share the cores and the memory: it is measured with as many as will run
-    known = _measured_before(config, ranks, report)
+    known = measured_before(config, ranks, report)
     if known is not None:
         return known
     report("measuring this machine")
@@ -192,7 +187,7 @@ def _cluster(config: RunConfig, report: Report, geometry: tuple[int, int] | None
     return replace(measured, sources={**measured.sources, "machine": machine_name()})
 
 
-def _measured_before(config: RunConfig, ranks: int, report: Report = lambda text: None) -> Cluster | None:
+def measured_before(config: RunConfig, ranks: int, report: Report = lambda text: None) -> Cluster | None:
     """This machine, as an earlier start of this run has measured it with so many ranks."""
     earlier = _derived(Cluster, Path(config.run.folder) / "cluster.json", "this machine is measured again", report)
     if earlier is None:

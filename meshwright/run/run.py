@@ -165,7 +165,8 @@ class Run:
             self.open()
             # What is wrong with a plan is told before data is made ready; what is wrong with the data before a machine
             # is measured only to search.
-            plans_first = plan is not None or preparation.is_machine_known(self.config)
+            known = self.config.run.cluster or preparation.measured_before(self.config, self.config.run.ranks)
+            plans_first = plan is not None or bool(known)
             if not plans_first:
                 self._open_data()
             prepared = preparation.prepare(self.config, self.plan, self.report, description=self.description)
