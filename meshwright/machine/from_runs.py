@@ -18,6 +18,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -257,7 +258,7 @@ def _learned(
     for cause, factor in factors.items():
         text = _LEARNED.format(runs=counted(len(own), "run"), factor=factor * _earlier(base, cause))
         sources[f"learned.{cause}"] = f"{text} (torch {', '.join(versions)})"
-    links = {}
+    links: dict[str, Any] = {}
     for name, link in (("inner", base.inner), ("outer", base.outer)):
         rate, latency = link.bytes_per_second, link.latency_seconds
         factor = factors.get(name, 1.0)
