@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from meshwright.core.cluster import Cluster
-from meshwright.core.errors import MeshwrightError, error_at
+from meshwright.core.errors import error_at, raise_problems
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.technique import Exactness
@@ -325,6 +325,5 @@ def _judged(
 ) -> tuple[Profile, Cluster, dict[str, Any]]:
     """The model's costs, the machines, sequence and optimizer; raises where the plan is none for them."""
     profile, machines = profile_of(model), _cluster_of(cluster)
-    if problems := plan.check(profile, machines):
-        raise MeshwrightError(problems)
+    raise_problems(plan.check(profile, machines))
     return profile, machines, {"sequence": _sequence_of(profile, sequence), "optimizer": optimizer or OptimizerConfig()}

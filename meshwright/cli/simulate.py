@@ -11,7 +11,7 @@ from rich.text import Text
 
 from meshwright.cli.arguments import read_wanted
 from meshwright.core.codec import encode, load_artefact
-from meshwright.core.errors import MeshwrightError, error_at
+from meshwright.core.errors import error_at, raise_problems
 from meshwright.core.plan import Plan
 from meshwright.core.timeline import Timeline, last_step
 from meshwright.report.terminal import print_forecast, stdout, unwritable, write_output
@@ -33,8 +33,7 @@ def run(arguments: Namespace) -> int:
     profile, cluster, sequence = wanted.profile, wanted.cluster, wanted.sequence
     outputs = {"-o": arguments.output, "--svg": arguments.svg, "--perfetto": arguments.perfetto}
     problems = [*plan.check(profile, cluster), *unwritable(outputs)]
-    if problems := problems or list(plan.check_sequence(sequence)):
-        raise MeshwrightError(problems)
+    raise_problems(problems or plan.check_sequence(sequence))
     predicted = forecast(profile, plan, cluster, sequence=sequence)
     timeline = simulate(profile, plan, cluster, sequence=sequence)
     traces = [arguments.perfetto] if arguments.perfetto else []

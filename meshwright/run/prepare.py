@@ -92,8 +92,7 @@ def prepare(
 
             raise MeshwrightError("no plan fits.\n" + "\n".join(explain(found, cluster)), exit_code=1)
         plan = found.best[0]
-    if problems := _against_training(config, plan):
-        raise MeshwrightError(problems)
+    raise_problems(_against_training(config, plan))
     predicted = forecast(profile, plan, cluster, sequence=config.sequence, optimizer=config.train.optimizer)
     return PreparedRun(description=description, cluster=cluster, plan=plan, forecast=predicted, found=found)
 
@@ -270,8 +269,7 @@ def open_folder(folder: Path) -> IO[str]:
     """Make the run folder and lock it for this process. The lock goes when the process does."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if links := link_problems(folder):
-            raise MeshwrightError(links)
+        raise_problems(link_problems(folder))
         write_whole(folder / ".write-test", "x" * 4096)
         (folder / ".write-test").unlink()
         lock = os.fdopen(open_to_append(folder / ".lock", os.O_RDWR), "r+", encoding="utf-8", errors="replace")

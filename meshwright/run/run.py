@@ -25,7 +25,7 @@ from typing import IO, Any
 
 from meshwright.checkpoint.step_folders import list_steps, newest_good, read_manifest
 from meshwright.core.codec import encode
-from meshwright.core.errors import MeshwrightError, error_at
+from meshwright.core.errors import MeshwrightError, error_at, raise_problems
 from meshwright.core.plan import Plan
 from meshwright.launch.environment import outside_launcher
 from meshwright.launch.local_ranks import LaunchOutcome, StopRequests, launch
@@ -130,8 +130,7 @@ class Run:
         """The plan to use as it is. What keeps the run from starting here is raised before the folder is touched."""
         require_trackers(self.config.run.track)
         plan = preparation.plan_to_run(self.config, self.plan, self.description.profile)
-        if problems := preparation.problems_here(self.config, plan):
-            raise MeshwrightError(problems)
+        raise_problems(preparation.problems_here(self.config, plan))
         return plan
 
     def open(self) -> None:
