@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from meshwright.core.cluster import Cluster
-from meshwright.core.errors import MeshwrightError, error_at
+from meshwright.core.errors import error_at, raise_problems
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.technique import Exactness
 from meshwright.models.presets import Config
 from meshwright.optimizers.optimizer_config import OptimizerConfig
-from meshwright.run.model import ModelDescription, describe, describe_config, section_named
+from meshwright.run.model import ModelDescription, describe, section_named
 from meshwright.run.run_file import RunConfig, read_run
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def model(
             what = "dimensions take no change, arguments, freeze or train."
             fix = "Change the dimensions themselves, or name a preset."
             raise error_at("model", what, fix)
-        return describe_config(source)
+        return ModelDescription.of_config(source)
     more = {"change": change or {}, "arguments": arguments or {}, "freeze": tuple(freeze), "train": tuple(train)}
     return describe(section_named(str(source), **more), sequence)
 
@@ -325,6 +325,5 @@ def _judged(
 ) -> tuple[Profile, Cluster, dict[str, Any]]:
     """The model's costs, the machines, sequence and optimizer; raises where the plan is none for them."""
     profile, machines = profile_of(model), _cluster_of(cluster)
-    if problems := plan.check(profile, machines):
-        raise MeshwrightError(problems)
+    raise_problems(plan.check(profile, machines))
     return profile, machines, {"sequence": _sequence_of(profile, sequence), "optimizer": optimizer or OptimizerConfig()}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from meshwright.core.cluster import Cluster, parse_cluster_name
-from meshwright.core.errors import MeshwrightError, Problem, error_at
+from meshwright.core.errors import MeshwrightError, Problem, error_at, raise_problems
 from meshwright.core.profile import Profile
 from meshwright.machine.named_clusters import cluster as named_cluster
 from meshwright.machine.named_clusters import warnings_of
@@ -48,8 +48,7 @@ def read_wanted(arguments: Namespace, run: RunConfig | None = None) -> PlanInput
         elif sequence > profile.max_sequence:
             what = f"is {sequence}; the model has positions for {profile.max_sequence}."
             problems.append(Problem(where="--seq", what=what))
-    if problems:
-        raise MeshwrightError(problems)
+    raise_problems(problems)
     assert profile is not None
     assert place is not None
     for line in warnings_of(place[0]):

@@ -13,7 +13,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from io import TextIOWrapper
 from typing import Any, NoReturn
 
@@ -289,7 +289,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     from meshwright.core.errors import MeshwrightError
 
     try:
-        with _ready_to_stop() if arguments.command == "train" else contextlib.nullcontext():
+        with contextlib.ExitStack() as held:
+            if arguments.command == "train":  # before anything slow is imported, so that no signal kills it half-way
+                from meshwright.launch.local_ranks import stop_signals
+                from meshwright.launch.rank_job import STOP_SIGNALS
+
+                held.enter_context(stop_signals((signal.SIGHUP, *STOP_SIGNALS), raises=True))
             module = importlib.import_module(f"meshwright.cli.{arguments.command}")
             return int(module.run(arguments))
     except MeshwrightError as error:
@@ -308,16 +313,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 75
         print(f"mw {arguments.command}: stopped", file=sys.stderr)
         return 130
-
-
-@contextlib.contextmanager
-def _ready_to_stop() -> Iterator[None]:
-    """Take the signals that stop a run before anything slow is imported, so that none kills it half-way."""
-    from meshwright.launch.local_ranks import stop_signals
-    from meshwright.launch.rank_job import STOP_SIGNALS
-
-    with stop_signals((signal.SIGHUP, *STOP_SIGNALS), raises=True):
-        yield
 
 
 if __name__ == "__main__":

@@ -15,6 +15,11 @@ from meshwright.report.terminal import Waiting, progress, stdout, unwritable, wr
 from meshwright.run.run_file import PlanSection, read_run
 
 STOPPED = 130
+_AS_GIVEN = (
+    *("max_memory", "top", "why", "what_if", "front", "devices"),
+    *("critical_batch", "target_steps", "target_tokens"),
+)
+"""Flags that a request takes under the same name."""
 
 
 def run(arguments: Namespace) -> int:
@@ -78,15 +83,7 @@ def _read(arguments: Namespace) -> tuple[PlanInputs, PlanRequest]:
         allow=arguments.allow or wishes.allow,
         pin=(*wishes.pin, *arguments.pin),
         ban=(*wishes.ban, *arguments.ban),
-        max_memory=arguments.max_memory,
-        top=arguments.top,
-        why=arguments.why,
-        what_if=arguments.what_if,
-        front=arguments.front,
-        devices=arguments.devices,
-        critical_batch=arguments.critical_batch,
-        target_steps=arguments.target_steps,
-        target_tokens=arguments.target_tokens,
+        **{name: getattr(arguments, name) for name in _AS_GIVEN},
         suggests=not arguments.json,
         default_batch=default_batch,
         problems=problems,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from meshwright.core.cluster import Cluster
-from meshwright.core.errors import MeshwrightError
+from meshwright.core.errors import MeshwrightError, raise_problems
 from meshwright.core.units import pretty_bytes, pretty_rate, pretty_seconds
 from meshwright.machine.named_clusters import warnings_of
 from meshwright.machine.probe import probe
@@ -19,8 +19,7 @@ from meshwright.report.terminal import progress, stdout, unwritable, write_outpu
 def run(arguments: Namespace) -> int:
     if arguments.devices is not None and arguments.devices < 1:
         raise MeshwrightError("--devices must be at least 1.")
-    if problems := unwritable({"-o": arguments.output}):
-        raise MeshwrightError(problems)
+    raise_problems(unwritable({"-o": arguments.output}))
     start = time.monotonic()
 
     def timed(text: str) -> None:

@@ -8,7 +8,7 @@ from argparse import Namespace
 from rich.table import Table
 
 from meshwright.cli.arguments import section_named
-from meshwright.core.errors import MeshwrightError
+from meshwright.core.errors import raise_problems
 from meshwright.core.profile import Poly
 from meshwright.core.units import pretty_bytes, pretty_count, pretty_seconds
 from meshwright.models.presets import PRESETS, config_kind, profile_of
@@ -29,8 +29,7 @@ def run(arguments: Namespace) -> int:
             table.add_row(name, config_kind(config), pretty_count(found.num_params), *sizes)
         console.print(table)
         return 0
-    if problems := unwritable({"-o": arguments.output}):
-        raise MeshwrightError(problems)
+    raise_problems(unwritable({"-o": arguments.output}))
     started = time.perf_counter()
     profile = describe(section_named(arguments.model), _TRACED_SEQUENCE).profile
     took_seconds = time.perf_counter() - started

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from meshwright.cli.arguments import read_wanted
 from meshwright.core.codec import encode, load_artefact
-from meshwright.core.errors import MeshwrightError, error_at
+from meshwright.core.errors import error_at, raise_problems
 from meshwright.core.plan import Plan
 from meshwright.core.timeline import Timeline, last_step
 from meshwright.report.terminal import print_forecast, stdout, unwritable, write_output
@@ -26,19 +26,23 @@ _PIPED_WIDTH = 100
 
 def run(arguments: Namespace) -> int:
     plan = load_artefact(Plan, arguments.plan)
-    measured = load_timeline(arguments.measured) if arguments.measured else None
+    measured = last_step(load_artefact(Timeline, arguments.measured)) if arguments.measured else None
+    if measured is not None and not measured.spans:
+        raise error_at(arguments.measured, "has no spans.", "Record at least one step.")
     wanted = read_wanted(arguments)
     profile, cluster, sequence = wanted.profile, wanted.cluster, wanted.sequence
     outputs = {"-o": arguments.output, "--svg": arguments.svg, "--perfetto": arguments.perfetto}
     problems = [*plan.check(profile, cluster), *unwritable(outputs)]
-    if problems := problems or list(plan.check_sequence(sequence)):
-        raise MeshwrightError(problems)
+    raise_problems(problems or plan.check_sequence(sequence))
     predicted = forecast(profile, plan, cluster, sequence=sequence)
     timeline = simulate(profile, plan, cluster, sequence=sequence)
     traces = [arguments.perfetto] if arguments.perfetto else []
     if arguments.output:
         write_output(arguments.output, timeline.to_json())
-        traces.append(trace_beside(arguments.output))
+        # `T.trace.json` for `T.timeline.json`; never the same file.
+        path = Path(arguments.output)
+        stem = path.name.removesuffix(".json").removesuffix(".timeline")
+        traces.append(str(path.with_name(f"{stem}.trace.json")))
     for trace in traces:
         write_output(trace, timeline.to_chrome())
     if arguments.svg:
@@ -63,21 +67,6 @@ def run(arguments: Namespace) -> int:
     if traces:
         console.print(f"\nopen {' or '.join(traces)} in ui.perfetto.dev", markup=False, soft_wrap=True)
     return 0 if predicted.fits else 1
-
-
-def load_timeline(path: str) -> Timeline:
-    """One step of a timeline that a run has left, or that was edited."""
-    timeline = last_step(load_artefact(Timeline, path))
-    if not timeline.spans:
-        raise error_at(path, "has no spans.", "Record at least one step.")
-    return timeline
-
-
-def trace_beside(output: str) -> str:
-    """`T.trace.json` for `T.timeline.json`; never the same file."""
-    path = Path(output)
-    stem = path.name.removesuffix(".json").removesuffix(".timeline")
-    return str(path.with_name(f"{stem}.trace.json"))
 
 
 def print_timeline(console: Console, timeline: Timeline) -> None:

@@ -22,7 +22,7 @@ LOST_PEER = (
     *("connection closed by peer", "connection reset", "connection was closed", "connection refused", "broken pipe"),
     *("timed out", "wait timeout", "gloo", "nccl"),
 )
-SIGNAL_HINTS = {
+SIGNAL_HINTS: dict[int, str] = {
     signal.SIGKILL: "often the out-of-memory killer",
     signal.SIGSEGV: "a crash in native code",
     signal.SIGABRT: "native code gave up",
@@ -96,23 +96,16 @@ def failure_from_exit(rank: int, exit_code: int, why_ended: str, tail: str, log:
     ended_by_us = bool(why_ended) and number in (signal.SIGTERM, signal.SIGKILL)
     # NCCL's watchdog aborts the process when a peer is gone; its reason is only in the log.
     watchdog = number == signal.SIGABRT and speaks_of_lost_peer(tail)
+    name = next((each.name for each in signal.Signals if each == number), f"signal {number}")
+    hint = SIGNAL_HINTS.get(number)
     return Failure(
         rank=rank,
         kind="signal",
-        message=f"killed by us: {why_ended}" if ended_by_us else f"killed by {signal_name(number)}",
+        message=f"killed by us: {why_ended}" if ended_by_us else f"killed by {name}{f' ({hint})' if hint else ''}",
         details=tail,
         is_secondary=ended_by_us or watchdog,
         log=log,
     )
-
-
-def signal_name(number: int) -> str:
-    try:
-        known = signal.Signals(number)
-    except ValueError:
-        return f"signal {number}"
-    hint = SIGNAL_HINTS.get(known)
-    return f"{known.name} ({hint})" if hint else known.name
 
 
 def log_tail(log: Path | None, start: int = 0) -> str:

@@ -64,19 +64,12 @@ class Stopped(KeyboardInterrupt):
     """A signal asked us to stop before there was anything to save."""
 
 
-def raise_stopped(number: int, frame: FrameType | None) -> None:
-    raise Stopped
-
-
 class StopRequests:
-    """Counts the signals that ask us to stop. The handler only notes them; `watch` acts."""
+    """Notes that somebody asks us to stop, and when; `watch` acts."""
 
     def __init__(self) -> None:
         self.first_seconds = math.inf
         self.is_urgent = False
-
-    def on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.request(is_urgent=time.monotonic() > self.first_seconds + ECHO_SECONDS)
 
     def request(self, *, is_urgent: bool = False) -> None:
         """Have the ranks save and end; `is_urgent`: kill them."""
@@ -221,10 +214,16 @@ def stop_signals(numbers: Sequence[signal.Signals] = STOP_SIGNALS, *, raises: bo
         yield requests  # only the main thread may set handlers
         return
     before = {number: signal.getsignal(number) for number in numbers}
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if raises:
+            raise Stopped
+        requests.request(is_urgent=time.monotonic() > requests.first_seconds + ECHO_SECONDS)
+
     # `nohup` sets SIGHUP to ignored, and means it.
     taken = {number: old for number, old in before.items() if old is not signal.SIG_IGN}
     for number in taken:
-        signal.signal(number, raise_stopped if raises else requests.on_signal)
+        signal.signal(number, on_signal)
     try:
         yield requests
     finally:

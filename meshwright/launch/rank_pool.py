@@ -4,18 +4,22 @@
         sums = pool.run("package.module:function", {"seed": 1}, num_ranks=2)     # one JSON value per rank
 
 Each rank calls `function(rank=, num_ranks=, rendezvous=, **arguments)`; `rendezvous` is a path, new for every
-run, for torch's FileStore. After a failure the peers may be stuck in a collective, so all workers are killed
+run, for torch's FileStore. Requests and answers are JSON lines on what were a worker's stdin and stdout; both are moved
+to private descriptors first, and what user code prints goes to the log, so that it cannot garble an answer. A worker
+ends when its requests do. After a failure the peers may be stuck in a collective, so all workers are killed
 and the next run starts new ones. Use a pool from one thread: workers die with the thread that started them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import selectors
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,12 +29,17 @@ from typing import IO, Any, cast
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.files import memory_file
 from meshwright.core.process import Child, start_child
-from meshwright.launch.failure import Failure, cause, failure_from_error, failure_from_exit, log_tail
-from meshwright.launch.rank_job import rank_environment
+from meshwright.launch.failure import Failure, cause, error_as_json, failure_from_error, failure_from_exit, log_tail
+from meshwright.launch.rank_job import rank_environment, rank_names, show_stacks_on_crash
 
 START_SECONDS = 120.0  # importing torch takes 2 s, and far longer from a cold or busy disk
 POLL_SECONDS = 0.05
 LAST_WORDS_SECONDS = 1.0  # after one rank failed, for the others to fail by themselves
+MOST_THREADS = 100
+"""Beyond, a worker asks to be replaced. What torch keeps of a run (sharded or compiled modules) keeps its process
+groups, and the threads of each wake up a hundred times a second."""
+MOST_FILES = 500
+"""Likewise: every run leaves its rendezvous file open, and the sockets of such groups."""
 STACKS_SECONDS = 5.0  # at most, for a hung worker to write where it hangs into its log
 
 
@@ -130,7 +139,7 @@ class RankPool:
             in_folder = self._log_folder and self._log_folder / f"worker-{rank}.log"
             log = in_folder or Path(self._held.enter_context(memory_file()))
             environment = rank_environment(rank, self.num_ranks, self.threads_per_rank)
-            words = ("meshwright.launch.pool_worker", str(self.threads_per_rank))
+            words = ("meshwright.launch.rank_pool", str(self.threads_per_rank))
             pipe = subprocess.PIPE
             with log.open("ab") as stream:
                 size = stream.tell()
@@ -184,7 +193,14 @@ class RankPool:
             answers, failures = collect(workers, timeout_seconds, meanwhile)
             silent = [worker for worker in workers if worker.child.rank not in answers]
             if silent and not failures:
-                failures = silence(silent, f"no answer from {what} within {timeout_seconds:g} s")
+                for worker in silent:
+                    if worker.is_ready:  # before that, SIGQUIT would kill it; now it writes where it hangs
+                        os.kill(worker.child.process.pid, signal.SIGQUIT)
+                deadline = time.monotonic() + STACKS_SECONDS
+                while any(w.is_ready and not w.has_shown_stacks for w in silent) and time.monotonic() < deadline:
+                    time.sleep(POLL_SECONDS)
+                why = f"no answer from {what} within {timeout_seconds:g} s"
+                failures = [worker.failure(why) for worker in silent]
             if failures:
                 raise RankError(failures, num_ranks)
             return answers
@@ -229,12 +245,63 @@ def collect(
     return answers, failures
 
 
-def silence(workers: Sequence[Worker], why: str) -> list[Failure]:
-    """Failures of workers that run but do not answer, with the stacks that show where they hang."""
-    for worker in workers:
-        if worker.is_ready:  # before that, SIGQUIT would kill it
-            os.kill(worker.child.process.pid, signal.SIGQUIT)
-    deadline = time.monotonic() + STACKS_SECONDS
-    while any(worker.is_ready and not worker.has_shown_stacks for worker in workers) and time.monotonic() < deadline:
-        time.sleep(POLL_SECONDS)
-    return [worker.failure(why) for worker in workers]
+def work() -> None:
+    """A worker's whole life: torch is imported once, then functions are called as requests say."""
+    threads = int(sys.argv[1])
+    show_stacks_on_crash()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # To descriptors that children do not inherit; /dev/null and the log are left in their place.
+    requests, answers = os.fdopen(os.dup(0), "r"), os.fdopen(os.dup(1), "w")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+
+    import torch
+    import torch.distributed
+
+    from meshwright.launch.cpu_bf16 import limit_isa_for_bf16
+
+    limit_isa_for_bf16()  # it forks, so before the first tensor op
+    torch.set_num_threads(threads)
+    tell(answers, {"is_ready": True})
+    for line in requests:
+        answered = answer(json.loads(line))
+        tell(answers, answered | {"is_worn": count("task") > MOST_THREADS or count("fd") > MOST_FILES})
+    os._exit(0)
+
+
+def tell(answers: IO[str], message: dict[str, Any]) -> None:
+    answers.write(json.dumps(message) + "\n")
+    answers.flush()
+
+
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """`{"value": ...}` or `{"error": ...}`; a value that is not JSON is an error of the function."""
+    import torch.distributed
+
+    rank, num_ranks = request["rank"], request["num_ranks"]
+    os.environ.update(rank_names(rank, num_ranks))
+    try:
+        module, name = request["function"].split(":")
+        function = getattr(importlib.import_module(module), name)
+        # The descriptor stays open here, so that the path stays valid: torch's store writes into its file when it is
+        # destroyed, which may be long after the run. By then the pool's descriptor of the same number can be another
+        # file, and the store would damage it, or read from it for ever.
+        rendezvous = f"/proc/self/fd/{os.open(request['rendezvous'], os.O_RDWR)}"
+        value = function(rank=rank, num_ranks=num_ranks, rendezvous=rendezvous, **request["arguments"])
+        json.dumps(value)
+        if torch.distributed.is_initialized():  # the next run starts its own group, perhaps of another size
+            torch.distributed.destroy_process_group()
+    except BaseException as error:
+        return {"error": error_as_json(error)}
+    return {"value": value}
+
+
+def count(kind: str) -> int:
+    """Threads ("task") or open files ("fd") of this process."""
+    return len(os.listdir(f"/proc/self/{kind}"))
+
+
+if __name__ == "__main__":
+    work()

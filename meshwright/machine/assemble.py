@@ -25,6 +25,8 @@ _LEAST_ERROR = 0.03
 _LEAST_COMPUTE_ERROR, _MOST_COMPUTE_ERROR = 0.15, 0.3
 _MOST_TRAFFIC_SLOWDOWN = 2.0
 """Largest correction of the memory rate by a block: a larger difference is not a matter of rates."""
+_AS_MEASURED = ("kind", "num_processors", "launch_seconds", "kernel_seconds", "reserved_bytes", "power_watts")
+"""Fields of a Reading that a Device has too."""
 # A card may boost a little past its data sheet; a quarter past it is a broken clock or a wrong preset.
 _LARGEST_SHARE_OF_PEAK = 1.25
 
@@ -48,14 +50,13 @@ def assemble(readings: Sequence[Reading], *, host_bytes: int) -> Cluster:
     device, scatter = _fitted_device(typical, sheet, host_bytes // num_devices)
     inner, inner_error, inner_source = _inner(typical, num_devices, sheet)
     known = sheet or preset("l40s")
-    block = _compare_block(device, typical)
-    if block is not None:
-        device = replace(device, bandwidth_fraction=min(1.0, device.bandwidth_fraction / block[1]))
+    ratio, slowdown = _compare_block(device, typical)
+    device = replace(device, bandwidth_fraction=min(1.0, device.bandwidth_fraction / slowdown))
     # A step is a sum of hundreds of ops: errors of single shapes average out, and what is left is how far the sum of a
     # block's parts was from the whole.
     compute_error, compute_source = MEASURED.compute, "assumed: no block was measured"
-    if block is not None:
-        compute_error = round(min(_MOST_COMPUTE_ERROR, max(_LEAST_COMPUTE_ERROR, abs(block[0] - 1))), 3)
+    if ratio is not None:
+        compute_error = round(min(_MOST_COMPUTE_ERROR, max(_LEAST_COMPUTE_ERROR, abs(ratio - 1))), 3)
         limits = f"at least {_LEAST_COMPUTE_ERROR:.0%} and at most {_MOST_COMPUTE_ERROR:.0%}"
         compute_source = f"how far a block was from the sum of its parts, {limits}"
 
@@ -81,7 +82,7 @@ def assemble(readings: Sequence[Reading], *, host_bytes: int) -> Cluster:
             disk_write_bytes_per_second=total("disk_write_bytes_per_second"),
         ),
         beside=replace(known.beside if sheet is not None else Beside(), **typical.beside),
-        sources=sources_of(typical, device, sheet, scatter, block) | more_sources,
+        sources=sources_of(typical, device, sheet, scatter, ratio, slowdown) | more_sources,
         errors=replace(MEASURED, compute=compute_error, inner=inner_error),
     )
 
@@ -156,11 +157,10 @@ def _fitted_device(typical: Reading, sheet: Cluster | None, host_bytes_each: int
     # Without a data sheet what was measured is all there is.
     memory_rate = known.memory_bytes_per_second if known else traffic.bytes_per_second
     device = Device(
-        kind=typical.kind,
+        **{name: getattr(typical, name) for name in _AS_MEASURED},
         memory_bytes=typical.memory_bytes if on_gpu else host_bytes_each,
         memory_bytes_per_second=memory_rate,
         flops_per_second=peaks,
-        num_processors=typical.num_processors,
         unaligned_slowdown=max(1.0, typical.odd_slowdown),
         matmul_fraction=min(1.0, typical.flops_per_second[dtype] / peak),
         bandwidth_fraction=min(1.0, traffic.bytes_per_second / memory_rate),
@@ -169,11 +169,7 @@ def _fitted_device(typical: Reading, sheet: Cluster | None, host_bytes_each: int
         attention_backward_fraction=attention.backward_fraction,
         attention_half_tokens=attention.half_tokens,
         small_head_fraction=attention.small_head_fraction,
-        launch_seconds=typical.launch_seconds,
-        kernel_seconds=typical.kernel_seconds,
-        reserved_bytes=typical.reserved_bytes,
         copy_bytes_per_second=typical.copies,
-        power_watts=typical.power_watts,
     )
     scatter = {"traffic": traffic.scatter_fraction, "attention": attention.scatter_fraction}
     if typical.matmuls:
@@ -184,9 +180,9 @@ def _fitted_device(typical: Reading, sheet: Cluster | None, host_bytes_each: int
     return device, scatter
 
 
-def _compare_block(device: Device, typical: Reading) -> tuple[float, float] | None:
-    """A whole decoder block against its forecast: measured over forecast, before any correction, and how many times as
-    long its memory traffic takes as that of the kernels timed alone; None: not measured.
+def _compare_block(device: Device, typical: Reading) -> tuple[float | None, float]:
+    """A whole decoder block against its forecast: measured over forecast, before any correction (None: not measured),
+    and how many times as long its memory traffic takes as that of the kernels timed alone.
 
     On a GPU what it takes beyond its forecast is put down to its traffic: its matmuls and its attention were timed at
     shapes like its own, while the kernels timed for traffic are cleaner than many of a step (strided, widening,
@@ -194,7 +190,7 @@ def _compare_block(device: Device, typical: Reading) -> tuple[float, float] | No
     """
     seconds = typical.blocks.get("eager", 0.0)
     if not seconds:
-        return None
+        return None, 1.0
     arithmetic, traffic = forecast_seconds(WHOLE_BLOCKS[device.kind], device)
     ratio = seconds / (arithmetic + traffic)
     slowdown = (seconds - arithmetic) / traffic if device.kind == "cuda" else 1.0
@@ -232,8 +228,9 @@ def sources_of(
     reading: Reading,
     device: Device,
     sheet: Cluster | None,
-    scatter: Mapping[str, float],
-    block: tuple[float, float] | None,
+    scatter: dict[str, float],
+    ratio: float | None,
+    slowdown: float,
 ) -> dict[str, str]:
     """Where each figure of a measured cluster comes from, in words."""
     on_gpu = reading.kind == "cuda"
@@ -279,13 +276,13 @@ def sources_of(
         sources["copy_bytes_per_second"] = "measured: 256 MiB of pinned memory"
     if reading.beside:
         sources["beside"] = f"measured: {', '.join(reading.beside)}; the rest assumed"
-    if block is not None:
-        sources["block"] = f"measured: a decoder block forward and backward takes {block[0]:.3f} times its forecast"
+    if ratio is not None:
+        sources["block"] = f"measured: a decoder block forward and backward takes {ratio:.3f} times its forecast"
         if "compiled" in reading.blocks:
             share = reading.blocks["compiled"] / reading.blocks["eager"]
             sources["block"] += f"; compiled, {share:.3f} of its own time"
-        if block[1] != 1.0:
-            sources["bandwidth_fraction"] += f"; in a block {block[1]:.2f} times as slow, and taken so"
+        if slowdown != 1.0:
+            sources["bandwidth_fraction"] += f"; in a block {slowdown:.2f} times as slow, and taken so"
     return sources
 
 

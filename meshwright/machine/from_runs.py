@@ -18,10 +18,11 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from meshwright.core.cluster import MOST_OF_PEAK, Cluster, Link
+from meshwright.core.cluster import MOST_OF_PEAK, Cluster
 from meshwright.core.errors import error_at
 from meshwright.core.ledger import NOT_KNOWN, Entry
 from meshwright.core.units import counted
@@ -102,13 +103,7 @@ def learn(entries: Sequence[Entry], machine: str, base: Cluster | None = None) -
     # A few runs that agree by chance prove little.
     scale = max(float(np.quantile(off, 0.9)) * math.sqrt(count / spare), 1 / math.sqrt(count))
     bars = {cause: _width(scale * getattr(base.errors, cause)) for cause in (*causes, "idle")}
-    return LearnedCluster(
-        cluster=replace(_corrected(base, own, by_cause), errors=replace(base.errors, **bars)),
-        factors=by_cause,
-        num_runs=count,
-        error_before=math.expm1(float(np.median(before))),
-        error_after=math.expm1(float(np.median(after))),
-    )
+    return _learned(base, own, by_cause, bars, float(np.median(before)), float(np.median(after)))
 
 
 def learn_one(entry: Entry, base: Cluster) -> LearnedCluster:
@@ -148,14 +143,8 @@ def learn_one(entry: Entry, base: Cluster) -> LearnedCluster:
     # Never wider than before, unless the run itself would lie outside.
     left_open = np.minimum(left_open, widths) * max(1.0, 1.01 * math.expm1(after) / reach)
     by_cause = dict(zip(causes, map(float, factors), strict=True))
-    errors = replace(base.errors, **dict(zip(causes, map(_width, left_open), strict=True)))
-    return LearnedCluster(
-        cluster=replace(_corrected(base, [entry], by_cause), errors=errors),
-        factors=by_cause,
-        num_runs=1,
-        error_before=math.expm1(before),
-        error_after=math.expm1(after),
-    )
+    bars = dict(zip(causes, map(_width, left_open), strict=True))
+    return _learned(base, [entry], by_cause, bars, before, after)
 
 
 def _equations(
@@ -238,7 +227,10 @@ def _earlier(base: Cluster, cause: str) -> float:
     return float(found.group(1)) if found else 1.0
 
 
-def _corrected(base: Cluster, own: Sequence[Entry], factors: Mapping[str, float]) -> Cluster:
+def _learned(
+    base: Cluster, own: Sequence[Entry], factors: Mapping[str, float], bars: Mapping[str, float], *off: float
+) -> LearnedCluster:
+    """The cluster corrected. `off`: by which logarithm a typical run's forecast was off, and is now."""
     device, compute = base.device, factors.get("compute", 1.0)
     # On a CPU the host's part of an op is part of its compute.
     launch = compute if device.kind == "cpu" else factors.get("launch", 1.0)
@@ -266,14 +258,15 @@ def _corrected(base: Cluster, own: Sequence[Entry], factors: Mapping[str, float]
     for cause, factor in factors.items():
         text = _LEARNED.format(runs=counted(len(own), "run"), factor=factor * _earlier(base, cause))
         sources[f"learned.{cause}"] = f"{text} (torch {', '.join(versions)})"
-    return replace(
-        base,
-        device=device,
-        inner=_slower_link(base.inner, factors.get("inner", 1.0)),
-        outer=_slower_link(base.outer, factors.get("outer", 1.0)),
-        sources=sources,
+    links: dict[str, Any] = {}
+    for name, link in (("inner", base.inner), ("outer", base.outer)):
+        rate, latency = link.bytes_per_second, link.latency_seconds
+        factor = factors.get(name, 1.0)
+        links[name] = replace(link, bytes_per_second=rate / factor, latency_seconds=latency * factor)
+    return LearnedCluster(
+        cluster=replace(base, device=device, **links, sources=sources, errors=replace(base.errors, **bars)),
+        factors=factors,
+        num_runs=len(own),
+        error_before=math.expm1(off[0]),
+        error_after=math.expm1(off[1]),
     )
-
-
-def _slower_link(link: Link, factor: float) -> Link:
-    return replace(link, bytes_per_second=link.bytes_per_second / factor, latency_seconds=link.latency_seconds * factor)

@@ -131,19 +131,16 @@ def flops_by_dtype(bench: Bench) -> dict[str, float]:
 
 
 def _large_flops_per_second(bench: Bench, dtype: torch.dtype) -> float:
-    if not bench.on_gpu and dtype != torch.float32:
-        small = _flops_per_second(bench, dtype, _CPU_SMALL)
-        if small < _SLOW_FLOPS_PER_SECOND:
-            return small
-    return max(_flops_per_second(bench, dtype, shape) for shape in (_CUDA_LARGE if bench.on_gpu else _CPU_LARGE))
-
-
-def _flops_per_second(bench: Bench, dtype: torch.dtype, shape: Shape) -> float:
-    m, n, k = shape
-    left, right = (torch.randn(size, device=bench.device).to(dtype) for size in ((m, k), (k, n)))
-    out = torch.empty(m, n, device=bench.device, dtype=dtype)
     budget = bench.section_seconds / (4 if bench.on_gpu else 1)
-    return 2.0 * m * n * k / bench.device_seconds(lambda: torch.mm(left, right, out=out), budget)
+
+    def rate(m: int, n: int, k: int) -> float:
+        left, right = (torch.randn(size, device=bench.device).to(dtype) for size in ((m, k), (k, n)))
+        out = torch.empty(m, n, device=bench.device, dtype=dtype)
+        return 2.0 * m * n * k / bench.device_seconds(lambda: torch.mm(left, right, out=out), budget)
+
+    if not bench.on_gpu and dtype != torch.float32 and (small := rate(*_CPU_SMALL)) < _SLOW_FLOPS_PER_SECOND:
+        return small
+    return max(rate(*shape) for shape in (_CUDA_LARGE if bench.on_gpu else _CPU_LARGE))
 
 
 def attention_points(bench: Bench) -> list[tuple[float, float, float, float]]:

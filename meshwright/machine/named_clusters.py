@@ -12,7 +12,7 @@ from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 
-from meshwright.core.cluster import Cluster, Errors, parse_cluster_name
+from meshwright.core.cluster import Cluster, Device, Errors, parse_cluster_name
 from meshwright.core.codec import load_artefact
 from meshwright.core.errors import Problem, nearest, raise_problems
 from meshwright.core.units import pretty_bytes, pretty_rate
@@ -137,14 +137,18 @@ def _sheet_of(cluster: Cluster) -> Cluster | None:
     parsed = parse_cluster_name(cluster.name.lower())
     if parsed is not None and parsed[2] in preset_names():
         return preset(parsed[2])
-    one = cluster.device
     for sheet in (preset(name) for name in preset_names() if name not in ALIASES):
-        other = sheet.device
-        pairs = (
-            (one.flops_per_second["fp32"], other.flops_per_second["fp32"]),
-            (one.memory_bytes, other.memory_bytes),
-            (one.memory_bytes_per_second, other.memory_bytes_per_second),
-        )
-        if one.kind == other.kind and all(1 / _SAME_CARD < a / b < _SAME_CARD for a, b in pairs):
+        ours, theirs = figures_of(cluster.device), figures_of(sheet.device)
+        is_near = all(1 / _SAME_CARD < ours[name] / theirs[name] < _SAME_CARD for name in ours)
+        if is_near and cluster.device.kind == sheet.device.kind:
             return sheet
     return None
+
+
+def figures_of(device: Device) -> dict[str, float]:
+    """By which cards are told apart, as their data sheets have them."""
+    return {
+        "memory bytes": device.memory_bytes,
+        "memory bytes per second": device.memory_bytes_per_second,
+        "fp32 operations per second": device.flops_per_second["fp32"],
+    }

@@ -18,7 +18,7 @@ from meshwright.ask.why import Why
 from meshwright.core.units import counted, pretty_bytes, pretty_count, pretty_seconds
 from meshwright.planner.search import ScoredPlan, SearchResult
 from meshwright.report.mesh_picture import mesh_picture
-from meshwright.report.terminal import print_ranked, short_plan
+from meshwright.report.terminal import figures_table, print_ranked, short_plan
 
 _BAR = 24
 _WIDE = 110
@@ -58,7 +58,7 @@ def print_answer(console: Console, answer: Answer, printed: Answer | None = None
         console.print("the time-memory front: the fastest plan for each memory", style="bold")
         for line in plot(front) if len(front.points) > 1 else ():
             console.print(line, markup=False, no_wrap=True, overflow="ignore", crop=False)
-        table = _table("memory", "step", "")
+        table = figures_table("memory", "step", "")
         for point in front.points:
             slower = point.seconds / front.points[-1].seconds - 1
             words = f"{percent(slower)} slower" if slower else "fastest"
@@ -148,14 +148,6 @@ def _bars(
     return table
 
 
-def _table(*columns: str, last: str = "plan") -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 1))
-    for name in columns:
-        table.add_column(name, justify="right" if name else "left", no_wrap=True)
-    table.add_column(last, overflow="fold")
-    return table
-
-
 def _against(other: ScoredPlan, best: ScoredPlan) -> str:
     """By tokens a second, so that another batch compares too."""
     ratio = best.forecast.tokens_per_second / other.forecast.tokens_per_second
@@ -169,7 +161,7 @@ def _against(other: ScoredPlan, best: ScoredPlan) -> str:
 def _print_why(console: Console, why: Why) -> None:
     wished = f" (you asked: {why.wished})" if why.wished else ""
     console.print(f"why {why.knob} is {why.value}{wished}", style="bold", markup=False)
-    table = _table("", "step", "memory", "", last="what differs, or why not")
+    table = figures_table("", "step", "memory", "", last="what differs, or why not")
     plan, told = why.best
     table.add_row(f"{why.value} (best)", pretty_seconds(told.step_seconds), pretty_bytes(told.peak_bytes), "", "")
     for other in why.others:
@@ -199,7 +191,7 @@ def _print_what_if(console: Console, compared: ComparedPlans) -> None:
     if after.best is None:
         console.print(f"no plan then: {after.reason}\n", markup=False)
         return
-    table = _table("", "devices", "step", f"{after.best.forecast.counts}/s", "memory")
+    table = figures_table("", "devices", "step", f"{after.best.forecast.counts}/s", "memory")
     for words, scored in (("now", before), ("then", after.best)):
         if scored is None:
             table.add_row(words, "", "nothing fits", "", "", "")
@@ -239,7 +231,7 @@ def worth_words(compared: ComparedPlans) -> str:
 def _print_device_counts(console: Console, sizes: DeviceCounts, tokens: float) -> None:
     counts = next((size.outcome.best.forecast.counts for size in sizes.tried if size.outcome.best), "tokens")
     amount = f"{pretty_count(tokens).replace(' ', '')} {counts}"
-    table = _table("devices", "", "step", f"{counts}/s", "a device", f"device-hours for {amount}")
+    table = figures_table("devices", "", "step", f"{counts}/s", "a device", f"device-hours for {amount}")
     for size in sizes.tried:
         best = size.outcome.best
         if best is None:
@@ -274,7 +266,7 @@ def _print_goals(console: Console, goals: BatchGoals) -> None:
     for source in goals.goal.sources:
         console.print(source, markup=False)
     soonest, cheapest = goals.soonest, goals.cheapest
-    table = _table("devices", "batch", "steps", "step", "to the target", "device-hours", last="")
+    table = figures_table("devices", "batch", "steps", "step", "to the target", "device-hours", last="")
     for run in sorted(goals.runs, key=lambda run: (run.devices, run.batch)):
         marks = [word for word, other in (("soonest", soonest), ("cheapest", cheapest)) if run is other]
         cells = ("", "", "")

@@ -52,10 +52,7 @@ def mesh_picture(plan: Plan, cluster: Cluster, width: int) -> list[str]:
 
 def place_of(rank: int, mesh: Mapping[str, int]) -> Place:
     """Axis -> where the rank is on it; the last axis varies fastest."""
-    found: Place = {}
-    for axis in reversed(tuple(mesh)):
-        rank, found[axis] = divmod(rank, mesh[axis])
-    return {axis: found[axis] for axis in mesh}
+    return dict(zip(mesh, map(int, np.unravel_index(rank, tuple(mesh.values()))), strict=True))
 
 
 def axis_lines(plan: Plan, here: Cluster) -> list[str]:

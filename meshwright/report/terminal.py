@@ -21,6 +21,7 @@ from meshwright.simulator.forecast import Forecast
 
 if TYPE_CHECKING:
     from rich.console import Console  # imported where it draws: JSON needs none of it
+    from rich.table import Table
 
 
 def stdout() -> Console:
@@ -57,10 +58,6 @@ class Waiting:
             progress(text)
 
 
-def mesh_of(plan: Plan) -> str:
-    return " x ".join(f"{axis} {size}" for axis, size in plan.mesh.items()) or "1"
-
-
 def print_forecast(console: Console, plan: Plan, forecast: Forecast, title: str) -> None:
     from rich.table import Table
 
@@ -68,7 +65,8 @@ def print_forecast(console: Console, plan: Plan, forecast: Forecast, title: str)
     table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 2))
     for technique in plan.in_phase_order():
         table.add_row("technique", str(technique))
-    table.add_row("mesh", f"{mesh_of(plan)} ({counted(plan.num_ranks, 'rank')})")
+    mesh = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.items()) or "1"
+    table.add_row("mesh", f"{mesh} ({counted(plan.num_ranks, 'rank')})")
     table.add_row("batch", plan.batch_words)
     table.add_row(
         "step",
@@ -125,20 +123,26 @@ def short_plan(plan: Plan, leaving: frozenset[str] = frozenset()) -> str:
     return f"{' + '.join(shown) or nothing}, microbatch {plan.microbatch} x {plan.microbatch_words}" + groups
 
 
-def print_ranked(console: Console, ranked: tuple[tuple[Plan, Forecast], ...]) -> None:
-    """What all plans have is said once, above the table."""
+def figures_table(*columns: str, last: str = "plan") -> Table:
+    """Columns of figures, and a last one of words that may take several lines."""
     from rich.table import Table
 
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 1))
+    for name in columns:
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    table.add_column(last, overflow="fold")
+    return table
+
+
+def print_ranked(console: Console, ranked: tuple[tuple[Plan, Forecast], ...]) -> None:
+    """What all plans have is said once, above the table."""
     told = [frozenset(short_technique(technique) for technique in plan.techniques) for plan, _ in ranked]
     common = frozenset.intersection(*told) if len(told) > 1 else frozenset()
     if common:
         shared = [words for t in ranked[0][0].in_phase_order() if (words := short_technique(t)) in common]
         console.print(f"All plans below have {' + '.join(shared)}.")
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 1))
     has = pretty_bytes(ranked[0][1].memory_bytes)
-    for name in ("#", "step", "90 % within", f"{ranked[0][1].counts}/s", "MFU", f"of {has}"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("plan", overflow="fold")
+    table = figures_table("#", "step", "90 % within", f"{ranked[0][1].counts}/s", "MFU", f"of {has}")
     for rank, (plan, forecast) in enumerate(ranked, start=1):
         low, high = pretty_seconds(forecast.step_seconds_low), pretty_seconds(forecast.step_seconds_high)
         table.add_row(

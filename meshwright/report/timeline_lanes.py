@@ -14,12 +14,7 @@ MOST_LANES = 32
 
 Interval = tuple[float, float]
 
-_KINDS = {
-    "forward": "forward",
-    "backward": "backward",
-    "backward_input": "backward",
-    "backward_weight": "weight",
-}
+_KINDS = {"forward": "forward", "backward": "backward", "backward_input": "backward", "backward_weight": "weight"}
 
 
 def shown_devices(timeline: Timeline, wanted: Sequence[int] = ()) -> tuple[int, ...]:

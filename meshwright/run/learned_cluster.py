@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.core.cluster import Cluster, Device
+from meshwright.core.cluster import Cluster
 from meshwright.core.errors import error_at
 from meshwright.core.files import refuse_link
 from meshwright.core.ledger import LEAST_STEPS, Entry, read
 from meshwright.core.units import counted, pretty_bytes, pretty_seconds
 from meshwright.machine.from_runs import LEAST_RUNS, learn, learn_one
-from meshwright.machine.named_clusters import preset_of_device
+from meshwright.machine.named_clusters import figures_of, preset_of_device
 from meshwright.machine.probe import machine_name
 from meshwright.run.comparison import CAUSES, COMPARISON
 
@@ -113,7 +113,7 @@ def _groups_like(entry: Entry, cluster: Cluster, path: str | Path) -> list[int]:
     ran_on, name = (known or entry.cluster).device, cluster.name
     differences = []  # in words, with the numbers; empty where the devices are of one kind
     for group in cluster.groups:
-        theirs, ours = _figures(ran_on), _figures(group.device)
+        theirs, ours = figures_of(ran_on), figures_of(group.device)
         far = [each for each in ours if max(theirs[each], ours[each]) > _FAR * min(theirs[each], ours[each])]
         words = ", ".join(f"{each} {theirs[each]:.3g}, of {name} {ours[each]:.3g}" for each in far)
         if ran_on.kind != group.device.kind:
@@ -129,12 +129,3 @@ def _groups_like(entry: Entry, cluster: Cluster, path: str | Path) -> list[int]:
     what = f"ran on {differences[0]}. What is slow there says nothing of these."
     fix = f"Plan for the cluster it ran on ({entry.cluster.name}), or learn from a run on such devices."
     raise error_at(path, what, fix)
-
-
-def _figures(device: Device) -> dict[str, float]:
-    """By which cards are told apart, as their data sheets have them."""
-    return {
-        "memory bytes": device.memory_bytes,
-        "memory bytes per second": device.memory_bytes_per_second,
-        "fp32 operations per second": device.flops_per_second["fp32"],
-    }

@@ -12,7 +12,7 @@ import os
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +58,12 @@ class ModelDescription:
     """Tensors that module is called with; 0: whatever its data gives."""
     findings: Mapping[str, Any] | None = None
     """How that module may be cut (foreign/adapt.py: ModuleFindings); None for models of ours."""
+
+    @classmethod
+    def of_config(cls, config: Config) -> ModelDescription:
+        kind, vocab = config_kind(config), int(getattr(config, "vocab_size", 0))
+        profile = profile_of(config, kind)
+        return cls(section=None, kind=kind, config=config, profile=profile, sequence=0, vocab_size=vocab)
 
     @property
     def takes(self) -> str:
@@ -113,11 +119,20 @@ def describe(section: ModelSection, sequence: int, seed: int = 0) -> ModelDescri
         profile = profile_of(config, section.title)
         vocab = int(getattr(config, "vocab_size", 0))
     else:
+        import torch
+
         from meshwright.foreign.adapt import ModuleFindings, adapt
 
-        with _describing():
-            module, loss, example = _module(section, sequence, seed)
-            made, profile = adapt(module, example, name=section.title, loss=loss)
+        # Random numbers and stdout belong to the process: one thread at a time, and it draws on afterwards as if
+        # nothing had been seeded.
+        with _DESCRIBING, torch.random.fork_rng(devices=[]), contextlib.redirect_stdout(sys.stderr):
+            states = random.getstate(), np.random.get_state()
+            try:
+                module, loss, example = _module(section, sequence, seed)
+                made, profile = adapt(module, example, name=section.title, loss=loss)
+            finally:
+                random.setstate(states[0])
+                np.random.set_state(states[1])
         vocab = made.vocab_size or int(getattr(getattr(made.module, "config", None), "vocab_size", 0) or 0)
     if section.freeze or section.train:
         check_patterns(profile, section.freeze, section.train)
@@ -144,13 +159,6 @@ def describe(section: ModelSection, sequence: int, seed: int = 0) -> ModelDescri
     )
 
 
-def describe_config(config: Config) -> ModelDescription:
-    """A model of ours by its dimensions."""
-    kind, vocab = config_kind(config), int(getattr(config, "vocab_size", 0))
-    profile = profile_of(config, kind)
-    return ModelDescription(section=None, kind=kind, config=config, profile=profile, sequence=0, vocab_size=vocab)
-
-
 def section_named(text: str, **more: Any) -> ModelSection:
     """A named model, a Hugging Face folder by its path, or a factory; `more`: other keys of the section."""
     if os.path.isdir(text):
@@ -174,21 +182,6 @@ def _module(section: ModelSection, sequence: int, seed: int) -> tuple[Any, Any, 
             return call_factory(section.factory, section.arguments, sequence)
         module, example = transformers_module(section.hf, sequence)
         return module, None, example
-
-
-@contextlib.contextmanager
-def _describing() -> Iterator[None]:
-    """Random numbers and stdout belong to the process: one thread at a time, and it draws on afterwards as if nothing
-    had been seeded."""
-    import torch
-
-    with _DESCRIBING, torch.random.fork_rng(devices=[]), contextlib.redirect_stdout(sys.stderr):
-        states = random.getstate(), np.random.get_state()
-        try:
-            yield
-        finally:
-            random.setstate(states[0])
-            np.random.set_state(states[1])
 
 
 def _is_frozen(section: ModelSection, made: Any) -> Callable[[str], bool]:

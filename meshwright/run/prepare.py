@@ -92,8 +92,7 @@ def prepare(
 
             raise MeshwrightError("no plan fits.\n" + "\n".join(explain(found, cluster)), exit_code=1)
         plan = found.best[0]
-    if problems := _against_training(config, plan):
-        raise MeshwrightError(problems)
+    raise_problems(_against_training(config, plan))
     predicted = forecast(profile, plan, cluster, sequence=config.sequence, optimizer=config.train.optimizer)
     return PreparedRun(description=description, cluster=cluster, plan=plan, forecast=predicted, found=found)
 
@@ -157,11 +156,6 @@ def problems_here(config: RunConfig, plan: Plan | None) -> list[Problem]:
     return problems
 
 
-def is_machine_known(config: RunConfig) -> bool:
-    """Whether a plan can be found, or judged, without measuring first."""
-    return bool(config.run.cluster) or _measured_before(config, config.run.ranks) is not None
-
-
 def open_data(config: RunConfig, description: ModelDescription, cache: Path | None = None) -> Data:
     """The run's data, made ready in its folder the first time and mapped from there afterwards."""
     data = open_files(config.data, cache=cache or Path(config.run.folder) / "data")
@@ -184,7 +178,7 @@ def _cluster(config: RunConfig, report: Report, geometry: tuple[int, int] | None
     most = ranks or len(os.sched_getaffinity(0))
     if given is not None and given.num_ranks <= most:
         ranks = given.num_ranks  # ranks share the cores and the memory: it is measured with as many as will run
-    known = _measured_before(config, ranks, report)
+    known = measured_before(config, ranks, report)
     if known is not None:
         return known
     report("measuring this machine")
@@ -192,7 +186,7 @@ def _cluster(config: RunConfig, report: Report, geometry: tuple[int, int] | None
     return replace(measured, sources={**measured.sources, "machine": machine_name()})
 
 
-def _measured_before(config: RunConfig, ranks: int, report: Report = lambda text: None) -> Cluster | None:
+def measured_before(config: RunConfig, ranks: int, report: Report = lambda text: None) -> Cluster | None:
     """This machine, as an earlier start of this run has measured it with so many ranks."""
     earlier = _derived(Cluster, Path(config.run.folder) / "cluster.json", "this machine is measured again", report)
     if earlier is None:
@@ -275,8 +269,7 @@ def open_folder(folder: Path) -> IO[str]:
     """Make the run folder and lock it for this process. The lock goes when the process does."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if links := link_problems(folder):
-            raise MeshwrightError(links)
+        raise_problems(link_problems(folder))
         write_whole(folder / ".write-test", "x" * 4096)
         (folder / ".write-test").unlink()
         lock = os.fdopen(open_to_append(folder / ".lock", os.O_RDWR), "r+", encoding="utf-8", errors="replace")

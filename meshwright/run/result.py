@@ -96,10 +96,8 @@ def overlay(folder: Path, title: str) -> str:
         measured = last_step(load_artefact(Timeline, folder / "measured.timeline.json"))
         line = compared(predicted, measured)
         write_whole(folder / PICTURE, picture([predicted, measured], title=title, notes=[line]) + "\n")
-    except MeshwrightError as error:
-        return f"{PICTURE} is not written: {error}"
-    except OSError as error:
-        return f"{PICTURE} is not written: {error.strerror or error}"
+    except (MeshwrightError, OSError) as error:
+        return f"{PICTURE} is not written: {getattr(error, 'strerror', None) or error}"
     return line
 
 

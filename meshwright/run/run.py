@@ -25,7 +25,7 @@ from typing import IO, Any
 
 from meshwright.checkpoint.step_folders import list_steps, newest_good, read_manifest
 from meshwright.core.codec import encode
-from meshwright.core.errors import MeshwrightError, error_at
+from meshwright.core.errors import MeshwrightError, error_at, raise_problems
 from meshwright.core.plan import Plan
 from meshwright.launch.environment import outside_launcher
 from meshwright.launch.local_ranks import LaunchOutcome, StopRequests, launch
@@ -130,8 +130,7 @@ class Run:
         """The plan to use as it is. What keeps the run from starting here is raised before the folder is touched."""
         require_trackers(self.config.run.track)
         plan = preparation.plan_to_run(self.config, self.plan, self.description.profile)
-        if problems := preparation.problems_here(self.config, plan):
-            raise MeshwrightError(problems)
+        raise_problems(preparation.problems_here(self.config, plan))
         return plan
 
     def open(self) -> None:
@@ -165,7 +164,8 @@ class Run:
             self.open()
             # What is wrong with a plan is told before data is made ready; what is wrong with the data before a machine
             # is measured only to search.
-            plans_first = plan is not None or preparation.is_machine_known(self.config)
+            known = self.config.run.cluster or preparation.measured_before(self.config, self.config.run.ranks)
+            plans_first = plan is not None or bool(known)
             if not plans_first:
                 self._open_data()
             prepared = preparation.prepare(self.config, self.plan, self.report, description=self.description)

@@ -25,7 +25,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.errors import Problem, raise_problems
 from meshwright.core.files import write_whole
 
 Say = Callable[[str], None]
@@ -195,9 +195,8 @@ TRACKERS: dict[str, Callable[[], Tracker]] = {"wandb": Wandb, "mlflow": Mlflow, 
 def require_trackers(names: Iterable[str]) -> None:
     """Raises for those that are not installed."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]
-    if missing:
-        fix = "Run: pip install 'meshwright[track]'"
-        raise MeshwrightError(Problem(where="run.track", what=f"{name} is not installed.", fix=fix) for name in missing)
+    fix = "Run: pip install 'meshwright[track]'"
+    raise_problems(Problem(where="run.track", what=f"{name} is not installed.", fix=fix) for name in missing)
 
 
 def _room(about: About) -> Path:

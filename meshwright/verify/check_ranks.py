@@ -199,7 +199,7 @@ def parity_job(
     priced, at_most, priced_sizes = promised(session.build, sequence=checked.config.sequence, optimizer=optimizer)
     # Price speaks of the rank with the largest pieces: where rows do not divide evenly, others send and hold less.
     mesh, wire = session.mesh, session.build.wire
-    pieces = {name: piece.numel() * piece.element_size() for name, piece in session.build.local_parameters()}
+    pieces = {name: piece.nbytes for name, piece in session.build.local_parameters()}
     all_pieces = gather_json(mesh.control, pieces)
     missing = sum(max(each.get(name, 0) for each in all_pieces) - size for name, size in pieces.items())
     missing *= max(mesh.sizes.values(), default=1)
@@ -276,10 +276,8 @@ def lengthened(seen: Traffic, priced: Traffic, missing: int) -> Traffic:
 
 
 def differences(seen: Traffic, priced: Traffic) -> list[str]:
-    lines = [
-        f"{n} x {kind} of {size:,} bytes on {axis} not priced" for (kind, axis, size), n in (seen - priced).items()
-    ]
-    return lines + [
-        f"{n} x {kind} of {size:,} bytes on {axis} priced and not sent"
-        for (kind, axis, size), n in (priced - seen).items()
+    return [
+        f"{n} x {kind} of {size:,} bytes on {axis} {what}"
+        for what, left in (("not priced", seen - priced), ("priced and not sent", priced - seen))
+        for (kind, axis, size), n in left.items()
     ]

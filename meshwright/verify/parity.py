@@ -315,20 +315,16 @@ def observe(session: Session, samples: SamplesOf, optimizer: OptimizerConfig) ->
     optimizer_here = session.loop.optimizer
     held = zip(optimizer_here.parameters, optimizer_here.pieces, strict=True)
     sizes = {
-        "parameters": sum(_bytes(value) for _, value in session.build.local_parameters()),
+        "parameters": sum(value.nbytes for _, value in session.build.local_parameters()),
         # A parameter that took no part in this step may in the next: price counts its gradient.
         "gradients": sum(
-            _bytes(local(p if p.grad is None else p.grad))
+            local(p if p.grad is None else p.grad).nbytes
             for p, piece in held
             if piece.name not in optimizer_here.rule.updated
         ),
-        "optimizer": sum(map(_bytes, optimizer_here.rule.storage())),
+        "optimizer": sum(each.nbytes for each in optimizer_here.rule.storage()),
     }
     return recorder.evened(session.mesh), sizes
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def enter(rank: int, num_ranks: int, rendezvous: str, device: torch.device | None = None) -> None:

@@ -1,6 +1,6 @@
 """Real workers with real gloo collectives between them. One pool for the file: torch costs 2 s a worker.
 
-Tests of `launch/pool_worker.py`.
+Tests of `launch/rank_pool.py`.
 """
 
 from __future__ import annotations
