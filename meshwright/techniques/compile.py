@@ -138,9 +138,9 @@ class Compile(Technique):
             return replace(item, bytes=item.bytes * kept.get((item.layer, item.cut, item.dtype == "float32"), 1.0))
 
         work = work.map_tasks(fuse).map_residents(keep)
-        return self._replayed(work) if self.graphs else work
+        return self.replayed(work) if self.graphs else work
 
-    def _replayed(self, work: Work) -> Work:
+    def replayed(self, work: Work) -> Work:
         """Kernels of the graphs as the device runs them, without the host; one launch for each graph."""
         *before, last = work.profile.layers
         blocks = [layer.name for layer in work.profile.block_layers]
@@ -205,7 +205,7 @@ def copy_gradients(model: Model) -> None:
     for parameter in model.parameters():
         if parameter.grad is not None and not hasattr(parameter.grad, "is_copy"):
             parameter.grad = parameter.grad.clone()
-            parameter.grad.is_copy = True  # type: ignore[attr-defined]
+            parameter.grad.is_copy = True
 
 
 Shares = dict[tuple[str, str, bool], Num]
