@@ -3,7 +3,8 @@
 What: every block's forward becomes one compiled graph; chains of pointwise ops become one kernel each. With `scope` =
 model the embedding, all blocks and the final norm are one graph; the head and its loss stay outside. With `graphs` the
 kernels of compiled graphs are replayed as CUDA graphs: the host launches one graph in place of hundreds of kernels.
-Inputs (masks of packed documents too) are copied into the graph's memory and gradients out of it.
+Inputs (masks of packed documents too) are copied into the graph's memory and, before another microbatch replays it,
+gradients out of it.
 When it helps: on GPUs, where it removes launches and memory passes (torchtitan reports +16 % on Llama 8B). One graph:
 small models (gpt2-124m, 32 x 1024 on an H200: blocks 62.1 ms, one graph 61.1, with CUDA graphs 60.8). CUDA graphs: a
 device that waits for its host. Search tries both on one GPU, for decoders of less than half a billion parameters.
@@ -14,7 +15,7 @@ Cost: a chain reads what enters and writes what leaves it, in one kernel; what i
 that only pointwise gradients read are computed again (torch's min-cut partitioner). Temporaries are not counted less.
 One graph: a norm at the border of two blocks is part of the kernel of the sum before it: one read of the stream and one
 kernel less. CUDA graphs: no launches but one for each graph; the memory of a graph stays reserved through the step, and
-with one microbatch a copy of every gradient is made.
+with several microbatches every gradient is copied once a step.
 Exactness: reordered: the order of operations inside a fused kernel changes.
 """
 
@@ -22,17 +23,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
 from meshwright.core.build import Build
 from meshwright.core.cluster import Cluster
-from meshwright.core.errors import MeshwrightError, Problem, Problems
+from meshwright.core.errors import Problem, Problems
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Poly, Profile
 from meshwright.core.technique import Choice, Option, Technique, technique_named, technique_names
 from meshwright.core.work import Circumstances, Compute, Num, Phase, Resident, Work, replace
+
+if TYPE_CHECKING:
+    from meshwright.ops.model_interface import Model
 
 LARGEST_OFFERED = 500_000_000
 """Parameters up to which search tries one graph and CUDA graphs: each doubles the ways to set the technique, and of
@@ -50,7 +54,7 @@ class Compile(Technique):
     scope: Literal["block", "model"] = "block"
     """What becomes one graph: each block, or all layers before the loss."""
     graphs: bool = False
-    """Compiled kernels are replayed as CUDA graphs."""
+    """Compiled kernels are replayed as CUDA graphs; on a CPU, where plans are compared, they run as without."""
 
     @classmethod
     def options(cls, profile: Profile, cluster: Cluster) -> tuple[Option, ...]:
@@ -134,9 +138,9 @@ class Compile(Technique):
             return replace(item, bytes=item.bytes * kept.get((item.layer, item.cut, item.dtype == "float32"), 1.0))
 
         work = work.map_tasks(fuse).map_residents(keep)
-        return self._replayed(work) if self.graphs else work
+        return self.replayed(work) if self.graphs else work
 
-    def _replayed(self, work: Work) -> Work:
+    def replayed(self, work: Work) -> Work:
         """Kernels of the graphs as the device runs them, without the host; one launch for each graph."""
         *before, last = work.profile.layers
         blocks = [layer.name for layer in work.profile.block_layers]
@@ -157,15 +161,15 @@ class Compile(Technique):
         for layer in blocks if self.scope == "block" else blocks[:1]:
             count = work.repeat_of(layer) if self.scope == "block" else 1
             tasks += [Compute(**own, layer=layer, name="graph", phase=phase, repeat=count) for phase in phases]
-        # Autograd keeps no gradient that lies in a pool: it copies the first microbatch's, and adds the others' anyway.
-        is_copied = (work.size("num_microbatches") == 1) * 1.0
+        is_copied = (work.size("num_microbatches") > 1) * 1.0  # `copy_gradients`
         for slot in work.slots:
-            if slot.layer in inside and not (slot.frozen or slot.copy_of):
-                size = slot.elements * slot.element_bytes
-                where: dict[str, Any] = {"layer": slot.layer, "repeat": slot.repeat}
-                moved = {"moved_bytes": 2.0 * size * is_copied, "kernels": is_copied}
-                tasks.append(Compute(**own, **where, **moved, name=f"{slot.name}.copy", phase="backward"))
-                pooled.append(Resident(**where, category="buffers", bytes=size, life="step", origin=self.name))
+            if not (slot.frozen or slot.copy_of):
+                size = slot.elements * slot.element_bytes * is_copied
+                copy: dict[str, Any] = {"name": f"{slot.name}.copy", "moved_bytes": 2.0 * size, "kernels": is_copied}
+                tasks.append(Compute(**own, **copy, layer=slot.layer, repeat=slot.repeat, phase="step"))
+                left: dict[str, Any] = {"category": "buffers", "life": "step", "origin": self.name}
+                if slot.layer in inside:
+                    pooled.append(Resident(**left, layer=slot.layer, repeat=slot.repeat, bytes=size))
         return work.map_tasks(task).map_residents(resident).with_tasks(*tasks).with_residents(*pooled)
 
     def apply(self, build: Build) -> None:
@@ -174,14 +178,17 @@ class Compile(Technique):
     def _compile(self, build: Build) -> None:
         import torch
 
-        if self.graphs and build.mesh.device.type != "cuda":
-            what = f"graphs is on, and this rank computes on a {build.mesh.device.type} device."
-            raise MeshwrightError([self.problem(what, "Use graphs = false.")])
-        mode = "reduce-overhead" if self.graphs else None
-        if self.graphs:
-            # A replay overwrites what the one before it made. By the next forward all of that has been used: the head
-            # has read the stream, backward has run, and gradients are copies.
-            build.model.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin())
+        replays = self.graphs and build.mesh.device.type == "cuda"  # comparisons run any plan on CPUs
+        mode = "reduce-overhead" if replays else None
+        if replays:
+            # A replay overwrites what the one before it made. By the next forward the head has read the stream and
+            # backward has run; gradients of this step are still to be used.
+            def begin(*_: Any) -> None:
+                if torch.is_grad_enabled():
+                    copy_gradients(build.model)
+                torch.compiler.cudagraph_mark_step_begin()
+
+            build.model.register_forward_pre_hook(begin)
         if self.scope == "model":
             build.model.compile_trunk(lambda forward: torch.compile(forward, backend=self.backend, mode=mode))
             return
@@ -190,6 +197,15 @@ class Compile(Technique):
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * len(blocks))
         for block in blocks:
             block.forward = torch.compile(block.forward, backend=self.backend, mode=mode)
+
+
+def copy_gradients(model: Model) -> None:
+    """Take gradients out of the memory of CUDA graphs, once a step. Autograd makes what a graph has written a
+    parameter's gradient without a copy, and the next replay writes there again (pytorch/pytorch#169545, #96693)."""
+    for parameter in model.parameters():
+        if parameter.grad is not None and not hasattr(parameter.grad, "is_copy"):
+            parameter.grad = parameter.grad.clone()
+            parameter.grad.is_copy = True
 
 
 Shares = dict[tuple[str, str, bool], Num]
@@ -222,10 +238,10 @@ def _left(work: Work, is_whole: bool) -> tuple[Shares, Shares, Shares]:
     for layer in work.profile.layers[1:] if is_whole else ():
         # The norm that begins a layer joins the kernel of the sum that ends the one before, which has the stream.
         if (norm := layer.ops[0]).role == "norm":
-            place = layer.name, norm.name, False
+            joined = layer.name, norm.name, False
             for which, whole, less in ((0, norm.moved(*counts), stream), (1, norm.kernels, 1.0)):
-                whole = 0.0 if place in sums[which] else whole
-                add(which, place, whole, whole - less)
+                whole = 0.0 if joined in sums[which] else whole
+                add(which, joined, whole, whole - less)
     return tuple(  # type: ignore[return-value]
         {place: left / np.maximum(whole, 1e-30) for place, (whole, left) in each.items()} for each in sums
     )

@@ -11,7 +11,6 @@ import torch
 from tiny import t
 
 import meshwright as mw
-from meshwright.core.errors import MeshwrightError
 from meshwright.core.plan import Plan
 from meshwright.core.work import Work
 from meshwright.machine.named_clusters import cluster
@@ -22,6 +21,7 @@ from meshwright.run.model import describe
 from meshwright.run.run_file import ModelSection
 from meshwright.simulator.forecast import forecast
 from meshwright.simulator.pricing import price, price_sizes, sizes_of, stacked
+from meshwright.techniques.compile import copy_gradients
 
 GPT2 = decoder_profile(preset("gpt2-124m"), "gpt2-124m")
 TINY, EXPERTS = tiny.profile_of(tiny.GPT), tiny.profile_of(tiny.MOE)
@@ -59,28 +59,31 @@ def test_one_graph_reads_the_stream_once_less_at_every_border() -> None:
 
 
 def test_cuda_graphs_launch_once_each_and_the_device_does_the_same() -> None:
-    works = work_of(REPLAYED, microbatch=4), work_of(BLOCKS, microbatch=4)
+    works = work_of(REPLAYED), work_of(BLOCKS)
     kernels = [sum(task.repeat * task.kernels for task in work.computes) for work in works]
     assert kernels[0] - kernels[1] == pytest.approx(2 * 12), "nothing is lost but launches"
     names = {task.name for task in work_of(BOTH).computes if task.layer == "head" and task.is_replayed}
     assert names == {"norm"}
-    # One graph each way; head, loss and, with one microbatch, a copy of each of the trunk's parameters.
+    # One graph each way, and what is outside of them.
     head = [task for task in work_of(ONE).computes if task.layer == "head" and task.name != "norm"]
     left = sum(task.kernels for task in head if task.phase in ("forward", "backward"))
-    copies = sum(slot.repeat for slot in work_of().slots if slot.layer != "head")
-    assert launched(work_of(BOTH), "forward", "backward") == pytest.approx(left + 2 + copies)
-    assert launched(work_of(BOTH, microbatch=4), "forward", "backward") == pytest.approx(left + 2)
+    assert launched(work_of(BOTH), "forward", "backward") == pytest.approx(left + 2)
+    parameters = sum(slot.repeat for slot in work_of().slots if not slot.copy_of)
+    copied = [launched(work_of(each, microbatch=4), "step") for each in (BOTH, BLOCKS)]
+    assert copied[0] - copied[1] == pytest.approx(parameters)
+    assert launched(work_of(BOTH), "step") == launched(work_of(BLOCKS), "step")
 
 
 def test_the_memory_of_a_graph_stays_through_the_step() -> None:
     def held(work: Work, life: str) -> float:
         return sum(float(i.repeat * i.bytes) for i in work.residents if i.life == life and i.layer == "blocks")
 
-    blocks, replayed = work_of(BLOCKS), work_of(REPLAYED)
+    blocks, replayed = work_of(BLOCKS, microbatch=4), work_of(REPLAYED, microbatch=4)
     assert held(replayed, "microbatch") == 0
     assert held(replayed, "always") == held(blocks, "always") + held(blocks, "microbatch")
     gradients = 4 * sum(slot.repeat * slot.elements for slot in blocks.slots if slot.layer == "blocks")
     assert held(replayed, "step") == held(blocks, "step") + gradients
+    assert held(work_of(REPLAYED), "step") == held(work_of(BLOCKS), "step"), "one microbatch's are not copied"
     peaks = [forecast(GPT2, plan_of(tiny.BF16, each, batch=1, microbatch=1), GPU, sequence=1024) for each in EVERY]
     assert peaks[0].peak_allocated_bytes == peaks[1].peak_allocated_bytes < peaks[2].peak_allocated_bytes
 
@@ -141,9 +144,16 @@ def test_what_goes_together_is_accepted(technique: Any, others: tuple[Any, ...])
     assert plan_of(ONE, tiny.REPLICATE, *others, microbatch=4).check(TINY, cluster("2xh100")) == ()
 
 
-def test_a_rank_without_cuda_refuses_graphs() -> None:
-    with pytest.raises(MeshwrightError, match="this rank computes on a cpu device"):
-        mw.build(plan_of(REPLAYED, batch=2, microbatch=2), "byte-tiny", device="cpu")
+def test_gradients_leave_the_memory_of_graphs_once() -> None:
+    model = torch.nn.Linear(2, 2)
+    model.weight.grad = written = torch.ones(2, 2)
+    copy_gradients(model)  # type: ignore[arg-type]
+    copied = model.weight.grad.data_ptr()
+    model(torch.ones(1, 2)).sum().backward()
+    copy_gradients(model)  # type: ignore[arg-type]
+    assert model.weight.grad.data_ptr() == copied != written.data_ptr()
+    assert torch.equal(written, torch.ones(2, 2))
+    assert torch.equal(model.weight.grad, 2 * written)
 
 
 def test_search_takes_graphs_where_the_host_is_slow_and_offers_them_to_small_models_on_one_gpu() -> None:
