@@ -247,11 +247,6 @@ class DeviceGroup:
         counts = {"devices_per_node": self.devices_per_node, "num_nodes": self.num_nodes}
         yield from wrong_numbers(counts, "above zero")
 
-    @property
-    def as_group(self) -> DeviceGroup:
-        """Of a cluster, its first group."""
-        return DeviceGroup(**{name: getattr(self, name) for name in DeviceGroup.__slots__})
-
     def is_like(self, other: DeviceGroup) -> bool:
         """Whether only the number of nodes differs."""
         return replace(self, num_nodes=1) == replace(other, num_nodes=1)
@@ -317,7 +312,7 @@ class Cluster(DeviceGroup, NamedArtefact):
 
     @property
     def groups(self) -> tuple[DeviceGroup, ...]:
-        return (self.as_group, *self.others)
+        return (DeviceGroup(**{name: getattr(self, name) for name in DeviceGroup.__slots__}), *self.others)
 
     @property
     def num_devices(self) -> int:

@@ -274,11 +274,6 @@ class WorkFacts:
     """Candidates that search need not look at."""
 
     @property
-    def computes_narrow(self) -> bool:
-        """Results have fewer bytes than the parameters, which are copied to be used."""
-        return self.widths.compute < self.widths.state
-
-    @property
     def chunks(self) -> int:
         return 1 if self.schedule is None else self.schedule.chunks
 
@@ -619,7 +614,9 @@ def _gradients(work: Work, slot: ParameterSlot, is_kept: bool) -> list[Resident]
 
 def _made_gradients(work: Work) -> list[Resident]:
     """A weight's gradient as it is computed, on its way into the one that is kept: one weight at a time."""
-    width = work.facts.widths.compute if work.facts.computes_narrow else 0
+    widths = work.facts.widths
+    # Narrow results: the parameters are copied to be used.
+    width = widths.compute if widths.compute < widths.state else 0
     tied = {slot.copy_of for slot in work.slots if slot.copy_of}
     largest: dict[str, tuple[Num, Num]] = {}
     for slot in work.slots:

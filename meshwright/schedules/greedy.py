@@ -79,17 +79,14 @@ class _Board:
         weights = [each for each in now if each[2] == "backward_weight"]
         others = [each for each in now if each[2] != "backward_weight"]
         coming = [each for each in found if each[0] > mine.clock]
+        seconds = self.times[self.places.span(stage, mine.owed[0][1])][2] if mine.owed else 0.0
         if others:
             chosen = min(others, key=lambda each: each[1])
-        elif weights and (self.fills or not coming or self._weight_end(stage) <= min(coming)[0]):
+        elif weights and (self.fills or not coming or mine.clock + seconds <= min(coming)[0]):
             chosen = weights[0]
         else:
             chosen = min(coming)
         return chosen[0], chosen[2], chosen[3]
-
-    def _weight_end(self, stage: int) -> float:
-        mine = self.stages[stage]
-        return mine.clock + self.times[self.places.span(stage, mine.owed[0][1])][2]
 
     def do(self, stage: int, start: float, kind: str, chunk: int) -> None:
         mine, span = self.stages[stage], self.places.span(stage, chunk)
