@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
-from meshwright.schedules.actions import Action, Actions
-from meshwright.schedules.chunk_placement import Places
+from meshwright.schedules.actions import Action, Actions, Places
 from meshwright.schedules.events import halves, in_order, peak_held, sweep
 
 Times = tuple[tuple[float, float, float], ...]
