@@ -385,11 +385,9 @@ class Work:
 
     def owing(self, axis: str, origin: str, shared_out: str = "none") -> Work:
         """All gradients but those of what `axis` shares out are still to be summed over it: `Build.sum_rest_late`."""
-
-        def slot(item: ParameterSlot) -> ParameterSlot:
-            return item if item.shared_out == shared_out else replace(item, late=(*item.late, (axis, origin)))
-
-        return self.map_slots(slot)
+        owed = (axis, origin)
+        others = (s if s.shared_out == shared_out else replace(s, late=(*s.late, owed)) for s in self.slots)
+        return replace(self, slots=tuple(others))
 
     def following(self, technique: str, policy: str, layer: str) -> Num:
         """Blocks of a kind that follow a technique's policy here (`Technique.counts_in`)."""
