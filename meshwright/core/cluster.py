@@ -316,7 +316,7 @@ class Cluster(DeviceGroup, NamedArtefact):
 
     @property
     def num_devices(self) -> int:
-        return sum(group.num_devices for group in self.groups)
+        return self.devices_per_node * self.num_nodes + sum(group.num_devices for group in self.others)
 
     @property
     def tiers(self) -> dict[TierName, Tier]:
