@@ -233,9 +233,9 @@ class DeviceGroup:
     """Between nodes, for each device."""
     devices_per_node: int = 1
     num_nodes: int = 1
-    beside: Beside = Beside()
     host: HostResources = HostResources()
     """Of one node."""
+    beside: Beside = Beside()
 
     @property
     def num_devices(self) -> int:

@@ -85,7 +85,7 @@ class Entry:
 
     def __post_init__(self) -> None:
         positive: dict[str, float] = {"measured.num_steps": self.measured.num_steps, "batch": self.batch}
-        told = {"predicted": self.predicted, "measured": self.measured}
+        told: dict[str, Predicted | Measured] = {"predicted": self.predicted, "measured": self.measured}
         positive |= {f"{name}.step_seconds": each.step_seconds for name, each in told.items()}
         problems = [*wrong_numbers(positive, "above zero")]
         parts = {f"predicted.seconds_by_cause.{k}": v for k, v in self.predicted.seconds_by_cause.items()}
