@@ -241,9 +241,9 @@ class DeviceGroup:
     """Between nodes, for each device."""
     devices_per_node: int = 1
     num_nodes: int = 1
-    beside: Beside = Beside()
     host: HostResources = HostResources()
     """Of one node."""
+    beside: Beside = Beside()
 
     @property
     def num_devices(self) -> int:
@@ -254,11 +254,6 @@ class DeviceGroup:
             yield from (problem.within(name) for problem in getattr(self, name).problems())
         counts = {"devices_per_node": self.devices_per_node, "num_nodes": self.num_nodes}
         yield from wrong_numbers(counts, "above zero")
-
-    @property
-    def as_group(self) -> DeviceGroup:
-        """Of a cluster, its first group."""
-        return DeviceGroup(**{name: getattr(self, name) for name in DeviceGroup.__slots__})
 
     def is_like(self, other: DeviceGroup) -> bool:
         """Whether only the number of nodes differs."""
@@ -325,11 +320,11 @@ class Cluster(DeviceGroup, NamedArtefact):
 
     @property
     def groups(self) -> tuple[DeviceGroup, ...]:
-        return (self.as_group, *self.others)
+        return (DeviceGroup(**{name: getattr(self, name) for name in DeviceGroup.__slots__}), *self.others)
 
     @property
     def num_devices(self) -> int:
-        return sum(group.num_devices for group in self.groups)
+        return self.devices_per_node * self.num_nodes + sum(group.num_devices for group in self.others)
 
     @property
     def tiers(self) -> dict[TierName, Tier]:

@@ -34,8 +34,6 @@ Problems = tuple[Problem, ...]
 class MeshwrightError(Exception):
     """Something the user can mend. The command line prints the problems and exits with `exit_code`."""
 
-    exit_code = 2
-
     def __init__(self, problems: Iterable[Problem] | str, exit_code: int = 2, *, is_everywhere: bool = False):
         """`is_everywhere`: every rank raises it, so one of them saying it is enough."""
         if isinstance(problems, str):

@@ -84,12 +84,9 @@ class Entry:
     version: int = 1
 
     def __post_init__(self) -> None:
-        positive: dict[str, float] = {
-            "measured.num_steps": self.measured.num_steps,
-            "batch": self.batch,
-            "predicted.step_seconds": self.predicted.step_seconds,
-            "measured.step_seconds": self.measured.step_seconds,
-        }
+        positive: dict[str, float] = {"measured.num_steps": self.measured.num_steps, "batch": self.batch}
+        told: dict[str, Predicted | Measured] = {"predicted": self.predicted, "measured": self.measured}
+        positive |= {f"{name}.step_seconds": each.step_seconds for name, each in told.items()}
         problems = [*wrong_numbers(positive, "above zero")]
         parts = {f"predicted.seconds_by_cause.{k}": v for k, v in self.predicted.seconds_by_cause.items()}
         problems += wrong_numbers(parts, "zero or more")

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from meshwright.core.cluster import Cluster
@@ -69,5 +70,4 @@ def group_problems(plan: Plan, cluster: Cluster) -> Iterator[Problem]:
 
 def _ends(cluster: Cluster) -> list[int]:
     """The number of devices up to the end of each group."""
-    counts = [group.num_devices for group in cluster.groups]
-    return [sum(counts[: i + 1]) for i in range(len(counts))]
+    return list(accumulate(group.num_devices for group in cluster.groups))

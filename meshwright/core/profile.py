@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, ClassVar, Literal
 
 from meshwright.core.codec import Artefact, encode, fingerprint, read_artefact
@@ -212,12 +213,9 @@ class Profile(Artefact):
 
     def blocks_within(self, first: int, count: int) -> tuple[int, ...]:
         """Of `count` blocks from `first` on, how many are of each block layer."""
-        found, start = [], 0
-        for layer in self.block_layers:
-            end = start + layer.repeat
-            found.append(max(0, min(end, first + count) - max(start, first)))
-            start = end
-        return tuple(found)
+        ends = list(accumulate(layer.repeat for layer in self.block_layers))
+        spans = zip([0, *ends], ends, strict=False)
+        return tuple(max(0, min(end, first + count) - max(start, first)) for start, end in spans)
 
     @property
     def num_blocks(self) -> int:

@@ -334,7 +334,7 @@ class Technique:
         try:
             kind = technique_named(value["name"])
         except MeshwrightError as error:
-            problems.extend(Problem(where=where, what=p.what, fix=p.fix) for p in error.problems)
+            problems.extend(problem.within(where) for problem in error.problems)
             return None
         return decode_fields(kind, value, where, problems, ignore="name")
 

@@ -91,12 +91,7 @@ class Timeline(Artefact):
 
     def to_chrome(self) -> str:
         """The trace-event format that chrome://tracing and ui.perfetto.dev open."""
-        events = [*_heads(self), *_slices(self)]
-        for point in self.memory:
-            values = dict(point.by_category) or {"bytes": point.bytes}
-            about = {"ph": "C", "name": "memory", "pid": point.device, "ts": point.seconds * 1e6, "args": values}
-            events.append(about)
-        return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+        return json.dumps({"traceEvents": list(_trace_events(self)), "displayTimeUnit": "ms"})
 
 
 def in_rows(spans: Iterable[Span]) -> list[list[Span]]:
@@ -148,23 +143,19 @@ def _threads(timeline: Timeline) -> Iterator[tuple[int, int, str, list[Span]]]:
                 number += 1
 
 
-def _heads(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    """Names of processes (ranks) and threads (lanes)."""
+def _trace_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    """Names of processes (ranks) and threads (lanes), what happens, arrows from each message to what waited for it, and
+    memory."""
     each = timeline.environment.get("ranks_each", "1")
     stands_for = "" if each == "1" else f", one of {each} equal ranks"
     for device in timeline.devices:
         label = {"name": f"rank {device} ({timeline.source}{stands_for})"}
         yield {"ph": "M", "name": "process_name", "pid": device, "args": label}
         yield {"ph": "M", "name": "process_sort_index", "pid": device, "args": {"sort_index": device}}
-    for device, thread, name, _ in _threads(timeline):
-        yield {"ph": "M", "name": "thread_name", "pid": device, "tid": thread, "args": {"name": name}}
-
-
-def _slices(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    """What happens, and arrows from each message to what waited for it."""
     computes: dict[tuple[int, str], list[Span]] = {}
     sends: list[tuple[Span, int]] = []
     for device, thread, lane, row in _threads(timeline):
+        yield {"ph": "M", "name": "thread_name", "pid": device, "tid": thread, "args": {"name": lane}}
         for span in row:
             about = {"name": span.name, "cat": span.origin or "model", "pid": device, "tid": thread}
             yield {"ph": "X", **about, "ts": span.start_seconds * 1e6, "dur": span.seconds * 1e6}
@@ -180,6 +171,9 @@ def _slices(timeline: Timeline) -> Iterator[dict[str, Any]]:
             arrow = {"name": "message", "cat": "message", "id": number}
             yield {**arrow, "ph": "s", "pid": span.device, "tid": thread, "ts": span.start_seconds * 1e6}
             yield {**arrow, "ph": "f", "bp": "e", "pid": target.device, "tid": 0, "ts": target.start_seconds * 1e6}
+    for point in timeline.memory:
+        values = dict(point.by_category) or {"bytes": point.bytes}
+        yield {"ph": "C", "name": "memory", "pid": point.device, "ts": point.seconds * 1e6, "args": values}
 
 
 def _work_of(span: Span) -> str:

@@ -280,11 +280,6 @@ class WorkFacts:
     """Candidates that search need not look at."""
 
     @property
-    def computes_narrow(self) -> bool:
-        """Results have fewer bytes than the parameters, which are copied to be used."""
-        return self.widths.compute < self.widths.state
-
-    @property
     def chunks(self) -> int:
         return 1 if self.schedule is None else self.schedule.chunks
 
@@ -400,11 +395,9 @@ class Work:
 
     def owing(self, axis: str, origin: str, shared_out: str = "none") -> Work:
         """All gradients but those of what `axis` shares out are still to be summed over it: `Build.sum_rest_late`."""
-
-        def slot(item: ParameterSlot) -> ParameterSlot:
-            return item if item.shared_out == shared_out else replace(item, late=(*item.late, (axis, origin)))
-
-        return self.map_slots(slot)
+        owed = (axis, origin)
+        others = (s if s.shared_out == shared_out else replace(s, late=(*s.late, owed)) for s in self.slots)
+        return replace(self, slots=tuple(others))
 
     def following(self, technique: str, policy: str, layer: str) -> Num:
         """Blocks of a kind that follow a technique's policy here (`Technique.counts_in`)."""
@@ -629,7 +622,9 @@ def _gradients(work: Work, slot: ParameterSlot, is_kept: bool) -> list[Resident]
 
 def _made_gradients(work: Work) -> list[Resident]:
     """A weight's gradient as it is computed, on its way into the one that is kept: one weight at a time."""
-    width = work.facts.widths.compute if work.facts.computes_narrow else 0
+    widths = work.facts.widths
+    # Narrow results: the parameters are copied to be used.
+    width = widths.compute if widths.compute < widths.state else 0
     tied = {slot.copy_of for slot in work.slots if slot.copy_of}
     largest: dict[str, tuple[Num, Num]] = {}
     for slot in work.slots:

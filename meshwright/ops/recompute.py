@@ -172,7 +172,7 @@ class KeepMode(TorchDispatchMode):
         # What was given to be written into is handed back as it is given again; handles of messages are not kept.
         def held(value: Any) -> Any:
             if isinstance(value, Tensor):
-                result = _Blank.like(value) if again else value.detach()
+                result = _blank(value) if again else value.detach()
                 return _GIVEN if _storages([value]) & inside else result
             return _DONE if isinstance(value, torch.ScriptObject) else value
 
@@ -231,7 +231,7 @@ class KeepMode(TorchDispatchMode):
         for place in self.known.idle.get(self.operators, ()):
             kept = self.kept[place]
             kept.runs_again = False
-            kept.made, kept.written = tree_map_only(Tensor, _Blank.like, kept.made), []
+            kept.made, kept.written = tree_map_only(Tensor, _blank, kept.made), []
 
     def _idle(self) -> tuple[int, ...]:
         """Followed from the end of the forward."""
@@ -252,22 +252,9 @@ _GIVEN, _DONE = "given", "done"
 """In the place of a tensor that the operator was given and wrote into, and of the handle of a message."""
 
 
-@dataclass
-class _Blank:
-    """The shape of a tensor whose numbers nobody needs."""
-
-    size: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def like(cls, value: Tensor) -> _Blank:
-        return cls(value.size(), value.stride(), value.dtype, value.device)
-
-    def made(self) -> Tensor:
-        blank = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
-        return blank.zero_()  # anything may be computed from it, and must not go wrong
+def _blank(value: Tensor) -> functools.partial[Tensor]:
+    """What makes a tensor of this shape, whose numbers nobody needs."""
+    return functools.partial(torch.empty_strided, value.size(), value.stride(), dtype=value.dtype, device=value.device)
 
 
 class ReplayMode(TorchDispatchMode):
@@ -296,7 +283,8 @@ class ReplayMode(TorchDispatchMode):
                 return next(left)
             if value is _DONE:
                 return torch._C._distributed_c10d.FakeWork().boxed()
-            return value.made() if isinstance(value, _Blank) else value
+            # Of zeros: anything may be computed from it, and must not go wrong.
+            return value().zero_() if isinstance(value, functools.partial) else value
 
         made = tree_map(hand_out, kept.made)
         kept.made, kept.written = None, []  # asked for once

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,19 +22,15 @@ from meshwright.schedules import Actions, Places
 WAYS = ("forward", "backward")
 Channel = tuple[str, int]
 """(way, chunk of this stage that sends or receives)."""
-
-
-class _End(NamedTuple):
-    peer: int
-    """Global rank."""
-    group: dist.ProcessGroup
+End = tuple[int, dist.ProcessGroup]
+"""A peer's global rank, and the group in which to reach it."""
 
 
 class Wire:
     def __init__(self, mesh: Mesh, axis: str, places: Places):
         self.axis, self.device, self.stage = axis, mesh.device, mesh.index(axis)
-        self.sources: dict[Channel, _End] = {}
-        self.targets: dict[Channel, _End] = {}
+        self.sources: dict[Channel, End] = {}
+        self.targets: dict[Channel, End] = {}
         """Where this stage's channels come from and lead to."""
         self.waiting: Counter[Channel] = Counter()
         self.posted: dict[Channel, tuple[Tensor, dist.Work]] = {}
@@ -52,25 +47,23 @@ class Wire:
             low = min(giver, taker)
             key = (way, places.chunk(low), places.stage(low) > places.stage(low + 1))
             if key not in groups:  # all ranks ask for all of them in one order
-                group = mesh.new_group(axis, mesh.along(axis))
-                assert group is not None
-                groups[key] = group
+                made = mesh.new_group(axis, mesh.along(axis))
+                assert made is not None
+                groups[key] = made
             if places.stage(giver) == self.stage:
-                peer = mesh.neighbour(axis, places.stage(taker))
-                self.targets[way, places.chunk(giver)] = _End(peer, groups[key])
+                self.targets[way, places.chunk(giver)] = mesh.neighbour(axis, places.stage(taker)), groups[key]
             if places.stage(taker) == self.stage:
-                peer = mesh.neighbour(axis, places.stage(giver))
-                self.sources[way, places.chunk(taker)] = _End(peer, groups[key])
+                self.sources[way, places.chunk(taker)] = mesh.neighbour(axis, places.stage(giver)), groups[key]
         # NCCL makes a pair's communicator at its first message and waits for the other side: one pair after the other,
         # in the same order everywhere, before a schedule makes both wait for different pairs.
         hello = torch.zeros(1, device=self.device)
         for way, giver, taker in () if self.posts_early else crossings:
             if places.stage(giver) == self.stage:
-                end = self.targets[way, places.chunk(giver)]
-                dist.send(hello, end.peer, group=end.group)
+                peer, group = self.targets[way, places.chunk(giver)]
+                dist.send(hello, peer, group=group)
             elif places.stage(taker) == self.stage:
-                end = self.sources[way, places.chunk(taker)]
-                dist.recv(hello, end.peer, group=end.group)
+                peer, group = self.sources[way, places.chunk(taker)]
+                dist.recv(hello, peer, group=group)
 
     def start(self, actions: Actions, shapes: Mapping[Channel, tuple[int, ...]], dtype: torch.dtype) -> None:
         """Before a step: which messages of what shape will come."""
@@ -87,8 +80,8 @@ class Wire:
         if self.waiting[channel]:
             self.waiting[channel] -= 1
             buffer = torch.empty(self.shapes[channel], dtype=self.dtype, device=self.device)
-            source = self.sources[channel]
-            self.posted[channel] = (buffer, dist.irecv(buffer, source.peer, group=source.group))
+            peer, group = self.sources[channel]
+            self.posted[channel] = (buffer, dist.irecv(buffer, peer, group=group))
 
     def receive(self, way: str, chunk: int) -> Tensor:
         if not self.posts_early:
@@ -100,8 +93,8 @@ class Wire:
         return buffer
 
     def send(self, way: str, chunk: int, tensor: Tensor) -> None:
-        tensor, target = tensor.contiguous(), self.targets[way, chunk]
-        self.sent.append((tensor, dist.isend(tensor, target.peer, group=target.group)))
+        tensor, (peer, group) = tensor.contiguous(), self.targets[way, chunk]
+        self.sent.append((tensor, dist.isend(tensor, peer, group=group)))
         while self.sent and self.sent[0][1].is_completed():
             self.sent.popleft()
 

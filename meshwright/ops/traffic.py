@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from meshwright.ops.device_mesh import Mesh
 
@@ -26,14 +27,6 @@ _SPLITS = 3, 4
 
 RING_TAG = 16
 """Messages with this tag or a higher one go round a ring; others are between stages."""
-
-
-def _bytes(value: Any) -> int:
-    if isinstance(value, torch.Tensor):
-        return value.numel() * value.element_size()
-    if isinstance(value, list | tuple):
-        return sum(_bytes(item) for item in value)
-    return 0
 
 
 _RESULT = -1
@@ -101,7 +94,8 @@ class TrafficRecorder(TorchDispatchMode):
             if kind == "send" and args[-1] >= RING_TAG:
                 kind = "ring"
             is_uneven = name == "c10d::alltoall_base_" and any(args[place] for place in _SPLITS)
-            self._add(kind, _group_name(args), _bytes(result if position == _RESULT else args[position]), is_uneven)
+            whole = tree_leaves(result if position == _RESULT else args[position])
+            self._add(kind, _group_name(args), sum(tensor.nbytes for tensor in whole), is_uneven)
         return result
 
     def _add(self, kind: str, group_name: str, size: int, is_uneven: bool) -> None:

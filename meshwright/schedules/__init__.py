@@ -14,14 +14,13 @@ import numpy as np
 
 from meshwright.core.errors import error_at, nearest
 from meshwright.core.plugins import added
-from meshwright.schedules import asynchronous, bounds, orders
+from meshwright.schedules import bounds, orders
 from meshwright.schedules.actions import Action as Action
-from meshwright.schedules.actions import Actions, as_step
-from meshwright.schedules.asynchronous import Call
+from meshwright.schedules.actions import Actions, Places, as_step
 from meshwright.schedules.bounds import PipelineTimes
-from meshwright.schedules.chunk_placement import Places
 from meshwright.schedules.events import ScheduleEvent, in_order, with_transfers
 from meshwright.schedules.greedy import Times, best_of
+from meshwright.schedules.orders import Call
 
 
 class Schedule(NamedTuple):
@@ -64,7 +63,7 @@ _VEE: dict[str, Any] = {"chunks": 2, "shape": "vee", "splits_backward": True, "l
 SCHEDULES: Mapping[str, Schedule] = {
     "gpipe": Schedule(orders.gpipe, orders.held_all, bounds.flush_bound),
     "1f1b": Schedule(orders.one_f_one_b, orders.held_by_1f1b, bounds.one_f_one_b_bound),
-    "async": Schedule(orders.one_f_one_b, orders.held_by_1f1b, bounds.pace_bound, stream=asynchronous.stream),
+    "async": Schedule(orders.one_f_one_b, orders.held_by_1f1b, bounds.pace_bound, stream=orders.stream),
     "interleaved": Schedule(
         orders.interleaved, orders.held_by_1f1b, bounds.flush_bound, least_held=orders.least_held_interleaved, **_LOOPED
     ),

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from meshwright.schedules.chunk_placement import Places
+from meshwright.schedules.actions import Places
 
 
 class PipelineTimes(NamedTuple):

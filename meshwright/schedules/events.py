@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from meshwright.schedules.actions import COMPUTES, Action, Actions
-from meshwright.schedules.chunk_placement import Places
+from meshwright.schedules.actions import COMPUTES, Action, Actions, Places
 
 BACKWARDS = ("backward", "backward_input")
 """What hands a gradient to the span before."""

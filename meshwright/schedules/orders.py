@@ -34,21 +34,40 @@ backward early and all hold equally much.
 zbv (Qi et al. 2024): a list schedule over halves of backward under 1F1B's memory, no gap but the way in for
 F = I = W. dualpipe_v (DeepSeek 2024, cut in half): forwards of one chunk alternate with backwards of the other, so that
 one's messages may overlap with the other's compute.
+
+async (PipeDream-2BW; Narayanan et al. 2021): no flush; the next step's microbatches follow the last one's at once.
+
+Two stages, three microbatches a step; U: exchange and update, ': of the step after, |: between two calls:
+
+stage 0   F0 F1 B0 F2 B1 | F0' B2  U   F1' B0' F2' B1' | F0" B2' U' ...
+stage 1   F0 B0 F1 B1 F2 B2 U | F0' B0' F1' B1' F2' B2' U' | ...
+
+A stage is `num_stages - 1 - stage` backwards behind its forwards, so that many cross from one call into the next, where
+their numbers are below 0. A flush does those that are left, and is all there is between the calls before and after it.
+
+The promise, whatever the timing: every microbatch of batch t, on every stage, forward and backward, uses the weights
+after t - 1 updates (after f, where the last flush came after f updates and f is more), and
+
+    W[t + 1] = update(W[t], gradient of batch t at its promised weights).
+
+So a stage holds two versions of its weights (`ops/weight_versions.py`).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from meshwright.schedules.actions import Action, Actions, Kind
-from meshwright.schedules.chunk_placement import Places
+from meshwright.schedules.actions import Action, Actions, Kind, Places
 from meshwright.schedules.events import is_endless
 from meshwright.schedules.greedy import list_schedule
+
+Call = Literal["first", "next", "flush"]
+"""The first step after a flush (or of all), a step that follows another, what a flush does."""
 
 _KINDS: dict[str, Kind] = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}
 
@@ -158,6 +177,30 @@ def dualpipe_v(places: Places, num_microbatches: int) -> tuple[Actions, ...]:
         return _numbered(words + ["W", "I0"] * after)
 
     return tuple(map(order, range(p)))
+
+
+def stream(stage: int, num_stages: int, num_microbatches: int, call: Call) -> Actions:
+    """What a stage computes. Needs as many microbatches as stages: a step is updated within the next call."""
+    assert num_microbatches >= num_stages
+    lag = num_stages - 1 - stage
+    if call == "flush":
+        return tuple(action for i in range(-lag, 0) for action in _backward(i, num_microbatches))
+    actions: list[Action] = []
+    for i in range(num_microbatches):
+        actions.append(Action("forward", i))
+        if i >= lag or call == "next":
+            actions += _backward(i - lag, num_microbatches)
+    return tuple(actions)
+
+
+def _backward(i: int, num_microbatches: int) -> Iterator[Action]:
+    """With the step's beginning before its first backward and its end after the last."""
+    if i in (0, -num_microbatches):
+        yield Action("begin", i)
+    yield Action("backward", i)
+    if i in (-1, num_microbatches - 1):
+        yield Action("exchange", i)
+        yield Action("update", i)
 
 
 def held_all(stage: Any, num_stages: Any, num_microbatches: Any, chunks: int) -> Any:

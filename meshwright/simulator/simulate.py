@@ -18,10 +18,9 @@ from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.timeline import MemoryPoint, Span, Timeline
 from meshwright.core.work import ADAM, Updating
-from meshwright.schedules.actions import Action
-from meshwright.schedules.asynchronous import Call, stream
-from meshwright.schedules.chunk_placement import Places
+from meshwright.schedules.actions import Action, Places
 from meshwright.schedules.events import ScheduleEvent, halves, in_order, sweep
+from meshwright.schedules.orders import Call, stream
 from meshwright.simulator.forecast import slowest_of
 from meshwright.simulator.mixed_groups import pipes_of, slowest_pipe
 from meshwright.simulator.pricing import Stage, Staged, cutter_of

@@ -34,7 +34,7 @@ from meshwright.core.profile import Profile
 from meshwright.core.technique import Axis, Choice, Exactness, Option, Technique
 from meshwright.core.work import Circumstances, Collective, Compute, Num, ParameterSlot, Resident, Work, replace
 from meshwright.schedules import Places, Timetable, schedule_named, schedule_names
-from meshwright.schedules.chunk_placement import BlockSpan
+from meshwright.schedules.actions import BlockSpan
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from meshwright.schedules import Action, Timetable
 from meshwright.schedules.actions import COMPUTES
-from meshwright.schedules.asynchronous import stream
 from meshwright.schedules.events import halves, sweep
+from meshwright.schedules.orders import stream
 from meshwright.simulator.makespan import lower_bound, makespan
 
 ASYNC = Timetable("async")

@@ -1,7 +1,6 @@
 """Any schedule of any size: complete, in order, without deadlock, and holding no more than it says.
 
-Tests of `schedules/actions.py`, `schedules/asynchronous.py`, `schedules/chunk_placement.py`, `schedules/events.py`,
-`schedules/greedy.py`, `schedules/orders.py`.
+Tests of `schedules/actions.py`, `schedules/events.py`, `schedules/greedy.py`, `schedules/orders.py`.
 """
 
 from __future__ import annotations
