@@ -162,9 +162,7 @@ def _main_field(options: tuple[Option, ...]) -> str:
 
 
 def _neighbours(sizes: Collection[int], now: int) -> list[int]:
-    below = [size for size in sizes if size < now]
-    above = [size for size in sizes if size > now]
-    return [*([max(below)] if below else []), *([min(above)] if above else [])]
+    return [*sorted(size for size in sizes if size < now)[-1:], *sorted(size for size in sizes if size > now)[:1]]
 
 
 def _pinned(question: Question, pin: str) -> Question:

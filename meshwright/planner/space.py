@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.core.cluster import Cluster
 from meshwright.core.plan import Plan
 from meshwright.core.technique import (
     Axis,
@@ -136,9 +135,9 @@ def _measure(inputs: SearchInputs, techniques: tuple[Technique, ...]) -> tuple[f
     return (*seconds, float(stage_memory(work, inputs.cluster.device).peak_bytes()))
 
 
-def orders_of(grid: Grid, index: int, cluster: Cluster) -> tuple[tuple[str, ...], ...]:
+def orders_of(grid: Grid, index: int) -> tuple[tuple[str, ...], ...]:
     """Outermost first, the usual one first; each stands for all that put the same ranks into a node."""
-    sizes = tuple(int(grid.columns[axis][index]) for axis in grid.axis_order)
+    sizes, cluster = tuple(int(grid.columns[axis][index]) for axis in grid.axis_order), grid.inputs.cluster
     return _orders(grid.axis_order, sizes, cluster.devices_per_node, cluster.num_nodes)
 
 

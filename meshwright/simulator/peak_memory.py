@@ -13,7 +13,8 @@ makes weights' gradients later, a whole microbatch is counted at every layer: ne
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -27,7 +28,8 @@ from meshwright.schedules import Timetable
 NCCL_BYTES = 600_000_000
 """Of a GPU that a communicator takes: 544 to 688 MB on four A100s (nccl#964)."""
 
-ByCategory = dict[str, Num]
+_MOMENTS = ("moment", "forward", "backward")
+"""Lives of what is there while a layer instance runs."""
 
 
 def timetable_of(work: Work) -> Timetable:
@@ -96,24 +98,23 @@ class StageMemory:
         """What a rank has of each other tier that is used, counted as if all of it were there at one moment."""
         found: dict[TierName, Num] = {}
         for item in self.elsewhere:
-            size = _once(item) if item.life in ("moment", "forward", "backward") else _bytes(item)
+            size = _once(item) if item.life in _MOMENTS else _bytes(item)
             times = self.in_flight if item.life == "microbatch" else 1
             found[item.tier] = found.get(item.tier, 0) + size * times
         return found
 
     def overflows(self, cluster: Cluster) -> Num:
         """Whether another tier than the device's is too small for it."""
-        tiers = cluster.tiers if self.elsewhere else {}
         full: Num = False
         for tier, size in self.tier_bytes().items():
-            full = full | (size > tiers[tier].bytes_each)
+            full = full | (size > cluster.tiers[tier].bytes_each)
         return full
 
     def base_bytes(self) -> Num:
-        return sum(self.always.values(), start=0)
+        return sum(self.always.values())
 
     def microbatch_bytes(self) -> Num:
-        return sum((_bytes(item) for place in self.places for item in place.kept), start=0)
+        return sum(_bytes(item) for place in self.places for item in place.kept)
 
     def peak_bytes(self) -> Num:
         return self._peak_bytes
@@ -154,32 +155,27 @@ class StageMemory:
         if not moments:
             return self.between(held, gradients)
         at, is_forward, is_last = max(moments, key=lambda each: float(each[1]))[0]
-        found = self.between(held - 1, gradients)
-
-        def add(item: Resident, size: Num) -> None:
-            found[item.category] = found.get(item.category, 0.0) + float(size)
-
+        found = defaultdict(float, self.between(held - 1, gradients))
         for index, place in enumerate(self.places):
             for item in place.kept if index <= at or not self.is_by_place else ():
                 is_one = index == at and not is_last and self.is_by_place
-                add(item, _once(item) if is_one else _bytes(item))
+                found[item.category] += float(_once(item) if is_one else _bytes(item))
             for item in place.gradients if index >= at and not is_forward and self.is_by_place else ():
                 size = _once(item) if index == at and is_last else place.gradient_bytes(item)
-                add(item, size * (1 - gradients))
+                found[item.category] += float(size * (1 - gradients))
         for item in self.places[at].running:
             if _is_there(item, is_forward):
-                add(item, _once(item))
+                found[item.category] += float(_once(item))
         return found
 
     def between(self, held: float, gradients: float) -> dict[str, float]:
         """While no microbatch runs."""
-        found = {name: float(size) for name, size in self.always.items()}
+        found = defaultdict(float, {name: float(size) for name, size in self.always.items()})
         for place in self.places:
             for item in place.kept:
-                found[item.category] = found.get(item.category, 0.0) + float(held * _bytes(item))
+                found[item.category] += float(held * _bytes(item))
             for item in place.gradients:
-                size = place.gradient_bytes(item) * (gradients if self.is_by_place else 1)
-                found[item.category] = found.get(item.category, 0.0) + float(size)
+                found[item.category] += float(place.gradient_bytes(item) * (gradients if self.is_by_place else 1))
         return found
 
     def _fullest_actions(self) -> tuple[tuple[Num, bool, Num], ...]:
@@ -198,12 +194,12 @@ class StageMemory:
         """By place: every moment is made of these."""
         return tuple(
             PlaceSums(
-                kept=_total(_bytes(item) for item in place.kept),
-                kept_once=_total(_once(item) for item in place.kept),
-                gradients=_total(place.gradient_bytes(item) for item in place.gradients),
-                gradients_once=_total(_once(item) for item in place.gradients),
-                forward=_total(_once(item) for item in place.running if _is_there(item, True)),
-                backward=_total(_once(item) for item in place.running if _is_there(item, False)),
+                kept=sum(_bytes(item) for item in place.kept),
+                kept_once=sum(_once(item) for item in place.kept),
+                gradients=sum(place.gradient_bytes(item) for item in place.gradients),
+                gradients_once=sum(_once(item) for item in place.gradients),
+                forward=sum(_once(item) for item in place.running if _is_there(item, True)),
+                backward=sum(_once(item) for item in place.running if _is_there(item, False)),
                 is_here=(place.count > 0) * 1,
             )
             for place in self.places
@@ -212,7 +208,7 @@ class StageMemory:
     def _moments(self, held: Num, is_forward: bool, gradients: Num) -> Iterator[tuple[Moment, Num]]:
         """With the bytes beside those that are always there."""
         sums = self._sums
-        whole, all_made = _total(place.kept for place in sums), _total(place.gradients for place in sums)
+        whole, all_made = sum(place.kept for place in sums), sum(place.gradients for place in sums)
         others, earlier = (held - 1) * whole, gradients * all_made
         before: Num = 0
         for at, place in enumerate(sums):
@@ -222,7 +218,7 @@ class StageMemory:
             elif is_forward:
                 yield Moment(at, is_forward, True), place.is_here * (runs + (before + place.kept + earlier))
             else:
-                later = _total(each.gradients for each in sums[at + 1 :])
+                later = sum(each.gradients for each in sums[at + 1 :])
                 for is_last in (True, False):
                     here = before + (place.kept if is_last else place.kept_once)
                     so_far = later + (place.gradients_once if is_last else place.gradients)
@@ -233,15 +229,14 @@ class StageMemory:
 
 def stage_memory(work: Work, device: Device) -> StageMemory:
     timetable = timetable_of(work)
-    always: ByCategory = {"non_torch": device.reserved_bytes + communicator_bytes(work, device)}
+    always: dict[str, Num] = {"non_torch": device.reserved_bytes + communicator_bytes(work, device)}
     by_layer: dict[str, list[Resident]] = {layer.name: [] for layer in work.profile.layers}
-    setup = []
-    elsewhere = tuple(item for item in work.residents if item.tier != "device")
+    setup, elsewhere = [], []
     for item in work.residents:
         if item.tier != "device":
-            continue
-        if item.life == "always":
-            always[item.category] = always.get(item.category, 0) + item.repeat * item.bytes
+            elsewhere.append(item)
+        elif item.life == "always":
+            always[item.category] = always.get(item.category, 0) + _bytes(item)
             setup.append(item)
         else:
             by_layer[item.layer].append(item)
@@ -252,22 +247,20 @@ def stage_memory(work: Work, device: Device) -> StageMemory:
         num_microbatches=work.size("num_microbatches"),
         is_by_place=timetable.chunks == 1 and not timetable.splits_backward and not timetable.overlaps_steps,
         setup=tuple(setup),
-        elsewhere=elsewhere,
+        elsewhere=tuple(elsewhere),
     )
 
 
 def communicator_bytes(work: Work, device: Device) -> Num:
     """One for each axis along which ranks talk."""
     axes = {task.axis for task in work.collectives} if device.kind == "cuda" else set()
-    return sum(((work.size(axis) > 1) * NCCL_BYTES for axis in axes), start=0)
+    return sum((work.size(axis) > 1) * NCCL_BYTES for axis in axes)
 
 
 def _places(layer: str, items: list[Resident]) -> list[LayerInstances]:
     def place(turn: int) -> LayerInstances:
         kept = tuple(item for item in items if item.life == "microbatch" and item.turn == turn)
-        running = tuple(
-            item for item in items if item.life in ("moment", "forward", "backward") and item.turn in (turn, 0)
-        )
+        running = tuple(item for item in items if item.life in _MOMENTS and item.turn in (turn, 0))
         gradients = tuple(item for item in items if item.life == "step")
         count: Num = 0
         for item in kept or running or gradients:
@@ -283,10 +276,6 @@ def _is_there(item: Resident, is_forward: bool) -> bool:
 
 def _bytes(item: Resident) -> Num:
     return item.repeat * item.bytes
-
-
-def _total(sizes: Iterable[Num]) -> Num:
-    return sum(sizes, start=0)
 
 
 def _once(item: Resident) -> Num:
