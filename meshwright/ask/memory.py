@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from meshwright.ask.question import Outcome, Question, Tell, outcome
-from meshwright.ask.sizes import larger_sizes, resized
+from meshwright.ask.sizes import larger_sizes, resized, with_count
 from meshwright.core.technique import EXACTNESS
 from meshwright.core.units import MIB, pretty_bytes
 from meshwright.planner.search import ScoredPlan, SearchResult
@@ -152,14 +151,7 @@ def ways_out(question: Question, result: SearchResult, tell: Tell) -> WaysOut:
     """`result`: of the search that came back empty."""
     ways: list[WayOut] = []
     closed: list[str] = []
-    tried: tuple[Callable[[Question, SearchResult, Tell], WayOut | str], ...] = (
-        _more_devices,
-        _more_memory,
-        _shorter,
-        _other_numerics,
-        _fewer_wishes,
-    )
-    for look in tried:
+    for look in (_more_devices, _more_memory, _shorter, _other_numerics, _fewer_wishes):
         way = look(question, result, tell)
         if isinstance(way, WayOut):
             ways.append(way)
@@ -231,16 +223,15 @@ def _held_bytes(question: Question, result: SearchResult) -> float:
 
 
 def _on(question: Question, devices: int, tell: Tell) -> Outcome:
-    cluster = resized(question.cluster, devices)
-    assert cluster is not None, f"{devices} devices are possible"
-    tell(f"searching {cluster.name}")
-    made = outcome(cluster.name, replace(question, cluster=cluster))
+    question = with_count(question, devices)
+    name = question.cluster.name
+    tell(f"searching {name}")
+    made = outcome(name, question)
     result = made.result
     if result is None or result.best or result.nearest_miss or question.batch >= devices:
         return made
     # No plan at all: so many devices cannot share the batch, and one sample each is the least that they can.
-    words = f"{cluster.name}, batch {devices}"
-    return outcome(words, replace(question, cluster=cluster, batch=devices))
+    return outcome(f"{name}, batch {devices}", replace(question, batch=devices))
 
 
 def _more_memory(question: Question, result: SearchResult, tell: Tell) -> WayOut | str:

@@ -39,6 +39,13 @@ def resized(cluster: Cluster, devices: int) -> Cluster | None:
     return reshaped(cluster, *((devices, 1) if devices <= width else (width, devices // width)))
 
 
+def with_count(question: Question, devices: int) -> Question:
+    """The same on so many devices, which are possible."""
+    cluster = resized(question.cluster, devices)
+    assert cluster is not None, f"{devices} devices are possible"
+    return replace(question, cluster=cluster)
+
+
 def reshaped(cluster: Cluster, devices_per_node: int, num_nodes: int) -> Cluster:
     """So many nodes of so many devices, named after it."""
     if (devices_per_node, num_nodes) == (cluster.devices_per_node, cluster.num_nodes):
@@ -115,10 +122,9 @@ def compare_sizes(question: Question, devices: tuple[int, ...], tell: Tell) -> D
     tried: list[DeviceCount] = []
     try:
         for count in devices:
-            cluster = resized(question.cluster, count)
-            assert cluster is not None, f"{count} devices come from sizes_between"
-            tell(f"searching {cluster.name}, {len(tried) + 1} of {len(devices)}")
-            tried.append(DeviceCount(devices=count, outcome=outcome(cluster.name, replace(question, cluster=cluster))))
+            asked = with_count(question, count)
+            tell(f"searching {asked.cluster.name}, {len(tried) + 1} of {len(devices)}")
+            tried.append(DeviceCount(devices=count, outcome=outcome(asked.cluster.name, asked)))
     except KeyboardInterrupt:
         return DeviceCounts(tried=tuple(tried), is_interrupted=True)
     return DeviceCounts(tried=tuple(tried))
@@ -286,9 +292,7 @@ def best_batch(question: Question, goal: BatchGoal, devices: tuple[int, ...], te
 
     try:
         for count in devices:
-            cluster = resized(question.cluster, count)
-            assert cluster is not None, f"{count} devices are possible"
-            asked, best = replace(question, cluster=cluster), _least(runs)
+            asked, best = with_count(question, count), _least(runs)
             if best is None:
                 climb(asked)
             else:  # the batch of these devices' ladder that is nearest to the best one

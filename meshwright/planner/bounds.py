@@ -160,41 +160,39 @@ class BoundRows:
     def table(self, value: Num) -> np.ndarray:
         return np.broadcast_to(np.asarray(value, dtype=float), (np.prod(self.shape),)).reshape(self.shape)
 
-    def least_bytes(self, memory: StageMemory) -> np.ndarray:
-        """Whatever blocks follow, what is kept is a mixture, and the last block runs as one of the policies lets it.
+    def fullest(self, value: np.ndarray) -> np.ndarray:
+        """Of the stage that has most of it, at least, by candidate: with another split that may be another stage, and
+        certain is what the one with least has."""
+        if self.grid.may_choose:
+            return np.where(self.counts > 0, value, np.inf).min(axis=1)
+        return np.where(self.counts > 0, value, 0.0).max(axis=1)
 
-        With another split the fullest stage may be another: certain is what the emptiest has, and an even share of what
-        all stages together have whoever has it.
-        """
+    def even(self, value: np.ndarray) -> np.ndarray:
+        """An even share of what all stages together have, whoever has it."""
+        return (self.counts * value).sum(axis=1) / self.counts.sum(axis=1)
+
+    def least_bytes(self, memory: StageMemory) -> np.ndarray:
+        """Whatever blocks follow, what is kept is a mixture, and the last block runs as one of the policies lets it."""
         base, each = self.table(memory.base_bytes()), self.table(memory.microbatch_bytes())
         kept = base + self.table(memory.in_flight) * each
         runs = (self.table(memory.late_bytes()) - kept).min(axis=2)
         least = self.table(memory.peak_bytes())[:, :, 0] if self.shape[2] == 1 else kept.min(axis=2) + runs
-        is_there = self.counts > 0
         if not self.grid.may_choose:
-            return np.where(is_there, least, 0).max(axis=1)
-        fewest = np.where(is_there, runs, np.inf).min(axis=1)
-        even = (self.counts * (base[:, :, 0] + each.min(axis=2))).sum(axis=1) / self.counts.sum(axis=1)
-        return np.maximum(np.where(is_there, least, np.inf).min(axis=1), even + fewest)
+            return self.fullest(least)
+        return np.maximum(self.fullest(least), self.even(base[:, :, 0] + each.min(axis=2)) + self.fullest(runs))
 
     def overflows(self, memory: StageMemory, cluster: Cluster) -> np.ndarray:
         """Candidates for which another tier than the device's is too small, whatever blocks follow: a mixture of
-        policies has there a mixture of what each of them has. With another split the fullest stage may be another."""
+        policies has there a mixture of what each of them has."""
         overflows = np.zeros(len(self.counts), dtype=bool)
         for tier, size in memory.tier_bytes().items():
-            least = self.table(size).min(axis=2)
-            if self.grid.may_choose:
-                least = np.where(self.counts > 0, least, np.inf).min(axis=1)
-            else:
-                least = np.where(self.counts > 0, least, 0.0).max(axis=1)
-            overflows |= least > cluster.tiers[tier].bytes_each
+            overflows |= self.fullest(self.table(size).min(axis=2)) > cluster.tiers[tier].bytes_each
         return overflows
 
     def base_bytes(self, memory: StageMemory) -> np.ndarray:
         """What is always there, of the fullest stage, at least."""
-        base = np.where(self.counts > 0, self.table(memory.base_bytes())[:, :, 0], 0.0)
-        even = (self.counts * base).sum(axis=1) / self.counts.sum(axis=1)
-        return even if self.grid.may_choose else base.max(axis=1)
+        base = self.table(memory.base_bytes())[:, :, 0]
+        return self.even(base) if self.grid.may_choose else self.fullest(base)
 
     def least_seconds(
         self, cost: StageCost, memory: StageMemory, timetable: Timetable, memory_bytes: float

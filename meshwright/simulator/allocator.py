@@ -49,10 +49,6 @@ class AllocatorBlock:
     before: AllocatorBlock | None = None
     after: AllocatorBlock | None = None
 
-    @property
-    def key(self) -> tuple[int, int]:
-        return self.size, self.address
-
 
 @dataclass
 class CachingAllocator:
@@ -132,13 +128,13 @@ class CachingAllocator:
     def _put(self, block: AllocatorBlock) -> None:
         block.is_free = True
         self._blocks[block.address] = block
-        insort(self._free.setdefault(block.pool, []), block.key)
+        insort(self._free.setdefault(block.pool, []), (block.size, block.address))
 
     def _take(self, block: AllocatorBlock) -> None:
         block.is_free = False
         del self._blocks[block.address]
         free = self._free[block.pool]
-        del free[bisect_left(free, block.key)]
+        del free[bisect_left(free, (block.size, block.address))]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -69,15 +69,6 @@ class PlaceSums(NamedTuple):
     """1 where the stage has any instance of it."""
 
 
-class Moment(NamedTuple):
-    """While an instance of a place runs."""
-
-    place: int
-    is_forward: bool
-    is_last: bool
-    """The place's last instance, which backward takes first; or the first."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class StageMemory:
     always: Mapping[str, Num]
@@ -123,7 +114,7 @@ class StageMemory:
     def _peak_bytes(self) -> Num:  # asked several times for each forecast
         largest: Num = 0
         for held, is_forward, gradients in self._fullest_actions():
-            for _, size in self._moments(held, is_forward, gradients):
+            for _, _, size in self._moments(held, is_forward, gradients):
                 largest = np.maximum(largest, size)
         return np.ceil(self.base_bytes() + largest)
 
@@ -132,9 +123,9 @@ class StageMemory:
         last: Num = 0
         for held, is_forward, gradients in self._fullest_actions():
             here: Num = 0
-            for moment, size in self._moments(held, is_forward, gradients):
-                if moment.is_last:
-                    here = np.where(self.places[moment.place].count > 0, size, here)
+            for place, is_last, size in self._moments(held, is_forward, gradients):
+                if is_last:
+                    here = np.where(self.places[place].count > 0, size, here)
             last = np.maximum(last, here)
         return self.base_bytes() + last
 
@@ -154,7 +145,7 @@ class StageMemory:
         moments = list(self._moments(held, is_forward, gradients))
         if not moments:
             return self.between(held, gradients)
-        at, is_forward, is_last = max(moments, key=lambda each: float(each[1]))[0]
+        at, is_last, _ = max(moments, key=lambda each: float(each[2]))
         found = defaultdict(float, self.between(held - 1, gradients))
         for index, place in enumerate(self.places):
             for item in place.kept if index <= at or not self.is_by_place else ():
@@ -205,8 +196,9 @@ class StageMemory:
             for place in self.places
         )
 
-    def _moments(self, held: Num, is_forward: bool, gradients: Num) -> Iterator[tuple[Moment, Num]]:
-        """With the bytes beside those that are always there."""
+    def _moments(self, held: Num, is_forward: bool, gradients: Num) -> Iterator[tuple[int, bool, Num]]:
+        """While an instance of a place runs: (place, whether its last instance, which backward takes first, or else its
+        first, bytes beside those that are always there)."""
         sums = self._sums
         whole, all_made = sum(place.kept for place in sums), sum(place.gradients for place in sums)
         others, earlier = (held - 1) * whole, gradients * all_made
@@ -214,16 +206,16 @@ class StageMemory:
         for at, place in enumerate(sums):
             runs = (place.forward if is_forward else place.backward) + others
             if not self.is_by_place:
-                yield Moment(at, is_forward, True), place.is_here * (runs + (whole + all_made))
+                yield at, True, place.is_here * (runs + (whole + all_made))
             elif is_forward:
-                yield Moment(at, is_forward, True), place.is_here * (runs + (before + place.kept + earlier))
+                yield at, True, place.is_here * (runs + (before + place.kept + earlier))
             else:
                 later = sum(each.gradients for each in sums[at + 1 :])
                 for is_last in (True, False):
                     here = before + (place.kept if is_last else place.kept_once)
                     so_far = later + (place.gradients_once if is_last else place.gradients)
                     size = here + earlier + (1 - gradients) * so_far
-                    yield Moment(at, is_forward, is_last), place.is_here * (runs + size)
+                    yield at, is_last, place.is_here * (runs + size)
             before = before + place.kept
 
 
