@@ -182,7 +182,7 @@ def read_goal(
         samples = _EPOCH_SAMPLES
         sources.append(f"target: {pretty_count(samples)} samples, a guess; say --target-tokens")
     else:
-        tokens = _TOKENS_PER_PARAMETER * profile.num_params
+        tokens = float(_TOKENS_PER_PARAMETER * profile.num_params)
         samples, words = tokens / sequence, f"{pretty_count(tokens)} tokens, {_TOKENS_PER_PARAMETER} a parameter"
         sources.append(f"target: {words}, a guess; say --target-tokens")
     guess = "a guess, measure yours and say --critical-batch"

@@ -61,16 +61,13 @@ def best_roads(cluster: Cluster, mesh: Mapping[str, Num]) -> dict[str, Route]:
     found = {}
     for axis, size in mesh.items():
         near, far = route(cluster, size, 1), route(cluster, size, cluster.devices_per_node)
-        most = {
-            name: np.maximum(getattr(near, name), getattr(far, name))
-            for name in ("ring_bytes_per_second", "direct_bytes_per_second")
+        choose: dict[str, Callable[..., Any]] = {
+            **dict.fromkeys(("ring_bytes_per_second", "direct_bytes_per_second"), np.maximum),
+            **dict.fromkeys(("latency_seconds", "latency_growth", "half_bytes", "crossing", "shared"), np.minimum),
         }
-        least = {
-            name: np.minimum(getattr(near, name), getattr(far, name))
-            for name in ("latency_seconds", "latency_growth", "half_bytes", "crossing", "shared")
-        }
+        best = {name: each(getattr(near, name), getattr(far, name)) for name, each in choose.items()}
         fractions = {kind: np.maximum(share, far.fractions[kind]) for kind, share in near.fractions.items()}
-        found[axis] = replace(near, **most, **least, fractions=fractions)
+        found[axis] = replace(near, **best, fractions=fractions)
     return found
 
 

@@ -267,7 +267,8 @@ def _pieces(cost: StageCost, kind: str) -> list[tuple[str, str, float, float]]:
         (shown if is_forward else alone, [("compute", *each) for each in computes.items()])
     ]
     for lane in _BESIDE_LANES:
-        beside = [(lane, each.charge.origin, each.seconds) for each in hidden if each.charge.lane == lane]
+        mine = [each for each in hidden if each.charge.lane == lane]
+        beside: list[tuple[str, str, float]] = [(lane, each.charge.origin, each.seconds) for each in mine]
         groups.append((0.0 if is_forward else max(0.0, total - sum(seconds for *_, seconds in beside)), beside))
     groups.append((total - alone if is_forward else 0.0, stops))
     found = []
