@@ -61,7 +61,7 @@ def best_roads(cluster: Cluster, mesh: Mapping[str, Num]) -> dict[str, Route]:
     found = {}
     for axis, size in mesh.items():
         near, far = route(cluster, size, 1), route(cluster, size, cluster.devices_per_node)
-        choose: dict[str, Callable[..., Any]] = {
+        choose: dict[str, Callable[..., Num]] = {
             **dict.fromkeys(("ring_bytes_per_second", "direct_bytes_per_second"), np.maximum),
             **dict.fromkeys(("latency_seconds", "latency_growth", "half_bytes", "crossing", "shared"), np.minimum),
         }
@@ -351,16 +351,8 @@ def order_bounds(leaf: BoundedGrid, picks: Sequence[OrderedCandidate]) -> np.nda
         blocks = min(inner.blocks + 1, num_blocks)
         spare.append((starts[at] + inner.stage, len(cells)))
         cells.append(inner._replace(first_block=min(inner.first_block, num_blocks - blocks), blocks=blocks))
-    choices = extreme_choices(leaf.inputs.profile, len(leaf.policies))
-    rows = PricedRows(leaf, picks, cells, [choices] * len(cells))
-    return _bounds_of_stages(leaf, picks, rows, starts, np.array(spare)) * leaf.inputs.slower
-
-
-def _bounds_of_stages(
-    leaf: BoundedGrid, picks: Sequence[OrderedCandidate], rows: PricedRows, starts: np.ndarray, spare: np.ndarray
-) -> np.ndarray:
-    """`starts`: of each pick the row of its first stage; `spare`: the rows of a stage, and of it with a block more."""
     ways, inputs = 1 + len(leaf.policies), leaf.inputs
+    rows = PricedRows(leaf, picks, cells, [extreme_choices(inputs.profile, len(leaf.policies))] * len(cells))
 
     def table(value: Num) -> np.ndarray:
         return rows.column(value).reshape(1, -1, ways)
@@ -375,16 +367,17 @@ def _bounds_of_stages(
     if ways > 1 and inputs.is_one_kind:
         both = forced_seconds(table, cost, memory, inputs.cluster.device.memory_bytes)
         forced, slope = both[0][0], both[1][0]
-    count = spare[0, 1]  # rows of stages; those of spare ones come after
+    inner_row, wider = np.array(spare).T
+    count = wider[0]  # rows of stages; those of stages with a block more come after
     seconds = (fast + forced)[:count]
     sizes = np.diff([*starts, count])
     of = np.repeat(np.arange(len(picks)), sizes)
     pace = np.maximum.reduceat(seconds, starts)
     if grid.may_choose:
         kept, base = column(memory.microbatch_bytes()), column(memory.base_bytes())
-        at, more = spare.T
-        by_block = np.maximum(fast[more] - fast[at], 1e-30)[of]
-        grows = column(memory.in_flight)[:count] * (kept[more] - kept[at])[of] + (base[more] - base[at])[of]
+        by_block = np.maximum(fast[wider] - fast[inner_row], 1e-30)[of]
+        grows = column(memory.in_flight)[:count] * (kept[wider] - kept[inner_row])[of]
+        grows = grows + (base[wider] - base[inner_row])[of]
         pace = _least_pace(leaf, picks, seconds, by_block + slope[:count] * np.maximum(grows, 0.0), starts)
     blocks, spans = inputs.profile.num_blocks, sizes * timetable.chunks
     bound = pipeline_bound(
@@ -404,7 +397,8 @@ def _bounds_of_stages(
     )
     # With another split the stage that ends last may be a smaller one.
     last = np.minimum if grid.may_choose else np.maximum
-    return bound + last.reduceat(table(cost.seconds("step"))[0].min(axis=1)[:count], starts)
+    tails = table(cost.seconds("step"))[0].min(axis=1)[:count]
+    return (bound + last.reduceat(tails, starts)) * inputs.slower
 
 
 def _least_pace(

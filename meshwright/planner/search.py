@@ -110,10 +110,6 @@ class UniformGroup:
     numbers: tuple[int, ...]
     cluster: Cluster
 
-    @property
-    def num_devices(self) -> int:
-        return self.cluster.num_devices
-
     def is_like(self, other: UniformGroup) -> bool:
         return self.cluster.groups[0].is_like(other.cluster.groups[0])
 
@@ -318,21 +314,21 @@ class GroupSearch:
 
     def _together(self, groups: UniformGroups) -> float:
         """Least seconds of all devices of these groups."""
-        return 1 / sum(group.num_devices / self._alone_seconds(group) for group in groups)
+        return 1 / sum(group.cluster.num_devices / self._alone_seconds(group) for group in groups)
 
     def _try(self, groups: UniformGroups) -> None:
         """Plans whose ranks take all devices of these."""
         if len(groups) == 1:
             self._try_alone(groups[0])
             return
-        num_devices = sum(group.num_devices for group in groups)
-        common = math.gcd(*(group.num_devices for group in groups))
+        num_devices = sum(group.cluster.num_devices for group in groups)
+        common = math.gcd(*(group.cluster.num_devices for group in groups))
         for way in (self._try_replicas, self._try_stages):
             before = math.inf
             for ranks_each in (size for size in range(common, 0, -1) if common % size == 0):
                 at_best = way(groups, ranks_each, num_devices // ranks_each)
                 # A model that fits on no replica fits on none of fewer ranks.
-                is_hopeless = at_best == math.inf if math.isfinite(before) else False
+                is_hopeless = math.isfinite(before) and at_best == math.inf
                 if is_hopeless or (math.isfinite(at_best) and at_best > max(before, FAR * self.board.best_seconds)):
                     break
                 before = min(before, at_best)
@@ -360,7 +356,7 @@ class GroupSearch:
         """Plans for so many ranks on each kind of device, and what the best of them could take here, if its times
         followed the speed of the devices. Where that is too slow, the slower and smaller kinds are left."""
         at_best, plans = math.inf, list[Plan]()
-        count, least_bytes = sum(each.num_devices for each in groups), math.inf
+        count, least_bytes = sum(each.cluster.num_devices for each in groups), math.inf
         large = ABOUT * max(group.cluster.device.memory_bytes for group in groups)
         for group in sorted(distinct_kinds(groups), key=self._alone_seconds):
             if count > EACH_KIND and group.cluster.device.memory_bytes >= ABOUT * least_bytes:

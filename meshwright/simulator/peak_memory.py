@@ -221,7 +221,10 @@ class StageMemory:
 
 def stage_memory(work: Work, device: Device) -> StageMemory:
     timetable = timetable_of(work)
-    always: dict[str, Num] = {"non_torch": device.reserved_bytes + communicator_bytes(work, device)}
+    # A communicator for each axis along which ranks talk.
+    axes = {task.axis for task in work.collectives} if device.kind == "cuda" else set()
+    communicators = sum((work.size(axis) > 1) * NCCL_BYTES for axis in axes)
+    always: dict[str, Num] = {"non_torch": device.reserved_bytes + communicators}
     by_layer: dict[str, list[Resident]] = {layer.name: [] for layer in work.profile.layers}
     setup, elsewhere = [], []
     for item in work.residents:
@@ -241,12 +244,6 @@ def stage_memory(work: Work, device: Device) -> StageMemory:
         setup=tuple(setup),
         elsewhere=tuple(elsewhere),
     )
-
-
-def communicator_bytes(work: Work, device: Device) -> Num:
-    """One for each axis along which ranks talk."""
-    axes = {task.axis for task in work.collectives} if device.kind == "cuda" else set()
-    return sum((work.size(axis) > 1) * NCCL_BYTES for axis in axes)
 
 
 def _places(layer: str, items: list[Resident]) -> list[LayerInstances]:
