@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import SupportsIndex, TypeVar
+from typing import Any, SupportsIndex, TypeVar
 
 from meshwright.ask.explain import explain
 from meshwright.ask.memory import MemoryFront, WaysOut, front, ways_out
@@ -140,51 +140,50 @@ def answers(request: PlanRequest, progress: Tell = lambda text: None) -> Iterato
     """The answer as it grows, after each part; the last one is the whole."""
     question = request.question
     answer = Answer(request=request, question=question)
+
+    def grown(**parts: Any) -> Answer:
+        nonlocal answer
+        answer = replace(answer, **parts)
+        return answer
+
     if request.goal is not None:
         counts = request.devices[::-1] or fewer(question.cluster.num_devices)
         possible = tuple(count for count in counts if resized(question.cluster, count) is not None)
         goals = best_batch(question, request.goal, possible, progress)
         question = question if goals.soonest is None else goals.soonest.outcome.question
-        answer = replace(answer, batch_goals=goals, question=question, is_interrupted=goals.is_interrupted)
-        yield answer
+        yield grown(batch_goals=goals, question=question, is_interrupted=goals.is_interrupted)
     elif request.devices:
         sizes = compare_sizes(question, request.devices, progress)
         if sizes.fastest is not None:
             question = sizes.fastest.outcome.question
         else:
             question = replace(question, cluster=resized(question.cluster, request.devices[-1]) or question.cluster)
-        answer = replace(answer, device_counts=sizes, question=question, is_interrupted=sizes.is_interrupted)
-        yield answer
+        yield grown(device_counts=sizes, question=question, is_interrupted=sizes.is_interrupted)
     if answer.is_interrupted:
         return
     progress("searching; Ctrl-C shows the best so far")
     result = question.ask(top=request.top)
-    answer = replace(answer, result=result, is_interrupted=result.is_interrupted)
-    yield answer
+    yield grown(result=result, is_interrupted=result.is_interrupted)
     if answer.is_interrupted:
         return
     try:  # what is asked about the best plan; where nothing is, what people ask next
         if result.best is None and not (request.changes or request.has_front):
-            answer = replace(answer, ways_out=ways_out(question, result, progress))
-            yield answer
+            yield grown(ways_out=ways_out(question, result, progress))
         for knob in request.knobs:
             if result.best is not None:
-                answer = replace(answer, why=(*answer.why, why(question, result.best, knob, progress)))
-                yield answer
+                yield grown(why=(*answer.why, why(question, result.best, knob, progress)))
         if request.changes:
-            answer = replace(answer, what_if=compare(question, request.changes, result.best))
-            yield answer
+            yield grown(what_if=compare(question, request.changes, result.best))
         if request.has_front:
             made = front(question, progress, result.best)
-            answer = replace(answer, front=made, is_interrupted=made.is_interrupted)
-            yield answer
+            yield grown(front=made, is_interrupted=made.is_interrupted)
         if request.suggests and not request.is_narrow and result.best is not None:
             changes = usual_changes(question)
             is_quick = result.search_seconds < _QUICK_SECONDS
             compared = tuple(compare(question, (change,), result.best) for change in changes) if is_quick else ()
-            yield replace(answer, suggested=changes, suggestions=compared)
+            yield grown(suggested=changes, suggestions=compared)
     except KeyboardInterrupt:
-        yield replace(answer, is_interrupted=True)
+        yield grown(is_interrupted=True)
 
 
 def read_request(
@@ -223,8 +222,8 @@ def read_request(
 
     is_auto = isinstance(batch, str) and batch == AUTO
     samples = default_batch if is_auto else read_batch(batch, wrong)
-    knobs = (tried(lambda: read_knobs(why)) or ()) if why else ()
-    changes = (tried(lambda: read_changes(what_if)) or ()) if what_if else ()
+    knobs = tried(lambda: read_knobs(why)) or ()
+    changes = tried(lambda: read_changes(what_if)) or ()
     limit = read_memory(max_memory, "--max-memory", wrong) if isinstance(max_memory, str) else max_memory
     range_ = _read_range(str(devices), wrong) if devices else None
     may_have_target = (is_auto, is_auto, is_auto or bool(devices))  # by tokens, ranges of devices are compared too
@@ -250,8 +249,7 @@ def read_request(
     if limit is not None and (problem := question.memory_problem(limit, "--max-memory")):
         raise MeshwrightError([*wrong, problem])
     goal = tried(lambda: read_goal(profile, sequence, *targets)) if is_auto else None
-    if changes:
-        tried(lambda: with_changes(question, changes))
+    tried(lambda: with_changes(question, changes))
     if wrong:
         raise MeshwrightError(list(dict.fromkeys(wrong)))
     return PlanRequest(

@@ -125,12 +125,9 @@ def explain_groups(result: SearchResult, cluster: Cluster) -> list[str]:
     idle = [name for at, name in enumerate(names) if at not in used]
     lines = [f"Its ranks take {', then '.join(names[at] for at in used)}."]
     if idle:
-        others = [each for other, each in result.ranked if set(other.groups or range(len(names))) > set(used)]
-        worse = (
-            f"; with them a step takes {others[0].step_seconds / predicted.step_seconds:.2f} x as long"
-            if others
-            else ""
-        )
+        others = (each for other, each in result.ranked if set(other.groups or range(len(names))) > set(used))
+        ratios = [each.step_seconds / predicted.step_seconds for each in others]
+        worse = f"; with them a step takes {ratios[0]:.2f} x as long" if ratios else ""
         lines.append(f"It leaves {' and '.join(idle)} idle{worse}.")
     if len(set(plan.shares)) > 1:
         words = ", ".join(f"{len(list(run))} x {share}" for share, run in itertools.groupby(plan.shares))

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from meshwright.ask.question import Outcome, Question, Tell, outcome
-from meshwright.ask.sizes import larger_sizes, resized
+from meshwright.ask.sizes import larger_sizes, resized, with_count
 from meshwright.core.technique import EXACTNESS
 from meshwright.core.units import MIB, pretty_bytes
 from meshwright.planner.search import ScoredPlan, SearchResult
@@ -152,14 +151,7 @@ def ways_out(question: Question, result: SearchResult, tell: Tell) -> WaysOut:
     """`result`: of the search that came back empty."""
     ways: list[WayOut] = []
     closed: list[str] = []
-    tried: tuple[Callable[[Question, SearchResult, Tell], WayOut | str], ...] = (
-        _more_devices,
-        _more_memory,
-        _shorter,
-        _other_numerics,
-        _fewer_wishes,
-    )
-    for look in tried:
+    for look in (_more_devices, _more_memory, _shorter, _other_numerics, _fewer_wishes):
         way = look(question, result, tell)
         if isinstance(way, WayOut):
             ways.append(way)
@@ -211,9 +203,8 @@ def _more_devices(question: Question, result: SearchResult, tell: Tell) -> WayOu
 
 def _least_bytes(result: SearchResult | None) -> float:
     """What the smallest plan needs; infinite where there is no plan at all."""
-    return (
-        result.nearest_miss.forecast.peak_bytes if result is not None and result.nearest_miss is not None else math.inf
-    )
+    miss = result.nearest_miss if result is not None else None
+    return math.inf if miss is None else miss.forecast.peak_bytes
 
 
 def _is_too_small(question: Question, result: SearchResult, devices: int) -> bool:
@@ -232,20 +223,15 @@ def _held_bytes(question: Question, result: SearchResult) -> float:
 
 
 def _on(question: Question, devices: int, tell: Tell) -> Outcome:
-    cluster = resized(question.cluster, devices)
-    assert cluster is not None, f"{devices} devices are possible"
-    tell(f"searching {cluster.name}")
-    made = outcome(cluster.name, replace(question, cluster=cluster))
-    if (
-        made.best is not None
-        or made.result is None
-        or made.result.nearest_miss is not None
-        or question.batch >= devices
-    ):
+    question = with_count(question, devices)
+    name = question.cluster.name
+    tell(f"searching {name}")
+    made = outcome(name, question)
+    result = made.result
+    if result is None or result.best or result.nearest_miss or question.batch >= devices:
         return made
     # No plan at all: so many devices cannot share the batch, and one sample each is the least that they can.
-    words = f"{cluster.name}, batch {devices}"
-    return outcome(words, replace(question, cluster=cluster, batch=devices))
+    return outcome(f"{name}, batch {devices}", replace(question, batch=devices))
 
 
 def _more_memory(question: Question, result: SearchResult, tell: Tell) -> WayOut | str:
@@ -268,32 +254,32 @@ def _shorter(question: Question, result: SearchResult, tell: Tell) -> WayOut | s
     if _is_too_small(question, result, question.cluster.num_devices):
         held = pretty_bytes(_held_bytes(question, result) / question.cluster.num_devices)
         return f"No shorter sequence helps: parameters, gradients and states alone are {held} a device."
-    lengths: list[int] = []
-    while (length := question.sequence >> len(lengths) + 1) >= _SHORTEST:
-        lengths.append(length)
+    lengths = [question.sequence >> bits for bits in range(1, question.sequence.bit_length())]
+    lengths = [length for length in lengths if length >= _SHORTEST]
     if not lengths:
         return ""
-    tell(f"searching sequence {lengths[-1]}")
-    enough = outcome(f"sequence {lengths[-1]}", replace(question, sequence=lengths[-1]))
+
+    def ask(length: int) -> Outcome:
+        tell(f"searching sequence {length}")
+        return outcome(f"sequence {length}", replace(question, sequence=length))
+
+    enough = ask(lengths[-1])
     if enough.best is None:
         return f"No shorter sequence fits: {lengths[-1]} tokens {_least_words(enough)}."
     low, high = 0, len(lengths) - 1
     while low < high:
         middle = (low + high) // 2
-        tell(f"searching sequence {lengths[middle]}")
-        made = outcome(f"sequence {lengths[middle]}", replace(question, sequence=lengths[middle]))
+        made = ask(lengths[middle])
         if made.best is not None:
             enough, high = made, middle
         else:
             low = middle + 1
-    words = f"sequences of {enough.question.sequence} tokens"
-    return WayOut(what="sequence", words=words, outcome=enough)
+    return WayOut(what="sequence", words=f"sequences of {enough.question.sequence} tokens", outcome=enough)
 
 
 def _least_words(made: Outcome) -> str:
-    if made.result is None or made.result.nearest_miss is None:
-        return "have no plan"
-    return f"still need {pretty_bytes(made.result.nearest_miss.forecast.peak_bytes)}"
+    least_bytes = _least_bytes(made.result)
+    return f"still need {pretty_bytes(least_bytes)}" if math.isfinite(least_bytes) else "have no plan"
 
 
 def _other_numerics(question: Question, result: SearchResult, tell: Tell) -> WayOut | str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from meshwright.core.cluster import Cluster, Device
 from meshwright.core.errors import MeshwrightError, Problem
@@ -58,17 +59,9 @@ class Question:
         return replace(self, cluster=cluster, max_memory_bytes=None)
 
     def ask(self, top: int = 1) -> SearchResult:
-        return search(
-            self.profile,
-            self.machine,
-            batch=self.batch,
-            sequence=self.sequence,
-            optimizer=self.optimizer,
-            allow=self.allow,
-            pin=self.pin,
-            ban=self.ban,
-            top=top,
-        )
+        names = ("batch", "sequence", "optimizer", "allow", "pin", "ban")
+        settings: dict[str, Any] = {name: getattr(self, name) for name in names}
+        return search(self.profile, self.machine, top=top, **settings)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ samples(B) = B x steps(B) = least_samples x (1 + B / critical_batch),  critical_
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.ask.question import Outcome, Question, Tell, outcome
@@ -37,6 +37,13 @@ def resized(cluster: Cluster, devices: int) -> Cluster | None:
     if devices < 1 or devices > MOST_DEVICES or (devices > width and devices % width):
         return None
     return reshaped(cluster, *((devices, 1) if devices <= width else (width, devices // width)))
+
+
+def with_count(question: Question, devices: int) -> Question:
+    """The same on so many devices, which are possible."""
+    cluster = resized(question.cluster, devices)
+    assert cluster is not None, f"{devices} devices are possible"
+    return replace(question, cluster=cluster)
 
 
 def reshaped(cluster: Cluster, devices_per_node: int, num_nodes: int) -> Cluster:
@@ -115,10 +122,9 @@ def compare_sizes(question: Question, devices: tuple[int, ...], tell: Tell) -> D
     tried: list[DeviceCount] = []
     try:
         for count in devices:
-            cluster = resized(question.cluster, count)
-            assert cluster is not None, f"{count} devices come from sizes_between"
-            tell(f"searching {cluster.name}, {len(tried) + 1} of {len(devices)}")
-            tried.append(DeviceCount(devices=count, outcome=outcome(cluster.name, replace(question, cluster=cluster))))
+            asked = with_count(question, count)
+            tell(f"searching {asked.cluster.name}, {len(tried) + 1} of {len(devices)}")
+            tried.append(DeviceCount(devices=count, outcome=outcome(asked.cluster.name, asked)))
     except KeyboardInterrupt:
         return DeviceCounts(tried=tuple(tried), is_interrupted=True)
     return DeviceCounts(tried=tuple(tried))
@@ -131,7 +137,7 @@ _TOKENS_PER_PARAMETER = 20
 """Hoffmann et al., arXiv 2203.15556: how much data a model of a size is worth training on."""
 _KNOWN_BATCH_TOKENS, _KNOWN_TOKENS = 3.2e6, 300e9
 """GPT-3's batch, chosen by its gradient noise, and what it was trained on (arXiv 2005.14165)."""
-_SAMPLES = 8192
+_SAMPLES = 8192.0
 """The order of critical batches of image classifiers (arXiv 1812.06162, figure 4)."""
 _EPOCH_SAMPLES = 100 * 1.28e6
 """Images in a hundred epochs of ImageNet: what models of samples are taken to need."""
@@ -169,38 +175,32 @@ def read_goal(
         problems.append(Problem(where="--critical-batch", what=what, fix="Take one away."))
     if problems:
         raise MeshwrightError(problems)
-    samples, sources = _samples(profile, sequence, target_tokens)
+    sources = []
+    if target_tokens is not None:
+        samples = target_tokens / sequence
+    elif profile.counts == "samples":
+        samples = _EPOCH_SAMPLES
+        sources.append(f"target: {pretty_count(samples)} samples, a guess; say --target-tokens")
+    else:
+        tokens = float(_TOKENS_PER_PARAMETER * profile.num_params)
+        samples, words = tokens / sequence, f"{pretty_count(tokens)} tokens, {_TOKENS_PER_PARAMETER} a parameter"
+        sources.append(f"target: {words}, a guess; say --target-tokens")
+    guess = "a guess, measure yours and say --critical-batch"
     if target_steps is not None and target_tokens is not None:
         critical = samples / target_steps
         sources.append(f"critical batch {critical:,.0f} samples: target tokens over target steps")
     elif critical_batch is not None:
         critical = critical_batch
+    elif profile.counts == "samples":
+        critical, words = _SAMPLES, "the order of image classifiers (arXiv 1812.06162)"
+        sources.append(f"critical batch {_SAMPLES:.0f} samples: {words}; {guess}")
     else:
-        critical, source = _guess(profile, sequence, samples)
-        sources.append(source)
+        # It follows the data seen, not the model's size (arXiv 2410.21676), about as its square root.
+        tokens = _KNOWN_BATCH_TOKENS * math.sqrt(samples * sequence / _KNOWN_TOKENS)
+        critical = max(1.0, tokens / sequence)
+        words = "GPT-3's 3.2 M for 300 B tokens, as the square root of the tokens"
+        sources.append(f"critical batch {critical:,.0f} samples ({pretty_count(tokens)} tokens): {words}; {guess}")
     return BatchGoal(critical_batch=critical, least_steps=target_steps or samples / critical, sources=tuple(sources))
-
-
-def _samples(profile: Profile, sequence: int, target_tokens: float | None) -> tuple[float, list[str]]:
-    """Samples that the smallest batches would need."""
-    if target_tokens is not None:
-        return target_tokens / sequence, []
-    if profile.counts == "samples":
-        return _EPOCH_SAMPLES, [f"target: {pretty_count(_EPOCH_SAMPLES)} samples, a guess; say --target-tokens"]
-    tokens = _TOKENS_PER_PARAMETER * profile.num_params
-    words = f"target: {pretty_count(tokens)} tokens, {_TOKENS_PER_PARAMETER} a parameter, a guess; say --target-tokens"
-    return tokens / sequence, [words]
-
-
-def _guess(profile: Profile, sequence: int, samples: float) -> tuple[float, str]:
-    if profile.counts == "samples":
-        words = f"critical batch {_SAMPLES} samples: the order of image classifiers (arXiv 1812.06162)"
-        return _SAMPLES, f"{words}; a guess, measure yours and say --critical-batch"
-    # It follows the data seen, not the model's size (arXiv 2410.21676), about as its square root.
-    tokens = _KNOWN_BATCH_TOKENS * math.sqrt(samples * sequence / _KNOWN_TOKENS)
-    critical = max(1.0, tokens / sequence)
-    words = f"critical batch {critical:,.0f} samples ({pretty_count(tokens)} tokens): GPT-3's 3.2 M for 300 B tokens, "
-    return critical, f"{words}as the square root of the tokens; a guess, measure yours and say --critical-batch"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,87 +240,67 @@ class BatchGoals:
 
     def best_of_devices(self) -> dict[int, BatchRun]:
         """The soonest run of each number of devices."""
-        found: dict[int, BatchRun] = {}
-        for run in self.runs:
-            if math.isfinite(run.seconds) and (run.devices not in found or run.seconds < found[run.devices].seconds):
-                found[run.devices] = run
-        return dict(sorted(found.items()))
+        ending = [run for run in self.runs if math.isfinite(run.seconds)]
+        counts = sorted({run.devices for run in ending})
+        return {
+            count: min((run for run in ending if run.devices == count), key=lambda run: run.seconds) for count in counts
+        }
 
 
-def _least(runs: tuple[BatchRun, ...] | list[BatchRun]) -> BatchRun | None:
+def _least(runs: Sequence[BatchRun]) -> BatchRun | None:
     ending = [run for run in runs if math.isfinite(run.seconds)]
     return min(ending, key=lambda run: (run.seconds, run.batch), default=None)
 
 
 def ladder(devices: int) -> tuple[int, ...]:
     """Ten batches, each twice the one before, around one to a few samples a device, that the devices can share."""
-    odd = devices
-    while odd % 2 == 0:
-        odd //= 2
-    first = odd
+    first = devices // (devices & -devices)
     while first * 8 < devices:
         first *= 2
     return tuple(first << i for i in range(NUM_BATCHES))
 
 
-class _Climb:
-    """Asks for batches and remembers."""
-
-    def __init__(self, goal: BatchGoal, tell: Tell):
-        self.goal, self.tell = goal, tell
-        self.runs: list[BatchRun] = []
-
-    def run(self, question: Question, batch: int) -> BatchRun:
-        devices = question.cluster.num_devices
-        self.tell(f"searching batch {batch} on {devices} devices")
-        made = outcome(f"batch {batch}", replace(question, batch=batch))
-        self.runs.append(BatchRun(batch=batch, devices=devices, outcome=made, steps=self.goal.steps(batch)))
-        return self.runs[-1]
-
-    def all_batches(self, question: Question) -> None:
-        own = [self.run(question, batch) for batch in ladder(question.cluster.num_devices)]
-        for _ in range(_MOST_MORE):
-            best, last = _least(own), own[-1]
-            if best is None or best.batch != last.batch:
-                return
-            own.append(self.run(question, 2 * last.batch))
-
-    def near(self, question: Question, batch: int) -> None:
-        """From a batch that is good on other devices, up and down as long as it gets better."""
-        own = [self.run(question, batch)]
-        twos = (batch & -batch).bit_length() - 1
-        halves = [batch >> bits for bits in range(1, twos + 1)]
-        doubles = [batch << bits for bits in range(1, _MOST_MORE + 1)]
-        for others in (halves, doubles):
-            for each in others:
-                before = min(run.seconds for run in own)
-                own.append(self.run(question, each))
-                if own[-1].seconds >= before:
-                    break
-
-
 def best_batch(question: Question, goal: BatchGoal, devices: tuple[int, ...], tell: Tell) -> BatchGoals:
     """All batches on the first number of devices; on the others those near the best."""
-    climb = _Climb(goal, tell)
+    runs: list[BatchRun] = []
+
+    def run(asked: Question, batch: int) -> BatchRun:
+        count = asked.cluster.num_devices
+        tell(f"searching batch {batch} on {count} devices")
+        made = outcome(f"batch {batch}", replace(asked, batch=batch))
+        runs.append(BatchRun(batch=batch, devices=count, outcome=made, steps=goal.steps(batch)))
+        return runs[-1]
+
+    def climb(asked: Question) -> None:
+        """All batches of the ladder, and more as long as the last is the best."""
+        own = [run(asked, batch) for batch in ladder(asked.cluster.num_devices)]
+        for _ in range(_MOST_MORE):
+            best = _least(own)
+            if best is None or best.batch != own[-1].batch:
+                return
+            own.append(run(asked, 2 * best.batch))
+
+    def look_near(asked: Question, batch: int) -> None:
+        """From a batch that is good on other devices, up and down as long as it gets better."""
+        least = run(asked, batch).seconds
+        halves = [batch >> bits for bits in range(1, (batch & -batch).bit_length())]
+        for others in (halves, [batch << bits for bits in range(1, _MOST_MORE + 1)]):
+            for each in others:
+                before, least = least, min(least, run(asked, each).seconds)
+                if least == before:
+                    break
+
     try:
         for count in devices:
-            cluster = resized(question.cluster, count)
-            assert cluster is not None, f"{count} devices are possible"
-            asked = replace(question, cluster=cluster)
-            best = _least(climb.runs)
+            asked, best = with_count(question, count), _least(runs)
             if best is None:
-                climb.all_batches(asked)
-            else:
-                climb.near(asked, _shared(best.batch, count))
+                climb(asked)
+            else:  # the batch of these devices' ladder that is nearest to the best one
+                first = ladder(count)[0]
+                look_near(asked, first << max(0, round(math.log2(max(1.0, best.batch / first)))))
     except KeyboardInterrupt:
-        return BatchGoals(goal=goal, runs=tuple(climb.runs), is_interrupted=True)
-    return BatchGoals(goal=goal, runs=tuple(climb.runs))
-
-
-def _shared(batch: int, devices: int) -> int:
-    """The batch of the ladder of so many devices that is nearest to one of another."""
-    first = ladder(devices)[0]
-    return first << max(0, round(math.log2(max(1.0, batch / first))))
+        return BatchGoals(goal=goal, runs=tuple(runs), is_interrupted=True)
+    return BatchGoals(goal=goal, runs=tuple(runs))
 
 
 def fewer(devices: int) -> tuple[int, ...]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from meshwright.ask.question import Outcome, Question, outcome, with_devices
 from meshwright.ask.sizes import node_width, reshaped, resized
-from meshwright.core.cluster import MOST_DEVICES, Cluster, Device, DeviceGroup, Link
+from meshwright.core.cluster import MOST_DEVICES, Device, Link
 from meshwright.core.errors import MeshwrightError, Problem, nearest, raise_problems
 from meshwright.core.units import GIB, MIB
 from meshwright.planner.search import ScoredPlan
@@ -18,10 +19,8 @@ _MOST = 1e18
 """Above, floats and people lose count."""
 
 MEMORY = {"B": 1, "KiB": 1024, "MiB": MIB, "GiB": GIB, "TiB": 1024**4, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
-RATE = {
-    **{f"{unit}/s": size for unit, size in (("kB", 1e3), ("MB", 1e6), ("GB", 1e9), ("TB", 1e12))},
-    **{f"{unit}/s": size for unit, size in (("Mb", 1e6 / 8), ("Gb", 1e9 / 8), ("Mbit", 1e6 / 8), ("Gbit", 1e9 / 8))},
-}
+RATE = {"kB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9, "TB/s": 1e12}
+RATE |= {"Mb/s": 1e6 / 8, "Gb/s": 1e9 / 8, "Mbit/s": 1e6 / 8, "Gbit/s": 1e9 / 8}
 COUNT = {"": 1.0}
 FACTOR: dict[str, float] = {}
 """Nothing but times and percent."""
@@ -34,9 +33,8 @@ class Amount:
     value: float
 
     def of(self, before: float) -> float:
-        if self.how == "x":
-            return before * self.value
-        return {"": self.value, "+": before + self.value, "-": before - self.value}[self.how]
+        value = self.value
+        return {"": value, "+": before + value, "-": before - value, "x": before * value}[self.how]
 
 
 def read_amount(text: str, units: dict[str, float], where: str, example: str, problems: list[Problem]) -> Amount | None:
@@ -178,22 +176,21 @@ def change_flops(question: Question, amount: Amount) -> Question:
     return replace(question, cluster=with_devices(question.cluster, faster))
 
 
-def _faster(link: Link, amount: Amount) -> Link:
-    return replace(link, bytes_per_second=amount.of(link.bytes_per_second))
-
-
 def change_of_link(name: str) -> Change:
     """A change of the `inner` or `outer` link in all groups."""
 
     def change(question: Question, amount: Amount) -> Question:
-        def faster(owner: Cluster | DeviceGroup) -> dict[str, Link]:
-            return {name: _faster(getattr(owner, name), amount)}
+        def faster(owner: Any) -> Any:
+            return replace(owner, **{name: _faster(getattr(owner, name), amount)})
 
-        cluster = question.cluster
-        others = tuple(replace(group, **faster(group)) for group in cluster.others)  # type: ignore[arg-type]
-        return replace(question, cluster=replace(cluster, others=others, **faster(cluster)))  # type: ignore[arg-type]
+        cluster = faster(question.cluster)
+        return replace(question, cluster=replace(cluster, others=tuple(map(faster, cluster.others))))
 
     return change
+
+
+def _faster(link: Link, amount: Amount) -> Link:
+    return replace(link, bytes_per_second=amount.of(link.bytes_per_second))
 
 
 def change_link_between_groups(question: Question, amount: Amount) -> Question | Problem:
@@ -205,10 +202,11 @@ def change_link_between_groups(question: Question, amount: Amount) -> Question |
 
 
 def change_devices(question: Question, amount: Amount) -> Question | Problem:
-    devices, width = amount.of(question.cluster.num_devices), node_width(question.cluster)
-    cluster = resized(question.cluster, int(devices)) if devices == int(devices) else None
-    if question.cluster.others:
+    before, width = question.cluster, node_width(question.cluster)
+    devices = amount.of(before.num_devices)
+    if before.others:
         return _mixed(question)
+    cluster = resized(before, int(devices)) if devices == int(devices) else None
     if cluster is None:
         fix = f"Use 1 to {width}, or a multiple of {width} up to {MOST_DEVICES - MOST_DEVICES % width}."
         return Problem(where="", what=f"{devices:g} devices are no part of a node and no whole nodes.", fix=fix)
@@ -219,8 +217,8 @@ def change_nodes(question: Question, amount: Amount) -> Question | Problem:
     nodes = amount.of(question.cluster.num_nodes)
     if question.cluster.others:
         return _mixed(question)
-    if nodes < 1 or nodes != int(nodes):
-        return Problem(where="", what=f"{nodes:g} nodes.", fix="Use a whole number, at least 1.")
+    if problem := _not_whole(nodes, f"{nodes:g} nodes."):
+        return problem
     return replace(question, cluster=reshaped(question.cluster, question.cluster.devices_per_node, int(nodes)))
 
 
@@ -229,11 +227,14 @@ def _mixed(question: Question) -> Problem:
     return Problem(where="", what=what, fix="Plan for a --cluster with the groups you mean.")
 
 
+def _not_whole(value: float, what: str) -> Problem | None:
+    is_whole = value >= 1 and value == int(value)
+    return None if is_whole else Problem(where="", what=what, fix="Use a whole number, at least 1.")
+
+
 def change_batch(question: Question, amount: Amount) -> Question | Problem:
     batch = amount.of(question.batch)
-    if batch < 1 or batch != int(batch):
-        return Problem(where="", what=f"a batch of {batch:g} samples.", fix="Use a whole number, at least 1.")
-    return replace(question, batch=int(batch))
+    return _not_whole(batch, f"a batch of {batch:g} samples.") or replace(question, batch=int(batch))
 
 
 def change_sequence(question: Question, amount: Amount) -> Question | Problem:

@@ -154,17 +154,13 @@ def _fields(option: Option) -> tuple[str, ...]:
 
 def _main_field(options: tuple[Option, ...]) -> str:
     """What a technique's name alone asks about: its size, else how many layers, else its first choice."""
-    for role in (Axis, PerLayer, Choice):
-        for option in options:
-            if isinstance(option, role) and not (isinstance(option, Choice) and len(option.values) < 2):
-                return _fields(option)[0]
-    return _fields(options[0])[0]
+    open_ = [option for option in options if not (isinstance(option, Choice) and len(option.values) < 2)]
+    by_role = [option for role in (Axis, PerLayer, Choice) for option in open_ if isinstance(option, role)]
+    return _fields((*by_role, *options)[0])[0]
 
 
 def _neighbours(sizes: Collection[int], now: int) -> list[int]:
-    below = [size for size in sizes if size < now]
-    above = [size for size in sizes if size > now]
-    return [*([max(below)] if below else []), *([min(above)] if above else [])]
+    return [*sorted(size for size in sizes if size < now)[-1:], *sorted(size for size in sizes if size > now)[:1]]
 
 
 def _pinned(question: Question, pin: str) -> Question:

@@ -70,7 +70,7 @@ class BestFirst:
         self.leaves: list[BoundedGrid] = []
         self.runs: list[np.ndarray] = []
         """Of each leaf, the candidates that can run samples of this length, and are no others over again."""
-        self.candidates = Candidates.of((), (), 1.0)
+        self.candidates = Candidates((), (), 1.0)
         self.left_out: dict[str, float] = {}
         """Compute dtypes not looked at -> no plan in them is faster than this."""
         self.solved: list[tuple[Solved, int]] = []
@@ -91,7 +91,7 @@ class BestFirst:
                     runs = runs & ~which
                 self.leaves.append(leaf)
                 self.runs.append(runs)
-        self.candidates = Candidates.of(self.leaves, self.runs, self.inputs.slower * (1 - _ROUNDING))
+        self.candidates = Candidates(self.leaves, self.runs, self.inputs.slower * (1 - _ROUNDING))
         seen = self.order[: self.next]
         left = np.setdiff1d(np.flatnonzero(self.candidates.fits(self.memory_bytes)), seen)
         order = left[np.argsort(self.candidates.least_seconds[left], kind="stable")]
@@ -152,10 +152,7 @@ class BestFirst:
 
     def _ordered(self, at: int, pick: OrderedCandidate) -> list[OrderedCandidate]:
         """With every order of its axes."""
-        return [
-            pick._replace(axis_order=order)
-            for order in orders_of(self.leaves[at].grid, pick.candidate, self.inputs.cluster)
-        ]
+        return [pick._replace(axis_order=order) for order in orders_of(self.leaves[at].grid, pick.candidate)]
 
     def _bound(self, picks: Iterable[tuple[int, OrderedCandidate]]) -> None:
         for at, mine in _by_leaf(picks).items():
@@ -220,29 +217,25 @@ class BestFirst:
 
     def result(self, top: int) -> SearchResult:
         ranked: list[ScoredPlan] = []
-        for plan in self._plans() if self.board.best is not None else ():
-            scored = self.board.score(plan)
-            if scored is not None and scored.forecast.fits:
-                ranked.append(scored)
-            if len(ranked) >= 2 * top:  # a few more: where stages have chunks, they are sorted by bounds
-                break
-        if self.board.best is not None:  # the others' memory is not replayed: none of them is above it
-            best = self.board.best
-            others = sorted((each for each in ranked if each.rank > best.rank), key=lambda each: each.rank)
+        if (best := self.board.best) is not None:
+            # A few more: where stages have chunks, they are sorted by bounds. Their memory is not replayed: none of
+            # them is above the best.
+            fitting = itertools.islice(self.board.that_fit(self._plans()), 2 * top)
+            others = sorted((each for each in fitting if each.rank > best.rank), key=lambda each: each.rank)
             ranked = [best, *others][:top]
         unfitting = self.candidates.runs & ~self.candidates.fits(self.memory_bytes)
         self.board.reject("does not fit in memory", int(np.sum(unfitting)))
         self.board.reject("slower", len(self.order) - len({(at, f.pick.candidate) for f, at in self.solved}))
-        unfit = None if self.board.best is None else self._unfit(self.board.best)
+        unfit = self._unfit(best) if best else None
         return SearchResult(
-            best=self.board.best,
+            best=best,
             ranked=tuple(ranked),
             rejected=dict(self.board.rejected.most_common()),
-            nearest_miss=None if self.board.best else self._nearest_miss(),
-            evaluated=self.candidates.num_new,
+            nearest_miss=None if best else self._nearest_miss(),
+            evaluated=sum(int(leaf.is_new.sum()) for leaf in self.leaves),
             search_seconds=0.0,
             gap_fraction=self._gap(),
-            alternatives=self._alternatives(self.board.best.plan) if self.board.best else (),
+            alternatives=self._alternatives(best.plan) if best else (),
             faster_unfit=unfit,
             is_interrupted=self.board.is_interrupted,
         )
@@ -271,19 +264,11 @@ class BestFirst:
 
     def _unfit(self, best: ScoredPlan) -> ScoredPlan | None:
         """Of those that would be faster and can be made to fit in nothing that is there, the fastest."""
-        candidates = np.flatnonzero(
-            self.candidates.runs
-            & ~self.candidates.fits(self.memory_bytes)
-            & (self.candidates.least_seconds < best.forecast.step_seconds)
-        )
-        order = np.argsort(self.candidates.least_seconds[candidates], kind="stable")
-        for candidate in candidates[order][:_TRIED]:
+        least, limit = self.candidates.least_seconds, best.forecast.step_seconds
+        candidates = np.flatnonzero(self.candidates.runs & ~self.candidates.fits(self.memory_bytes) & (least < limit))
+        for candidate in candidates[np.argsort(least[candidates], kind="stable")][:_TRIED]:
             scored = self._smallest(int(candidate))
-            if (
-                scored is not None
-                and not scored.forecast.fits
-                and scored.forecast.step_seconds < best.forecast.step_seconds
-            ):
+            if scored is not None and not scored.forecast.fits and scored.forecast.step_seconds < limit:
                 return scored
         return None
 
@@ -294,20 +279,15 @@ class BestFirst:
         found = []
         for name in (dial.kind.name for dial in self.turned):
             others = [plan for plan in plans if (plan.technique(name) is None) == (name in used)]
-            scored = self.board.first_that_fits(others[:_TRIED])
-            least: list[float | None] = []
-            if scored is None and name in used:
-                least = [self._least_of([~leaf.has(name) for leaf in self.leaves]), *self.left_out.values()]
-            elif scored is None:
-                least = [self._least_of([leaf.has(name) for leaf in self.leaves])]
-            bound = min((each for each in least if each is not None), default=None)
+            scored = next(self.board.that_fit(others[:_TRIED]), None)
+            least: list[float] = []
+            if scored is None:  # no candidate that decides so and may fit is faster
+                masks = np.concatenate([leaf.has(name) != (name in used) for leaf in self.leaves])
+                which = masks & self.candidates.fits(self.memory_bytes)
+                least = [*self.candidates.least_seconds[which], *(self.left_out.values() if name in used else ())]
+            bound = float(min(least)) if least else None
             found.append(Alternative(technique=name, is_used=name in used, scored=scored, least_seconds=bound))
         return tuple(found)
-
-    def _least_of(self, masks: list[np.ndarray]) -> float | None:
-        """No candidate so marked that may fit is faster; None: there is none."""
-        which = np.concatenate(masks) & self.candidates.fits(self.memory_bytes)
-        return float(self.candidates.least_seconds[which].min()) if which.any() else None
 
 
 def _by_leaf(picks: Iterable[tuple[int, OrderedCandidate]]) -> dict[int, list[OrderedCandidate]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -61,16 +61,13 @@ def best_roads(cluster: Cluster, mesh: Mapping[str, Num]) -> dict[str, Route]:
     found = {}
     for axis, size in mesh.items():
         near, far = route(cluster, size, 1), route(cluster, size, cluster.devices_per_node)
-        most = {
-            name: np.maximum(getattr(near, name), getattr(far, name))
-            for name in ("ring_bytes_per_second", "direct_bytes_per_second")
+        choose: dict[str, Callable[..., Num]] = {
+            **dict.fromkeys(("ring_bytes_per_second", "direct_bytes_per_second"), np.maximum),
+            **dict.fromkeys(("latency_seconds", "latency_growth", "half_bytes", "crossing", "shared"), np.minimum),
         }
-        least = {
-            name: np.minimum(getattr(near, name), getattr(far, name))
-            for name in ("latency_seconds", "latency_growth", "half_bytes", "crossing", "shared")
-        }
+        best = {name: each(getattr(near, name), getattr(far, name)) for name, each in choose.items()}
         fractions = {kind: np.maximum(share, far.fractions[kind]) for kind, share in near.fractions.items()}
-        found[axis] = replace(near, **most, **least, fractions=fractions)
+        found[axis] = replace(near, **best, fractions=fractions)
     return found
 
 
@@ -160,41 +157,39 @@ class BoundRows:
     def table(self, value: Num) -> np.ndarray:
         return np.broadcast_to(np.asarray(value, dtype=float), (np.prod(self.shape),)).reshape(self.shape)
 
-    def least_bytes(self, memory: StageMemory) -> np.ndarray:
-        """Whatever blocks follow, what is kept is a mixture, and the last block runs as one of the policies lets it.
+    def fullest(self, value: np.ndarray) -> np.ndarray:
+        """Of the stage that has most of it, at least, by candidate: with another split that may be another stage, and
+        certain is what the one with least has."""
+        if self.grid.may_choose:
+            return np.where(self.counts > 0, value, np.inf).min(axis=1)
+        return np.where(self.counts > 0, value, 0.0).max(axis=1)
 
-        With another split the fullest stage may be another: certain is what the emptiest has, and an even share of what
-        all stages together have whoever has it.
-        """
+    def even(self, value: np.ndarray) -> np.ndarray:
+        """An even share of what all stages together have, whoever has it."""
+        return (self.counts * value).sum(axis=1) / self.counts.sum(axis=1)
+
+    def least_bytes(self, memory: StageMemory) -> np.ndarray:
+        """Whatever blocks follow, what is kept is a mixture, and the last block runs as one of the policies lets it."""
         base, each = self.table(memory.base_bytes()), self.table(memory.microbatch_bytes())
         kept = base + self.table(memory.in_flight) * each
         runs = (self.table(memory.late_bytes()) - kept).min(axis=2)
         least = self.table(memory.peak_bytes())[:, :, 0] if self.shape[2] == 1 else kept.min(axis=2) + runs
-        is_there = self.counts > 0
         if not self.grid.may_choose:
-            return np.where(is_there, least, 0).max(axis=1)
-        fewest = np.where(is_there, runs, np.inf).min(axis=1)
-        even = (self.counts * (base[:, :, 0] + each.min(axis=2))).sum(axis=1) / self.counts.sum(axis=1)
-        return np.maximum(np.where(is_there, least, np.inf).min(axis=1), even + fewest)
+            return self.fullest(least)
+        return np.maximum(self.fullest(least), self.even(base[:, :, 0] + each.min(axis=2)) + self.fullest(runs))
 
     def overflows(self, memory: StageMemory, cluster: Cluster) -> np.ndarray:
         """Candidates for which another tier than the device's is too small, whatever blocks follow: a mixture of
-        policies has there a mixture of what each of them has. With another split the fullest stage may be another."""
+        policies has there a mixture of what each of them has."""
         overflows = np.zeros(len(self.counts), dtype=bool)
         for tier, size in memory.tier_bytes().items():
-            least = self.table(size).min(axis=2)
-            if self.grid.may_choose:
-                least = np.where(self.counts > 0, least, np.inf).min(axis=1)
-            else:
-                least = np.where(self.counts > 0, least, 0.0).max(axis=1)
-            overflows |= least > cluster.tiers[tier].bytes_each
+            overflows |= self.fullest(self.table(size).min(axis=2)) > cluster.tiers[tier].bytes_each
         return overflows
 
     def base_bytes(self, memory: StageMemory) -> np.ndarray:
         """What is always there, of the fullest stage, at least."""
-        base = np.where(self.counts > 0, self.table(memory.base_bytes())[:, :, 0], 0.0)
-        even = (self.counts * base).sum(axis=1) / self.counts.sum(axis=1)
-        return even if self.grid.may_choose else base.max(axis=1)
+        base = self.table(memory.base_bytes())[:, :, 0]
+        return self.even(base) if self.grid.may_choose else self.fullest(base)
 
     def least_seconds(
         self, cost: StageCost, memory: StageMemory, timetable: Timetable, memory_bytes: float
@@ -204,76 +199,63 @@ class BoundRows:
         grid, table = self.grid, self.table
         forward, backward, weight = (table(cost.seconds(part))[:, :, 0] for part in ("forward", "backward", "weight"))
         seconds = forward + backward + weight
-        if self.shape[2] > 1 and not grid.may_choose and len(grid.inputs.profile.block_layers) == 1:
+        if self.shape[2] > 1 and not grid.may_choose and grid.inputs.is_one_kind:
             seconds = seconds + forced_seconds(table, cost, memory, memory_bytes)[0]
         tails = table(cost.seconds("step")).min(axis=2)
         # With another split the stage that ends last may be a smaller one.
         tail = tails.min(axis=1) if grid.may_choose else tails.max(axis=1)
-        microbatches, stages = grid.columns["num_microbatches"], grid.columns["num_stages"]
         if grid.cutter is None:
-            return microbatches * seconds[:, 0] + tail
+            return grid.columns["num_microbatches"] * seconds[:, 0] + tail
         starts, counts, _, blocks = grid.runs
-        # What shows of hidden collectives may be less with another split.
-        least = table(cost.bare_seconds())[:, :, 0] if grid.may_choose else seconds
+        stages, num_blocks = grid.columns["num_stages"], grid.inputs.profile.num_blocks
+        pace = np.zeros(len(stages))
+        if timetable.chunks > 1:  # the split is even and given
+            pace = np.where(counts > 0, seconds, 0.0).max(axis=1)
+        elif grid.inputs.is_one_kind and counts.shape[1] > 2:
+            # As many blocks as some stage must have, in an inner stage: without ends, and what it has beside its blocks
+            # only makes fewer cost more each.
+            most = -(-num_blocks // stages)
+            is_inner = (stages > 2) & (blocks[:, 1] >= most)
+            pace = np.where(is_inner, seconds[:, 1] * most / np.maximum(blocks[:, 1], 1), 0.0)
         bound = pipeline_bound(
+            grid,
             timetable,
+            cost,
+            lambda value: table(value)[:, :, 0].ravel(),
             np.arange(grid.num_candidates) * self.shape[1],
-            microbatches=microbatches,
-            stages=stages,
-            pace=self._pace(seconds, (counts * least).sum(axis=1) / stages, timetable),
-            send=table(cost.send_seconds).max(axis=(1, 2)),
+            index=np.arange(grid.num_candidates),
             counts=counts.ravel(),
             before=np.maximum(starts + counts - 1, 0).ravel(),
-            forward=forward.ravel(),
             seconds=seconds.ravel(),
             unforced=seconds.ravel(),
-            least=least.ravel(),
-            apart=(weight if timetable.splits_backward else np.zeros_like(weight)).ravel(),
-            chunk_share=(
-                (grid.inputs.profile.num_blocks // (stages * timetable.chunks))[:, None] / np.maximum(blocks, 1)
-            ).ravel(),
+            pace=pace,
+            chunk_share=((num_blocks // (stages * timetable.chunks))[:, None] / np.maximum(blocks, 1)).ravel(),
         )
         return bound + tail
 
-    def _pace(self, seconds: np.ndarray, even: np.ndarray, timetable: Timetable) -> np.ndarray:
-        """The slowest stage's seconds for a microbatch, at least: of an `even` share of it all; and of as many blocks
-        as some stage must have, where they are alike."""
-        _, counts, _, blocks = self.grid.runs
-        if timetable.chunks > 1:  # the split is even and given
-            return np.where(counts > 0, seconds, 0.0).max(axis=1)
-        if len(self.grid.inputs.profile.block_layers) > 1 or counts.shape[1] < 3:
-            return even
-        stages = self.grid.columns["num_stages"]
-        most = -(-self.grid.inputs.profile.num_blocks // stages)
-        # An inner stage: without ends, and what it has beside its blocks only makes fewer cost more each.
-        is_inner = (stages > 2) & (blocks[:, 1] >= most)
-        inner = seconds[:, 1] * most / np.maximum(blocks[:, 1], 1)
-        return np.maximum(even, np.where(is_inner, inner, 0.0))
-
 
 def pipeline_bound(
+    grid: Grid,
     timetable: Timetable,
+    cost: StageCost,
+    column: Callable[[Num], np.ndarray],
     starts: np.ndarray,
     *,
-    microbatches: np.ndarray,
-    stages: np.ndarray,
-    pace: np.ndarray,
-    send: np.ndarray,
+    index: np.ndarray,
     counts: np.ndarray,
     before: np.ndarray,
-    forward: np.ndarray,
     seconds: np.ndarray,
     unforced: np.ndarray,
-    least: np.ndarray,
-    apart: np.ndarray,
+    pace: np.ndarray,
     chunk_share: np.ndarray,
 ) -> np.ndarray:
     """Seconds of a step that no way to split blocks into stages beats, from one way that is about even.
 
-    The first four arrays are by candidate, the others by stage, or by run of equal stages: candidate i has those from
-    `starts[i]` on. `counts`: stages of a run; `before`: stages before its last one; `seconds` of a microbatch, of which
-    `unforced` without what memory forces upon it and `least` in every split; `apart`: what backward leaves for later;
-    `chunk_share`: of a stage's blocks the share of the smallest chunk.
+    `index`: the candidates, of which `pace` is the slowest stage's seconds for a microbatch, at least. `column` has a
+    number of each stage, or run of equal stages, following no policy, and the other arrays have such numbers: candidate
+    i has those from `starts[i]` on. `counts`: stages of a run; `before`: stages before its last one; `seconds` of a
+    microbatch, of which `unforced` without what memory forces upon it; `chunk_share`: of a stage's blocks the share of
+    the smallest chunk.
     """
 
     def total(value: np.ndarray) -> np.ndarray:
@@ -282,6 +264,12 @@ def pipeline_bound(
     def smallest(value: np.ndarray) -> np.ndarray:
         return np.minimum.reduceat(value, starts)
 
+    forward, weight = column(cost.seconds("forward")), column(cost.seconds("weight"))
+    apart = weight if timetable.splits_backward else np.zeros_like(weight)
+    # What shows of hidden collectives may be less with another split.
+    least = column(cost.bare_seconds()) if grid.may_choose else unforced
+    microbatches = grid.columns["num_microbatches"][index]
+    stages = np.ones_like(microbatches) if grid.cutter is None else grid.columns["num_stages"][index]
     positive = np.maximum(unforced, 1e-30)
     own = forward / positive
     bound = timetable.step_bound(
@@ -289,8 +277,8 @@ def pipeline_bound(
             microbatches=microbatches,
             stages=stages,
             through=total(least),
-            pace=pace,
-            send=send,
+            pace=np.maximum(pace, total(least) / stages),
+            send=np.maximum.reduceat(column(cost.send_seconds), starts),
             larger=smallest(np.maximum(own, 1 - own)),
             least_forward=smallest(own),
             most_forward=np.maximum.reduceat(own, starts),
@@ -363,16 +351,8 @@ def order_bounds(leaf: BoundedGrid, picks: Sequence[OrderedCandidate]) -> np.nda
         blocks = min(inner.blocks + 1, num_blocks)
         spare.append((starts[at] + inner.stage, len(cells)))
         cells.append(inner._replace(first_block=min(inner.first_block, num_blocks - blocks), blocks=blocks))
-    choices = extreme_choices(leaf.inputs.profile, len(leaf.policies))
-    rows = PricedRows(leaf, picks, cells, [choices] * len(cells))
-    return _bounds_of_stages(leaf, picks, rows, starts, np.array(spare)) * leaf.inputs.slower
-
-
-def _bounds_of_stages(
-    leaf: BoundedGrid, picks: Sequence[OrderedCandidate], rows: PricedRows, starts: np.ndarray, spare: np.ndarray
-) -> np.ndarray:
-    """`starts`: of each pick the row of its first stage; `spare`: the rows of a stage, and of it with a block more."""
     ways, inputs = 1 + len(leaf.policies), leaf.inputs
+    rows = PricedRows(leaf, picks, cells, [extreme_choices(inputs.profile, len(leaf.policies))] * len(cells))
 
     def table(value: Num) -> np.ndarray:
         return rows.column(value).reshape(1, -1, ways)
@@ -382,52 +362,43 @@ def _bounds_of_stages(
 
     grid, cost, timetable = leaf.grid, rows.cost, leaf.timetable
     memory = least_memory(rows.work, inputs.cluster)
-    forward, weight = column(cost.seconds("forward")), column(cost.seconds("weight"))
-    fast = forward + weight + column(cost.seconds("backward"))
+    fast = column(cost.seconds("forward")) + column(cost.seconds("weight")) + column(cost.seconds("backward"))
     forced, slope = np.zeros_like(fast), np.zeros_like(fast)
     if ways > 1 and inputs.is_one_kind:
         both = forced_seconds(table, cost, memory, inputs.cluster.device.memory_bytes)
         forced, slope = both[0][0], both[1][0]
-    count = spare[0, 1]  # rows of stages; those of spare ones come after
-    index = np.array([pick.candidate for pick in picks])
-    stages, microbatches = (grid.columns[name][index] for name in ("num_stages", "num_microbatches"))
-    if grid.cutter is None:
-        stages = np.ones_like(microbatches)
-    # What shows of hidden collectives may be less with another split.
-    least = (column(cost.bare_seconds()) if grid.may_choose else fast)[:count]
+    inner_row, wider = np.array(spare).T
+    count = wider[0]  # rows of stages; those of stages with a block more come after
     seconds = (fast + forced)[:count]
     sizes = np.diff([*starts, count])
     of = np.repeat(np.arange(len(picks)), sizes)
     pace = np.maximum.reduceat(seconds, starts)
     if grid.may_choose:
         kept, base = column(memory.microbatch_bytes()), column(memory.base_bytes())
-        at, more = spare.T
-        by_block = np.maximum(fast[more] - fast[at], 1e-30)[of]
-        grows = column(memory.in_flight)[:count] * (kept[more] - kept[at])[of] + (base[more] - base[at])[of]
-        each = by_block + slope[:count] * np.maximum(grows, 0.0)
-        even = np.add.reduceat(least, starts) / stages
-        pace = np.maximum(_least_pace(leaf, picks, seconds, each, starts), even)
-    blocks, spans = grid.inputs.profile.num_blocks, sizes * timetable.chunks
+        by_block = np.maximum(fast[wider] - fast[inner_row], 1e-30)[of]
+        grows = column(memory.in_flight)[:count] * (kept[wider] - kept[inner_row])[of]
+        grows = grows + (base[wider] - base[inner_row])[of]
+        pace = _least_pace(leaf, picks, seconds, by_block + slope[:count] * np.maximum(grows, 0.0), starts)
+    blocks, spans = inputs.profile.num_blocks, sizes * timetable.chunks
     bound = pipeline_bound(
+        grid,
         timetable,
+        cost,
+        lambda value: column(value)[:count],
         starts,
-        microbatches=microbatches,
-        stages=stages,
-        pace=pace,
-        send=np.maximum.reduceat(column(cost.send_seconds)[:count], starts),
+        index=np.array([pick.candidate for pick in picks]),
         counts=np.ones(count),
         before=np.arange(count) - starts[of],
-        forward=forward[:count],
         seconds=seconds,
         unforced=fast[:count],
-        least=least,
-        apart=(weight if timetable.splits_backward else np.zeros_like(weight))[:count],
+        pace=pace,
         # The smallest chunk there is, as a share of the largest stage's blocks.
         chunk_share=((blocks // spans) / np.maximum(timetable.chunks * -(-blocks // spans), 1))[of],
     )
     # With another split the stage that ends last may be a smaller one.
     last = np.minimum if grid.may_choose else np.maximum
-    return bound + last.reduceat(table(cost.seconds("step"))[0].min(axis=1)[:count], starts)
+    tails = table(cost.seconds("step"))[0].min(axis=1)[:count]
+    return (bound + last.reduceat(tails, starts)) * inputs.slower
 
 
 def _least_pace(
@@ -448,37 +419,24 @@ def _least_pace(
     return low
 
 
-@dataclass(frozen=True, kw_only=True)
 class Candidates:
     """Columns over all candidates of all leaves."""
 
-    leaf_of: np.ndarray
-    index_of: np.ndarray
-    least_seconds: np.ndarray
-    least_bytes: np.ndarray
-    base_bytes: np.ndarray
-    runs: np.ndarray
-    """Can run samples of this length, on this device, and is no other candidate over again."""
-    num_new: int
-
-    @classmethod
-    def of(cls, leaves: Sequence[BoundedGrid], runs: Sequence[np.ndarray], slower: float) -> Candidates:
-        """`runs` as above, of each leaf; `slower`: times as long that the slowest of all ranks takes."""
+    def __init__(self, leaves: Sequence[BoundedGrid], runs: Sequence[np.ndarray], slower: float):
+        """`runs`: of each leaf, what can run samples of this length and is no other candidate over again; `slower`:
+        times as long that the slowest of all ranks takes."""
 
         def joined(columns: Iterable[np.ndarray]) -> np.ndarray:
             return np.concatenate([np.zeros(0), *columns])
 
         counts = [leaf.grid.num_candidates for leaf in leaves]
-        least_seconds = joined(leaf.least_seconds for leaf in leaves) * slower
-        return cls(
-            leaf_of=joined(np.full(count, at) for at, count in enumerate(counts)).astype(int),
-            index_of=joined(map(np.arange, counts)).astype(int),
-            least_seconds=least_seconds,
-            least_bytes=joined(leaf.least_bytes for leaf in leaves),
-            base_bytes=joined(leaf.base_bytes for leaf in leaves),
-            runs=joined(runs).astype(bool) & np.isfinite(least_seconds),
-            num_new=sum(int(leaf.is_new.sum()) for leaf in leaves),
-        )
+        self.leaf_of = joined(np.full(count, at) for at, count in enumerate(counts)).astype(int)
+        self.index_of = joined(map(np.arange, counts)).astype(int)
+        self.least_seconds = joined(leaf.least_seconds for leaf in leaves) * slower
+        self.least_bytes = joined(leaf.least_bytes for leaf in leaves)
+        self.base_bytes = joined(leaf.base_bytes for leaf in leaves)
+        self.runs = joined(runs).astype(bool) & np.isfinite(self.least_seconds)
+        """Those which the device, too, can run."""
 
     def fits(self, memory_bytes: float) -> np.ndarray:
         return self.runs & (self.least_bytes <= memory_bytes)

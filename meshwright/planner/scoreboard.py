@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -118,5 +118,5 @@ class Scoreboard:
         if self.best is None or scored.rank < self.best.rank:
             self.best = scored
 
-    def first_that_fits(self, plans: Iterable[Plan]) -> ScoredPlan | None:
-        return next((scored for plan in plans if (scored := self.score(plan)) and scored.forecast.fits), None)
+    def that_fit(self, plans: Iterable[Plan]) -> Iterator[ScoredPlan]:
+        return (scored for plan in plans if (scored := self.score(plan)) and scored.forecast.fits)

@@ -39,7 +39,7 @@ from meshwright.core.technique import Technique, is_within, technique_named, tec
 from meshwright.core.work import ADAM, Updating
 from meshwright.planner.best_first import search_uniform
 from meshwright.planner.scoreboard import Alternative, Scoreboard, ScoredPlan, SearchResult
-from meshwright.planner.splits import fastest_splits, layer_flops, most_even
+from meshwright.planner.splits import fastest_splits, layer_flops, most_even, run_sums
 from meshwright.planner.wishes import SearchInputs, Wishes, read_wishes
 from meshwright.simulator.forecast import Forecast
 from meshwright.simulator.mixed_groups import replica_pipe, rests_seconds, seen_from
@@ -110,10 +110,6 @@ class UniformGroup:
     numbers: tuple[int, ...]
     cluster: Cluster
 
-    @property
-    def num_devices(self) -> int:
-        return self.cluster.num_devices
-
     def is_like(self, other: UniformGroup) -> bool:
         return self.cluster.groups[0].is_like(other.cluster.groups[0])
 
@@ -131,38 +127,16 @@ def uniform_groups(cluster: Cluster) -> UniformGroups:
     """Groups, those that nothing tells apart as one."""
     runs: list[tuple[int, ...]] = []
     for number in range(len(cluster.groups)):
-        longer = (*runs[-1], number) if runs else ()
-        if longer and not cluster.arranged(longer).merged().others:
-            runs[-1] = longer
+        if runs and not cluster.arranged((*runs[-1], number)).merged().others:
+            runs[-1] = (*runs[-1], number)
         else:
             runs.append((number,))
     return tuple(UniformGroup(numbers=each, cluster=cluster.arranged(each).merged()) for each in runs)
 
 
-def subsets(groups: UniformGroups) -> Iterator[UniformGroups]:
-    """The groups that a plan might use: each alone first, since they are the quickest to plan for."""
-    sizes = range(1, len(groups) + 1) if len(groups) <= MOST_SUBSETS else (1, len(groups))
-    for size in sizes:
-        yield from itertools.combinations(groups, size)
-
-
-def distinct_orders(groups: UniformGroups) -> Iterator[UniformGroups]:
-    """Every order, one of those that only exchange equal groups."""
-    seen: list[list[Any]] = []
-    for order in itertools.permutations(groups):
-        clusters = [group.cluster.groups for group in order]
-        if clusters not in seen:
-            seen.append(clusters)
-            yield order
-
-
 def distinct_kinds(groups: UniformGroups) -> list[UniformGroup]:
     """One group of each kind of device and node."""
-    kinds: list[UniformGroup] = []
-    for group in groups:
-        if not any(group.is_like(other) for other in kinds):
-            kinds.append(group)
-    return kinds
+    return [each for at, each in enumerate(groups) if not any(each.is_like(other) for other in groups[:at])]
 
 
 def first_technique(is_it: Callable[[type[Technique]], bool]) -> type[Technique]:
@@ -196,11 +170,9 @@ def largest_parts(batch: int, most: int) -> list[int]:
 def span_costs(weights: Sequence[float], times: Sequence[tuple[float, float]], most: Sequence[int]) -> np.ndarray:
     """Seconds of a microbatch by (span, first block, blocks - 1); infinite beyond the `most` blocks that a span may
     have. `weights` of the blocks; `times`: (seconds without blocks, seconds for a weight of 1) of each span."""
-    num_blocks, edges = len(weights), np.concatenate([[0.0], np.cumsum(weights)])
-    first = np.arange(num_blocks)[:, None]
-    own = edges[np.minimum(first + first.T + 1, num_blocks)] - edges[first]
+    own, counts = run_sums(weights), np.arange(1, len(weights) + 1)
     costs = [
-        np.where(limit > first.T, alone + each * own, np.inf) for (alone, each), limit in zip(times, most, strict=True)
+        np.where(limit >= counts, alone + each * own, np.inf) for (alone, each), limit in zip(times, most, strict=True)
     ]
     return np.stack(costs)
 
@@ -228,11 +200,11 @@ def span_times(
             group: stage_plan(profile, tried, cluster, sequence=inputs.sequence, optimizer=inputs.optimizer).spans
             for group, cluster in seen.items()
         }
-        for span, (group, (first, last)) in enumerate(
-            zip(group_of_span, itertools.pairwise(itertools.accumulate(stages, initial=0)), strict=True)
-        ):
+        first = 0
+        for span, (group, blocks) in enumerate(zip(group_of_span, stages, strict=True)):
             seconds = by_group[group][span].forward + by_group[group][span].backward
-            measured[span].append((float(sum(weights[first:last])), seconds))
+            measured[span].append((float(sum(weights[first : first + blocks])), seconds))
+            first += blocks
     times = []
     for (weight, seconds), *others in measured:
         other = next((point for point in others if point[0] != weight), None)
@@ -300,7 +272,9 @@ class GroupSearch:
         try:
             self.alone += [(group, self._least_seconds_alone(group)) for group in distinct_kinds(groups)]
             self.least_seconds = self._together(groups)
-            for chosen in subsets(groups):
+            # Each group alone first, since they are the quickest to plan for.
+            sizes = range(1, len(groups) + 1) if len(groups) <= MOST_SUBSETS else (1, len(groups))
+            for chosen in itertools.chain.from_iterable(itertools.combinations(groups, size) for size in sizes):
                 self._try(chosen)
         except KeyboardInterrupt:
             self.board.is_interrupted = True
@@ -340,21 +314,21 @@ class GroupSearch:
 
     def _together(self, groups: UniformGroups) -> float:
         """Least seconds of all devices of these groups."""
-        return 1 / sum(group.num_devices / self._alone_seconds(group) for group in groups)
+        return 1 / sum(group.cluster.num_devices / self._alone_seconds(group) for group in groups)
 
     def _try(self, groups: UniformGroups) -> None:
         """Plans whose ranks take all devices of these."""
         if len(groups) == 1:
             self._try_alone(groups[0])
             return
-        num_devices = sum(group.num_devices for group in groups)
-        common = math.gcd(*(group.num_devices for group in groups))
+        num_devices = sum(group.cluster.num_devices for group in groups)
+        common = math.gcd(*(group.cluster.num_devices for group in groups))
         for way in (self._try_replicas, self._try_stages):
             before = math.inf
             for ranks_each in (size for size in range(common, 0, -1) if common % size == 0):
                 at_best = way(groups, ranks_each, num_devices // ranks_each)
                 # A model that fits on no replica fits on none of fewer ranks.
-                is_hopeless = at_best == math.inf if math.isfinite(before) else False
+                is_hopeless = math.isfinite(before) and at_best == math.inf
                 if is_hopeless or (math.isfinite(at_best) and at_best > max(before, FAR * self.board.best_seconds)):
                     break
                 before = min(before, at_best)
@@ -378,19 +352,17 @@ class GroupSearch:
             return None
         return {**pinned, "size": count}
 
-    def _looks(
-        self, groups: UniformGroups, search_on: Callable[[UniformGroup], SearchResult | None]
-    ) -> tuple[float, list[Plan]]:
-        """Plans for kinds of device, and what the best of them could take here, if its times followed the speed of the
-        devices. Where that is too slow, the slower and smaller kinds are left."""
+    def _looks(self, groups: UniformGroups, ranks: int, batch: int, wishes: Wishes) -> tuple[float, list[Plan]]:
+        """Plans for so many ranks on each kind of device, and what the best of them could take here, if its times
+        followed the speed of the devices. Where that is too slow, the slower and smaller kinds are left."""
         at_best, plans = math.inf, list[Plan]()
-        count, least_bytes = sum(each.num_devices for each in groups), math.inf
+        count, least_bytes = sum(each.cluster.num_devices for each in groups), math.inf
         large = ABOUT * max(group.cluster.device.memory_bytes for group in groups)
         for group in sorted(distinct_kinds(groups), key=self._alone_seconds):
             if count > EACH_KIND and group.cluster.device.memory_bytes >= ABOUT * least_bytes:
                 continue  # what fits on those before fits here
             least_bytes = min(least_bytes, group.cluster.device.memory_bytes)
-            result = search_on(group)
+            result = self._search(group.sized(ranks), batch, wishes, self.inside)
             if result is None or result.best is None:
                 continue
             alike = self._alone_seconds(group) / count
@@ -412,11 +384,7 @@ class GroupSearch:
         whole_parts = largest_parts(batch, batch // count)
         parts = [*whole_parts]
         for within in parts:
-
-            def search_on(group: UniformGroup, samples: int = within) -> SearchResult | None:
-                return self._search(group.sized(ranks_each), samples, inner, self.inside)
-
-            looked, more = self._looks(groups, search_on)
+            looked, more = self._looks(groups, ranks_each, within, inner)
             is_coarse = within in whole_parts and all(plan.num_microbatches < FINE for plan in more)
             if within >= FINE and more and is_coarse and ranks_each <= EACH_KIND:
                 parts += largest_parts(batch, within // FINE)[-1:]  # too few to be dealt out by speed
@@ -460,14 +428,14 @@ class GroupSearch:
         if settings is None or count > self.inputs.profile.num_blocks:
             return math.inf
         inner = replace(self.wishes, pinned={**self.wishes.pinned, kind.name: settings})
-
-        def search_on(group: UniformGroup) -> SearchResult | None:
-            return self._search(group.sized(ranks_each * count), self.inputs.batch, inner, self.inside)
-
-        at_best, plans = self._looks(groups, search_on)
+        at_best, plans = self._looks(groups, ranks_each * count, self.inputs.batch, inner)
+        orders: list[UniformGroups] = []  # every order, one of those that only exchange equal groups
+        for each in itertools.permutations(groups):
+            if not any([g.cluster.groups for g in each] == [g.cluster.groups for g in other] for other in orders):
+                orders.append(each)
         for plan in plans:
             order = (kind.axis, *(axis for axis in plan.axis_order if axis != kind.axis))
-            for arranged in distinct_orders(groups):
+            for arranged in orders:
                 whole = self._on(replace(plan, axis_order=order), arranged)
                 if "stages" in settings:
                     self._score(whole)

@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.core.cluster import Cluster
 from meshwright.core.plan import Plan
 from meshwright.core.technique import (
     Axis,
@@ -136,9 +135,9 @@ def _measure(inputs: SearchInputs, techniques: tuple[Technique, ...]) -> tuple[f
     return (*seconds, float(stage_memory(work, inputs.cluster.device).peak_bytes()))
 
 
-def orders_of(grid: Grid, index: int, cluster: Cluster) -> tuple[tuple[str, ...], ...]:
+def orders_of(grid: Grid, index: int) -> tuple[tuple[str, ...], ...]:
     """Outermost first, the usual one first; each stands for all that put the same ranks into a node."""
-    sizes = tuple(int(grid.columns[axis][index]) for axis in grid.axis_order)
+    sizes, cluster = tuple(int(grid.columns[axis][index]) for axis in grid.axis_order), grid.inputs.cluster
     return _orders(grid.axis_order, sizes, cluster.devices_per_node, cluster.num_nodes)
 
 
@@ -224,22 +223,18 @@ class Grid:
                 size = int(self.columns[technique.axis][index])
                 if size == 1:
                     continue
-                technique = _with_stages(replace(technique, size=size), cut)  # type: ignore[call-arg]
+                technique = replace(technique, size=size)  # type: ignore[call-arg]
+                own = technique.blocks_of_stages(self.inputs.profile.num_blocks)
+                # Stages are written down only where they differ from what the technique would do by itself.
+                if own is not None and all(len(spans) == 1 for spans in cut):
+                    stages = tuple(last - first for ((first, last),) in cut)
+                    if own != stages and any(f.name == "stages" for f in fields(technique)):
+                        technique = replace(technique, stages=stages)  # type: ignore[call-arg]
             chosen.append(technique)
         microbatch = int(self.columns["microbatch"][index])
         plan = Plan(techniques=tuple(chosen), batch=self.inputs.batch, microbatch=microbatch)
         order = tuple(axis for axis in axis_order if axis in plan.mesh)
         return plan if order == plan.axis_order else replace(plan, axis_order=order)
-
-
-def _with_stages(technique: Technique, cut: tuple[Spans, ...]) -> Technique:
-    """Stages are written down only where they differ from what the technique would do by itself."""
-    blocks = sum(last - first for spans in cut for first, last in spans)
-    own = technique.blocks_of_stages(blocks)
-    stages = tuple(last - first for ((first, last),) in cut) if all(len(spans) == 1 for spans in cut) else ()
-    if own is None or not stages or own == stages or not any(f.name == "stages" for f in fields(technique)):
-        return technique
-    return replace(technique, stages=stages)  # type: ignore[call-arg]
 
 
 def grids(inputs: SearchInputs, dials: tuple[Dial, ...], rejected: Counter[str]) -> Iterator[Grid]:

@@ -8,7 +8,7 @@ from the last. Many splits reach it; a rule says which of the stages that may be
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -85,6 +85,12 @@ def most_even(may_be: np.ndarray) -> np.ndarray:
     return taken & may_be
 
 
+def run_sums(weights: Sequence[float]) -> np.ndarray:
+    """The sum of so many weights from a place on, by (first, count - 1); what is beyond the end adds nothing."""
+    edges, first = np.concatenate([[0.0], np.cumsum(weights)]), np.arange(len(weights))[:, None]
+    return edges[np.minimum(first + first.T + 1, len(weights))] - edges[first]
+
+
 def layer_flops(layer: Layer, sequence: int) -> float:
     """Of one sample, forward and backward."""
     return float(sum(op.flops(1, sequence) + op.backward_flops(1, sequence) for op in layer.ops))
@@ -104,10 +110,7 @@ def balanced_stages(profile: Profile, num_stages: int, sequence: int) -> Split:
 @lru_cache(maxsize=512)
 def _balanced(costs: tuple[float, ...], num_stages: int, first: float, last: float) -> Split:
     """`first` and `last`: what the ends have beside their blocks."""
-    edges = np.concatenate([[0.0], np.cumsum(costs)])
-    blocks = np.arange(len(costs))[:, None]
-    own = edges[np.minimum(blocks + blocks.T + 1, len(costs))] - edges[blocks]
-    cost = np.repeat(own[None], num_stages, axis=0)
+    cost = np.repeat(run_sums(costs)[None], num_stages, axis=0)
     cost[0] += first
     cost[-1] += last
     _, (split,) = fastest_splits(cost, most_even)

@@ -16,8 +16,8 @@ from math import prod
 from typing import Any
 
 from meshwright.core.cluster import Cluster
-from meshwright.core.codec import decode_into, field_types
-from meshwright.core.errors import MeshwrightError, Problem, Problems, nearest
+from meshwright.core.codec import decode, field_types
+from meshwright.core.errors import MeshwrightError, Problem, Problems, error_at, nearest
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.technique import EXACTNESS, Axis, PerLayer, Technique, is_within, technique_named, technique_names
@@ -75,12 +75,16 @@ def read_wishes(
     problems: list[Problem] = []
     if allow not in EXACTNESS:
         problems.append(Problem(where="allow", what=f'there is no "{allow}".', fix=nearest(allow, EXACTNESS)))
+
+    def read(kind: str, texts: Sequence[str]) -> Iterator[tuple[str, str, str, Any]]:
+        for text in texts:
+            try:
+                yield text, *_read(text, f"{kind} {text}")
+            except MeshwrightError as error:
+                problems.extend(error.problems)
+
     pinned: dict[str, dict[str, Any]] = {} if microbatch is None else {MICROBATCH: {MICROBATCH: microbatch}}
-    for text in pin:
-        parsed = _read(text, f"pin {text}", problems)
-        if parsed is None:
-            continue
-        name, setting, value = parsed
+    for text, name, setting, value in read("pin", pin):
         settings = pinned.setdefault(name, {})
         if settings.get(setting, value) != value:
             problems.append(Problem(where=f"pin {text}", what=f"{setting} is also pinned to {settings[setting]}."))
@@ -88,13 +92,11 @@ def read_wishes(
             settings[setting] = value
     banned: set[str] = set()
     banned_values: dict[tuple[str, str], tuple[Any, ...]] = {}
-    for text in ban:
-        parsed = _read(text, f"ban {text}", problems)
-        if parsed is not None and parsed[1]:
-            key = parsed[:2]
-            banned_values[key] = (*banned_values.get(key, ()), parsed[2])
-        elif parsed is not None:
-            banned.add(parsed[0])
+    for _, name, setting, value in read("ban", ban):
+        if setting:
+            banned_values[name, setting] = (*banned_values.get((name, setting), ()), value)
+        else:
+            banned.add(name)
     samples = pinned.pop(MICROBATCH, {}).get(MICROBATCH)
     problems += [
         Problem(where=f"pin {name}", what="it is banned too.", fix="Take one of the two away.")
@@ -112,34 +114,29 @@ def read_wishes(
     return Wishes(pinned=pinned, banned=frozenset(banned), banned_values=banned_values, microbatch=samples, allow=allow)
 
 
-def _read(text: str, where: str, problems: list[Problem]) -> tuple[str, str, Any] | None:
+def _read(text: str, where: str) -> tuple[str, str, Any]:
     """`name`, `name=value` (its main setting) or `name.field=value` -> (name, field, value)."""
     target, equals, value_text = (part.strip() for part in text.partition("="))
     name, dot, setting = target.partition(".")
     if name == MICROBATCH and (dot or not where.startswith("pin")):
-        fix = f"For example --pin {MICROBATCH}=4."
-        problems.append(Problem(where=where, what="it can only be pinned to a number of samples.", fix=fix))
-        return None
-    if name not in (*technique_names(), MICROBATCH):
-        what = f'no technique is called "{name}".'
-        problems.append(Problem(where=where, what=what, fix=nearest(name, (*technique_names(), MICROBATCH))))
-        return None
+        what = "it can only be pinned to a number of samples."
+        raise error_at(where, what, f"For example --pin {MICROBATCH}=4.")
+    known = (*technique_names(), MICROBATCH)
+    if name not in known:
+        raise error_at(where, f'no technique is called "{name}".', nearest(name, known))
     kind: type | None = None if name == MICROBATCH else technique_named(name)
     hints = {MICROBATCH: int} if kind is None else field_types(kind)
     if not equals and not dot and kind is not None:
         return name, "", None
     setting = setting or next(iter(hints), "")
     if setting not in hints:
-        problems.append(Problem(where=where, what=f'{name} has no "{setting}".', fix=nearest(setting, hints)))
-        return None
+        raise error_at(where, f'{name} has no "{setting}".', nearest(setting, hints))
     if not equals and kind is not None:
-        problems.append(Problem(where=where, what="has no value.", fix=f"Write {target}=..."))
-        return None
-    before = len(problems)
-    value = decode_into(hints[setting], _plain(value_text), where, problems)
-    if len(problems) == before and kind is None and value < 1:
-        problems.append(Problem(where=where, what=f"is {value}.", fix="Use at least 1."))
-    return None if len(problems) > before else (name, setting, value)
+        raise error_at(where, "has no value.", f"Write {target}=...")
+    value = decode(hints[setting], _plain(value_text), where)
+    if kind is None and value < 1:
+        raise error_at(where, f"is {value}.", "Use at least 1.")
+    return name, setting, value
 
 
 def _plain(text: str) -> Any:

@@ -5,7 +5,7 @@ Sizes are rounded up to 512 bytes. What is at most 1 MiB comes from segments of 
 segments of 20 MiB; the rest from segments of its own size, rounded up to 2 MiB. A free block is taken if it is the
 smallest that is large enough, of the same pool and stream, and cut where enough is left over. Neighbours that are free
 become one. When the device has no room for a segment, segments that are free as a whole are given back, and only then
-does it fail. With expandable segments each pool of a stream is one segment that grows at its end.
+does it fail.
 """
 
 from __future__ import annotations
@@ -49,15 +49,10 @@ class AllocatorBlock:
     before: AllocatorBlock | None = None
     after: AllocatorBlock | None = None
 
-    @property
-    def key(self) -> tuple[int, int]:
-        return self.size, self.address
-
 
 @dataclass
 class CachingAllocator:
     limit_bytes: float = float("inf")
-    expandable: bool = False
     allocated_bytes: int = 0
     reserved_bytes: int = 0
     most_allocated_bytes: int = 0
@@ -66,8 +61,6 @@ class CachingAllocator:
     """(size, address) of free blocks, in order."""
     _blocks: dict[int, AllocatorBlock] = field(default_factory=dict)
     """Free ones by address."""
-    _ends: dict[Pool, AllocatorBlock] = field(default_factory=dict)
-    """The last block of each expandable segment."""
     _next_address: int = 0
 
     def allocate(self, size: int, stream: int = 0) -> AllocatorBlock:
@@ -75,8 +68,12 @@ class CachingAllocator:
         pool = (size <= SMALL, stream)
         block = self._best(pool, size) or self._new(pool, size)
         left = block.size - size
-        if left >= LEAST_BLOCK if pool[0] or self.expandable else left > SMALL:
-            self._cut(block, size)
+        if left >= LEAST_BLOCK if pool[0] else left > SMALL:
+            rest = AllocatorBlock(pool, block.address + size, left, before=block, after=block.after)
+            if rest.after is not None:
+                rest.after.before = rest
+            block.size, block.after = size, rest
+            self._put(rest)
         self.allocated_bytes += block.size
         self.most_allocated_bytes = max(self.most_allocated_bytes, self.allocated_bytes)
         return block
@@ -91,15 +88,10 @@ class CachingAllocator:
                 block.before.after = block
         if after is not None and after.is_free:
             self._take(after)
-            self._join_after(block, after)
+            block.size, block.after = block.size + after.size, after.after
+            if block.after is not None:
+                block.after.before = block
         self._put(block)
-
-    def _join_after(self, block: AllocatorBlock, after: AllocatorBlock) -> None:
-        block.size, block.after = block.size + after.size, after.after
-        if block.after is not None:
-            block.after.before = block
-        if self._ends.get(block.pool) is after:
-            self._ends[block.pool] = block
 
     def _best(self, pool: Pool, size: int) -> AllocatorBlock | None:
         """The smallest free block that is large enough."""
@@ -112,76 +104,37 @@ class CachingAllocator:
         return block
 
     def _new(self, pool: Pool, size: int) -> AllocatorBlock:
-        if self.expandable:
-            return self._grown(pool, size)
         if size <= SMALL:
             length = SMALL_SEGMENT
         else:
             length = LARGE_SEGMENT if size < LARGE_FROM else -(-size // ROUNDED_TO) * ROUNDED_TO
-        self._reserve(length)
-        block = AllocatorBlock(pool, self._next_address, length)
-        self._next_address += length
-        return block
-
-    def _grown(self, pool: Pool, size: int) -> AllocatorBlock:
-        """The end of the pool's segment, with as much mapped behind it as is missing."""
-        end = self._ends.get(pool)
-        has = end.size if end is not None and end.is_free else 0
-        page = SMALL_SEGMENT if pool[0] else LARGE_SEGMENT
-        length = -(-(size - has) // page) * page
-        self._reserve(length)
-        if end is not None and end.is_free:
-            self._take(end)
-            end.size += length
-            return end
-        # Far from everything else, so that no other segment's addresses are met.
-        start = len(self._ends) << 60 if end is None else end.address + end.size
-        block = AllocatorBlock(pool, start, length, before=end)
-        if end is not None:
-            end.after = block
-        self._ends[pool] = block
-        return block
-
-    def _reserve(self, length: int) -> None:
         if self.reserved_bytes + length > self.limit_bytes:
             self._give_back()
         if self.reserved_bytes + length > self.limit_bytes:
             raise OutOfMemory
         self.reserved_bytes += length
         self.most_reserved_bytes = max(self.most_reserved_bytes, self.reserved_bytes)
+        block = AllocatorBlock(pool, self._next_address, length)
+        self._next_address += length
+        return block
 
     def _give_back(self) -> None:
-        """Segments that are free as a whole; of those that grow, what is free at their end."""
+        """Segments that are free as a whole."""
         for block in list(self._blocks.values()):
-            if block.after is not None or (block.before is not None and not self.expandable):
-                continue
-            self._take(block)
-            self.reserved_bytes -= block.size
-            if block.before is not None:
-                block.before.after = None
-                self._ends[block.pool] = block.before
-            else:
-                self._ends.pop(block.pool, None)
-
-    def _cut(self, block: AllocatorBlock, size: int) -> None:
-        rest = AllocatorBlock(block.pool, block.address + size, block.size - size, before=block, after=block.after)
-        if rest.after is not None:
-            rest.after.before = rest
-        if self._ends.get(block.pool) is block:
-            self._ends[block.pool] = rest
-        block.size, block.after = size, rest
-        self._put(rest)
+            if block.before is None and block.after is None:
+                self._take(block)
+                self.reserved_bytes -= block.size
 
     def _put(self, block: AllocatorBlock) -> None:
         block.is_free = True
         self._blocks[block.address] = block
-        insort(self._free.setdefault(block.pool, []), block.key)
+        insort(self._free.setdefault(block.pool, []), (block.size, block.address))
 
     def _take(self, block: AllocatorBlock) -> None:
         block.is_free = False
         del self._blocks[block.address]
         free = self._free[block.pool]
-        del free[bisect_left(free, block.key)]
+        del free[bisect_left(free, (block.size, block.address))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,15 +144,7 @@ class Replayed:
     fits: bool
 
 
-def replay(
-    memory: StageMemory,
-    timetable: Timetable,
-    stage: int,
-    num_stages: int,
-    *,
-    memory_bytes: int,
-    expandable: bool = False,
-) -> Replayed:
+def replay(memory: StageMemory, timetable: Timetable, stage: int, num_stages: int, *, memory_bytes: int) -> Replayed:
     """A stage's memory tensor by tensor over two steps.
 
     The first makes the optimizer's state at its end, as programs do; the second finds the memory in pieces. Tensors
@@ -218,7 +163,7 @@ def replay(
     is_lumped = NUM_STEPS * tensors * len(actions) > MOST_EVENTS
     room = memory_bytes - int(memory.always["non_torch"])
     for limit in (room, float("inf")):
-        allocator = CachingAllocator(limit_bytes=limit, expandable=expandable)
+        allocator = CachingAllocator(limit_bytes=limit)
         try:
             _Program(memory, timetable.chunks, is_lumped, allocator).run(actions)
         except OutOfMemory:
@@ -255,15 +200,19 @@ class _Program:
             self.made.clear()
 
     def _do(self, action: Action) -> None:
-        if action.kind == "forward":
-            for key, place, times in self._instances(action.chunk):
-                self._forward((action.microbatch, *key), place, times)
-        elif action.kind == "backward_weight":
-            for key, _, _ in self._instances(action.chunk):
+        instances = list(self._instances(action.chunk))
+        for key, place, times in instances if action.kind == "forward" else ():
+            self.kept[action.microbatch, *key] = self._some(place.kept, ("microbatch",), times)
+            self._free(self._some(place.running, ("moment", "forward"), 1))
+        for key, place, times in reversed(instances) if action.kind in ("backward", "backward_input") else ():
+            passing = self._some(place.running, ("moment", "backward"), 1)
+            if key not in self.made:
+                self.made[key] = self._some(place.gradients, ("step",), times)
+            if action.kind == "backward":
                 self._free(self.kept.pop((action.microbatch, *key)))
-        elif action.kind in ("backward", "backward_input"):
-            for key, place, times in reversed(list(self._instances(action.chunk))):
-                self._backward(key, place, times, action)
+            self._free(passing)
+        for key, _, _ in instances if action.kind == "backward_weight" else ():
+            self._free(self.kept.pop((action.microbatch, *key)))
 
     def _instances(self, chunk: int) -> Iterator[tuple[tuple[int, int], LayerInstances, int]]:
         """(its name, place, how many it stands for) of one chunk's layers, dealt out in turn."""
@@ -276,18 +225,6 @@ class _Program:
                 times = 1
             for instance in mine:
                 yield (index, instance), place, times
-
-    def _forward(self, key: Any, place: LayerInstances, times: int) -> None:
-        self.kept[key] = self._some(place.kept, ("microbatch",), times)
-        self._free(self._some(place.running, ("moment", "forward"), 1))
-
-    def _backward(self, key: tuple[int, int], place: LayerInstances, times: int, action: Action) -> None:
-        passing = self._some(place.running, ("moment", "backward"), 1)
-        if key not in self.made:
-            self.made[key] = self._some(place.gradients, ("step",), times)
-        if action.kind == "backward":
-            self._free(self.kept.pop((action.microbatch, *key)))
-        self._free(passing)
 
     def _some(self, items: Sequence[Resident], lives: tuple[str, ...], times: int) -> list[AllocatorBlock]:
         return [self._one(item, times) for item in items if item.life in lives and item.bytes * item.repeat >= 1]

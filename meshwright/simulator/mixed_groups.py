@@ -103,23 +103,18 @@ def _joined(
     """One pipeline of which each stage is as its own group has it."""
     timetable = by_group[units[0]].timetable
     alone = {group: staged.unfolded for group, staged in by_group.items()}
-    stages: list[Stage] = []
-    groups: list[int] = []
-    before: tuple[int, int] | None = None
-    for stage, group in enumerate(units):
-        mine = alone[group][stage]
-        if before == (mine.run.start, group):
-            stages[-1] = replace(stages[-1], run=replace(stages[-1].run, count=stages[-1].run.count + 1))
-        else:
-            later = stage - mine.run.start
-            run = replace(mine.run, start=stage, count=1, first_block=mine.run.first_block + later * mine.run.blocks)
-            memory = mine.memory
-            if later and timetable.chunks == 1:  # the run began in another group, with a stage that holds more
-                held = timetable.held(stage, len(units), plan.num_microbatches)
-                memory = replace(memory, in_flight=held)
-            stages.append(_named(replace(mine, run=run, memory=memory), here.view(group)))
-            groups.append(group)
-        before = mine.run.start, group
+    stages, groups = [], []
+    runs = itertools.groupby(range(len(units)), key=lambda at: (alone[units[at]][at].run.start, units[at]))
+    for (start, group), members in runs:
+        stage, *others = members
+        mine, later = alone[group][stage], stage - start
+        first_block = mine.run.first_block + later * mine.run.blocks
+        run = replace(mine.run, start=stage, count=1 + len(others), first_block=first_block)
+        memory = mine.memory
+        if later and timetable.chunks == 1:  # the run began in another group, with a stage that holds more
+            memory = replace(memory, in_flight=timetable.held(stage, len(units), plan.num_microbatches))
+        stages.append(_named(replace(mine, run=run, memory=memory), here.view(group)))
+        groups.append(group)
     spans = timetable.places(len(units))
     group_of_span = [units[spans.stage(span)] for span in range(spans.num_spans)]
     axis, known = outermost(plan), dict[tuple[int, int], Route]()

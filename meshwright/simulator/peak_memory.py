@@ -13,7 +13,8 @@ makes weights' gradients later, a whole microbatch is counted at every layer: ne
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -27,7 +28,8 @@ from meshwright.schedules import Timetable
 NCCL_BYTES = 600_000_000
 """Of a GPU that a communicator takes: 544 to 688 MB on four A100s (nccl#964)."""
 
-ByCategory = dict[str, Num]
+_MOMENTS = ("moment", "forward", "backward")
+"""Lives of what is there while a layer instance runs."""
 
 
 def timetable_of(work: Work) -> Timetable:
@@ -66,15 +68,6 @@ class PlaceSums(NamedTuple):
     """1 where the stage has any instance of it."""
 
 
-class Moment(NamedTuple):
-    """While an instance of a place runs."""
-
-    place: int
-    is_forward: bool
-    is_last: bool
-    """The place's last instance, which backward takes first; or the first."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class StageMemory:
     always: Mapping[str, Num]
@@ -95,24 +88,23 @@ class StageMemory:
         """What a rank has of each other tier that is used, counted as if all of it were there at one moment."""
         found: dict[TierName, Num] = {}
         for item in self.elsewhere:
-            size = _once(item) if item.life in ("moment", "forward", "backward") else _bytes(item)
+            size = _once(item) if item.life in _MOMENTS else _bytes(item)
             times = self.in_flight if item.life == "microbatch" else 1
             found[item.tier] = found.get(item.tier, 0) + size * times
         return found
 
     def overflows(self, cluster: Cluster) -> Num:
         """Whether another tier than the device's is too small for it."""
-        tiers = cluster.tiers if self.elsewhere else {}
         full: Num = False
         for tier, size in self.tier_bytes().items():
-            full = full | (size > tiers[tier].bytes_each)
+            full = full | (size > cluster.tiers[tier].bytes_each)
         return full
 
     def base_bytes(self) -> Num:
-        return sum(self.always.values(), start=0)
+        return sum(self.always.values())
 
     def microbatch_bytes(self) -> Num:
-        return sum((_bytes(item) for place in self.places for item in place.kept), start=0)
+        return sum(_bytes(item) for place in self.places for item in place.kept)
 
     def peak_bytes(self) -> Num:
         return self._peak_bytes
@@ -121,7 +113,7 @@ class StageMemory:
     def _peak_bytes(self) -> Num:  # asked several times for each forecast
         largest: Num = 0
         for held, is_forward, gradients in self._fullest_actions():
-            for _, size in self._moments(held, is_forward, gradients):
+            for _, _, size in self._moments(held, is_forward, gradients):
                 largest = np.maximum(largest, size)
         return np.ceil(self.base_bytes() + largest)
 
@@ -130,9 +122,9 @@ class StageMemory:
         last: Num = 0
         for held, is_forward, gradients in self._fullest_actions():
             here: Num = 0
-            for moment, size in self._moments(held, is_forward, gradients):
-                if moment.is_last:
-                    here = np.where(self.places[moment.place].count > 0, size, here)
+            for place, is_last, size in self._moments(held, is_forward, gradients):
+                if is_last:
+                    here = np.where(self.places[place].count > 0, size, here)
             last = np.maximum(last, here)
         return self.base_bytes() + last
 
@@ -152,33 +144,28 @@ class StageMemory:
         moments = list(self._moments(held, is_forward, gradients))
         if not moments:
             return self.between(held, gradients)
-        at, is_forward, is_last = max(moments, key=lambda each: float(each[1]))[0]
-        found = self.between(held - 1, gradients)
-
-        def add(item: Resident, size: Num) -> None:
-            found[item.category] = found.get(item.category, 0.0) + float(size)
-
+        at, is_last, _ = max(moments, key=lambda each: float(each[2]))
+        found = defaultdict(float, self.between(held - 1, gradients))
         for index, place in enumerate(self.places):
             for item in place.kept if index <= at or not self.is_by_place else ():
                 is_one = index == at and not is_last and self.is_by_place
-                add(item, _once(item) if is_one else _bytes(item))
+                found[item.category] += float(_once(item) if is_one else _bytes(item))
             for item in place.gradients if index >= at and not is_forward and self.is_by_place else ():
                 size = _once(item) if index == at and is_last else place.gradient_bytes(item)
-                add(item, size * (1 - gradients))
+                found[item.category] += float(size * (1 - gradients))
         for item in self.places[at].running:
             if _is_there(item, is_forward):
-                add(item, _once(item))
+                found[item.category] += float(_once(item))
         return found
 
     def between(self, held: float, gradients: float) -> dict[str, float]:
         """While no microbatch runs."""
-        found = {name: float(size) for name, size in self.always.items()}
+        found = defaultdict(float, {name: float(size) for name, size in self.always.items()})
         for place in self.places:
             for item in place.kept:
-                found[item.category] = found.get(item.category, 0.0) + float(held * _bytes(item))
+                found[item.category] += float(held * _bytes(item))
             for item in place.gradients:
-                size = place.gradient_bytes(item) * (gradients if self.is_by_place else 1)
-                found[item.category] = found.get(item.category, 0.0) + float(size)
+                found[item.category] += float(place.gradient_bytes(item) * (gradients if self.is_by_place else 1))
         return found
 
     def _fullest_actions(self) -> tuple[tuple[Num, bool, Num], ...]:
@@ -197,50 +184,53 @@ class StageMemory:
         """By place: every moment is made of these."""
         return tuple(
             PlaceSums(
-                kept=_total(_bytes(item) for item in place.kept),
-                kept_once=_total(_once(item) for item in place.kept),
-                gradients=_total(place.gradient_bytes(item) for item in place.gradients),
-                gradients_once=_total(_once(item) for item in place.gradients),
-                forward=_total(_once(item) for item in place.running if _is_there(item, True)),
-                backward=_total(_once(item) for item in place.running if _is_there(item, False)),
+                kept=sum(_bytes(item) for item in place.kept),
+                kept_once=sum(_once(item) for item in place.kept),
+                gradients=sum(place.gradient_bytes(item) for item in place.gradients),
+                gradients_once=sum(_once(item) for item in place.gradients),
+                forward=sum(_once(item) for item in place.running if _is_there(item, True)),
+                backward=sum(_once(item) for item in place.running if _is_there(item, False)),
                 is_here=(place.count > 0) * 1,
             )
             for place in self.places
         )
 
-    def _moments(self, held: Num, is_forward: bool, gradients: Num) -> Iterator[tuple[Moment, Num]]:
-        """With the bytes beside those that are always there."""
+    def _moments(self, held: Num, is_forward: bool, gradients: Num) -> Iterator[tuple[int, bool, Num]]:
+        """While an instance of a place runs: (place, whether its last instance, which backward takes first, or else its
+        first, bytes beside those that are always there)."""
         sums = self._sums
-        whole, all_made = _total(place.kept for place in sums), _total(place.gradients for place in sums)
+        whole, all_made = sum(place.kept for place in sums), sum(place.gradients for place in sums)
         others, earlier = (held - 1) * whole, gradients * all_made
         before: Num = 0
         for at, place in enumerate(sums):
             runs = (place.forward if is_forward else place.backward) + others
             if not self.is_by_place:
-                yield Moment(at, is_forward, True), place.is_here * (runs + (whole + all_made))
+                yield at, True, place.is_here * (runs + (whole + all_made))
             elif is_forward:
-                yield Moment(at, is_forward, True), place.is_here * (runs + (before + place.kept + earlier))
+                yield at, True, place.is_here * (runs + (before + place.kept + earlier))
             else:
-                later = _total(each.gradients for each in sums[at + 1 :])
+                later = sum(each.gradients for each in sums[at + 1 :])
                 for is_last in (True, False):
                     here = before + (place.kept if is_last else place.kept_once)
                     so_far = later + (place.gradients_once if is_last else place.gradients)
                     size = here + earlier + (1 - gradients) * so_far
-                    yield Moment(at, is_forward, is_last), place.is_here * (runs + size)
+                    yield at, is_last, place.is_here * (runs + size)
             before = before + place.kept
 
 
 def stage_memory(work: Work, device: Device) -> StageMemory:
     timetable = timetable_of(work)
-    always: ByCategory = {"non_torch": device.reserved_bytes + communicator_bytes(work, device)}
+    # A communicator for each axis along which ranks talk.
+    axes = {task.axis for task in work.collectives} if device.kind == "cuda" else set()
+    communicators = sum((work.size(axis) > 1) * NCCL_BYTES for axis in axes)
+    always: dict[str, Num] = {"non_torch": device.reserved_bytes + communicators}
     by_layer: dict[str, list[Resident]] = {layer.name: [] for layer in work.profile.layers}
-    setup = []
-    elsewhere = tuple(item for item in work.residents if item.tier != "device")
+    setup, elsewhere = [], []
     for item in work.residents:
         if item.tier != "device":
-            continue
-        if item.life == "always":
-            always[item.category] = always.get(item.category, 0) + item.repeat * item.bytes
+            elsewhere.append(item)
+        elif item.life == "always":
+            always[item.category] = always.get(item.category, 0) + _bytes(item)
             setup.append(item)
         else:
             by_layer[item.layer].append(item)
@@ -251,22 +241,14 @@ def stage_memory(work: Work, device: Device) -> StageMemory:
         num_microbatches=work.size("num_microbatches"),
         is_by_place=timetable.chunks == 1 and not timetable.splits_backward and not timetable.overlaps_steps,
         setup=tuple(setup),
-        elsewhere=elsewhere,
+        elsewhere=tuple(elsewhere),
     )
-
-
-def communicator_bytes(work: Work, device: Device) -> Num:
-    """One for each axis along which ranks talk."""
-    axes = {task.axis for task in work.collectives} if device.kind == "cuda" else set()
-    return sum(((work.size(axis) > 1) * NCCL_BYTES for axis in axes), start=0)
 
 
 def _places(layer: str, items: list[Resident]) -> list[LayerInstances]:
     def place(turn: int) -> LayerInstances:
         kept = tuple(item for item in items if item.life == "microbatch" and item.turn == turn)
-        running = tuple(
-            item for item in items if item.life in ("moment", "forward", "backward") and item.turn in (turn, 0)
-        )
+        running = tuple(item for item in items if item.life in _MOMENTS and item.turn in (turn, 0))
         gradients = tuple(item for item in items if item.life == "step")
         count: Num = 0
         for item in kept or running or gradients:
@@ -282,10 +264,6 @@ def _is_there(item: Resident, is_forward: bool) -> bool:
 
 def _bytes(item: Resident) -> Num:
     return item.repeat * item.bytes
-
-
-def _total(sizes: Iterable[Num]) -> Num:
-    return sum(sizes, start=0)
 
 
 def _once(item: Resident) -> Num:

@@ -9,21 +9,22 @@ How collectives lie inside a microbatch's work follows from what is known of the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from meshwright.core.cluster import Cluster, TierName
+from meshwright.core.cluster import Cluster
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.timeline import MemoryPoint, Span, Timeline
-from meshwright.core.work import ADAM, Updating
+from meshwright.core.work import ADAM, Num, Updating
 from meshwright.schedules.actions import Action, Places
 from meshwright.schedules.events import ScheduleEvent, halves, in_order, sweep
 from meshwright.schedules.orders import Call, stream
 from meshwright.simulator.forecast import slowest_of
 from meshwright.simulator.mixed_groups import pipes_of, slowest_pipe
-from meshwright.simulator.pricing import Stage, Staged, cutter_of
+from meshwright.simulator.pricing import Staged, cutter_of
 from meshwright.simulator.stage_seconds import Charge, Part, StageCost
 
 _PARTS: dict[str, tuple[Part, ...]] = {
@@ -38,7 +39,8 @@ NUM_STEPS = len(_STREAM) - 1
 """Drawn where steps overlap. The first has its way in; from the end of the second to the end of the third is as every
 later one."""
 UPDATE = "update"
-_BESIDE_LANES: tuple[str, ...] = ("collective", "copy")
+_BESIDE_LANES: dict[str, str] = {"collective": "exchange", "copy": "copy"}
+"""Beside compute, and what spans on them are called."""
 MOST_DRAWN = 2048
 """Stages x microbatches in a timeline (at least one microbatch a stage): beyond, nobody sees them one by one."""
 
@@ -52,12 +54,11 @@ def simulate(profile: Profile, plan: Plan, cluster: Cluster, *, sequence: int, o
     _, staged = slowest_pipe(pipes)
     drawing = _Drawing(staged, slowest_of(cluster, plan.num_ranks))
     spans = [*drawing.works(), *drawing.messages(), *drawing.tails()]
-    ranks_each = plan.num_ranks // len(drawing.stages)
     return Timeline(
         source="predicted",
         plan_fingerprint=plan.fingerprint,
         spans=tuple(sorted(spans, key=lambda span: (span.start_seconds, span.device))),
-        memory=tuple(memory_points(drawing.stages, drawing.devices, drawing.events, drawing.ends, drawing.seconds)),
+        memory=tuple(drawing.memory()),
         environment={
             "cluster": cluster.name,
             "profile": profile.name,
@@ -65,7 +66,7 @@ def simulate(profile: Profile, plan: Plan, cluster: Cluster, *, sequence: int, o
             "sequence": str(sequence),
             "microbatches": f"{drawing.count} of {staged.plan.num_microbatches}",
             "ranks": str(plan.num_ranks),
-            "ranks_each": str(ranks_each),
+            "ranks_each": str(plan.num_ranks // len(drawing.stages)),
             "memory_bytes": str(cluster.device.memory_bytes),
             **drawing.period(),
         },
@@ -123,7 +124,7 @@ class _Drawing:
 
     def works(self) -> Iterator[Span]:
         """Of every event, shared out between techniques as the stage's time is."""
-        known: dict[tuple[int, str], list[_Piece]] = {}
+        known: dict[tuple[int, str], list[tuple[str, str, float, float]]] = {}
         for event, end in zip(self.events, self.ends, strict=True):
             took = self.seconds[event.kind][event.span]
             if event.kind == UPDATE:
@@ -133,19 +134,18 @@ class _Drawing:
             if (run, event.kind) not in known:
                 known[run, event.kind] = _pieces(self.stages[event.stage].cost, event.kind)
             name, device = self._name(event), self.devices[event.stage]
-            for piece in known[run, event.kind]:
-                yield _span(device, piece, name, end - took, took)
+            for lane, origin, start, share in known[run, event.kind]:
+                yield _span(device, lane, origin, name, end - took + start * took, share * took)
 
     def messages(self) -> Iterator[Span]:
         """What an event waits for was sent by the stage it waits for."""
         for event in self.events:
             for source in event.waits_for:
                 sent = self.events[source]
-                piece = _Piece("collective", self.sender, 0.0, 1.0)
                 way = "send_" + self._name(sent).replace("_input", "")
                 device, to_device = self.devices[sent.stage], self.devices[event.stage]
                 took = self.sends_seconds[min(event.span, sent.span)]
-                yield _span(device, piece, way, self.ends[source], took, to_device)
+                yield _span(device, "collective", self.sender, way, self.ends[source], took, to_device)
 
     def tails(self) -> Iterator[Span]:
         """After the last backward: what is left of the exchange, and the update, which ends everywhere at once."""
@@ -161,33 +161,62 @@ class _Drawing:
     def _tail(self, stage: int, start: float, end: float, first: float | None) -> Iterator[Span]:
         """`first`: when the step began, for what runs beside its first microbatch."""
         cost, device, slower = self.stages[stage].cost, self.devices[stage], self.slower
-        updates = _charged(cost.charges, ("step",), lane="compute")
-        update_start = end - slower * sum(updates.values())
-        for origin, seconds in updates.items():
-            yield _span(device, _Piece("compute", origin, 0.0, slower * seconds), "update", update_start)
-            update_start += slower * seconds
-        beside = {charge: each for charge, each in _beside(cost).items() if charge.charge.part == "step"}
-        updating = {key: each for key, each in beside.items() if key.part == "step"}
-        begin = end - slower * (sum(updates.values()) + sum(each.shown for each in updating.values()))
-        for key, each in updating.items():
-            yield _span(device, _Piece(key.lane, key.origin, 0.0, slower * each.seconds), key.words, begin)
-        late = {key: each for key, each in beside.items() if key.part in ("backward", "weight")}
-        begin = max(0.0, start - slower * sum(each.seconds - each.shown for each in late.values()))
-        for key, each in late.items():
-            yield _span(device, _Piece(key.lane, key.origin, 0.0, slower * each.seconds), key.words, begin)
-            begin += slower * each.seconds
-        early = {key: each for key, each in beside.items() if key.part == "forward"}
-        for key, each in early.items():
-            if first is not None and each.seconds > each.shown:
-                hidden = slower * (each.seconds - each.shown)
-                yield _span(device, _Piece(key.lane, key.origin, 0.0, hidden), key.words, first)
-                first += hidden
-            yield _span(device, _Piece(key.lane, key.origin, 0.0, slower * each.shown), key.words, begin)
-            begin += slower * each.shown
-        for lane, words in (("collective", "exchange"), ("copy", "copy")):
-            for origin, seconds in _charged(cost.bare, ("step",), lane=lane).items():
-                yield _span(device, _Piece(lane, origin, 0.0, slower * seconds), words, begin)
+
+        def row(begin: float, each: Iterable[tuple[str, str, str, float]]) -> Iterator[Span]:
+            """(lane, origin, words, seconds) one after the other."""
+            for lane, origin, words, seconds in each:
+                yield _span(device, lane, origin, words, begin, slower * seconds)
                 begin += slower * seconds
+
+        updates = _charged(cost.charges, ("step",), lane="compute")
+        spent = sum(updates.values())
+        yield from row(
+            end - slower * spent, (("compute", origin, "update", seconds) for origin, seconds in updates.items())
+        )
+        beside = [each for each in _beside(cost) if each.charge.part == "step"]
+        updating = [each for each in beside if each.part == "step"]
+        begin = end - slower * (spent + sum(each.shown for each in updating))
+        for each in updating:  # all of them at once
+            yield from row(begin, [(*each.names, each.seconds)])
+        late = [each for each in beside if each.part in ("backward", "weight")]
+        begin = max(0.0, start - slower * sum(each.seconds - each.shown for each in late))
+        early = [each for each in beside if each.part == "forward"]
+        hidden = [(*each.names, each.seconds - each.shown) for each in early if each.seconds > each.shown]
+        yield from row(first, hidden) if first is not None else ()
+        alone = [
+            (lane, origin, words, seconds)
+            for lane, words in _BESIDE_LANES.items()
+            for origin, seconds in _charged(cost.bare, ("step",), lane=lane).items()
+        ]
+        in_turn = [(*each.names, each.seconds) for each in late] + [(*each.names, each.shown) for each in early]
+        yield from row(begin, in_turn + alone)
+
+    def memory(self) -> Iterator[MemoryPoint]:
+        """When a microbatch's work starts (at its fullest) and when it is over."""
+        stages, chunks = self.stages, self.places.chunks
+        held, made = [0.0] * len(stages), [0.0] * len(stages)
+        known: dict[tuple[int, float, str, float], tuple[int, Mapping[str, int]]] = {}
+
+        def point(at: int, when: float, kind: str) -> MemoryPoint:
+            memory, has = stages[at].memory, round(held[at], 9)
+            key = stages[at].run.start, has, kind, made[at]  # few, however many microbatches there are
+            if key not in known:
+                sizes = memory.during(has, kind == "forward", made[at]) if kind else memory.between(has, made[at])
+                rounded = {name: round(size) for name, size in sorted(sizes.items()) if size >= 1}
+                known[key] = round(sum(sizes.values())), rounded
+            total, by_category = known[key]
+            return MemoryPoint(device=self.devices[at], seconds=float(when), bytes=total, by_category=by_category)
+
+        points = [point(at, 0.0, "") for at in range(len(stages))]
+        for event, end in zip(self.events, self.ends, strict=True):
+            at = event.stage
+            is_forward = event.kind == "forward"
+            held[at] += is_forward / chunks
+            points.append(point(at, max(0.0, end - self.seconds[event.kind][event.span]), event.kind))
+            held[at] -= (event.kind in ("backward", "backward_weight")) / chunks
+            made[at] = made[at] if is_forward else 1.0
+            points.append(point(at, end, ""))
+        yield from sorted(points, key=lambda point: (point.seconds, point.device))
 
     def _name(self, event: ScheduleEvent) -> str:
         chunk = self.places.chunk(event.span)
@@ -203,34 +232,31 @@ class _Drawing:
         return {"period_start_seconds": f"{start:.9g}", "period_end_seconds": f"{end:.9g}", "steps": str(NUM_STEPS)}
 
 
-class _Piece(NamedTuple):
-    lane: str
-    origin: str
-    start: float
-    """From the beginning of what it is a piece of, in shares of that."""
-    share: float
-
-
-def _span(device: int, piece: _Piece, name: str, start: float, took: float = 1.0, to_device: int | None = None) -> Span:
+def _span(
+    device: int, lane: str, origin: str, name: str, start: float, seconds: float, to_device: int | None = None
+) -> Span:
     return Span(
         device=device,
-        lane=piece.lane,  # type: ignore[arg-type]
+        lane=lane,  # type: ignore[arg-type]
         name=name,
-        start_seconds=max(0.0, float(start + piece.start * took)),
-        seconds=max(0.0, float(piece.share * took)),
-        origin=piece.origin,
+        start_seconds=max(0.0, float(start)),
+        seconds=max(0.0, float(seconds)),
+        origin=origin,
         to_device=to_device,
     )
 
 
-def _pieces(cost: StageCost, kind: str) -> list[_Piece]:
-    """Of one microbatch's work: compute, what runs beside it (with what shows of it), and what stops it."""
+def _pieces(cost: StageCost, kind: str) -> list[tuple[str, str, float, float]]:
+    """Of one microbatch's work: compute, what runs beside it (with what shows of it), and what stops it.
+
+    (lane, origin, start, share) of each, in shares of the whole.
+    """
     parts = _PARTS[kind]
     computes = _charged(cost.charges, parts, lane="compute")
     stops = [(lane, *each) for lane in _BESIDE_LANES for each in _charged(cost.bare, parts, lane=lane).items()]
     alone = sum(seconds for _, _, seconds in stops)
-    hidden = {key: each for key, each in _beside(cost).items() if key.part in parts and not key.per_step}
-    shown = sum(each.shown for each in hidden.values())
+    hidden = [each for each in _beside(cost) if each.charge.part in parts]
+    shown = sum(each.shown for each in hidden)
     total = sum(computes.values()) + alone + shown
     if not total:
         return []
@@ -240,112 +266,55 @@ def _pieces(cost: StageCost, kind: str) -> list[_Piece]:
         (shown if is_forward else alone, [("compute", *each) for each in computes.items()])
     ]
     for lane in _BESIDE_LANES:
-        beside = [(lane, key.origin, each.seconds) for key, each in hidden.items() if key.lane == lane]
+        mine = [each for each in hidden if each.charge.lane == lane]
+        beside: list[tuple[str, str, float]] = [(lane, each.charge.origin, each.seconds) for each in mine]
         groups.append((0.0 if is_forward else max(0.0, total - sum(seconds for *_, seconds in beside)), beside))
     groups.append((total - alone if is_forward else 0.0, stops))
-    found: list[_Piece] = []
+    found = []
     for start, amounts in groups:
         for lane, origin, seconds in amounts:
-            found.append(_Piece(lane, origin, start / total, seconds / total))
+            found.append((lane, origin, start / total, seconds / total))
             start += seconds
     return found
 
 
-def _charged(charges: Mapping[Charge, object], parts: tuple[Part, ...], *, lane: str) -> dict[str, float]:
+def _charged(charges: Mapping[Charge, Num], parts: tuple[Part, ...], *, lane: str) -> dict[str, float]:
     """Seconds by technique, of one lane."""
     found: dict[str, float] = {}
     for charge, seconds in sorted(charges.items(), key=lambda item: (item[0].axis, item[0].origin)):
-        if charge.part in parts and charge.lane == lane and float(seconds) > 0:  # type: ignore[arg-type]
-            found[charge.origin] = found.get(charge.origin, 0.0) + float(seconds)  # type: ignore[arg-type]
+        if charge.part in parts and charge.lane == lane and float(seconds) > 0:
+            found[charge.origin] = found.get(charge.origin, 0.0) + float(seconds)
     return found
 
 
 class _Beside(NamedTuple):
-    """Collectives and copies beside compute, by whose they are and when."""
+    """Collectives or copies beside compute."""
 
-    origin: str
-    axis: str
+    charge: Charge
     part: Part
-    per_step: bool
-    tier: TierName | Literal[""] = ""
-
-    @property
-    def lane(self) -> str:
-        return self.charge.lane
-
-    @property
-    def words(self) -> str:
-        return "copy" if self.tier else "exchange"
-
-    @property
-    def charge(self) -> Charge:
-        return Charge(self.origin, self.axis, "step" if self.per_step else self.part, self.tier)
-
-
-class _Took(NamedTuple):
+    """What they run beside; of the charge it is `step` for those that come once a step."""
     seconds: float
     shown: float
     """Of them, those that compute waits for."""
 
+    @property
+    def names(self) -> tuple[str, str, str]:
+        """Their lane, whose they are, and what they are called."""
+        return self.charge.lane, self.charge.origin, _BESIDE_LANES[self.charge.lane]
 
-def _beside(cost: StageCost) -> dict[_Beside, _Took]:
-    whole: dict[_Beside, float] = {}
+
+def _beside(cost: StageCost) -> list[_Beside]:
+    """By whose they are and when."""
+    whole, by_charge = defaultdict[tuple[Charge, Part], float](float), defaultdict[Charge, float](float)
     for item in cost.hidden:
-        charge = item.charge(item.part)
-        key = _Beside(charge.origin, charge.axis, item.part, bool(item.task.per_step), charge.tier)
-        whole[key] = whole.get(key, 0.0) + float(item.total_seconds)
-    by_charge: dict[Charge, float] = {}
-    for key, seconds in whole.items():
-        by_charge[key.charge] = by_charge.get(key.charge, 0.0) + seconds
-    found = {}
-    for key, seconds in whole.items():
-        charge = key.charge
+        charge = item.charge("step" if item.task.per_step else item.part)
+        whole[charge, item.part] += float(item.total_seconds)
+    for (charge, _), seconds in whole.items():
+        by_charge[charge] += seconds
+    found = []
+    for (charge, part), seconds in whole.items():
         shown = float(cost.charges.get(charge, 0.0)) - float(cost.bare.get(charge, 0.0))
         if seconds > 0:
-            found[key] = _Took(seconds, min(seconds, max(0.0, shown) * seconds / by_charge[charge]))
+            shares = max(0.0, shown) * seconds / by_charge[charge]
+            found.append(_Beside(charge, part, seconds, min(seconds, shares)))
     return found
-
-
-Sizes = tuple[int, Mapping[str, int]]
-"""Bytes, and by what they are for."""
-_KEEPS, _FREES = ("forward",), ("backward", "backward_weight")
-
-
-def memory_points(
-    stages: Sequence[Stage],
-    devices: Sequence[int],
-    events: Sequence[ScheduleEvent],
-    ends: Sequence[float],
-    seconds: Mapping[str, Sequence[float]],
-) -> Iterator[MemoryPoint]:
-    """When a microbatch's work starts (at its fullest) and when it is over."""
-    chunks = len(seconds["forward"]) // len(stages)
-    held, made = [0.0] * len(stages), [0.0] * len(stages)
-    known: dict[tuple[int, float, str, float], Sizes] = {}
-
-    def point(at: int, when: float, kind: str) -> MemoryPoint:
-        stage, has = stages[at], round(held[at], 9)
-        key = stage.run.start, has, kind, made[at]  # few, however many microbatches there are
-        if key not in known:
-            memory = stage.memory
-            known[key] = _rounded(
-                memory.during(has, kind in _KEEPS, made[at]) if kind else memory.between(has, made[at])
-            )
-        total, sizes = known[key]
-        return MemoryPoint(device=devices[at], seconds=float(when), bytes=total, by_category=sizes)
-
-    points = [point(at, 0.0, "") for at in range(len(stages))]
-    for event, end in zip(events, ends, strict=True):
-        at = event.stage
-        is_forward = event.kind in _KEEPS
-        held[at] += is_forward / chunks
-        points.append(point(at, max(0.0, end - seconds[event.kind][event.span]), event.kind))
-        held[at] -= (event.kind in _FREES) / chunks
-        made[at] = made[at] if is_forward else 1.0
-        points.append(point(at, end, ""))
-    yield from sorted(points, key=lambda point: (point.seconds, point.device))
-
-
-def _rounded(sizes: Mapping[str, float]) -> Sizes:
-    found = {name: round(size) for name, size in sorted(sizes.items()) if size >= 1}
-    return round(sum(sizes.values())), found

@@ -16,7 +16,7 @@ import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -47,40 +47,33 @@ def compute_seconds(task: Compute, device: Device) -> Num:
     """One layer instance's op, on the device: the slower of arithmetic and memory traffic, never less than a kernel's
     least. A matmul's tiles are dealt to processors in waves: the last wave is as long as a full one."""
     launched = np.maximum(task.kernels, 1.0)
+    by_host = task.kernels * device.launch_seconds if device.kind == "cpu" else 0.0
     memory_rate = device.memory_bytes_per_second * device.bandwidth_fraction
     traffic = (task.moved_bytes + launched * device.memory_half_bytes) * (1.0 / memory_rate)
     if isinstance(task.flops, float) and task.flops == 0.0:
         if isinstance(task.moved_bytes, np.ndarray) or task.moved_bytes > 0:
-            return np.maximum(traffic, launched * device.kernel_seconds) + _by_host(task, device)
-        return _by_host(task, device)
-    peak = device.peak(_dtype(task), task.role)
+            return np.maximum(traffic, launched * device.kernel_seconds) + by_host
+        return by_host
+    dtype = "fp32" if task.dtype in ("compute", "float32") else task.dtype
+    peak = device.peak(dtype, task.role)
     if peak is None:  # the device cannot compute in it: never, rather than a guess
         return task.flops * np.inf
     if task.kind == "attention":
         arithmetic = task.flops / (peak * _attention_fraction(task, device))
     else:
-        share = FP8_SHARE if task.dtype == "fp8" else 1.0
+        share = FP8_SHARE if dtype == "fp8" else 1.0
         arithmetic = task.flops / (peak * device.matmul_fraction * share)
         if task.shape and (device.num_processors or device.k_half or device.residuals):
             arithmetic = arithmetic * _slowdown(task, device)
-        if task.shape and device.unaligned_slowdown > 1 and _dtype(task) in ALIGNED:
+        if task.shape and device.unaligned_slowdown > 1 and dtype in ALIGNED:
             is_odd = sum(size % ALIGNED_TO != 0 for size in task.shape) > 0
             arithmetic = arithmetic * np.where(is_odd, device.unaligned_slowdown, 1.0)
-    seconds = np.maximum(np.maximum(arithmetic, traffic), launched * device.kernel_seconds)
-    return seconds + _by_host(task, device)
+    return np.maximum(np.maximum(arithmetic, traffic), launched * device.kernel_seconds) + by_host
 
 
 def host_seconds(task: Compute, device: Device) -> Num:
     """What the host needs to launch one layer instance's op, beside what the device does."""
     return 0.0 if device.kind == "cpu" or task.is_replayed else task.kernels * device.launch_seconds
-
-
-def _by_host(task: Compute, device: Device) -> Num:
-    return task.kernels * device.launch_seconds if device.kind == "cpu" else 0.0
-
-
-def _dtype(task: Compute) -> str:
-    return "fp32" if task.dtype in ("compute", "float32") else task.dtype
 
 
 def _attention_fraction(task: Compute, device: Device) -> Num:
@@ -103,22 +96,21 @@ def _slowdown(task: Compute, device: Device) -> Num:
     m = np.maximum(rows, 1.0)
     to_input, to_weight = (m, k, n), (n, k, m)
     if task.is_forward:
-        return _slower(m, n, k, matrices, device)
-    if task.phase == "weight":
-        return _slower(*to_weight, matrices, device)
-    if products < 2:  # the other half is apart, or of something that has no gradient
-        return _slower(*to_input, matrices, device)
-    return (_slower(*to_input, matrices, device) + _slower(*to_weight, matrices, device)) / 2
-
-
-def _slower(m: Num, n: Num, k: Num, matrices: Num, device: Device) -> Num:
-    """Seconds of `matrices` products of m x k by k x n over those at the rate of a large one."""
-    found: Num = (k + device.k_half) / k
-    if device.num_processors:
-        found = found / _used(m, n, k, matrices, device.num_processors)
-    if device.residuals:
-        found = found * _residual(m, n, k, device.residuals)
-    return found
+        shapes = [(m, n, k)]
+    elif task.phase == "weight":
+        shapes = [to_weight]
+    else:  # where it is one, the other half is apart, or of something that has no gradient
+        shapes = [to_input] if products < 2 else [to_input, to_weight]
+    slower: Num = 0.0
+    for m, n, k in shapes:
+        # Seconds of products of m x k by k x n over those at the rate of a large one.
+        found: Num = (k + device.k_half) / k
+        if device.num_processors:
+            found = found / _used(m, n, k, matrices, device.num_processors)
+        if device.residuals:
+            found = found * _residual(m, n, k, device.residuals)
+        slower = slower + found
+    return slower / len(shapes)
 
 
 def _used(m: Num, n: Num, k: Num, matrices: Num, processors: int) -> Num:
@@ -306,6 +298,7 @@ def _pick(condition: Num, yes: Num, no: Num) -> Num:
     return np.where(condition, yes, no) if isinstance(condition, np.ndarray) else (yes if condition else no)
 
 
+K = TypeVar("K")
 Part = Literal["forward", "backward", "weight", "step"]
 """forward and backward (recomputation belongs to it) come once a microbatch, and the weight half of backward where it
 is apart; step once."""
@@ -336,13 +329,6 @@ class Charge(NamedTuple):
     @property
     def lane(self) -> Literal["compute", "collective", "copy"]:
         return "collective" if self.axis else "copy" if self.tier else "compute"
-
-
-class Slowed(NamedTuple):
-    """How many times as long things take side by side: a message or copy, and the compute beside it."""
-
-    itself: float
-    compute: float
 
 
 class Hidden(NamedTuple):
@@ -387,11 +373,7 @@ class StageCost:
     """Charges without them."""
 
     def seconds(self, part: Part) -> Num:
-        total: Num = 0.0
-        for charge, seconds in self.charges.items():
-            if charge.part == part:
-                total = total + seconds
-        return total
+        return _sum(seconds for charge, seconds in self.charges.items() if charge.part == part)
 
     def bare_seconds(self) -> Num:
         """Of one microbatch, all of it, without what shows of collectives beside compute or of a slow host."""
@@ -440,27 +422,24 @@ def tally(
                 seconds = task.repeat * compute_seconds(task, device)
                 known[id(task)] = task, seconds, task.repeat * host_seconds(task, device)
             _, seconds, launching = known[id(task)]
-            where, charge = (task.layer, part), Charge(task.origin, "", part)
-            cover[where] = cover.get(where, 0.0) + seconds
-            charges[charge] = charges.get(charge, 0.0) + seconds
-            host[part] = host.get(part, 0.0) + launching
+            _add(cover, (task.layer, part), seconds)
+            _add(charges, Charge(task.origin, "", part), seconds)
+            _add(host, part, launching)
             continue
+        shared: Num = False
         if isinstance(task, Copy):
             each = cluster.tiers[task.tier].copy_seconds(task.bytes, is_inward=task.is_inward)
-            if task.hidden:
-                hidden.append(Hidden(task, each, task.repeat * each, False))
-            else:
-                _add(charges, _charge(task, "step" if task.per_step else part), task.repeat * each)
-            continue
-        road = roads[task.axis]
-        if device.kind != "cpu":
-            calls = (not task.per_step) * (road.size > 1) * task.repeat * COLLECTIVE_LAUNCHES
-            host[part] = host.get(part, 0.0) + calls * device.launch_seconds
-        each = road.seconds(task.kind, task.bytes)
-        if task.kind == "send":
-            send = np.maximum(send, each * (task.repeat > 0))
-        elif task.hidden:
-            hidden.append(Hidden(task, each, task.repeat * each, road.shared))
+        else:
+            road = roads[task.axis]
+            if device.kind != "cpu":
+                calls = (not task.per_step) * (road.size > 1) * task.repeat * COLLECTIVE_LAUNCHES
+                _add(host, part, calls * device.launch_seconds)
+            each, shared = road.seconds(task.kind, task.bytes), road.shared
+            if task.kind == "send":
+                send = np.maximum(send, each * (task.repeat > 0))
+                continue
+        if task.hidden:
+            hidden.append(Hidden(task, each, task.repeat * each, shared))
         else:
             _add(charges, _charge(task, "step" if task.per_step else part), task.repeat * each)
     return TaskTally(tasks=work.tasks, charges=charges, cover=cover, host=host, hidden=tuple(hidden), send_seconds=send)
@@ -478,8 +457,8 @@ def stage_cost(
     charges = dict(total.charges)
     order = ["", *(layer.name for layer in work.profile.layers)]
     beside = cluster.beside
-    messages = Slowed(beside.collective_by_compute, beside.compute_by_collective)
-    copies = Slowed(beside.copy_by_compute, beside.compute_by_copy)
+    messages = (beside.collective_by_compute, beside.compute_by_collective)
+    copies = (beside.copy_by_compute, beside.compute_by_copy)
     # Each kind hides behind compute by itself: the network, and a copy engine for either way.
     lanes = (("collective", messages), ("copy in", copies), ("copy out", copies))
     parts: tuple[Part, ...] = ("forward", "backward", "weight", "step")
@@ -495,28 +474,24 @@ def stage_cost(
             bare = _sum(seconds for _, _, seconds in _in_turn(once, order))
             window = _sum(seconds for (_, when), seconds in total.cover.items() if when == part)
             _expose(charges, once, window, bare, "step", slowed)
-    _charge_waiting(charges, total.host)
+    # The device waits for its host, which runs ahead while it is the faster one; and before the update: whether the
+    # gradients are finite is asked there.
+    lead: Num = 0.0
+    for part in parts:
+        seconds = total.host.get(part, 0.0)
+        busy = _sum(spent for charge, spent in charges.items() if charge.part == part)
+        lead = 0.0 if part == "step" else lead
+        waits = np.maximum(0.0, seconds - lead - busy)
+        lead = lead + busy + waits - seconds
+        if part in total.host:
+            charges[Charge(LAUNCH, "", part)] = waits
     return StageCost(
         charges=charges, send_seconds=total.send_seconds, roads=roads, hidden=total.hidden, bare=total.charges
     )
 
 
-def _charge_waiting(charges: dict[Charge, Num], host: Mapping[Part, Num]) -> None:
-    """Where the device waits for its host, which runs ahead while it is the faster one. Before the update it waits too:
-    whether the gradients are finite is asked there."""
-    lead: Num = 0.0
-    for part in ("forward", "backward", "weight", "step"):
-        seconds = host.get(part, 0.0)
-        busy = _sum(spent for charge, spent in charges.items() if charge.part == part)
-        lead = 0.0 if part == "step" else lead
-        waits = np.maximum(0.0, seconds - lead - busy)
-        lead = lead + busy + waits - seconds
-        if part in host:
-            charges[Charge(LAUNCH, "", part)] = waits
-
-
-def _add(charges: dict[Charge, Num], charge: Charge, seconds: Num) -> None:
-    charges[charge] = charges.get(charge, 0.0) + seconds
+def _add(amounts: dict[K, Num], key: K, seconds: Num) -> None:
+    amounts[key] = amounts.get(key, 0.0) + seconds
 
 
 def _in_turn(group: list[Hidden], order: list[str]) -> Iterator[tuple[str, list[Hidden], Num]]:
@@ -531,24 +506,25 @@ def _in_turn(group: list[Hidden], order: list[str]) -> Iterator[tuple[str, list[
 
 
 def _expose(
-    charges: dict[Charge, Num], group: list[Hidden], window: Num, bare: Num, part: Part, slowed: Slowed
+    charges: dict[Charge, Num],
+    group: list[Hidden],
+    window: Num,
+    bare: Num,
+    part: Part,
+    slowed: tuple[float, float],
 ) -> None:
     """Charge each technique its share of what stays visible of `group` beside `window` seconds of compute.
 
-    Side by side both are slower; what ends first leaves the other alone (Mist's peeling, for two).
+    Side by side both are slower, by as many times as `slowed` says of the group and of compute; what ends first leaves
+    the other alone (Mist's peeling, for two).
     """
+    itself, compute = slowed
     total = _sum(item.total_seconds for item in group)
-    both = np.minimum(total * slowed.itself, window * slowed.compute)
-    visible = both - both / slowed.compute + total - both / slowed.itself + bare
-    visible = np.minimum(total, visible)
+    both = np.minimum(total * itself, window * compute)
+    visible = np.minimum(total, both - both / compute + total - both / itself + bare)
     fraction = visible / np.maximum(total, 1e-30)
     for item in group:
-        shown: Num = 1.0
-        if isinstance(item.shared, np.ndarray):
-            shown = np.where(item.shared, 1.0, fraction)
-        elif not item.shared:
-            shown = fraction
-        _add(charges, item.charge(part), item.total_seconds * shown)
+        _add(charges, item.charge(part), item.total_seconds * _pick(item.shared, 1.0, fraction))
 
 
 def _sum(values: Iterable[Num]) -> Num:

@@ -1,6 +1,7 @@
 """The problems inside the search, against HiGHS and all there is; what is simulated, between bounds.
 
-Tests of `planner/best_first.py`, `planner/bounds.py`, `planner/policies.py`, `planner/rows.py`, `planner/solve.py`.
+Tests of `planner/best_first.py`, `planner/bounds.py`, `planner/policies.py`, `planner/rows.py`, `planner/solve.py`,
+`planner/splits.py`.
 """
 
 from __future__ import annotations
