@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import logging
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.func import functional_call
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten, treespec_dumps, treespec_loads
 
 from meshwright.core.errors import Problem
 from meshwright.foreign.trace_ops import FixedDraw
@@ -55,6 +55,11 @@ class InputTemplate:
     def sequence(self) -> int:
         first = self.example[0] if isinstance(self.example, tuple) else self.example
         return int(first.shape[1]) if self.has_sequence else 1
+
+    @property
+    def third(self) -> int:
+        """A length of which three times as much is still no longer than a sample."""
+        return max(1, min(8, self.sequence // 3))
 
     def shaped(self, samples: int, sequence: int) -> Inputs:
         """Zeros of so many samples and such a sequence."""
@@ -107,54 +112,23 @@ class Returned:
         return self.kind._make(values) if hasattr(self.kind, "_make") else values
 
     def encode_self(self) -> Any:
-        """As JSON has it; LookupError where something in it has no name by which another process finds it."""
-        return [] if self.kind is None else [_kind_name(self.kind), [_as_data(value) for value in self.rest]]
+        """As JSON has it; NotImplementedError where it is not made of tuples, lists and dicts."""
+        leaves, spec = tree_flatten(self.rest)
+        if self.kind not in (None, tuple):
+            raise NotImplementedError(self.kind)
+        told = [
+            {"absent": True} if each is ABSENT else {"dtype": str(each)} if isinstance(each, torch.dtype) else each
+            for each in leaves
+        ]
+        return [] if self.kind is None else [treespec_dumps(spec), told]
 
     @classmethod
     def decode_any(cls, data: Any, where: str, problems: list[Problem]) -> Returned:
-        return cls(_kind_named(data[0]), tuple(_from_data(value) for value in data[1])) if data else cls()
-
-
-def _kind_name(kind: type) -> str:
-    name = f"{kind.__module__}:{kind.__qualname__}"
-    with contextlib.suppress(ImportError, AttributeError):
-        if _kind_named(name) is kind:
-            return name
-    raise LookupError(name)
-
-
-def _kind_named(name: str) -> Any:
-    path, _, qualified = name.partition(":")
-    return functools.reduce(getattr, qualified.split("."), importlib.import_module(path))
-
-
-def _as_data(value: Any) -> Any:
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if value is ABSENT:
-        return {"absent": True}
-    if isinstance(value, torch.dtype):
-        return {"dtype": str(value).removeprefix("torch.")}
-    if isinstance(value, list | tuple):
-        return {"kind": _kind_name(type(value)), "items": [_as_data(each) for each in value]}
-    if type(value) is dict and all(isinstance(key, str) for key in value):
-        return {"values": {key: _as_data(each) for key, each in value.items()}}
-    raise LookupError(type(value).__name__)
-
-
-def _from_data(data: Any) -> Any:
-    if not isinstance(data, dict):
-        return data
-    if "dtype" in data:
-        return getattr(torch, data["dtype"])
-    if "values" in data:
-        return {key: _from_data(each) for key, each in data["values"].items()}
-    if "items" not in data:
-        return ABSENT
-    kind, items = _kind_named(data["kind"]), [_from_data(each) for each in data["items"]]
-    if not (isinstance(kind, type) and issubclass(kind, list | tuple)):
-        raise LookupError(data["kind"])
-    return kind._make(items) if hasattr(kind, "_make") else kind(items)
+        leaves = [
+            each if not isinstance(each, dict) else getattr(torch, each["dtype"][6:]) if "dtype" in each else ABSENT
+            for each in (data[1] if data else ())
+        ]
+        return cls(tuple, tree_unflatten(leaves, treespec_loads(data[0]))) if data else cls()
 
 
 @dataclass(kw_only=True)
@@ -189,6 +163,64 @@ def list_path(names: Sequence[str]) -> str:
     """Path of the list that holds the blocks, if they are all in one list."""
     paths = {name.rpartition(".")[0] for name in names}
     return paths.pop() if len(paths) == 1 else ""
+
+
+@contextlib.contextmanager
+def pass_through(module: nn.Module, aside: Mapping[str, str]) -> Iterator[None]:
+    """Blocks that equal one before them (block -> that one) hand on what they are given."""
+    rests: dict[str, tuple[Any, ...] | None] = {}
+    """What the block before them returned behind its first tensor; None: that tensor alone."""
+
+    def note(path: str, args: Any, output: Any) -> None:
+        rests[path] = tuple(output[1:]) if isinstance(output, tuple) else None
+
+    def pass_on(other: str, *args: Any, **kwargs: Any) -> Any:
+        hidden = args[0] if args else next(iter(kwargs.values()))
+        rest = rests.get(other)
+        return hidden if rest is None else (hidden, *rest)
+
+    blocks = {path: module.get_submodule(path) for path in aside}
+    own = {path: vars(block)["forward"] for path, block in blocks.items() if "forward" in vars(block)}
+    try:
+        for path, block in blocks.items():
+            block.forward = functools.partial(pass_on, aside[path])
+        with hooked({path: module.get_submodule(path) for path in aside.values()}, after=note):
+            yield
+    finally:
+        for path, block in blocks.items():
+            del block.forward
+            vars(block).update({"forward": own[path]} if path in own else {})
+
+
+_NUMBERED = re.compile(r"idx|index|layer_id|number|depth")
+
+
+def equal_runs(blocks: Sequence[nn.Module], shapes: Sequence[Any]) -> list[int]:
+    """For each block, the first of the equal ones right before it that hand on what they are given; else itself."""
+
+    def signature_of(block: nn.Module) -> Any:
+        """All that may make a block compute something else than its neighbour; its number is no such thing."""
+        signature = []
+        for path, each in block.named_modules():
+            plain = [
+                (name, value)
+                for name, value in sorted(vars(each).items())
+                if isinstance(value, int | float | str | bool | None | tuple) and not _NUMBERED.search(name)
+            ]
+            tensors = [
+                (name, None if value is None else (tuple(value.shape), value.dtype, value.requires_grad))
+                for name, value in (*each._parameters.items(), *each._buffers.items())
+            ]
+            signature.append((path, type(each), repr(plain), tensors))
+        return signature
+
+    firsts: list[int] = []
+    signatures = [signature_of(block) for block in blocks]
+    for index, signature in enumerate(signatures):
+        same = index > 0 and signature == signatures[index - 1]
+        same = same and len(shapes) > index + 1 and shapes[index - 1] == shapes[index] == shapes[index + 1]
+        firsts.append(firsts[-1] if same else index)
+    return firsts
 
 
 @contextlib.contextmanager
@@ -319,7 +351,7 @@ def _examine(module: nn.Module, names: tuple[str, ...], template: InputTemplate)
                 no_stages=f"{name} is in more than one place, so that its blocks do not stand by themselves."
             )
     anatomy = Anatomy(names=names)
-    sequence = max(1, min(8, template.sequence // 3))  # three times as long is still no longer than a sample
+    sequence = template.third
     sizes = ((2, 2 * sequence, 1e-9), (3, 2 * sequence, 1 - 1e-7), (2, 3 * sequence, 0.5))
     traces = []
     try:
@@ -416,6 +448,12 @@ def hooked(
                 hook = lambda _, args, output, key=key: after(key, args, output)  # noqa: E731
                 stack.callback(module.register_forward_hook(hook).remove)
         yield
+
+
+def logits_of(output: Any, other: Any = None) -> Any:
+    """The tensor called `logits` in a dict or as an attribute, else `other`."""
+    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    return logits if isinstance(logits, Tensor) else other
 
 
 def floats(output: Any) -> list[Tensor]:
