@@ -327,10 +327,7 @@ def cut_problem(module: nn.Module, anatomy: Anatomy, template: InputTemplate) ->
 
 def adopt_batch_norms(module: nn.Module) -> bool:
     """Put our batch norm, which can see other ranks' samples, in the place of torch's. Whether there was any."""
-    is_any = False
     for path, each in list(module.named_modules()):
-        if isinstance(each, BatchNorm):
-            is_any = True
         if not isinstance(each, nn.modules.batchnorm._BatchNorm):
             continue
         if not each.affine or not each.track_running_stats or each.momentum is None:
@@ -341,8 +338,7 @@ def adopt_batch_norms(module: nn.Module) -> bool:
         ours.running_mean, ours.running_var = each.running_mean, each.running_var
         parent, _, name = path.rpartition(".")
         setattr(module.get_submodule(parent), name, ours)
-        is_any = True
-    return is_any
+    return any(isinstance(each, BatchNorm) for each in module.modules())
 
 
 @dataclass(frozen=True, kw_only=True)

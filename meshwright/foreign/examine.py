@@ -159,12 +159,6 @@ class Anatomy:
         return name.startswith(tuple(f"{block}." for block in self.names))
 
 
-def list_path(names: Sequence[str]) -> str:
-    """Path of the list that holds the blocks, if they are all in one list."""
-    paths = {name.rpartition(".")[0] for name in names}
-    return paths.pop() if len(paths) == 1 else ""
-
-
 @contextlib.contextmanager
 def pass_through(module: nn.Module, aside: Mapping[str, str]) -> Iterator[None]:
     """Blocks that equal one before them (block -> that one) hand on what they are given."""
@@ -359,16 +353,13 @@ def _examine(module: nn.Module, names: tuple[str, ...], template: InputTemplate)
             for samples, length, coin in sizes:  # a layer that is dropped now and then is found by the coins
                 with FixedDraw(coin):
                     traces.append(_trace(module, blocks, template.shaped(samples, length), anatomy))
-    except _RunAgain as why:  # a block's weights are gathered when it runs: it is no unit if that is not once
-        return Anatomy(no_stages=str(why))
-    except _NoStages as why:
-        anatomy.no_stages = str(why)
-        return anatomy
-    except DataDependentOutputException:
-        anatomy.no_stages = "its forward asks for values, and it is examined without any."
-        return anatomy
+    except _RunAgain as again:  # a block's weights are gathered when it runs: it is no unit if that is not once
+        return Anatomy(no_stages=str(again))
     except Exception as error:
-        anatomy.no_stages = f"it does not run on a sample ({type(error).__name__}: {first_line(error)})."
+        why = f"it does not run on a sample ({type(error).__name__}: {first_line(error)})."
+        if isinstance(error, DataDependentOutputException):
+            why = "its forward asks for values, and it is examined without any."
+        anatomy.no_stages = str(error) if isinstance(error, _NoStages) else why
         return anatomy
     base, more_samples, longer = traces
     for shapes in zip(base, more_samples, longer, strict=True):
@@ -456,12 +447,26 @@ def logits_of(output: Any, other: Any = None) -> Any:
     return logits if isinstance(logits, Tensor) else other
 
 
+def tensors_in(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    values = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return [tensor for each in values for tensor in tensors_in(each)]
+
+
 def floats(output: Any) -> list[Tensor]:
     """The tensors of an output that may carry a gradient."""
-    if isinstance(output, Tensor):
-        return [output] if output.requires_grad else []
-    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, list | tuple) else ()
-    return [tensor for value in values for tensor in floats(value)]
+    return [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+
+
+def used_by(outputs: Sequence[Tensor], tensors: Mapping[str, Tensor]) -> list[str]:
+    """Names of the tensors that any of the outputs depends on."""
+    outputs = floats(outputs)
+    if not outputs or not tensors:
+        return []
+    ones, wanted = [torch.ones_like(each) for each in outputs], list(tensors.values())
+    gradients = torch.autograd.grad(outputs, wanted, ones, allow_unused=True, retain_graph=True)
+    return [name for name, gradient in zip(tensors, gradients, strict=True) if gradient is not None]
 
 
 def _dependence(
@@ -474,25 +479,14 @@ def _dependence(
 ) -> str:
     """Why stages cannot be cut, if so; else which parameters the two ends use is written down."""
     names = [name for name, _ in module.named_parameters() if tensors[name].requires_grad]
-
-    def used(outputs: list[Tensor]) -> list[str]:
-        """Parameters these depend on; a tensor handed on by a block counts by that block's name."""
-        outputs = [each for each in outputs if each.requires_grad]
-        if not outputs:
-            return []
-        wanted = [tensors[name] for name in names] + handed
-        ones = [torch.ones_like(each) for each in outputs]
-        gradients = torch.autograd.grad(outputs, wanted, ones, allow_unused=True, retain_graph=True)
-        return [
-            label for label, gradient in zip([*names, *anatomy.names], gradients, strict=True) if gradient is not None
-        ]
-
+    # A tensor handed on by a block counts by that block's name.
+    wanted = {name: tensors[name] for name in names} | dict(zip(anatomy.names, handed, strict=True))
     before: tuple[str, ...] = ()
     anatomy.before = anatomy.after = ()
     for index, hidden in enumerate(left):
         name = anatomy.names[index]
         given = anatomy.names[index - 1] if index else ""
-        uses = used([hidden])
+        uses = used_by([hidden], wanted)
         others = [each for each in uses if each != given and not each.startswith(f"{name}.")]
         if index == 0:
             before = tuple(each for each in others if each not in anatomy.names and not anatomy.holds(each))
@@ -501,7 +495,7 @@ def _dependence(
             return f"block {index} also depends on {others[0]}, and not only on what it is handed."
         if given and given not in uses:
             return f"what block {index} hands on has no gradient for what it is handed."
-    late = used(output)
+    late = used_by(output, wanted)
     if anatomy.names[-1] not in late:
         return "what follows the blocks has no gradient for what the last one hands on."
     late.remove(anatomy.names[-1])

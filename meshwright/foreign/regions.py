@@ -31,7 +31,8 @@ from torch import Tensor, nn
 
 from meshwright.core.profile import Poly
 from meshwright.foreign import examine as examining
-from meshwright.foreign.examine import Anatomy, InputTemplate, first_line, hooked, run_apart, tracing
+from meshwright.foreign.examine import Anatomy, InputTemplate, first_line, hooked, run_apart, tensors_in, tracing
+from meshwright.foreign.trace_fit import fit
 from meshwright.foreign.trace_ops import FixedDraw
 from meshwright.ops.model_interface import Inputs
 
@@ -133,14 +134,7 @@ class _Values:
 
     def given(self) -> list[Tensor]:
         """What may carry a gradient to something before the block."""
-        return [each for each in _tensors((self.args, self.kwargs)) if each.requires_grad]
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return [tensor for each in values for tensor in _tensors(each)]
+        return [each for each in tensors_in((self.args, self.kwargs)) if each.requires_grad]
 
 
 def find_regions(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[SplitRegion], str]:
@@ -211,11 +205,8 @@ def _watch(values: _Values) -> tuple[dict[str, _Seen], str]:
         return tensor
 
     def before(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = [each for each in _tensors((args, kwargs)) if each.is_floating_point()]
-        gradients = [_gradients(each.sum(), list(outputs.values())) for each in given]
-        after = {
-            other for row in gradients for other, gradient in zip(outputs, row, strict=True) if gradient is not None
-        }
+        given = [each for each in tensors_in((args, kwargs)) if each.is_floating_point()]
+        after = set(examining.used_by(given, outputs))
         seen.setdefault(name, _Seen(after=after)).shapes += [each.shape for each in given]
 
     def leave(name: str, args: Any, output: Tensor) -> Tensor:
@@ -598,8 +589,8 @@ def _measured(module: nn.Module, template: InputTemplate, regions: Regions) -> t
     for path, own in regions.items():
         kept[path] = ()
         for at, region in enumerate(own):
-            seen = [run.get((path, at), ([], [])) for run in runs]
-            enters, exits = (_polynomials(third, [each[side] for each in seen]) for side in (0, 1))
+            seen = [[run.get((path, at), ([], []))[side] for run in runs] for side in (0, 1)]
+            enters, exits = (_polynomials(sizes, template.has_sequence, each) for each in seen)
             if enters and exits:
                 kept[path] += (replace(region, enters=enters, exits=exits),)
             else:
@@ -632,19 +623,11 @@ def _elements(module: nn.Module, inputs: Inputs, regions: Regions) -> dict[Any, 
     return seen
 
 
-def _polynomials(third: int, seen: list[list[int]]) -> tuple[Poly, ...]:
-    """Each tensor's elements as one + b (x + y s + z s²), told by five sizes; empty where they do not agree."""
+def _polynomials(sizes: list[tuple[int, int]], has_sequence: bool, seen: list[list[int]]) -> tuple[Poly, ...]:
+    """Each tensor's elements, as a polynomial of samples and sequence; empty where none tells all of them."""
     if len({len(each) for each in seen}) != 1:
         return ()
-    fitted = []
-    for base, more, short, long, most in zip(*seen, strict=True):
-        slope = more - base
-        one = base - 2 * slope
-        low, high = (short - one) / 2, (long - one) / 2
-        square = (high - 2 * slope + low) / (2 * third * third)
-        line = (slope - low) / third - 3 * third * square
-        poly = Poly(one=one, b=low - line * third - square * third * third, bs=line, bss=square)
-        if round(poly(3, 3 * third)) != most:
-            return ()
-        fitted.append(poly)
-    return tuple(fitted)
+    counts = list(zip(*seen, strict=True))
+    polys = tuple(fit(sizes, values, has_sequence, is_signed=True) for values in counts)
+    told = [tuple(round(poly(*size)) for size in sizes) for poly in polys]
+    return polys if told == counts else ()

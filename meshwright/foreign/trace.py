@@ -7,6 +7,7 @@ The module runs on fake tensors at a few sizes, one block of each run of equals;
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -158,9 +159,8 @@ def _run(subject: Subject, inputs: Inputs, is_fake: bool) -> Record:
             with recorder, stand_ins:
                 recorder.at_work = True
                 with hooks:
-                    loss = examining.call_with(
-                        subject.module, tensors, lambda: subject.step(subject.module, given, is_fake)
-                    )
+                    step = functools.partial(subject.step, subject.module, given, is_fake)
+                    loss = examining.call_with(subject.module, tensors, step)
                 recorder.is_backward = True
                 loss.backward()
                 recorder.at_work = False
@@ -240,7 +240,7 @@ def profile_of_module(
     kinds: Counter[str] = Counter()
     last_key = None
     for index, path in enumerate(anatomy.names):
-        block, block_regions, ops = blocks[index], regions.get(path, []), ops_of[same[index]]
+        block, block_regions, ops = blocks[index], regions.get(path, ()), ops_of[same[index]]
         whole = [Param(name=each, shape=tuple(value.shape)) for each, value in block.named_parameters()]
         params = tuple(_cut_params(whole, block_regions))
         boundary = _boundary(anatomy, index + 1)
@@ -256,7 +256,8 @@ def profile_of_module(
         layers.append(Layer(name=title, params=params, ops=ops, sites=sites, boundary=boundary, is_block=True))
     layers.append(_end(module, anatomy, regions, 1, last))
     hidden = anatomy.shapes[0][-1][0] if anatomy.shapes else 0
-    names, path = anatomy.names, examining.list_path(anatomy.names)
+    names = anatomy.names
+    path = names[0].rpartition(".")[0] if names else ""  # of the list that holds the blocks
     is_numbered = names == tuple(f"{path}.{i}".lstrip(".") for i in range(len(names)))
     return Profile(
         name=name,
