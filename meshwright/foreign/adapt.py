@@ -22,37 +22,24 @@ from torch import Tensor, nn
 from meshwright.core.codec import encode
 from meshwright.core.errors import error_at, last_line
 from meshwright.core.profile import Profile
-from meshwright.foreign.examine import (
-    Anatomy,
-    InputTemplate,
-    examine,
-    first_line,
-    run_apart,
-    run_module,
-    tracing,
-)
+from meshwright.foreign import examine as examining
+from meshwright.foreign.examine import Anatomy, InputTemplate, run_apart, run_module
 from meshwright.foreign.factory import look
-from meshwright.foreign.module_profile import ENDS, end_names, hidden_shape, profile_of_module
 from meshwright.foreign.regions import Regions, SplitRegion, linear_dims, regions_of
+from meshwright.foreign.trace import ENDS, Loss, end_names, hidden_shape, profile_of_module
 from meshwright.foreign.trace_ops import FixedDraw
 from meshwright.hf.weights_module import take_over_experts
 from meshwright.ops.batch_norm import BatchNorm
 from meshwright.ops.cross_entropy import token_loss
 from meshwright.ops.model_interface import Inputs, Inside, Model, ModelPart, Spans, is_within
 
-Loss = Callable[[Any, Tensor], Tensor]
-"""(the module's output, targets) -> one value for each target."""
-
 
 def scores(output: Any) -> Tensor:
     """The tensor of scores in an output: itself, `logits` in a dict or as an attribute, or the first of a tuple."""
-    if isinstance(output, Tensor):
-        return output
-    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
-    if isinstance(logits, Tensor):
-        return logits
-    if isinstance(output, tuple | list) and output and isinstance(output[0], Tensor):
-        return output[0]
+    first = output[0] if isinstance(output, tuple | list) and output else output
+    found = examining.logits_of(output, first)
+    if isinstance(found, Tensor):
+        return found
     what = f"the module returns a {type(output).__name__}: no tensor of scores in it."
     raise error_at("model.factory", what, "Return a loss from the factory, too.")
 
@@ -312,7 +299,7 @@ def _restored(module: nn.Module) -> Iterator[None]:
 def cut_problem(module: nn.Module, anatomy: Anatomy, template: InputTemplate) -> str:
     """Why the forward fails where only one block is there; empty if it never does."""
     sizes = 2, max(1, min(4, template.sequence))
-    with tracing(module, template), FixedDraw(0.5):
+    with examining.tracing(module, template), FixedDraw(0.5):
         inputs = template.shaped(*sizes)
         for index in range(anatomy.num_blocks):
             why = ""
@@ -332,7 +319,7 @@ def cut_problem(module: nn.Module, anatomy: Anatomy, template: InputTemplate) ->
                     if not is_last and output.shape != hidden_shape(anatomy, index + 1, *sizes):
                         why = "does not stop after it"
                 except Exception as error:
-                    why = f"fails ({type(error).__name__}: {first_line(error)})"
+                    why = f"fails ({type(error).__name__}: {examining.first_line(error)})"
             if why:
                 return f"where only block {index} is there, its forward {why}."
     return ""
@@ -340,10 +327,7 @@ def cut_problem(module: nn.Module, anatomy: Anatomy, template: InputTemplate) ->
 
 def adopt_batch_norms(module: nn.Module) -> bool:
     """Put our batch norm, which can see other ranks' samples, in the place of torch's. Whether there was any."""
-    is_any = False
     for path, each in list(module.named_modules()):
-        if isinstance(each, BatchNorm):
-            is_any = True
         if not isinstance(each, nn.modules.batchnorm._BatchNorm):
             continue
         if not each.affine or not each.track_running_stats or each.momentum is None:
@@ -354,8 +338,7 @@ def adopt_batch_norms(module: nn.Module) -> bool:
         ours.running_mean, ours.running_var = each.running_mean, each.running_var
         parent, _, name = path.rpartition(".")
         setattr(module.get_submodule(parent), name, ours)
-        is_any = True
-    return is_any
+    return any(isinstance(each, BatchNorm) for each in module.modules())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -374,25 +357,21 @@ class ModuleFindings:
         """None where a block returns what cannot be written down: such a module is run again wherever it is opened."""
         try:
             encode(made.anatomy.returned)
-        except LookupError:
+        except NotImplementedError:
             return None
-        return cls(
-            anatomy=made.anatomy,
-            regions={path: tuple(regions) for path, regions in made.split_regions.items()},
-            block_order=made.block_order or (),
-            vocab_size=made.vocab_size,
-            num_scores=made.num_scores,
-            idle=made.idle,
-        )
+        learned = {name: getattr(made, name) for name in LEARNED}
+        return cls(anatomy=made.anatomy, regions=made.split_regions, **learned)
 
     def adapted(self, module: nn.Module, example: Inputs, loss: Loss | None) -> Adapted:
         """An equal module as the same `Model`."""
         _ready(module)
-        regions = {path: list(regions) for path, regions in self.regions.items()}
-        made = Adapted(module, self.anatomy, regions, InputTemplate.like(example), loss or default_loss)
-        made.block_order, made.vocab_size = self.block_order, self.vocab_size
-        made.num_scores, made.idle = self.num_scores, self.idle
+        made = Adapted(module, self.anatomy, self.regions, InputTemplate.like(example), loss or default_loss)
+        for name in LEARNED:
+            setattr(made, name, getattr(self, name))
         return made
+
+
+LEARNED = ("block_order", "vocab_size", "num_scores", "idle")
 
 
 def _ready(module: nn.Module) -> bool:
@@ -415,7 +394,7 @@ def adapt(module: nn.Module, example: Inputs, *, name: str, loss: Loss | None = 
         what = f"its forward fails on its sample inputs: {last_line(seen.failure)}"
         fix = "A module is called with what its data gives; return sample inputs like that from the factory."
         raise error_at(f"model {name}", what, fix)
-    anatomy = examine(module, template)
+    anatomy = examining.examine(module, template)
     if anatomy.num_blocks and not anatomy.no_stages:
         anatomy.no_stages = cut_problem(module, anatomy, template)
     regions, no_inside = regions_of(module, template, anatomy)

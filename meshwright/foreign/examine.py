@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import logging
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.func import functional_call
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten, treespec_dumps, treespec_loads
 
 from meshwright.core.errors import Problem
 from meshwright.foreign.trace_ops import FixedDraw
@@ -55,6 +55,11 @@ class InputTemplate:
     def sequence(self) -> int:
         first = self.example[0] if isinstance(self.example, tuple) else self.example
         return int(first.shape[1]) if self.has_sequence else 1
+
+    @property
+    def third(self) -> int:
+        """A length of which three times as much is still no longer than a sample."""
+        return max(1, min(8, self.sequence // 3))
 
     def shaped(self, samples: int, sequence: int) -> Inputs:
         """Zeros of so many samples and such a sequence."""
@@ -107,54 +112,23 @@ class Returned:
         return self.kind._make(values) if hasattr(self.kind, "_make") else values
 
     def encode_self(self) -> Any:
-        """As JSON has it; LookupError where something in it has no name by which another process finds it."""
-        return [] if self.kind is None else [_kind_name(self.kind), [_as_data(value) for value in self.rest]]
+        """As JSON has it; NotImplementedError where it is not made of tuples, lists and dicts."""
+        leaves, spec = tree_flatten(self.rest)
+        if self.kind not in (None, tuple):
+            raise NotImplementedError(self.kind)
+        told = [
+            {"absent": True} if each is ABSENT else {"dtype": str(each)} if isinstance(each, torch.dtype) else each
+            for each in leaves
+        ]
+        return [] if self.kind is None else [treespec_dumps(spec), told]
 
     @classmethod
     def decode_any(cls, data: Any, where: str, problems: list[Problem]) -> Returned:
-        return cls(_kind_named(data[0]), tuple(_from_data(value) for value in data[1])) if data else cls()
-
-
-def _kind_name(kind: type) -> str:
-    name = f"{kind.__module__}:{kind.__qualname__}"
-    with contextlib.suppress(ImportError, AttributeError):
-        if _kind_named(name) is kind:
-            return name
-    raise LookupError(name)
-
-
-def _kind_named(name: str) -> Any:
-    path, _, qualified = name.partition(":")
-    return functools.reduce(getattr, qualified.split("."), importlib.import_module(path))
-
-
-def _as_data(value: Any) -> Any:
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if value is ABSENT:
-        return {"absent": True}
-    if isinstance(value, torch.dtype):
-        return {"dtype": str(value).removeprefix("torch.")}
-    if isinstance(value, list | tuple):
-        return {"kind": _kind_name(type(value)), "items": [_as_data(each) for each in value]}
-    if type(value) is dict and all(isinstance(key, str) for key in value):
-        return {"values": {key: _as_data(each) for key, each in value.items()}}
-    raise LookupError(type(value).__name__)
-
-
-def _from_data(data: Any) -> Any:
-    if not isinstance(data, dict):
-        return data
-    if "dtype" in data:
-        return getattr(torch, data["dtype"])
-    if "values" in data:
-        return {key: _from_data(each) for key, each in data["values"].items()}
-    if "items" not in data:
-        return ABSENT
-    kind, items = _kind_named(data["kind"]), [_from_data(each) for each in data["items"]]
-    if not (isinstance(kind, type) and issubclass(kind, list | tuple)):
-        raise LookupError(data["kind"])
-    return kind._make(items) if hasattr(kind, "_make") else kind(items)
+        leaves = [
+            each if not isinstance(each, dict) else getattr(torch, each["dtype"][6:]) if "dtype" in each else ABSENT
+            for each in (data[1] if data else ())
+        ]
+        return cls(tuple, tree_unflatten(leaves, treespec_loads(data[0]))) if data else cls()
 
 
 @dataclass(kw_only=True)
@@ -185,10 +159,62 @@ class Anatomy:
         return name.startswith(tuple(f"{block}." for block in self.names))
 
 
-def list_path(names: Sequence[str]) -> str:
-    """Path of the list that holds the blocks, if they are all in one list."""
-    paths = {name.rpartition(".")[0] for name in names}
-    return paths.pop() if len(paths) == 1 else ""
+@contextlib.contextmanager
+def pass_through(module: nn.Module, aside: Mapping[str, str]) -> Iterator[None]:
+    """Blocks that equal one before them (block -> that one) hand on what they are given."""
+    rests: dict[str, tuple[Any, ...] | None] = {}
+    """What the block before them returned behind its first tensor; None: that tensor alone."""
+
+    def note(path: str, args: Any, output: Any) -> None:
+        rests[path] = tuple(output[1:]) if isinstance(output, tuple) else None
+
+    def pass_on(other: str, *args: Any, **kwargs: Any) -> Any:
+        hidden = args[0] if args else next(iter(kwargs.values()))
+        rest = rests.get(other)
+        return hidden if rest is None else (hidden, *rest)
+
+    blocks = {path: module.get_submodule(path) for path in aside}
+    own = {path: vars(block)["forward"] for path, block in blocks.items() if "forward" in vars(block)}
+    try:
+        for path, block in blocks.items():
+            block.forward = functools.partial(pass_on, aside[path])
+        with hooked({path: module.get_submodule(path) for path in aside.values()}, after=note):
+            yield
+    finally:
+        for path, block in blocks.items():
+            del block.forward
+            vars(block).update({"forward": own[path]} if path in own else {})
+
+
+_NUMBERED = re.compile(r"idx|index|layer_id|number|depth")
+
+
+def equal_runs(blocks: Sequence[nn.Module], shapes: Sequence[Any]) -> list[int]:
+    """For each block, the first of the equal ones right before it that hand on what they are given; else itself."""
+
+    def signature_of(block: nn.Module) -> Any:
+        """All that may make a block compute something else than its neighbour; its number is no such thing."""
+        signature = []
+        for path, each in block.named_modules():
+            plain = [
+                (name, value)
+                for name, value in sorted(vars(each).items())
+                if isinstance(value, int | float | str | bool | None | tuple) and not _NUMBERED.search(name)
+            ]
+            tensors = [
+                (name, None if value is None else (tuple(value.shape), value.dtype, value.requires_grad))
+                for name, value in (*each._parameters.items(), *each._buffers.items())
+            ]
+            signature.append((path, type(each), repr(plain), tensors))
+        return signature
+
+    firsts: list[int] = []
+    signatures = [signature_of(block) for block in blocks]
+    for index, signature in enumerate(signatures):
+        same = index > 0 and signature == signatures[index - 1]
+        same = same and len(shapes) > index + 1 and shapes[index - 1] == shapes[index] == shapes[index + 1]
+        firsts.append(firsts[-1] if same else index)
+    return firsts
 
 
 @contextlib.contextmanager
@@ -319,7 +345,7 @@ def _examine(module: nn.Module, names: tuple[str, ...], template: InputTemplate)
                 no_stages=f"{name} is in more than one place, so that its blocks do not stand by themselves."
             )
     anatomy = Anatomy(names=names)
-    sequence = max(1, min(8, template.sequence // 3))  # three times as long is still no longer than a sample
+    sequence = template.third
     sizes = ((2, 2 * sequence, 1e-9), (3, 2 * sequence, 1 - 1e-7), (2, 3 * sequence, 0.5))
     traces = []
     try:
@@ -327,16 +353,13 @@ def _examine(module: nn.Module, names: tuple[str, ...], template: InputTemplate)
             for samples, length, coin in sizes:  # a layer that is dropped now and then is found by the coins
                 with FixedDraw(coin):
                     traces.append(_trace(module, blocks, template.shaped(samples, length), anatomy))
-    except _RunAgain as why:  # a block's weights are gathered when it runs: it is no unit if that is not once
-        return Anatomy(no_stages=str(why))
-    except _NoStages as why:
-        anatomy.no_stages = str(why)
-        return anatomy
-    except DataDependentOutputException:
-        anatomy.no_stages = "its forward asks for values, and it is examined without any."
-        return anatomy
+    except _RunAgain as again:  # a block's weights are gathered when it runs: it is no unit if that is not once
+        return Anatomy(no_stages=str(again))
     except Exception as error:
-        anatomy.no_stages = f"it does not run on a sample ({type(error).__name__}: {first_line(error)})."
+        why = f"it does not run on a sample ({type(error).__name__}: {first_line(error)})."
+        if isinstance(error, DataDependentOutputException):
+            why = "its forward asks for values, and it is examined without any."
+        anatomy.no_stages = str(error) if isinstance(error, _NoStages) else why
         return anatomy
     base, more_samples, longer = traces
     for shapes in zip(base, more_samples, longer, strict=True):
@@ -418,12 +441,32 @@ def hooked(
         yield
 
 
+def logits_of(output: Any, other: Any = None) -> Any:
+    """The tensor called `logits` in a dict or as an attribute, else `other`."""
+    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    return logits if isinstance(logits, Tensor) else other
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    values = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return [tensor for each in values for tensor in tensors_in(each)]
+
+
 def floats(output: Any) -> list[Tensor]:
     """The tensors of an output that may carry a gradient."""
-    if isinstance(output, Tensor):
-        return [output] if output.requires_grad else []
-    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, list | tuple) else ()
-    return [tensor for value in values for tensor in floats(value)]
+    return [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+
+
+def used_by(outputs: Sequence[Tensor], tensors: Mapping[str, Tensor]) -> list[str]:
+    """Names of the tensors that any of the outputs depends on."""
+    outputs = floats(outputs)
+    if not outputs or not tensors:
+        return []
+    ones, wanted = [torch.ones_like(each) for each in outputs], list(tensors.values())
+    gradients = torch.autograd.grad(outputs, wanted, ones, allow_unused=True, retain_graph=True)
+    return [name for name, gradient in zip(tensors, gradients, strict=True) if gradient is not None]
 
 
 def _dependence(
@@ -436,25 +479,14 @@ def _dependence(
 ) -> str:
     """Why stages cannot be cut, if so; else which parameters the two ends use is written down."""
     names = [name for name, _ in module.named_parameters() if tensors[name].requires_grad]
-
-    def used(outputs: list[Tensor]) -> list[str]:
-        """Parameters these depend on; a tensor handed on by a block counts by that block's name."""
-        outputs = [each for each in outputs if each.requires_grad]
-        if not outputs:
-            return []
-        wanted = [tensors[name] for name in names] + handed
-        ones = [torch.ones_like(each) for each in outputs]
-        gradients = torch.autograd.grad(outputs, wanted, ones, allow_unused=True, retain_graph=True)
-        return [
-            label for label, gradient in zip([*names, *anatomy.names], gradients, strict=True) if gradient is not None
-        ]
-
+    # A tensor handed on by a block counts by that block's name.
+    wanted = {name: tensors[name] for name in names} | dict(zip(anatomy.names, handed, strict=True))
     before: tuple[str, ...] = ()
     anatomy.before = anatomy.after = ()
     for index, hidden in enumerate(left):
         name = anatomy.names[index]
         given = anatomy.names[index - 1] if index else ""
-        uses = used([hidden])
+        uses = used_by([hidden], wanted)
         others = [each for each in uses if each != given and not each.startswith(f"{name}.")]
         if index == 0:
             before = tuple(each for each in others if each not in anatomy.names and not anatomy.holds(each))
@@ -463,7 +495,7 @@ def _dependence(
             return f"block {index} also depends on {others[0]}, and not only on what it is handed."
         if given and given not in uses:
             return f"what block {index} hands on has no gradient for what it is handed."
-    late = used(output)
+    late = used_by(output, wanted)
     if anatomy.names[-1] not in late:
         return "what follows the blocks has no gradient for what the last one hands on."
     late.remove(anatomy.names[-1])

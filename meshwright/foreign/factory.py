@@ -16,7 +16,7 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from meshwright.core.errors import Problem, error_at, last_line, raise_problems
-from meshwright.foreign.examine import VALUES_WANTED, floats, hooked, quiet, run_apart
+from meshwright.foreign.examine import VALUES_WANTED, hooked, quiet, run_apart, used_by
 from meshwright.foreign.trace_ops import FixedDraw
 from meshwright.ops.model_interface import Inputs, map_inputs
 
@@ -143,13 +143,9 @@ def look(module: nn.Module, example: Inputs) -> Look:
                 inputs = map_inputs(example, lambda each: torch.zeros(each.shape, dtype=each.dtype))
                 given = inputs if isinstance(inputs, tuple) else (inputs,)
                 output, tensors = run_apart(module, inputs)
-                outputs = floats(output)
-                idle: tuple[str, ...] = ()
-                if outputs:
-                    names = [name for name, _ in module.named_parameters()]
-                    wanted, ones = [tensors[name] for name in names], [torch.ones_like(each) for each in outputs]
-                    gradients = torch.autograd.grad(outputs, wanted, ones, allow_unused=True)
-                    idle = tuple(name for name, gradient in zip(names, gradients, strict=True) if gradient is None)
+                parameters = {name: tensors[name] for name, _ in module.named_parameters()}
+                used = used_by([output], parameters) or parameters
+                idle = tuple(name for name in parameters if name not in used)
                 return Look(output=output, vocab_size=min(sizes, default=0), idle=idle, ran=tuple(ran))
         except Exception as error:
             if any(value.device.type == "meta" for value in module.parameters()):

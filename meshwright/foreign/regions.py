@@ -30,8 +30,9 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.core.profile import Poly
-from meshwright.foreign.examine import Anatomy, InputTemplate, first_line, hooked, run_apart, tracing
-from meshwright.foreign.trace import equal_runs, pass_through
+from meshwright.foreign import examine as examining
+from meshwright.foreign.examine import Anatomy, InputTemplate, first_line, hooked, run_apart, tensors_in, tracing
+from meshwright.foreign.trace_fit import fit
 from meshwright.foreign.trace_ops import FixedDraw
 from meshwright.ops.model_interface import Inputs
 
@@ -133,14 +134,7 @@ class _Values:
 
     def given(self) -> list[Tensor]:
         """What may carry a gradient to something before the block."""
-        return [each for each in _tensors((self.args, self.kwargs)) if each.requires_grad]
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return [tensor for each in values for tensor in _tensors(each)]
+        return [each for each in tensors_in((self.args, self.kwargs)) if each.requires_grad]
 
 
 def find_regions(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[SplitRegion], str]:
@@ -211,11 +205,8 @@ def _watch(values: _Values) -> tuple[dict[str, _Seen], str]:
         return tensor
 
     def before(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = [each for each in _tensors((args, kwargs)) if each.is_floating_point()]
-        gradients = [_gradients(each.sum(), list(outputs.values())) for each in given]
-        after = {
-            other for row in gradients for other, gradient in zip(outputs, row, strict=True) if gradient is not None
-        }
+        given = [each for each in tensors_in((args, kwargs)) if each.is_floating_point()]
+        after = set(examining.used_by(given, outputs))
         seen.setdefault(name, _Seen(after=after)).shapes += [each.shape for each in given]
 
     def leave(name: str, args: Any, output: Tensor) -> Tensor:
@@ -353,11 +344,11 @@ def _sliceable(values: _Values, base: str, heads: int) -> tuple[Slicing, ...]:
     """What the region's holder is given that has a dim of heads."""
     given: dict[int | str, Any] = {}
 
-    def look(_: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def note(_: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given.update(dict(enumerate(args)) | kwargs)
         raise _Reached
 
-    with hooked({base: values.block.get_submodule(base)}, look), suppress(_Reached):
+    with hooked({base: values.block.get_submodule(base)}, note), suppress(_Reached):
         values.run()
     samples = next((value.shape[0] for value in given.values() if isinstance(value, Tensor) and value.ndim), 1)
     slices = []
@@ -507,7 +498,7 @@ def _slice_argument(block: nn.Module, each: Slicing, index: int, ways: int) -> C
     return block.get_submodule(each.module).register_forward_pre_hook(hook, with_kwargs=True).remove
 
 
-Regions = dict[str, list[SplitRegion]]
+Regions = Mapping[str, tuple[SplitRegion, ...]]
 """By the path of their block."""
 
 
@@ -539,20 +530,20 @@ def regions_of(module: nn.Module, template: InputTemplate, anatomy: Anatomy) -> 
     def after(path: str, args: Any, output: Any) -> None:
         more.extend(each for each in (output[1:] if isinstance(output, tuple) else ()) if isinstance(each, Tensor))
 
-    same = equal_runs([blocks[name] for name in names], anatomy.shapes)
+    same = examining.equal_runs([blocks[name] for name in names], anatomy.shapes)
     aside = {names[at]: names[first] for at, first in enumerate(same) if at != first}
     try:
-        with pass_through(module, aside):
+        with examining.pass_through(module, aside):
             looked_at = {name: blocks[name] for name in blocks if name not in aside}
             with tracing(module, template), FixedDraw(0.5), hooked(looked_at, before, after):
-                run_apart(module, template.shaped(2, 2 * _third(template)))
+                run_apart(module, template.shaped(2, 2 * template.third))
             regions, why = _regions_of_calls(module, blocks, calls)
             regions, unmeasured = _measured(module, template, regions)
     except _ReadsMore as reason:
         return {}, str(reason)
     except Exception as error:
         return {}, f"it does not run on a sample ({type(error).__name__}: {first_line(error)})."
-    regions |= {name: regions[first] for name, first in aside.items() if first in regions}
+    regions = {**regions, **{name: regions[first] for name, first in aside.items() if first in regions}}
     why = why or unmeasured
     total = sum(value.numel() for value in module.parameters())
     cuts = [(path, cut) for path, own in regions.items() for region in own for cut in region.cuts]
@@ -564,17 +555,12 @@ def regions_of(module: nn.Module, template: InputTemplate, anatomy: Anatomy) -> 
     return regions, f"{share}: {why}" if why and 2 * num_cut < total else why
 
 
-def _third(template: InputTemplate) -> int:
-    """Three times as long is still no longer than a sample."""
-    return max(1, min(8, template.sequence // 3))
-
-
 def _regions_of_calls(
     module: nn.Module, blocks: Mapping[str, nn.Module], calls: Mapping[str, Any]
 ) -> tuple[Regions, str]:
     uses = Counter(id(value) for _, value in module.named_parameters(remove_duplicate=False))
     known: dict[Any, tuple[list[SplitRegion], str]] = {}
-    regions: Regions = {}
+    regions: dict[str, tuple[SplitRegion, ...]] = {}
     reasons: list[str] = []
     for path, (args, kwargs) in calls.items():
         block = blocks[path]
@@ -584,9 +570,9 @@ def _regions_of_calls(
             known[key] = find_regions(block, args, kwargs)
         all_regions, why = known[key]
         reasons.append(why)
-        regions[path] = [
+        regions[path] = tuple(
             region for region in all_regions if all(uses[id(block.get_parameter(cut.name))] == 1 for cut in region.cuts)
-        ]
+        )
         if len(regions[path]) < len(all_regions):
             reasons.append(f"weights of {path} are used in more than one place.")
     return regions, next(filter(None, reasons), "")
@@ -594,19 +580,19 @@ def _regions_of_calls(
 
 def _measured(module: nn.Module, template: InputTemplate, regions: Regions) -> tuple[Regions, str]:
     """The regions with the sizes of what enters and leaves; without those whose sizes follow no polynomial."""
-    third = _third(template)
+    third = template.third
     sizes = [(2, 2 * third), (3, 2 * third), (2, third), (2, 3 * third), (3, 3 * third)]
     with tracing(module, template), FixedDraw(0.5):
         runs = [_elements(module, template.shaped(*size), regions) for size in sizes]
-    kept: Regions = {}
+    kept: dict[str, tuple[SplitRegion, ...]] = {}
     why = ""
     for path, own in regions.items():
-        kept[path] = []
+        kept[path] = ()
         for at, region in enumerate(own):
-            seen = [run.get((path, at), ([], [])) for run in runs]
-            enters, exits = (_polynomials(third, [each[side] for each in seen]) for side in (0, 1))
+            seen = [[run.get((path, at), ([], []))[side] for run in runs] for side in (0, 1)]
+            enters, exits = (_polynomials(sizes, template.has_sequence, each) for each in seen)
             if enters and exits:
-                kept[path].append(replace(region, enters=enters, exits=exits))
+                kept[path] += (replace(region, enters=enters, exits=exits),)
             else:
                 why = f"how many tokens {path}.{region.row} is given follows no polynomial of samples and sequence."
     return kept, why
@@ -616,17 +602,10 @@ def _elements(module: nn.Module, inputs: Inputs, regions: Regions) -> dict[Any, 
     """Elements of each tensor that enters a region, and of each that leaves it."""
     seen: dict[Any, tuple[list[int], list[int]]] = {}
     entered: dict[Any, list[Tensor]] = {}
-    columns = {
-        (path, at, name): module.get_submodule(f"{path}.{name}".rstrip("."))
-        for path, own in regions.items()
-        for at, region in enumerate(own)
-        for name in region.columns
-    }
-    rows = {
-        (path, at): module.get_submodule(f"{path}.{region.row}".rstrip("."))
-        for path, own in regions.items()
-        for at, region in enumerate(own)
-    }
+    every = [(path, at, region) for path, own in regions.items() for at, region in enumerate(own)]
+    at_path = lambda path, name: module.get_submodule(f"{path}.{name}".rstrip("."))  # noqa: E731
+    columns = {(path, at, name): at_path(path, name) for path, at, region in every for name in region.columns}
+    rows = {(path, at): at_path(path, region.row) for path, at, region in every}
 
     def enter(key: tuple[str, int, str], args: Any, kwargs: Any) -> None:
         before = entered.setdefault(key[:2], [])
@@ -644,19 +623,11 @@ def _elements(module: nn.Module, inputs: Inputs, regions: Regions) -> dict[Any, 
     return seen
 
 
-def _polynomials(third: int, seen: list[list[int]]) -> tuple[Poly, ...]:
-    """Each tensor's elements as one + b (x + y s + z s²), told by five sizes; empty where they do not agree."""
+def _polynomials(sizes: list[tuple[int, int]], has_sequence: bool, seen: list[list[int]]) -> tuple[Poly, ...]:
+    """Each tensor's elements, as a polynomial of samples and sequence; empty where none tells all of them."""
     if len({len(each) for each in seen}) != 1:
         return ()
-    fitted = []
-    for base, more, short, long, most in zip(*seen, strict=True):
-        slope = more - base
-        one = base - 2 * slope
-        low, high = (short - one) / 2, (long - one) / 2
-        square = (high - 2 * slope + low) / (2 * third * third)
-        line = (slope - low) / third - 3 * third * square
-        poly = Poly(one=one, b=low - line * third - square * third * third, bs=line, bss=square)
-        if round(poly(3, 3 * third)) != most:
-            return ()
-        fitted.append(poly)
-    return tuple(fitted)
+    counts = list(zip(*seen, strict=True))
+    polys = tuple(fit(sizes, values, has_sequence, is_signed=True) for values in counts)
+    told = [tuple(round(poly(*size)) for size in sizes) for poly in polys]
+    return polys if told == counts else ()

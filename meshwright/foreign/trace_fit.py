@@ -181,8 +181,8 @@ def _working(record: Record, peaks: Peaks | None) -> tuple[dict[tuple[int, str, 
     return working, peaks
 
 
-def fit(points: Points, values: Sequence[float], has_sequence: bool) -> Poly:
-    """The polynomial through the values at these (samples, sequence)."""
+def fit(points: Points, values: Sequence[float], has_sequence: bool, is_signed: bool = False) -> Poly:
+    """The polynomial through the values at these (samples, sequence); without terms below zero, unless `is_signed`."""
     if not any(values):
         return Poly()
     terms = np.array([[1.0, b, b * s, b * s * s] if has_sequence else [1.0, b] for b, s in points])
@@ -191,7 +191,7 @@ def fit(points: Points, values: Sequence[float], has_sequence: bool) -> Poly:
     scale = max(map(abs, values))
     factors = []
     for x, top in zip(solved, largest, strict=True):
-        factor = float(x / top) if x > 1e-7 * scale else 0.0
+        factor = float(x / top) if (abs(x) if is_signed else x) > 1e-7 * scale else 0.0
         near = round(factor * 24) / 24  # elements, and halves, quarters and thirds of them
         factors.append(near if abs(factor - near) < 1e-5 * max(1.0, abs(factor)) else factor)
     names = ("one", "b", "bs", "bss") if has_sequence else ("one", "b")

@@ -86,7 +86,7 @@ ATTENTION_BACKWARD = _define(
 )
 
 
-def _attend(
+def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -150,15 +150,15 @@ def _rms_norm(x: Tensor, normalized_shape: Any, weight: Tensor | None = None, ep
     return OneKernel.apply(run, back, x, weight)
 
 
-def _log_sums(logits: Tensor, targets: Tensor) -> Tensor:
-    return logits.new_empty(logits.shape[:-1], dtype=torch.float32)
-
-
-LOG_SUMS = _define("log_sums", "(Tensor logits, Tensor targets) -> Tensor", _log_sums)
+LOG_SUMS = _define(
+    "log_sums",
+    "(Tensor logits, Tensor targets) -> Tensor",
+    lambda logits, targets: logits.new_empty(logits.shape[:-1], dtype=torch.float32),
+)
 LOSS_GRADIENT = _define("loss_gradient", "(Tensor logits, Tensor grad) -> Tensor", lambda x, grad: torch.empty_like(x))
 
 
-def _token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+def traced_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """As the kernel: keeps the logits and one number a row."""
 
     def run(logits: Tensor, targets: Tensor) -> Any:
@@ -178,7 +178,7 @@ OUTER = _define(
 )
 
 
-def _grouped_product(x: Tensor, weight: Tensor) -> Tensor:
+def grouped_product(x: Tensor, weight: Tensor) -> Tensor:
     """Rows of each group times its matrix (groups, k, n), however many rows a group has."""
 
     def back(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -208,7 +208,7 @@ RECURRENT_BACKWARD = _define(
 )
 
 
-def _recurrent_layer(x: Tensor, size: int, kept: int, time: int, weights: list[Tensor]) -> tuple[Tensor, Tensor]:
+def recurrent_layer(x: Tensor, size: int, kept: int, time: int, weights: list[Tensor]) -> tuple[Tensor, Tensor]:
     """One layer in one direction, as cuDNN's: keeps its input, its output, and gates and cell of every step."""
 
     def run(x: Tensor, *weights: Tensor) -> Any:
@@ -240,7 +240,7 @@ def recur(
         outs = []
         for _ in range(1 + bidirectional):
             own, weights = weights[:each], weights[each:]
-            out, cell = _recurrent_layer(x, size, kept, time, own)
+            out, cell = recurrent_layer(x, size, kept, time, own)
             outs.append(out)
             last.append(out.select(time, -1))
             cells.append(cell)
@@ -259,7 +259,7 @@ def _dropped(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = F
 GROUPED = tuple(filter(None, (getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None))))
 LOSSES: tuple[Any, ...] = (F.cross_entropy, F.nll_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits)
 LOSSES += (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.kl_div, F.ctc_loss)
-STAND_INS: dict[Any, Callable[..., Any]] = {F.scaled_dot_product_attention: _attend, F.dropout: _dropped}
+STAND_INS: dict[Any, Callable[..., Any]] = {F.scaled_dot_product_attention: attend, F.dropout: _dropped}
 STAND_INS |= dict.fromkeys((F.rms_norm, torch.rms_norm), _rms_norm)
 
 
@@ -295,7 +295,7 @@ class _KernelMode(FixedDraw):
         if func in STAND_INS:
             return STAND_INS[func](*args, **kwargs)
         if func in GROUPED and args[0].dim() == 2 and args[1].dim() == 3:
-            return _grouped_product(*_lowered(*args[:2]))
+            return grouped_product(*_lowered(*args[:2]))
         if func is torch.bincount and kwargs.get("minlength"):
             return args[0].new_zeros(kwargs["minlength"], dtype=torch.int64)
         with self.in_loss() if func in LOSSES else nullcontext():
@@ -311,7 +311,7 @@ def one_kernel_each(in_loss: Callable[[], Any]) -> Iterator[None]:
 
     def in_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
         with in_loss():
-            return _token_loss(logits, targets)
+            return traced_token_loss(logits, targets)
 
     def losses(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
         with in_loss():

@@ -71,21 +71,18 @@ def conv(name: str, channels: int, width: int, kernel: int, size_in: int, size_o
     return matmul(name, width, inputs, rows=rows, passed=passed, back=back, role="convolution", cut="none")
 
 
-def cross_entropy(num_scores: int) -> tuple[Op, ...]:
-    """Scores stay as they are and are kept; their gradient is another tensor."""
-    v = float(num_scores)
+def classifier(num_in: int, num_classes: int) -> tuple[Op, ...]:
+    """A linear with a bias, and the loss of its scores, which stay as they are and are kept: their gradient is another
+    tensor."""
+    v = num_classes
     return (
+        matmul("output", v, num_in, cut="none"),
+        bias("output.bias", v),
         memory("cross_entropy", "loss", v, back=2.0 * v, saved=v, kernels=(2, 1), kind="loss"),
         memory("scores", "loss", working=v, kernels=(0, 0), kind="loss"),
         # Losses times weights, summed; targets are int64.
         memory("weighing", "loss", 10.0, back=6.0, saved=4.0, kernels=(2, 1), wide=True),
     )
-
-
-def classifier(num_in: int, num_classes: int) -> tuple[Op, ...]:
-    """A linear with a bias, and the loss of its scores."""
-    output = matmul("output", num_classes, num_in, cut="none")
-    return output, bias("output.bias", num_classes), *cross_entropy(num_classes)
 
 
 def vgg_kinds(config: VGGConfig) -> tuple[str, ...]:

@@ -12,19 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.models.presets import DecoderConfig
+from meshwright.ops import routing
 from meshwright.ops.attention import Mask, VisibleTokens, attend_visible, is_fused
 from meshwright.ops.model_interface import Inside, every_token
-from meshwright.ops.routing import (
-    ExpertHolder,
-    Gated,
-    PreciseLinear,
-    attach_loss,
-    balancing_loss,
-    fresh,
-    precise,
-    through_experts,
-    within_capacity,
-)
 
 
 class Linear(nn.Linear):
@@ -42,11 +32,11 @@ class RMSNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        wide = x.to(precise(x))
+        wide = x.to(routing.precise(x))
         square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
         inverse = square.div_(x.shape[-1]).add_(epsilon).rsqrt_()
         ctx.save_for_backward(x, weight, inverse)
-        return fresh((wide * inverse).mul_(weight).to(x.dtype))
+        return routing.fresh((wide * inverse).mul_(weight).to(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -111,7 +101,7 @@ def rope_frequencies(config: DecoderConfig, device: torch.device, dtype: torch.d
 def rope_table(config: DecoderConfig, places: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
     """Cosine and sine for tokens at `places` ((sequence,), or (batch, sequence)), to be multiplied with heads."""
     # Angles in float32 at least: bf16 cannot tell position 1000 from 1001.
-    dtype = precise(like)
+    dtype = routing.precise(like)
     angle = places.to(dtype).unsqueeze(-1) * rope_frequencies(config, places.device, dtype)
     if places.dim() == 2:
         angle = angle.unsqueeze(1)  # the heads
@@ -170,7 +160,7 @@ class SwiGLU(nn.Module):
         self.down = Linear(ffn_size, hidden_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(Gated.apply(self.gate(x), self.up(x)))
+        return self.down(routing.Gated.apply(self.gate(x), self.up(x)))
 
 
 class GELU(nn.Module):
@@ -224,7 +214,7 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The experts of each token, what share each has, and every expert's score."""
-        scores = PreciseLinear.apply(x, self.weight)
+        scores = routing.PreciseLinear.apply(x, self.weight)
         if self.kind == "sigmoid":
             scores = scores.sigmoid()
         best, chosen = scores.topk(self.k, dim=-1)
@@ -235,7 +225,7 @@ class Router(nn.Module):
         return scores.softmax(-1) if self.kind == "softmax" else scores / scores.sum(-1, keepdim=True)
 
 
-class Experts(ExpertHolder):
+class Experts(routing.ExpertHolder):
     def __init__(self, config: DecoderConfig):
         super().__init__()
         self.num_experts = config.num_experts
@@ -246,7 +236,7 @@ class Experts(ExpertHolder):
 
     def forward(self, x: Tensor, chosen: Tensor, share: Tensor, kept: Tensor | None) -> Tensor:
         flat = [None if each is None else each.flatten(0, 1) for each in (x, chosen, share, kept)]
-        return through_experts(*flat, (self.gate, self.up, self.down), self.num_experts, self.send).view_as(x)
+        return routing.through_experts(*flat, (self.gate, self.up, self.down), self.num_experts, self.send).view_as(x)
 
 
 class MoE(nn.Module):
@@ -270,11 +260,11 @@ class MoE(nn.Module):
         all_chosen = self.all_choices(chosen) if self.capacity_factor or adds_loss else chosen
         kept = None
         if self.capacity_factor:
-            kept = self.own_tokens(within_capacity(all_chosen, scores.shape[-1], self.capacity_factor), 1)
+            kept = self.own_tokens(routing.within_capacity(all_chosen, scores.shape[-1], self.capacity_factor), 1)
         out = self.experts(x, chosen, share, kept)
         if self.shared is not None:
             out = out + self.shared(x)
         if adds_loss:
-            loss = self.balance * balancing_loss(all_chosen, self.router.chances(scores))
-            out = attach_loss(out, loss, self.scale)
+            loss = self.balance * routing.balancing_loss(all_chosen, self.router.chances(scores))
+            out = routing.attach_loss(out, loss, self.scale)
         return self.exit(out)

@@ -1,6 +1,6 @@
 """What the tracer counts of small modules is what a pencil counts.
 
-Tests of `foreign/module_profile.py`, `foreign/trace_fit.py`.
+Tests of `foreign/trace_fit.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.core.profile import Op, Poly, Profile
-from meshwright.foreign.module_profile import trace_module
+from meshwright.foreign.trace import trace_module
 
 WIDE, NARROW = 4, 2
 """Bytes of an element that stays float32, and of one that follows the compute dtype."""

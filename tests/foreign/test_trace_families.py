@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.core.profile import Profile
-from meshwright.foreign.module_profile import trace_module
+from meshwright.foreign.trace import trace_module
 from meshwright.hf.weights_module import parameters_on_meta
 from meshwright.models.presets import PRESETS, profile_of
 

@@ -25,7 +25,7 @@ from meshwright.core.profile import Profile
 from meshwright.core.revolve import forwards_again, places_kept
 from meshwright.core.technique import Technique
 from meshwright.core.work import Work
-from meshwright.foreign.module_profile import trace_module
+from meshwright.foreign.trace import trace_module
 from meshwright.machine.named_clusters import cluster
 from meshwright.models.presets import DecoderConfig
 from meshwright.ops.recompute import Chain, recomputed, selectively_recomputed
