@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ import xxhash
 from meshwright.core.errors import Problem, error_at, nearest, raise_problems
 from meshwright.data.cache import ArrayWriter, CachedArrays, CacheKey, Facts, Fill, cached
 from meshwright.data.data_section import DataSection
-from meshwright.data.dataset import SampleInfo, SampleRows, Source
+from meshwright.data.dataset import Inputs, SampleInfo, SampleRows, Source
 from meshwright.data.file_list import (
     SourceFile,
     collect_problems,
@@ -55,7 +54,7 @@ _Columns = tuple[dict[str, Column], dict[str, Column], Column]
 """Dense ones and ids by name, and the labels."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class LabelledSource(Source):
     """Rows of cached arrays, each with one target of weight 1."""
 
@@ -63,26 +62,24 @@ class LabelledSource(Source):
     files: tuple[SourceFile, ...]
     info: SampleInfo
 
-    @cached_property
-    def num_samples(self) -> int:
-        return len(self.entry.arrays["labels"])
-
-    @cached_property
-    def facts(self) -> list[Any]:
-        about, digest = self.info, self.entry.facts["digest"]
-        if about.kind == "images":
-            return ["images", [self.num_samples, *about.shape], about.num_classes, digest]
-        return ["table", self.num_samples, list(about.shape), digest]
+    def __post_init__(self) -> None:
+        self.num_samples = len(self.entry.arrays["labels"])
+        kind, shape, digest = self.info.kind, list(self.info.shape), self.entry.facts["digest"]
+        self.facts = [kind, self.num_samples, shape, digest]
+        if kind == "images":
+            self.facts = [kind, [self.num_samples, *shape], self.info.num_classes, digest]
 
     def pick(self, samples: Index) -> SampleRows:
         self.entry.check_rows(samples, samples + 1)
-        arrays, inputs = self.entry.arrays, ()
+        labels, inputs = self.entry.arrays["labels"][samples], self._inputs(samples)
+        return SampleRows(inputs, labels, np.ones(len(samples), dtype=np.float32))
+
+    def _inputs(self, samples: Index) -> Inputs:
+        arrays = self.entry.arrays
         if self.info.kind == "table":
-            inputs = arrays["dense"][samples], arrays["ids"][samples].astype(np.int64)
-        else:
-            inputs = arrays["images"][samples]
-            inputs = np.divide(inputs, np.float32(255), dtype=np.float32) if inputs.dtype == np.uint8 else inputs
-        return SampleRows(inputs, arrays["labels"][samples], np.ones(len(samples), dtype=np.float32))
+            return arrays["dense"][samples], arrays["ids"][samples].astype(np.int64)
+        chosen = arrays["images"][samples]
+        return np.divide(chosen, np.float32(255), dtype=np.float32) if chosen.dtype == np.uint8 else chosen
 
 
 def open_npz_images(file: SourceFile, cache: Path | None, section: DataSection) -> LabelledSource:
