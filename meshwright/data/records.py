@@ -26,7 +26,7 @@ from meshwright.core.errors import MeshwrightError, Problem, error_at
 from meshwright.core.units import MIB
 from meshwright.data.data_section import DataSection
 from meshwright.data.file_list import collect_problems, readable
-from meshwright.data.tokenizer import ByteTokenizer, Span, Tokenizer, open_tokenizer, special_token, tokenizer_settings
+from meshwright.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer, special_token, tokenizer_settings
 
 _MAX_PROBLEMS_PER_FILE = 3
 CHAT_FIELDS = ("messages", "conversations", "instruction", "input", "output", "tools")
