@@ -133,7 +133,7 @@ def is_image_folder(path: str) -> bool:
 
 
 def _decode(paths: list[str], writer: ArrayWriter) -> Facts:
-    library = optional_package("PIL.Image", paths[0], "images")
+    library = optional_package("PIL.Image", paths[0], "images", "pillow")
     problems: list[Problem] = []
     mode, (width, height) = _form(paths, library, problems)
     raise_problems(problems)
