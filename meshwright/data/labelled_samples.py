@@ -71,15 +71,14 @@ class LabelledSource(Source):
 
     def pick(self, samples: Index) -> SampleRows:
         self.entry.check_rows(samples, samples + 1)
-        labels, inputs = self.entry.arrays["labels"][samples], self._inputs(samples)
-        return SampleRows(inputs, labels, np.ones(len(samples), dtype=np.float32))
-
-    def _inputs(self, samples: Index) -> Inputs:
         arrays = self.entry.arrays
+        inputs: Inputs
         if self.info.kind == "table":
-            return arrays["dense"][samples], arrays["ids"][samples].astype(np.int64)
-        chosen = arrays["images"][samples]
-        return np.divide(chosen, np.float32(255), dtype=np.float32) if chosen.dtype == np.uint8 else chosen
+            inputs = arrays["dense"][samples], arrays["ids"][samples].astype(np.int64)
+        else:
+            chosen = arrays["images"][samples]
+            inputs = np.divide(chosen, np.float32(255), dtype=np.float32) if chosen.dtype == np.uint8 else chosen
+        return SampleRows(inputs, arrays["labels"][samples], np.ones(len(samples), dtype=np.float32))
 
 
 def open_npz_images(file: SourceFile, cache: Path | None, section: DataSection) -> LabelledSource:
@@ -268,6 +267,13 @@ def _read_npz_table(path: str) -> _Columns:
 def _read_columns(path: str, label: str) -> _Columns:
     table, types = _arrow_table(path), import_module("pyarrow").types
 
+    def is_number(text: str) -> bool:
+        try:
+            float(text)
+        except ValueError:
+            return False
+        return True
+
     def column_as_numbers(name: str, column: Any) -> Column:
         """An Arrow column as an array; a cell that is empty or not a number is reported with its row."""
         if column.null_count:
@@ -275,7 +281,7 @@ def _read_columns(path: str, label: str) -> _Columns:
             problems.append(_cell(path, row, name, "is empty", "Fill it or leave the row out."))
         elif not (types.is_integer(column.type) or types.is_floating(column.type) or types.is_boolean(column.type)):
             texts = [str(value) for value in column.to_pylist()]
-            row = next((row for row, text in enumerate(texts) if not _is_number(text)), 0)
+            row = next((row for row, text in enumerate(texts) if not is_number(text)), 0)
             what = f"is {texts[row][:40]!r}, not a number"
             problems.append(_cell(path, row, name, what, "Turn words into ids first, or drop the column."))
         else:
@@ -324,14 +330,6 @@ def _arrow_table(path: str) -> Any:
     if not groups:
         raise error_at(path, "has no rows.", "Remove it or fill it.")
     return import_module("pyarrow").concat_tables(groups)
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _table_problems(
