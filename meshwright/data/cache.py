@@ -260,20 +260,20 @@ def cached_facts(folder: Path | None, key: CacheKey, find: Callable[[], Facts]) 
     return facts
 
 
-def _damaged(path: object, what: str) -> MeshwrightError:
-    fix = "It is made again from the data itself when the same command is run again."
-    return error_at(path, what, fix, exit_code=1)
-
-
 def load(folder: Path, key: CacheKey, by_rows: tuple[str, ...] = ()) -> CachedArrays | None:
     """What is kept for this key, mapped from disk; None when absent, out of date or damaged."""
     path, stem = folder / f"{key.slot}.json", f"{key.slot}-{key.stamp}"
+
+    def damaged(path: object, what: str) -> MeshwrightError:
+        fix = "It is made again from the data itself when the same command is run again."
+        return error_at(path, what, fix, exit_code=1)
+
     try:
         index = decode(CacheIndex, json.loads(unseal(path.read_bytes())), "cache")
         if (index.version, index.slot, index.files) != (_CACHE_VERSION, key.slot, key.files):
             return None
         paths = {name: folder / f"{stem}.{name}.npy" for name in index.arrays}
-        files = open_hashed(index.hashes, folder / f"{stem}.xxh3", paths, _damaged) if paths else {}
+        files = open_hashed(index.hashes, folder / f"{stem}.xxh3", paths, damaged) if paths else {}
         arrays = {}
         for name, (dtype, shape) in index.arrays.items():
             if name not in by_rows:

@@ -113,8 +113,11 @@ class Source:
     facts: list[Any]
     """What, beside the names and sizes of the files, makes this content another."""
     num_samples: int
-    vocab_size = 0
-    """Largest token that may occur, plus one; 0 without tokens. Token files are read through the first time."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Largest token that may occur, plus one; 0 without tokens. Token files are read through the first time."""
+        return 0
 
     def pick(self, samples: Index) -> SampleRows:
         """The rows of these samples, which the caller owns."""
@@ -257,18 +260,15 @@ class JoinedSource(Source):
         self.facts = [part.facts for part in parts]
         self.firsts = np.cumsum([0, *(part.num_samples for part in parts)], dtype=np.int64)
         self.num_samples = int(self.firsts[-1])
-
-    @cached_property
-    def info(self) -> SampleInfo:
-        """Table columns are as large as their largest; bytes per token are known where all parts know them."""
-        infos = [part.info for part in self.parts]
+        infos = [part.info for part in parts]
         known, counts = [info.num_bytes_per_token for info in infos], np.diff(self.firsts)
-        return replace(
+        self.info = replace(
             infos[0],
             tokenizer=next((info.tokenizer for info in infos if info.tokenizer), None),
-            # By samples, as a run sees the parts about so often.
+            # Known where all parts know them. By samples, as a run sees the parts about so often.
             num_bytes_per_token=float(np.average(known, weights=counts)) if all(known) and any(counts) else 0.0,
-            shape=tuple(max(sizes) for sizes in zip(*(info.shape for info in infos), strict=True)),
+            # Table columns are as large as their largest.
+            shape=tuple(max(sizes) for sizes in zip(*(info.shape for info in infos), strict=False)),
             num_classes=max(info.num_classes for info in infos),
         )
 

@@ -186,12 +186,12 @@ _MAX_HEADER_BYTES = 10_000
 _FREE_BYTES, _MAX_RATIO = 256 * MIB, 32
 
 
-def optional_package(module: str, where: str, extra: str) -> Any:
-    """A module of a package that not everybody has; `extra` is how to install it."""
+def optional_package(module: str, where: str, extra: str, package: str = "") -> Any:
+    """A module of a package that not everybody has; `extra` is how to install it, `package` another name of it."""
     try:
         return import_module(module)
     except ImportError:
-        what = f"reading it needs the {module.partition('.')[0]} package."
+        what = f"reading it needs the {package or module.partition('.')[0]} package."
         raise error_at(where, what, f"Run: pip install meshwright[{extra}]") from None
 
 

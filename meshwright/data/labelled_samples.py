@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ import xxhash
 from meshwright.core.errors import Problem, error_at, nearest, raise_problems
 from meshwright.data.cache import ArrayWriter, CachedArrays, CacheKey, Facts, Fill, cached
 from meshwright.data.data_section import DataSection
-from meshwright.data.dataset import SampleInfo, SampleRows, Source
+from meshwright.data.dataset import Inputs, SampleInfo, SampleRows, Source
 from meshwright.data.file_list import (
     SourceFile,
     collect_problems,
@@ -55,7 +54,7 @@ _Columns = tuple[dict[str, Column], dict[str, Column], Column]
 """Dense ones and ids by name, and the labels."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class LabelledSource(Source):
     """Rows of cached arrays, each with one target of weight 1."""
 
@@ -63,25 +62,22 @@ class LabelledSource(Source):
     files: tuple[SourceFile, ...]
     info: SampleInfo
 
-    @cached_property
-    def num_samples(self) -> int:
-        return len(self.entry.arrays["labels"])
-
-    @cached_property
-    def facts(self) -> list[Any]:
-        about, digest = self.info, self.entry.facts["digest"]
-        if about.kind == "images":
-            return ["images", [self.num_samples, *about.shape], about.num_classes, digest]
-        return ["table", self.num_samples, list(about.shape), digest]
+    def __post_init__(self) -> None:
+        self.num_samples = len(self.entry.arrays["labels"])
+        kind, shape, digest = self.info.kind, list(self.info.shape), self.entry.facts["digest"]
+        self.facts = [kind, self.num_samples, shape, digest]
+        if kind == "images":
+            self.facts = [kind, [self.num_samples, *shape], self.info.num_classes, digest]
 
     def pick(self, samples: Index) -> SampleRows:
         self.entry.check_rows(samples, samples + 1)
-        arrays, inputs = self.entry.arrays, ()
+        arrays = self.entry.arrays
+        inputs: Inputs
         if self.info.kind == "table":
             inputs = arrays["dense"][samples], arrays["ids"][samples].astype(np.int64)
         else:
-            inputs = arrays["images"][samples]
-            inputs = np.divide(inputs, np.float32(255), dtype=np.float32) if inputs.dtype == np.uint8 else inputs
+            chosen = arrays["images"][samples]
+            inputs = np.divide(chosen, np.float32(255), dtype=np.float32) if chosen.dtype == np.uint8 else chosen
         return SampleRows(inputs, arrays["labels"][samples], np.ones(len(samples), dtype=np.float32))
 
 
@@ -136,7 +132,7 @@ def is_image_folder(path: str) -> bool:
 
 
 def _decode(paths: list[str], writer: ArrayWriter) -> Facts:
-    library = optional_package("PIL.Image", paths[0], "images")
+    library = optional_package("PIL.Image", paths[0], "images", "pillow")
     problems: list[Problem] = []
     mode, (width, height) = _form(paths, library, problems)
     raise_problems(problems)
@@ -271,6 +267,13 @@ def _read_npz_table(path: str) -> _Columns:
 def _read_columns(path: str, label: str) -> _Columns:
     table, types = _arrow_table(path), import_module("pyarrow").types
 
+    def is_number(text: str) -> bool:
+        try:
+            float(text)
+        except ValueError:
+            return False
+        return True
+
     def column_as_numbers(name: str, column: Any) -> Column:
         """An Arrow column as an array; a cell that is empty or not a number is reported with its row."""
         if column.null_count:
@@ -278,7 +281,7 @@ def _read_columns(path: str, label: str) -> _Columns:
             problems.append(_cell(path, row, name, "is empty", "Fill it or leave the row out."))
         elif not (types.is_integer(column.type) or types.is_floating(column.type) or types.is_boolean(column.type)):
             texts = [str(value) for value in column.to_pylist()]
-            row = next((row for row, text in enumerate(texts) if not _is_number(text)), 0)
+            row = next((row for row, text in enumerate(texts) if not is_number(text)), 0)
             what = f"is {texts[row][:40]!r}, not a number"
             problems.append(_cell(path, row, name, what, "Turn words into ids first, or drop the column."))
         else:
@@ -327,14 +330,6 @@ def _arrow_table(path: str) -> Any:
     if not groups:
         raise error_at(path, "has no rows.", "Remove it or fill it.")
     return import_module("pyarrow").concat_tables(groups)
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _table_problems(

@@ -167,7 +167,8 @@ def _open_texts(
 
     key = CacheKey(question=("text", words.name, *keys.facts), files=files)
     kept = cached(cache, key, tokenize, by_rows=("tokens", "weights"))
-    corpus = FlatTokens(**kept.arrays)
+    arrays = kept.arrays
+    corpus = FlatTokens(tokens=arrays["tokens"], weights=arrays.get("weights"), starts=arrays["starts"])
     num_bytes_per_token = kept.facts["num_text_bytes"] / max(1, len(corpus.tokens))
     return TokenSource(
         corpus=corpus,

@@ -321,8 +321,8 @@ def _merge(
     contents = {".bin": copy_tokens, ".idx": lambda file: write_index(file, dtype, lengths, begins)}
     if any(result.has_weights for result in results):
         contents[".weights"] = copy_weights
-    for end, content in contents.items():
-        write_whole(beside(stem, end), content, is_durable=True)
+    for end, write in contents.items():
+        write_whole(beside(stem, end), write, is_durable=True)
     if isinstance(words, FileTokenizer):
         write_whole(beside(stem, ".tokenizer.json"), words.content, is_durable=True)
     hashes, content = hash_files({end: beside(stem, end) for end in contents})

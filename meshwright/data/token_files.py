@@ -71,7 +71,7 @@ from meshwright.data.tokenizer import ByteTokenizer, FileTokenizer, TokenArray, 
 SCAN_TOKENS = 1 << 22
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class TokenSource(Source):
     corpus: FlatTokens
     digest: str
@@ -87,28 +87,18 @@ class TokenSource(Source):
     check: Callable[[Index, Index], None] | None = None
     """Called with the first token and the end of each range before it is used, of files that have hashes."""
 
-    @cached_property
-    def info(self) -> SampleInfo:
-        return SampleInfo(
+    def __post_init__(self) -> None:
+        self.num_tokens = len(self.corpus.tokens)
+        self.num_samples = max(0, self.num_tokens - 1) // self.sequence
+        name = self.tokenizer.name if self.tokenizer else "tokens"
+        self.facts = [name, self.num_tokens, self.digest, *(["documents"] if self.is_packed else [])]
+        self.info = SampleInfo(
             kind="tokens",
             sequence=self.sequence,
             tokenizer=self.tokenizer,
             num_bytes_per_token=self.num_bytes_per_token,
             max_chunk_samples=MAX_CHUNK_SAMPLES,
         )
-
-    @cached_property
-    def num_tokens(self) -> int:
-        return len(self.corpus.tokens)
-
-    @cached_property
-    def num_samples(self) -> int:
-        return max(0, self.num_tokens - 1) // self.sequence
-
-    @cached_property
-    def facts(self) -> list[Any]:
-        name = self.tokenizer.name if self.tokenizer else "tokens"
-        return [name, self.num_tokens, self.digest, *(["documents"] if self.is_packed else [])]
 
     @cached_property
     def id_range(self) -> tuple[int, int]:

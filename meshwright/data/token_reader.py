@@ -218,56 +218,39 @@ def _dataset(path: str) -> Any:
 
 
 def _encode(records: Records, tokenizer: Tokenizer) -> FlatTokens:
-    """All records; conversations are encoded apart from others.
+    """All records, each with its separator; conversations are encoded apart from others.
 
-    After a conversation comes a separator that does not count in the loss: how an answer ends is in the template.
+    The separator after a conversation does not count in the loss: how an answer ends is in the template.
     """
-    if not any(said is not None for said in records.said):
-        return _encode_texts(records, tokenizer)
     parts, place = [], 0
     for is_chat, group in groupby(records.said, key=lambda said: said is not None):
-        said = list(group)
+        said = [spans or [] for spans in group]
         part = slice(place, place + len(said))
-        place, texts = part.stop, records.texts[part]
-        if not is_chat:
-            parts.append(_encode_texts(Records(texts=texts, prompts=records.prompts[part], said=said), tokenizer))
-            continue
-        encoded = tokenizer.encode_spans(texts, [spans or [] for spans in said])
-        flat = [np.append(tokens, np.asarray([tokenizer.separator], tokens.dtype)) for tokens, _ in encoded]
-        corpus = FlatTokens(
-            tokens=np.concatenate(flat),
-            weights=np.concatenate([np.append(weights, np.uint8(0)) for _, weights in encoded]),
-            starts=np.cumsum([0, *map(len, flat)])[:-1].astype(np.int64),
-            num_text_bytes=sum(map(len, texts)),
-        )
-        parts.append(corpus)
-    return replace(join(parts, tokenizer), num_records=records.num_records)
-
-
-def _encode_texts(records: Records, tokenizer: Tokenizer) -> FlatTokens:
-    """Each record with its separator; a prompt is encoded apart, so that the border lies between tokens."""
-    has_prompts = any(records.prompts)
-    segments = records.texts
-    if has_prompts:
-        segments = [segment for pair in zip(records.prompts, records.texts, strict=True) for segment in pair]
-    flat, lengths = tokenizer.encode_all(segments)
-    num_documents = len(records.texts)
-    ends = np.cumsum(lengths.reshape(num_documents, -1).sum(axis=1) + 1) if num_documents else lengths
-    is_text = np.ones(len(flat) + num_documents, dtype=bool)
-    is_text[ends - 1] = False
-    tokens = np.full(len(is_text), tokenizer.separator, dtype=flat.dtype)
-    tokens[is_text] = flat
-    weights = None
-    if has_prompts:
-        weights = np.ones(len(tokens), dtype=np.uint8)
-        weights[is_text] = np.repeat(np.tile(np.array([0, 1], dtype=np.uint8), num_documents), lengths)
-    return FlatTokens(
-        tokens=tokens,
-        weights=weights,
-        starts=np.concatenate([[0], ends[:-1]]).astype(np.int64)[:num_documents],
-        num_text_bytes=sum(map(len, segments)),
-        num_records=records.num_records,
-    )
+        place, texts, prompts = part.stop, records.texts[part], records.prompts[part]
+        weights = None
+        if is_chat:
+            flat, lengths, weights = tokenizer.encode_spans(texts, said)
+        elif any(prompts):  # encoded apart, so that the border lies between tokens
+            flat, pairs = tokenizer.encode_all(
+                [segment for pair in zip(prompts, texts, strict=True) for segment in pair]
+            )
+            lengths, weights = pairs.reshape(-1, 2).sum(axis=1), np.repeat(np.tile([0, 1], len(texts)), pairs)
+        else:
+            flat, lengths = tokenizer.encode_all(texts)
+        ends = np.cumsum(lengths + 1)
+        is_text = np.ones(len(flat) + len(ends), dtype=bool)
+        is_text[ends - 1] = False
+        tokens = np.full(len(is_text), tokenizer.separator, dtype=flat.dtype)
+        tokens[is_text] = flat
+        if weights is not None:
+            counts = np.full(len(is_text), not is_chat, dtype=np.uint8)
+            counts[is_text] = weights
+            weights = counts
+        num_text_bytes = sum(map(len, texts)) + sum(map(len, prompts))
+        starts = np.append(0, ends[:-1]).astype(np.int64)
+        parts.append(FlatTokens(tokens=tokens, weights=weights, starts=starts, num_text_bytes=num_text_bytes))
+    joined = parts[0] if len(parts) == 1 else join(parts, tokenizer)
+    return replace(joined, num_records=records.num_records)
 
 
 def join(parts: list[FlatTokens], tokenizer: Tokenizer) -> FlatTokens:

@@ -20,9 +20,12 @@ import xxhash
 from meshwright.core.errors import error_at
 from meshwright.core.units import MIB
 from meshwright.data.file_list import readable
+from meshwright.data.sample_order import Index
 
 TokenArray = npt.NDArray[Any]
 """Tokens in the smallest unsigned type that holds the vocabulary."""
+Weights = npt.NDArray[np.uint8]
+Spans = Sequence[tuple[int, int]]
 
 # Tokenizers slow down on one huge text; a cut at a line end changes next to nothing.
 _PIECE_BYTES = MIB
@@ -48,20 +51,15 @@ class ByteTokenizer:
         """The tokens of a text, without a copy where it is given as bytes."""
         return np.frombuffer(text.encode("utf-8") if isinstance(text, str) else text, dtype=np.uint8)
 
-    def encode_all(self, texts: Sequence[bytes]) -> tuple[TokenArray, npt.NDArray[np.int64]]:
+    def encode_all(self, texts: Sequence[bytes]) -> tuple[TokenArray, Index]:
         """The tokens of all texts one after the other, and how many each has."""
         return self.encode(b"".join(texts)), _lengths(texts)
 
-    def encode_spans(
-        self, texts: Sequence[bytes], spans: Sequence[Sequence[tuple[int, int]]]
-    ) -> list[tuple[TokenArray, npt.NDArray[np.uint8]]]:
-        """The tokens of each text, and 1 for those that begin in one of its spans of characters."""
-        encoded = []
-        for text, inside in zip(texts, spans, strict=True):
-            tokens = self.encode(text)
-            characters = np.cumsum((tokens & 0xC0) != 0x80) - 1  # all but the bytes that go on with a character
-            encoded.append((tokens, _is_inside(characters, inside)))
-        return encoded
+    def encode_spans(self, texts: Sequence[bytes], spans: Sequence[Spans]) -> tuple[TokenArray, Index, Weights]:
+        """The same, and 1 for each token that begins in one of its text's spans of characters."""
+        flat, lengths = self.encode_all(texts)
+        pieces = np.split((flat & 0xC0) != 0x80, np.cumsum(lengths)[:-1])  # not the bytes that go on with a character
+        return flat, lengths, _are_inside([np.cumsum(begins) - 1 for begins in pieces], spans)
 
     def decode(self, tokens: npt.ArrayLike) -> str:
         """The text of tokens; what is not UTF-8 becomes U+FFFD: sampled text is often cut mid-character."""
@@ -105,21 +103,19 @@ class FileTokenizer:
         cuts += [len(content)] if cuts[-1] < len(content) else []
         return self.encode_all([content[a:b] for a, b in pairwise(cuts)])[0]
 
-    def encode_all(self, texts: Sequence[bytes]) -> tuple[TokenArray, npt.NDArray[np.int64]]:
+    def encode_all(self, texts: Sequence[bytes]) -> tuple[TokenArray, Index]:
         words = [text.decode("utf-8", errors="replace") for text in texts]
-        encoded = [each.ids for each in self._engine.encode_batch_fast(words, add_special_tokens=False)]
-        lengths = _lengths(encoded)
-        flat = np.fromiter(chain.from_iterable(encoded), dtype=self.dtype, count=int(lengths.sum()))
-        return flat, lengths
+        return self._flat(self._engine.encode_batch_fast(words, add_special_tokens=False))
 
-    def encode_spans(
-        self, texts: Sequence[bytes], spans: Sequence[Sequence[tuple[int, int]]]
-    ) -> list[tuple[TokenArray, npt.NDArray[np.uint8]]]:
+    def encode_spans(self, texts: Sequence[bytes], spans: Sequence[Spans]) -> tuple[TokenArray, Index, Weights]:
         encoded = self._engine.encode_batch([text.decode("utf-8") for text in texts], add_special_tokens=False)
-        return [
-            (np.asarray(each.ids, self.dtype), _is_inside(np.asarray([a for a, _ in each.offsets], np.int64), inside))
-            for each, inside in zip(encoded, spans, strict=True)
-        ]
+        places = [np.asarray([first for first, _ in each.offsets], np.int64) for each in encoded]
+        return *self._flat(encoded), _are_inside(places, spans)
+
+    def _flat(self, encoded: Sequence[Any]) -> tuple[TokenArray, Index]:
+        ids = [each.ids for each in encoded]
+        lengths = _lengths(ids)
+        return np.fromiter(chain.from_iterable(ids), dtype=self.dtype, count=int(lengths.sum())), lengths
 
     def decode(self, tokens: npt.ArrayLike) -> str:
         wide = np.asarray(tokens, dtype=np.int64).reshape(-1)
@@ -130,13 +126,16 @@ class FileTokenizer:
 Tokenizer = ByteTokenizer | FileTokenizer
 
 
-def _is_inside(places: npt.NDArray[np.int64], spans: Sequence[tuple[int, int]]) -> npt.NDArray[np.uint8]:
-    """1 for each place that lies in a span; spans are in order."""
-    first, stop = np.asarray(spans, dtype=np.int64).reshape(-1, 2).T
-    return (np.searchsorted(first, places, side="right") > np.searchsorted(stop, places, side="right")).astype(np.uint8)
+def _are_inside(places: Sequence[Index], spans: Sequence[Spans]) -> Weights:
+    """1 for each place of a text that lies in one of its spans, which are in order; all texts one after the other."""
+    inside = []
+    for own, each in zip(places, spans, strict=True):
+        first, stop = np.asarray(each, dtype=np.int64).reshape(-1, 2).T
+        inside.append(np.searchsorted(first, own, side="right") > np.searchsorted(stop, own, side="right"))
+    return np.concatenate(inside).astype(np.uint8)
 
 
-def _lengths(parts: Sequence[Any]) -> npt.NDArray[np.int64]:
+def _lengths(parts: Sequence[Any]) -> Index:
     return np.fromiter(map(len, parts), dtype=np.int64, count=len(parts))
 
 

@@ -97,7 +97,9 @@ def _import(
         raise error_at(root, what, "Name a new run folder.")
     # By their own names: all tensors of floating point.
     shapes = {name: tuple(each.shape) for name, each in weights.tensors.items() if each.dtype in FLOATS}
-    parts = {name: (TensorPart.whole(name, shape),) for name, shape in shapes.items()}
+    parts: dict[str, tuple[TensorPart, ...]] = {
+        name: (TensorPart.whole(name, shape),) for name, shape in shapes.items()
+    }
     if config is not None:
         about |= {"model_kind": "decoder", "model_config": encode(config)}
         ours = parameter_shapes(config)

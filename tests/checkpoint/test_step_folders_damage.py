@@ -178,8 +178,9 @@ def test_a_shard_that_is_not_what_the_manifest_says_is_refused(tmp_path: Path) -
 
 
 def test_describe(tmp_path: Path) -> None:
-    save(tmp_path, 1, toy(1))
-    save(tmp_path, 2, toy(2), num_ranks=3)
+    plan = {"techniques": [{"name": "unheard_of", "size": 2}], "batch": 8}
+    save(tmp_path, 1, toy(1), state={"plan": "one device"})
+    save(tmp_path, 2, toy(2), num_ranks=3, state={"plan": plan})
     first, second = describe(tmp_path)
     assert (first.step, first.num_files, first.num_tensors) == (1, 2, 3)
     assert first.bytes == sum(f.stat().st_size for f in step_folder(tmp_path, 1).glob("*.safetensors"))
