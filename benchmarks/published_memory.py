@@ -168,8 +168,8 @@ def _sharing(work: Work) -> tuple[str, ...]:
 
 
 OUR_KEEPING = Keeping(logits_kept_bytes=4.0, logits_bytes=6.0, split_logits_bytes=2.0)
-"""All as ours but the loss, which is that of plain PyTorch: logits in 16 bits, their copy in float32, and what is kept of
-it. Over a split vocabulary the copy is what is kept."""
+"""All as ours but the loss, which is that of plain PyTorch: logits in 16 bits, their copy in float32, and what is kept
+of it. Over a split vocabulary the copy is what is kept."""
 MEGATRON_CORE = Keeping(parameter_bytes=2.0, logits_kept_bytes=4.0, logits_bytes=2.0, stream_bytes=2.0, regathers=True)
 """18 bytes a parameter, 6 + 12 / n with a distributed optimizer; a loss over the split vocabulary that works in place;
 masks of two dropouts. Its own formula of activations (Korthikanti et al. 2022) is ours with these."""

@@ -148,18 +148,11 @@ def test_logits_and_communicators_are_counted_by_themselves() -> None:
 
 
 def test_known_peaks_of_one_gpu() -> None:
-    """Measured on an H200 (torch 2.11): benchmarks/results/gpu_models_h200.json."""
-    llama = replace(preset("llama3.2-1b"), num_layers=8, tied=False, rope_scaling="none", max_sequence=4096)
-    moe = replace(preset("mixtral-8x7b"), num_layers=4, hidden_size=2048, expert_ffn_size=4096, balance=0.01)
-    measured_gib = {
-        ("decoder", ""): 42.231,
-        ("decoder", "shard"): 41.815,
-        ("moe", ""): 23.595,
-        ("moe", "shard"): 22.139,
-    }
-    for (name, added), gib in measured_gib.items():
-        profile = decoder_profile(llama if name == "decoder" else moe, name)
-        techniques = (_t("precision"), *((_t("shard", size=1),) if added else ()))
-        plan = Plan(techniques=techniques, batch=4, microbatch=4)
-        told = forecast(profile, plan, cluster("1xh200"), sequence=4096)
-        assert told.peak_allocated_bytes / 2**30 == pytest.approx(gib, rel=0.02), (name, added)
+    """Measured on an H200 (torch 2.11): benchmarks/results/gpu_rows_h200.json."""
+    llama = replace(preset("llama3.2-1b"), tied=False, rope_scaling="none", max_sequence=4096)
+    gpt = replace(preset("gpt2-124m"), vocab_size=50304, qkv_bias=False, bias=False)
+    techniques = (_t("precision"), _t("compile"))
+    for config, batch, sequence, gib in ((llama, 4, 4096, 43.789), (gpt, 32, 1024, 14.156)):
+        plan = Plan(techniques=techniques, batch=batch, microbatch=batch)
+        told = forecast(decoder_profile(config, "measured"), plan, cluster("1xh200"), sequence=sequence)
+        assert told.peak_allocated_bytes / 2**30 == pytest.approx(gib, rel=0.02)
