@@ -42,9 +42,9 @@ def _speed(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = [
         "## Beside others",
         "",
-        "Our step is `mw.build`'s, called as a user would; theirs is their own loop (`benchmarks/gpu_peers.py`).",
-        "Both run in one call, in turns, three times; a ratio is the median of the pairs, with the least and the",
-        "greatest. Memory is the peak that torch has allocated; errors are of the forecast made before.",
+        "Our step is `mw.build`'s, fed as `mw train` does; theirs is their own loop (`benchmarks/gpu_peers.py`).",
+        "Both run in one call, in turns, at most three times; a ratio is the median of the pairs, with the least and",
+        "the greatest. Memory is the peak that torch has allocated; errors are of the forecast made before.",
         "",
     ]
     if not rows:

@@ -47,7 +47,7 @@ def with_count(question: Question, devices: int) -> Question:
 
 
 def reshaped(cluster: Cluster, devices_per_node: int, num_nodes: int) -> Cluster:
-    """So many nodes of so many devices, named after it."""
+    """The cluster with another number of nodes and devices per node, renamed accordingly."""
     if (devices_per_node, num_nodes) == (cluster.devices_per_node, cluster.num_nodes):
         return cluster
     parsed = parse_cluster_name(cluster.name.lower())
@@ -233,7 +233,7 @@ class BatchGoals:
 
     @property
     def cheapest(self) -> BatchRun | None:
-        """Of those that end within ten times of the soonest: one device and batch 1 would always be cheapest."""
+        """The cheapest of those within ten times the shortest time: one device with batch 1 would always win."""
         soonest = self.soonest
         near = [run for run in self.runs if soonest is not None and run.seconds <= 10 * soonest.seconds]
         return min(near, key=lambda run: (run.device_hours, run.seconds), default=None)

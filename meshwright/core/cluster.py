@@ -191,7 +191,7 @@ class Tier:
         return self.bytes // self.num_sharing
 
     def copy_seconds(self, num_bytes: Any, *, is_inward: bool) -> Any:
-        """Of a number of bytes, or an array of them; as good as for ever where the rate is not known."""
+        """Seconds to copy a number of bytes, or an array of them; practically infinite where the rate is unknown."""
         rate = self.in_bytes_per_second if is_inward else self.out_bytes_per_second
         return self.latency_seconds + num_bytes / (rate or 1.0)
 
@@ -332,7 +332,7 @@ class Cluster(DeviceGroup, NamedArtefact):
         sharing, copied = self.devices_per_node, self.device.copy_bytes_per_second
 
         def rate(*limits: float) -> float:
-            """Of a path, the slowest part that is known, if its first one is."""
+            """Rate of a path: its slowest known part, provided that the first one is known."""
             return min(limit for limit in limits if limit) if limits[0] else 0.0
 
         memory = self.host.memory_bytes_per_second / (2 * sharing)  # which both ways share
@@ -348,7 +348,7 @@ class Cluster(DeviceGroup, NamedArtefact):
 
     @property
     def group_names(self) -> tuple[str, ...]:
-        """Of `8xh100+8xa100`, `8xh100` and `8xa100`; else by number."""
+        """Names of the groups: `8xh100` and `8xa100` for `8xh100+8xa100`, numbers otherwise."""
         parts = self.name.split("+")
         if len(parts) == len(self.groups):
             return tuple(part.strip() for part in parts)

@@ -75,7 +75,7 @@ def unseal(data: bytes) -> str:
 
 
 def fingerprint(data: Any) -> str:
-    """Of plain JSON types, whatever the order of keys."""
+    """Fingerprint of plain JSON types, independent of the order of keys."""
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -111,11 +111,11 @@ class Plan(Artefact):
 
     @property
     def num_microbatches(self) -> int:
-        """Of a replica; of the one with most, where they differ."""
+        """Microbatches of a replica per step; the largest count where replicas differ."""
         return max(self.shares, default=0) or self.batch // (self.num_replicas * self.microbatch)
 
     def microbatches_of(self, part: int) -> int:
-        """Of the part-th of the ranks that see different samples."""
+        """Microbatches per step of the part-th of the ranks that see different samples."""
         if not self.shares:
             return self.num_microbatches
         return self.shares[part * len(self.shares) // self.num_replicas]

@@ -212,7 +212,7 @@ class Profile(Artefact):
         return names[number] if len(names) > 1 else f"{self.block_path}.{number}".lstrip(".")
 
     def blocks_within(self, first: int, count: int) -> tuple[int, ...]:
-        """Of `count` blocks from `first` on, how many are of each block layer."""
+        """How many of the `count` blocks from `first` on belong to each block layer."""
         ends = list(accumulate(layer.repeat for layer in self.block_layers))
         spans = zip([0, *ends], ends, strict=False)
         return tuple(max(0, min(end, first + count) - max(start, first)) for start, end in spans)

@@ -47,7 +47,7 @@ def forwards_again(slots: int, most: int) -> Table:
 
 
 def places_kept(slots: int, count: int, *, is_first: bool = True) -> tuple[int, ...]:
-    """Of `count` blocks whose first input has a slot, those whose inputs get one on the way to the last block."""
+    """Which of `count` blocks store their input on the way to the last block; the first input is stored already."""
     kept, start = [0], 0
     while slots > 1 and count > 1:
         split = tables(slots, count)[3 if is_first else 2]

@@ -273,7 +273,7 @@ class Technique:
         return found
 
     def _parts(self, field: str, spans: Spans) -> Spans:
-        """Of the blocks in `spans`, the runs that follow a policy."""
+        """Runs of the blocks in `spans` that follow a policy."""
         value = getattr(self, field)
         if isinstance(value, str):
             return parse_blocks(value) or ()

@@ -221,7 +221,7 @@ def _token_file(
     """The source of mapped tokens; `more` are files that belong to it."""
 
     def digest() -> Facts:
-        """Of the first and the last MiB and of blocks spread between them."""
+        """Hash of the first and last MiB and of blocks spread between them."""
         state, last = xxhash.xxh3_64(), max(0, file.size_bytes - MIB)
         between = {last * block // _NUM_BLOCKS for block in range(1, _NUM_BLOCKS)}
         with open(file.path, "rb", buffering=0) as opened:

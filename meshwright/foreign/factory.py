@@ -1,4 +1,4 @@
-"""Somebody else's module from a function they name, checked before use; and a first look at any module."""
+"""A user's module, made by the function that a run file names and checked before use; a first look at any module."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _MOST_CALLS = 300
 
 
 def _median(sample: Callable[[], float], budget_seconds: float, most: int) -> float:
-    """Of as many samples as the time is enough for, three at least."""
+    """Median of as many samples as fit into the time, at least three."""
     end, samples = time.perf_counter() + budget_seconds, [sample() for _ in range(3)]
     while time.perf_counter() < end and len(samples) < most:
         samples.append(sample())
@@ -56,7 +56,7 @@ class Bench:
             torch.cuda.synchronize(self.device)
 
     def together(self, section: str) -> None:
-        """Nobody starts a section before everybody has ended the last one. On a CPU tensor: always gloo."""
+        """Wait until all ranks have ended the previous section. Uses a CPU tensor, so always gloo."""
         if self.num_devices > 1:
             dist.all_reduce(torch.zeros(1))
         if self.rank == 0:

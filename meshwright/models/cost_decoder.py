@@ -20,7 +20,7 @@ Mlp = tuple[tuple[Param, ...], tuple[Op, ...]]
 def linear_params(
     name: str, n: int, k: int, *, bias: bool = False, split: Literal["", "columns", "rows"] = "", units: int = 0
 ) -> tuple[Param, ...]:
-    """Of a linear from k to n. Split by columns, each rank makes some of the outputs; by rows, it reads some inputs."""
+    """Parameters of a linear layer from k to n; `split`: which of outputs (columns) or inputs (rows) ranks share."""
     dot = f"{name}." if name else ""
     cut = {"": None, "columns": 0, "rows": 1}[split]
     weight = Param(name=f"{dot}weight", shape=(n, k), cut=cut, units=units)

@@ -58,7 +58,7 @@ def per_sample(value: Any, tokens: int = 1) -> Any:
 
 
 def sample_profile(name: str, layers: Iterable[Layer], hidden_size: int, uncut: dict[str, str]) -> Profile:
-    """Of a model whose samples have no sequence."""
+    """Profile of a model whose samples have no sequence."""
     about: dict[str, Any] = {"max_sequence": 1, "counts": "samples", "stream": "parameters"}
     layers = tuple(map(per_sample, layers))
     return Profile(name=name, layers=layers, hidden_size=hidden_size, uncut=uncut, **about)

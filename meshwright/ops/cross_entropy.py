@@ -130,7 +130,7 @@ def _losses(
 
 
 def _whole(log_sum: Tensor, score: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Of the whole vocabulary, from those of this rank's words: two small all_reduces."""
+    """Log-sums and target scores over the whole vocabulary from this rank's part of it, by two small all_reduces."""
     largest = log_sum.clone()
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     sums = torch.stack(((log_sum - largest).exp_(), score))

@@ -147,7 +147,7 @@ class Model(nn.Module):
         self.compute_dtype = dtype
 
     def boundary_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Of what stages send each other, given the parameters' dtype."""
+        """Dtype of what stages send each other, given the parameters' dtype."""
         return self.compute_dtype or dtype
 
     def set_place(self, device: torch.device, dtype: torch.dtype) -> None:

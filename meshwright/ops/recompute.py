@@ -131,7 +131,7 @@ class ForwardOp:
 
 @dataclass
 class ForwardMemory:
-    """Of a block, from forwards that were looked at: to look at every operator takes the host longer than it does."""
+    """What a block keeps, from observed forwards: observing an operator takes the host longer than running it."""
 
     idle: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """By the operators of a forward, places of what was kept and nothing depended on."""
@@ -352,7 +352,7 @@ def _again(
 
 
 def handed_on(output: Any) -> Tensor:
-    """Of what a block returns, the tensor that the next one is given."""
+    """The tensor in a block's output that the next block is given."""
     return output[0] if isinstance(output, tuple) else output
 
 

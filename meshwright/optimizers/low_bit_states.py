@@ -32,7 +32,7 @@ class StateFormat:
         return BLOCK[self.bits]
 
     def coded_bytes(self, elements: Num) -> Num:
-        """Of two moments: codes of whole blocks, and their scales."""
+        """Bytes of two moments: codes of whole blocks, and their scales."""
         return 2 * -(-elements // self.block) * (self.block * self.bits // 8 + SCALE_BYTES)
 
     def wrap(self, make: RuleMaker) -> RuleMaker:

@@ -33,7 +33,7 @@ def places_of(box: Box, device: torch.device) -> Tensor:
 
 
 def noise(places: Tensor, name: str, step: int) -> Tensor:
-    """Of each place a number from 0 to 2^16 - 1 (int32), each as likely as any other."""
+    """A uniform random int32 from 0 to 2^16 - 1 for each element."""
     seed = int.from_bytes(hashlib.blake2b(f"{name}/{step}".encode(), digest_size=4).digest(), "little", signed=True)
     mixed = places * -1640531535 + seed
     for shift, factor in ((16, 2146121005), (15, -2073254261)):

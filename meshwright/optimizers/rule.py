@@ -116,7 +116,7 @@ class UpdateRule:
         """The next backward is that of a loss, zero but where the last layers are."""
 
     def squared_norm(self) -> Tensor | float:
-        """Of the gradients that backward has used up, those of pieces this rank answers for."""
+        """Squared norm of gradients that backward has consumed already, of the pieces that this rank owns."""
         return 0.0
 
     def step(self, lr: float, count: int) -> None:

@@ -263,7 +263,7 @@ class BestFirst:
         )
 
     def _unfit(self, best: ScoredPlan) -> ScoredPlan | None:
-        """Of those that would be faster and can be made to fit in nothing that is there, the fastest."""
+        """The fastest of the faster candidates that no policy makes fit."""
         least, limit = self.candidates.least_seconds, best.forecast.step_seconds
         candidates = np.flatnonzero(self.candidates.runs & ~self.candidates.fits(self.memory_bytes) & (least < limit))
         for candidate in candidates[np.argsort(least[candidates], kind="stable")][:_TRIED]:

@@ -47,7 +47,7 @@ from meshwright.simulator.stage_seconds import (
 
 
 def least_memory(work: Work, cluster: Cluster) -> StageMemory:
-    """Of a stage, at least: which of its chunks are held most depends on what blocks follow."""
+    """Least memory of a stage: which of its chunks hold most depends on the policies of its blocks."""
     memory, timetable = stage_memory(work, cluster.device), timetable_of(work)
     if timetable.chunks == 1:
         return memory
@@ -158,7 +158,7 @@ class BoundRows:
         return np.broadcast_to(np.asarray(value, dtype=float), (np.prod(self.shape),)).reshape(self.shape)
 
     def fullest(self, value: np.ndarray) -> np.ndarray:
-        """Of the stage that has most of it, at least, by candidate: with another split that may be another stage, and
+        """Least value of the stage that has most of it, by candidate: with another split that may be another stage, and
         certain is what the one with least has."""
         if self.grid.may_choose:
             return np.where(self.counts > 0, value, np.inf).min(axis=1)
@@ -194,7 +194,7 @@ class BoundRows:
     def least_seconds(
         self, cost: StageCost, memory: StageMemory, timetable: Timetable, memory_bytes: float
     ) -> np.ndarray:
-        """Of every candidate: each of its runs of stages following no policy, which is fastest, and what is forced upon
+        """Least seconds by candidate: its runs of stages with no policy, which is fastest, plus what is forced upon
         them beside."""
         grid, table = self.grid, self.table
         forward, backward, weight = (table(cost.seconds(part))[:, :, 0] for part in ("forward", "backward", "weight"))

@@ -208,7 +208,7 @@ class PricedRows:
         )
 
     def peak_bytes(self, memory: StageMemory) -> np.ndarray:
-        """Of the device; infinite where another tier is too small, which no memory of the device makes up for."""
+        """Peak bytes of the device; infinite where another tier is too small."""
         return self.column(np.where(memory.overflows(self.cluster), np.inf, memory.peak_bytes()))
 
     def column(self, value: Num) -> np.ndarray:

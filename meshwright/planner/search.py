@@ -114,7 +114,7 @@ class UniformGroup:
         return self.cluster.groups[0].is_like(other.cluster.groups[0])
 
     def sized(self, count: int) -> Cluster:
-        """So many of its devices, in nodes as full as they can be."""
+        """The group with this many of its devices, in nodes as full as possible."""
         per_node = self.cluster.devices_per_node
         full = count if count <= per_node else per_node if count % per_node == 0 else math.gcd(count, per_node)
         return self.cluster.resized(full, count // full)
@@ -344,7 +344,7 @@ class GroupSearch:
             self.board.record(ScoredPlan(replace(plan, groups=group.numbers), forecast))
 
     def _settings(self, kind: type[Technique], count: int) -> dict[str, Any] | None:
-        """Of the technique whose ranks lie across groups; None where the user does not want it to have so many."""
+        """Settings of the technique whose ranks lie across groups; None where the user's wishes exclude that size."""
         wishes, pinned = self.wishes, self.wishes.pinned.get(kind.name, {})
         is_banned = kind.name in wishes.banned or count in wishes.banned_values.get((kind.name, "size"), ())
         is_near_enough = is_within(kind.exactness_with(pinned), wishes.allow)

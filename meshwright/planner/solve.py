@@ -71,7 +71,7 @@ def is_small(table: Table) -> bool:
 
 
 def step_seconds(table: Table, timetable: Timetable, splits: list[tuple[int, ...]]) -> np.ndarray:
-    """Of every split; infinite where a stage of it cannot be."""
+    """Step seconds of every split; infinite where one of its stages is impossible."""
     stages, _, widest = table.forward.shape
     sizes = np.array(splits)
     at = (np.arange(stages)[None, :], np.cumsum(sizes, axis=1) - sizes, np.minimum(sizes, widest) - 1)

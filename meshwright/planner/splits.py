@@ -92,7 +92,7 @@ def run_sums(weights: Sequence[float]) -> np.ndarray:
 
 
 def layer_flops(layer: Layer, sequence: int) -> float:
-    """Of one sample, forward and backward."""
+    """Flops of one sample, forward and backward."""
     return float(sum(op.flops(1, sequence) + op.backward_flops(1, sequence) for op in layer.ops))
 
 

@@ -223,7 +223,7 @@ def _refused(plan: Plan, inputs: SearchInputs) -> list[Problem]:
 
 
 def _problems(kind: type[Technique], settings: Mapping[str, Any], inputs: SearchInputs) -> Problems:
-    """Of the pinned size; of the first possible one where none is pinned and none will do."""
+    """Problems of the pinned size; of the first possible size where none is pinned and all have problems."""
     devices = inputs.cluster.num_devices
     possible = [size for size in _left_open(kind, {}, inputs).get("size", ()) if devices % size == 0]
     if not kind.axis or "size" in settings:

@@ -148,7 +148,7 @@ class Spent:
 
 
 def spent(timeline: Timeline) -> Spent:
-    """Of one step."""
+    """Seconds of one step."""
     window = period(timeline) or (0.0, math.inf)
     total, devices = step_seconds(timeline), timeline.devices
     compute = collective = copy = 0.0

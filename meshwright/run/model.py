@@ -167,7 +167,7 @@ def section_named(text: str, **more: Any) -> ModelSection:
 
 
 def _module(section: ModelSection, sequence: int, seed: int) -> tuple[Any, Any, Any]:
-    """Somebody else's module, its loss (None: the usual one) and sample inputs. Whatever it draws from is seeded, and
+    """The user's module, its loss (None: the default one) and sample inputs. Whatever it draws from is seeded, and
     stdout, which is for results, is closed to what its code prints."""
     import torch
 

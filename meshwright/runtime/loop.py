@@ -41,7 +41,7 @@ class Samples:
 
     @property
     def divisor(self) -> float:
-        """Of the sum of losses. A batch without targets has nothing to learn: its loss and its gradient are zero."""
+        """Divides the sum of losses. A batch without targets has nothing to learn: its loss and gradient are zero."""
         return self.num_tokens or 1.0
 
     def split(self, size: int) -> list[tuple[Inputs, Tensor, Tensor]]:
@@ -469,7 +469,7 @@ class Loop(Interpreter):
         return replace(batch.result, ended_seconds=batch.ended_seconds or time.perf_counter())
 
     def _used_by_none(self, unused: list[str]) -> set[str]:
-        """Of the parameters that took no part in a step here, those that took no part anywhere."""
+        """Parameters that took no part in a step on any rank, of those unused here."""
         control = self.build.mesh.control
         if control is None:
             return set(unused)

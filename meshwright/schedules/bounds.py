@@ -14,7 +14,7 @@ from meshwright.schedules.actions import Places
 
 
 class PipelineTimes(NamedTuple):
-    """Of one pipeline, or of many as arrays. Seconds are of a microbatch."""
+    """Times of one pipeline, or of many as arrays, in seconds per microbatch."""
 
     microbatches: Any
     stages: Any
@@ -54,7 +54,7 @@ def one_f_one_b_bound(times: PipelineTimes, places: Places) -> Any:
 
 
 def whole_bound(microbatches: Any, stages: Any, through: Any, pace: Any, larger: Any) -> Any:
-    """Of 1F1B, without messages, for every split whose slowest stage takes `pace` or longer."""
+    """Lower bound of 1F1B without messages, for every split whose slowest stage takes `pace` or longer."""
     m = microbatches
     wide = 2 * through + (m - stages - 1) * pace
     crossing = through / np.maximum(stages - m + 1 + (m - 1) * larger, 1e-30)
@@ -75,5 +75,5 @@ def first_wait_bound(times: PipelineTimes, places: Places) -> Any:
 
 
 def one_held(stage: Any, num_stages: Any, num_microbatches: Any) -> Any:
-    """Of every chunk, the microbatch that runs: holds for every schedule."""
+    """One microbatch held per chunk, the one that runs: valid for every schedule."""
     return 1

@@ -228,5 +228,5 @@ def held_by_dualpipe_v(stage: Any, num_stages: Any, num_microbatches: Any, chunk
 
 
 def least_held_interleaved(stage: Any, num_stages: Any, num_microbatches: Any) -> Any:
-    """Of the last chunk, when the first backward begins."""
+    """Microbatches of the last chunk that are held when the first backward begins."""
     return np.minimum(np.minimum(2 * (num_stages - stage - 1) + 1, num_stages), num_microbatches)

@@ -165,7 +165,7 @@ def runs_of(profile: Profile, stages: Sequence[Spans], techniques: Sequence[Tech
 
 
 class Seconds(NamedTuple):
-    """Of one microbatch in one span of layers."""
+    """Seconds of one microbatch in one span of layers."""
 
     forward: Any
     backward: Any
@@ -187,7 +187,7 @@ class Stage:
 
     @cached_property
     def all_seconds(self) -> Seconds:
-        """Of one microbatch in all of the stage's layers."""
+        """Seconds of one microbatch in all of the stage's layers."""
         return Seconds(*map(float, _seconds(self.cost)))
 
     @cached_property

@@ -75,7 +75,7 @@ def simulate(profile: Profile, plan: Plan, cluster: Cluster, *, sequence: int, o
 
 @lru_cache(maxsize=16)
 def _stream_events(num_stages: int, num_microbatches: int) -> tuple[ScheduleEvent, ...]:
-    """Of several steps that follow each other without a flush. Microbatches are numbered through all of them; an update
+    """Events of several steps without a flush between. Microbatches are numbered through all of them; an update
     comes after its step's last backward."""
     orders = []
     for stage in range(num_stages):
@@ -123,7 +123,7 @@ class _Drawing:
         """When each event is over, and each stage's last."""
 
     def works(self) -> Iterator[Span]:
-        """Of every event, shared out between techniques as the stage's time is."""
+        """Work of every event, divided between techniques in proportion to the stage's time."""
         known: dict[tuple[int, str], list[tuple[str, str, float, float]]] = {}
         for event, end in zip(self.events, self.ends, strict=True):
             took = self.seconds[event.kind][event.span]
@@ -247,7 +247,7 @@ def _span(
 
 
 def _pieces(cost: StageCost, kind: str) -> list[tuple[str, str, float, float]]:
-    """Of one microbatch's work: compute, what runs beside it (with what shows of it), and what stops it.
+    """One microbatch's work: compute, what overlaps with it (and what of that is exposed), and what blocks it.
 
     (lane, origin, start, share) of each, in shares of the whole.
     """

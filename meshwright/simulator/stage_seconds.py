@@ -89,7 +89,7 @@ def _attention_fraction(task: Compute, device: Device) -> Num:
 
 
 def _slowdown(task: Compute, device: Device) -> Num:
-    """Of a matmul's products, against a large one."""
+    """Slowdown of a matmul relative to a large one."""
     n, k = task.shape
     products, matrices = task.kernels, np.maximum(task.matrices, 1.0)
     rows = task.flops / (2.0 * n * k * matrices * products)
@@ -223,7 +223,7 @@ def routes(cluster: Cluster, mesh: Mapping[str, Num]) -> dict[str, Route]:
 
 
 def route(cluster: Cluster, size: Num, stride: Num) -> Route:
-    """Of an axis whose neighbours are `stride` ranks apart."""
+    """Route of an axis whose neighbours are `stride` ranks apart."""
     inner, outer = cluster.inner, cluster.outer
     inner_rate = inner.bytes_per_second
     is_inner = stride * size <= cluster.devices_per_node
@@ -253,7 +253,7 @@ def route(cluster: Cluster, size: Num, stride: Num) -> Route:
 
 
 def _across(cluster: Cluster, size: int, stride: int) -> Route:
-    """Of the axis that lies across all groups.
+    """Route of the axis that lies across all groups.
 
     A ring enters and leaves each group once per card, as it does each node, and is as fast as its slowest link. The
     latency of a tree is that between groups for the doublings that reach all of them, and inside them for the rest.
@@ -376,7 +376,7 @@ class StageCost:
         return _sum(seconds for charge, seconds in self.charges.items() if charge.part == part)
 
     def bare_seconds(self) -> Num:
-        """Of one microbatch, all of it, without what shows of collectives beside compute or of a slow host."""
+        """Seconds of one microbatch without exposed collectives and without waiting for the host."""
         return _sum(seconds for charge, seconds in self.bare.items() if charge.part != "step")
 
 

@@ -275,7 +275,7 @@ def _spans_of_stages(
 
 
 def _halved(work: Work) -> Work:
-    """Of the backward of a block's linear layer, half is its weight's gradient."""
+    """Half of a linear layer's backward is its weight's gradient."""
     blocks = {layer.name for layer in work.profile.block_layers}
     tasks: list[Any] = []
     for task in work.tasks:

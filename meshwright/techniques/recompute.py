@@ -179,7 +179,7 @@ class Recompute(Technique):
         return tuple((block, block + 1) for block in chosen)
 
     def _replays(self, work: Work, layer: Layer, full: Num, few: Num, some: Num, again: Num) -> list[Task]:
-        """Of the forward's tasks, as often as they are run again."""
+        """The forward's tasks, repeated as often as they are run again."""
         each = np.maximum(work.repeat_of(layer.name), 1)  # some tasks come several times a block
         goes_back = work.has_backward(layer.name)
         found, last = [], _last_product(layer.ops)

@@ -193,7 +193,7 @@ def _rows_of(layer: Layer | None) -> list[int]:
 
 
 def _vector_bytes(work: Work, layer: Layer) -> Num:
-    """Of what a microbatch finds in one table."""
+    """Bytes of the vectors that a microbatch looks up in one table."""
     width = work.facts.widths.compute
     return work.size("microbatch") * _tables_of(layer)[0].shape[1] * width
 

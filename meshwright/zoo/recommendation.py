@@ -39,7 +39,7 @@ class Tables(nn.Module):
         return torch.stack([dense, *self.look_up(ids, dense.dtype)], dim=1)
 
     def look_up(self, ids: Tensor, dtype: torch.dtype) -> Sequence[Tensor]:
-        """Of every table the vectors of all samples; whoever shares the tables out puts another in its place."""
+        """Vectors of all samples from every table; the technique that shards tables replaces this function."""
         return [table(ids[:, place]).to(dtype) for place, table in enumerate(self.tables)]
 
 
