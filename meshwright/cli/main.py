@@ -41,9 +41,9 @@ class Parser(argparse.ArgumentParser):
             words = [w for w in message.removeprefix(prefix).split() if w.startswith("-")]
             guesses = [f"{word}: {nearest(word.split('=')[0], known)}" for word in words]
             message = message + "".join(f"\n  {guess}" for guess in guesses)
-        elif found := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
-            choices = [word.strip(" '") for word in found.group(2).split(",")]
-            message = f'"{found.group(1)}" is not one of them. {nearest(found.group(1), choices)}'
+        elif match := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
+            choices = [word.strip(" '") for word in match.group(2).split(",")]
+            message = f'"{match.group(1)}" is not one of them. {nearest(match.group(1), choices)}'
         self.exit(2, f"{self.prog}: {message}\ntry: {self.prog} --help\n")
 
 

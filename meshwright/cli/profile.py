@@ -24,9 +24,9 @@ def run(arguments: Namespace) -> int:
     if not arguments.model:
         table = Table("model", "kind", "parameters", "blocks", "hidden", box=None, header_style="bold")
         for name, config in PRESETS.items():
-            found = profile_of(config, name)
-            sizes = map(str, (found.num_blocks, found.hidden_size))
-            table.add_row(name, config_kind(config), pretty_count(found.num_params), *sizes)
+            result = profile_of(config, name)
+            sizes = map(str, (result.num_blocks, result.hidden_size))
+            table.add_row(name, config_kind(config), pretty_count(result.num_params), *sizes)
         console.print(table)
         return 0
     raise_problems(unwritable({"-o": arguments.output}))

@@ -368,17 +368,17 @@ class Cluster(DeviceGroup, NamedArtefact):
 
     def merged(self) -> Cluster:
         """Neighbouring groups as one where nothing tells them apart: of one kind, and joined as their nodes are."""
-        found: list[DeviceGroup] = []
+        result: list[DeviceGroup] = []
         for group in self.groups:
             is_joined = self.between is None or self.between == group.outer
-            if found and is_joined and group.is_like(found[-1]):
-                found[-1] = replace(found[-1], num_nodes=found[-1].num_nodes + group.num_nodes)
+            if result and is_joined and group.is_like(result[-1]):
+                result[-1] = replace(result[-1], num_nodes=result[-1].num_nodes + group.num_nodes)
             else:
-                found.append(group)
-        if len(found) == len(self.groups):
+                result.append(group)
+        if len(result) == len(self.groups):
             return self
-        between = self.between if len(found) > 1 else None
-        return replace(self, num_nodes=found[0].num_nodes, others=tuple(found[1:]), between=between)
+        between = self.between if len(result) > 1 else None
+        return replace(self, num_nodes=result[0].num_nodes, others=tuple(result[1:]), between=between)
 
     def link_between(self, groups: Iterable[int]) -> Link:
         """What joins these groups: the slowest they meet."""

@@ -128,16 +128,16 @@ class Plan(Artefact):
 
     def blocks_of_stages(self, profile: Profile) -> tuple[int, ...]:
         """Blocks of each stage; one stage with all of them unless a technique cuts the model."""
-        found = (technique.blocks_of_stages(profile.num_blocks) for technique in self.techniques)
-        return next((blocks for blocks in found if blocks is not None), (profile.num_blocks,))
+        result = (technique.blocks_of_stages(profile.num_blocks) for technique in self.techniques)
+        return next((blocks for blocks in result if blocks is not None), (profile.num_blocks,))
 
     def spans_of_stages(self, profile: Profile) -> tuple[tuple[tuple[int, int], ...], ...]:
         """The runs of blocks, (first, last + 1) each, of every stage."""
         for technique in self.techniques:
             if technique.blocks_of_stages(profile.num_blocks) is not None:
                 size = int(technique.size)  # type: ignore[attr-defined]
-                found = [technique.spans_of_stage(profile.num_blocks, stage) for stage in range(size)]
-                return tuple(spans for spans in found if spans is not None)
+                result = [technique.spans_of_stage(profile.num_blocks, stage) for stage in range(size)]
+                return tuple(spans for spans in result if spans is not None)
         return (((0, profile.num_blocks),),)
 
     @property

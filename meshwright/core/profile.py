@@ -252,11 +252,11 @@ class Profile(Artefact):
 
     @classmethod
     def from_json(cls, text: str, source: str = "profile") -> Profile:
-        found = read_artefact(cls, text, source)
-        problems = [problem.within(source) for problem in found.problems()]
+        result = read_artefact(cls, text, source)
+        problems = [problem.within(source) for problem in result.problems()]
         if problems:
             raise MeshwrightError(problems)
-        return found
+        return result
 
     def problems(self) -> Iterator[Problem]:
         """Numbers that no model has, as only a file can hold them."""

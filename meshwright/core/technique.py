@@ -259,18 +259,18 @@ class Technique:
         what `work.following` finds."""
         if not self.policies:
             return {}
-        found = {}
+        result = {}
         parts = {field: self._parts(field, spans) for field in self.policies}
         start = 0
         for layer in profile.block_layers:
             end = start + layer.repeat
             for field in self.policies:
-                found[f"{self.name}.{field}.{layer.name}"] = sum(
+                result[f"{self.name}.{field}.{layer.name}"] = sum(
                     count_blocks(parts[field], max(first, start), min(last, end))
                     for first, last in (spans if chunk is None else (spans[chunk],))
                 )
             start = end
-        return found
+        return result
 
     def _parts(self, field: str, spans: Spans) -> Spans:
         """Runs of the blocks in `spans` that follow a policy."""
@@ -278,11 +278,11 @@ class Technique:
         if isinstance(value, str):
             return parse_blocks(value) or ()
         if isinstance(value, int):  # the first so many of the stage
-            found, left = [], value
+            result, left = [], value
             for first, last in spans:
-                found.append((first, first + min(left, last - first)))
+                result.append((first, first + min(left, last - first)))
                 left -= min(left, last - first)
-            return tuple(found)
+            return tuple(result)
         others = [part for other in self.policies if other != field for part in self._parts(other, spans)]
         left_over = [block for first, last in spans for block in range(first, last)]
         left_over = [block for block in left_over if not any(first <= block < last for first, last in others)]
@@ -383,15 +383,15 @@ def technique_names() -> tuple[str, ...]:
 
 def technique_named(name: str) -> type[Technique]:
     """The class of a technique; raises with the nearest name where there is none."""
-    found = _own_technique(name) if name in _own_names() else _added().get(name)
-    if found is None:
+    result = _own_technique(name) if name in _own_names() else _added().get(name)
+    if result is None:
         raise error_at("", f'no technique is called "{name}".', nearest(name, technique_names()))
-    return found
+    return result
 
 
 @cache
 def _own_technique(name: str) -> type[Technique]:
-    found = _defined_in(importlib.import_module(f"meshwright.techniques.{name}"))
-    assert len(found) == 1, f"techniques/{name}.py must define exactly one technique, not {len(found)}"
-    assert found[0].name == name, f"techniques/{name}.py calls its technique {found[0].name!r}"
-    return found[0]
+    result = _defined_in(importlib.import_module(f"meshwright.techniques.{name}"))
+    assert len(result) == 1, f"techniques/{name}.py must define exactly one technique, not {len(result)}"
+    assert result[0].name == name, f"techniques/{name}.py calls its technique {result[0].name!r}"
+    return result[0]

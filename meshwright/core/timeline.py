@@ -165,8 +165,8 @@ def _trace_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
                 sends.append((span, thread))
     for number, (span, thread) in enumerate(sends):
         # Whatever chunk it is for: those before it on this microbatch's way are done.
-        found = computes.get((span.to_device or 0, _work_of(span)), [])
-        target = next((each for each in found if each.start_seconds >= span.end_seconds * (1 - 1e-9)), None)
+        result = computes.get((span.to_device or 0, _work_of(span)), [])
+        target = next((each for each in result if each.start_seconds >= span.end_seconds * (1 - 1e-9)), None)
         if target is not None:
             arrow = {"name": "message", "cat": "message", "id": number}
             yield {**arrow, "ph": "s", "pid": span.device, "tid": thread, "ts": span.start_seconds * 1e6}

@@ -153,9 +153,9 @@ def _open_texts(
         return None
 
     def tokenize(writer: ArrayWriter) -> Facts:
-        found: list[Problem] = []
-        corpus = read_files(files, keys, words, found)
-        raise_problems(found)
+        problems: list[Problem] = []
+        corpus = read_files(files, keys, words, problems)
+        raise_problems(problems)
         digest = xxhash.xxh3_64(corpus.tokens.data)
         if corpus.weights is not None:
             digest.update(b"weights")

@@ -37,9 +37,9 @@ from meshwright.ops.model_interface import Inputs, Inside, Model, ModelPart, Spa
 def scores(output: Any) -> Tensor:
     """The tensor of scores in an output: itself, `logits` in a dict or as an attribute, or the first of a tuple."""
     first = output[0] if isinstance(output, tuple | list) and output else output
-    found = examining.logits_of(output, first)
-    if isinstance(found, Tensor):
-        return found
+    result = examining.logits_of(output, first)
+    if isinstance(result, Tensor):
+        return result
     what = f"the module returns a {type(output).__name__}: no tensor of scores in it."
     raise error_at("model.factory", what, "Return a loss from the factory, too.")
 

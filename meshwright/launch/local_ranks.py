@@ -184,17 +184,17 @@ def watch(children: Sequence[Child], stop: StopRequests, grace_seconds: float) -
 
 def judge(children: Sequence[Child], jobs: Sequence[Job], is_stopped: bool) -> LaunchOutcome:
     """One exit code from all the ranks' codes and error files."""
-    found: list[Failure] = []
+    result: list[Failure] = []
     for child, job in zip(children, jobs, strict=True):
         code, log = child.exit_code, Path(job.log_file)
         if code is None or code in (0, PREEMPTED_EXIT_CODE):
             continue
         try:
             error = json.loads(Path(job.error_file).read_text())
-            found.append(failure_from_error(child.rank, error, log))
+            result.append(failure_from_error(child.rank, error, log))
         except (OSError, ValueError):
-            found.append(failure_from_exit(child.rank, code, child.why_ended, log_tail(log), log))
-    failures = tuple(found)
+            result.append(failure_from_exit(child.rank, code, child.why_ended, log_tail(log), log))
+    failures = tuple(result)
     some_saved = any(child.exit_code == PREEMPTED_EXIT_CODE for child in children)
     some_saved = some_saved or (is_stopped and all(child.never_began for child in children))  # nothing to save
     # A rank that stopped as asked closes its connections; a peer that noticed has not failed by itself.

@@ -65,9 +65,9 @@ class Connection:
     @property
     def is_open(self) -> bool:
         """Open on both ends. One that its owner has closed is not."""
-        with contextlib.suppress(OSError), _borrowed(self.number) as found:
+        with contextlib.suppress(OSError), _borrowed(self.number) as connection:
             is_same = os.readlink(f"/proc/self/fd/{self.number}") == self.kernel_name
-            return is_same and found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _ESTABLISHED
+            return is_same and connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _ESTABLISHED
         return False
 
     def ask_when_silent(self, seconds: float) -> None:
@@ -79,15 +79,15 @@ class Connection:
             socket.TCP_KEEPCNT: 3,
             socket.TCP_USER_TIMEOUT: round(seconds * 1000),  # for what was sent and is not acknowledged
         }
-        with contextlib.suppress(OSError), _borrowed(self.number) as found:
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        with contextlib.suppress(OSError), _borrowed(self.number) as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for name, value in settings.items():
-                found.setsockopt(socket.IPPROTO_TCP, name, value)
+                connection.setsockopt(socket.IPPROTO_TCP, name, value)
 
 
 def connections() -> list[Connection]:
     """This process's TCP connections, whoever made them."""
-    found = []
+    result = []
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # closed meanwhile, or no connection
             kernel_name = os.readlink(f"/proc/self/fd/{name}")
@@ -95,8 +95,8 @@ def connections() -> list[Connection]:
                 with _borrowed(int(name)) as each:
                     if each.family in (socket.AF_INET, socket.AF_INET6) and each.type == socket.SOCK_STREAM:
                         ours, theirs = _endpoint(each.getsockname()), _endpoint(each.getpeername())
-                        found.append(Connection(number=int(name), kernel_name=kernel_name, ours=ours, theirs=theirs))
-    return found
+                        result.append(Connection(number=int(name), kernel_name=kernel_name, ours=ours, theirs=theirs))
+    return result
 
 
 @contextlib.contextmanager

@@ -223,8 +223,8 @@ def _refuse_unphysical(forecast: np.ndarray, measured: np.ndarray, fastest: floa
 
 def _earlier(base: Cluster, cause: str) -> float:
     """What was learned of it before: limits are about the probe, however often one learns."""
-    found = _FACTOR.search(base.sources.get(f"learned.{cause}", ""))
-    return float(found.group(1)) if found else 1.0
+    match = _FACTOR.search(base.sources.get(f"learned.{cause}", ""))
+    return float(match.group(1)) if match else 1.0
 
 
 def _learned(

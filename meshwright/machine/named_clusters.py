@@ -132,8 +132,8 @@ def warnings_of(cluster: Cluster) -> Iterator[str]:
 
 def _sheet_of(cluster: Cluster) -> Cluster | None:
     """By what torch called the card, by the cluster's name, or by what no sparsity changes: fp32 and memory."""
-    if found := preset_of_device(cluster.sources.get("device", "")):
-        return found
+    if result := preset_of_device(cluster.sources.get("device", "")):
+        return result
     parsed = parse_cluster_name(cluster.name.lower())
     if parsed is not None and parsed[2] in preset_names():
         return preset(parsed[2])

@@ -105,7 +105,7 @@ def read_machine(
 
         arguments = {"kind": kind, "folder": str(Path.cwd()), "section_seconds": section_seconds, "sections": sections}
         try:
-            found = pool.run(f"{_MODULE}:measure", arguments, count, _DEADLINE_SECONDS, meanwhile=pass_on)
+            result = pool.run(f"{_MODULE}:measure", arguments, count, _DEADLINE_SECONDS, meanwhile=pass_on)
         except RankError as error:
             first = cause(error.failures)
             how = f"was {first.message}" if first.kind == "signal" else f"ended with code {first.exit_code}"
@@ -114,7 +114,7 @@ def read_machine(
             said = first.details[-_TAIL_CHARACTERS:].strip() or "nothing"
             raise error_at("probe", f"the process measuring device {first.rank} {how}. It said:\n{said}") from None
         pass_on()
-    return [decode(Reading, reading, f"probe.device {rank}") for rank, reading in enumerate(found)]
+    return [decode(Reading, reading, f"probe.device {rank}") for rank, reading in enumerate(result)]
 
 
 def available_host_bytes(

@@ -132,8 +132,8 @@ class Ring:
             piece = self._piece(turn, query, documents)
             if piece is not None:
                 rows, (key, value) = piece.queries, (each[:, :, piece.keys] for each in both)
-                found = attend_piece(query[:, :, rows], key, value, piece.is_causal, piece.mask)
-                _merge(out[:, :, rows], lse[:, :, rows], *found, is_first=turn == 0)
+                result = attend_piece(query[:, :, rows], key, value, piece.is_causal, piece.mask)
+                _merge(out[:, :, rows], lse[:, :, rows], *result, is_first=turn == 0)
             both = both if coming is None else coming.arrived()
         return out.to(query.dtype), lse
 

@@ -182,8 +182,8 @@ class ShardedUnits(Exchange):
 def _groups(module: Any) -> list[Any]:
     """FSDP's parameters of a module; one group, or a list of them, by its version."""
     state = fully_shard.state(module)
-    found = getattr(state, "_fsdp_param_groups", None)
-    return list(found) if found is not None else [each for each in (state._fsdp_param_group,) if each is not None]
+    result = getattr(state, "_fsdp_param_groups", None)
+    return list(result) if result is not None else [each for each in (state._fsdp_param_group,) if each is not None]
 
 
 def _note_used(group: Any, zero_filled: set[int]) -> None:

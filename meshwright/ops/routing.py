@@ -203,8 +203,8 @@ def through_experts(
     k = chosen.shape[1]
     experts, order = chosen.flatten().sort(stable=True)
     if kept is not None:
-        found = kept.flatten()[order]
-        experts, order = experts[found], order[found]
+        result = kept.flatten()[order]
+        experts, order = experts[result], order[result]
     token = order // k
     rows, counts, back = send(x.index_select(0, token), torch.bincount(experts, minlength=num_experts))
     dtype = x.dtype

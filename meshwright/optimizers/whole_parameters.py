@@ -197,13 +197,13 @@ def _divided(mesh: Mesh, axis: str, matrices: list[Matrix]) -> dict[str, list[Bo
     mine = torch.tensor(rows, device=mesh.device)
     peers = mine.new_empty(mesh.size(axis) * len(rows), *mine.shape[1:])
     all_gather_single(peers, mine, group=mesh.group(axis))
-    found = {}
+    result = {}
     for matrix, told in zip(matrices, peers.view(mesh.size(axis), len(rows), -1).transpose(0, 1).tolist(), strict=True):
         dims = len(matrix.box.shape)
         boxes = [Box(matrix.box.shape, tuple(row[:dims]), tuple(row[dims : 2 * dims])) for row in told]
         if len({(box.offset[-2:], box.size[-2:]) for box in boxes}) > 1:
-            found[matrix.name] = boxes
-    return found
+            result[matrix.name] = boxes
+    return result
 
 
 def _longest(

@@ -162,9 +162,9 @@ class BestFirst:
 
     def _solve(self, picks: Iterable[tuple[int, OrderedCandidate]]) -> None:
         for at, mine in _by_leaf(picks).items():
-            for found in solve(self.leaves[at], mine, self.limit_seconds * _COMPARED):
-                self.solved.append((found, at))
-                self._score(found, at)
+            for result in solve(self.leaves[at], mine, self.limit_seconds * _COMPARED):
+                self.solved.append((result, at))
+                self._score(result, at)
 
     def _score(self, found: Solved, at: int) -> None:
         """Forecast the one solved last, if it may be the best; if it then does not fit, again with less memory."""
@@ -211,8 +211,8 @@ class BestFirst:
     def _plans(self) -> list[Plan]:
         """What was solved and is not faster than the best (and so too large), fastest first, each once."""
         least = 0.0 if self.board.best is None else self.board.best.forecast.step_seconds * (1 - _ROUNDING)
-        solved = [found for found, _ in self.solved if found.plan is not None and found.seconds >= least]
-        plans = {found.plan: found.seconds for found in solved if found.plan is not None}
+        solved = [result for result, _ in self.solved if result.plan is not None and result.seconds >= least]
+        plans = {result.plan: result.seconds for result in solved if result.plan is not None}
         return sorted(plans, key=lambda plan: (plans[plan], str(plan)))
 
     def result(self, top: int) -> SearchResult:
@@ -243,7 +243,7 @@ class BestFirst:
     def _gap(self) -> float | None:
         if self.board.best is None:
             return None
-        left = [found.least_seconds * (1 - _ROUNDING) for found, _ in self.solved]
+        left = [result.least_seconds * (1 - _ROUNDING) for result, _ in self.solved]
         left += [self.waiting[0][0]] if self.waiting else []
         left += [float(self.candidates.least_seconds[self.order[self.next]])] if self.next < len(self.order) else []
         gap = 1.0 - min(left, default=np.inf) / self.board.best.forecast.step_seconds
@@ -276,7 +276,7 @@ class BestFirst:
         """What the decision for or against each technique is worth: of the plans looked at, or bound to be."""
         used = {technique.name for technique in best.techniques}
         plans = self._plans()
-        found = []
+        result = []
         for name in (dial.kind.name for dial in self.turned):
             others = [plan for plan in plans if (plan.technique(name) is None) == (name in used)]
             scored = next(self.board.that_fit(others[:_TRIED]), None)
@@ -286,8 +286,8 @@ class BestFirst:
                 which = masks & self.candidates.fits(self.memory_bytes)
                 least = [*self.candidates.least_seconds[which], *(self.left_out.values() if name in used else ())]
             bound = float(min(least)) if least else None
-            found.append(Alternative(technique=name, is_used=name in used, scored=scored, least_seconds=bound))
-        return tuple(found)
+            result.append(Alternative(technique=name, is_used=name in used, scored=scored, least_seconds=bound))
+        return tuple(result)
 
 
 def _by_leaf(picks: Iterable[tuple[int, OrderedCandidate]]) -> dict[int, list[OrderedCandidate]]:

@@ -58,7 +58,7 @@ def least_memory(work: Work, cluster: Cluster) -> StageMemory:
 
 def best_roads(cluster: Cluster, mesh: Mapping[str, Num]) -> dict[str, Route]:
     """Each axis's route as if it were the innermost, and no worse than outside of all others."""
-    found = {}
+    result = {}
     for axis, size in mesh.items():
         near, far = route(cluster, size, 1), route(cluster, size, cluster.devices_per_node)
         choose: dict[str, Callable[..., Num]] = {
@@ -67,8 +67,8 @@ def best_roads(cluster: Cluster, mesh: Mapping[str, Num]) -> dict[str, Route]:
         }
         best = {name: each(getattr(near, name), getattr(far, name)) for name, each in choose.items()}
         fractions = {kind: np.maximum(share, far.fractions[kind]) for kind, share in near.fractions.items()}
-        found[axis] = replace(near, **best, fractions=fractions)
-    return found
+        result[axis] = replace(near, **best, fractions=fractions)
+    return result
 
 
 def bound_all(inputs: SearchInputs, grid: Grid, dials: tuple[Dial, ...], dtype: str) -> Iterator[BoundedGrid]:
@@ -319,7 +319,7 @@ def forced_seconds(
     saved = kept[:, :, :1] - kept
     # What runs at the fullest moment may be of a block that follows any of them.
     needed = kept[:, :, 0] + (table(memory.late_bytes()) - kept).min(axis=2) - memory_bytes
-    found, slope = np.full(needed.shape, np.inf), np.zeros(needed.shape)
+    result, slope = np.full(needed.shape, np.inf), np.zeros(needed.shape)
     ways = kept.shape[2]
     for low, high in itertools.combinations_with_replacement(range(ways), 2):
         for a, b in ((low, high), (high, low)):
@@ -327,13 +327,13 @@ def forced_seconds(
             share = np.clip((needed - saved[:, :, a]) / np.where(span > 0, span, 1.0), 0.0, 1.0)
             reaches = saved[:, :, b] >= needed
             mixed = more[:, :, a] + share * (more[:, :, b] - more[:, :, a])
-            is_better = reaches & ((span > 0) | (a == b)) & (mixed < found)
-            found = np.where(is_better, mixed, found)
+            is_better = reaches & ((span > 0) | (a == b)) & (mixed < result)
+            result = np.where(is_better, mixed, result)
             rises = (share > 0) & (span > 0)
             each = (more[:, :, b] - more[:, :, a]) / np.where(span > 0, span, 1.0)
             slope = np.where(is_better, np.where(rises, each, 0.0), slope)
-    is_forced = np.isfinite(found) & (found > 0)
-    return np.where(is_forced, found, 0.0), np.where(is_forced, np.maximum(slope, 0.0), 0.0)
+    is_forced = np.isfinite(result) & (result > 0)
+    return np.where(is_forced, result, 0.0), np.where(is_forced, np.maximum(slope, 0.0), 0.0)
 
 
 _HALVINGS = 16

@@ -48,10 +48,10 @@ def listed(kinds: Kinds, policies: int) -> np.ndarray:
 
 def unit_choices(kinds: Kinds, policies: int) -> np.ndarray:
     """None, then every policy followed by all blocks of one kind: what `front` is made from."""
-    found = np.zeros((1 + len(kinds) * policies, len(kinds), policies), dtype=int)
+    result = np.zeros((1 + len(kinds) * policies, len(kinds), policies), dtype=int)
     for row, (kind, policy) in enumerate(np.ndindex(len(kinds), policies), start=1):
-        found[row, kind, policy] = kinds[kind]
-    return found
+        result[row, kind, policy] = kinds[kind]
+    return result
 
 
 def front(kinds: Kinds, seconds: np.ndarray, num_bytes: np.ndarray) -> np.ndarray:
@@ -120,7 +120,7 @@ def fronts_of(leaf: BoundedGrid, picks: Sequence[OrderedCandidate], cells: Seque
         units = [unit_choices(cell.kinds, policies) for cell in hard]
         priced = PricedRows(leaf, picks, hard, units).columns()
     must = [at for at, (name, _) in enumerate(leaf.policies) if name in leaf.required]
-    found, row = [], 0
+    result, row = [], 0
     for cell in cells:
         is_all = is_listed(cell.kinds, policies)
         if is_all:
@@ -135,8 +135,8 @@ def fronts_of(leaf: BoundedGrid, picks: Sequence[OrderedCandidate], cells: Seque
         if must:  # some block follows one of the policies that must be followed
             choices = choices[choices[:, :, must].sum(axis=(1, 2)) > 0]
         look = np.arange(len(choices)) if is_all else near((choices * saved).sum(axis=(1, 2)), float(needed))
-        found.append(PolicyFront(choices, look, is_all))
-    return found
+        result.append(PolicyFront(choices, look, is_all))
+    return result
 
 
 def options_of(

@@ -227,7 +227,7 @@ def _roads(
         return {}
     distinct = list(dict.fromkeys(orders))
     which = np.repeat([distinct.index(order) for order in orders], counts)
-    found = {}
+    result = {}
     for axis in axes:
         # Ranks of the axes inside this one; any order: none.
         inside = [() if order is None else order[order.index(axis) + 1 :] for order in distinct]
@@ -236,5 +236,5 @@ def _roads(
         if len(distinct) > 1:
             table = np.stack([np.broadcast_to(each, which.shape) for each in strides])
             stride = table[which, np.arange(len(which))]
-        found[axis] = route(cluster, sizes[axis], stride)
-    return found
+        result[axis] = route(cluster, sizes[axis], stride)
+    return result

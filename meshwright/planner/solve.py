@@ -76,13 +76,13 @@ def step_seconds(table: Table, timetable: Timetable, splits: list[tuple[int, ...
     sizes = np.array(splits)
     at = (np.arange(stages)[None, :], np.cumsum(sizes, axis=1) - sizes, np.minimum(sizes, widest) - 1)
     runs = np.all(sizes <= widest, axis=1) & np.all(np.isfinite(table.backward[at]), axis=1)
-    found = np.full(len(splits), np.inf)
+    result = np.full(len(splits), np.inf)
     if runs.any():
         ways = (table.forward, table.backward, table.weight)
         forward, backward, weight = (list(values[at][runs].T) for values in ways)
         busy = makespan(timetable, forward, backward, weight, table.send_seconds, table.num_microbatches)
-        found[runs] = busy + table.tail[at][runs].max(axis=1)
-    return found
+        result[runs] = busy + table.tail[at][runs].max(axis=1)
+    return result
 
 
 def stage_bounds(table: Table, timetable: Timetable) -> np.ndarray:
@@ -191,31 +191,32 @@ def _solve_chunks(leaf: BoundedGrid, picks: Sequence[OrderedCandidate]) -> list[
         held[rows] = held_of_chunks(leaf.timetable, cell.stage, len(cut), m, list(kept[:, rows]))
     peak_bytes = stages.peak_bytes(replace(stages.memory, in_flight=held))
     tails, sends = stages.columns().tail, np.zeros(len(picks))
-    found: list[list[_ChunkedStage]] = [[] for _ in picks]
+    result: list[list[_ChunkedStage]] = [[] for _ in picks]
     for cell, each, rows in zip(cells, choices, rows_of, strict=True):
         sends[cell.at] = max(sends[cell.at], *(float(column.send[rows].max()) for column in columns))
         fits = np.flatnonzero(peak_bytes[rows] <= picks[cell.at].memory_bytes)
         seconds = sum(column.forward[rows[fits]] + column.backward[rows[fits]] for column in columns)
         fits = fits[np.lexsort((each.sum(axis=(1, 2))[fits], seconds))]
         ways = [np.stack([column[way][rows[fits]] for column in columns], axis=1) for way in range(3)]
-        found[cell.at].append(_ChunkedStage._make((*ways, tails[rows[fits]], each[fits])))
+        result[cell.at].append(_ChunkedStage._make((*ways, tails[rows[fits]], each[fits])))
     return [
-        _best_combination(leaf, pick, mine, send) for pick, mine, send in zip(picks, found, sends.tolist(), strict=True)
+        _best_combination(leaf, pick, mine, send)
+        for pick, mine, send in zip(picks, result, sends.tolist(), strict=True)
     ]
 
 
 def _by_chunk(profile: Profile, spans: Spans, choices: np.ndarray) -> np.ndarray:
     """(choices, chunks, kinds, policies): of a stage's counts those in each chunk, which come one after the other."""
     left = choices.copy()
-    found = np.zeros((len(choices), len(spans), *choices.shape[1:]), dtype=int)
+    result = np.zeros((len(choices), len(spans), *choices.shape[1:]), dtype=int)
     for chunk, (first, last) in enumerate(spans):
         room = np.repeat(np.array(profile.blocks_within(first, last - first))[None, :], len(choices), axis=0)
         for policy in range(choices.shape[2]):
             taken = np.minimum(left[:, :, policy], room)
-            found[:, chunk, :, policy] = taken
+            result[:, chunk, :, policy] = taken
             left[:, :, policy] -= taken
             room = room - taken
-    return found
+    return result
 
 
 def _best_combination(leaf: BoundedGrid, pick: OrderedCandidate, stages: list[_ChunkedStage], send: float) -> Solved:
@@ -275,22 +276,22 @@ def solve(leaf: BoundedGrid, picks: Sequence[OrderedCandidate], limit_seconds: f
         return _solve_chunks(leaf, picks)
     cells = [cell for at, pick in enumerate(picks) for cell in _cells(leaf, at, pick)]
     options, sends = options_of(leaf, picks, list(dict.fromkeys(cells)))
-    found = []
+    result = []
     for at, pick in enumerate(picks):
         mine = {(cell.stage, cell.kinds): option for cell, option in options.items() if cell.at == at}
-        found.append(_solved(leaf, pick, mine, float(sends[at]), limit_seconds))
-    return found
+        result.append(_solved(leaf, pick, mine, float(sends[at]), limit_seconds))
+    return result
 
 
 def _cells(leaf: BoundedGrid, at: int, pick: OrderedCandidate) -> list[StageCell]:
     if not leaf.grid.may_choose:
         return cells_of(leaf, at, pick)
-    found: dict[tuple[int, Kinds], StageCell] = {}
+    result: dict[tuple[int, Kinds], StageCell] = {}
     for stage, width, firsts in _places_of(leaf, pick):
         for first in firsts[:1] if leaf.inputs.is_one_kind else firsts:
             kinds = leaf.inputs.kinds(first, width)
-            found.setdefault((stage, kinds), StageCell(at, stage, kinds, first, width))
-    return list(found.values())
+            result.setdefault((stage, kinds), StageCell(at, stage, kinds, first, width))
+    return list(result.values())
 
 
 @lru_cache(maxsize=256)
@@ -300,15 +301,15 @@ def _places(blocks: int, sizes: tuple[int, ...]) -> tuple[tuple[int, int, range]
     is_any = blocks <= FEW_BLOCKS or comb(blocks - 1, len(sizes) - 1) <= FEW_SPLITS
     widest = room if is_any else min(room, max(sizes) + REACH)
     lowest = [1 if is_any else max(1, size - REACH) for size in sizes]
-    found = []
+    result = []
     for stage in range(len(sizes)):
         before, after = sum(lowest[:stage]), sum(lowest[stage + 1 :])
         for width in range(lowest[stage], widest + 1):
             first = max(before, blocks - width - widest * (len(sizes) - 1 - stage))
             last = min(widest * stage, blocks - width - after)
             if first <= last:
-                found.append((stage, width, range(first, last + 1)))
-    return tuple(found)
+                result.append((stage, width, range(first, last + 1)))
+    return tuple(result)
 
 
 def _places_of(leaf: BoundedGrid, pick: OrderedCandidate) -> tuple[tuple[int, int, range], ...]:

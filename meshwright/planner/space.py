@@ -64,7 +64,7 @@ def dials(inputs: SearchInputs, *, rescues: bool) -> tuple[Dial, ...]:
     """One for each technique that may be used, by name; one that may be folded has 1 among its sizes. `rescues`: with
     what is tried where nothing else fits."""
     unused = _measure(inputs, ())
-    found = []
+    result = []
     for kind in map(technique_named, technique_names()):
         if kind.name in inputs.wishes.banned or kind.check_optimizer(inputs.optimizer):
             continue
@@ -77,8 +77,8 @@ def dials(inputs: SearchInputs, *, rescues: bool) -> tuple[Dial, ...]:
             cuts = any(one.blocks_of_stages(inputs.profile.num_blocks) is not None for one in ones)
             if not cuts and all(_measure(inputs, (one,)) == unused for one in ones):
                 dial = replace(dial, sizes=(1, *dial.sizes))
-        found.append(dial)
-    return tuple(found)
+        result.append(dial)
+    return tuple(result)
 
 
 def _dial(kind: type[Technique], inputs: SearchInputs, rescues: bool) -> Dial | None:
@@ -147,7 +147,7 @@ def _orders(axes: tuple[str, ...], sizes: tuple[int, ...], per_node: int, nodes:
         return (axes,)
     size_of = dict(zip(axes, sizes, strict=True))
     ones = tuple(axis for axis in axes if size_of[axis] == 1)
-    found: dict[tuple[tuple[str, int], ...], tuple[str, ...]] = {}
+    result: dict[tuple[tuple[str, int], ...], tuple[str, ...]] = {}
     for order in itertools.permutations(axis for axis in axes if size_of[axis] > 1):
         stride, inside = 1, []
         for axis in reversed(order):
@@ -155,8 +155,8 @@ def _orders(axes: tuple[str, ...], sizes: tuple[int, ...], per_node: int, nodes:
             # A group that leaves its node only in part is neither in nor out of it.
             inside.append((axis, share if stride * size_of[axis] > per_node else 0))
             stride *= size_of[axis]
-        found.setdefault(tuple(sorted(inside)), (*ones, *order))
-    return tuple(found.values())
+        result.setdefault(tuple(sorted(inside)), (*ones, *order))
+    return tuple(result.values())
 
 
 ALL_DIVISORS_UP_TO = 64
@@ -199,13 +199,13 @@ class Grid:
 
     def sizes(self, of: np.ndarray, stage: Num, first_block: Num, blocks: Num) -> dict[str, Num]:
         """What `price` reads, a row for each entry of `of` (candidates)."""
-        found: dict[str, Num] = {name: column[of] for name, column in self.columns.items()}
+        result: dict[str, Num] = {name: column[of] for name, column in self.columns.items()}
         if self.cutter is None:  # plain numbers: a model that is not cut then costs nothing extra
             stage, first_block, blocks = 0, 0, self.inputs.profile.num_blocks
-            found["num_stages"] = 1
-        parts: Num = prod(found[dial.kind.axis] for dial in self.axis_dials if dial.kind.splits_sequence)
-        found |= {"batch": self.inputs.batch, "sequence": self.inputs.sequence // parts, "sequence_parts": parts}
-        return found | {"stage": stage, "first_block": first_block, "blocks": blocks}
+            result["num_stages"] = 1
+        parts: Num = prod(result[dial.kind.axis] for dial in self.axis_dials if dial.kind.splits_sequence)
+        result |= {"batch": self.inputs.batch, "sequence": self.inputs.sequence // parts, "sequence_parts": parts}
+        return result | {"stage": stage, "first_block": first_block, "blocks": blocks}
 
     def uses(self, technique: Technique) -> np.ndarray:
         """Which candidates use a technique of this grid: an axis of 1 is not using it."""
@@ -250,9 +250,9 @@ def grids(inputs: SearchInputs, dials: tuple[Dial, ...], rejected: Counter[str])
         present = (*chosen, *always)
         cutter = next((dial for dial in present if dial.cuts), None)
         for settings in cutter.settings if cutter else ({},):
-            found = _grid(inputs, present, (cutter, settings) if cutter else None, rejected)
-            if found is not None:
-                yield found
+            result = _grid(inputs, present, (cutter, settings) if cutter else None, rejected)
+            if result is not None:
+                yield result
 
 
 def _grid(

@@ -154,7 +154,7 @@ _ENOUGH = 1 << 20
 
 def pin_problems(inputs: SearchInputs) -> list[Problem]:
     """What keeps each pinned technique, alone, from running this model on these machines; or else all together."""
-    found = []
+    result = []
     for name, settings in inputs.wishes.pinned.items():
         kind, bad = technique_named(name), inputs.wishes.banned_values
         problems = [
@@ -163,8 +163,8 @@ def pin_problems(inputs: SearchInputs) -> list[Problem]:
             if values and all(value in bad.get((name, each), ()) for value in values)
         ]
         problems += _problems(kind, settings, inputs)
-        found += [replace(problem, where=f"pin {name}") for problem in problems]
-    return found or _too_many_ranks(inputs) or _at_odds(inputs)
+        result += [replace(problem, where=f"pin {name}") for problem in problems]
+    return result or _too_many_ranks(inputs) or _at_odds(inputs)
 
 
 def _too_many_ranks(inputs: SearchInputs) -> list[Problem]:

@@ -45,15 +45,15 @@ def fullest(timeline: Timeline) -> tuple[int, int]:
 def by_column(timeline: Timeline, device: int, total: float, columns: int) -> list[MemoryPoint | None]:
     """The fullest point of each column of a drawing; none before the first."""
     points = sorted((point for point in timeline.memory if point.device == device), key=lambda point: point.seconds)
-    found: list[MemoryPoint | None] = [None] * columns
+    result: list[MemoryPoint | None] = [None] * columns
     for at, point in enumerate(points):
         until = points[at + 1].seconds if at + 1 < len(points) else max(timeline.seconds, point.seconds)
         first, last = (min(columns - 1, int(each / total * columns)) for each in (point.seconds, until))
         for column in range(first, last + 1):
-            most = found[column]
+            most = result[column]
             if most is None or point.bytes > most.bytes:
-                found[column] = point
-    return found
+                result[column] = point
+    return result
 
 
 def memory_bytes(timeline: Timeline) -> int:
@@ -104,18 +104,18 @@ def is_whole(timeline: Timeline) -> bool:
 
 def united(intervals: Iterable[Interval]) -> list[Interval]:
     """Without overlaps, in order."""
-    found: list[Interval] = []
+    result: list[Interval] = []
     for start, end in sorted(intervals):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
+        if result and start <= result[-1][1]:
+            result[-1] = result[-1][0], max(end, result[-1][1])
         elif end > start:
-            found.append((start, end))
-    return found
+            result.append((start, end))
+    return result
 
 
 def without(intervals: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
     """What of `intervals` lies in none of `others`; both united."""
-    found: list[Interval] = []
+    result: list[Interval] = []
     at = 0
     for start, end in intervals:
         while at < len(others) and others[at][1] <= start:
@@ -123,12 +123,12 @@ def without(intervals: Sequence[Interval], others: Sequence[Interval]) -> list[I
         turn = at
         while turn < len(others) and others[turn][0] < end:
             if others[turn][0] > start:
-                found.append((start, others[turn][0]))
+                result.append((start, others[turn][0]))
             start = max(start, others[turn][1])
             turn += 1
         if start < end:
-            found.append((start, end))
-    return found
+            result.append((start, end))
+    return result
 
 
 def length(intervals: Iterable[Interval]) -> float:
@@ -170,8 +170,8 @@ def spent(timeline: Timeline) -> Spent:
 
 def compared(predicted: Timeline, measured: Timeline) -> str:
     """One line: a step of both, and which part of it differs most."""
-    told, found = step_seconds(predicted), step_seconds(measured)
-    line = f"timeline: a step of {pretty_seconds(told)} predicted, {pretty_seconds(found)} measured while profiled"
+    steps = [pretty_seconds(step_seconds(each)) for each in (predicted, measured)]
+    line = f"timeline: a step of {steps[0]} predicted, {steps[1]} measured while profiled"
     if not is_whole(predicted):
         return line
     before, after = spent(predicted), spent(measured)

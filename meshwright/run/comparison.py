@@ -122,8 +122,8 @@ def parts_of(spans: Iterable[Span]) -> dict[str, float]:
     step = last_step(Timeline(source="measured", plan_fingerprint="", spans=tuple(spans)))
     if not step.seconds:
         return {}
-    found = spent(step)
-    shares = {name: getattr(found, name) / step.seconds for name in ("compute", "collective", "copy", "idle")}
+    result = spent(step)
+    shares = {name: getattr(result, name) / step.seconds for name in ("compute", "collective", "copy", "idle")}
     return {name: share for name, share in shares.items() if share or name != "copy"}
 
 
@@ -284,10 +284,10 @@ def _parts(promise: Promise, facts: Facts, is_slower: bool) -> Iterator[Reason]:
         "collective": ("collectives take", causes.get("inner", 0.0) + causes.get("outer", 0.0)),
     }
     for name, (words, seconds) in told.items():
-        found = facts.parts.get(name, 0.0) * facts.step_seconds
-        what = f"{words} {pretty_seconds(found)} of a step ({facts.parts.get(name, 0.0):.0%} of a profiled one), "
+        result = facts.parts.get(name, 0.0) * facts.step_seconds
+        what = f"{words} {pretty_seconds(result)} of a step ({facts.parts.get(name, 0.0):.0%} of a profiled one), "
         what += f"{pretty_seconds(seconds)} by the forecast"
-        yield Reason(name=name, what=what, seconds=found - seconds if is_slower else seconds - found, next=_PROBE)
+        yield Reason(name=name, what=what, seconds=result - seconds if is_slower else seconds - result, next=_PROBE)
 
 
 def _doubt(promise: Promise, facts: Facts) -> Reason:

@@ -74,10 +74,10 @@ def prepare(
     description = description or describe_run(config)
     profile = description.profile
     cluster = _cluster(config, report, geometry, plan_to_run(config, given, profile))
-    found = None
+    result = None
     plan = plan_to_run(config, given, profile, cluster) or _earlier(config, profile, cluster, report)
     if plan is None:
-        found = search(
+        result = search(
             profile,
             cluster,
             batch=config.train.batch,
@@ -87,14 +87,14 @@ def prepare(
             pin=config.plan.pin,
             ban=config.plan.ban,
         )
-        if found.best is None:
+        if result.best is None:
             from meshwright.ask.explain import explain
 
-            raise MeshwrightError("no plan fits.\n" + "\n".join(explain(found, cluster)), exit_code=1)
-        plan = found.best[0]
+            raise MeshwrightError("no plan fits.\n" + "\n".join(explain(result, cluster)), exit_code=1)
+        plan = result.best[0]
     raise_problems(_against_training(config, plan))
     predicted = forecast(profile, plan, cluster, sequence=config.sequence, optimizer=config.train.optimizer)
-    return PreparedRun(description=description, cluster=cluster, plan=plan, forecast=predicted, found=found)
+    return PreparedRun(description=description, cluster=cluster, plan=plan, forecast=predicted, found=result)
 
 
 def plan_to_run(config: RunConfig, given: str | Plan, profile: Profile, cluster: Cluster | None = None) -> Plan | None:

@@ -83,8 +83,8 @@ class RunResult:
     @property
     def paths(self) -> dict[str, Path]:
         """What the folder holds, by name: `plan`, `forecast`, `summary`, `checkpoints`, ..."""
-        found = sorted(path for path in self.folder.iterdir() if not path.name.startswith("."))
-        return {path.name.removesuffix(".json").removesuffix(".jsonl"): path for path in found}
+        result = sorted(path for path in self.folder.iterdir() if not path.name.startswith("."))
+        return {path.name.removesuffix(".json").removesuffix(".jsonl"): path for path in result}
 
 
 def overlay(folder: Path, title: str) -> str:

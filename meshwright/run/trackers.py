@@ -221,10 +221,10 @@ def run_key(folder: Path, first_step: int) -> str:
 def flattened(value: Any, name: str = "") -> dict[str, Any]:
     """`{"train": {"batch": 4}}` -> `{"train.batch": 4}`; lists as JSON."""
     if isinstance(value, Mapping):
-        found: dict[str, Any] = {}
+        result: dict[str, Any] = {}
         for key, item in value.items():
-            found |= flattened(item, f"{name}.{key}" if name else str(key))
-        return found
+            result |= flattened(item, f"{name}.{key}" if name else str(key))
+        return result
     return {name: json.dumps(value) if isinstance(value, list | tuple) else value}
 
 

@@ -120,16 +120,16 @@ def _prepare(run: Run, place: RankPlace, kind: str) -> PreparedRun:
     config = run.config
     if not config.run.cluster:
         # The ranks are already running: measuring now would disturb them, so the nearest preset stands in.
-        found = "laptop"
+        result = "laptop"
         if kind == "cuda":
             name = torch.cuda.get_device_name()
             known = preset_of_device(name)
             if known is None:
                 fix = "Run `mw probe -o this.cluster.json` on one node and set run.cluster to that file."
                 raise MeshwrightError([Problem(where="run.cluster", what=f"{name} has no preset.", fix=fix)])
-            found = known.name
-        run.report(f"planning with the figures of {found}")
-        config = replace(config, run=replace(config.run, cluster=found))
+            result = known.name
+        run.report(f"planning with the figures of {result}")
+        config = replace(config, run=replace(config.run, cluster=result))
     geometry = (place.num_local, place.num_ranks // place.num_local)
     prepared = prepare(config, run.plan, run.report, geometry, run.description)
     if prepared.plan.num_ranks != place.num_ranks:

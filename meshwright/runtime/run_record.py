@@ -306,13 +306,13 @@ def _talks(found: list[Action], computes: list[Action]) -> list[Action]:
 def _parted(actions: list[Action], stopped: list[tuple[float, float]]) -> list[Action]:
     """Actions without the times in which they only wait for a collective."""
     starts = [start for start, _ in stopped]
-    found: list[Action] = []
+    result: list[Action] = []
     for name, start, end in actions:
         first = max(0, bisect.bisect_right(starts, start) - 1)
         last = bisect.bisect_left(starts, end)
         pieces = without([(start, end)], stopped[first:last])
-        found += [(name, int(left), int(right)) for left, right in pieces]
-    return found
+        result += [(name, int(left), int(right)) for left, right in pieces]
+    return result
 
 
 def _united(actions: list[Action]) -> list[tuple[float, float]]:

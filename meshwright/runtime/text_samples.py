@@ -50,13 +50,13 @@ class Sampler:
         for _ in range(self.settings.sample_tokens):
             inputs, place = self._window([*text, *written])
             mine = self._best(Interpreter(build).scores(inputs), place, step, len(written))
-            found = [best for best in gather_json(build.mesh.control, mine) if best is not None]
-            if not found or (token := max(found)[1]) == self.tokenizer.separator:
+            result = [best for best in gather_json(build.mesh.control, mine) if best is not None]
+            if not result or (token := max(result)[1]) == self.tokenizer.separator:
                 break
             written.append(token)
         for exchange in build.exchanges:
             exchange.after_evaluation()
-        return written if found else None
+        return written if result else None
 
     def _window(self, tokens: list[int]) -> tuple[Inputs, int]:
         """The end of the text in the shape of a microbatch, and the place of its last token."""

@@ -198,12 +198,12 @@ class Trainer:
         batches = self.data.held_out_batches(*place, limit=self.settings.evaluate_batches, shares=self.plan.shares)
         total, tokens, hits = self.loop.evaluate(self._samples(batch) for batch in batches)
         mean = total / (tokens or 1.0)
-        found = {"held_out_loss": mean}
+        result = {"held_out_loss": mean}
         if self.data.info.num_bytes_per_token:
-            found["held_out_bits_per_byte"] = mean / math.log(2) / self.data.info.num_bytes_per_token
+            result["held_out_bits_per_byte"] = mean / math.log(2) / self.data.info.num_bytes_per_token
         if hits is not None:
-            found["held_out_top1"] = hits / (tokens or 1.0)
-        return found
+            result["held_out_top1"] = hits / (tokens or 1.0)
+        return result
 
     def sample(self) -> str | None:
         """A text the model writes now, the same on every rank; None where it has no scores for every token."""

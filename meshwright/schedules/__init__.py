@@ -87,10 +87,10 @@ def schedule_names() -> tuple[str, ...]:
 
 
 def schedule_named(name: str) -> Schedule:
-    found = SCHEDULES.get(name) or _added().get(name)
-    if found is None:
+    result = SCHEDULES.get(name) or _added().get(name)
+    if result is None:
         raise error_at("schedule", f'no schedule is called "{name}".', nearest(name, schedule_names()))
-    return found
+    return result
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,27 +52,27 @@ def list_schedule(
 
     def choices(stage: int) -> list[tuple[float, int, str, int]]:
         """(when it can begin, rank of preference, kind, chunk) of everything this stage could do next."""
-        mine, found = stages[stage], []
+        mine, result = stages[stage], []
         for chunk in range(chunks):
             span, further = places.span(stage, chunk), chunks - 1 - chunk
             when = ready("backward_input", span)
             if when is not None:
-                found.append((max(when, mine.clock), 1, "backward_input", chunk))
+                result.append((max(when, mine.clock), 1, "backward_input", chunk))
             when = ready("forward", span)
             # Room must stay for the later chunks of what is under way, or it could never finish.
             if when is not None and most_held - mine.held > further:
                 preference = further - chunks if forward_first else 2 + further  # nearer to the loss first
-                found.append((max(when, mine.clock), preference, "forward", chunk))
+                result.append((max(when, mine.clock), preference, "forward", chunk))
         if mine.owed:
-            found.append((mine.clock, 0, "backward_weight", mine.owed[0][1]))
-        return found
+            result.append((mine.clock, 0, "backward_weight", mine.owed[0][1]))
+        return result
 
     def choose(stage: int) -> tuple[float, int, str, int] | None:
-        found, mine = choices(stage), stages[stage]
-        now = [each for each in found if each[0] <= mine.clock]
+        result, mine = choices(stage), stages[stage]
+        now = [each for each in result if each[0] <= mine.clock]
         weights = [each for each in now if each[2] == "backward_weight"]
         others = [each for each in now if each[2] != "backward_weight"]
-        coming = [each for each in found if each[0] > mine.clock]
+        coming = [each for each in result if each[0] > mine.clock]
         if others:
             return min(others, key=lambda each: each[1])
         seconds = times[places.span(stage, mine.owed[0][1])][2] if weights else 0.0
@@ -117,10 +117,10 @@ def best_of(
 ) -> tuple[Actions, ...]:
     """The fastest of all variants and of those `others` that hold no more than they may."""
     sizes = [1.0] * places.chunks
-    found = [orders for orders in others if max(peak_held(mine, sizes) for mine in orders) <= most_held]
+    result = [orders for orders in others if max(peak_held(mine, sizes) for mine in orders) <= most_held]
     for flags in product((False, True), repeat=2):
         made = list_schedule(places, num_microbatches, times, most_held, *flags)
         if made is not None:
-            found.append(made)
-    assert found, "the first rule always ends"
-    return min(found, key=lambda orders: span_seconds(orders, places, times))
+            result.append(made)
+    assert result, "the first rule always ends"
+    return min(result, key=lambda orders: span_seconds(orders, places, times))

@@ -144,8 +144,8 @@ def reserved_by(stage: Stage, staged: Staged, device: Device, *, replays: bool) 
     allocated, fits = int(memory.allocated_bytes()), bool(memory.peak_bytes() <= device.memory_bytes)
     if device.kind != "cuda" or not replays:  # others allocate as they are asked
         return Replayed(allocated_bytes=allocated, reserved_bytes=allocated, fits=fits)
-    found = replay(memory, staged.timetable, stage.run.start, len(staged.unfolded), memory_bytes=device.memory_bytes)
-    return replace(found, fits=found.fits and fits)
+    result = replay(memory, staged.timetable, stage.run.start, len(staged.unfolded), memory_bytes=device.memory_bytes)
+    return replace(result, fits=result.fits and fits)
 
 
 def slowest_of(cluster: Cluster, num_ranks: int) -> float:
@@ -169,24 +169,24 @@ def _spent(staged: Staged, step_seconds: float, cluster: Cluster) -> list[_Spent
         return count * (stage.all_seconds.forward + stage.all_seconds.backward) + stage.tail_seconds
 
     slowest = max(staged.stages, key=busy_seconds)
-    found: list[_Spent] = []
+    result: list[_Spent] = []
     for charge, seconds in slowest.cost.charges.items():
         total = float(seconds) * (1 if charge.part == "step" else count)
         origin = charge.origin or COMPUTE
         if charge.axis:
             link = "inner" if slowest.cost.roads[charge.axis].is_inner else "outer"
             name = slowest.cost.roads[charge.axis].name or getattr(cluster, link).name or f"the {link} link"
-            found.append(_Spent(origin, f"{origin} collectives over {name}", link, total))
+            result.append(_Spent(origin, f"{origin} collectives over {name}", link, total))
         elif charge.tier:
-            found.append(_Spent(origin, f"{origin} copies to and from the {charge.tier}", "copy", total))
+            result.append(_Spent(origin, f"{origin} copies to and from the {charge.tier}", "copy", total))
         elif origin == LAUNCH:
-            found.append(_Spent(origin, "devices waiting for the host to launch", LAUNCH, total))
+            result.append(_Spent(origin, "devices waiting for the host to launch", LAUNCH, total))
         else:
-            found.append(_Spent(origin, origin, COMPUTE, total))
+            result.append(_Spent(origin, origin, COMPUTE, total))
     idle = max(0.0, step_seconds - busy_seconds(slowest))
     cutter = cutter_of(staged.plan)
     waiting = (cutter.name, f"{cutter.name}, stages waiting") if cutter is not None else ("jitter", "the slowest rank")
-    return [*found, _Spent(*waiting, "idle", idle)]
+    return [*result, _Spent(*waiting, "idle", idle)]
 
 
 def _summed(spent: list[_Spent], name: Literal["origin", "words", "cause"]) -> dict[str, float]:

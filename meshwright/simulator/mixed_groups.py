@@ -72,13 +72,13 @@ def pipes_of(
         sends = [each for work in works for each in work.collectives if each.kind == "send" and float(each.repeat) > 0]
         return here, [_joined(plan, here, units, by_group, max((float(each.bytes) for each in sends), default=0.0))]
     ranks_each = plan.num_ranks // len(units)
-    found: dict[tuple[int, int], Staged] = {}
+    result: dict[tuple[int, int], Staged] = {}
     shares = plan.shares or (plan.num_microbatches,) * len(units)
     for replica, (group, count) in enumerate(zip(units, shares, strict=True)):
-        if (group, count) not in found:
+        if (group, count) not in result:
             pipe = replica_pipe(profile, plan, here, group, count, sequence, optimizer)
-            found[group, count] = replace(pipe, first_rank=replica * ranks_each)
-    return here, list(found.values())
+            result[group, count] = replace(pipe, first_rank=replica * ranks_each)
+    return here, list(result.values())
 
 
 def replica_pipe(

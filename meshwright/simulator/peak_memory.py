@@ -86,12 +86,12 @@ class StageMemory:
 
     def tier_bytes(self) -> dict[TierName, Num]:
         """What a rank has of each other tier that is used, counted as if all of it were there at one moment."""
-        found: dict[TierName, Num] = {}
+        result: dict[TierName, Num] = {}
         for item in self.elsewhere:
             size = _once(item) if item.life in _MOMENTS else _bytes(item)
             times = self.in_flight if item.life == "microbatch" else 1
-            found[item.tier] = found.get(item.tier, 0) + size * times
-        return found
+            result[item.tier] = result.get(item.tier, 0) + size * times
+        return result
 
     def overflows(self, cluster: Cluster) -> Num:
         """Whether another tier than the device's is too small for it."""
@@ -145,28 +145,28 @@ class StageMemory:
         if not moments:
             return self.between(held, gradients)
         at, is_last, _ = max(moments, key=lambda each: float(each[2]))
-        found = defaultdict(float, self.between(held - 1, gradients))
+        result = defaultdict(float, self.between(held - 1, gradients))
         for index, place in enumerate(self.places):
             for item in place.kept if index <= at or not self.is_by_place else ():
                 is_one = index == at and not is_last and self.is_by_place
-                found[item.category] += float(_once(item) if is_one else _bytes(item))
+                result[item.category] += float(_once(item) if is_one else _bytes(item))
             for item in place.gradients if index >= at and not is_forward and self.is_by_place else ():
                 size = _once(item) if index == at and is_last else place.gradient_bytes(item)
-                found[item.category] += float(size * (1 - gradients))
+                result[item.category] += float(size * (1 - gradients))
         for item in self.places[at].running:
             if _is_there(item, is_forward):
-                found[item.category] += float(_once(item))
-        return found
+                result[item.category] += float(_once(item))
+        return result
 
     def between(self, held: float, gradients: float) -> dict[str, float]:
         """While no microbatch runs."""
-        found = defaultdict(float, {name: float(size) for name, size in self.always.items()})
+        result = defaultdict(float, {name: float(size) for name, size in self.always.items()})
         for place in self.places:
             for item in place.kept:
-                found[item.category] += float(held * _bytes(item))
+                result[item.category] += float(held * _bytes(item))
             for item in place.gradients:
-                found[item.category] += float(place.gradient_bytes(item) * (gradients if self.is_by_place else 1))
-        return found
+                result[item.category] += float(place.gradient_bytes(item) * (gradients if self.is_by_place else 1))
+        return result
 
     def _fullest_actions(self) -> tuple[tuple[Num, bool, Num], ...]:
         """(microbatches held, whether forward, gradients) of those that may be. From the second backward on all

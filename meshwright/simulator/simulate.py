@@ -270,21 +270,21 @@ def _pieces(cost: StageCost, kind: str) -> list[tuple[str, str, float, float]]:
         beside: list[tuple[str, str, float]] = [(lane, each.charge.origin, each.seconds) for each in mine]
         groups.append((0.0 if is_forward else max(0.0, total - sum(seconds for *_, seconds in beside)), beside))
     groups.append((total - alone if is_forward else 0.0, stops))
-    found = []
+    result = []
     for start, amounts in groups:
         for lane, origin, seconds in amounts:
-            found.append((lane, origin, start / total, seconds / total))
+            result.append((lane, origin, start / total, seconds / total))
             start += seconds
-    return found
+    return result
 
 
 def _charged(charges: Mapping[Charge, Num], parts: tuple[Part, ...], *, lane: str) -> dict[str, float]:
     """Seconds by technique, of one lane."""
-    found: dict[str, float] = {}
+    result: dict[str, float] = {}
     for charge, seconds in sorted(charges.items(), key=lambda item: (item[0].axis, item[0].origin)):
         if charge.part in parts and charge.lane == lane and float(seconds) > 0:
-            found[charge.origin] = found.get(charge.origin, 0.0) + float(seconds)
-    return found
+            result[charge.origin] = result.get(charge.origin, 0.0) + float(seconds)
+    return result
 
 
 class _Beside(NamedTuple):
@@ -311,10 +311,10 @@ def _beside(cost: StageCost) -> list[_Beside]:
         whole[charge, item.part] += float(item.total_seconds)
     for (charge, _), seconds in whole.items():
         by_charge[charge] += seconds
-    found = []
+    result = []
     for (charge, part), seconds in whole.items():
         shown = float(cost.charges.get(charge, 0.0)) - float(cost.bare.get(charge, 0.0))
         if seconds > 0:
             shares = max(0.0, shown) * seconds / by_charge[charge]
-            found.append(_Beside(charge, part, seconds, min(seconds, shares)))
-    return found
+            result.append(_Beside(charge, part, seconds, min(seconds, shares)))
+    return result

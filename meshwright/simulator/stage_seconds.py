@@ -104,12 +104,12 @@ def _slowdown(task: Compute, device: Device) -> Num:
     slower: Num = 0.0
     for m, n, k in shapes:
         # Seconds of products of m x k by k x n over those at the rate of a large one.
-        found: Num = (k + device.k_half) / k
+        result: Num = (k + device.k_half) / k
         if device.num_processors:
-            found = found / _used(m, n, k, matrices, device.num_processors)
+            result = result / _used(m, n, k, matrices, device.num_processors)
         if device.residuals:
-            found = found * _residual(m, n, k, device.residuals)
-        slower = slower + found
+            result = result * _residual(m, n, k, device.residuals)
+        slower = slower + result
     return slower / len(shapes)
 
 
@@ -120,8 +120,8 @@ def _used(m: Num, n: Num, k: Num, matrices: Num, processors: int) -> Num:
     elsewhere ask the same.
     """
     sizes = np.array(np.broadcast_arrays(m, n, k, matrices), dtype=float)
-    found = _used_of(sizes.tobytes(), sizes.shape, processors)
-    return found if sizes.ndim > 1 else float(found)
+    result = _used_of(sizes.tobytes(), sizes.shape, processors)
+    return result if sizes.ndim > 1 else float(result)
 
 
 @lru_cache(maxsize=2048)
@@ -142,8 +142,8 @@ def _residual(m: Num, n: Num, k: Num, points: tuple[tuple[float, float, float, f
     squares = ((flat[:, None, :] - where[None, :, :]) ** 2).sum(axis=-1)
     nearest = np.argsort(squares, axis=1)[:, :NEIGHBOURS]
     weight = 1.0 / (np.take_along_axis(squares, nearest, axis=1) + 1e-3)
-    found = np.exp((weight * ratio[nearest]).sum(axis=1) / weight.sum(axis=1))
-    shaped = found[back.reshape(-1)].reshape(asked.shape[:-1])
+    result = np.exp((weight * ratio[nearest]).sum(axis=1) / weight.sum(axis=1))
+    shaped = result[back.reshape(-1)].reshape(asked.shape[:-1])
     return shaped if shaped.ndim else float(shaped)
 
 
@@ -212,14 +212,14 @@ def routes(cluster: Cluster, mesh: Mapping[str, Num]) -> dict[str, Route]:
     each node once per card, so it moves per_node times one card's bytes (and never more than the inner link).
     Groups of the other axes run at the same time and use their own devices' cards.
     """
-    found: dict[str, Route] = {}
+    result: dict[str, Route] = {}
     stride: Num = 1
     for axis in reversed(tuple(mesh)):
-        found[axis] = route(cluster, mesh[axis], stride)
+        result[axis] = route(cluster, mesh[axis], stride)
         stride = stride * mesh[axis]
     if cluster.others and (outermost := next((axis for axis in mesh if mesh[axis] > 1), "")):
-        found[outermost] = _across(cluster, mesh[outermost], stride // mesh[outermost])
-    return {axis: found[axis] for axis in mesh}
+        result[outermost] = _across(cluster, mesh[outermost], stride // mesh[outermost])
+    return {axis: result[axis] for axis in mesh}
 
 
 def route(cluster: Cluster, size: Num, stride: Num) -> Route:

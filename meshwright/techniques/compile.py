@@ -60,12 +60,12 @@ class Compile(Technique):
     def options(cls, profile: Profile, cluster: Cluster) -> tuple[Option, ...]:
         if cluster.device.kind != "cuda":
             return ()
-        found = (Choice("backend", ("inductor",)),)
+        result = (Choice("backend", ("inductor",)),)
         # CUDA graphs were never run on more than one GPU, and one graph gains less than its late sums cost there.
         is_offered = cluster.num_devices == 1 and profile.num_params < LARGEST_OFFERED
         if not is_offered or cls(scope="model", graphs=True)._problems_with(profile):
-            return found
-        return (*found, Choice("scope", ("block", "model")), Choice("graphs", (False, True)))
+            return result
+        return (*result, Choice("scope", ("block", "model")), Choice("graphs", (False, True)))
 
     @property
     def joins_gradients(self) -> bool:

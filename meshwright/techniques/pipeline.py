@@ -193,18 +193,18 @@ class Pipeline(Technique):
         if places.chunks == 1:
             first, count = work.size("first_block"), work.size("blocks")
             return [BlockSpan(first, first + count, stage, places)]
-        found = []
+        result = []
         chosen = work.sizes.get("chunk")
         for chunk in range(places.chunks) if chosen is None else (chosen,):
             at = places.span(stage, chunk)
             if np.all(len(self.stages) == places.num_spans):
                 bounds = np.cumsum((0, *self.stages))
-                found.append(BlockSpan(bounds[at], bounds[at + 1], at, places))
+                result.append(BlockSpan(bounds[at], bounds[at + 1], at, places))
             else:
                 each, more = blocks // places.num_spans, blocks % places.num_spans
                 start = at * each + np.minimum(at, more)
-                found.append(BlockSpan(start, start + each + (at < more), at, places))
-        return found
+                result.append(BlockSpan(start, start + each + (at < more), at, places))
+        return result
 
     def _sends(self, work: Work, spans: list[BlockSpan]) -> list[Collective]:
         layers = work.profile.layers

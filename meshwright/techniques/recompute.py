@@ -138,16 +138,16 @@ class Recompute(Technique):
         return again, inputs
 
     def counts_in(self, profile: Profile, spans: Spans, chunk: int | None = None) -> dict[str, int]:
-        found = super().counts_in(profile, spans, chunk)
+        result = super().counts_in(profile, spans, chunk)
         if not self.slots:
-            return found
+            return result
         runs = self._runs(profile, spans)
         for layer in profile.block_layers:
             lengths = [len(blocks) for at, name, blocks in runs if name == layer.name and chunk in (None, at)]
             again = (int(forwards_again(self.slots, length)[length]) for length in lengths)
-            found[f"{self.name}.again.{layer.name}"] = sum(again)
-            found[f"{self.name}.inputs.{layer.name}"] = sum(min(self.slots, length) for length in lengths)
-        return found
+            result[f"{self.name}.again.{layer.name}"] = sum(again)
+            result[f"{self.name}.inputs.{layer.name}"] = sum(min(self.slots, length) for length in lengths)
+        return result
 
     def _runs(self, profile: Profile, spans: Spans) -> list[tuple[int, str, list[int]]]:
         """(chunk, kind, blocks) of fully recomputed equal blocks that follow each other."""
@@ -182,7 +182,7 @@ class Recompute(Technique):
         """The forward's tasks, repeated as often as they are run again."""
         each = np.maximum(work.repeat_of(layer.name), 1)  # some tasks come several times a block
         goes_back = work.has_backward(layer.name)
-        found, last = [], _last_product(layer.ops)
+        result, last = [], _last_product(layer.ops)
         for task in work.tasks:
             if task.layer != layer.name or task.phase != "forward":
                 continue
@@ -197,8 +197,8 @@ class Recompute(Technique):
                 if is_tail and not self.slots:
                     continue
             repeat = task.repeat * times // each * goes_back
-            found.append(replace(task, phase="recompute", repeat=repeat, origin=origin))
-        return [*found, *self._watching(work, layer, few + some)]
+            result.append(replace(task, phase="recompute", repeat=repeat, origin=origin))
+        return [*result, *self._watching(work, layer, few + some)]
 
     def _watching(self, work: Work, layer: Layer, count: Num) -> list[Compute]:
         """The host's part in telling what is dear: once when it is kept, once when it is found again."""
@@ -216,11 +216,11 @@ class Recompute(Technique):
         boundary = _boundary_bytes(work, layer)
         each = boundary * inputs / np.maximum(count, 1)
         own: dict[str, Any] = {"layer": layer.name, "origin": self.name, "turn": -3}
-        found = [Resident(**own, category="activations", repeat=count, bytes=each, life="microbatch")]
+        result = [Resident(**own, category="activations", repeat=count, bytes=each, life="microbatch")]
         if self.slots:  # the input that has been made again
             here = (count > inputs) * 1
-            found.append(Resident(**own, category="working", repeat=here, bytes=boundary, life="backward"))
-        return found + _revived(work, layer, count, 1.0, own)
+            result.append(Resident(**own, category="working", repeat=here, bytes=boundary, life="backward"))
+        return result + _revived(work, layer, count, 1.0, own)
 
     def _selective(self, work: Work, layer: Layer, count: Num, *, keeps_products: bool) -> list[Resident]:
         dear = _dear_bytes(work, layer, keeps_products)

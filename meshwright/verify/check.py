@@ -193,7 +193,7 @@ def _compared(
     report(f"{plan.num_ranks} ranks: {plan}")
     arguments = {"run": encode(run), "tolerance": tolerance, "answer": answer, "rounds": rounds}
     answers = pool.run(f"{_JOBS}:parity_job", arguments, plan.num_ranks, timeout_seconds=3600)
-    found: list[tuple[int, str, float, float]] = [  # of all ranks: step, quantity, error, tolerance
+    result: list[tuple[int, str, float, float]] = [  # of all ranks: step, quantity, error, tolerance
         (step, "learning rate", float("inf"), 1e-9) for step in answer["wrong_rates"] if not rounds
     ]
     if rounds:
@@ -201,17 +201,17 @@ def _compared(
         worst, bias = _of_sums([a["sums"] for a in answers])
         known, known_bias = _of_sums([control["sums"]])
         tolerance, source = max(4 * known, 1e-2), f"4 x that of one device in bf16 by autocast, {known:.1e}"
-        found += [(0, "gradient", worst, tolerance)]
-        found += [(0, "gradient's length", abs(bias), max(4 * abs(known_bias), 1e-2))]
+        result += [(0, "gradient", worst, tolerance)]
+        result += [(0, "gradient's length", abs(bias), max(4 * abs(known_bias), 1e-2))]
         for step, exact in enumerate(control["exact"]):
             limit = max(4 * abs(control["losses"][step] - exact), abs(exact) / 128)
-            found.append((step, "loss", max(abs(a["losses"][step] - exact) for a in answers), limit))
+            result.append((step, "loss", max(abs(a["losses"][step] - exact) for a in answers), limit))
     else:
         what += "dropout off, " if answer["is_random"] and answer["dropout"] == "off" else ""
         what, worst = f"{what}in float64", max(answer["worst"] for answer in answers)
     departures = [
         {"step": step, "quantity": quantity, "layer": "all", "error": error, "tolerance": limit, "rank": 0, "order": -1}
-        for step, quantity, error, limit in found
+        for step, quantity, error, limit in result
         if not error <= limit
     ]
     departures += [{**each, "rank": rank} for rank, a in enumerate(answers) for each in a["departures"]]

@@ -155,8 +155,8 @@ def _spread(plain: reference.Plain, batch: Any, plan: Plan, sees_batch: bool) ->
     norm = sum(float(g.square().sum()) for g in gradients.values()) ** 0.5
     size = max((float(g.abs().max()) for g in gradients.values() if g.numel()), default=0.0)
     largest = spread = 0.0
-    for other_loss, found in others:
-        largest = max([largest, *(float((g - found[n]).abs().max()) for n, g in gradients.items() if g.numel())])
+    for other_loss, result in others:
+        largest = max([largest, *(float((g - result[n]).abs().max()) for n, g in gradients.items() if g.numel())])
         spread = max(spread, largest / (norm or 1.0), abs(loss - other_loss) / (abs(loss) or 1.0))
     return {"spread": spread, "noise": largest / (size or 1.0)}
 

@@ -212,11 +212,11 @@ def gradient(
             with torch.autocast("cpu", dtype=cast) if cast is not None else nullcontext():
                 summed, extra = _summed(plain, given, targets[chosen], weights[chosen])
             total += float(summed.detach())
-            found = torch.autograd.grad((summed + extra) / count, list(trained.values()), allow_unused=True)
-            for sum_, each in zip(sums.values(), found, strict=True):
+            result = torch.autograd.grad((summed + extra) / count, list(trained.values()), allow_unused=True)
+            for sum_, each in zip(sums.values(), result, strict=True):
                 if each is not None:
                     sum_ += each
-            used.update(name for name, each in zip(trained, found, strict=True) if each is not None)
+            used.update(name for name, each in zip(trained, result, strict=True) if each is not None)
     plain.unused = trained.keys() - used
     return total / count, sums
 

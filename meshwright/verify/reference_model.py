@@ -94,11 +94,11 @@ def plain_of(opened: OpenedModel, *, sequence: int, dtype: torch.dtype, foreign:
 
 
 def _values(opened: OpenedModel, dtype: torch.dtype) -> Tensors:
-    found = {}
+    result = {}
     for name, each in opened.model.named_parameters():
         name = opened.model.public_name(name)
-        found[name] = opened.source(name, Box.whole(tuple(each.shape)), dtype).contiguous()
-    return found
+        result[name] = opened.source(name, Box.whole(tuple(each.shape)), dtype).contiguous()
+    return result
 
 
 def _leaves(opened: OpenedModel, values: Tensors) -> Tensors:

@@ -41,8 +41,8 @@ def torch_groups(pieces: list[ParameterPiece]) -> list[dict[str, Any]]:
     groups: dict[tuple[float, float], list[torch.Tensor]] = {}
     for piece in pieces:
         groups.setdefault((piece.lr_scale, piece.weight_decay), []).append(piece.value)
-    found = [{"params": values, "lr_scale": key[0], "weight_decay": key[1]} for key, values in groups.items()]
-    return found or [{"params": [], "lr_scale": 1.0}]
+    result = [{"params": values, "lr_scale": key[0], "weight_decay": key[1]} for key, values in groups.items()]
+    return result or [{"params": [], "lr_scale": 1.0}]
 
 
 def torch_step(rule: UpdateRule, inner: torch.optim.Optimizer, lr: float) -> None:
