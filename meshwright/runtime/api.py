@@ -131,22 +131,27 @@ class Built:
             what = f"this rank's inputs and targets must have {wanted} rows each, not {num_samples(inputs)} and "
             fix = f"Cut the batch with rows({plan.batch})."
             raise MeshwrightError([Problem(where="step", what=f"{what}{targets.shape[0]}.", fix=fix)])
-        weights = torch.ones(targets.shape) if weights is None else weights
         problems = plan.check_sequence(targets.shape[1]) if targets.ndim > 1 else ()
-        if weights.shape != targets.shape:
+        if weights is not None and weights.shape != targets.shape:
             what = f"the weights are {tuple(weights.shape)} for targets of shape {tuple(targets.shape)}."
             problems = (*problems, Problem(where="step", what=what, fix="Give one weight for each target."))
         if problems:
             raise MeshwrightError(problems)
-        tokens = self._loop.total(weights.double().sum())
+        # Without weights nothing on the device needs to be read.
+        count = torch.tensor(targets.numel(), dtype=torch.float64) if weights is None else weights.double().sum()
+        tokens = self._loop.total(count)
         if tokens < 0:
             what = f"the weights of the batch add up to {tokens:g}, and the loss is divided by that sum."
             raise MeshwrightError([Problem(where="step", what=what, fix="Use weights of 0 or more.")])
+
+        def put(tensor: Tensor) -> Tensor:
+            if device.type != "cuda" or tensor.is_cuda:
+                return tensor.to(device)
+            return tensor.pin_memory().to(device, non_blocking=True)  # else the copy waits for the step before
+
+        each = torch.ones(targets.shape, device=device) if weights is None else put(weights)
         return Samples(
-            inputs=map_inputs(inputs, lambda tensor: tensor.to(device)),
-            targets=targets.to(device),
-            weights=weights.to(device, self.build.dtype),
-            num_tokens=tokens,
+            inputs=map_inputs(inputs, put), targets=put(targets), weights=each.to(self.build.dtype), num_tokens=tokens
         )
 
 

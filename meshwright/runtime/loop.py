@@ -69,6 +69,8 @@ class StepResult:
     """What the loss of this step was multiplied by."""
     ended_seconds: float = field(default=0.0, compare=False)
     """When the host could know that the step was over, on the clock of `time.perf_counter`."""
+    idle_seconds: float | None = field(default=None, compare=False)
+    """How long the GPU had nothing to do before this step; None where it is not measured."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -94,6 +96,9 @@ class BatchUnderWay:
     Each rank's share; the sum over all ranks once it is `sent`. Where the host does not wait for them: the first two,
     on the device, then on their way to the host."""
     sent: dist.Work | None = None
+    began: torch.cuda.Event | None = None
+    after: torch.cuda.Event | None = None
+    """When the step before was over, if it had not been read yet."""
     arrived: torch.cuda.Event | None = None
     """When the message is in the host's memory, if it comes from a GPU."""
     requests: float = 0.0
@@ -304,11 +309,6 @@ class Loop(Interpreter):
             what = f"a step is still under way: {why}."
             raise MeshwrightError([Problem(where="train", what=what, fix="Call flush first.")])
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether the device still computes the last step."""
-        return self.unread is not None and self.unread.arrived is not None and not self.unread.arrived.query()
-
     def _read(self) -> list[StepResult]:
         """The result of the step that was launched last, if it has not been read."""
         batch, self.unread = self.unread, None
@@ -322,6 +322,12 @@ class Loop(Interpreter):
             self.received, self.outputs, self.gradients = {}, {}, {}
         self.requests = 2.0 * stop + save
         self.batch = self._batch(samples, trains=True, lr=lr)
+        if self.reads_late and self.unread is None:  # a step that failed may have left the flag
+            self.refused = torch.zeros_like(self.refused)
+        if self.reads_late and self.refused.is_cuda:
+            self.batch.began = torch.cuda.Event(enable_timing=True)
+            self.batch.began.record()
+            self.batch.after = None if self.unread is None else self.unread.arrived
         self.num_fed += 1
         if self.before is not None:
             self._send(self.before)
@@ -364,8 +370,11 @@ class Loop(Interpreter):
                 return []
             self._send(ended)
         assert ended is not None
-        results = self._read() if self.reads_late else [self._result(ended)]
-        self.unread = ended if self.reads_late else None
+        if not self.reads_late:
+            return [self._result(ended)]
+        ended.microbatches = []  # not in memory beside those of the next step
+        results = self._read()
+        self.unread = ended
         return results
 
     def begin(self, batch: BatchUnderWay) -> None:
@@ -409,7 +418,7 @@ class Loop(Interpreter):
             if batch.message.is_cuda:
                 there = torch.empty(batch.message.shape, dtype=batch.message.dtype, pin_memory=True)
                 batch.message = there.copy_(batch.message, non_blocking=True)
-                batch.arrived = torch.cuda.Event()
+                batch.arrived = torch.cuda.Event(enable_timing=True)
                 batch.arrived.record()
             else:
                 batch.ended_seconds = time.perf_counter()
@@ -442,17 +451,22 @@ class Loop(Interpreter):
 
     def _result(self, batch: BatchUnderWay) -> StepResult:
         if batch.result is None:
+            idle = None
             if batch.arrived is not None:
                 batch.arrived.synchronize()
+                if batch.after is not None and batch.began is not None:
+                    idle = batch.after.elapsed_time(batch.began) / 1e3
             total, square, *asked = self._agreed(batch)
             scale, requests = self._scaled(), asked[0] if asked else batch.requests
             loss, norm = total / batch.divisor, square**0.5 / scale
             is_finite = math.isfinite(loss) and math.isfinite(norm)
             if not is_finite and self.build.loss_scaling is None:  # all ranks see the same numbers and stop together
-                if self.reads_late:  # the update was launched, perhaps another after it: they have changed nothing
-                    self.refused, self.optimizer.num_steps = torch.zeros_like(self.refused), batch.num_steps
                 late = "known only after this step was taken"
                 consequence = "this step was not taken" if self.versions is None else late
+                if self.reads_late:  # the update was launched, perhaps another after it: they have changed nothing
+                    is_followed = self.optimizer.num_steps > batch.num_steps + 1
+                    consequence += ", nor the one after it, which had begun" if is_followed else ""
+                    self.refused, self.optimizer.num_steps = torch.zeros_like(self.refused), batch.num_steps
                 if self.optimizer.rule.updated:
                     consequence = "backward has updated parameters whose gradients are finite, and no other"
                 what = f"the loss is {loss} and the gradient norm {norm}: {consequence}."
@@ -465,6 +479,7 @@ class Loop(Interpreter):
                 must_save=requests % 2 == 1,
                 is_skipped=not is_finite,
                 loss_scale=scale,
+                idle_seconds=idle,
             )
         return replace(batch.result, ended_seconds=batch.ended_seconds or time.perf_counter())
 

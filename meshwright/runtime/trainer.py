@@ -26,7 +26,7 @@ from meshwright.run.model import OpenedModel
 from meshwright.run.run_file import TrainSection
 from meshwright.runtime.build import build
 from meshwright.runtime.checkpointing import restore_buffers, restore_optimizer, save, source_of
-from meshwright.runtime.loop import Loop, Samples
+from meshwright.runtime.loop import Loop, Samples, StepResult
 from meshwright.runtime.text_samples import Sampler
 
 _MOST_FILES = 10_000
@@ -104,6 +104,10 @@ class Trainer:
         self.rests: tuple[int, ...] = ()
         """Counts of steps after which somebody wants none under way, beside those that the settings say."""
         self.saved_seconds = time.monotonic()
+        self.fed: deque[_Fed] = deque()
+        """Steps that were begun and whose results are not known yet."""
+        self.ended_seconds = 0.0
+        """When the last step was over, on the clock of `time.perf_counter`."""
 
     def _check_state(self, state: Any) -> None:
         """A run goes on with what it began with; the plan, the batch and the number of steps may change."""
@@ -130,59 +134,68 @@ class Trainer:
 
         A step may be told of late, while the next one runs; but when something is due after it, all are at rest.
         """
-        settings, plan = self.settings, self.plan
-        fed: deque[_Fed] = deque()
+        settings, plan, fed = self.settings, self.plan, self.fed
         must_stop = must_save = False
-        ended = 0.0
         while not must_stop and (at := self.step + len(fed)) < settings.steps:
             start = time.perf_counter()
-            # Randomness depends on the step and the samples alone: nothing to save, nothing to resume.
-            torch.manual_seed(_seed(settings.seed, at, self.part))
-            cursor = self.cursor + len(fed) * plan.batch
-            batch = self.data.batch(cursor, plan.batch, self.part, self.num_parts, plan.shares)
-            # While the device computes the step before, nothing waits for samples.
-            waited = 0.0 if self.loop.is_busy else time.perf_counter() - start
-            lr = settings.optimizer.lr_at(at, settings.steps)
-            fed.append(_Fed(lr=lr, num_tokens=batch.num_tokens, start_seconds=start, data_seconds=waited))
-            # One clock decides: rank 0's.
-            save = self.mesh.rank == 0 and 0 < settings.save_minutes * 60 <= time.monotonic() - self.saved_seconds
-            is_told = stop is not None and stop.is_set
-            samples = self._samples(batch)
-            del batch  # two batches need not be in memory while the next one is read
-            results = self.loop.feed(samples, lr, stop=is_told, save=save)
-            del samples
+            try:
+                # Randomness depends on the step and the samples alone: nothing to save, nothing to resume.
+                torch.manual_seed(_seed(settings.seed, at, self.part))
+                cursor = self.cursor + len(fed) * plan.batch
+                batch = self.data.batch(cursor, plan.batch, self.part, self.num_parts, plan.shares)
+                waited = time.perf_counter() - start
+                lr = settings.optimizer.lr_at(at, settings.steps)
+                # One clock decides: rank 0's.
+                save = self.mesh.rank == 0 and 0 < settings.save_minutes * 60 <= time.monotonic() - self.saved_seconds
+                is_told = stop is not None and stop.is_set
+                samples, num_tokens = self._samples(batch), batch.num_tokens
+                del batch  # two batches need not be in memory while the next one is read
+                results = self.loop.feed(samples, lr, stop=is_told, save=save)
+                del samples
+            except Exception:
+                if self.loop.reads_late:  # the step before is over, and is told of first
+                    yield from self._told(self.loop.flush())
+                    fed.clear()
+                raise
+            fed.append(_Fed(lr=lr, num_tokens=num_tokens, start_seconds=start, data_seconds=waited))
             must_stop = any(result.must_stop for result in results)
             must_save = any(result.must_save for result in results)
             # Alone, this rank's wishes are everyone's.
             is_asked = must_stop or must_save or (self.loop.reads_late and (is_told or save))
             must_rest = is_asked or self._is_pause(self.step + len(fed))
-            while results or must_rest:
-                for result in results:
-                    known = fed.popleft()
-                    # A step that the device began before the last one was told of lasts from there.
-                    seconds = max(result.ended_seconds - max(known.start_seconds, ended), 1e-9)
-                    ended = result.ended_seconds
-                    self.cursor += self.plan.batch
-                    self.step += 1
-                    yield TrainStep(
-                        step=self.step - 1,
-                        loss=result.loss,
-                        gradient_norm=result.gradient_norm,
-                        lr=known.lr,
-                        seconds=seconds,
-                        data_seconds=known.data_seconds,
-                        tokens_per_second=known.num_tokens / seconds,
-                        num_tokens=known.num_tokens,
-                        loss_scale=result.loss_scale,
-                        is_skipped=result.is_skipped,
-                        must_stop=must_stop and not fed,
-                        must_save=must_save and not fed,
-                    )
-                # What is known is told first: this may raise.
-                results = self.loop.flush() if must_rest else []
+            yield from self._told(results, must_stop=must_stop, must_save=must_save)
+            if must_rest:  # what is known was told first: this may raise
+                results = self.loop.flush()
                 must_stop |= any(result.must_stop for result in results)
                 must_save |= any(result.must_save for result in results)
-                must_rest = False
+                yield from self._told(results, must_stop=must_stop, must_save=must_save)
+
+    def _told(
+        self, results: Sequence[StepResult], *, must_stop: bool = False, must_save: bool = False
+    ) -> Iterator[TrainStep]:
+        """Steps whose results are known, in order; requests come with the last one under way."""
+        for result in results:
+            known = self.fed.popleft()
+            # A step that the device began before the last one was told of lasts from there.
+            seconds = max(result.ended_seconds - max(known.start_seconds, self.ended_seconds), 1e-9)
+            waited = known.data_seconds if result.idle_seconds is None else min(known.data_seconds, result.idle_seconds)
+            self.ended_seconds = result.ended_seconds
+            self.cursor += self.plan.batch
+            self.step += 1
+            yield TrainStep(
+                step=self.step - 1,
+                loss=result.loss,
+                gradient_norm=result.gradient_norm,
+                lr=known.lr,
+                seconds=seconds,
+                data_seconds=waited,
+                tokens_per_second=known.num_tokens / seconds,
+                num_tokens=known.num_tokens,
+                loss_scale=result.loss_scale,
+                is_skipped=result.is_skipped,
+                must_stop=must_stop and not self.fed,
+                must_save=must_save and not self.fed,
+            )
 
     def _is_pause(self, step: int) -> bool:
         """Whether somebody looks at the weights after that many steps."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -109,6 +110,46 @@ def test_a_bad_step_leaves_the_state_before_it_in_memory_and_on_disk(bad: int, t
         run(twin)
     assert_same(trainer, twin)
     assert list(list_steps(tmp_path)) == ([3] if bad > 2 else [])
+
+
+def test_steps_that_are_left_and_taken_up_again_are_the_same_steps() -> None:
+    trainer, whole = trainer_of(MadeData()), trainer_of(MadeData())
+    first = list(itertools.islice(trainer.steps(), 2))  # a third one is under way
+    told = [*first, *run(trainer)]
+    assert [(step.step, step.loss) for step in told] == [(step.step, step.loss) for step in run(whole)]
+    assert_same(trainer, whole)
+
+
+def test_a_step_before_an_error_of_the_data_is_told_first() -> None:
+    class Broken(MadeData):
+        def batch(self, cursor: int, batch: int, *place: Any) -> Batch:
+            if cursor == 2 * BATCH:
+                raise OSError("gone")
+            return super().batch(cursor, batch, *place)
+
+    trainer = trainer_of(Broken())
+    steps = trainer.steps()
+    assert [next(steps).step for _ in range(2)] == [0, 1]
+    with pytest.raises(OSError, match="gone"):
+        next(steps)
+    assert (trainer.step, trainer.cursor, trainer.optimizer.num_steps) == (2, 2 * BATCH, 2)
+    trainer.loop.require_rest()
+
+
+def test_an_error_inside_a_bad_step_refuses_no_later_one() -> None:
+    trainer = trainer_of(MadeData({0: float("nan")}))
+    update = trainer.optimizer.update
+
+    def fail(*given: Any) -> None:
+        trainer.optimizer.update = update  # type: ignore[method-assign]
+        raise KeyboardInterrupt
+
+    trainer.optimizer.update = fail  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        run(trainer)
+    before, good = state_of(trainer), MadeData()
+    trainer.loop.step(trainer._samples(good.batch(0, BATCH)), 1e-2)
+    assert not all(torch.equal(a, b) for a, b in zip(before[:-1], state_of(trainer)[:-1], strict=True))
 
 
 OVERFLOWS = {0: 1e30, 2: 1e30, 4: 1e30}
