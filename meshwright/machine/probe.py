@@ -109,7 +109,9 @@ def read_machine(
         except RankError as error:
             first = cause(error.failures)
             how = f"was {first.message}" if first.kind == "signal" else f"ended with code {first.exit_code}"
-            if "no answer" in first.message:
+            if "starting up" in first.message:
+                how = f"gave {first.message}"
+            elif "no answer" in first.message:
                 how = f"did not end within {_DEADLINE_SECONDS:.0f} s"
             said = first.details[-_TAIL_CHARACTERS:].strip() or "nothing"
             raise error_at("probe", f"the process measuring device {first.rank} {how}. It said:\n{said}") from None

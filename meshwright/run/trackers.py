@@ -259,8 +259,11 @@ class Feed:
             self.say(f"{self.name} was slower than the run: its {self.num_dropped} oldest entries were dropped")
 
     def _run(self) -> None:
-        call, self.is_broken = "open", not self._try("open", self.about)
-        while call != "close" and not self.is_broken:
+        call = "open"
+        if not self._try(call, self.about):
+            self.is_broken = True
+            return
+        while call != "close":  # also after the run has stopped waiting: whatever gets through is there
             call, arguments = self.waiting.get()
             self._try(call, *arguments)
 

@@ -113,8 +113,9 @@ class RankTraining:
         num_watched = 0 if plan.overlaps_steps else config.run.timeline_steps
         self.watch = Watch(trainer.step + WARM_UP_STEPS, num_watched, mesh)
         trainer.build.on_action.append(self.watch.look)
-        # After the first step a signal is answered by saving: it must be over by then, and not beside a second one.
-        trainer.rests = (trainer.step + 1, self.watch.range.start, self.watch.range.stop)
+        if trainer.loop.reads_late:  # elsewhere a rest would change the run, or is there anyway
+            # After the first step a signal is answered by saving: it must be over by then, not beside a second one.
+            trainer.rests = (trainer.step + 1, self.watch.range.start, self.watch.range.stop)
         self.tally = StepTally()
         self.num_early_retries = 0
         self.saved_step = trainer.step if trainer.step else -1
