@@ -222,7 +222,7 @@ def read_request(
 
     is_auto = isinstance(batch, str) and batch == AUTO
     samples = default_batch if is_auto else read_batch(batch, wrong)
-    knobs = tried(lambda: read_knobs(why)) or ()
+    knobs = (tried(lambda: read_knobs(why)) if why else None) or ()
     changes = tried(lambda: read_changes(what_if)) or ()
     limit = read_memory(max_memory, "--max-memory", wrong) if isinstance(max_memory, str) else max_memory
     range_ = _read_range(str(devices), wrong) if devices else None

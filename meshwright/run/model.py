@@ -136,8 +136,9 @@ def describe(section: ModelSection, sequence: int, seed: int = 0) -> ModelDescri
         vocab = made.vocab_size or int(getattr(getattr(made.module, "config", None), "vocab_size", 0) or 0)
     if section.freeze or section.train:
         check_patterns(profile, section.freeze, section.train)
-    is_frozen = _is_frozen(section, made)
-    profile = freeze(profile, is_frozen)
+    if section.freeze or section.train or made is not None:  # a user's module may come with frozen parameters
+        is_frozen = _is_frozen(section, made)
+        profile = freeze(profile, is_frozen)
     about: dict[str, Any] = {"section": section, "config": config, "profile": profile}
     about |= {"sequence": sequence, "vocab_size": vocab}
     if config is not None:

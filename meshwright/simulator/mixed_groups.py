@@ -53,9 +53,11 @@ def pipes_of(
 ) -> tuple[Cluster, list[Staged]]:
     """The groups that the plan's ranks take; and one pipe for all stages, or one for each kind of replica: its group
     and its share."""
-    if cluster.others and (problems := list(group_problems(plan, cluster))):
-        raise MeshwrightError(problems)
-    here = placed(plan, cluster)
+    here = cluster
+    if cluster.others:
+        if problems := list(group_problems(plan, cluster)):
+            raise MeshwrightError(problems)
+        here = placed(plan, cluster)
     if not here.others:
         return here, [stage_plan(profile, plan, here, sequence=sequence, optimizer=optimizer)]
     units = group_of_units(plan, here)
