@@ -19,8 +19,8 @@ import numpy as np
 from meshwright.planner.rows import BoundedGrid, OrderedCandidate, Priced, PricedRows, StageCell
 from meshwright.planner.wishes import Kinds
 
-FEW = 100
-"""Choices that are all listed: all of three policies for six blocks, or for two and two of two kinds."""
+FEW = 165
+"""Choices that are all listed: all of three policies for eight blocks, or for two and two of two kinds."""
 MOST = 4096
 """Points of a front that are kept."""
 STEPS = (-2, -1, 0, 1, 2, 3, 4, 6, 9, 13, 19, 28, 42, 63, 95, 142, 213, 320, 480, 720, 1080, 1620, 2430)

@@ -27,6 +27,7 @@ from meshwright.models.cost_decoder import block_layer, decoder_profile, plain_m
 from meshwright.models.presets import PRESETS, DecoderConfig
 
 MOST_PLANS = 200
+MOST_DRAWS = 500
 
 Ways = list[tuple[Technique, ...]]
 
@@ -95,6 +96,8 @@ class Space:
         for settings in itertools.product(*fields):
             technique = kind(**dict(settings))
             if self.schedules and getattr(technique, "schedule", self.schedules[0]) not in self.schedules:
+                continue
+            if technique.exactness in ("lossy", "approximate"):  # which a search is not allowed by itself
                 continue
             plan = Plan(techniques=(technique,), batch=1 << 20)
             if not technique.check(plan, self.profile, None):
@@ -257,12 +260,12 @@ class Draw:
     def space(self, seed: int) -> tuple[Space, list[Plan]]:
         """With its plans: of what makes too many or too few, less or more is drawn."""
         draw = random.Random(seed)
-        for attempt in itertools.count():
+        for attempt in range(MOST_DRAWS):
             space = self._drawn(draw, attempt)
             plans = list(itertools.islice(space.plans(), self.most + 1))
             if self.fewest <= len(plans) <= self.most:
                 return space, plans
-        raise AssertionError
+        raise AssertionError(f"no space of {self.fewest} to {self.most} plans in {MOST_DRAWS} draws: {self}")
 
     def _drawn(self, draw: random.Random, attempt: int) -> Space:
         place = machine(draw, draw.choice(self.shapes))

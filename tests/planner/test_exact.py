@@ -51,20 +51,32 @@ CASES = {
         most=60,
     ),
     "four stages": Draw(
-        names=("pipeline", "recompute"), shapes=("4xh100",), num_axes=(0,), schedules=ONE_CHUNK, blocks=(4,), fewest=100
+        names=("pipeline", "recompute"),
+        shapes=("4xh100",),
+        num_axes=(0,),
+        schedules=ONE_CHUNK,
+        blocks=(4,),
+        fewest=100,
+        most=600,
     ),
     "chunks": Draw(
         names=("pipeline",), shapes=("2xh100",), num_axes=(0,), schedules=IN_CHUNKS, blocks=(4,), fewest=1, most=120
     ),
     "chunks, recomputed": Draw(
-        names=("pipeline", "recompute"), shapes=("2xh100",), num_axes=(0,), schedules=IN_CHUNKS, blocks=(4,), fewest=101
+        names=("pipeline", "recompute"),
+        shapes=("2xh100",),
+        num_axes=(0,),
+        schedules=IN_CHUNKS,
+        blocks=(4,),
+        fewest=101,
+        most=600,
     ),
     "two nodes": Draw(shapes=("2x2xh100",), num_axes=(2,), most=60, fewest=8),
     "two nodes with stages": Draw(shapes=("2x2xh100",), names=("pipeline",), num_axes=(1,), most=60, fewest=8),
     "three axes": Draw(shapes=("2x4xh100",), num_axes=(3,), blocks=(2,), most=100, fewest=8),
     "rounded": Draw(names=("precision", "recompute"), shapes=("h100", "2xh100"), num_axes=(1,), most=80),
     "rescues": Draw(
-        names=("recompute",), shapes=("laptop", "2xh100"), axes=("replicate",), blocks=(4,), rescues=True, most=100
+        names=("recompute",), shapes=("laptop", "2xh100"), axes=("replicate",), blocks=(4,), rescues=True, most=400
     ),
 }
 
