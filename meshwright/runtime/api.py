@@ -35,7 +35,7 @@ from meshwright.run.model import ModelDescription, OpenedModel, describe, open_c
 from meshwright.run.run_file import OptimizerConfig, TrainSection
 from meshwright.runtime.build import build as build_plan
 from meshwright.runtime.checkpointing import save
-from meshwright.runtime.loop import Loop, Samples, StepResult
+from meshwright.runtime.loop import Loop, Samples, StepResult, on_device
 from meshwright.runtime.rank import device_of, on_first
 from meshwright.runtime.trainer import Trainer, TrainStep
 
@@ -145,9 +145,7 @@ class Built:
             raise MeshwrightError([Problem(where="step", what=what, fix="Use weights of 0 or more.")])
 
         def put(tensor: Tensor) -> Tensor:
-            if device.type != "cuda" or tensor.is_cuda:
-                return tensor.to(device)
-            return tensor.pin_memory().to(device, non_blocking=True)  # else the copy waits for the step before
+            return on_device(tensor, device)
 
         each = torch.ones(targets.shape, device=device) if weights is None else put(weights)
         return Samples(

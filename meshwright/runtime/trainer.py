@@ -26,7 +26,7 @@ from meshwright.run.model import OpenedModel
 from meshwright.run.run_file import TrainSection
 from meshwright.runtime.build import build
 from meshwright.runtime.checkpointing import restore_buffers, restore_optimizer, save, source_of
-from meshwright.runtime.loop import Loop, Samples, StepResult
+from meshwright.runtime.loop import Loop, Samples, StepResult, on_device
 from meshwright.runtime.text_samples import Sampler
 
 _MOST_FILES = 10_000
@@ -245,12 +245,8 @@ class Trainer:
         return reason
 
     def _samples(self, batch: Batch) -> Samples:
-        device = self.mesh.device
-
         def put(array: Any) -> torch.Tensor:
-            tensor = torch.from_numpy(array)
-            # From memory that is not pinned the copy would wait for the step before.
-            return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+            return on_device(torch.from_numpy(array), self.mesh.device)
 
         arrays = batch.inputs
         inputs = tuple(map(put, arrays)) if isinstance(arrays, tuple) else put(arrays)
