@@ -145,17 +145,50 @@ class StageMemory:
         if not moments:
             return self.between(held, gradients)
         at, is_last, _ = max(moments, key=lambda each: float(each[2]))
+        return self._moment(held, is_forward, gradients, at, float(self.places[at].count) if is_last else 1.0)
+
+    def _moment(self, held: float, is_forward: bool, gradients: float, at: int, turn: float) -> dict[str, float]:
+        """While the `turn`-th instance of a place runs, from 1 on in the order of forward."""
         result = defaultdict(float, self.between(held - 1, gradients))
         for index, place in enumerate(self.places):
             for item in place.kept if index <= at or not self.is_by_place else ():
-                is_one = index == at and not is_last and self.is_by_place
-                result[item.category] += float(_once(item) if is_one else _bytes(item))
+                is_part = index == at and self.is_by_place
+                result[item.category] += float(min(item.repeat, turn) * item.bytes if is_part else _bytes(item))
             for item in place.gradients if index >= at and not is_forward and self.is_by_place else ():
-                size = _once(item) if index == at and is_last else place.gradient_bytes(item)
+                size = place.gradient_bytes(item)
+                if index == at:
+                    size = min(item.repeat, place.count - turn + 1) * item.bytes
                 result[item.category] += float(size * (1 - gradients))
         for item in self.places[at].running:
             if _is_there(item, is_forward):
                 result[item.category] += float(_once(item))
+        return result
+
+    def course(
+        self, held: float, is_forward: bool, gradients: float, *, seconds: Mapping[str, float], frees: float, most: int
+    ) -> list[tuple[float, dict[str, float]]]:
+        """One action from its start to its end: (share of its time that has passed, bytes by category), at most so many
+        moments a place. `seconds`: by layer. `frees`: microbatches that it makes or frees, 1 / chunks; where there are
+        chunks or gradients are made in two halves they grow or shrink evenly, beside the layer that needs most."""
+        if not self.is_by_place or not self.places:
+            shares = [at / most for at in range(most + 1)]
+            left = [frees * (share - 1 if is_forward else -share) for share in shares]
+            return [
+                (share, self.during(held + part, is_forward, gradients))
+                for share, part in zip(shares, left, strict=True)
+            ]
+        here = [(at, place.layer, int(place.count)) for at, place in enumerate(self.places) if place.count > 0]
+        counts: dict[str, int] = {}
+        for _, layer, count in here:
+            counts[layer] = counts.get(layer, 0) + count
+        total = sum(seconds.get(layer, 0.0) for layer in counts) or math.inf
+        passed, result = 0.0, []
+        for at, layer, count in here if is_forward else reversed(here):
+            each = seconds.get(layer, 0.0) / total / counts[layer]
+            for done in sorted({round(i * (count - 1) / max(most - 1, 1)) for i in range(most)}):
+                turn = done + 1 if is_forward else count - done
+                result.append((passed + done * each, self._moment(held, is_forward, gradients, at, turn)))
+            passed += count * each
         return result
 
     def between(self, held: float, gradients: float) -> dict[str, float]:

@@ -41,6 +41,8 @@ later one."""
 UPDATE = "update"
 _BESIDE_LANES: dict[str, str] = {"collective": "exchange", "copy": "copy"}
 """Beside compute, and what spans on them are called."""
+_MOST_MOMENTS = 16
+"""Of an action, at which its memory is told for each kind of layer."""
 MOST_DRAWN = 2048
 """Stages x microbatches in a timeline (at least one microbatch a stage): beyond, nobody sees them one by one."""
 
@@ -192,31 +194,42 @@ class _Drawing:
         yield from row(begin, in_turn + alone)
 
     def memory(self) -> Iterator[MemoryPoint]:
-        """When a microbatch's work starts (at its fullest) and when it is over."""
+        """Through each microbatch's work layer by layer, and when it is over."""
         stages, chunks = self.stages, self.places.chunks
-        held, made = [0.0] * len(stages), [0.0] * len(stages)
-        known: dict[tuple[int, float, str, float], tuple[int, Mapping[str, int]]] = {}
+        held, made, last = ([0.0] * len(stages) for _ in range(3))
+        known: dict[tuple[int, float, str, float], list[tuple[float, int, Mapping[str, int]]]] = {}
+        most = max(2, min(_MOST_MOMENTS, MOST_DRAWN * 4 // len(self.events)))
 
-        def point(at: int, when: float, kind: str) -> MemoryPoint:
+        def points(at: int, start: float, seconds: float, kind: str) -> Iterator[MemoryPoint]:
             memory, has = stages[at].memory, round(held[at], 9)
             key = stages[at].run.start, has, kind, made[at]  # few, however many microbatches there are
             if key not in known:
-                sizes = memory.during(has, kind == "forward", made[at]) if kind else memory.between(has, made[at])
-                rounded = {name: round(size) for name, size in sorted(sizes.items()) if size >= 1}
-                known[key] = round(sum(sizes.values())), rounded
-            total, by_category = known[key]
-            return MemoryPoint(device=self.devices[at], seconds=float(when), bytes=total, by_category=by_category)
+                course = [(0.0, memory.between(has, made[at]))]
+                if kind:
+                    took = defaultdict[str, float](float)
+                    for (layer, part), spent in stages[at].cost.by_layer.items():
+                        took[layer] += float(spent) * (part in _PARTS[kind])
+                    frees = 0 if kind == "backward_input" else 1 / chunks
+                    course = memory.course(has, kind == "forward", made[at], seconds=took, frees=frees, most=most)
+                known[key] = []
+                for share, sizes in course:
+                    rounded = {name: round(size) for name, size in sorted(sizes.items()) if size >= 1}
+                    known[key].append((share, round(sum(sizes.values())), rounded))
+            for share, total, by_category in known[key]:
+                # Ends and starts are sums in different orders: what comes later is never drawn before.
+                last[at] = max(last[at], start + share * seconds)
+                yield MemoryPoint(device=self.devices[at], seconds=last[at], bytes=total, by_category=by_category)
 
-        points = [point(at, 0.0, "") for at in range(len(stages))]
+        result = [point for at in range(len(stages)) for point in points(at, 0.0, 0.0, "")]
         for event, end in zip(self.events, self.ends, strict=True):
-            at = event.stage
-            is_forward = event.kind == "forward"
-            held[at] += is_forward / chunks
-            points.append(point(at, max(0.0, end - self.seconds[event.kind][event.span]), event.kind))
+            at, took = event.stage, self.seconds[event.kind][event.span]
+            held[at] += (event.kind == "forward") / chunks
+            if event.kind != UPDATE:
+                result += points(at, end - took, took, event.kind)
             held[at] -= (event.kind in ("backward", "backward_weight")) / chunks
-            made[at] = made[at] if is_forward else 1.0
-            points.append(point(at, end, ""))
-        yield from sorted(points, key=lambda point: (point.seconds, point.device))
+            made[at] = made[at] if event.kind == "forward" else 1.0
+            result += points(at, end, 0.0, "")
+        yield from sorted(result, key=lambda point: (point.seconds, point.device))
 
     def _name(self, event: ScheduleEvent) -> str:
         chunk = self.places.chunk(event.span)

@@ -371,6 +371,8 @@ class StageCost:
     """Collectives and copies beside compute, whole: `charges` has what shows of them."""
     bare: Mapping[Charge, Num] = field(default_factory=dict)
     """Charges without them."""
+    by_layer: Mapping[tuple[str, Part], Num] = field(default_factory=dict)
+    """Seconds of compute."""
 
     def seconds(self, part: Part) -> Num:
         return _sum(seconds for charge, seconds in self.charges.items() if charge.part == part)
@@ -486,7 +488,12 @@ def stage_cost(
         if part in total.host:
             charges[Charge(LAUNCH, "", part)] = waits
     return StageCost(
-        charges=charges, send_seconds=total.send_seconds, roads=roads, hidden=total.hidden, bare=total.charges
+        charges=charges,
+        send_seconds=total.send_seconds,
+        roads=roads,
+        hidden=total.hidden,
+        bare=total.charges,
+        by_layer=total.cover,
     )
 
 
