@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from benchmarks.published_frameworks import Framework, framework_of
 from benchmarks.published_memory import OUR_KEEPING, Keeping, keeping_of
 from benchmarks.published_rows import Row
 from meshwright.core.cluster import Cluster, Link
@@ -188,14 +189,17 @@ NANOTRON = Dialect(
 )
 MEGATRON = Dialect(name="megatron", launch_seconds=1.2e-5, fuses=True)
 """Megatron-Core with Transformer Engine, and what is built like it. Not fitted: no calibration rows have its times."""
-_FRAMEWORKS = (
-    (r"vtrain|megatron.?deepspeed|bloom", MEGATRON_DEEPSPEED),
-    (r"hagemann|aleph", SCALING),
-    (r"mosaic|llm.?foundry|mpt", LLM_FOUNDRY),
-    (r"playbook|nanotron", NANOTRON),
-    (r"megatron|nemo|internevo|jax|maxtext", MEGATRON),
-)
-"""By the name of a table or its source; others are taken to be like us: torch's own FSDP, eager."""
+_DIALECTS: dict[Framework, Dialect] = {
+    "megatron-deepspeed": MEGATRON_DEEPSPEED,
+    "scaling": SCALING,
+    "llm-foundry": LLM_FOUNDRY,
+    "nanotron": NANOTRON,
+    "megatron-core": MEGATRON,
+    "megatron-lm": MEGATRON,
+    "internevo": MEGATRON,
+    "jax": MEGATRON,
+}
+"""Others are taken to be like us: torch's own FSDP, eager."""
 _KERNELS = (
     (r"unfused|local|torch|eager", "plain_scores"),
     (r"fused|no flash", "fused_scores"),
@@ -204,9 +208,7 @@ _KERNELS = (
 
 
 def dialect_of(row: Row) -> Dialect:
-    named = f"{row.text('file')} {row.text('source')}".lower()
-    found = next((dialect for pattern, dialect in _FRAMEWORKS if re.search(pattern, named)), OURS)
-    return as_told(found, row)
+    return as_told(_DIALECTS.get(framework_of(row), OURS), row)
 
 
 def as_told(dialect: Dialect, row: Row) -> Dialect:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.published_frameworks import Framework, framework_of
 from benchmarks.published_rows import Row
 from meshwright.core.profile import Layer
 from meshwright.core.work import ParameterSlot, Resident, Work
@@ -202,14 +203,15 @@ LLM_FOUNDRY = Keeping(logits_kept_bytes=2.0, logits_bytes=2.0)
 """FSDP as ours; its fused loss turns bf16 logits into their gradient in place."""
 IN_STEPS = replace(OUR_KEEPING, norm_bytes=14.0, inner_bytes=8.0)
 """Blocks written out in plain PyTorch: norms and rotations in float32. Fitted: both."""
-_BY_SOURCE = {
-    "mosaic_llmfoundry": LLM_FOUNDRY,
+_BY_FRAMEWORK: dict[Framework, Keeping] = {
+    "llm-foundry": LLM_FOUNDRY,
     "internevo": Keeping(),  # flash-attn's loss, which writes the gradient over the logits as ours does
     "litgpt": IN_STEPS,
     "torchtune": IN_STEPS,
-    "megatron_ci_golden": MEGATRON_CORE,
-    "hagemann2023_layouts": SCALING,
-    "hf_ultrascale_playbook": NANOTRON,
+    "megatron-core": MEGATRON_CORE,
+    "megatron-lm": MEGATRON_CORE,
+    "scaling": SCALING,
+    "nanotron": NANOTRON,
 }
 _LOCAL = re.compile(r"mcore_tp|uninstall_te")
 """Megatron's tests whose names say that they run without Transformer Engine, so with its own attention."""
@@ -220,4 +222,4 @@ def keeping_of(row: Row, kernel: str) -> Keeping:
     if row.text("attention_kernel") == "unspecified" and _LOCAL.search(row.text("row_id")):
         kernel = "plain_scores"
     has_fused_norm = "rms kernel" in row.text("attention_kernel").lower()
-    return replace(_BY_SOURCE.get(row.text("file"), OUR_KEEPING), kernel=kernel, has_fused_norm=has_fused_norm)
+    return replace(_BY_FRAMEWORK.get(framework_of(row), OUR_KEEPING), kernel=kernel, has_fused_norm=has_fused_norm)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from benchmarks.published_frameworks import framework_of
 from benchmarks.published_rows import Row, Unscored
 from meshwright.core.cluster import Device
 from meshwright.core.work import Compute, Resident, Work
@@ -18,9 +19,9 @@ NF4_BITS, NF4_TWICE_BITS = 4.5, 4.127
 """Of a weight: four, and a scale of 32 bits for 64 of them, itself in 8 bits if quantised twice (QLoRA)."""
 WIDE_BYTES = 2
 _ELEMENT_BYTES = {"fp8": 1.0, "fp4": 0.5}
-_ALL_16_BIT = {"torchtune"}
-"""Sources whose bf16 is that of parameters and optimizer too."""
-_TF32_SOURCES = re.compile(r"nvidia_dle|DeepLearningExamples")
+_ALL_16_BIT = "torchtune"
+"""Its bf16 is that of parameters and optimizer too."""
+_TF32 = "nvidia-examples"
 """NVIDIA's containers multiply fp32 in TF32 unless told otherwise."""
 _ONE_INPUT = re.compile(r"(query|key|value|up|gate)$")
 _WORDS = (
@@ -176,11 +177,11 @@ def numerics_of(row: Row, device: Device) -> Numerics:
         word = "bf16"  # what quantised weights are unpacked to
     if word is None:
         raise Unscored(f"precision is {text or 'not told'}")
-    if word == "fp32" and "tf32" in device.flops_per_second and _TF32_SOURCES.search(_origin(row)):
+    if word == "fp32" and "tf32" in device.flops_per_second and framework_of(row) == _TF32:
         word = "tf32"
     if word in ("tf32", "fp8", "fp4") and word not in device.flops_per_second:
         raise Unscored(f"{word} on a device that has no rate for it")
-    keeps = "true" in text or bool(bits) or row.text("file") in _ALL_16_BIT
+    keeps = "true" in text or bool(bits) or framework_of(row) == _ALL_16_BIT
     return Numerics(
         is_16_bit=word in ("bf16", "fp8", "fp4"),
         matmul=word if word in ("tf32", "fp8", "fp4") else "",  # type: ignore[arg-type]
@@ -190,10 +191,6 @@ def numerics_of(row: Row, device: Device) -> Numerics:
         updates_early=row.is_on("early_update"),
         offloads=row.is_on("activation_offload"),
     )
-
-
-def _origin(row: Row) -> str:
-    return f"{row.text('file')} {row.text('family')}"
 
 
 def _state_share(optimizer: str, keeps_16_bit: bool) -> float:

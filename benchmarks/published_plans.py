@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from benchmarks.published_dialects import OURS, Dialect, dialect_of
+from benchmarks.published_frameworks import Framework, framework_of
 from benchmarks.published_machines import Machine, cluster, machine
 from benchmarks.published_models import model, profile, reason_of, sequence, variant
 from benchmarks.published_names import known_by_name
@@ -66,10 +67,9 @@ _RUNGS: tuple[tuple[str, dict[str, str]], ...] = (
 """A table of one thing switched on after the other (torchtune's README): each row has what those before it have."""
 
 _NEMO = {"zero_stage": "1 (distributed optimizer)", "sp": "1"}
-_HABITS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
+_HABITS: dict[Framework, tuple[dict[str, str], dict[str, str]]] = {
     "litgpt": ({"zero_stage": "0", "recompute": "none"}, {"zero_stage": "3 (FSDP)", "recompute": "full"}),
-    "nvidia_nemo_docs": ({}, _NEMO),
-    "nvidia_megatron_bridge": ({}, _NEMO),
+    "megatron-core": ({}, _NEMO),
 }
 """What frameworks do unless told otherwise, on one device and on several: litgpt's fine-tuning scripts, NVIDIA's
 recipes."""
@@ -116,7 +116,7 @@ Forecaster = Callable[[Case], Guess]
 def explained(row: Row) -> Row:
     """The row with what its model's name, its framework's habits and its place in a table say."""
     row = known_by_name(row)
-    alone, together = _HABITS.get(row.text("file"), ({}, {}))
+    alone, together = _HABITS.get(framework_of(row), ({}, {}))
     row = row.filled(alone if row.text("gpus") in ("1", "1.0") else together)
     place = _LADDER.search(row.text("notes").lower())
     if place is None:
@@ -140,8 +140,6 @@ def case_of(row: Row, rank: Rank = "fullest") -> Case:
     pieces = recomputed(row)
     form = replace(variant(row, config), again=pieces)
     plans, tokens, dialect = plans_of(row, numerics), sequence(row, config), dialect_of(row)
-    if dialect.fuses:
-        plans = tuple(_fused(plan) for plan in plans)
     if dialect.balances_stages:
         plans = tuple(_balanced(plan, profile(config, form), tokens) for plan in plans)
     fitting = []
@@ -311,13 +309,6 @@ def _stages(row: Row, pp: int) -> Pipeline:
     return Pipeline(size=pp, schedule="1f1b" if schedule == "interleaved" else schedule)  # type: ignore[arg-type]
 
 
-def _fused(plan: Plan) -> Plan:
-    """Fused kernels are priced as what a compiler makes."""
-    if any(isinstance(technique, Compile) for technique in plan.techniques):
-        return plan
-    return replace(plan, techniques=(*plan.techniques, Compile()))
-
-
 def _balanced(plan: Plan, model: Profile, tokens: int) -> Plan:
     """With stages cut by what their layers cost."""
 
@@ -345,6 +336,9 @@ def guess_on(case: Case, plan: Plan, machines: Cluster, *, replays: bool = True)
     machines = dialect.cluster(machines)
 
     def change(work: Work) -> Work:
+        if dialect.fuses and plan.technique(Compile.name) is None:
+            # Kernels fused by hand cost what a compiler's do, also under schedules that a compiler refuses.
+            work = replace(Compile().price(work), facts=work.facts)
         return dialect.change(case.numerics.change(work))
 
     staged = stage_plan(model, plan, machines, sequence=case.sequence, optimizer=ADAM, change=change)

@@ -41,7 +41,7 @@ NUMBERS = (
 )
 TEXTS = (
     *("file", "split", "quality", "source", "row_id", "hardware", "interconnect", "model", "family", "zero_stage"),
-    *("recompute", "precision", "attention_kernel", "compile", "schedule", "optimizer", "task"),
+    *("recompute", "precision", "attention_kernel", "compile", "schedule", "optimizer", "task", "framework"),
     *("flops_convention", "mem_unit", "mem_kind", "status", "notes", "provenance", "url"),
 )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 from test_published import row
 
+from benchmarks.published_frameworks import framework_of
 from benchmarks.published_machines import cluster, machine
 from benchmarks.published_models import decoder, model, profile, variant
 from benchmarks.published_names import known_by_name
@@ -262,7 +263,7 @@ def test_blocks_multiply_in_fp8_after_a_cast() -> None:
 
 def test_tf32_is_what_nvidias_containers_mean_by_fp32() -> None:
     a100, v100 = preset("a100-80").device, preset("v100").device
-    theirs = row(file="nvidia_dle", precision="fp32")
+    theirs = row(provenance="looked-up (github:NVIDIA/DeepLearningExamples README)", precision="fp32")
     assert numerics_of(theirs, a100) == Numerics(is_16_bit=False, matmul="tf32")
     assert numerics_of(theirs, v100) == numerics_of(row(precision="fp32"), a100) == Numerics(is_16_bit=False)
     case = case_of(row(precision="tf32"))
@@ -325,7 +326,7 @@ def test_a_microbatch_that_is_not_told_is_the_largest_that_fits() -> None:
 
 def test_a_ladder_of_settings_is_climbed() -> None:
     def rung(name: str) -> Case:
-        return case_of(row(file="torchtune", recompute="", notes=f"cumulative ablation row: {name}; peak", gpus="1"))
+        return case_of(row(framework="torchtune", recompute="", notes=f"cumulative ablation row: {name}; peak", gpus="1"))
 
     assert "compile" not in str(rung("+Packed dataset").plans[0])
     assert rung("+Chunked CE").plans[0].technique("chunked_loss") is not None
@@ -341,10 +342,10 @@ def test_a_ladder_of_settings_is_climbed() -> None:
 
 def test_frameworks_have_habits() -> None:
     silent = {"zero_stage": "", "recompute": "", "sp": ""}
-    alone = explained(row(file="litgpt", gpus="1", **silent))
-    together = explained(row(file="litgpt", **silent))
+    alone = explained(row(framework="litgpt", gpus="1", **silent))
+    together = explained(row(framework="litgpt", **silent))
     assert [each.text("recompute") for each in (alone, together)] == ["none", "full"]
-    nemo = case_of(row(file="nvidia_nemo_docs", tp="2", **silent)).plans[0]
+    nemo = case_of(row(url="https://docs.nvidia.com/nemo-framework/performance.html", tp="2", **silent)).plans[0]
     assert "shard(size=4, stage=1)" in str(nemo)
     assert "tensor(size=2, sequence=True)" in str(nemo)
 
@@ -360,3 +361,27 @@ def test_chunks_that_leave_room_for_the_ends() -> None:
     made = row(layers="14", pp="2", dp="4", vpp="4", schedule="interleaved-1F1B")
     staged = case_of(made).plans[0].technique("pipeline")
     assert getattr(staged, "stages", None) == (1, 2, 2, 2, 2, 2, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("cells", "name"),
+    [
+        ({"framework": "NeMo 24.07", "family": "gpt (Megatron-DeepSpeed)"}, "megatron-core"),
+        ({"family": "gpt (Megatron-DeepSpeed)", "url": "https://arxiv.org/abs/2104.04473"}, "megatron-deepspeed"),
+        ({"provenance": "looked-up (github:mosaicml/llm-foundry README.md)"}, "llm-foundry"),
+        ({"url": "https://arxiv.org/abs/2104.04473", "hardware": "A100-SXM4-80GB"}, "megatron-lm"),
+        ({"url": "https://arxiv.org/abs/2104.04473", "hardware": "A100-SXM4-80GB", "zero_stage": "3"}, "deepspeed"),
+        ({"url": "https://github.com/NVIDIA/Megatron-LM", "hardware": "H100-SXM5-80GB (Eos)"}, "megatron-core"),
+        ({"file": "hf_ultrascale_playbook", "source": "HF nanotron Ultra-Scale Playbook"}, ""),
+    ],
+)
+def test_the_framework_is_what_a_row_says_and_never_a_tables_name(cells: dict[str, str], name: str) -> None:
+    assert framework_of(row(**{"family": "", **cells})) == name
+
+
+def test_fused_kernels_run_under_schedules_that_a_compiler_refuses() -> None:
+    made = {"pp": "4", "dp": "2", "schedule": "ZB-2p"}
+    eager, fused = (case_of(row(framework=name, **made)) for name in ("", "Megatron-LM"))
+    seconds = [guess_on(case, case.plans[0], cluster(case.machine)).step_seconds for case in (eager, fused)]
+    assert eager.plans == fused.plans
+    assert seconds[1] < seconds[0]

@@ -85,10 +85,10 @@ def test_inputs_are_gathered_again_where_the_sequence_is_split() -> None:
 
 def test_a_row_tells_the_kernel_and_the_norm() -> None:
     def row(**cells: str) -> Row:
-        return Row({"file": "hagemann2023_layouts", **cells})
+        return Row({"framework": "Scaling (Aleph Alpha)", **cells})
 
     assert keeping_of(row(attention_kernel="flash_attention2 + RMS kernel"), "flash").has_fused_norm
     assert not keeping_of(row(attention_kernel="fused"), "fused_scores").has_fused_norm
-    unsaid = {"file": "megatron_ci_golden", "attention_kernel": "unspecified"}
+    unsaid = {"framework": "Megatron-Core", "attention_kernel": "unspecified"}
     assert keeping_of(Row({**unsaid, "row_id": "gpt3_mcore_te_tp2"}), "flash").kernel == "flash"
     assert keeping_of(Row({**unsaid, "row_id": "gpt3_mcore_tp2"}), "flash").kernel == "plain_scores"
