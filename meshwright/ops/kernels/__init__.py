@@ -1,4 +1,4 @@
-"""Triton kernels, one file each: `cross_entropy`, `adamw`. Each has a plain form in torch beside its caller.
+"""Triton kernels, one file each. Each has a plain form in torch beside its caller.
 
 A kernel is used on CUDA where Triton can be imported and compiles it. Where it fails, the plain form runs from then on
 and a warning says so, once.

@@ -1,13 +1,16 @@
-"""AdamW (Loshchilov & Hutter 2019), by torch's fused kernel."""
+"""AdamW (Loshchilov & Hutter 2019), by a kernel of ours on GPUs that have Triton, else by torch's fused one."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from meshwright.optimizers.rule import ParameterPiece, UpdateRule
 
 if TYPE_CHECKING:
     import torch
+
+    from meshwright.ops.kernels.adamw import AdamWKernel
 
 
 class AdamW(UpdateRule):
@@ -18,6 +21,8 @@ class AdamW(UpdateRule):
     def __init__(self, *given: Any):
         import torch
 
+        from meshwright.ops.kernels import is_usable
+
         super().__init__(*given)
         self.remember("exp_avg", "exp_avg_sq")
         config = self.config
@@ -27,9 +32,29 @@ class AdamW(UpdateRule):
         for index, value in enumerate(self.values):
             count = torch.zeros((), dtype=torch.float32, device=value.device)
             self.inner.state[value] = {"step": count, **{kind: kept[index] for kind, kept in self.state.items()}}
+        self.kernel: AdamWKernel | None = None
+        if len(self.values) > 1 and is_usable("adamw", self.values[0]):
+            from meshwright.ops.kernels.adamw import AdamWKernel
+
+            self.kernel = AdamWKernel(self.pieces, *self.state.values())
 
     def step(self, lr: float, count: int) -> None:
-        torch_step(self, self.inner, lr)
+        from meshwright.ops.kernels import run_or_fall_back
+
+        def leave() -> None:
+            self.kernel = None
+            self.set_num_steps(count - 1)
+
+        if self.kernel is not None:
+            gradients = [value.grad for value in self.values if value.grad is not None]
+            # A parameter that took no part in a step counts its own steps from then on, as torch does.
+            if len(gradients) == len(self.values) and self.kernel.takes(gradients):
+                given = (gradients, self.config, lr, count, self.divisor, self.refused)
+                run_or_fall_back("adamw", partial(self.kernel, *given), leave)
+            else:
+                leave()
+        if self.kernel is None:
+            torch_step(self, self.inner, lr)
 
     def set_num_steps(self, count: int) -> None:
         for values in self.inner.state.values():

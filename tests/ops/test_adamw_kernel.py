@@ -1,0 +1,68 @@
+"""AdamW of many tensors in one launch is torch's AdamW.
+
+Tests of `ops/kernels/adamw.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+SHAPES = ((3,), (130, 67), (9001,), (16, 1024))
+CONFIG = SimpleNamespace(beta1=0.9, beta2=0.95, epsilon=1e-8)
+
+
+def compare_kernel(device: str) -> None:
+    from meshwright.ops.kernels.adamw import AdamWKernel
+
+    torch.manual_seed(0)
+    weights = [torch.randn(shape, device=device) for shape in SHAPES]
+    scales, decays = (1.0, 0.5, 1.0, 2.0), (0.0, 0.1, 0.0, 0.1)
+    wide = [weight.double().requires_grad_() for weight in weights]
+    groups = [
+        {"params": [each], "lr": 0.01 * scale, "weight_decay": decay}
+        for each, scale, decay in zip(wide, scales, decays, strict=True)
+    ]
+    reference = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
+    pieces = [
+        SimpleNamespace(value=weight, lr_scale=scale, weight_decay=decay)
+        for weight, scale, decay in zip(weights, scales, decays, strict=True)
+    ]
+    moments = [[torch.zeros_like(weight) for weight in weights] for _ in range(2)]
+    kernel = AdamWKernel(pieces, *moments)
+    divisor = torch.tensor(4.0, device=device)
+    for count in (1, 2, 3):
+        gradients = [torch.randn_like(weight) for weight in weights]  # at other addresses each time
+        assert kernel.takes(gradients)
+        kernel(gradients, CONFIG, 0.01, count, divisor, None)
+        for each, gradient in zip(wide, gradients, strict=True):
+            each.grad = gradient.double() / 4
+        reference.step()
+    before = [weight.clone() for weight in weights]
+    kernel([torch.full_like(weight, torch.nan) for weight in weights], CONFIG, 0.01, 4, divisor, divisor / 4)
+    for weight, old, each, mean, square in zip(weights, before, wide, *moments, strict=True):
+        assert torch.equal(weight, old), "a refused step changes nothing"
+        torch.testing.assert_close(weight, each.detach().float(), rtol=1e-5, atol=1e-7)
+        state = reference.state[each]
+        torch.testing.assert_close(mean, state["exp_avg"].float(), rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(square, state["exp_avg_sq"].float(), rtol=1e-5, atol=1e-9)
+    odd = torch.zeros(9, device=device)[1:]
+    assert not kernel.takes([odd, *gradients[1:]])
+    assert not kernel.takes([gradients[0].double(), *gradients[1:]])
+
+
+def test_the_kernel_equals_torch_by_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    code = "import test_adamw_kernel as tests; tests.compare_kernel('cpu')"
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=240)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_the_kernel_equals_torch_on_the_gpu() -> None:
+    compare_kernel("cuda")
