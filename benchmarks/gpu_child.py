@@ -142,7 +142,7 @@ class Side:
         told: dict[str, Any] = {
             "name": case.name,
             "tokens": tokens,
-            "flops": description.profile.model_flops(tokens, case.sequence),
+            "flops": description.profile.model_flops(tokens, case.sequence).published,
         }
         if self.job.get("cluster"):
             cluster = decode(Cluster, json.loads(Path(self.job["cluster"]).read_text(encoding="utf-8")), "cluster")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, SupportsIndex, TypeVar
 
-from meshwright.ask.explain import explain
+from meshwright.ask.explain import PublishedRun, beaten_run, explain, percent
 from meshwright.ask.memory import MemoryFront, WaysOut, front, ways_out
 from meshwright.ask.question import Question, Tell
 from meshwright.ask.sizes import (
@@ -121,7 +121,17 @@ class Answer:
     @property
     def explanation(self) -> list[str]:
         """Why the best plan won, or why nothing fits: a few lines of words."""
-        return explain(self.result, self.question.machine) if self.result is not None else []
+        lines = explain(self.result, self.question.machine) if self.result is not None else []
+        if self.best is not None and (run := self.beaten_run) is not None:
+            above = f"above the best published run of this kind ({percent(run.mfu)}"
+            about = f"{run.model} on {run.devices} devices, {run.source}"
+            lines.append(f"MFU {percent(self.best.forecast.mfu)}: {above}: {about}); treat with care")
+        return lines
+
+    @property
+    def beaten_run(self) -> PublishedRun | None:
+        """The best published run of this kind, where the best plan's forecast is above it."""
+        return beaten_run(self.question.profile, self.question.cluster, self.best) if self.best is not None else None
 
     def to_json(self) -> str:
         return to_json(self)

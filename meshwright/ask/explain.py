@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import json
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 from meshwright.core.cluster import Cluster
+from meshwright.core.codec import decode
 from meshwright.core.plan import Plan
+from meshwright.core.profile import Profile
 from meshwright.core.units import pretty_bytes, pretty_seconds
 from meshwright.planner.search import Alternative, ScoredPlan, SearchResult
 
@@ -134,3 +141,59 @@ def explain_groups(result: SearchResult, cluster: Cluster) -> list[str]:
         lines.append(f"Replicas run {words} microbatches of {plan.microbatch}, so that all end at about the same time.")
     lines.append("The gap is against devices that need no memory and send nothing, so it is wide.")
     return lines
+
+
+SCALES = (8, 64, 512, 1 << 20)
+"""Devices up to which a run is of one kind."""
+_GENERATIONS = {"a100": r"a[18]00", "h100": r"g?h[128]00", "b200": r"g?b[23]00"}
+"""GPUs by their names, as presets and torch have them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PublishedRun:
+    """The run with the highest MFU of its kind; `benchmarks/published_best.py` makes the table."""
+
+    family: str
+    """dense or experts."""
+    generation: str
+    scale: int
+    """One of `SCALES`."""
+    dtype: str
+    mfu: float
+    """By our definition (`ModelFlops.published`), from the published step time or rate."""
+    model: str
+    devices: int
+    source: str
+    url: str
+    row: str
+
+
+def generation_of(cluster: Cluster) -> str:
+    """`a100`, `h100` (H200 and H800 too) or `b200`; empty: none of them, or several."""
+    name = f"{cluster.name} {cluster.sources.get('device', '')}".lower()
+    if cluster.others:
+        return ""
+    return next((each for each, form in _GENERATIONS.items() if re.search(rf"(^|\W|\dx){form}\b", name)), "")
+
+
+@cache
+def published_runs() -> tuple[PublishedRun, ...]:
+    text = Path(__file__).with_name("published_best.json").read_text(encoding="utf-8")
+    return tuple(decode(PublishedRun, each, "published_best.json") for each in json.loads(text))
+
+
+def beaten_run(profile: Profile, cluster: Cluster, best: ScoredPlan) -> PublishedRun | None:
+    """The best published run of this kind, where the forecast is above it: a forecast to be careful with.
+
+    What was reached on more devices counts too, as fewer have less to wait for; where nobody has published a run on so
+    many, the largest there are count.
+    """
+    is_moe = any(param.used < 1 for layer in profile.layers for param in layer.params)
+    dtype = "bf16" if best.forecast.dtype == "fp16" else best.forecast.dtype
+    kind = ("experts" if is_moe else "dense", generation_of(cluster), dtype)
+    same = [run for run in published_runs() if (run.family, run.generation, run.dtype) == kind]
+    if not same or profile.counts != "tokens":
+        return None
+    scale = min(next(each for each in SCALES if best.plan.num_ranks <= each), max(run.scale for run in same))
+    highest = max((run for run in same if run.scale >= scale), key=lambda run: run.mfu)
+    return highest if best.forecast.mfu > highest.mfu else None

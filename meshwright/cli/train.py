@@ -92,6 +92,7 @@ _PRETTY: dict[str, tuple[str, Callable[[float], str]]] = {
     "step_seconds": ("step", pretty_seconds),
     "tokens_per_second": ("tokens/s", pretty_count),
     "samples_per_second": ("samples/s", pretty_count),
+    "mfu": ("MFU", "{:.1%}".format),
     "peak_bytes": ("peak memory of a rank", pretty_bytes),
 }
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from meshwright.core.codec import Artefact, encode, fingerprint, read_artefact
 from meshwright.core.errors import MeshwrightError, Problem, wrong_numbers
@@ -179,6 +179,16 @@ class Layer:
         return sum(math.prod(param.shape) for param in self.params if not param.tied)
 
 
+class ModelFlops(NamedTuple):
+    """What utilization is a share of the peak by, counted in two ways."""
+
+    published: float
+    """6 N + 12 L H s a token, N with embeddings and only the experts a token is sent to, H all heads together, causal
+    attention not halved: the convention of model flops utilization (MFU) as it is published."""
+    needed: float
+    """What must be computed: no product for an embedding, and half of causal attention."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profile(Artefact):
     """What each layer of a model costs: parameters, operations, bytes, as polynomials of samples and sequence."""
@@ -233,22 +243,32 @@ class Profile(Artefact):
                 del op["role"]  # changes no cost: checkpoints of before there were roles stay valid
         return fingerprint(data)
 
-    def model_flops(self, tokens: float, sequence: float) -> float:
-        """(6 N + 12 L d s) per token, N without the input embedding: the convention MFU is reported in.
+    def model_flops(self, tokens: float, sequence: float) -> ModelFlops:
+        """Of forward and backward passes over so many tokens, whatever a plan computes again.
 
-        Only the experts a token is sent to count. A sample without a sequence costs what its layers do.
+        A sample without a sequence costs what its layers do. What is frozen has no weight gradient (4 N of 6 N), and no
+        backward at all where nothing before it is trained (2 N).
         """
         if self.counts == "samples":
             each = sum(
                 layer.repeat * (op.flops(1, 1) + op.backward_flops(1, 1)) for layer in self.layers for op in layer.ops
             )
-            return tokens * float(each)
-        matmul_params = sum(
-            math.prod(param.shape) * layer.repeat * param.used
-            for layer in self.layers[1:]
-            for param in layer.params  # a tied head still multiplies
-        )
-        return tokens * (6.0 * matmul_params + 12.0 * self.num_blocks * self.hidden_size * sequence)
+            return ModelFlops(tokens * float(each), tokens * float(each))
+        published = needed = 0.0
+        passes = 1  # forward; and backward, as soon as something is trained
+        for at, layer in enumerate(self.layers):
+            passes = 2 if any(not param.frozen for param in layer.params) else passes
+            for param in layer.params:
+                used = 2.0 * math.prod(param.shape) * layer.repeat * param.used * (passes + (not param.frozen))
+                published += used * (not param.tied)  # N counts what is tied once
+                needed += used * (at > 0)  # the first layer looks rows up; a tied head multiplies
+            widths = [op.shape[0] * op.shape[1] for op in layer.ops if op.kind == "attention"]
+            full = 4.0 * (sum(widths) or self.hidden_size * layer.is_block) * sequence
+            seen = sum(op.flops(1, sequence) for op in layer.ops if op.kind == "attention") / sequence
+            backward_and_forward = layer.repeat * (3 if passes == 2 else 1)
+            published += backward_and_forward * full
+            needed += backward_and_forward * (seen or full)
+        return ModelFlops(tokens * published, tokens * needed)
 
     @classmethod
     def from_json(cls, text: str, source: str = "profile") -> Profile:

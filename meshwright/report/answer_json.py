@@ -39,6 +39,8 @@ def answer_as_json(answer: Answer) -> dict[str, Any]:
         }
     if answer.result is not None:
         parts |= result_as_json(answer.result) | {"explain": explanation_as_json(answer.result)}
+        if answer.beaten_run is not None:
+            parts["explain"]["beaten_run"] = encode(answer.beaten_run)
     if answer.ways_out is not None:
         ways = [{"what": way.what, "way": way.words, **_outcome(way.outcome)} for way in answer.ways_out.open]
         parts["ways_out"] = {"open": ways, "closed": list(answer.ways_out.closed)}

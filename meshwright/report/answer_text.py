@@ -18,7 +18,7 @@ from meshwright.ask.why import Why
 from meshwright.core.units import counted, pretty_bytes, pretty_count, pretty_seconds
 from meshwright.planner.search import ScoredPlan, SearchResult
 from meshwright.report.mesh_picture import mesh_picture
-from meshwright.report.terminal import figures_table, print_ranked, short_plan
+from meshwright.report.terminal import figures_table, mfu_words, print_ranked, short_plan
 
 _BAR = 24
 _WIDE = 110
@@ -99,7 +99,7 @@ def _print_result(console: Console, answer: Answer, result: SearchResult) -> Non
     if best is not None:
         print_ranked(console, result.ranked)
         plan, told = best
-        console.print(f"\nPlan 1: a step of {plan.batch_words}\n")
+        console.print(f"\nPlan 1: a step of {plan.batch_words}; MFU {mfu_words(told)}\n")
         time = _bars("the step", told.seconds_by_origin, told.step_seconds, pretty_seconds)
         free = max(0, told.memory_bytes - told.peak_bytes)
         kept = {name: float(size) for name, size in told.peak_bytes_by_category.items() if size}

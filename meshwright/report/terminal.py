@@ -73,7 +73,8 @@ def print_forecast(console: Console, plan: Plan, forecast: Forecast, title: str)
         f"{pretty_seconds(forecast.step_seconds)} "
         f"({pretty_seconds(forecast.step_seconds_low)} to {pretty_seconds(forecast.step_seconds_high)})",
     )
-    table.add_row(f"{forecast.counts}/s", f"{pretty_count(forecast.tokens_per_second)}, MFU {forecast.mfu:.1%}")
+    table.add_row(f"{forecast.counts}/s", pretty_count(forecast.tokens_per_second))
+    table.add_row("MFU", mfu_words(forecast))
     parts = ", ".join(f"{name} {pretty_bytes(size)}" for name, size in forecast.peak_bytes_by_category.items() if size)
     words = f"{pretty_bytes(forecast.peak_bytes)} of {pretty_bytes(forecast.memory_bytes)}"
     if forecast.peak_reserved_bytes > forecast.peak_allocated_bytes:
@@ -88,6 +89,13 @@ def print_forecast(console: Console, plan: Plan, forecast: Forecast, title: str)
     table.add_row("", f"[dim]{parts}[/dim]")
     table.add_row("bound by", forecast.bottleneck)
     console.print(table)
+
+
+def mfu_words(forecast: Forecast) -> str:
+    share = f"{forecast.mfu:.1%}"
+    if round(forecast.mfu, 3) == round(forecast.needed_fraction, 3):
+        return share
+    return f"{share} as it is published; {forecast.needed_fraction:.1%} of the peak with causal attention counted half"
 
 
 def short_technique(technique: Technique) -> str:

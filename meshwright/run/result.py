@@ -49,7 +49,7 @@ class RunSummary:
     steps: int
     """`train.steps`: where the run ends."""
     predicted: Mapping[str, float]
-    """step_seconds, tokens_per_second (or samples_per_second) and peak_bytes, as they were forecast."""
+    """step_seconds, tokens_per_second (or samples_per_second), mfu and peak_bytes, as they were forecast."""
     interval_seconds: tuple[float, float]
     """Where the forecast expected a step."""
     measured: Mapping[str, float]
@@ -118,10 +118,13 @@ def conclude(config: RunConfig, prepared: PreparedRun, exit_code: int) -> RunRes
     forecast, step_seconds, rate = prepared.forecast, result["step_seconds"], f"{result['counts']}_per_second"
     measured = {"peak_bytes": result["peak_bytes"]}
     if step_seconds:
-        measured |= {"step_seconds": step_seconds, rate: config.train.batch * config.sequence / step_seconds}
+        per_second = config.train.batch * config.sequence / step_seconds
+        measured |= {"step_seconds": step_seconds, rate: per_second}
+        measured |= {"mfu": forecast.mfu_at(per_second)} if forecast.mfu else {}
     predicted = {
         "step_seconds": forecast.step_seconds,
         rate: forecast.tokens_per_second,
+        "mfu": forecast.mfu,
         "peak_bytes": promise.predicted.peak_bytes,
     }
     names = [*_FILES, *(() if not config.run.track else ("track/",))]

@@ -189,6 +189,7 @@ class Run:
             "plan": encode(prepared.plan),
             "device": prepared.cluster.device.kind,
             "tokens_per_second": prepared.forecast.tokens_per_second,
+            "mfu": prepared.forecast.mfu,
             "promise": encode(preparation.promise_of(self.config, prepared)),
         }
 

@@ -99,6 +99,7 @@ class RankTraining:
         self.is_first = mesh.rank == 0
         self.events = Lines(self.folder / "events.jsonl", -1, Progress(0, 0, 0.0).say) if self.is_first else None
         self.progress = Progress(0, config.train.steps, float(arguments["tokens_per_second"]), self.events)
+        self.mfu = float(arguments["mfu"])  # as forecast
         description = decode(ModelDescription, arguments["description"], "description")
         self.trainer = trainer = self._open(description, plan, mesh)
         self.progress.first_step = self.progress.steps_done = trainer.step
@@ -190,6 +191,7 @@ class RankTraining:
             "lr": step.lr,
             "seconds": step.seconds,
             f"{self.progress.counts}_per_second": step.tokens_per_second,
+            "mfu": self.mfu * step.tokens_per_second / self.progress.forecast,
             "memory_bytes": memory,
         }
         if self.trainer.build.loss_scaling is not None:

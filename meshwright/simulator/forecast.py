@@ -32,7 +32,7 @@ class Forecast:
     step_seconds_high: float
     tokens_per_second: float
     mfu: float
-    """(6 N + 12 L d s) x tokens/s over the dense peak of the dtype the plan computes in, all ranks."""
+    """`ModelFlops.published` a second over the dense peak of the dtype the plan computes in, all ranks."""
     peak_bytes: int
     """Of the fullest rank: what torch has allocated, and what it does not know of (`non_torch`)."""
     peak_bytes_by_category: Mapping[str, int]
@@ -52,6 +52,14 @@ class Forecast:
     """Of the fullest rank, in memory other than its device's."""
     counts: Literal["tokens", "samples"] = "tokens"
     """What `tokens_per_second` counts: samples where they have no sequence."""
+    needed_fraction: float = 0.0
+    """As `mfu`, of `ModelFlops.needed`: how near the step is to what the devices could do."""
+    dtype: str = ""
+    """Whose peak they are shares of: what the plan computes in."""
+
+    def mfu_at(self, tokens_per_second: float) -> float:
+        """MFU at another rate of the same model on the same devices, such as a measured one."""
+        return self.mfu * tokens_per_second / self.tokens_per_second
 
     @property
     def peak_allocated_bytes(self) -> int:
@@ -103,7 +111,7 @@ def forecast_of(
     tokens, ranks_each = plan.batch * sequence, plan.num_ranks // len(units)
     role = "convolution" if any(op.role == "convolution" for each in profile.layers for op in each.ops) else ""
     peaks = {group: each.device.peak(slowest.compute_dtype, role) or 0.0 for group, each in seen.items()}
-    peak_flops = sum(peaks[unit] * ranks_each for unit in units)
+    peak_flops, flops = sum(peaks[unit] * ranks_each for unit in units), profile.model_flops(tokens, sequence)
     spent = _spent(slowest, step, place)
     causes, origins = _summed(spent, "cause"), _summed(spent, "origin")
     # Parts of one cause are off together, causes each by themselves.
@@ -119,7 +127,8 @@ def forecast_of(
         step_seconds_low=step / (1 + off),
         step_seconds_high=step * (1 + off),
         tokens_per_second=tokens / step,
-        mfu=profile.model_flops(tokens, sequence) / step / peak_flops,
+        mfu=flops.published / step / peak_flops,
+        needed_fraction=flops.needed / step / peak_flops,
         peak_bytes=int(fullest.memory.peak_bytes()),
         peak_bytes_by_category=fullest.memory.by_category(),
         peak_reserved_bytes=reserved[group].reserved_bytes,
@@ -131,6 +140,7 @@ def forecast_of(
         worst_stage=fullest.run.start,
         peak_bytes_by_tier=tiers,
         counts=profile.counts,
+        dtype=slowest.compute_dtype,
     )
 
 

@@ -12,7 +12,7 @@ from model_families import FAMILIES, filled
 from meshwright.core.errors import MeshwrightError
 from meshwright.models.presets import PRESETS, DecoderConfig, preset
 from meshwright.zoo.decoder import Decoder
-from meshwright.zoo.layers import rope_frequencies
+from meshwright.zoo.layers import rope_frequencies, rope_table
 
 
 def tokens_of(config: DecoderConfig, sequence: int = 12) -> torch.Tensor:
@@ -80,13 +80,14 @@ def test_a_window_ends_what_a_token_sees() -> None:
     assert torch.equal(wide(tokens), filled(replace(config, sliding_window=0))(tokens))
 
 
-def test_stretched_rotary_positions_are_those_of_transformers() -> None:
+@pytest.mark.parametrize("name", ["llama3.2-1b", "llama3.1-8b", "llama3.1-70b", "llama3.1-405b"])
+def test_stretched_rotary_positions_are_those_of_transformers(name: str) -> None:
     pytest.importorskip("transformers")
     from transformers import LlamaConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    config = preset("llama3.2-1b")
-    assert config.rope_scaling == "llama3"
+    config = preset(name)
+    assert (config.rope_scaling, config.max_sequence) == ("llama3", 131072)
     scaling = {
         "rope_type": "llama3",
         "rope_theta": config.rope_theta,
@@ -102,9 +103,13 @@ def test_stretched_rotary_positions_are_those_of_transformers() -> None:
         max_position_embeddings=config.max_sequence,
         rope_parameters=scaling,
     )
-    theirs, _ = ROPE_INIT_FUNCTIONS["llama3"](their_config, torch.device("cpu"))
+    module, x = LlamaRotaryEmbedding(their_config), torch.zeros(1)
     ours = rope_frequencies(config, torch.device("cpu"), torch.float32)
-    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+    torch.testing.assert_close(ours, module.inv_freq, rtol=1e-6, atol=0)
+    # As far as positions go, one unit of float32 in a frequency is this much of an angle.
+    places = torch.tensor([0, 1, 8191, 8192, 65535, 131071])
+    for mine, theirs in zip(rope_table(config, places, x), module(x, places[None]), strict=True):
+        torch.testing.assert_close(mine, theirs[0, :, : config.size_of_head // 2], rtol=0, atol=131072 * 2**-23)
     plain = rope_frequencies(replace(config, rope_scaling="none"), torch.device("cpu"), torch.float32)
     assert not torch.allclose(ours, plain, rtol=0.1)
 
