@@ -5,9 +5,13 @@ model the embedding, all blocks and the final norm are one graph; the head and i
 kernels of compiled graphs are replayed as CUDA graphs: the host launches one graph in place of hundreds of kernels.
 Inputs (masks of packed documents too) are copied into the graph's memory and, before another microbatch replays it,
 gradients out of it.
+With `keep` = products backward has only what matmuls and attention have made; norms, activations and 16-bit copies of
+weights are computed again (torch's partitioner, without its rules against that).
 When it helps: on GPUs, where it removes launches and memory passes (torchtitan reports +16 % on Llama 8B). One graph:
 small models (gpt2-124m, 32 x 1024 on an H200: blocks 62.1 ms, one graph 61.1, with CUDA graphs 60.8). CUDA graphs: a
 device that waits for its host. Search tries both on one GPU, for decoders of less than half a billion parameters.
+Products alone: where activations are the peak (llama-1b, 4 x 4096 on an H200: 43.8 GiB and 249 ms, 35.0 and 253; with
+recomputed blocks 24.5 and 289).
 When it does not: short runs (tens of seconds to compile), or CPUs (0 to 7 % here). One graph: large models (llama-1b, 4
 x 4096: 274 ms against 269 by blocks, 37 s to compile against 5), and several ranks: all gradients are made at the end
 of its backward, so their sums hide behind nothing.
@@ -21,7 +25,8 @@ Exactness: reordered: the order of operations inside a fused kernel changes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -31,7 +36,7 @@ from meshwright.core.build import Build
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import Problem, Problems
 from meshwright.core.plan import Plan
-from meshwright.core.profile import Poly, Profile
+from meshwright.core.profile import Op, Poly, Profile
 from meshwright.core.technique import Choice, Option, Technique, technique_named, technique_names
 from meshwright.core.work import Circumstances, Compute, Num, Phase, Resident, Work, replace
 
@@ -48,19 +53,21 @@ class Compile(Technique):
     name: ClassVar[str] = "compile"
     phase: ClassVar[str] = "compile"
     draws_alike: ClassVar[bool] = False
-    later_settings: ClassVar[tuple[str, ...]] = ("scope", "graphs")
+    later_settings: ClassVar[tuple[str, ...]] = ("scope", "graphs", "keep")
 
     backend: Literal["inductor", "aot_eager"] = "inductor"
     scope: Literal["block", "model"] = "block"
     """What becomes one graph: each block, or all layers before the loss."""
     graphs: bool = False
     """Compiled kernels are replayed as CUDA graphs; on a CPU, where plans are compared, they run as without."""
+    keep: Literal["fastest", "products"] = "fastest"
+    """What compiled graphs keep for backward: whatever makes it fastest, or only what matmuls and attention made."""
 
     @classmethod
     def options(cls, profile: Profile, cluster: Cluster) -> tuple[Option, ...]:
         if cluster.device.kind != "cuda":
             return ()
-        result = (Choice("backend", ("inductor",)),)
+        result = (Choice("backend", ("inductor",)), Choice("keep", ("fastest", "products")))
         # CUDA graphs were never run on more than one GPU, and one graph gains less than its late sums cost there.
         is_offered = cluster.num_devices == 1 and profile.num_params < LARGEST_OFFERED
         if not is_offered or cls(scope="model", graphs=True)._problems_with(profile):
@@ -98,6 +105,9 @@ class Compile(Technique):
         if self.graphs and self.backend != "inductor":
             what = f"graphs is on, and the backend {self.backend} makes no kernels of its own."
             problems.append(self.problem(what, 'Use backend = "inductor", or graphs = false.'))
+        if self.keep == "products" and self.backend != "inductor":
+            what = f"keep is products, and the backend {self.backend} decides by itself what is kept."
+            problems.append(self.problem(what, 'Use backend = "inductor", or keep = "fastest".'))
         if self.scope == "model" and profile.stream != "compute":
             what = f"scope is model, and {profile.name} runs under autocast: of such models only blocks are compiled."
             problems.append(self.problem(what, 'Use scope = "block".'))
@@ -121,7 +131,9 @@ class Compile(Technique):
                 work = work.forbid(work.size(kind.axis) > 1)
         if self.backend != "inductor":
             return work
-        traffic, launches, kept = _left(work, is_whole=self.scope == "model")
+        remade = 1.0 if self.keep == "products" else work.facts.remade_inputs
+        traffic, launches, kept = _left(work, is_whole=self.scope == "model", remade=remade)
+        blocks = {layer.name for layer in work.profile.block_layers}
 
         def fuse(task: Any) -> Any:
             if not isinstance(task, Compute):
@@ -133,11 +145,15 @@ class Compile(Technique):
             return replace(task, moved_bytes=moved, kernels=kernels) if place in traffic else task
 
         def keep(item: Resident) -> Resident:
+            if item.category == "gathered" and item.life == "microbatch" and item.layer in blocks:
+                return replace(item, bytes=item.bytes * (1.0 - remade))  # copies of weights
             if item.category != "activations" or item.life != "microbatch" or item.origin:
                 return item
             return replace(item, bytes=item.bytes * kept.get((item.layer, item.cut, item.dtype == "float32"), 1.0))
 
         work = work.map_tasks(fuse).map_residents(keep)
+        if self.keep == "products":
+            work = work.with_tasks(*_again(work, blocks))
         return self.replayed(work) if self.graphs else work
 
     def replayed(self, work: Work) -> Work:
@@ -178,6 +194,10 @@ class Compile(Technique):
     def _compile(self, build: Build) -> None:
         import torch
 
+        def compiled(forward: Any) -> Any:
+            run = torch.compile(forward, backend=self.backend, mode=mode)
+            return run if self.keep == "fastest" else keeps_products(run)
+
         replays = self.graphs and build.mesh.device.type == "cuda"  # comparisons run any plan on CPUs
         mode = "reduce-overhead" if replays else None
         if replays:
@@ -190,13 +210,27 @@ class Compile(Technique):
 
             build.model.register_forward_pre_hook(begin)
         if self.scope == "model":
-            build.model.compile_trunk(lambda forward: torch.compile(forward, backend=self.backend, mode=mode))
+            build.model.compile_trunk(compiled)
             return
         blocks = build.model.block_modules()
         # Blocks of one class share their code, and each of another shape is compiled anew.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * len(blocks))
         for block in blocks:
-            block.forward = torch.compile(block.forward, backend=self.backend, mode=mode)
+            block.forward = compiled(block.forward)
+
+
+def keeps_products(run: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiled function whose graphs are cut for the least memory, whenever they are made."""
+    import torch._functorch.config as config
+
+    rules = ("used_far_apart", "long_fusible_chains", "materialized_backward")
+    settings = {f"ban_recompute_{rule}": False for rule in rules}
+
+    def call(*given: Any, **named: Any) -> Any:
+        with config.patch(settings):
+            return run(*given, **named)
+
+    return call
 
 
 def copy_gradients(model: Model) -> None:
@@ -208,12 +242,47 @@ def copy_gradients(model: Model) -> None:
             parameter.grad.is_copy = True
 
 
+Counts = tuple[Num, Num, Num]
 Shares = dict[tuple[str, str, bool], Num]
 
 
-def _left(work: Work, is_whole: bool) -> tuple[Shares, Shares, Shares]:
+def _again(work: Work, blocks: set[str]) -> list[Compute]:
+    """What backward computes once more where only products are kept: inputs of linear layers, copies of weights."""
+    counts = work.size("microbatch"), work.size("sequence"), work.size("sequence_parts")
+    common: dict[str, Any] = {"phase": "backward", "kind": "memory", "origin": Compile.name}
+    share = 1.0 - work.facts.remade_inputs  # of blocks that do not so already
+    tasks = [
+        replace(task, phase="backward", origin=Compile.name, moved_bytes=task.moved_bytes * share)
+        for task in work.computes
+        if task.role == "weight_cast" and task.layer in blocks and task.phase == "forward"
+    ]
+    for layer in work.profile.block_layers:
+        repeat = work.repeat_of(layer.name) - work.facts.replays.get(layer.name, 0)
+        for op, after in itertools.pairwise(layer.ops):
+            size = _read_by_product(op, after, counts, op.saved(*counts)) * share * work.facts.widths.compute
+            # Read and written; an activation's backward reads what it is made of anyway.
+            is_joined = op.role == "activation"
+            given: dict[str, Any] = {"moved_bytes": size if is_joined else 2.0 * size, "kernels": float(not is_joined)}
+            if not (isinstance(size, float) and size == 0.0):
+                tasks.append(
+                    Compute(**common, **given, layer=layer.name, name=f"{op.name}.again", cut=op.cut, repeat=repeat)
+                )
+    return tasks
+
+
+def _read_by_product(op: Op, after: Op | None, counts: Counts, kept: Num) -> Num:
+    """Of what an op keeps, elements that only a linear layer reads and that can be made anew from what is left."""
+    if op.role == "layout":
+        return kept
+    if after is None or after.role != "linear" or op.role in ("linear", "attention"):
+        return 0.0
+    return np.minimum(kept, Poly(bs=float(after.shape[1]))(*counts))
+
+
+def _left(work: Work, is_whole: bool, remade: Num) -> tuple[Shares, Shares, Shares]:
     """Shares that are left of compiled ops: traffic and kernels by (layer, op, whether going back), and of what is kept
-    by (layer, cut, whether float32). `is_whole`: all layers before the loss are one graph."""
+    by (layer, cut, whether float32). `is_whole`: all layers before the loss are one graph; `remade`: share of blocks in
+    which inputs of linear layers are made anew."""
     counts = work.size("microbatch"), work.size("sequence"), work.size("sequence_parts")
     sums: list[dict[tuple[str, str, bool], list[Num]]] = [{}, {}, {}]
 
@@ -231,8 +300,7 @@ def _left(work: Work, is_whole: bool) -> tuple[Shares, Shares, Shares]:
                 add(1, (layer.name, op.name, True), op.backward_kernels, fused.backward_kernels)
             place = layer.name, op.cut, op.dtype == "float32"
             left = fused.saved(*counts)
-            if after is not None and after.role == "linear" and op.role != "linear":  # it reads what is kept here
-                left = left - work.facts.remade_inputs * np.minimum(left, Poly(bs=float(after.shape[1]))(*counts))
+            left = left - remade * _read_by_product(op, after, counts, left)
             add(2, place, op.saved(*counts), left)
     stream = Poly(bs=float(work.profile.hidden_size))(*counts)
     for layer in work.profile.layers[1:] if is_whole else ():

@@ -21,7 +21,7 @@ from meshwright.run.model import describe
 from meshwright.run.run_file import ModelSection
 from meshwright.simulator.forecast import forecast
 from meshwright.simulator.pricing import price, price_sizes, sizes_of, stacked
-from meshwright.techniques.compile import copy_gradients
+from meshwright.techniques.compile import copy_gradients, keeps_products
 
 GPT2 = decoder_profile(preset("gpt2-124m"), "gpt2-124m")
 TINY, EXPERTS = tiny.profile_of(tiny.GPT), tiny.profile_of(tiny.MOE)
@@ -29,6 +29,7 @@ VIT = describe(ModelSection(name="vit-digits"), 1).profile
 GPU, LAPTOP = cluster("1xh200"), cluster("laptop")
 BLOCKS, ONE, REPLAYED = t("compile"), t("compile", scope="model"), t("compile", graphs=True)
 BOTH = t("compile", scope="model", graphs=True)
+LEAN = t("compile", keep="products")
 EVERY = (BLOCKS, ONE, REPLAYED, BOTH)
 NUMBERS = ("repeat", "flops", "moved_bytes", "kernels")
 
@@ -48,6 +49,54 @@ def moved(work: Work, phase: str) -> float:
 def launched(work: Work, *phases: str) -> float:
     tasks = [task for task in work.computes if task.phase in phases and not task.is_replayed]
     return float(sum(task.repeat * task.kernels for task in tasks))
+
+
+def test_blocks_that_keep_products_make_inputs_of_matmuls_and_copies_of_weights_again() -> None:
+    def kept(work: Work, category: str) -> float:
+        return float(sum(item.repeat * item.bytes for item in work.residents if item.category == category))
+
+    tokens, d, blocks = 8 * 1024, 768, 12
+    fastest, lean = work_of(BLOCKS), work_of(LEAN)
+    # Two normalised streams and the activation's result; the compiled form keeps no copy of heads in another layout.
+    again = blocks * tokens * (d + d + 4 * d) * 2
+    assert kept(fastest, "activations") - kept(lean, "activations") == pytest.approx(again)
+    weights = sum(slot.repeat * slot.elements for slot in lean.slots if slot.layer == "blocks")
+    assert kept(fastest, "gathered") - kept(lean, "gathered") == pytest.approx(2.0 * float(weights))
+    moved_again = blocks * tokens * (2 * d + 2 * d + 4 * d) * 2 + 6.0 * float(weights)
+    assert moved(lean, "backward") - moved(fastest, "backward") == pytest.approx(moved_again)
+    assert moved(lean, "forward") == moved(fastest, "forward")
+    refused = t("compile", backend="aot_eager", keep="products").check(plan_of(tiny.BF16), GPT2, None)
+    assert "decides by itself" in refused[0].what
+
+
+@pytest.mark.slow
+def test_blocks_that_keep_products_have_the_same_gradients_and_keep_less() -> None:
+    """By inductor on the CPU: what autograd holds between forward and backward, and what comes out."""
+    held, gradients = [], []
+    for keep in ("fastest", "products"):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64), torch.nn.LayerNorm(64)]
+        block = torch.nn.Sequential(*layers, torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64))
+        run = torch.compile(block)
+        run = keeps_products(run) if keep == "products" else run
+        sizes: dict[int, int] = {}
+
+        def pack(tensor: torch.Tensor, sizes: dict[int, int] = sizes) -> torch.Tensor:
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            result = run(torch.randn(512, 64))
+        result.square().mean().backward()
+        held.append(sum(sizes.values()))
+        gradients.append([parameter.grad.clone() for parameter in block.parameters()])
+    assert held[1] <= held[0]
+    for first, second in zip(*gradients, strict=True):
+        torch.testing.assert_close(first, second)
+    import torch._functorch.config as config
+
+    assert config.ban_recompute_used_far_apart, "settings are those of one function"
 
 
 def test_one_graph_reads_the_stream_once_less_at_every_border() -> None:
@@ -163,7 +212,7 @@ def test_search_takes_graphs_where_the_host_is_slow_and_offers_them_to_small_mod
     assert ONE in best.plan.techniques
     large = decoder_profile(preset("llama3.2-1b"), "llama3.2-1b")
     for profile, machine in ((large, GPU), (GPT2, cluster("2xh100")), (VIT, GPU), (EXPERTS, GPU)):
-        assert [option.field for option in type(BLOCKS).options(profile, machine)] == ["backend"]
+        assert [option.field for option in type(BLOCKS).options(profile, machine)] == ["backend", "keep"]
     assert type(BLOCKS).options(GPT2, LAPTOP) == ()
 
 
