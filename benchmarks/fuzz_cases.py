@@ -241,13 +241,13 @@ def _other_settings(
         told: dict[str, Any] = {}
         form = rng.choice(("all", "count", "named", "selective", "both", "slots"))
         if form == "count":
-            told["layers"] = rng.randint(0, blocks)
+            told["layers"] = f"first {rng.randint(0, blocks)}"
         elif form == "named":
             told["layers"] = ",".join(map(str, sorted(rng.sample(range(blocks), rng.randint(1, blocks)))))
         elif form == "selective":
-            told |= {"layers": 0, "selective": rng.randint(1, blocks)}
+            told |= {"layers": "none", "selective": f"first {rng.randint(1, blocks)}"}
         elif form == "both" and blocks > 1:
-            told |= {"layers": 1, "selective": rng.randint(1, blocks - 1)}
+            told |= {"layers": "first 1", "selective": f"first {rng.randint(1, blocks - 1)}"}
         elif form == "slots":
             told["slots"] = rng.choice((1, 2, 3))
         found["recompute"] = told

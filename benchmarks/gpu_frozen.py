@@ -32,7 +32,7 @@ RECOMPUTE = {"name": "recompute"}
 
 def selective(blocks: str) -> dict[str, Any]:
     """These blocks keep products and attention only."""
-    return {"name": "recompute", "layers": 0, "selective": blocks}
+    return {"name": "recompute", "layers": "none", "selective": blocks}
 
 
 _MIXTRAL = {"num_layers": 6, "hidden_size": 1536, "num_heads": 12, "num_kv_heads": 4, "expert_ffn_size": 5376}

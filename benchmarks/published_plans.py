@@ -239,7 +239,7 @@ def _recomputing(row: Row) -> tuple[tuple[Technique, ...], ...]:
     if "offload" in text:
         raise Unscored("offload")
     if share := _recomputed_share(row):
-        return ((Recompute(layers=round(share * row.whole("layers"))),),)
+        return ((Recompute(layers=f"first {round(share * row.whole('layers'))}"),),)
     if text.startswith(("selective", "minimal")) or re.match(r"none|not? |disabled", text) or text in NO - {"", "n/a"}:
         return ((),)
     if blocks := re.match(r"full.*\bblock[ /:=]*(\d+)", text):

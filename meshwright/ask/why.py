@@ -138,7 +138,7 @@ def _other_values(question: Question, plan: Plan, knob: Knob, notes: list[str]) 
             prefix = f"{kind.name}.{field}."
             count = max(count, sum(blocks for key, blocks in counts.items() if key.startswith(prefix)))
         step = max(1, most // 4)
-        values = sorted({max(0, count - step), min(most, count + step)} - {0, count})
+        values = [f"first {n}" for n in sorted({max(0, count - step), min(most, count + step)} - {0, count})]
     else:
         sizes = tuple(size for size in option.sizes if question.cluster.num_devices % size == 0)
         values = list(sizes[:1])
@@ -180,6 +180,6 @@ def _value(plan: Plan, knob: Knob, question: Question) -> str:
 
 def _plain(value: Any) -> str:
     """As a pin would have it."""
-    if value is None or isinstance(value, bool):
-        return {None: "all", True: "true", False: "false"}[value]
+    if isinstance(value, bool):
+        return str(value).lower()
     return str(list(value)) if isinstance(value, tuple) else str(value)

@@ -13,6 +13,7 @@ import os
 import re
 import signal
 import sys
+import warnings
 from collections.abc import Sequence
 from io import TextIOWrapper
 from typing import Any, NoReturn
@@ -286,8 +287,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.command is None:
         top.print_help()
         return 0
-    from meshwright.core.errors import MeshwrightError
+    from meshwright.core.errors import MeshwrightError, OldNotation
 
+    def show(message: Warning | str, category: type[Warning], *place: Any) -> None:
+        text = f"mw {arguments.command}: {message}\n"
+        sys.stderr.write(text if category is OldNotation else warnings.formatwarning(message, category, *place[:2]))
+
+    warnings.filterwarnings("once", category=OldNotation)
+    warnings.showwarning = show  # type: ignore[assignment]
     try:
         with contextlib.ExitStack() as held:
             if arguments.command == "train":  # before anything slow is imported, so that no signal kills it half-way

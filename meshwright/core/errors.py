@@ -100,3 +100,7 @@ def last_line(error: BaseException) -> str:
     if isinstance(error, SyntaxError):  # says itself where it is
         place = ""
     return f"{type(error).__name__}: {str(error).strip().rstrip('.') or 'no message'}{place}."
+
+
+class OldNotation(DeprecationWarning):
+    """A setting written as an earlier release wrote it; the next one does not read it. `mw` shows it on stderr."""

@@ -28,7 +28,8 @@ class Plan(Artefact):
     printed, compared, edited, saved as JSON and read again.
     """
 
-    VERSION: ClassVar[int] = 1
+    VERSION: ClassVar[int] = 2
+    """2: layers are written "none", "all", "first 3" or "0-3,8"."""
 
     techniques: tuple[Technique, ...] = ()
     batch: int = 1
@@ -39,9 +40,10 @@ class Plan(Artefact):
     """Outermost first; by default the axes with most traffic are innermost."""
     groups: tuple[int, ...] = ()
     """Of a mixed cluster: the groups whose devices the ranks take, in this order; empty: all, as they come."""
-    version: int = 1
+    version: int = 2
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "version", self.VERSION)  # read from an older file, it is written as of today
         names = [technique.name for technique in self.techniques]
         problems = [
             Problem(where="techniques", what=f"{name} is given {names.count(name)} times.")

@@ -10,16 +10,17 @@ import importlib
 import math
 import pkgutil
 import re
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache, lru_cache
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, get_args
 
 import numpy as np
 
 from meshwright.core.codec import decode_fields, encode
-from meshwright.core.errors import MeshwrightError, Problem, Problems, error_at, nearest
+from meshwright.core.errors import MeshwrightError, OldNotation, Problem, Problems, error_at, nearest
 from meshwright.core.plugins import added
 from meshwright.core.work import Circumstances, Num, Updating, Work
 
@@ -49,40 +50,86 @@ def is_within(exactness: str, limit: str) -> bool:
     return EXACTNESS.index(exactness) <= EXACTNESS.index(limit)
 
 
-_BLOCKS = re.compile(r"^([0-9]{1,9})(?:-([0-9]{1,9}))?$")
+class LayerChoice(NamedTuple):
+    kind: Literal["none", "all", "first", "last", "listed"]
+    number: int = 0
+    """Of first and last."""
+    spans: Spans = ()
+    """Of listed ones: in rising order without overlap."""
 
 
-def format_blocks(blocks: Iterable[int]) -> str:
-    """Blocks by their numbers, as people write them: `0-3,8,10-12`."""
+_LISTED = re.compile(r"^([0-9]{1,9})(?:-([0-9]{1,9}))?$")
+_ENDS = re.compile(r"^(first|last)\s+([0-9]{1,9})$")
+LAYERS_FIX = 'Use "none", "all", "first 3", "last 2" or numbers in rising order: "0-3,8".'
+
+
+def format_layers(blocks: Iterable[int]) -> str:
+    """Blocks by their numbers: `none`, or `0-3,8,10-12`."""
     parts: list[list[int]] = []
     for block in sorted(set(blocks)):
         if parts and block == parts[-1][1] + 1:
             parts[-1][1] = block
         else:
             parts.append([block, block])
-    if len(parts) == 1:  # a lone number would be how many, not which
+    if len(parts) == 1:  # a lone number could be taken for how many
         return f"{parts[0][0]}-{parts[0][1]}"
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts) or "none"
 
 
 @lru_cache(maxsize=1024)
-def parse_blocks(text: str) -> Spans | None:
-    """(first, last + 1) of each part, in rising order without overlap; None if it is not written so."""
+def parse_layers(text: str) -> LayerChoice | None:
+    """`none`, `all`, `first 3`, `last 2` or `0-3,8`; None if it is not written so."""
+    text = text.strip().lower()
+    if text in ("none", "all"):
+        return LayerChoice("none" if text == "none" else "all")
+    if match := _ENDS.match(text):
+        count = int(match[2])
+        return LayerChoice("first" if match[1] == "first" else "last", count) if count else LayerChoice("none")
     spans: list[tuple[int, int]] = []
-    for part in text.split(",") if text else ():
-        match = _BLOCKS.match(part.strip())
+    for part in text.split(","):
+        match = _LISTED.match(part.strip())
         if match is None:
             return None
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first or (spans and first < spans[-1][1]):
             return None
         spans.append((first, last + 1))
-    return tuple(spans)
+    return LayerChoice("listed", spans=tuple(spans))
 
 
-def count_blocks(parts: Iterable[tuple[int, int]], first: int, last: int) -> int:
-    """How many of them are among `first` to `last` - 1."""
-    return sum(max(0, min(last, end) - max(first, start)) for start, end in parts)
+def layers_text(value: int | str | None, end: str = "first") -> str:
+    """As it is written today; what cannot be read stays as it is. `end`: where a number's layers are."""
+    if isinstance(value, str) and value:
+        choice = parse_layers(value)
+        if choice is None:
+            return value
+        if choice.kind == "listed":
+            return format_layers(block for first, last in choice.spans for block in range(first, last))
+        return f"{choice.kind} {choice.number}" if choice.number else choice.kind
+    text = "all" if value is None else f"{end} {value}" if value else "none"
+    warnings.warn(f'layers are written "{text}", no longer {value!r}', OldNotation, stacklevel=2)
+    return text
+
+
+@lru_cache(maxsize=4096)
+def _following(policies: tuple[tuple[str, str], ...], spans: Spans) -> dict[int, str]:
+    """Block -> the policy that it follows, of the blocks in `spans`. Listed blocks are dealt out first, then the last
+    ones of the stage, then the first ones; `all` are those that are left."""
+    left = [block for first, last in spans for block in range(first, last)]
+    result: dict[int, str] = {}
+    choices = [(field, parse_layers(text) or LayerChoice("none")) for field, text in policies]
+    for kind in ("listed", "last", "first", "all"):
+        for field, choice in reversed(choices) if kind == "last" else choices:
+            if choice.kind != kind:
+                continue
+            if kind == "listed":
+                chosen = [block for block in left if any(first <= block < last for first, last in choice.spans)]
+            else:
+                count = len(left) if kind == "all" else min(choice.number, len(left))
+                chosen = left[len(left) - count :] if kind == "last" else left[:count]
+            result |= dict.fromkeys(chosen, field)
+            left = [block for block in left if block not in result]
+    return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +155,8 @@ class PerLayer:
     """Settings that name blocks, each of which follows one of them or none: solved by counts, not enumerated by layer.
 
     Of equal blocks of a stage the first follow the first field, those after them the second, and the last ones none. A
-    field is None for all blocks that follow no other, a number for the first so many blocks of every stage, or says
-    which (`0-3,8`). `price` finds counts, not names: `work.following`.
+    field is `all` for all blocks that follow no other, `first 3` or `last 3` of every stage, `none`, or says which
+    (`0-3,8`). `price` finds counts, not names: `work.following`.
     """
 
     fields: tuple[str, ...]
@@ -259,64 +306,58 @@ class Technique:
         what `work.following` finds."""
         if not self.policies:
             return {}
-        result = {}
-        parts = {field: self._parts(field, spans) for field in self.policies}
+        followed = self._followed(spans)
+        chosen = spans if chunk is None else (spans[chunk],)
+        result: dict[str, int] = {}
         start = 0
         for layer in profile.block_layers:
             end = start + layer.repeat
-            for field in self.policies:
-                result[f"{self.name}.{field}.{layer.name}"] = sum(
-                    count_blocks(parts[field], max(first, start), min(last, end))
-                    for first, last in (spans if chunk is None else (spans[chunk],))
-                )
+            here = [followed.get(b, "") for first, last in chosen for b in range(max(first, start), min(last, end))]
+            result |= {f"{self.name}.{field}.{layer.name}": here.count(field) for field in self.policies}
             start = end
         return result
 
-    def _parts(self, field: str, spans: Spans) -> Spans:
-        """Runs of the blocks in `spans` that follow a policy."""
-        value = getattr(self, field)
-        if isinstance(value, str):
-            return parse_blocks(value) or ()
-        if isinstance(value, int):  # the first so many of the stage
-            result, left = [], value
-            for first, last in spans:
-                result.append((first, first + min(left, last - first)))
-                left -= min(left, last - first)
-            return tuple(result)
-        others = [part for other in self.policies if other != field for part in self._parts(other, spans)]
-        left_over = [block for first, last in spans for block in range(first, last)]
-        left_over = [block for block in left_over if not any(first <= block < last for first, last in others)]
-        return tuple((block, block + 1) for block in left_over)
+    def _followed(self, spans: Spans) -> dict[int, str]:
+        return _following(tuple((field, getattr(self, field)) for field in self.policies), spans)
 
     def policy_of(self, block: int, spans: Spans) -> str:
         """The policy that a block of a stage follows; empty: none."""
-        for field in self.policies:
-            if any(first <= block < last for first, last in self._parts(field, spans)):
-                return field
-        return ""
+        return self._followed(spans).get(block, "")
+
+    @classmethod
+    def read_policies(cls, settings: Mapping[str, Any]) -> dict[str, str]:
+        """The settings that name layers, as they are written today. A number beside `all` is of the last layers."""
+        given = {f.name: settings.get(f.name, f.default) for f in fields(cls) if f.name in cls.policies}
+        end = "last" if any(value in (None, "all") for value in given.values()) else "first"
+        return {field: layers_text(value, end) for field, value in given.items()}
+
+    def __post_init__(self) -> None:
+        for field, text in self.read_policies(vars(self)).items() if self.policies else ():
+            object.__setattr__(self, field, text)
 
     def policy_problems(self, profile: Profile) -> list[Problem]:
         """What is wrong with the blocks that policies name."""
         problems, blocks = [], profile.num_blocks
-        named: list[tuple[int, int]] = []
+        counts: dict[str, int] = {}
+        listed: set[int] = set()
         for field in self.policies:
-            value = getattr(self, field)
-            fix = f'Use 0 to {blocks}, or numbers such as "0-{max(blocks - 1, 0)}".'
-            if isinstance(value, int) and not 0 <= value <= blocks:
-                what = f"{field} is {value}; the model has {blocks} blocks."
-                problems.append(self.problem(what, fix))
-            if not isinstance(value, str):
+            text = getattr(self, field)
+            choice = parse_layers(text)
+            if choice is None:
+                problems.append(self.problem(f'{field} is "{text}".', LAYERS_FIX))
                 continue
-            parts = parse_blocks(value)
-            if parts is None:
-                problems.append(self.problem(f'{field} is "{value}".', 'List blocks in rising order: "0-3,8".'))
+            counts |= {field: choice.number} if choice.number else {}
+            if choice.number > blocks or (choice.spans and choice.spans[-1][1] > blocks):
+                what = f'{field} is "{text}"; the model has {blocks} blocks, 0 to {blocks - 1}.'
+                problems.append(self.problem(what, LAYERS_FIX))
                 continue
-            if parts and parts[-1][1] > blocks:
-                what = f'{field} is "{value}"; the model has {blocks} blocks, 0 to {blocks - 1}.'
-                problems.append(self.problem(what, fix))
-            if any(count_blocks(named, first, last) for first, last in parts):
-                problems.append(self.problem(f'{field} "{value}" names blocks that another setting names too.'))
-            named += parts
+            mine = {block for first, last in choice.spans for block in range(first, last)}
+            if mine & listed:
+                problems.append(self.problem(f'{field} "{text}" names blocks that another setting names too.'))
+            listed |= mine
+        if not problems and sum(counts.values()) > blocks:
+            what = f"{' and '.join(counts)} are {' and '.join(str(getattr(self, field)) for field in counts)}"
+            problems.append(self.problem(f"{what}; the model has {blocks} blocks.", f"Use at most {blocks} together."))
         return problems
 
     def problem(self, what: str, fix: str = "") -> Problem:

@@ -20,7 +20,7 @@ import numpy as np
 
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
-from meshwright.core.technique import Spans, Technique, format_blocks
+from meshwright.core.technique import Spans, format_layers
 from meshwright.planner.policies import Option, fronts_of, options_of
 from meshwright.planner.rows import (
     BoundedGrid,
@@ -391,9 +391,13 @@ def _plan(leaf: BoundedGrid, pick: OrderedCandidate, cut: tuple[Spans, ...], cho
         if mine and not any(mine.values()):
             continue
         if mine:
-            named = {field: _named(technique, field, profile, each) for field, each in mine.items()}
+            default = {f.name for f in fields(technique) if f.default == "all"}
+            named = {
+                field: "all" if len(each) == profile.num_blocks and field in default else format_layers(each)
+                for field, each in mine.items()
+            }
             # No block follows the others, which are pinned to none or banned, whatever their defaults say.
-            technique = replace(technique, **dict.fromkeys(technique.policies, 0) | named)
+            technique = replace(technique, **dict.fromkeys(technique.policies, "none") | named)
         techniques.append(technique)
     return leaf.grid.plan(techniques, pick.candidate, cut, pick.axis_order or leaf.grid.axis_order)
 
@@ -407,11 +411,3 @@ def smallest_plan(leaf: BoundedGrid, index: int, axis_order: tuple[str, ...]) ->
         choice[:, :1] = np.array(kinds_of(leaf.inputs, spans))[:, None]
         chosen.append(choice)
     return _plan(leaf, OrderedCandidate(index, axis_order, np.inf), cut, chosen)
-
-
-def _named(technique: Technique, field: str, profile: Profile, blocks: list[int]) -> int | str | None:
-    """As short as it can be said."""
-    default = next(f.default for f in fields(technique) if f.name == field)
-    if len(blocks) == profile.num_blocks and default is None:
-        return None
-    return format_blocks(blocks) if blocks else 0

@@ -103,7 +103,7 @@ def _dial(kind: type[Technique], inputs: SearchInputs, rescues: bool) -> Dial | 
         sizes = [each for each in allowed("size", possible if size is None else (size,)) if each > 1]
     solved = next((o.fields for o in options if isinstance(o, PerLayer)), ())
     named = {policy: pinned.pop(policy) for policy in kind.policies if policy in pinned}
-    none = {policy for policy, value in named.items() if value in (0, "")}
+    none = {policy for policy, value in named.items() if value == "none"}
     if none and none >= set(solved or kind.policies):
         return None
     # Nothing may follow what is pinned to none or banned; the rest is solved for, unless blocks are named.

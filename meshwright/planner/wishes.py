@@ -98,6 +98,8 @@ def read_wishes(
         else:
             banned.add(name)
     samples = pinned.pop(MICROBATCH, {}).get(MICROBATCH)
+    for name, settings in pinned.items():
+        settings |= {f: text for f, text in technique_named(name).read_policies(settings).items() if f in settings}
     problems += [
         Problem(where=f"pin {name}", what="it is banned too.", fix="Take one of the two away.")
         for name, settings in pinned.items()
@@ -133,7 +135,8 @@ def _read(text: str, where: str) -> tuple[str, str, Any]:
         raise error_at(where, f'{name} has no "{setting}".', nearest(setting, hints))
     if not equals and kind is not None:
         raise error_at(where, "has no value.", f"Write {target}=...")
-    value = decode(hints[setting], _plain(value_text), where)
+    names_layers = setting in getattr(kind, "policies", ()) and not value_text.isdecimal()
+    value = decode(hints[setting], value_text if names_layers else _plain(value_text), where)
     if kind is None and value < 1:
         raise error_at(where, f"is {value}.", "Use at least 1.")
     return name, setting, value

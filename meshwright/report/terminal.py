@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 import shlex
 import sys
 import threading
@@ -105,14 +104,10 @@ def short_technique(technique: Technique) -> str:
         value = getattr(technique, field.name)
         if value == field.default:
             continue
-        if field.name in technique.policies and value in (0, ""):
-            words.append("only")  # no block follows this policy, which all would by default
-        elif field.name == "size":
+        if field.name == "size":
             words.append(str(value))
         elif value is True:
             words.append(field.name)
-        elif field.name in technique.policies and (lone := re.fullmatch(r"(\d+)-\1", str(value))):
-            words.append(f"{field.name} block {lone[1]}")
         elif isinstance(value, tuple):  # (5, 5, 5, 4) as 5x3,4
             runs = [(each, len(list(group))) for each, group in itertools.groupby(value)]
             shown = ",".join(f"{each}x{count}" if count > 1 else str(each) for each, count in runs)

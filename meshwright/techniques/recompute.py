@@ -56,14 +56,14 @@ class Recompute(Technique):
     policies: ClassVar[tuple[str, ...]] = ("layers", "attention", "selective")
     later_settings: ClassVar[tuple[str, ...]] = ("attention",)
 
-    layers: int | str | None = None
-    """Blocks that are recomputed as a whole: None: all that no other setting names; a number: the first so many of
-    every stage; "0-3,8": these."""
-    selective: int | str = 0
+    layers: int | str | None = "all"
+    """Blocks that are recomputed as a whole: "all" that no other setting names, "none", "first 3" or "last 3" of every
+    stage, or "0-3,8"."""
+    selective: int | str | None = "none"
     """Blocks that keep what is dear to compute."""
     slots: int = 0
     """Inputs kept of a run of equal blocks recomputed as a whole; 0: all."""
-    attention: int | str = 0
+    attention: int | str | None = "none"
     """Blocks that keep what attention and collectives made, and no products."""
 
     @property
@@ -81,18 +81,13 @@ class Recompute(Technique):
         problems = self.policy_problems(profile)
         if problems:
             return tuple(problems)
-        counts = {field: getattr(self, field) for field in self.policies if getattr(self, field) != 0}
-        blocks = profile.num_blocks
-        if all(isinstance(count, int) for count in counts.values()) and sum(counts.values()) > blocks:
-            what = f"{' and '.join(counts)} are {' and '.join(map(str, counts.values()))}"
-            return (self.problem(f"{what}; the model has {blocks} blocks.", f"Use at most {blocks} together."),)
         return tuple(self._slot_problems(profile)) if self.slots else ()
 
     def _slot_problems(self, profile: Profile) -> list[Problem]:
         if self.slots < 0:
             return [self.problem(f"slots is {self.slots}.", "Use 1 or more inputs, or 0 for all.")]
         problems = []
-        if self.layers in (0, "") and not self.selective and not self.attention:
+        if all(getattr(self, field) == "none" for field in self.policies):
             what = f"slots is {self.slots}, and no block is recomputed."
             problems.append(self.problem(what, "Use slots = 0, or name blocks in layers."))
         if "stages" in profile.uncut:
@@ -163,20 +158,6 @@ class Recompute(Technique):
                     runs.append((chunk, kinds[block], [block]))
                 is_open = is_full
         return runs
-
-    def _parts(self, field: str, spans: Spans) -> Spans:
-        """Numbers: the first blocks that follow no policy before it, or the last if all others are recomputed whole."""
-        value = getattr(self, field)
-        if field == "layers" or not isinstance(value, int):
-            return super()._parts(field, spans)
-        order = ("selective", "attention") if self.layers is None else self.policies
-        named = [each for each in self.policies if isinstance(getattr(self, each), str)]
-        others = {*order[: order.index(field)], *named}
-        taken = [part for other in others for part in self._parts(other, spans)]
-        left = [block for first, last in spans for block in range(first, last)]
-        left = [block for block in left if not any(first <= block < last for first, last in taken)]
-        chosen = left[max(len(left) - value, 0) :] if self.layers is None else left[:value]
-        return tuple((block, block + 1) for block in chosen)
 
     def _replays(self, work: Work, layer: Layer, full: Num, few: Num, some: Num, again: Num) -> list[Task]:
         """The forward's tasks, repeated as often as they are run again."""

@@ -238,13 +238,13 @@ def test_what_breaks_in_a_forecast_is_a_reason() -> None:
         ({"zero_stage": "ZeRO-2"}, "shard(size=8, stage=2)"),
         ({"zero_stage": "FSDP2"}, "shard(size=8)"),
         ({"micro_batch": "", "grad_accum": "2"}, "microbatch 2 x 2"),
-        ({"recompute": "full:block/2"}, "recompute(layers=2)"),
-        ({"recompute": "selective (2)"}, "recompute(layers=2)"),
+        ({"recompute": "full:block/2"}, "recompute(layers=first 2)"),
+        ({"recompute": "selective (2)"}, "recompute(layers=first 2)"),
         ({"pp": "2", "schedule": "1F1B (non-interleaved)", "dp": "4"}, "pipeline(size=2)"),
         ({"pp": "2", "schedule": "ZB-H1", "dp": "4"}, "pipeline(size=2, schedule=zero_bubble_h1)"),
         ({"compile": "torch.compile"}, "compile()"),
         # (0.6 / 0.5 - 1) x 3 of four blocks, rounded.
-        ({"recompute": "selective", "mfu": "0.5", "hfu": "0.6"}, "recompute(layers=2)"),
+        ({"recompute": "selective", "mfu": "0.5", "hfu": "0.6"}, "recompute(layers=first 2)"),
     ],
 )
 def test_plans(changes: dict[str, str], plan: str) -> None:

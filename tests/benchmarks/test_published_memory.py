@@ -66,7 +66,8 @@ def test_logits_are_split_or_whole() -> None:
 def test_scores_are_kept_by_kernels_that_write_them_down() -> None:
     kernel = Scores(kept_bytes=5.0, passing_bytes=3.0)
     flash, plain = (
-        _work(Keeping(plain=kernel, kernel=name), _t("recompute", layers=1)) for name in ("flash", "plain_scores")
+        _work(Keeping(plain=kernel, kernel=name), _t("recompute", layers="first 1"))
+        for name in ("flash", "plain_scores")
     )
     scores = 2 * CONFIG.num_heads * SEQUENCE * SEQUENCE
     # Three blocks keep them, one revives them.

@@ -87,7 +87,7 @@ def test_data_that_cannot_be_used(tmp_path: Path, content: bytes, word: str) -> 
         ([{"name": "replicate", "sise": 2}], ('Did you mean "size"', "missing")),
         ([{"name": "replicate", "size": 0}], ("size is 0",)),
         ([{"name": "shard", "size": 2, "stage": 4}], ("4", "stage")),
-        ([{"name": "recompute", "layers": 9}], ("layers is 9", "2 blocks")),
+        ([{"name": "recompute", "layers": "first 9"}], ('layers is "first 9"', "2 blocks")),
     ],
 )
 def test_a_plan_that_cannot_run_is_refused_before_any_process_starts(

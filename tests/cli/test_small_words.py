@@ -92,3 +92,19 @@ def test_suggested_commands_can_be_pasted(tmp_path: Path) -> None:
     verify = next(line for line in done.stderr.splitlines() if "ckpt verify" in line)
     assert shlex.split(verify.partition("   (")[0])[:4] == ["mw", "ckpt", "verify", f"{folder}/run"]
     assert "1 step," in done.stderr
+
+
+def test_layers_as_an_earlier_release_wrote_them_are_read_and_said_once() -> None:
+    words = ("plan", "--model", "byte-3m", "--cluster", "2xh100", "--seq", "128", "--top", "1")
+    done = mw(*words, "--pin", "recompute.layers=2")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count('mw plan: layers are written "first 2", no longer 2') == 1
+    assert "recompute layers first 2" in done.stdout
+    again = mw(*words, "--pin", "recompute.layers=first 2")
+    assert "layers are written" not in again.stderr
+    assert again.returncode == 0
+    wrong = mw(*words, "--pin", "recompute.layers=some", "--pin", "recompute.selective=3-1")
+    assert wrong.returncode == 2
+    assert 'layers is "some"' in wrong.stderr
+    assert 'selective is "3-1"' in wrong.stderr
+    assert 'Use "none", "all", "first 3", "last 2"' in wrong.stderr

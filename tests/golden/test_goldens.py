@@ -64,7 +64,7 @@ def test_plans_and_numbers_are_those_stored(name: str, tmp_path: Path, request: 
 
 
 def with_defaults(value: Any) -> Any:
-    """A stored answer with settings of techniques that came later, at their defaults."""
+    """A stored answer with settings of techniques that came later, at their defaults, and in today's notation."""
     if isinstance(value, list):
         return [with_defaults(each) for each in value]
     if not isinstance(value, dict):
@@ -72,6 +72,7 @@ def with_defaults(value: Any) -> Any:
     if isinstance(value.get("techniques"), list):
         made = [Technique.decode_any(each, "", []) for each in value["techniques"]]
         value = value | {"techniques": [each.encode_self() for each in made if each is not None]}
+        value |= {"version": Plan.VERSION} if "version" in value else {}
     return {key: with_defaults(each) for key, each in value.items()}
 
 

@@ -106,7 +106,7 @@ def test_a_host_that_dies_ends_the_others_and_one_that_is_left_goes_on_alone(
     step = max(int(each.name[5:]) for each in (tmp_path / "run" / "checkpoints").glob("step-*[0-9]"))
     alone = (f"train.steps={step + 2}", "run.ranks=1")
     changes = [word for change in alone for word in ("--set", change)]
-    plan = write_plan(tmp_path, {"name": "recompute", "layers": 1})
+    plan = write_plan(tmp_path, {"name": "recompute", "layers": "first 1"})
     (code, output), *_ = ended([hosts.start(1, "meshwright.cli.main", "train", path, "--plan", plan, *changes)])
     assert code == 0, output
     assert f"resuming from step {step}" in output

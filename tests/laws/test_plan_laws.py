@@ -17,6 +17,7 @@ from meshwright.schedules import SCHEDULES
 
 laws = settings(max_examples=60, deadline=None)
 
+layers = st.sampled_from(["none", "all", "first 3", "last 12", "0-3,8", "7-7"])
 sizes = st.integers(1, 8)
 SETTINGS: dict[str, dict[str, Any]] = {
     "chunked_loss": {"chunks": st.integers(1, 64)},
@@ -41,8 +42,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "edge_blocks": st.integers(0, 3),
     },
     "recompute": {
-        "layers": st.none() | st.integers(0, 40),
-        "selective": st.integers(0, 40),
+        "layers": layers,
+        "selective": layers,
         "slots": st.integers(0, 9),
     },
     "replicate": {"size": sizes},

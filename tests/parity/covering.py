@@ -56,7 +56,7 @@ SETTINGS: dict[str, dict[str, Technique]] = {
     "rows": {"2": tiny.ROWS},
     "recompute": {
         "full": tiny.RECOMPUTE,
-        "selective": t("recompute", layers=0, selective=9),
+        "selective": t("recompute", layers="none", selective="first 9"),
         "slots": t("recompute", slots=1),
     },
     "chunked_loss": {"4": tiny.CHUNKED},
@@ -86,7 +86,7 @@ def plan_of(row: Row) -> Plan:
 
 def _technique(name: str, which: str, num_blocks: int) -> Technique:
     if (name, which) == ("recompute", "selective"):
-        return t("recompute", layers=0, selective=num_blocks)
+        return t("recompute", layers="none", selective=num_blocks)
     return SETTINGS[name][which]
 
 

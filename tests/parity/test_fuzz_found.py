@@ -93,7 +93,9 @@ FOUND: dict[str, dict[str, Any]] = {
     "VGG: a block that is nn.ReLU(inplace=True) overwrote the input that its replay needs": zoo_case(
         "torchvision_vgg", {"name": "recompute"}
     ),
-    "the same, recomputed selectively": zoo_case("torchvision_vgg", {"name": "recompute", "layers": 0, "selective": 5}),
+    "the same, recomputed selectively": zoo_case(
+        "torchvision_vgg", {"name": "recompute", "layers": "none", "selective": "first 5"}
+    ),
     "a shard of one rank beside tensor was wrapped and priced": fuzz_case(
         decoder(num_kv_heads=2), {"name": "tensor", "size": 2, "sequence": True}, {"name": "shard", "size": 1},
         {"name": "recompute"},

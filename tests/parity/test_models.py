@@ -244,7 +244,7 @@ def _whole_batch(*techniques: Any) -> Plan:
 
 @pytest.mark.parametrize("technique", [tiny.REPLICATE, tiny.SHARD3], ids=str)
 def test_replayed_batch_statistics_are_priced(technique: Any, ran: Run) -> None:
-    for recompute in (tiny.RECOMPUTE, tiny.t("recompute", layers=1, selective=1)):
+    for recompute in (tiny.RECOMPUTE, tiny.t("recompute", layers="first 1", selective="first 1")):
         answers = ran(_whole_batch(recompute, technique), MODELS["resnet"])
         assert tiny.departures(answers, tiny.bounds(tiny.EXACT)) == []
         assert tiny.price_differences(answers) == []

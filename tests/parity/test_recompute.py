@@ -11,10 +11,10 @@ from tiny import MOE, QWEN, plan_of, t
 
 Run = Callable[..., list[dict[str, Any]]]
 
-SELECTIVE = t("recompute", layers=0, selective=4)
+SELECTIVE = t("recompute", layers="none", selective="first 4")
 MIXED = t("recompute", layers="0", selective="1-2")
-ONE_SLOT = t("recompute", layers=3, selective=1, slots=1)
-ATTENTION = t("recompute", layers=0, attention=2, selective=2)
+ONE_SLOT = t("recompute", layers="first 3", selective="first 1", slots=1)
+ATTENTION = t("recompute", layers="none", attention="first 2", selective="first 2")
 
 PLANS = (
     (SELECTIVE,),
@@ -26,9 +26,9 @@ PLANS = (
     (ONE_SLOT, tiny.SEQUENCED),
     (MIXED, tiny.SHARD3),
     (ONE_SLOT, tiny.SHARD2),
-    (t("recompute", layers=1, selective=1), tiny.PIPELINE),
-    (t("recompute", layers=2, slots=1), tiny.PIPELINE),
-    (t("recompute", layers=1, selective=1), tiny.INTERLEAVED),
+    (t("recompute", layers="first 1", selective="first 1"), tiny.PIPELINE),
+    (t("recompute", layers="first 2", slots=1), tiny.PIPELINE),
+    (t("recompute", layers="first 1", selective="first 1"), tiny.INTERLEAVED),
     (t("recompute", slots=1), tiny.GPIPE),
     (SELECTIVE, tiny.ZBV),
     (MIXED, tiny.RING),
@@ -40,13 +40,13 @@ PLANS = (
     (ATTENTION, tiny.TENSOR),
     (ATTENTION, tiny.SEQUENCED),
     (ATTENTION, tiny.RING),
-    (t("recompute", layers=1, attention=1), tiny.PIPELINE),
+    (t("recompute", layers="first 1", attention="first 1"), tiny.PIPELINE),
     (ATTENTION, tiny.COMPILE, tiny.SHARD3),
 )
 IN_GRAPHS = (
-    (t("recompute", layers=0, selective=2), tiny.ULYSSES),
-    (t("recompute", layers=1, selective=1), tiny.RING),
-    (t("recompute", layers=1, selective=1), t("tensor", size=2, sequence=True, overlap=2)),
+    (t("recompute", layers="none", selective="first 2"), tiny.ULYSSES),
+    (t("recompute", layers="first 1", selective="first 1"), tiny.RING),
+    (t("recompute", layers="first 1", selective="first 1"), t("tensor", size=2, sequence=True, overlap=2)),
 )
 """Collectives inside blocks that are compiled and recomputed."""
 
@@ -76,13 +76,13 @@ def test_compiled_blocks_recompute_around_their_collectives(techniques: tuple[An
     "techniques",
     [
         # What a compiler cannot trace ends its graph, inside a block that is recomputed too.
-        (t("recompute", layers=0, selective=2), tiny.COMPILE),
-        (t("recompute", layers=1, selective=1), tiny.COMPILE, tiny.EXPERT, tiny.RING),
-        (t("recompute", layers=0, selective=2), tiny.EXPERT),
-        (t("recompute", layers=1, selective=1), tiny.TENSOR),
-        (t("recompute", layers=1, selective=1), tiny.RING),
+        (t("recompute", layers="none", selective="first 2"), tiny.COMPILE),
+        (t("recompute", layers="first 1", selective="first 1"), tiny.COMPILE, tiny.EXPERT, tiny.RING),
+        (t("recompute", layers="none", selective="first 2"), tiny.EXPERT),
+        (t("recompute", layers="first 1", selective="first 1"), tiny.TENSOR),
+        (t("recompute", layers="first 1", selective="first 1"), tiny.RING),
         (t("recompute", slots=1), tiny.EXPERT, tiny.RING),
-        (t("recompute", layers=0, attention=2), tiny.EXPERT),
+        (t("recompute", layers="none", attention="first 2"), tiny.EXPERT),
     ],
     ids=tiny.joined,
 )

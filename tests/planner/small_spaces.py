@@ -18,7 +18,7 @@ from meshwright.core.technique import (
     Choice,
     PerLayer,
     Technique,
-    format_blocks,
+    format_layers,
     technique_named,
     technique_names,
 )
@@ -129,7 +129,7 @@ class Space:
         settings = (*choices.values, *choices.rescues) if self.rescues else choices.values
         for ways in itertools.product(*stages):
             blocks = [sorted(itertools.chain(*each)) for each in zip(*ways, strict=True)]
-            named = {f: format_blocks(mine) if mine else 0 for f, mine in zip(policies, blocks, strict=True)}
+            named = {f: format_layers(mine) for f, mine in zip(policies, blocks, strict=True)}
             if not any(blocks):
                 yield techniques
                 continue

@@ -139,7 +139,7 @@ def _plan(*techniques: tuple[str, dict[str, object]], batch: int = 16) -> Plan:
 
 PLANS = [
     _plan(("shard", {"size": 8})),
-    _plan(("pipeline", {"size": 4}), ("tensor", {"size": 2}), ("recompute", {"layers": 2}), ("precision", {})),
+    _plan(("pipeline", {"size": 4}), ("tensor", {"size": 2}), ("recompute", {"layers": "first 2"}), ("precision", {})),
     _plan(("pipeline", {"size": 2, "schedule": "async"}), ("replicate", {"size": 2})),
     _plan(("pipeline", {"size": 4, "schedule": "zero_bubble_h1"}), batch=512),
 ]

@@ -84,7 +84,7 @@ def test_all_ranks_agree_on_evaluation_and_on_stopping(techniques: tuple[Any, ..
         (tiny.plan_of(tiny.t("tensor", size=3)), "cannot be cut 3 ways"),
         (tiny.plan_of(tiny.t("pipeline", size=5)), "5 stages for 4 blocks"),
         (tiny.plan_of(tiny.t("pipeline", size=2, stages=(1, 2))), "add up to 4 blocks"),
-        (tiny.plan_of(tiny.t("recompute", layers=9)), "layers is 9"),
+        (tiny.plan_of(tiny.t("recompute", layers="first 9")), 'layers is "first 9"'),
         (tiny.plan_of(tiny.t("chunked_loss", chunks=0)), "chunks is 0"),
         (tiny.plan_of(tiny.REPLICATE, batch=9), "9 samples cannot be shared by 2 replicas"),
     ],
@@ -102,6 +102,6 @@ def test_a_plan_with_problems_is_not_built(plan: Plan, problem: str) -> None:
 
 
 def test_all_problems_of_a_plan_are_said_at_once() -> None:
-    techniques = (tiny.t("tensor", size=3), tiny.t("pipeline", size=5), tiny.t("recompute", layers=9))
+    techniques = (tiny.t("tensor", size=3), tiny.t("pipeline", size=5), tiny.t("recompute", layers="first 9"))
     problems = tiny.plan_of(*techniques).check(decoder_profile(DecoderConfig(**tiny.LLAMA), "tiny"))
     assert {problem.where for problem in problems} == {"tensor", "pipeline", "recompute"}

@@ -45,7 +45,7 @@ def _t(name: str, **settings: object) -> Technique:
 
 PLANS = [
     Plan(techniques=(), batch=4),
-    Plan(techniques=(_t("shard", size=8), _t("precision"), _t("recompute", layers=2)), batch=16),
+    Plan(techniques=(_t("shard", size=8), _t("precision"), _t("recompute", layers="first 2")), batch=16),
     Plan(techniques=(_t("pipeline", size=4), _t("replicate", size=2)), batch=16, microbatch=2),
     Plan(techniques=(_t("pipeline", size=2, schedule="gpipe"), _t("tensor", size=2), _t("shard", size=2)), batch=16),
 ]

@@ -98,8 +98,8 @@ MODEL = replace(PRESETS["byte-tiny"], num_layers=4, hidden_size=1024, ffn_size=4
 PROFILE = decoder_profile(replace(MODEL, vocab_size=32000), "m")
 PLANS = [
     Plan(techniques=(_t("precision"),), batch=4, microbatch=4),
-    Plan(techniques=(_t("precision"), _t("recompute", layers=2)), batch=8, microbatch=4),
-    Plan(techniques=(_t("precision"), _t("shard", size=4), _t("recompute", layers=3)), batch=16, microbatch=2),
+    Plan(techniques=(_t("precision"), _t("recompute", layers="first 2")), batch=8, microbatch=4),
+    Plan(techniques=(_t("precision"), _t("shard", size=4), _t("recompute", layers="first 3")), batch=16, microbatch=2),
     Plan(techniques=(_t("precision"), _t("shard", size=4, stage=1), _t("replicate", size=2)), batch=16),
     Plan(techniques=(_t("replicate", size=2), _t("pipeline", size=4)), batch=16, microbatch=1),
     Plan(techniques=(_t("precision"), _t("pipeline", size=2, schedule="gpipe"), _t("tensor", size=2)), batch=4),

@@ -106,7 +106,7 @@ def test_two_stages_and_four_microbatches_by_hand(stage: int) -> None:
 
 PLANS = [
     Plan(batch=4),
-    Plan(techniques=(t("recompute", layers=2),), batch=2),
+    Plan(techniques=(t("recompute", layers="first 2"),), batch=2),
     Plan(techniques=(t("pipeline", size=4), t("replicate", size=2)), batch=16, microbatch=2),
     Plan(techniques=(t("pipeline", size=2, schedule="interleaved"),), batch=4),
     Plan(techniques=(t("pipeline", size=4, schedule="zero_bubble_h1"),), batch=8),

@@ -86,7 +86,7 @@ def test_a_slow_exchange_shows_where_backward_is_over() -> None:
 
 PLANS = [
     plan_of(),
-    plan_of(t("shard", size=8), t("precision"), t("recompute", layers=2)),
+    plan_of(t("shard", size=8), t("precision"), t("recompute", layers="first 2")),
     plan_of(t("shard", size=4, stage=1), t("tensor", size=2)),
     plan_of(t("shard", size=2, stage=2), t("replicate", size=2), batch=32, microbatch=2),
     plan_of(t("pipeline", size=4), t("replicate", size=2), microbatch=2),

@@ -45,13 +45,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": tiny.LLAMA | WIDER | MIXTRAL,
     "shared": tiny.MOE | WIDER | {"num_shared_experts": 1, "expert_ffn_size": 24},
 }
-KEEP = tiny.t("recompute", layers=0)
-SELECTIVE = tiny.t("recompute", layers=0, selective=BLOCKS)
-ATTENTION = tiny.t("recompute", layers=0, attention=BLOCKS)
+KEEP = tiny.t("recompute", layers="none")
+SELECTIVE = tiny.t("recompute", layers="none", selective=BLOCKS)
+ATTENTION = tiny.t("recompute", layers="none", attention=BLOCKS)
 FULL = tiny.t("recompute")
 TWO_SLOTS = tiny.t("recompute", slots=2)
 ONE_SLOT = tiny.t("recompute", slots=1)
-MIXED = tiny.t("recompute", layers=3, attention=1, selective=2)
+MIXED = tiny.t("recompute", layers="first 3", attention="first 1", selective="first 2")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -174,7 +174,7 @@ def test_products_that_are_not_kept_run_again_and_no_others(family: str) -> None
 
 @pytest.mark.parametrize("policy", ["layers", "attention", "selective"])
 def test_a_compiled_block_keeps_what_was_priced(policy: str) -> None:
-    technique, config = tiny.t("recompute", **{"layers": 0, policy: 1}), FAMILIES["llama"] | {"num_layers": 1}
+    technique, config = tiny.t("recompute", **{"layers": "none", policy: 1}), FAMILIES["llama"] | {"num_layers": 1}
     model = decoder(config, technique)
     block = model.block_modules()[0]
     given = [torch.randn(SAMPLES, SEQUENCE, 32), torch.randn(SEQUENCE, 4), torch.randn(SEQUENCE, 4)]
@@ -238,7 +238,7 @@ def test_a_module_of_others(name: str) -> None:
     profile = trace_module(module, tokens[:1], name=name)
     blocks = list(module.get_submodule(profile.block_path).children())
     own, found = [block.forward for block in blocks], {}
-    for technique in (KEEP, tiny.t("recompute", layers=0, selective=3), FULL, ONE_SLOT):
+    for technique in (KEEP, tiny.t("recompute", layers="none", selective="first 3"), FULL, ONE_SLOT):
         for block, forward in zip(blocks, own, strict=True):
             block.forward = forward
         wrapped(blocks, technique, profile)
@@ -390,6 +390,9 @@ def test_numbers_name_full_blocks_first_and_selective_ones_after_them() -> None:
         (1, 2, "1,7"): ["layers", "selective", "attention", "attention", "selective", ""],
         (None, 0, "0-1"): ["selective"] * 2 + ["layers"] * 4,
         (0, 0, 6): ["selective"] * 6,
+        ("first 2", "none", "last 1"): ["layers"] * 2 + [""] * 3 + ["selective"],
+        ("all", "none", "first 2"): ["selective"] * 2 + ["layers"] * 4,
+        ("all", "last 2", "last 1"): ["layers"] * 3 + ["attention"] * 2 + ["selective"],
     }
     for (layers, attention, selective), expected in followed.items():
         technique = tiny.t("recompute", layers=layers, attention=attention, selective=selective)
@@ -404,9 +407,13 @@ def test_numbers_name_full_blocks_first_and_selective_ones_after_them() -> None:
         ({"layers": "0-3", "selective": "2-4"}, "another setting"),
         ({"layers": "3-1"}, '"3-1"'),
         ({"layers": 0, "selective": "1,99"}, "0 to 7"),
-        ({"selective": 9}, "selective is 9"),
-        ({"layers": 5, "selective": 4}, "8 blocks"),
-        ({"layers": 3, "attention": 3, "selective": 3}, "layers and attention and selective are 3 and 3 and 3"),
+        ({"selective": "last 9"}, 'selective is "last 9"; the model has 8 blocks'),
+        ({"selective": "some"}, 'selective is "some"'),
+        ({"layers": "first 5", "selective": "first 4"}, "8 blocks"),
+        (
+            {"layers": "first 3", "attention": "first 3", "selective": "first 3"},
+            "layers and attention and selective are first 3 and first 3 and first 3",
+        ),
         ({"slots": -1}, "slots is -1"),
         ({"layers": 0, "slots": 2}, "no block is recomputed"),
     ],
