@@ -16,7 +16,7 @@ from meshwright.core.errors import error_at, raise_problems
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.technique import Exactness
-from meshwright.models.presets import Config
+from meshwright.models.presets import Config, sequence_problem
 from meshwright.optimizers.optimizer_config import OptimizerConfig
 from meshwright.run.model import ModelDescription, describe, section_named
 from meshwright.run.run_file import RunConfig, read_run
@@ -314,10 +314,10 @@ def _cluster_of(given: Cluster | str) -> Cluster:
 def _sequence_of(profile: Profile, sequence: int | None) -> int:
     if profile.counts == "samples":
         return 1
-    if sequence is not None and not 1 <= sequence <= profile.max_sequence:
-        what = f"is {sequence}; {profile.name} has positions for {profile.max_sequence}."
-        raise error_at("sequence", what)
-    return min(DEFAULT_SEQUENCE, profile.max_sequence) if sequence is None else sequence
+    if sequence is None:
+        return min(DEFAULT_SEQUENCE, profile.max_sequence)
+    raise_problems(filter(None, [sequence_problem(profile, sequence, "sequence")]))
+    return sequence
 
 
 def _judged(

@@ -12,6 +12,7 @@ from meshwright.ask.sizes import node_width, reshaped, resized
 from meshwright.core.cluster import MOST_DEVICES, Device, Link
 from meshwright.core.errors import MeshwrightError, Problem, nearest, raise_problems
 from meshwright.core.units import GIB, MIB
+from meshwright.models.presets import sequence_problem
 from meshwright.planner.search import ScoredPlan
 
 _FORM = re.compile(r"^([+x*-]?)([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]{1,2})?)\s*([A-Za-z/%]*)$")
@@ -238,13 +239,10 @@ def change_batch(question: Question, amount: Amount) -> Question | Problem:
 
 
 def change_sequence(question: Question, amount: Amount) -> Question | Problem:
-    sequence, most = amount.of(question.sequence), question.profile.max_sequence
+    sequence = amount.of(question.sequence)
     if question.profile.counts != "tokens":
         return Problem(where="", what=f"samples of {question.profile.name} have no sequence.")
-    if not 1 <= sequence <= most or sequence != int(sequence):
-        what = f"a sequence of {sequence:g}; the model has positions for {most}."
-        return Problem(where="", what=what, fix=f"Use a whole number from 1 to {most}.")
-    return replace(question, sequence=int(sequence))
+    return sequence_problem(question.profile, sequence, "") or replace(question, sequence=int(sequence))
 
 
 CHANGES: dict[str, tuple[dict[str, float], str, Change]] = {

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar, cast
 
 from meshwright.core.cluster import Cluster, parse_cluster_name
+from meshwright.core.codec import decode_into
 from meshwright.core.errors import MeshwrightError, Problem, error_at, raise_problems
 from meshwright.core.profile import Profile
 from meshwright.machine.named_clusters import cluster as named_cluster
 from meshwright.machine.named_clusters import warnings_of
+from meshwright.models.presets import sequence_problem
+from meshwright.optimizers.optimizer_config import OptimizerConfig
 from meshwright.report.terminal import progress
 from meshwright.run.model import describe, describe_run, section_named
-from meshwright.run.run_file import RunConfig
+from meshwright.run.run_file import RunConfig, apply_change
 
 _DEFAULT_SEQUENCE = 4096
 _COUNTS = ("seq", "batch", "top")
@@ -28,6 +32,7 @@ class PlanInputs:
     cluster_name: str
     """What --cluster takes to mean the same machines."""
     sequence: int
+    optimizer: OptimizerConfig
 
 
 def read_wanted(arguments: Namespace, run: RunConfig | None = None) -> PlanInputs:
@@ -39,21 +44,22 @@ def read_wanted(arguments: Namespace, run: RunConfig | None = None) -> PlanInput
     ]
     profile = _tried(problems, lambda: _model(arguments, run))
     place = _tried(problems, lambda: _cluster(arguments, run))
+    optimizer = _tried(problems, lambda: _optimizer(arguments, run))
     sequence = 0
     if profile is not None:
         default = run.sequence if run else min(_DEFAULT_SEQUENCE, profile.max_sequence)
         sequence = default if arguments.seq is None else arguments.seq
         if profile.counts == "samples":
             sequence = 1
-        elif sequence > profile.max_sequence:
-            what = f"is {sequence}; the model has positions for {profile.max_sequence}."
-            problems.append(Problem(where="--seq", what=what))
+        elif sequence >= 1 and (problem := sequence_problem(profile, sequence, "--seq")):
+            problems.append(problem)
     raise_problems(problems)
     assert profile is not None
     assert place is not None
+    assert optimizer is not None
     for line in warnings_of(place[0]):
         progress(f"warning: {place[1]}: {line}")
-    return PlanInputs(profile=profile, cluster=place[0], cluster_name=place[1], sequence=sequence)
+    return PlanInputs(profile=profile, cluster=place[0], cluster_name=place[1], sequence=sequence, optimizer=optimizer)
 
 
 def _tried(problems: list[Problem], read: Callable[[], T]) -> T | None:
@@ -65,11 +71,38 @@ def _tried(problems: list[Problem], read: Callable[[], T]) -> T | None:
 
 
 def _model(arguments: Namespace, run: RunConfig | None) -> Profile:
-    if arguments.model:
-        return describe(section_named(arguments.model), arguments.seq or _DEFAULT_SEQUENCE).profile
-    if run is not None:
-        return describe_run(run).profile
+    changes: dict[str, Any] = {}
+    problems: list[Problem] = []
+    for change in arguments.change:
+        apply_change(changes, change, problems, "--change")
+    raise_problems(problems)
+    given: dict[str, Any] = {"change": changes, "freeze": tuple(arguments.freeze), "train": tuple(arguments.train)}
+    given = {key: value for key, value in given.items() if value}
+    try:
+        if arguments.model:
+            return describe(section_named(arguments.model, **given), arguments.seq or _DEFAULT_SEQUENCE).profile
+        if run is not None:
+            return describe_run(replace(run, model=replace(run.model, **given)) if given else run).profile
+    except MeshwrightError as error:  # what a flag sets is named by the flag
+        places = [re.sub(rf"^(model\.)?({'|'.join(given) or '-'})\b\.?", r"--\2 ", p.where) for p in error.problems]
+        raise MeshwrightError(
+            [replace(p, where=where.strip()) for p, where in zip(error.problems, places, strict=True)]
+        ) from None
     raise error_at("--model", "is missing.", "For example --model llama3-8b.")
+
+
+def _optimizer(arguments: Namespace, run: RunConfig | None) -> OptimizerConfig:
+    """`--optimizer sgd`, or with settings: `sgd,momentum=0`."""
+    if arguments.optimizer is None:
+        return run.train.optimizer if run is not None else OptimizerConfig()
+    name, *settings = arguments.optimizer.split(",")
+    table: dict[str, Any] = {"name": name.strip()}
+    problems: list[Problem] = []
+    for each in settings:
+        apply_change(table, each, problems, "--optimizer")
+    result = decode_into(OptimizerConfig, table, "--optimizer", problems)
+    raise_problems([replace(problem, where=problem.where.replace("r.", "r ")) for problem in problems])
+    return cast(OptimizerConfig, result)
 
 
 def _cluster(arguments: Namespace, run: RunConfig | None) -> tuple[Cluster, str]:

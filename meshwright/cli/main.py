@@ -106,6 +106,10 @@ _MODEL_FLAGS = (
     _flag("--model", metavar="M", help=_MODEL),
     _flag("--cluster", metavar="C", help="8xh100, 64x8xh100, or a .cluster.json"),
     _flag("--seq", type=int, metavar="N", help="sequence length (default: at most 4096)"),
+    _list("--change", metavar="KEY=N", help="a dimension of a named model: num_layers=40, max_sequence=32768"),
+    _flag("--optimizer", metavar="O", help="adamw (default), sgd, lion, muon, ...; with settings: sgd,momentum=0"),
+    _list("--train", metavar="X", help="train only these parameters: 'blocks.3?.*', 'head.*'"),
+    _list("--freeze", metavar="X", help="do not train these parameters: 'embed.*'"),
 )
 _RUN_FLAGS = (
     _flag("run", metavar="RUN.toml"),
@@ -181,6 +185,10 @@ COMMANDS: dict[str, tuple[str, str, Sequence[Flag]]] = {
         "find the fastest plan that fits, and why",
         "mw plan --model llama3-8b --cluster 8xh100 --seq 8192 --batch 128 -o best.plan.json\n"
         "  mw plan --model llama3-8b --cluster 8xh100 --pin tensor=2 --ban pipeline --max-memory 70GiB\n"
+        "  mw plan --model llama3.1-70b --cluster 8x8xh100 --seq 131072 --batch 32\n"
+        "  mw plan --model llama3-8b --cluster 8xh100 --seq 32768 --change max_sequence=32768 "
+        "--change rope_scaling=llama3\n"
+        "  mw plan --model llama3-70b --cluster 8xh100 --train 'blocks.7?.*' --train 'head.*' --optimizer lion\n"
         "  mw plan --model llama3-8b --cluster 8xh100 --why tensor --why microbatch\n"
         "  mw plan --model llama3-8b --cluster 8xh100 --what-if memory=+20GiB --what-if inner=x2\n"
         "  mw plan --model llama3-8b --cluster 8xh100 --front\n"

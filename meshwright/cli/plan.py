@@ -49,7 +49,14 @@ def run(arguments: Namespace) -> int:
         elif arguments.run:
             next_step = shlex.join(["mw", "train", arguments.run, "--plan", arguments.output])
         else:
-            next_step = shlex.join([*following, "--seq", str(inputs.sequence)])
+            flags = [(name, each) for name in ("change", "freeze", "train") for each in getattr(arguments, name)]
+            flags += [("optimizer", arguments.optimizer)] if arguments.optimizer else []
+            following += [
+                "--seq",
+                str(inputs.sequence),
+                *(word for name, each in flags for word in (f"--{name}", each)),
+            ]
+            next_step = shlex.join(following)
         console.print(f"next: {next_step}", markup=False)
     return 0
 
@@ -79,7 +86,7 @@ def _read(arguments: Namespace) -> tuple[PlanInputs, PlanRequest]:
         cluster,
         batch=AUTO if is_auto else arguments.batch or default_batch,
         sequence=inputs.sequence if inputs else 1,
-        optimizer=file.train.optimizer if file else OptimizerConfig(),
+        optimizer=inputs.optimizer if inputs else OptimizerConfig(),
         allow=arguments.allow or wishes.allow,
         pin=(*wishes.pin, *arguments.pin),
         ban=(*wishes.ban, *arguments.ban),

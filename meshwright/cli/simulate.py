@@ -32,10 +32,10 @@ def run(arguments: Namespace) -> int:
     wanted = read_wanted(arguments)
     profile, cluster, sequence = wanted.profile, wanted.cluster, wanted.sequence
     outputs = {"-o": arguments.output, "--svg": arguments.svg, "--perfetto": arguments.perfetto}
-    problems = [*plan.check(profile, cluster), *unwritable(outputs)]
+    problems = [*plan.check(profile, cluster), *unwritable(outputs), *wanted.optimizer.problems_with(plan)]
     raise_problems(problems or plan.check_sequence(sequence))
-    predicted = forecast(profile, plan, cluster, sequence=sequence)
-    timeline = simulate(profile, plan, cluster, sequence=sequence)
+    predicted = forecast(profile, plan, cluster, sequence=sequence, optimizer=wanted.optimizer)
+    timeline = simulate(profile, plan, cluster, sequence=sequence, optimizer=wanted.optimizer)
     traces = [arguments.perfetto] if arguments.perfetto else []
     if arguments.output:
         write_output(arguments.output, timeline.to_json())

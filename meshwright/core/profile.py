@@ -236,6 +236,11 @@ class Profile(Artefact):
         return sum(layer.num_params() * layer.repeat for layer in self.layers)
 
     @property
+    def num_trained_params(self) -> int:
+        each = ((p, layer.repeat) for layer in self.layers for p in layer.params if not (p.tied or p.frozen))
+        return sum(math.prod(param.shape) * repeat for param, repeat in each)
+
+    @property
     def fingerprint(self) -> str:
         data = encode(self)
         for layer in data["layers"]:

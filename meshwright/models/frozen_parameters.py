@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -60,12 +61,13 @@ def names_of(profile: Profile) -> list[str]:
 def check_patterns(profile: Profile, freeze: Sequence[str], train: Sequence[str]) -> None:
     """Every pattern must match something, and something must be left to train."""
     names = names_of(profile)
+    known = {re.sub(r"\.\d+\.", ".*.", name) for name in names}  # blocks have the same names
     problems = []
     for where, patterns in (("model.freeze", freeze), ("model.train", train)):
         for pattern in patterns:
             if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
                 what = f'"{pattern}" matches no parameter of {profile.name}.'
-                problems.append(Problem(where=where, what=what, fix=nearest(pattern, names)))
+                problems.append(Problem(where=where, what=what, fix=nearest(pattern, known)))
     is_frozen = frozen_by(freeze, train)
     if not problems and all(map(is_frozen, names)):
         problems.append(Problem(where="model.freeze", what="nothing is left to train."))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from meshwright.core.errors import error_at, nearest
+from meshwright.core.errors import Problem, error_at, nearest
 from meshwright.core.profile import Profile
 from meshwright.models.cost_decoder import decoder_profile
 from meshwright.models.cost_samples import dlrm_profile, resnet_profile, vgg_profile, vit_profile
@@ -102,6 +104,27 @@ PRESETS: dict[str, Config] = {
     "dlrm-tiny": DLRMConfig(tables=(64, 32, 8, 3), embedding_size=8, num_dense=5, bottom=(16,), top=(32, 16)),
 }
 ALIASES = {"vit-b": "vit-b16", "vit-l": "vit-l16", "vit-h": "vit-h14"}
+
+
+def sequence_problem(profile: Profile, sequence: float, where: str) -> Problem | None:
+    """What is wrong with samples of so many tokens, and where there are positions for them."""
+    most, config = profile.max_sequence, PRESETS.get(ALIASES.get(profile.name, profile.name))
+    if 1 <= sequence <= most and sequence == int(sequence):
+        return None
+    fix = f"Use 1 to {most}"
+    if isinstance(config, DecoderConfig) and sequence > most:
+        same: dict[str, Any] = {"max_sequence": config.max_sequence, "rope_scaling": config.rope_scaling}
+        longer = [
+            name
+            for name, each in PRESETS.items()
+            if isinstance(each, DecoderConfig) and each.max_sequence >= sequence and replace(each, **same) == config
+        ]
+        stretched = (
+            " --change rope_scaling=llama3" if (config.positions, config.rope_scaling) == ("rope", "none") else ""
+        )
+        fix += "".join(f", or --model {name}" for name in longer)
+        fix += f", or give it more: --change max_sequence={math.ceil(sequence)}{stretched}"
+    return Problem(where=where, what=f"{sequence:g} tokens; {profile.name} has positions for {most}.", fix=f"{fix}.")
 
 
 def preset(name: str) -> Config:

@@ -85,8 +85,13 @@ def _print_result(console: Console, answer: Answer, result: SearchResult) -> Non
     profile, cluster = question.profile, question.machine
     length = f"sequence {question.sequence}, " if profile.counts == "tokens" else ""
     limit = f", at most {pretty_bytes(question.max_memory_bytes)} a device" if question.max_memory_bytes else ""
+    size = f"{pretty_count(profile.num_params)} parameters"
+    if (num_trained := profile.num_trained_params) < profile.num_params:
+        size += f", {pretty_count(num_trained)} trained"
+    optimizer = getattr(question.optimizer, "name", "adamw")
+    by = f" by {optimizer}" if optimizer != "adamw" else ""
     console.print(
-        f"{profile.name} ({pretty_count(profile.num_params)} parameters) on {cluster.name}{limit}, "
+        f"{profile.name} ({size}{by}) on {cluster.name}{limit}, "
         f"{length}batch {question.batch}: {result.evaluated:,} plans in {result.search_seconds:.2f} s\n",
         markup=False,
     )

@@ -23,7 +23,7 @@ from meshwright.core.errors import MeshwrightError, Problem, error_at, raise_pro
 from meshwright.core.profile import Profile
 from meshwright.models.dimensions import DecoderConfig
 from meshwright.models.frozen_parameters import check_patterns, freeze, frozen_by
-from meshwright.models.presets import Config, config_kind, profile_of
+from meshwright.models.presets import Config, config_kind, profile_of, sequence_problem
 from meshwright.run.run_file import ModelSection, RunConfig
 
 if TYPE_CHECKING:
@@ -102,9 +102,8 @@ def describe_run(config: RunConfig) -> ModelDescription:
         if profile.counts == "tokens" and sequence < 1:
             what = f"is {sequence}." if sequence else "missing: how many tokens a sample has."
             raise error_at("data.sequence", what, "Use at least 1.")
-        if profile.counts == "tokens" and sequence > profile.max_sequence:
-            what = f"is {sequence}; {profile.name} has positions for {profile.max_sequence}."
-            raise error_at("data.sequence", what)
+        if profile.counts == "tokens" and (problem := sequence_problem(profile, sequence, "data.sequence")):
+            raise MeshwrightError([problem])
     except MeshwrightError as error:
         problems = [replace(problem, where=problem.where or "model") for problem in error.problems]
         raise MeshwrightError(config.origin.placed(problems)) from None

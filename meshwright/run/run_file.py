@@ -205,7 +205,7 @@ def read_run(source: str | Path | RunConfig, changes: Sequence[str] = ()) -> Run
     except (ValueError, RecursionError) as error:  # also of numbers too long to read, and tables nested too deeply
         raise error_at(path, f"is not valid TOML: {error}.") from None
     problems: list[Problem] = []
-    changed = frozenset([_change(table, change, problems) for change in changes])
+    changed = frozenset([apply_change(table, change, problems) for change in changes])
     origin = RunOrigin(path=str(path), text=text, changed=changed)
     config: RunConfig = decode_into(RunConfig, table, "", problems)
     if problems:
@@ -214,11 +214,12 @@ def read_run(source: str | Path | RunConfig, changes: Sequence[str] = ()) -> Run
     return config
 
 
-def _change(table: dict[str, Any], change: str, problems: list[Problem]) -> str:
+def apply_change(table: dict[str, Any], change: str, problems: list[Problem], flag: str = "--set") -> str:
+    """Set a key of a table as the command line has it, `a.b=c`; the key."""
     name, equals, value = change.partition("=")
     keys = name.strip().split(".")
     if not equals or not all(keys):
-        problems.append(Problem(where=f"--set {change}", what="is not of the form a.b=c."))
+        problems.append(Problem(where=f"{flag} {change}", what="is not of the form a.b=c."))
         return ""
     try:
         parsed = tomllib.loads(f"x = {value}")["x"]
@@ -227,7 +228,7 @@ def _change(table: dict[str, Any], change: str, problems: list[Problem]) -> str:
     for key in keys[:-1]:
         inner = table.setdefault(key, {})
         if not isinstance(inner, dict):
-            problems.append(Problem(where=f"--set {change}", what=f"{key} is not a table."))
+            problems.append(Problem(where=f"{flag} {change}", what=f"{key} is not a table."))
             return ""
         table = inner
     table[keys[-1]] = parsed

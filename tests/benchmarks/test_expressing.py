@@ -326,7 +326,9 @@ def test_a_microbatch_that_is_not_told_is_the_largest_that_fits() -> None:
 
 def test_a_ladder_of_settings_is_climbed() -> None:
     def rung(name: str) -> Case:
-        return case_of(row(framework="torchtune", recompute="", notes=f"cumulative ablation row: {name}; peak", gpus="1"))
+        return case_of(
+            row(framework="torchtune", recompute="", notes=f"cumulative ablation row: {name}; peak", gpus="1")
+        )
 
     assert "compile" not in str(rung("+Packed dataset").plans[0])
     assert rung("+Chunked CE").plans[0].technique("chunked_loss") is not None
