@@ -101,12 +101,20 @@ class LowBitRule(UpdateRule):
         }
         self.rest = make(config, [piece for piece in pieces if piece.name not in self.coded], build, shapes)
         self.whole = torch.ones(1, device=build.mesh.device)
+        self.decides_on_device = self.rest.decides_on_device  # type: ignore[misc]
 
     def step(self, lr: float, count: int) -> None:
+        import torch
+
         from meshwright.ops.low_bit import AdamWStep, low_bit_adamw
 
+        self.rest.divisor, self.rest.refused = self.divisor, self.refused
         self.rest.step(lr, count)
-        config = self.config
+        config, factor = self.config, self.whole
+        if self.divisor is not None:
+            factor = factor / self.divisor
+        if self.refused is not None:
+            factor = torch.where(self.refused == 1.0, torch.nan, factor)  # by which nothing is changed
         for piece, moments in self.coded.values():
             if piece.value.grad is None:
                 continue
@@ -118,7 +126,7 @@ class LowBitRule(UpdateRule):
                 weight_decay=piece.weight_decay,
                 count=count,
             )
-            low_bit_adamw(piece.value, piece.value.grad, moments, step, self.whole)
+            low_bit_adamw(piece.value, piece.value.grad, moments, step, factor)
 
     def kept(self) -> Iterator[OptimizerState]:
         """Decoded in host memory, one at a time: a device need not hold them beside the codes."""

@@ -22,14 +22,15 @@ from meshwright.verify import parity
 
 CONFIG = DecoderConfig(**tiny.GPT)
 CPU = torch.device("cpu")
-NAMES = ("adamw", "sgd", "lion")
+NAMES = ("adamw", "sgd", "lion", "low bits")
 
 
 def opened(
     name: str = "adamw", *, clip: float = 0.5, dtype: str = "float32", device: torch.device = CPU
 ) -> parity.Session:
-    optimizer = OptimizerConfig(name=name, lr=0.05, clip=clip, weight_decay=0.1)
-    plan = Plan(batch=4, microbatch=2)
+    optimizer = OptimizerConfig(name="adamw" if name == "low bits" else name, lr=0.05, clip=clip, weight_decay=0.1)
+    techniques = (tiny.t("lowbit_optimizer", smallest=64),) if name == "low bits" else ()
+    plan = Plan(batch=4, microbatch=2, techniques=techniques)
     return parity.open_session(plan, open_config(CONFIG, "tiny", 0), optimizer, dtype=dtype, device=device)
 
 
