@@ -46,6 +46,12 @@ def _speed(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         "Both run in one call, in turns, at most three times; a ratio is the median of the pairs, with the least and",
         "the greatest. Memory is the peak that torch has allocated; errors are of the forecast made before.",
         "",
+        "How much is left to gain: of 266 ms of llama-1b on 18 November 2026, 170 were matmuls (715 TFLOP/s, the same",
+        "kernels and times as torchtitan's 169) and 46 cuDNN's attention (45); the GPU is at its power limit in both.",
+        "Torchtitan needed 66 ms for all the rest, we 50, and 42 since AdamW is one kernel at 4.1 TB/s. At this memory",
+        "bandwidth that rest has a floor of about 28 ms: 10 the update, 2 the norm, 3 the loss, 8 SwiGLU, 5 norms and",
+        "positions. So 1.15 of torchtitan is about the most that these matmuls and this attention leave room for.",
+        "",
     ]
     if not rows:
         return [*lines, "Not measured yet.", ""]
