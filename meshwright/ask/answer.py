@@ -172,7 +172,7 @@ def answers(request: PlanRequest, progress: Tell = lambda text: None) -> Iterato
     if answer.is_interrupted:
         return
     progress("searching; Ctrl-C shows the best so far")
-    result = question.ask(top=request.top)
+    result = question.ask(top=request.top, compares=not request.is_narrow)
     yield grown(result=result, is_interrupted=result.is_interrupted)
     if answer.is_interrupted:
         return

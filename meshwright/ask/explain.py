@@ -14,10 +14,7 @@ from meshwright.core.codec import decode
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.units import pretty_bytes, pretty_seconds
-from meshwright.planner.search import Alternative, ScoredPlan, SearchResult
-
-_AS_FAST = 1.005
-"""Below, nobody could tell the difference."""
+from meshwright.planner.scoreboard import AS_FAST, Alternative, ScoredPlan, SearchResult
 
 
 def explain(result: SearchResult, cluster: Cluster) -> list[str]:
@@ -42,7 +39,7 @@ def explain(result: SearchResult, cluster: Cluster) -> list[str]:
         # What the winner's techniques are worth, and what the others would cost.
         for is_used, words in ((True, "without"), (False, "with")):
             chosen = [each for each in result.alternatives if each.is_used is is_used]
-            worths = [f"{each.technique} {_worth(each, result, best)}" for each in chosen]
+            worths = [f"{each.technique} {_worth(each, best)}" for each in chosen]
             lines += [f"{words}: {', '.join(worths)}"] if worths else []
         return [*lines, *explain_groups(result, cluster)]
     lines = [f"No plan uses all {cluster.num_devices} devices of {cluster.name} for this batch."]
@@ -89,32 +86,27 @@ def missing_words(scored: ScoredPlan) -> str:
     return f"{pretty_bytes(over)} of memory too much" if over else "too much in pieces"
 
 
-def _worth(alternative: Alternative, result: SearchResult, best: ScoredPlan) -> str:
-    other = alternative_of(alternative, result)
-    if other is not None:
-        return _slower(other, best)
-    if alternative.least_seconds is None:
+def _worth(alternative: Alternative, best: ScoredPlan) -> str:
+    """What a search with the technique banned or pinned would find, or between which limits."""
+    other, least = alternative.scored, alternative.least_seconds
+    if least is None:
         return "nothing fits"
-    ratio = alternative.least_seconds / best.forecast.step_seconds
-    return "not looked for" if ratio < _AS_FAST else f"at least {percent(ratio - 1)} slower"
-
-
-def alternative_of(alternative: Alternative, result: SearchResult) -> ScoredPlan | None:
-    """The best plan that decides otherwise: what search gave for it, or one that is ranked."""
-    others = [
-        scored
-        for scored in result.ranked
-        if (scored.plan.technique(alternative.technique) is not None) is not alternative.is_used
-    ]
-    others += [alternative.scored] if alternative.scored is not None else []
-    return min(others, key=lambda scored: scored.forecast.step_seconds, default=None)
+    if other is not None and alternative.is_settled:
+        return _slower(other, best)
+    low = least / best.forecast.step_seconds
+    if other is None:
+        return "not settled" if low < 1 + AS_FAST else f"at least {_times(low)} slower"
+    high = f"at most {_slower(other, best)}"
+    return high if low < 1 + AS_FAST else f"at least {_times(low)}, {high}"
 
 
 def _slower(other: ScoredPlan, best: ScoredPlan) -> str:
     ratio = other.forecast.step_seconds / best.forecast.step_seconds
-    if ratio < _AS_FAST:
-        return "as fast"
-    return f"{percent(ratio - 1)} slower" if ratio < 2 else f"{ratio:.1f} x slower"
+    return "as fast" if ratio < 1 + AS_FAST else f"{_times(ratio)} slower"
+
+
+def _times(ratio: float) -> str:
+    return percent(ratio - 1) if ratio < 2 else f"{ratio:.1f} x"
 
 
 def percent(fraction: float) -> str:

@@ -58,10 +58,11 @@ class Question:
         cluster = with_devices(self.cluster, lambda device: replace(device, memory_bytes=num_bytes))
         return replace(self, cluster=cluster, max_memory_bytes=None)
 
-    def ask(self, top: int = 1) -> SearchResult:
+    def ask(self, top: int = 1, *, compares: bool = False) -> SearchResult:
+        """`compares`: also what each technique is worth."""
         names = ("batch", "sequence", "optimizer", "allow", "pin", "ban")
         settings: dict[str, Any] = {name: getattr(self, name) for name in names}
-        return search(self.profile, self.machine, top=top, **settings)
+        return search(self.profile, self.machine, top=top, compares=compares, **settings)
 
 
 @dataclass(frozen=True, kw_only=True)

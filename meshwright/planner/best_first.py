@@ -4,7 +4,7 @@ can win.
 candidates --bounds.py, arrays--> no faster than, no smaller than
     next lowest --bounds.py: order_bounds--> the same for each order of its axes
     next lowest --solve.py---> stages, policies, simulated seconds --forecast, allocator--> the best so far
-stop when the next bound is not below the best by more than epsilon: what is left over is the gap
+stop when the next bound is not below the last of the plans asked for: what is left over is the gap
 """
 
 from __future__ import annotations
@@ -12,23 +12,25 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
 
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.plan import Plan
+from meshwright.core.technique import Technique
 from meshwright.planner.bounds import Candidates, bound_all, floors, order_bounds
 from meshwright.planner.rows import BoundedGrid, OrderedCandidate
-from meshwright.planner.scoreboard import Alternative, Scoreboard, ScoredPlan, SearchResult
+from meshwright.planner.scoreboard import AS_FAST, Alternative, Scoreboard, ScoredPlan, SearchResult
 from meshwright.planner.solve import Solved, smallest_plan, solve
 from meshwright.planner.space import dials, grids, orders_of
 from meshwright.planner.wishes import SearchInputs, pin_problems
 from meshwright.simulator.forecast import Forecast
 
-CLOSE_LOOKS, MOST_LOOKS = 48, 1200
-"""Candidates looked at closely before an epsilon counts, and at all. What bounds leave open then is said as the gap."""
+CLOSE_LOOKS, MOST_LOOKS = 400, 1200
+"""Candidates looked at closely for all plans that are asked for, and at all. After the first number only what may be
+faster than the best by more than epsilon is looked at. What bounds leave open is said as the gap."""
 BATCHES = ((8, 8), (16, 8), (64, 16), (256, 16), (8192, 32))
 """Candidates bounded closer and solved together: few at first, when every look may make the rest needless."""
 
@@ -36,18 +38,23 @@ FEW_ORDERS = 8
 """Orders of a candidate's axes that are bounded at once; more, only if it may win with each axis at its best."""
 
 _TRIED = 20
-"""Candidates tried before an alternative or a near miss is given up."""
-_COMPARED = 1.1
-"""Times the best up to which others are simulated, for people who want to compare."""
+"""Candidates tried before a near miss is given up."""
+_SOLVED, _EXPANDED, _FAR = 4, 4, 1.5
+"""Of plans that decide otherwise about a technique: candidates solved at most, and times that 8 are bounded closer; what
+is bound to take so many times as long as the best is not looked for."""
 _ROUNDING = 1e-9
 """Sums in another order: a bound may differ from the same plan's forecast by this share."""
-_RETRIES, _LITTLE = 6, 1 << 27
-"""Times that a plan which fits by its bytes, but not in pieces, is solved again with less memory; and bytes that are
-not worth another."""
+_RETRIES, _LITTLE = 4, 0.01
+"""Times that a plan which fits by its bytes, but not in pieces, is solved again with less memory; and share of the memory
+that is not worth another."""
+
+_Waiting = tuple[float, int, int, OrderedCandidate]
+"""A candidate with any order of its axes, or a given one: (bound, number, leaf, pick)."""
 
 
-def search_uniform(inputs: SearchInputs, top: int) -> SearchResult:
-    """Plans for devices of one kind, best first; where nothing fits, also with what techniques do as a rescue."""
+def search_uniform(inputs: SearchInputs, top: int, *, compares: bool = False) -> SearchResult:
+    """Plans for devices of one kind, best first; where nothing fits, also with what techniques do as a rescue.
+    `compares`: also what each technique is worth."""
     if problems := pin_problems(inputs):
         raise MeshwrightError(problems)
     for rescues in (False, True):
@@ -55,7 +62,7 @@ def search_uniform(inputs: SearchInputs, top: int) -> SearchResult:
         pool.run(top)
         if pool.board.best is not None or pool.board.is_interrupted or not pool.may_be_rescued:
             break
-    return pool.result(top)
+    return pool.result(top, compares)
 
 
 class BestFirst:
@@ -74,8 +81,13 @@ class BestFirst:
         self.left_out: dict[str, float] = {}
         """Compute dtypes not looked at -> no plan in them is faster than this."""
         self.solved: list[tuple[Solved, int]] = []
-        self.waiting: list[tuple[float, int, int, OrderedCandidate]] = []
-        """Candidates with any order of their axes, or a given one: (bound, number, leaf, pick)."""
+        self.top = 1
+        """Plans asked for."""
+        self.origins: dict[Plan, tuple[int, OrderedCandidate]] = {}
+        """Of plans that fit: leaf and pick."""
+        self.unsettled: list[tuple[float, int]] = []
+        """(seconds, place in `solved`) of those that may not fit in the allocator's pieces."""
+        self.waiting: list[_Waiting] = []
         self.numbers = itertools.count()
         self.next = 0
         self.order = np.zeros(0, dtype=int)
@@ -104,29 +116,48 @@ class BestFirst:
 
     @property
     def limit_seconds(self) -> float:
-        """Only what is bound to be below is looked at."""
-        margin = self.inputs.epsilon if len(self.solved) >= CLOSE_LOOKS else 0.0
-        return self.board.best_seconds * (1 - margin)
+        """Only what is bound to be below is looked at: as long as that is not too much, whatever may be among the plans
+        asked for, so that fewer of them are always the first of more."""
+        seconds = itertools.chain(self.unsettled, ((each.forecast.step_seconds, 0) for each in self.board.taken.values()))
+        fastest = heapq.nsmallest(self.top, seconds)
+        if len(self.solved) >= CLOSE_LOOKS and fastest:
+            return fastest[0][0] * (1 - self.inputs.epsilon)
+        return fastest[-1][0] if len(fastest) == self.top else np.inf
 
     def run(self, top: int) -> None:
+        self.top = top
         try:
             for dtype, floor in floors(self.inputs, self.turned):
                 if floor >= self.limit_seconds:
                     self.left_out[dtype] = floor
                     continue
                 self._add(dtype)
-                for sizes in itertools.chain(BATCHES, itertools.repeat(BATCHES[-1])):
-                    if len(self.solved) >= MOST_LOOKS or not self._look(*sizes, self.limit_seconds):
-                        break
-                for _ in range(2 * top):  # for people who want to compare
-                    missing = top - len(self._plans())
-                    if missing <= 0 or not self._look(missing, missing, np.inf):
-                        break
+                sizes = itertools.chain(BATCHES, itertools.repeat(BATCHES[-1]))
+                while (len(self.solved) < MOST_LOOKS and self._look(*next(sizes))) or self._settle_fastest():
+                    pass
         except KeyboardInterrupt:
             self.board.is_interrupted = True
+            while self.board.best is None and self._settle_fastest():
+                pass
 
-    def _look(self, num_wide: int, num_close: int, limit: float) -> bool:
+    def _settle_fastest(self) -> bool:
+        """The fastest plan that is not settled, if it is among those asked for; False if there is none."""
+        ranked = self.board.ranked(self.top)
+        limit = ranked[-1].forecast.step_seconds * (1 + _ROUNDING) if len(ranked) == self.top else np.inf
+        if not self.unsettled or self.unsettled[0][0] > limit:
+            return False
+        _, place = heapq.heappop(self.unsettled)
+        found, at = self.solved[place]
+        settled, scored = self._settle(found, self.leaves[at])
+        self.solved[place] = settled, at
+        if scored is not None:
+            self.board.take(scored)
+            self.origins[scored.plan] = at, found.pick
+        return True
+
+    def _look(self, num_wide: int, num_close: int) -> bool:
         """At the candidates with the least bounds below the limit; False if there are none."""
+        limit = self.limit_seconds
         wide: list[tuple[int, OrderedCandidate]] = []
         free: list[tuple[int, OrderedCandidate]] = []
         close: list[tuple[int, OrderedCandidate]] = []
@@ -145,8 +176,8 @@ class BestFirst:
                 ordered = self._ordered(at, pick)
                 wide += [(at, each) for each in (ordered if len(ordered) <= FEW_ORDERS else [pick])]
                 self.next += 1
-        self._bound(wide)
-        self._bound([(at, each) for at, pick in free for each in self._ordered(at, pick)])
+        for entry in self._bounded([*wide, *((at, each) for at, pick in free for each in self._ordered(at, pick))]):
+            heapq.heappush(self.waiting, entry)
         self._solve(close)
         return bool(wide or free or close)
 
@@ -154,79 +185,65 @@ class BestFirst:
         """With every order of its axes."""
         return [pick._replace(axis_order=order) for order in orders_of(self.leaves[at].grid, pick.candidate)]
 
-    def _bound(self, picks: Iterable[tuple[int, OrderedCandidate]]) -> None:
+    def _bounded(self, picks: Iterable[tuple[int, OrderedCandidate]]) -> Iterator[_Waiting]:
         for at, mine in _by_leaf(picks).items():
             bounds = order_bounds(self.leaves[at], mine)
             for pick, bound in zip(mine, bounds, strict=True):
-                heapq.heappush(self.waiting, (float(bound) * (1 - _ROUNDING), next(self.numbers), at, pick))
+                yield float(bound) * (1 - _ROUNDING), next(self.numbers), at, pick
 
     def _solve(self, picks: Iterable[tuple[int, OrderedCandidate]]) -> None:
         for at, mine in _by_leaf(picks).items():
-            for result in solve(self.leaves[at], mine, self.limit_seconds * _COMPARED):
+            for result in solve(self.leaves[at], mine, self.limit_seconds):
+                if result.plan is None:
+                    self.board.reject("does not fit in memory" if np.isinf(result.least_seconds) else "slower")
+                else:
+                    heapq.heappush(self.unsettled, (result.seconds, len(self.solved)))
                 self.solved.append((result, at))
-                self._score(result, at)
 
-    def _score(self, found: Solved, at: int) -> None:
-        """Forecast the one solved last, if it may be the best; if it then does not fit, again with less memory."""
-        if found.plan is None:
-            self.board.reject("does not fit in memory" if np.isinf(found.least_seconds) else "slower")
-        elif found.seconds < self.limit_seconds * (1 + _ROUNDING):
-            scored = self.board.score(found.plan)
-            if scored is None or scored.forecast.step_seconds > self.limit_seconds:
-                return
-            scored = self.board.score(found.plan, replays=scored.forecast.fits)
+    def _settle(self, found: Solved, leaf: BoundedGrid) -> tuple[Solved, ScoredPlan | None]:
+        """Forecast what was solved; if it does not fit in the allocator's pieces, again with less memory."""
+        scored = None if found.plan is None else self.board.score(found.plan)
+        if scored is None or found.plan is None:
+            return found, None
+        if scored.forecast.fits:
+            scored = self.board.score(found.plan, replays=True)
             assert scored is not None
-            if scored.forecast.fits:
-                self.board.take(scored)
-            else:
-                self.solved[-1] = self._with_less(found, scored.forecast, at), at
+        return (found, scored) if scored.forecast.fits else self._with_less(found, scored.forecast, leaf)
 
-    def _with_less(self, found: Solved, told: Forecast, at: int) -> Solved:
+    def _with_less(self, found: Solved, told: Forecast, leaf: BoundedGrid) -> tuple[Solved, ScoredPlan | None]:
         """The fastest that fits in pieces too, between the least memory that is too much and one that will do. What
         needs more than a plan that does not fit is taken not to fit either."""
         used = told.peak_reserved_bytes + told.peak_bytes - told.peak_allocated_bytes
-        over = max(used - self.memory_bytes, told.peak_bytes - self.memory_bytes, _LITTLE)
+        little = _LITTLE * self.memory_bytes
+        over = max(used - self.memory_bytes, told.peak_bytes - self.memory_bytes, little)
         high = float(min(told.peak_bytes - 1, found.pick.memory_bytes - 1))
-        low, best = high - over, None
+        low, best, kept = high - over, None, None
         for _ in range(_RETRIES):
             room = low if best is None else (low + high) / 2
-            (less,) = solve(self.leaves[at], [found.pick._replace(memory_bytes=room)])
+            (less,) = solve(leaf, [found.pick._replace(memory_bytes=room)])
             scored = None if less.plan is None else self.board.score(less.plan, replays=True)
             if scored is None:
                 break
             if scored.forecast.fits:
-                self.board.take(scored)
-                low, best = max(room, scored.forecast.peak_bytes), less
+                low, best, kept = max(room, scored.forecast.peak_bytes), less, scored
             else:
                 high = min(high, scored.forecast.peak_bytes - 1.0)
                 low = min(low, high) - over * (best is None)
-            if high - low < _LITTLE:
+            if high - low < little:
                 break
-        (most,) = solve(self.leaves[at], [found.pick._replace(memory_bytes=high)])
+        most = found
+        if found.least_seconds < self.board.best_seconds:  # else what is left open is no part of the gap
+            (most,) = solve(leaf, [found.pick._replace(memory_bytes=high)])
         if best is None:
             self.board.reject("does not fit in memory in pieces")
-            return replace(most, plan=None, seconds=np.inf)
-        return replace(best, least_seconds=min(most.least_seconds, best.seconds))
+            return replace(most, plan=None, seconds=np.inf), None
+        return replace(best, least_seconds=min(most.least_seconds, best.seconds)), kept
 
-    def _plans(self) -> list[Plan]:
-        """What was solved and is not faster than the best (and so too large), fastest first, each once."""
-        least = 0.0 if self.board.best is None else self.board.best.forecast.step_seconds * (1 - _ROUNDING)
-        solved = [result for result, _ in self.solved if result.plan is not None and result.seconds >= least]
-        plans = {result.plan: result.seconds for result in solved if result.plan is not None}
-        return sorted(plans, key=lambda plan: (plans[plan], str(plan)))
-
-    def result(self, top: int) -> SearchResult:
-        ranked: list[ScoredPlan] = []
-        if (best := self.board.best) is not None:
-            # A few more: where stages have chunks, they are sorted by bounds. Their memory is not replayed: none of
-            # them is above the best.
-            fitting = itertools.islice(self.board.that_fit(self._plans()), 2 * top)
-            others = sorted((each for each in fitting if each.rank > best.rank), key=lambda each: each.rank)
-            ranked = [best, *others][:top]
+    def result(self, top: int, compares: bool) -> SearchResult:
+        best, ranked = self.board.best, self.board.ranked(top)
         unfitting = self.candidates.runs & ~self.candidates.fits(self.memory_bytes)
         self.board.reject("does not fit in memory", int(np.sum(unfitting)))
         self.board.reject("slower", len(self.order) - len({(at, f.pick.candidate) for f, at in self.solved}))
-        unfit = self._unfit(best) if best else None
         return SearchResult(
             best=best,
             ranked=tuple(ranked),
@@ -235,8 +252,8 @@ class BestFirst:
             evaluated=sum(int(leaf.is_new.sum()) for leaf in self.leaves),
             search_seconds=0.0,
             gap_fraction=self._gap(),
-            alternatives=self._alternatives(best.plan) if best else (),
-            faster_unfit=unfit,
+            alternatives=self._alternatives(best) if best and compares else (),
+            faster_unfit=self._unfit(best) if best and compares else None,
             is_interrupted=self.board.is_interrupted,
         )
 
@@ -272,22 +289,100 @@ class BestFirst:
                 return scored
         return None
 
-    def _alternatives(self, best: Plan) -> tuple[Alternative, ...]:
-        """What the decision for or against each technique is worth: of the plans looked at, or bound to be."""
-        used = {technique.name for technique in best.techniques}
-        plans = self._plans()
-        result = []
-        for name in (dial.kind.name for dial in self.turned):
-            others = [plan for plan in plans if (plan.technique(name) is None) == (name in used)]
-            scored = next(self.board.that_fit(others[:_TRIED]), None)
-            least: list[float] = []
-            if scored is None:  # no candidate that decides so and may fit is faster
-                masks = np.concatenate([leaf.has(name) != (name in used) for leaf in self.leaves])
-                which = masks & self.candidates.fits(self.memory_bytes)
-                least = [*self.candidates.least_seconds[which], *(self.left_out.values() if name in used else ())]
-            bound = float(min(least)) if least else None
-            result.append(Alternative(technique=name, is_used=name in used, scored=scored, least_seconds=bound))
-        return tuple(result)
+    def _alternatives(self, best: ScoredPlan) -> tuple[Alternative, ...]:
+        """What the decision for or against each technique is worth, but for those that the user has pinned."""
+        used = {technique.name for technique in best.plan.techniques}
+        names = [dial.kind.name for dial in self.turned if dial.kind.name not in self.inputs.wishes.pinned]
+        return tuple(self._alternative(name, name in used, best) for name in names)
+
+    def _alternative(self, name: str, is_used: bool, best: ScoredPlan) -> Alternative:
+        """The fastest plan that decides otherwise about a technique: of those looked at, of the best one's twins, and of
+        a few more, lowest bound first. It is what a search with the technique banned or pinned finds, or no faster."""
+
+        def decided(leaf: BoundedGrid) -> BoundedGrid:
+            """Where blocks may follow a technique, none does, or some block of each stage must."""
+            if not is_solved_for:
+                return leaf
+            if not is_used:
+                return replace(leaf, required=leaf.required | {name})
+            techniques = tuple(each for each in leaf.techniques if each.name != name)
+            return replace(leaf, techniques=techniques, policies=tuple(each for each in leaf.policies if each[0] != name))
+
+        def look(at: int, pick: OrderedCandidate, result: Solved | None = None) -> None:
+            nonlocal scored
+            leaf, limit = decided(self.leaves[at]), np.inf if scored is None else scored.forecast.step_seconds
+            (result,) = (result,) if result is not None else solve(leaf, [pick], limit)
+            found = None
+            if result.seconds <= limit:
+                result, found = self._settle(result, leaf)
+            scored = found if scored is None or (found is not None and found.rank < scored.rank) else scored
+            left.append(result.least_seconds)
+
+        def expand(picks: Iterable[tuple[int, OrderedCandidate]]) -> None:
+            for entry in self._bounded([(at, each) for at, pick in picks for each in self._ordered(at, pick)]):
+                heapq.heappush(queue, entry)
+
+        columns, memory = self.candidates, self.memory_bytes
+        is_solved_for = any(name == each for leaf in self.leaves for each, _ in leaf.policies)
+        masks = [
+            runs & (is_solved_for | (leaf.has(name) != is_used))
+            for leaf, runs in zip(self.leaves, self.runs, strict=True)
+        ]
+        differs = np.concatenate(masks)
+        known = [] if is_solved_for and not is_used else self.board.ranked(len(self.board.taken))
+        scored = next((each for each in known if (each.plan.technique(name) is None) is is_used), None)
+        left, queue = [*self.left_out.values()], [each for each in self.waiting if masks[each[2]][each[3].candidate]]
+        results: dict[int, Solved] = {}
+        for result, at in self.solved:
+            if not masks[at][result.pick.candidate] or not np.isfinite(result.least_seconds):
+                continue
+            is_other = result.plan is not None and (result.plan.technique(name) is None) is is_used
+            if is_other and result.plan in self.board.taken and (is_used or not is_solved_for):
+                left.append(result.least_seconds)
+                continue
+            number, again = next(self.numbers), result.pick._replace(memory_bytes=memory)
+            queue.append((result.least_seconds * (1 - _ROUNDING), number, at, again))
+            if is_other and not is_solved_for:
+                results[number] = result
+        heapq.heapify(queue)
+        rest = self.order[self.next :]
+        rest = rest[differs[rest]]
+        own, pick = self.origins[best.plan]
+
+        def others(leaf: BoundedGrid) -> tuple[Technique, ...]:
+            return tuple(each for each in leaf.techniques if each.name != name)
+
+        solves, expansions, far = _SOLVED, _EXPANDED, _FAR * best.forecast.step_seconds
+        for at, leaf in enumerate(self.leaves):  # the same but for this technique
+            if leaf.grid is self.leaves[own].grid and masks[at][pick.candidate] and solves > _SOLVED // 2:
+                if others(leaf) == others(self.leaves[own]):
+                    look(at, pick)
+                    solves -= 1
+        while True:
+            ahead = float(columns.least_seconds[rest[0]]) if len(rest) else np.inf
+            bound = min(ahead, queue[0][0] if queue else np.inf)
+            enough = far if scored is None else min(far, scored.forecast.step_seconds * (1 - AS_FAST))
+            if bound >= enough or not (expansions and solves):
+                break
+            if ahead <= bound:
+                expansions -= 1
+                at_index = zip(columns.leaf_of[rest[:8]].tolist(), columns.index_of[rest[:8]].tolist(), strict=True)
+                expand((at, OrderedCandidate(index, None, memory)) for at, index in at_index)
+                rest = rest[8:]
+                continue
+            _, number, at, pick = heapq.heappop(queue)
+            if pick.axis_order is None:
+                expansions -= 1
+                expand([(at, pick)])
+            else:
+                solves -= 1
+                look(at, pick, results.get(number))
+        if scored is None and not np.isfinite(min([bound, *left])):  # unless what is a rescue makes one fit
+            least = columns.least_seconds[differs & columns.runs & (columns.base_bytes <= memory)]
+            bound = float(least.min()) if len(least) else np.inf
+        bound = min([bound, *left, np.inf if scored is None else scored.forecast.step_seconds])
+        certain = float(bound) if np.isfinite(bound) else None
+        return Alternative(technique=name, is_used=is_used, scored=scored, least_seconds=certain)
 
 
 def _by_leaf(picks: Iterable[tuple[int, OrderedCandidate]]) -> dict[int, list[OrderedCandidate]]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -12,6 +12,10 @@ from meshwright.core.errors import Problem
 from meshwright.core.plan import Plan
 from meshwright.planner.wishes import SearchInputs
 from meshwright.simulator.forecast import Forecast, forecast
+
+
+AS_FAST = 0.005
+"""Share of a step by which plans differ that are called equally fast in words."""
 
 
 class ScoredPlan(NamedTuple):
@@ -44,9 +48,15 @@ class Alternative:
     technique: str
     is_used: bool
     scored: ScoredPlan | None
-    """None: nothing fits then, or it is far slower."""
+    """The fastest such plan that was found."""
     least_seconds: float | None = None
-    """Where none was looked for: no such plan is faster than this."""
+    """No such plan is faster than this; None: none fits."""
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether a search with the technique banned or pinned would find nothing noticeably faster."""
+        found = self.scored.forecast.step_seconds if self.scored is not None else None
+        return self.least_seconds is None or (found is not None and self.least_seconds >= found * (1 - AS_FAST))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +86,8 @@ class Scoreboard:
         self.inputs = inputs
         self.scored: dict[tuple[Plan, bool], ScoredPlan | None] = {}
         self.best: ScoredPlan | None = None
+        self.taken: dict[Plan, ScoredPlan] = {}
+        """Plans that fit, in the allocator's pieces too where that was asked."""
         self.rejected: Counter[str] = Counter()
         self.is_interrupted = False
 
@@ -114,9 +126,11 @@ class Scoreboard:
         return sorted((each for each in known if each.forecast.fits is fits), key=lambda each: each.rank)
 
     def take(self, scored: ScoredPlan) -> None:
-        """As the best, if it is."""
+        """As one that fits; as the best, if it is."""
+        self.taken[scored.plan] = scored
         if self.best is None or scored.rank < self.best.rank:
             self.best = scored
 
-    def that_fit(self, plans: Iterable[Plan]) -> Iterator[ScoredPlan]:
-        return (scored for plan in plans if (scored := self.score(plan)) and scored.forecast.fits)
+    def ranked(self, count: int) -> list[ScoredPlan]:
+        """The fastest that were taken."""
+        return heapq.nsmallest(count, self.taken.values(), key=lambda each: each.rank)

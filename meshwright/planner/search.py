@@ -66,8 +66,10 @@ def search(
     top: int = 10,
     microbatch: int | None = None,
     epsilon: float = EPSILON,
+    compares: bool = True,
 ) -> SearchResult:
-    """Plans for `batch` samples of `sequence` tokens a step on the devices of `cluster`, best first."""
+    """The `top` fastest plans for `batch` samples of `sequence` tokens a step on the devices of `cluster`, best first:
+    fewer are always the first of more. `compares`: also what each technique is worth."""
     started = time.perf_counter()
     wishes = read_wishes(pin, ban, allow=allow, microbatch=microbatch)
     numbers = {"batch": batch, "sequence": sequence, "top": top, "microbatch": wishes.microbatch}
@@ -91,9 +93,9 @@ def search(
     )
     groups = uniform_groups(cluster)
     if len(groups) == 1:
-        result = search_uniform(replace(inputs, cluster=cluster.merged()), top)
+        result = search_uniform(replace(inputs, cluster=cluster.merged()), top, compares=compares)
     else:
-        result = GroupSearch(inputs, groups, top).result(top)
+        result = GroupSearch(inputs, groups).result(top)
     return replace(result, search_seconds=time.perf_counter() - started)
 
 
@@ -248,7 +250,7 @@ best alone; beyond, on the fastest, and on those with less memory."""
 ABOUT = 0.95
 """Of the largest memory, that counts as large."""
 INSIDE = 4
-"""Plans taken at least from each search for what lies inside a replica or a stage: half of those asked for, if more."""
+"""Plans taken from each search for devices of one kind: what lies inside a replica or a stage, or a group alone."""
 MOVES = 48
 """Forecasts for moving single blocks from stage to stage after they were dealt out."""
 SOME = 1.15
@@ -258,10 +260,8 @@ SOME = 1.15
 class GroupSearch:
     """Plans on every choice of a cluster's groups."""
 
-    def __init__(self, inputs: SearchInputs, groups: UniformGroups, top: int):
+    def __init__(self, inputs: SearchInputs, groups: UniformGroups):
         self.inputs, self.wishes = inputs, inputs.wishes
-        self.inside = max(INSIDE, top // 2)
-        """Plans taken from each search for devices of one kind."""
         self.board = Scoreboard(inputs)
         self.problems: list[Problem] = []
         self.evaluated = 0
@@ -334,7 +334,7 @@ class GroupSearch:
                 before = min(before, at_best)
 
     def _try_alone(self, group: UniformGroup) -> None:
-        result = self._search(group.cluster, self.inputs.batch, self.wishes, self.inside)
+        result = self._search(group.cluster, self.inputs.batch, self.wishes, INSIDE)
         if result is None:
             return
         scored = list(result.ranked)
@@ -362,7 +362,7 @@ class GroupSearch:
             if count > EACH_KIND and group.cluster.device.memory_bytes >= ABOUT * least_bytes:
                 continue  # what fits on those before fits here
             least_bytes = min(least_bytes, group.cluster.device.memory_bytes)
-            result = self._search(group.sized(ranks), batch, wishes, self.inside)
+            result = self._search(group.sized(ranks), batch, wishes, INSIDE)
             if result is None or result.best is None:
                 continue
             alike = self._alone_seconds(group) / count
@@ -547,4 +547,6 @@ class GroupSearch:
             others = (each for each in fitting if (each.plan.technique(name) is None) == (name in used))
             first = next(others, None)
             if first is not None:  # else none was looked at, which says nothing
-                yield Alternative(technique=name, is_used=name in used, scored=first)
+                yield Alternative(
+                    technique=name, is_used=name in used, scored=first, least_seconds=self.least_seconds
+                )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from meshwright.ask.answer import Answer
-from meshwright.ask.explain import alternative_of, differences, faster_unfit, gap_words, missing_bytes, runner_up
+from meshwright.ask.explain import differences, faster_unfit, gap_words, missing_bytes, runner_up
 from meshwright.ask.question import Outcome
 from meshwright.ask.sizes import BatchRun
 from meshwright.core.codec import encode
@@ -91,10 +91,10 @@ def explanation_as_json(result: SearchResult) -> dict[str, Any]:
             {
                 "technique": each.technique,
                 "is_used": each.is_used,
-                "step_seconds": None if other is None else other.forecast.step_seconds,
+                "step_seconds": None if each.scored is None else each.scored.forecast.step_seconds,
+                "least_seconds": each.least_seconds,
             }
             for each in result.alternatives
-            for other in (alternative_of(each, result),)
         ],
     }
 

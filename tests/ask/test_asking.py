@@ -500,7 +500,10 @@ def test_the_runner_up_the_unfit_and_the_gap_are_told() -> None:
     winner, second = made(1.0, plan=best), made(1.1, plan=other)
     unfit = made(0.8, plan=replace(best, microbatch=8), peak=95 * GIB)
     alternatives = (
-        Alternative(technique="tensor", is_used=True, scored=made(2.5)),
+        Alternative(technique="tensor", is_used=True, scored=made(2.5), least_seconds=2.499),
+        Alternative(technique="shard", is_used=True, scored=made(1.5), least_seconds=1.001),
+        Alternative(technique="replicate", is_used=True, scored=made(3.0), least_seconds=1.2),
+        Alternative(technique="compile", is_used=True, scored=None, least_seconds=1.3),
         Alternative(technique="recompute", is_used=False, scored=None),
     )
     found = found_of(winner, ranked=(winner, second), gap_fraction=0.008, faster_unfit=unfit, alternatives=alternatives)
@@ -508,7 +511,8 @@ def test_the_runner_up_the_unfit_and_the_gap_are_told() -> None:
     assert "none of 7 plans is more than 0.8 % faster" in text
     assert "runner-up: 10 % slower with microbatch: 2 -> 4" in text
     assert "20 % faster with microbatch: 2 -> 8; 15.0 GiB of memory too much" in text
-    assert "without: tensor 2.5 x slower" in text
+    assert "without: tensor 2.5 x slower, shard at most 50 % slower, " in text
+    assert "replicate at least 20 %, at most 3.0 x slower, compile at least 30 % slower" in text
     assert "with: recompute nothing fits" in text
     told = explanation_as_json(found)
     assert told["runner_up"]["times_step_seconds"] == pytest.approx(1.1)
