@@ -40,13 +40,13 @@ FEW_ORDERS = 8
 _TRIED = 20
 """Candidates tried before a near miss is given up."""
 _SOLVED, _EXPANDED, _FAR = 4, 4, 1.5
-"""Of plans that decide otherwise about a technique: candidates solved at most, and times that 8 are bounded closer; what
-is bound to take so many times as long as the best is not looked for."""
+"""Of plans that decide otherwise about a technique: candidates solved at most, times that 8 are bounded closer, and
+times the best that a bound may be for one to be looked for."""
 _ROUNDING = 1e-9
 """Sums in another order: a bound may differ from the same plan's forecast by this share."""
 _RETRIES, _LITTLE = 4, 0.01
-"""Times that a plan which fits by its bytes, but not in pieces, is solved again with less memory; and share of the memory
-that is not worth another."""
+"""Times that a plan which fits by its bytes, but not in pieces, is solved again with less memory; and share of the
+memory that is not worth another."""
 
 _Waiting = tuple[float, int, int, OrderedCandidate]
 """A candidate with any order of its axes, or a given one: (bound, number, leaf, pick)."""
@@ -118,7 +118,9 @@ class BestFirst:
     def limit_seconds(self) -> float:
         """Only what is bound to be below is looked at: as long as that is not too much, whatever may be among the plans
         asked for, so that fewer of them are always the first of more."""
-        seconds = itertools.chain(self.unsettled, ((each.forecast.step_seconds, 0) for each in self.board.taken.values()))
+        seconds = itertools.chain(
+            self.unsettled, ((each.forecast.step_seconds, 0) for each in self.board.taken.values())
+        )
         fastest = heapq.nsmallest(self.top, seconds)
         if len(self.solved) >= CLOSE_LOOKS and fastest:
             return fastest[0][0] * (1 - self.inputs.epsilon)
@@ -148,7 +150,7 @@ class BestFirst:
             return False
         _, place = heapq.heappop(self.unsettled)
         found, at = self.solved[place]
-        settled, scored = self._settle(found, self.leaves[at])
+        settled, scored = self.settle(found, self.leaves[at])
         self.solved[place] = settled, at
         if scored is not None:
             self.board.take(scored)
@@ -173,19 +175,19 @@ class BestFirst:
                 candidate = self.order[self.next]
                 at = int(self.candidates.leaf_of[candidate])
                 pick = OrderedCandidate(int(self.candidates.index_of[candidate]), None, self.memory_bytes)
-                ordered = self._ordered(at, pick)
+                ordered = self.ordered(at, pick)
                 wide += [(at, each) for each in (ordered if len(ordered) <= FEW_ORDERS else [pick])]
                 self.next += 1
-        for entry in self._bounded([*wide, *((at, each) for at, pick in free for each in self._ordered(at, pick))]):
+        for entry in self.bounded([*wide, *((at, each) for at, pick in free for each in self.ordered(at, pick))]):
             heapq.heappush(self.waiting, entry)
         self._solve(close)
         return bool(wide or free or close)
 
-    def _ordered(self, at: int, pick: OrderedCandidate) -> list[OrderedCandidate]:
+    def ordered(self, at: int, pick: OrderedCandidate) -> list[OrderedCandidate]:
         """With every order of its axes."""
         return [pick._replace(axis_order=order) for order in orders_of(self.leaves[at].grid, pick.candidate)]
 
-    def _bounded(self, picks: Iterable[tuple[int, OrderedCandidate]]) -> Iterator[_Waiting]:
+    def bounded(self, picks: Iterable[tuple[int, OrderedCandidate]]) -> Iterator[_Waiting]:
         for at, mine in _by_leaf(picks).items():
             bounds = order_bounds(self.leaves[at], mine)
             for pick, bound in zip(mine, bounds, strict=True):
@@ -200,7 +202,7 @@ class BestFirst:
                     heapq.heappush(self.unsettled, (result.seconds, len(self.solved)))
                 self.solved.append((result, at))
 
-    def _settle(self, found: Solved, leaf: BoundedGrid) -> tuple[Solved, ScoredPlan | None]:
+    def settle(self, found: Solved, leaf: BoundedGrid) -> tuple[Solved, ScoredPlan | None]:
         """Forecast what was solved; if it does not fit in the allocator's pieces, again with less memory."""
         scored = None if found.plan is None else self.board.score(found.plan)
         if scored is None or found.plan is None:
@@ -241,6 +243,9 @@ class BestFirst:
 
     def result(self, top: int, compares: bool) -> SearchResult:
         best, ranked = self.board.best, self.board.ranked(top)
+        # What the decision for or against each technique is worth, but for those that the user has pinned.
+        names = (dial.kind.name for dial in self.turned)
+        compared = [name for name in names if name not in self.inputs.wishes.pinned] if compares else []
         unfitting = self.candidates.runs & ~self.candidates.fits(self.memory_bytes)
         self.board.reject("does not fit in memory", int(np.sum(unfitting)))
         self.board.reject("slower", len(self.order) - len({(at, f.pick.candidate) for f, at in self.solved}))
@@ -252,7 +257,7 @@ class BestFirst:
             evaluated=sum(int(leaf.is_new.sum()) for leaf in self.leaves),
             search_seconds=0.0,
             gap_fraction=self._gap(),
-            alternatives=self._alternatives(best) if best and compares else (),
+            alternatives=tuple(Otherwise(self, name, best).result() for name in compared) if best else (),
             faster_unfit=self._unfit(best) if best and compares else None,
             is_interrupted=self.board.is_interrupted,
         )
@@ -289,100 +294,108 @@ class BestFirst:
                 return scored
         return None
 
-    def _alternatives(self, best: ScoredPlan) -> tuple[Alternative, ...]:
-        """What the decision for or against each technique is worth, but for those that the user has pinned."""
-        used = {technique.name for technique in best.plan.techniques}
-        names = [dial.kind.name for dial in self.turned if dial.kind.name not in self.inputs.wishes.pinned]
-        return tuple(self._alternative(name, name in used, best) for name in names)
 
-    def _alternative(self, name: str, is_used: bool, best: ScoredPlan) -> Alternative:
-        """The fastest plan that decides otherwise about a technique: of those looked at, of the best one's twins, and of
-        a few more, lowest bound first. It is what a search with the technique banned or pinned finds, or no faster."""
+class Otherwise:
+    """The fastest plan that decides otherwise about a technique, and what none is faster than: of the plans looked at,
+    of the best one's twins, and of a few more, lowest bound first."""
 
-        def decided(leaf: BoundedGrid) -> BoundedGrid:
-            """Where blocks may follow a technique, none does, or some block of each stage must."""
-            if not is_solved_for:
-                return leaf
-            if not is_used:
-                return replace(leaf, required=leaf.required | {name})
-            techniques = tuple(each for each in leaf.techniques if each.name != name)
-            return replace(leaf, techniques=techniques, policies=tuple(each for each in leaf.policies if each[0] != name))
-
-        def look(at: int, pick: OrderedCandidate, result: Solved | None = None) -> None:
-            nonlocal scored
-            leaf, limit = decided(self.leaves[at]), np.inf if scored is None else scored.forecast.step_seconds
-            (result,) = (result,) if result is not None else solve(leaf, [pick], limit)
-            found = None
-            if result.seconds <= limit:
-                result, found = self._settle(result, leaf)
-            scored = found if scored is None or (found is not None and found.rank < scored.rank) else scored
-            left.append(result.least_seconds)
-
-        def expand(picks: Iterable[tuple[int, OrderedCandidate]]) -> None:
-            for entry in self._bounded([(at, each) for at, pick in picks for each in self._ordered(at, pick)]):
-                heapq.heappush(queue, entry)
-
-        columns, memory = self.candidates, self.memory_bytes
-        is_solved_for = any(name == each for leaf in self.leaves for each, _ in leaf.policies)
-        masks = [
-            runs & (is_solved_for | (leaf.has(name) != is_used))
-            for leaf, runs in zip(self.leaves, self.runs, strict=True)
+    def __init__(self, pool: BestFirst, name: str, best: ScoredPlan):
+        self.pool, self.name, self.best = pool, name, best
+        self.is_used = best.plan.technique(name) is not None
+        self.is_solved_for = any(name == each for leaf in pool.leaves for each, _ in leaf.policies)
+        """Whether blocks follow it: then none does, or some block of each stage must."""
+        self.masks = [
+            runs & (self.is_solved_for | (leaf.has(name) != self.is_used))
+            for leaf, runs in zip(pool.leaves, pool.runs, strict=True)
         ]
-        differs = np.concatenate(masks)
-        known = [] if is_solved_for and not is_used else self.board.ranked(len(self.board.taken))
-        scored = next((each for each in known if (each.plan.technique(name) is None) is is_used), None)
-        left, queue = [*self.left_out.values()], [each for each in self.waiting if masks[each[2]][each[3].candidate]]
-        results: dict[int, Solved] = {}
-        for result, at in self.solved:
-            if not masks[at][result.pick.candidate] or not np.isfinite(result.least_seconds):
+        known = [] if self.is_solved_for and not self.is_used else pool.board.ranked(len(pool.board.taken))
+        self.scored = next((each for each in known if self.is_other(each.plan)), None)
+        self.left = [*pool.left_out.values()]
+        """No plan that was looked at, or will not be, is faster than the least of these."""
+        self.queue = [each for each in pool.waiting if self.masks[each[2]][each[3].candidate]]
+        self.results: dict[int, Solved] = {}
+        """Of entries in the queue that need not be solved again."""
+        for result, at in pool.solved:
+            if not self.masks[at][result.pick.candidate] or not np.isfinite(result.least_seconds):
                 continue
-            is_other = result.plan is not None and (result.plan.technique(name) is None) is is_used
-            if is_other and result.plan in self.board.taken and (is_used or not is_solved_for):
-                left.append(result.least_seconds)
+            is_other = result.plan is not None and self.is_other(result.plan)
+            if is_other and result.plan in pool.board.taken and (self.is_used or not self.is_solved_for):
+                self.left.append(result.least_seconds)
                 continue
-            number, again = next(self.numbers), result.pick._replace(memory_bytes=memory)
-            queue.append((result.least_seconds * (1 - _ROUNDING), number, at, again))
-            if is_other and not is_solved_for:
-                results[number] = result
-        heapq.heapify(queue)
-        rest = self.order[self.next :]
+            number, again = next(pool.numbers), result.pick._replace(memory_bytes=pool.memory_bytes)
+            self.queue.append((result.least_seconds * (1 - _ROUNDING), number, at, again))
+            if is_other and not self.is_solved_for:
+                self.results[number] = result
+        heapq.heapify(self.queue)
+
+    def is_other(self, plan: Plan) -> bool:
+        return (plan.technique(self.name) is None) is self.is_used
+
+    @property
+    def seconds(self) -> float:
+        return np.inf if self.scored is None else self.scored.forecast.step_seconds
+
+    def look(self, at: int, pick: OrderedCandidate, result: Solved | None = None) -> None:
+        leaf = self.pool.leaves[at]
+        if self.is_solved_for and self.is_used:
+            policies = tuple(each for each in leaf.policies if each[0] != self.name)
+            leaf = replace(leaf, techniques=self.others(leaf), policies=policies)
+        elif self.is_solved_for:
+            leaf = replace(leaf, required=leaf.required | {self.name})
+        result = result or solve(leaf, [pick], self.seconds)[0]
+        if result.seconds <= self.seconds:
+            result, found = self.pool.settle(result, leaf)
+            if found is not None and (self.scored is None or found.rank < self.scored.rank):
+                self.scored = found
+        self.left.append(result.least_seconds)
+
+    def others(self, leaf: BoundedGrid) -> tuple[Technique, ...]:
+        return tuple(each for each in leaf.techniques if each.name != self.name)
+
+    def expand(self, picks: Iterable[tuple[int, OrderedCandidate]]) -> None:
+        for entry in self.pool.bounded([(at, each) for at, pick in picks for each in self.pool.ordered(at, pick)]):
+            heapq.heappush(self.queue, entry)
+
+    def result(self) -> Alternative:
+        pool, columns = self.pool, self.pool.candidates
+        solves, expansions = _SOLVED, _EXPANDED
+        own, pick = pool.origins[self.best.plan]
+        mine = pool.leaves[own]
+        for at, leaf in enumerate(pool.leaves):  # twins: the same but for this technique
+            is_twin = (
+                leaf.grid is mine.grid and self.masks[at][pick.candidate] and self.others(leaf) == self.others(mine)
+            )
+            if is_twin and solves > _SOLVED // 2:
+                self.look(at, pick)
+                solves -= 1
+        differs = np.concatenate(self.masks)
+        rest = pool.order[pool.next :]
         rest = rest[differs[rest]]
-        own, pick = self.origins[best.plan]
-
-        def others(leaf: BoundedGrid) -> tuple[Technique, ...]:
-            return tuple(each for each in leaf.techniques if each.name != name)
-
-        solves, expansions, far = _SOLVED, _EXPANDED, _FAR * best.forecast.step_seconds
-        for at, leaf in enumerate(self.leaves):  # the same but for this technique
-            if leaf.grid is self.leaves[own].grid and masks[at][pick.candidate] and solves > _SOLVED // 2:
-                if others(leaf) == others(self.leaves[own]):
-                    look(at, pick)
-                    solves -= 1
         while True:
             ahead = float(columns.least_seconds[rest[0]]) if len(rest) else np.inf
-            bound = min(ahead, queue[0][0] if queue else np.inf)
-            enough = far if scored is None else min(far, scored.forecast.step_seconds * (1 - AS_FAST))
+            bound = min(ahead, self.queue[0][0] if self.queue else np.inf)
+            enough = min(_FAR * self.best.forecast.step_seconds, self.seconds * (1 - AS_FAST))
             if bound >= enough or not (expansions and solves):
                 break
             if ahead <= bound:
                 expansions -= 1
-                at_index = zip(columns.leaf_of[rest[:8]].tolist(), columns.index_of[rest[:8]].tolist(), strict=True)
-                expand((at, OrderedCandidate(index, None, memory)) for at, index in at_index)
+                chosen = zip(columns.leaf_of[rest[:8]].tolist(), columns.index_of[rest[:8]].tolist(), strict=True)
+                self.expand((at, OrderedCandidate(index, None, pool.memory_bytes)) for at, index in chosen)
                 rest = rest[8:]
                 continue
-            _, number, at, pick = heapq.heappop(queue)
+            _, number, at, pick = heapq.heappop(self.queue)
             if pick.axis_order is None:
                 expansions -= 1
-                expand([(at, pick)])
+                self.expand([(at, pick)])
             else:
                 solves -= 1
-                look(at, pick, results.get(number))
-        if scored is None and not np.isfinite(min([bound, *left])):  # unless what is a rescue makes one fit
-            least = columns.least_seconds[differs & columns.runs & (columns.base_bytes <= memory)]
-            bound = float(least.min()) if len(least) else np.inf
-        bound = min([bound, *left, np.inf if scored is None else scored.forecast.step_seconds])
-        certain = float(bound) if np.isfinite(bound) else None
-        return Alternative(technique=name, is_used=is_used, scored=scored, least_seconds=certain)
+                self.look(at, pick, self.results.get(number))
+        least = min([bound, self.seconds, *self.left])
+        if not np.isfinite(least):  # unless one fits by what is a rescue
+            may_fit = differs & columns.runs & (columns.base_bytes <= pool.memory_bytes)
+            least = min(columns.least_seconds[may_fit], default=np.inf)
+        certain = float(least) if np.isfinite(least) else None
+        return Alternative(technique=self.name, is_used=self.is_used, scored=self.scored, least_seconds=certain)
 
 
 def _by_leaf(picks: Iterable[tuple[int, OrderedCandidate]]) -> dict[int, list[OrderedCandidate]]:

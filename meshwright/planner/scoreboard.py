@@ -13,7 +13,6 @@ from meshwright.core.plan import Plan
 from meshwright.planner.wishes import SearchInputs
 from meshwright.simulator.forecast import Forecast, forecast
 
-
 AS_FAST = 0.005
 """Share of a step by which plans differ that are called equally fast in words."""
 

@@ -547,6 +547,4 @@ class GroupSearch:
             others = (each for each in fitting if (each.plan.technique(name) is None) == (name in used))
             first = next(others, None)
             if first is not None:  # else none was looked at, which says nothing
-                yield Alternative(
-                    technique=name, is_used=name in used, scored=first, least_seconds=self.least_seconds
-                )
+                yield Alternative(technique=name, is_used=name in used, scored=first, least_seconds=self.least_seconds)
