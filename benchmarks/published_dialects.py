@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.published_frameworks import Framework, framework_of
 from benchmarks.published_memory import OUR_KEEPING, Keeping, keeping_of
 from benchmarks.published_rows import Row
-from meshwright.core.cluster import Cluster, Link
+from meshwright.core.cluster import Cluster
 from meshwright.core.work import Collective, Compute, Work
 
 
@@ -62,8 +62,13 @@ class Dialect:
     """Stages are cut by their cost, not by counting layers."""
     stage_wait_seconds: float = 0.0
     """Of the host for each collective and rank in it, where there are stages."""
-    outer: Link | None = None
-    """Of the machines it was measured on, where they are known better than by a preset."""
+    partitions_sends: bool = False
+    """Of ranks that share the inside of layers each sends a part of what they all have; the others' parts are gathered
+    on arrival (Megatron's scatter and gather, Narayanan et al. 2021; DeepSpeed's partitioned pipeline)."""
+    gathers_by_node: float = 0.0
+    """Bytes in a second that gathers of parameters reach out of a node, where that is less than its links give."""
+    expert_launches: float = 0.0
+    """Of the host for each expert of a rank, layer and pass, beside those of our grouped products."""
 
     keeping: Keeping = OUR_KEEPING
     """What it has in memory."""
@@ -71,7 +76,10 @@ class Dialect:
     def cluster(self, cluster: Cluster) -> Cluster:
         if self.launch_seconds:
             cluster = replace(cluster, device=replace(cluster.device, launch_seconds=self.launch_seconds))
-        return cluster if self.outer is None else replace(cluster, outer=self.outer)
+        each = self.gathers_by_node / cluster.devices_per_node
+        if not each or each >= cluster.outer.bytes_per_second:
+            return cluster
+        return replace(cluster, outer=replace(cluster.outer, bytes_per_second=each, fractions={}, by_nodes=()))
 
     def change(self, work: Work) -> Work:
         """What one step asks of a rank, as this framework would have it."""
@@ -81,6 +89,9 @@ class Dialect:
 
     def _as_done(self, task: Any, work: Work, has_stages: bool) -> Iterator[Any]:
         if isinstance(task, Collective):
+            if task.kind == "send" and self.partitions_sends:
+                yield from self._parted(task, work)
+                return
             stays = self.hides_gathers if task.kind == "all_gather" else self.hides_gradients
             yield replace(task, hidden=task.hidden and stays)
             if has_stages and self.stage_wait_seconds and not task.per_step and task.kind != "send":
@@ -91,12 +102,28 @@ class Dialect:
             yield from self._attention(task, work.size("microbatch") * task.shape[0])
         elif task.kind == "matmul":
             yield replace(task, flops=task.flops * self.matmul)
+            if task.role == "experts" and self.expert_launches:
+                kernels = self.expert_launches * task.kernels * task.matrices
+                yield Compute(
+                    layer=task.layer,
+                    name="launches",
+                    kind="memory",
+                    phase=task.phase,
+                    repeat=task.repeat,
+                    kernels=kernels,
+                )
         elif task.kind == "loss" and task.phase == "forward":
             yield from self._loss(task, work)
         elif task.phase != "step" and task.kind == "memory":
             yield replace(task, moved_bytes=task.moved_bytes * self.traffic)
         else:
             yield task
+
+    def _parted(self, task: Collective, work: Work) -> Iterator[Collective]:
+        ways = work.size("tp") / work.facts.sequence_ways  # where the sequence is split each has its own part
+        yield replace(task, bytes=task.bytes / ways)
+        if ways > 1:
+            yield replace(task, kind="all_gather", axis="tp")
 
     def _loss(self, task: Compute, work: Work) -> Iterator[Compute]:
         """In plain PyTorch: of a copy of the logits in float32, three passes forward and five back."""
@@ -136,16 +163,6 @@ class Dialect:
         yield replace(task, kind="memory", flops=0.0, moved_bytes=passes * scores, kernels=kernel.kernels)
 
 
-EFA = Link(
-    bytes_per_second=41e9,
-    latency_seconds=295e-6,
-    name="EFA",
-    fractions={"all_gather": 0.65, "reduce_scatter": 0.65},
-    by_nodes=((1, 1.0), (2, 0.9), (4, 0.4), (8, 0.25), (16, 0.21), (32, 0.16), (64, 0.082)),
-)
-"""H100 nodes at AWS as Hugging Face measured them: busy bandwidth of 256 MB all_reduces by number of nodes, and what of
-it gathers reach (Ultra-Scale Playbook)."""
-
 OURS = Dialect(name="ours", casts_weights=True)
 MEGATRON_DEEPSPEED = Dialect(
     name="megatron-deepspeed",
@@ -155,6 +172,7 @@ MEGATRON_DEEPSPEED = Dialect(
     loss_traffic=1.92,
     fused_scores=Attention(passes=4.37, kernels=2),
     hides_gradients=False,
+    partitions_sends=True,
 )
 SCALING = Dialect(
     name="scaling",
@@ -180,21 +198,25 @@ NANOTRON = Dialect(
     name="nanotron",
     launch_seconds=4.0e-5,
     step_seconds=5e-4,
-    traffic=2.65,
+    traffic=1.2,
     loss_traffic=0.73,
-    matmul=1.067,
     balances_stages=True,
     stage_wait_seconds=0.28e-3,
-    outer=EFA,
 )
-MEGATRON = Dialect(name="megatron", launch_seconds=1.2e-5, fuses=True)
-"""Megatron-Core with Transformer Engine, and what is built like it. Not fitted: no calibration rows have its times."""
+MEGATRON = Dialect(name="megatron", launch_seconds=1.2e-5, fuses=True, partitions_sends=True, expert_launches=5.0)
+"""Megatron-Core with Transformer Engine, and what is built like it. Fitted: launches for experts (Qwen3 30B with
+microbatches of 1 and of 4)."""
+DEEPSPEED = Dialect(name="deepspeed", launch_seconds=2.0e-5, gathers_by_node=17e9)
+"""ZeRO-3 of 2021: a collective for each parameter, at what one card of a node gives. Fitted: six rows of 48 to 280
+nodes (Narayanan et al. 2021, table 2), which gather at 14 to 18 GB/s whatever their number."""
 _DIALECTS: dict[Framework, Dialect] = {
     "megatron-deepspeed": MEGATRON_DEEPSPEED,
+    "deepspeed": DEEPSPEED,
     "scaling": SCALING,
     "llm-foundry": LLM_FOUNDRY,
     "nanotron": NANOTRON,
     "megatron-core": MEGATRON,
+    "nemo": MEGATRON,
     "megatron-lm": MEGATRON,
     "internevo": MEGATRON,
     "jax": MEGATRON,
@@ -205,6 +227,14 @@ _KERNELS = (
     (r"fused|no flash", "fused_scores"),
     (r"flash.*v1", "older_flash"),
 )
+_NEWEST, _HOPPER = re.compile(r"cudnn|flash.*3"), re.compile(r"[HB][123]00|H20\b|H800", re.IGNORECASE)
+_WITH_NEWEST: tuple[Framework, ...] = ("megatron-core", "jax")
+"""Transformer Engine's and XLA's attention is cuDNN's; NeMo's tables are from before that."""
+_WITHOUT_FLASH: tuple[Framework, ...] = ("nvidia-examples",)
+"""Written before there were such kernels."""
+FLASH2_ON_HOPPER = 0.52
+"""Of cuDNN's rate, which presets of Hopper and later cards have, what FlashAttention-2 reaches there: 335 to 380 of 640
+TFLOP/s forward and about 300 of 550 backward (Shah et al. 2024, FlashAttention-3, figures 5 and 6)."""
 
 
 def dialect_of(row: Row) -> Dialect:
@@ -212,8 +242,13 @@ def dialect_of(row: Row) -> Dialect:
 
 
 def as_told(dialect: Dialect, row: Row) -> Dialect:
-    """With the kernels that a row tells of."""
+    """With the kernels that a row tells of, on the cards that it ran on."""
     told = row.text("attention_kernel").lower()
-    kernel = next((kernel for pattern, kernel in _KERNELS if re.search(pattern, told)), "flash")
-    found = replace(dialect, attention=getattr(dialect, kernel), keeping=keeping_of(row, kernel))
+    usual = "plain_scores" if framework_of(row) in _WITHOUT_FLASH else "flash"
+    kernel = next((kernel for pattern, kernel in _KERNELS if re.search(pattern, told)), usual)
+    attention = getattr(dialect, kernel)
+    is_newest = _NEWEST.search(told) or (not told and framework_of(row) in _WITH_NEWEST)
+    if not attention.passes and _HOPPER.search(row.text("hardware")) and not is_newest:
+        attention = replace(attention, share=attention.share * FLASH2_ON_HOPPER)
+    found = replace(dialect, attention=attention, keeping=keeping_of(row, kernel))
     return replace(found, traffic=found.fused_norm_traffic) if "rms kernel" in told else found

@@ -15,6 +15,7 @@ Framework = Literal[
     "megatron-deepspeed",
     "deepspeed",
     "megatron-core",
+    "nemo",
     "megatron-lm",
     "scaling",
     "llm-foundry",
@@ -31,7 +32,8 @@ Framework = Literal[
 _NAMES: tuple[tuple[str, Framework], ...] = (
     # First match wins: a name that contains another's stands before it.
     (r"megatron.?deepspeed|bigscience|vtrain|2201\.11990", "megatron-deepspeed"),
-    (r"megatron.?bridge|nvidia-nemo|nemo.?framework|nvidia/nemo|\bnemo\b|megatron.?core|\bmcore\b", "megatron-core"),
+    (r"megatron.?bridge|megatron.?core|\bmcore\b", "megatron-core"),
+    (r"nvidia-nemo|nemo.?framework|nvidia/nemo|\bnemo\b", "nemo"),
     (r"sail-sg|zero.?bubble|vocabulary ?parallelism|2401\.10241|2411\.05288", "megatron-lm"),
     (r"megatron.?lm|2104\.04473|2205\.05198|1909\.08053|2402\.15627|\bmegatron\b", "megatron-lm"),
     (r"deepspeed|1910\.02054|2306\.10209", "deepspeed"),

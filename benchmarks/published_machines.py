@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from benchmarks.published_rows import Row, Unscored
-from meshwright.core.cluster import Cluster
+from meshwright.core.cluster import Cluster, Link
 from meshwright.machine.named_clusters import preset
 
+MORE_MEMORY = 1.1
+"""Times the usual memory of a card that a row must tell for it to be another one: GB are told for GiB, and rounded."""
 NODE, RACK = 8, 72
 """GPUs that NVLink joins where a row does not say; of GB200 and GB300, a rack."""
 
@@ -50,6 +52,17 @@ _DEVICES = (
 )
 _SMALLER = {"a100-80": (40, "a100-40"), "a100-pcie-80": (40, "a100-pcie-40"), "v100": (16, "v100-16")}
 """Cards that were also made with less memory: GB, preset."""
+_WITH_EFA = ("h100", "h200")
+EFA = Link(
+    bytes_per_second=41e9,
+    latency_seconds=100e-6,
+    name="EFA",
+    step_seconds=55e-6,
+    by_nodes=((1, 1.0), (2, 0.9), (4, 0.4), (8, 0.3), (16, 0.3), (32, 0.28), (64, 0.06)),
+)
+"""H100 nodes at AWS as Hugging Face measured them (Ultra-Scale Playbook): up to 4 nodes the busy bandwidth of 256 MB
+all_reduces, beyond that and for the steps of rings fitted to its calibration rows; at 64 nodes runs of one plan differ
+threefold."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +74,11 @@ class Machine:
     num_nodes: int
     outer_bytes_per_second: float | None = None
     """As the row tells; None: as the preset has it."""
+    is_efa: bool = False
+    watts: float | None = None
+    memory_bytes_per_second: float | None = None
+    memory_bytes: int | None = None
+    """Of a card that is not the usual one of its name."""
 
 
 def machine(row: Row) -> Machine:
@@ -68,7 +86,20 @@ def machine(row: Row) -> Machine:
     joined = _joined(row, device)
     per_node = next(count for count in range(min(gpus, joined), 0, -1) if gpus % count == 0)
     outer = _outer_bytes_per_second(row.text("interconnect"), row.whole("gpus_per_node", joined))
-    return Machine(device=device, devices_per_node=per_node, num_nodes=gpus // per_node, outer_bytes_per_second=outer)
+    watts = re.search(r"(\d{3,4}) ?W\b", row.text("hardware"))
+    memory = re.search(r"(\d+(?:\.\d+)?) ?TB/s", row.text("hardware"))
+    told = (row.number("gpu_mem_gb") or 0.0) * 1e9
+    usual = preset(device).device.memory_bytes
+    return Machine(
+        device=device,
+        devices_per_node=per_node,
+        num_nodes=gpus // per_node,
+        outer_bytes_per_second=outer,
+        is_efa=device in _WITH_EFA and re.search(r"\bEFA\b", row.text("interconnect")) is not None,
+        watts=float(watts[1]) if watts else None,
+        memory_bytes_per_second=float(memory[1]) * 1e12 if memory else None,
+        memory_bytes=int(told) if told > MORE_MEMORY * usual else None,
+    )
 
 
 def _joined(row: Row, device: str) -> int:
@@ -95,10 +126,11 @@ def _device(row: Row) -> str:
 
 
 def _outer_bytes_per_second(interconnect: str, devices_per_node: int) -> float | None:
-    """A device's share of its node's cards: `1600 Gbps/node`, `4x100Gb RoCE per node`, `3.2 Tbps EFA per node`."""
+    """A device's share of its node's cards: `1600 Gbps/node`, `4x100Gb RoCE per node`, `4x OmniPath 100Gb/s per node`,
+    `3.2 Tbps EFA per node`."""
     amount = r"(\d+(?:\.\d+)?) ?([GT])b(?:ps|/s|it/s)?"
     if whole := re.search(rf"{amount}[ \w]*(?:/| per )(node|GPU)", interconnect, re.IGNORECASE):
-        cards = re.search(r"(\d+) ?x ?$", interconnect[: whole.start()])
+        cards = re.search(r"(\d+) ?x ?(?:[A-Za-z][\w-]* )*$", interconnect[: whole.start()])
         bits = float(whole[1]) * (1e12 if whole[2].lower() == "t" else 1e9) * (int(cards[1]) if cards else 1)
         return bits / 8 / (devices_per_node if whole[3].lower() == "node" else 1)
     if each := re.search(r"(\d+) ?x ?(\d+) ?Gb", interconnect):
@@ -114,6 +146,11 @@ def cluster(machine: Machine) -> Cluster:
     if "bf16" not in rates and "fp16" in rates:
         # Either 16-bit type is the same work; the plans are written in one of them.
         found = replace(found, device=replace(found.device, flops_per_second={**rates, "bf16": rates["fp16"]}))
+    device = found.device.capped(machine.watts) if machine.watts else found.device
+    own = {name: value for name in ("memory_bytes_per_second", "memory_bytes") if (value := getattr(machine, name))}
+    found = replace(found, device=replace(device, **own))
+    if machine.is_efa:
+        return replace(found, outer=EFA)
     if machine.outer_bytes_per_second is None:
         return found
     return replace(found, outer=replace(found.outer, bytes_per_second=machine.outer_bytes_per_second))

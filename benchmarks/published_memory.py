@@ -209,6 +209,7 @@ _BY_FRAMEWORK: dict[Framework, Keeping] = {
     "litgpt": IN_STEPS,
     "torchtune": IN_STEPS,
     "megatron-core": MEGATRON_CORE,
+    "nemo": MEGATRON_CORE,
     "megatron-lm": MEGATRON_CORE,
     "scaling": SCALING,
     "nanotron": NANOTRON,

@@ -27,7 +27,7 @@ _ONE_INPUT = re.compile(r"(query|key|value|up|gate)$")
 _WORDS = (
     # First match wins: where two are named the first, faster one was measured.
     ("fp4", r"nv-?fp4|mx-?fp4|\bfp4"),
-    ("fp8", r"fp8"),
+    ("fp8", r"fp8|float8"),
     ("bf16", r"bf16|bfloat16|fp16|float16|\bhalf\b|amp|mixed|16-"),
     ("tf32", r"tf32"),
     ("fp32", r"fp32|float32|\b32\b|32-true"),

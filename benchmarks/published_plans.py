@@ -47,6 +47,8 @@ _SCHEDULES = (
     (r"gpipe|afab|all.?forward", "gpipe"),
     (r"^$|1f1b|flush|default|^n/a$|^none$", "1f1b"),
 )
+_OTHER_STAGES = re.compile(r"vocab|interlaced")
+"""Stages that share the vocabulary out: no schedule of ours."""
 MOST_MICROBATCH = 1024
 """Samples of a microbatch that are tried where a row does not say."""
 FORWARDS_OF_A_STEP = 3
@@ -70,9 +72,13 @@ _NEMO = {"zero_stage": "1 (distributed optimizer)", "sp": "1"}
 _HABITS: dict[Framework, tuple[dict[str, str], dict[str, str]]] = {
     "litgpt": ({"zero_stage": "0", "recompute": "none"}, {"zero_stage": "3 (FSDP)", "recompute": "full"}),
     "megatron-core": ({}, _NEMO),
+    "nemo": ({}, _NEMO),
 }
 """What frameworks do unless told otherwise, on one device and on several: litgpt's fine-tuning scripts, NVIDIA's
 recipes."""
+_SELDOM_RECOMPUTING: tuple[Framework, ...] = ("megatron-core", "nemo")
+"""NVIDIA's recipes compute again single ops that cost little (norms, activations, up-projections), never whole blocks
+(Megatron-Bridge, scripts/performance)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,11 +96,12 @@ class Case:
     """Whose memory is asked for."""
     variant: Variant = PLAIN
     numerics: Numerics = SIXTEEN_BIT
+    tells_recomputing: bool = True
 
     @property
     def is_told(self) -> bool:
-        """Whether memory can be compared: the plan was not chosen by it."""
-        return len(self.plans) == 1
+        """Whether memory can be compared: the plan was not chosen by it, nor taken from a habit."""
+        return len(self.plans) == 1 and self.tells_recomputing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +147,7 @@ def case_of(row: Row, rank: Rank = "fullest") -> Case:
     pieces = recomputed(row)
     form = replace(variant(row, config), again=pieces)
     plans, tokens, dialect = plans_of(row, numerics), sequence(row, config), dialect_of(row)
-    if dialect.balances_stages:
+    if dialect.balances_stages or "redis" in row.text("schedule").lower():
         plans = tuple(_balanced(plan, profile(config, form), tokens) for plan in plans)
     fitting = []
     for plan in plans:
@@ -160,6 +167,7 @@ def case_of(row: Row, rank: Rank = "fullest") -> Case:
         rank=rank,
         variant=form,
         numerics=numerics,
+        tells_recomputing=not _is_silent(row),
     )
 
 
@@ -228,6 +236,8 @@ def _recomputed_share(row: Row) -> float:
     text, mfu, hfu = row.text("recompute").lower(), row.number("mfu"), row.number("hfu")
     if every := re.match(r"selective[\s:(]*(?:every )?([1-9]\d*)\b", text):
         return 1 / int(every[1])
+    if re.match(r"selective[\s:(]*layer\b", text):
+        return 0.5  # torchtitan's: every second unless told otherwise
     if text != "selective" or not mfu or not hfu:
         return 0.0
     return min(1.0, max(0.0, FORWARDS_OF_A_STEP * (hfu / mfu - 1)))
@@ -246,9 +256,15 @@ def _recomputing(row: Row) -> tuple[tuple[Technique, ...], ...]:
         return ((Recompute(layers=int(blocks[1])),),)
     if re.match(r"full|activation checkpointing|enabled|checkpointing", text) or text in YES:
         return ((Recompute(),),)
-    if text in ("", "n/a") or re.match(r"per |see |unknown|not stated|unspecified", text):
-        return (), (Recompute(),)
+    if _is_silent(row):
+        return ((),) if framework_of(row) in _SELDOM_RECOMPUTING else ((), (Recompute(),))
     raise Unscored(f"recompute is {text}")
+
+
+def _is_silent(row: Row) -> bool:
+    """Whether it does not tell what is computed again."""
+    text = row.text("recompute").lower()
+    return text in ("", "n/a") or re.match(r"per |see |unknown|not stated|unspecified", text) is not None
 
 
 def _samples(row: Row, dp: int) -> list[Technique]:
@@ -295,7 +311,7 @@ def _zero(row: Row) -> tuple[Literal[0, 1, 2, 3], int | None]:
 def _stages(row: Row, pp: int) -> Pipeline:
     text, chunks = row.text("schedule").lower(), row.whole("vpp", 1)
     schedule = next((schedule for pattern, schedule in _SCHEDULES if re.search(pattern, text)), None)
-    if schedule is None:
+    if schedule is None or _OTHER_STAGES.search(text):
         raise Unscored(f"schedule is {text}")
     if chunks > 1 and schedule in ("1f1b", "interleaved"):
         layers = row.whole("layers")

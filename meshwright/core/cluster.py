@@ -21,6 +21,9 @@ TIERS: tuple[TierName, ...] = ("device", "host", "disk")
 """Where tensors can live, nearest to the cores of a device first."""
 MOST_OF_PEAK = 1.5
 """Shares of a data sheet's figure: a measurement may pass it a little, never by half."""
+RATE_BY_POWER = 0.5
+"""Exponent of a power limit by which arithmetic slows: between a cube root (voltage falls with the clock) and
+proportional (it no longer does)."""
 MOST_DEVICES = 1 << 20
 HOST_LATENCY, DISK_LATENCY = 1e-5, 1e-4
 """Seconds until a copy begins: a call of the driver; a read from flash."""
@@ -73,6 +76,16 @@ class Device:
     """Between host and device: `in`, `out`, `both` (each way while the other runs)."""
     power_watts: float = 0.0
     """The cap under which it was measured; 0: not known."""
+
+    def capped(self, watts: float) -> Device:
+        """The same card under another power limit; as it is where its own is not known. Matmuls and attention follow
+        the clock, memory does not."""
+        if not self.power_watts:
+            return self
+        slower = (watts / self.power_watts) ** RATE_BY_POWER
+        names = ("matmul_fraction", "attention_fraction", "attention_backward_fraction")
+        fractions = {name: min(getattr(self, name) * slower, MOST_OF_PEAK) for name in names}
+        return replace(self, power_watts=watts, **fractions)
 
     def peak(self, dtype: str, role: str = "") -> float | None:
         """Operations per second of ops in a role; None where it does not compute in the dtype. GPUs run fp16 on the
@@ -134,12 +147,14 @@ class Link:
     fractions: Mapping[str, float] = field(default_factory=dict)
     """Of the rate that a kind of collective reaches: all_reduce, all_gather, reduce_scatter, all_to_all, send; 1 where
     nothing is said."""
+    step_seconds: float = 0.0
+    """Of one step of a ring over nodes: gathers and scatters have as many as ranks less one, sums take a tree."""
     by_nodes: tuple[tuple[int, float], ...] = ()
     """(nodes, share of the rate left when so many talk at once), between them by logarithms; empty: all of it."""
 
     def problems(self) -> Iterator[Problem]:
         yield from wrong_numbers({"bytes_per_second": self.bytes_per_second}, "above zero")
-        not_negative = {"latency_seconds": self.latency_seconds, "half_bytes": self.half_bytes}
+        not_negative = {name: getattr(self, name) for name in ("latency_seconds", "half_bytes", "step_seconds")}
         yield from wrong_numbers(not_negative, "zero or more")
         shares = {f"fractions.{kind}": share for kind, share in self.fractions.items()}
         shares |= {f"by_nodes.{nodes}": share for nodes, share in self.by_nodes}

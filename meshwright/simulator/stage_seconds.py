@@ -32,9 +32,9 @@ LEAST_PART, SHARED_TILE = 512, 0.85
 """Of k that a processor takes of a shared tile, and what of the rate is left once the parts are summed."""
 ALIGNED, ALIGNED_TO = ("bf16", "fp16", "fp8"), 8
 """Elements that fast kernels read at once."""
-FP8_SHARE = 0.885
-"""Of the share of its peak that a large product reaches in 16 bits, what it reaches in 8 (an H200: 1,370 of 1,978
-TFLOP/s beside 774 of 989)."""
+NARROW_SHARES = {"fp8": 0.885, "fp4": 0.62}
+"""Of the share of its peak that a large product reaches in 16 bits, what it reaches in fewer: in 8 an H200 does 1,370
+of 1,978 TFLOP/s beside 774 of 989; in 4 fitted to published runs of Llama 3 70B on GB200 and GB300."""
 SMALL_HEAD, LARGE_HEAD = 64, 128
 NEIGHBOURS = 4
 """Measured shapes that a shape between them is interpolated from."""
@@ -61,8 +61,7 @@ def compute_seconds(task: Compute, device: Device) -> Num:
     if task.kind == "attention":
         arithmetic = task.flops / (peak * _attention_fraction(task, device))
     else:
-        share = FP8_SHARE if dtype == "fp8" else 1.0
-        arithmetic = task.flops / (peak * device.matmul_fraction * share)
+        arithmetic = task.flops / (peak * device.matmul_fraction * NARROW_SHARES.get(dtype, 1.0))
         if task.shape and (device.num_processors or device.k_half or device.residuals):
             arithmetic = arithmetic * _slowdown(task, device)
         if task.shape and device.unaligned_slowdown > 1 and dtype in ALIGNED:
@@ -175,6 +174,8 @@ class Route:
     """To the partners inside."""
     half_bytes: Num = 0.0
     """What a rank passes on when the link reaches half its rate."""
+    step_seconds: Num = 0.0
+    """Of each of a ring's steps."""
     fractions: Mapping[str, Num] = field(default_factory=dict)
     name: str = ""
     """Of what joins the groups, where the axis lies across them."""
@@ -188,6 +189,8 @@ class Route:
             latency = self.latency_seconds
         else:
             latency = self.latency_seconds * self.latency_growth
+            if kind in ("all_gather", "reduce_scatter"):
+                latency = np.maximum(latency, (self.size - 1) * self.step_seconds)
             is_direct = kind == "all_to_all"
             turns = 2 if kind == "all_reduce" else 1
             passed = turns * num_bytes * ((self.size - 1) / self.size)
@@ -245,6 +248,7 @@ def route(cluster: Cluster, size: Num, stride: Num) -> Route:
         crossing=_pick(is_inner, 1.0, (size - per_node) / np.maximum(size - 1, 1)),
         near_bytes_per_second=inner_rate,
         half_bytes=_pick(is_inner, inner.half_bytes, outer.half_bytes),
+        step_seconds=_pick(is_inner, inner.step_seconds, outer.step_seconds),
         fractions={
             kind: _pick(is_inner, inner.fractions.get(kind, 1.0), outer.fractions.get(kind, 1.0))
             for kind in {*inner.fractions, *outer.fractions}
@@ -281,6 +285,7 @@ def _across(cluster: Cluster, size: int, stride: int) -> Route:
         crossing=(size - min(per_node)) / max(size - 1, 1),
         near_bytes_per_second=min(group.inner.bytes_per_second for group in groups),
         half_bytes=slowest.half_bytes,
+        step_seconds=slowest.step_seconds,
         fractions=slowest.fractions,
         name=link.name or "the link between groups",
     )

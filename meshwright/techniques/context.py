@@ -39,7 +39,7 @@ class Context(Technique):
     name: ClassVar[str] = "context"
     phase: ClassVar[str] = "split"
     axis: ClassVar[str] = "cp"
-    closeness: ClassVar[int] = 3
+    closeness: ClassVar[int] = 4
     splits_sequence: ClassVar[bool] = True
     sums_late: ClassVar[bool] = True
 

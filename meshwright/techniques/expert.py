@@ -36,7 +36,7 @@ class Expert(Technique):
     name: ClassVar[str] = "expert"
     phase: ClassVar[str] = "split"
     axis: ClassVar[str] = "ep"
-    closeness: ClassVar[int] = 2
+    closeness: ClassVar[int] = 3
     splits_samples: ClassVar[bool] = True
     sums_late: ClassVar[bool] = True
 

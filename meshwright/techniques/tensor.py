@@ -33,7 +33,7 @@ class Tensor(Technique):
     name: ClassVar[str] = "tensor"
     phase: ClassVar[str] = "split"
     axis: ClassVar[str] = "tp"
-    closeness: ClassVar[int] = 3
+    closeness: ClassVar[int] = 4
 
     size: int
     """Ranks that share a layer."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 import pytest
 from test_published import row
 
+from benchmarks.published_dialects import FLASH2_ON_HOPPER, dialect_of
 from benchmarks.published_frameworks import framework_of
-from benchmarks.published_machines import cluster, machine
+from benchmarks.published_machines import EFA, cluster, machine
 from benchmarks.published_models import decoder, model, profile, variant
 from benchmarks.published_names import known_by_name
 from benchmarks.published_numerics import NF4_TWICE_BITS, Numerics, numerics_of
@@ -148,11 +149,67 @@ def test_machines_of_racks_and_links() -> None:
         "3.2 Tbps EFA per node": 3.2e12 / 8 / 8,
         "8x400Gb NDR": 400e9 / 8,
         "4 x 200 Gb/s per node": 100e9 / 8,
+        "Jean Zay: NVLink3 in node, 4x OmniPath 100Gb/s per node": 50e9 / 8,
         "400 Gb/s InfiniBand per GPU": 50e9,
         "NVLink4": None,
     }
     found = {text: machine(row(gpus="16", interconnect=text)).outer_bytes_per_second for text in rates}
     assert found == {text: rate and pytest.approx(rate) for text, rate in rates.items()}
+
+
+def test_a_card_of_another_make_and_a_link_by_its_name() -> None:
+    usual = preset("h100").device
+    text = "H100 96GB HBM2e (2.4TB/s, 500W Grand Teton)"
+    found = cluster(machine(row(hardware=text, gpu_mem_gb="96"))).device
+    assert (found.memory_bytes_per_second, found.memory_bytes, found.power_watts) == (2.4e12, 96_000_000_000, 500)
+    assert found.matmul_fraction == pytest.approx(usual.matmul_fraction * (5 / 7) ** 0.5)
+    assert cluster(machine(row(hardware="H100-SXM-80GB", gpu_mem_gb="80"))).device == usual
+    far = {"gpus": "16", "interconnect": "NVLink4 in node; AWS EFA between nodes"}
+    assert cluster(machine(row(hardware="H100-SXM-80GB", **far))).outer == EFA
+    assert cluster(machine(row(hardware="A100-SXM4-80GB", **far))).outer == preset("a100-80").outer
+
+
+def test_attention_by_the_kernels_generation() -> None:
+    def share(hardware: str, **cells: str) -> float:
+        return dialect_of(row(hardware=hardware, **cells)).attention.share
+
+    assert share("A100-SXM4-80GB", attention_kernel="flash-attn-2") == 1
+    assert share("H100", attention_kernel="flash-attn-2") == share("H100") == FLASH2_ON_HOPPER
+    assert share("H100", attention_kernel="flash-attn-3") == share("H100", framework="Megatron-Bridge") == 1
+    assert share("A100-SXM4-80GB", attention_kernel="flash_attention v1.0.8") < 1
+    assert dialect_of(row(framework="NVIDIA DeepLearningExamples")).attention.passes > 0
+
+
+def test_ranks_that_have_the_same_send_a_part_each() -> None:
+    made = {"tp": "4", "pp": "2", "dp": "1", "hidden": "512", "framework": "Megatron-LM"}
+    sent = {}
+    for sequence in ("0", "1"):
+        case = case_of(row(sp=sequence, **made))
+        plain = price(profile(case.config), case.plans[0], sequence=S)
+        changed = case.dialect.change(plain)
+        sends = [sum(float(t.bytes) for t in work.collectives if t.kind == "send") for work in (plain, changed)]
+        gathers = [sum(t.kind == "all_gather" for t in work.collectives) for work in (plain, changed)]
+        sent[sequence] = sends[1] / sends[0], gathers[1] - gathers[0]
+    assert sent == {"0": (0.25, 2), "1": (1.0, 0)}  # where the sequence is split each has its own part already
+
+
+def test_stages_that_share_the_vocabulary_are_not_expressed() -> None:
+    with pytest.raises(Unscored, match="schedule is"):
+        case_of(row(pp="4", dp="2", schedule="1F1B / vocab-1"))
+
+
+def test_recipes_that_do_not_tell_recompute_no_blocks_and_prove_no_memory() -> None:
+    silent = {"recompute": "per recipe (see scripts/performance)"}
+    recipe, other = (case_of(row(framework=name, **silent)) for name in ("Megatron-Bridge", ""))
+    assert len(recipe.plans) == 1
+    assert len(other.plans) == 2
+    assert not recipe.is_told
+
+
+def test_sharded_parameters_of_before_came_by_one_card() -> None:
+    case = case_of(row(gpus="64", dp="64", global_batch="64", zero_stage="3", framework="DeepSpeed"))
+    found = case.dialect.cluster(cluster(case.machine))
+    assert found.outer.bytes_per_second * found.devices_per_node == pytest.approx(case.dialect.gathers_by_node)
 
 
 def test_a_device_without_bf16_computes_in_fp16() -> None:
@@ -368,7 +425,7 @@ def test_chunks_that_leave_room_for_the_ends() -> None:
 @pytest.mark.parametrize(
     ("cells", "name"),
     [
-        ({"framework": "NeMo 24.07", "family": "gpt (Megatron-DeepSpeed)"}, "megatron-core"),
+        ({"framework": "NeMo 24.07", "family": "gpt (Megatron-DeepSpeed)"}, "nemo"),
         ({"family": "gpt (Megatron-DeepSpeed)", "url": "https://arxiv.org/abs/2104.04473"}, "megatron-deepspeed"),
         ({"provenance": "looked-up (github:mosaicml/llm-foundry README.md)"}, "llm-foundry"),
         ({"url": "https://arxiv.org/abs/2104.04473", "hardware": "A100-SXM4-80GB"}, "megatron-lm"),

@@ -92,6 +92,11 @@ def test_the_link_follows_the_axis_on_the_machines() -> None:
     whole = routes(NODES, {"a": 8})["a"]
     assert whole.ring_bytes_per_second == 4 * NODES.outer.bytes_per_second
     assert whole.direct_bytes_per_second == NODES.outer.bytes_per_second
+    stepping = replace(NODES, outer=replace(NODES.outer, step_seconds=1.0))
+    ring, plain = (routes(each, {"a": 8})["a"] for each in (stepping, NODES))
+    # A ring has as many steps as ranks less one; sums take a tree.
+    assert ring.seconds("all_gather", 0.0) == ring.seconds("reduce_scatter", 0.0) == 7
+    assert ring.seconds("all_reduce", 0.0) == plain.seconds("all_reduce", 0.0)
     arrays = routes(NODES, {"a": np.array([2, 8]), "b": np.array([4, 1])})
     assert arrays["a"].ring_bytes_per_second.tolist() == [found["a"].ring_bytes_per_second, 4 * 50e9]
     crowded = replace(NODES, outer=replace(NODES.outer, by_nodes=((1, 1.0), (2, 0.5))))

@@ -123,3 +123,10 @@ def test_many_candidates_at_once_are_one_by_one(techniques: tuple[Any, ...]) -> 
                 if hasattr(mine, field):
                     value = np.broadcast_to(getattr(theirs, field), len(alone))[index]
                     assert float(value) == float(getattr(mine, field)), (mine, field)
+
+
+def test_experts_are_nearer_than_shards_and_further_than_what_cuts_layers() -> None:
+    """Tokens travel in every layer and microbatch; parameters once a step, or beside compute."""
+    kinds = ("replicate", "shard", "expert", "context", "tensor")
+    techniques = tuple(technique_named(name)(size=2) for name in kinds)
+    assert Plan(techniques=techniques, batch=16).axis_order == ("dp", "fsdp", "ep", "cp", "tp")
