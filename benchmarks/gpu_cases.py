@@ -207,6 +207,7 @@ REGRET: tuple[Case, ...] = (
 _UNTIED: Mapping[str, Any] = {"tied": False, "rope_scaling": "none"}
 _NANO: Mapping[str, Any] = {"vocab_size": 50304, "qkv_bias": False, "bias": False}
 _EXPERTS = {"num_layers": 8, "hidden_size": 2048, "num_heads": 16, "num_kv_heads": 8, "expert_ffn_size": 4096}
+_FEW: Technique = {"name": "recompute", "layers": "none", "attention": "0-3"}
 _TITAN_1B, _TITAN_3B = ({"shape": shape, "batch": 4} for shape in ("llama-1b", "llama-3b"))
 
 
@@ -237,7 +238,7 @@ ROWS: tuple[TableRow, ...] = (
         for name, ways, peer, goal, most in (
             ("llama-3b", SMALL, _TITAN_3B, 1.26, 74.0),
             ("llama-3b, fewer bits", (FP8, LEAN, LOW_BIT), _TITAN_3B, 1.30, 65.0),
-            ("llama-3b, selective", SMALL, {**_TITAN_3B, "checkpoints": "selective"}, 1.12, 68.0),
+            ("llama-3b, selective", (*SMALL, _FEW), {**_TITAN_3B, "checkpoints": "selective"}, 1.12, 68.0),
         )
     ),
     *(
