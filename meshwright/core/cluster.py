@@ -72,6 +72,8 @@ class Device:
     """Least time of a kernel on the device."""
     reserved_bytes: int = 0
     """Taken by the driver and the libraries before a tensor exists."""
+    op_slowdowns: Mapping[str, float] = field(default_factory=dict)
+    """"attention backward bf16" -> times as long as the other figures say, where a model's own ops were timed."""
     copy_bytes_per_second: Mapping[str, float] = field(default_factory=dict)
     """Between host and device: `in`, `out`, `both` (each way while the other runs)."""
     power_watts: float = 0.0
@@ -115,6 +117,7 @@ class Device:
             **{f"flops_per_second.{name}": rate for name, rate in self.flops_per_second.items()},
             **{f"copy_bytes_per_second.{name}": rate for name, rate in self.copy_bytes_per_second.items()},
             **{f"residuals[{i}]": min(point) for i, point in enumerate(self.residuals)},
+            **{f"op_slowdowns.{name}": times for name, times in self.op_slowdowns.items()},
         }
         halves = "k_half attention_half_tokens memory_half_bytes"
         not_negative = f"launch_seconds kernel_seconds {halves} num_processors power_watts"

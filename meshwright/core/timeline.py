@@ -84,11 +84,6 @@ class Timeline(Artefact):
         start = min(span.start_seconds for span in self.spans)
         return max(span.end_seconds for span in self.spans) - start
 
-    def busy_fraction(self, device: int, lane: str = "compute") -> float:
-        total = self.seconds
-        busy = sum(span.seconds for span in self.spans if span.device == device and span.lane == lane)
-        return busy / total if total else 0.0
-
     def to_chrome(self) -> str:
         """The trace-event format that chrome://tracing and ui.perfetto.dev open."""
         return json.dumps({"traceEvents": list(_trace_events(self)), "displayTimeUnit": "ms"})

@@ -35,6 +35,8 @@ FASTEST = 1.25
 SLOWEST = 10.0
 FAR_OFF = 1.1
 """Times that a typical run may be off although rates were learned as far as they go."""
+CONTRADICTION = 3.0
+"""Times that a run may differ from the forecast of a measured machine: beyond, one of the two was disturbed."""
 _PRIOR = 0.5
 """How far from 1 (its logarithm) a factor is expected to be before any run is seen."""
 _NOISE = 0.05
@@ -87,7 +89,7 @@ def learn(entries: Sequence[Entry], machine: str, base: Cluster | None = None) -
         if float(np.abs(logs - last).max()) < 1e-9:
             break
     factors = np.exp(logs)
-    _refuse_unphysical(parts @ factors, measured)
+    _refuse_unphysical(base, parts, factors, measured)
     before, after = _off(parts.sum(axis=1), measured), _off(parts @ factors, measured)
     if np.median(after) > np.median(before):  # never worse on its own runs
         factors, after = np.ones(len(causes)), before
@@ -137,7 +139,7 @@ def learn_one(entry: Entry, base: Cluster) -> LearnedCluster:
         step[free] = np.linalg.solve(normal[np.ix_(free, free)], wanted[free])
         logs = np.clip(logs + np.clip(step, -0.2, 0.2), lowest, highest)
     factors, left_open = np.exp(logs), np.sqrt(np.diag(np.linalg.inv(normal)))
-    _refuse_unphysical(parts @ factors, measured, fastest)
+    _refuse_unphysical(base, parts, factors, measured, fastest)
     before, after = (float(_off(parts @ each, measured)[0]) for each in (np.ones(len(causes)), factors))
     reach = float(np.hypot.reduce(left_open * (parts * factors)[0] / (parts @ factors)[0]))
     # Never wider than before, unless the run itself would lie outside.
@@ -210,15 +212,27 @@ def _limits(base: Cluster, cause: str, fastest: float = FASTEST) -> tuple[float,
     return lowest, max(1.0, SLOWEST / earlier)
 
 
-def _refuse_unphysical(forecast: np.ndarray, measured: np.ndarray, fastest: float = FASTEST) -> None:
-    """Where no rates that a machine can have explain the runs, something else is wrong."""
-    ratio = float(np.median(measured / forecast))
-    if 1 / FAR_OFF <= ratio <= FAR_OFF:
-        return
+def _refuse_unphysical(
+    base: Cluster, parts: np.ndarray, factors: np.ndarray, measured: np.ndarray, fastest: float = FASTEST
+) -> None:
+    """Where no rates that a machine can have explain the runs, or they contradict the measured ones."""
+    ratio, off = (float(np.median(measured / each)) for each in (parts @ factors, parts.sum(axis=1)))
     limit = f"{fastest:g} times as fast as probed (or as its data sheet)" if ratio < 1 else f"{SLOWEST:g} times slower"
     what = f"a typical run took {ratio:.2f} times as long as on a machine {limit}: no rates explain these runs."
+    if contradicts(base, off):
+        what = (
+            f"a typical run took {off:.2f} times as long as by the rates that were measured of {base.name}: the probe "
+        )
+        what += "and the runs contradict each other, and neither is corrected by the other."
+    elif 1 / FAR_OFF <= ratio <= FAR_OFF:
+        return
     fix = "Probe again on a quiet machine, and learn from runs that were planned with that."
     raise error_at("the ledger", what, fix)
+
+
+def contradicts(cluster: Cluster, ratio: float) -> bool:
+    """Whether a run of so many times its forecast contradicts what was measured of the machine."""
+    return "measured" in cluster.sources and not 1 / CONTRADICTION < ratio < CONTRADICTION
 
 
 def _earlier(base: Cluster, cause: str) -> float:

@@ -463,5 +463,6 @@ def floors(inputs: SearchInputs, dials: Sequence[Dial]) -> list[tuple[str, float
         peaks = [inputs.cluster.device.peak(dtype, role) or 0.0 for role in flops]
         if all(peaks):
             seconds = sum(count / peak for count, peak in zip(flops.values(), peaks, strict=True))
+            seconds *= min(1.0, *inputs.cluster.device.op_slowdowns.values(), 1.0)
             least.append((dtype, seconds / inputs.cluster.num_devices))
     return sorted(least, key=lambda each: (each[1], each[0]))

@@ -24,6 +24,7 @@ from meshwright.core.files import write_whole
 from meshwright.core.ledger import LEAST_STEPS, NOT_KNOWN, Entry, Measured, Predicted, append
 from meshwright.core.timeline import Span, Timeline, last_step
 from meshwright.core.units import pretty_bytes, pretty_seconds
+from meshwright.machine.from_runs import contradicts
 from meshwright.report.timeline_lanes import spent
 
 COMPARISON = "comparison.json"
@@ -155,6 +156,8 @@ CAUSES = {
 }
 _PROBE = "`mw probe -o this.cluster.json` measures this machine with care; set run.cluster to that file."
 _QUIET = "Run again, and `mw probe`, when nothing else runs here."
+_PROBE_AGAIN = "Probe again when nothing else runs here: delete cluster.json in the run's folder and start again, or "
+_PROBE_AGAIN += "`mw probe -o` the file that run.cluster names."
 Verdict = Literal["as forecast", "slower", "faster"]
 
 
@@ -229,6 +232,12 @@ def compare(promise: Promise, facts: Facts, *, is_whole: bool) -> Comparison:
                 what = f"the forecast has {figures}, which were not measured on this machine"
                 reasons.append(Reason(name="figures", what=what, seconds=0.0, next=_PROBE))
         reasons = reasons[:2] or [_doubt(promise, facts)]
+        if contradicts(promise.cluster, ratio := measured / predicted.step_seconds):
+            what = (
+                f"this run contradicts the probe of {promise.cluster.name}: its steps take {ratio:.2f} times as long "
+            )
+            what += "as the measured rates say; one of the two was disturbed, so neither is corrected by the other"
+            reasons = [Reason(name="probe", what=what, seconds=off, next=_PROBE_AGAIN), *reasons[:1]]
     return Comparison(
         verdict=verdict,
         ratio=measured / predicted.step_seconds,
@@ -333,7 +342,7 @@ def paragraph(promise: Promise, facts: Facts, comparison: Comparison, folder: st
     if comparison.reasons:
         text += f" Likely reason: {'; also, '.join(reason.what for reason in comparison.reasons)}."
         steps = [reason.next for reason in comparison.reasons if reason.next][:1]
-        if not few:  # else the run is too short to be learned from
+        if not few and comparison.reasons[0].name != "probe":  # else too short to be learned from, or refused
             steps.append(f"`mw plan RUN.toml --from-run {shlex.quote(folder)}` plans with what was measured.")
         text += f" Next: {' '.join(steps)}" if steps else ""
     return text

@@ -6,23 +6,28 @@ import fcntl
 import json
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, TypeVar
+from statistics import median_high
+from typing import IO, Any, TypeVar
 
-from meshwright.core.cluster import Cluster
+from meshwright.ask.explain import explain
+from meshwright.core.cluster import Cluster, Device
 from meshwright.core.codec import encode, load_artefact
 from meshwright.core.errors import MeshwrightError, Problem, error_at, raise_problems
 from meshwright.core.files import link_problems, open_to_append, write_whole
 from meshwright.core.ledger import Predicted
 from meshwright.core.placement import placed
 from meshwright.core.plan import Plan
-from meshwright.core.profile import Profile
-from meshwright.core.technique import is_within
-from meshwright.core.units import counted, pretty_bytes
+from meshwright.core.profile import Layer, Profile
+from meshwright.core.technique import PHASES, is_within
+from meshwright.core.units import counted, pretty_bytes, pretty_seconds
+from meshwright.core.work import Work
 from meshwright.data.open_data import Data
 from meshwright.data.open_data import open_data as open_files
+from meshwright.launch.failure import cause
+from meshwright.launch.rank_pool import RankError, RankPool
 from meshwright.machine.probe import machine_name
 from meshwright.planner.search import SearchResult, search
 from meshwright.planner.wishes import read_wishes
@@ -30,7 +35,9 @@ from meshwright.run.comparison import Promise
 from meshwright.run.model import ModelDescription, describe_run, fitting
 from meshwright.run.run_file import PlanSection, RunConfig
 from meshwright.simulator.forecast import Forecast, forecast
+from meshwright.simulator.pricing import price
 from meshwright.simulator.simulate import simulate
+from meshwright.simulator.stage_seconds import compute_seconds, op_class
 
 Report = Callable[[str], None]
 OF_ONE_START = (
@@ -38,10 +45,21 @@ OF_ONE_START = (
     *("events.jsonl", "search.json"),
 )
 """Files of a run folder that speak of the latest start alone, and go when another begins."""
+MOST_TIMINGS = 2
+"""Of a model, each in another form: once its rates are known, another precision or microbatch may be the best."""
 _BYTES_PER_TOKEN = 20
 """Of a batch in host memory: input and target as int64, the weight as float32."""
 _SAME = ("step_seconds", "step_seconds_low", "step_seconds_high", "seconds_by_origin", "seconds_by_cause")
 """Fields of a forecast that a promise has too."""
+_SECONDS, _DEADLINE_SECONDS = 1.0, 60.0
+"""Of steps that are timed; of all of it, where something hangs."""
+_MOST_STEP_SECONDS, _MOST_MEMORY = 0.5, 0.5
+"""By the forecast: of longer steps, or of those that need a larger share of the memory, only the first blocks."""
+_COMPILING = PHASES[4]  # whose kernels are others than those that are timed, and take too long to make
+_MOST_OFF = 16.0
+"""Times that a kind of ops may be off; beyond, kernels are not of the profile's kinds, and one factor serves all."""
+_TIMED_ERROR = 0.1
+"""What is left open: a machine is not as fast in the next minute as in this one."""
 T = TypeVar("T")
 
 
@@ -65,36 +83,129 @@ def prepare(
     report: Report,
     geometry: tuple[int, int] | None = None,
     description: ModelDescription | None = None,
+    ready: Callable[[], object] | None = None,
 ) -> PreparedRun:
     """Find the machine, then the plan. What an earlier start of this run decided is kept while it still holds.
 
     `given`: a plan to use as it is, or the file of one. `geometry`: (devices in a node, nodes) where somebody else has
-    already started the ranks. `description`: of the model, where it has been looked at before.
+    already started the ranks. `description`: of the model, where it has been looked at before. `ready` makes the data
+    ready; with it, the model is timed on a machine that was measured.
     """
     description = description or describe_run(config)
     profile = description.profile
     cluster = _cluster(config, report, geometry, plan_to_run(config, given, profile))
-    result = None
-    plan = plan_to_run(config, given, profile, cluster) or _earlier(config, profile, cluster, report)
-    if plan is None:
-        result = search(
-            profile,
-            cluster,
-            batch=config.train.batch,
-            sequence=config.sequence,
-            optimizer=config.train.optimizer,
-            allow=config.plan.allow,
-            pin=config.plan.pin,
-            ban=config.plan.ban,
-        )
-        if result.best is None:
-            from meshwright.ask.explain import explain
-
-            raise MeshwrightError("no plan fits.\n" + "\n".join(explain(result, cluster)), exit_code=1)
-        plan = result.best[0]
+    known = plan_to_run(config, given, profile, cluster) or _earlier(config, profile, cluster, report)
+    result, wishes = None, {name: getattr(config.plan, name) for name in ("allow", "pin", "ban")}
+    about: dict[str, Any] = {"sequence": config.sequence, "optimizer": config.train.optimizer}
+    for turn in range(MOST_TIMINGS + 1):
+        if known is None:
+            result = search(profile, cluster, batch=config.train.batch, **about, **wishes)
+            if result.best is None:
+                raise MeshwrightError("no plan fits.\n" + "\n".join(explain(result, cluster)), exit_code=1)
+        plan = known or result.best[0]  # type: ignore[union-attr, index]
+        (timed, this), before = timings(cluster, profile, plan, config.sequence), cluster
+        is_wanted = turn < MOST_TIMINGS and "measured" in cluster.sources and this not in timed
+        if is_wanted and ready is not None and not any(each.phase == _COMPILING for each in plan.techniques):
+            ready()
+            cluster = with_timing(config, description, plan, cluster, report)
+        if cluster is before:
+            break
     raise_problems(_against_training(config, plan))
-    predicted = forecast(profile, plan, cluster, sequence=config.sequence, optimizer=config.train.optimizer)
+    predicted = forecast(profile, plan, cluster, **about)
     return PreparedRun(description=description, cluster=cluster, plan=plan, forecast=predicted, found=result)
+
+
+def timed_part(plan: Plan) -> Plan:
+    """What one rank of the plan does with a microbatch, as far as it is timed."""
+    own = tuple(each for each in plan.techniques if each.phase == PHASES[0])
+    return Plan(techniques=own, batch=plan.microbatch, microbatch=plan.microbatch)
+
+
+def timings(cluster: Cluster, profile: Profile, plan: Plan, sequence: int) -> tuple[list[str], str]:
+    """The models and forms whose rates the cluster has, and what this one is called there."""
+    key = f"{profile.name} ({profile.fingerprint[:12]}), sequence {sequence}, {timed_part(plan)}"
+    return [each for each in cluster.sources.get("timed", "").split("; ") if each], key
+
+
+def with_timing(
+    config: RunConfig, description: ModelDescription, plan: Plan, cluster: Cluster, report: Report
+) -> Cluster:
+    """The cluster as this model's ops find it; the very same where they cannot be timed, which is reported."""
+    local, profile, device = timed_part(plan), description.profile, replace(cluster.device, op_slowdowns={})
+    about: dict[str, Any] = {"sequence": config.sequence, "optimizer": config.train.optimizer}
+
+    def expected(profile: Profile) -> tuple[float, int]:
+        """Seconds; and bytes, without those of the process and of the optimizer, which is left out."""
+        told = forecast(profile, local, replace(cluster.resized(1), device=device), **about)
+        return told.step_seconds, told.peak_allocated_bytes - told.peak_bytes_by_category.get("optimizer", 0)
+
+    report(f"timing {profile.name} itself: {local}")
+    room, blocks = _MOST_MEMORY * device.memory_bytes - device.reserved_bytes, profile.num_blocks
+    seconds, held = expected(profile)
+    if "stages" not in profile.uncut and (share := min(_MOST_STEP_SECONDS / seconds, room / held)) < 1:
+        blocks = max(1, int(share * blocks))
+        profile = _first_blocks(profile, blocks)
+        seconds, held = expected(profile)
+    if held > room or seconds > 4 * _MOST_STEP_SECONDS:
+        report(f"{profile.name} is not timed: a microbatch takes {pretty_seconds(seconds)}, or too much memory")
+        return cluster
+    arguments = {"run": encode(config), "model": encode(description), "plan": encode(local)}
+    arguments |= {"kind": device.kind, "blocks": blocks, "budget": _SECONDS}
+    threads = max(1, len(os.sched_getaffinity(0)) // plan.num_ranks)
+    try:
+        with RankPool(plan.num_ranks, threads_per_rank=threads) as pool:
+            told = pool.run("meshwright.runtime.rank:time_model", arguments, plan.num_ranks, _DEADLINE_SECONDS)
+    except RankError as error:
+        report(f"{profile.name} is not timed: {cause(error.failures).message}")
+        return cluster
+    before, key = timings(cluster, description.profile, plan, config.sequence)
+    timed = {"timed": "; ".join([*before, key]), "errors.compute": "the model's own ops were timed"}
+    slowdowns = _slowdowns(told, price(profile, local, **about), cluster.device)
+    device, inner = replace(device, op_slowdowns=slowdowns), cluster.inner
+    if device.kind == "cpu":
+        if not before:  # a rank waits wherever the others come later, which collectives back to back do not show
+            waits = min(rank["wait_seconds"] for rank in told)
+            inner = replace(inner, latency_seconds=max(inner.latency_seconds, waits))
+        if 0 < (own := max(rank["peak_bytes"] for rank in told) - held) < device.memory_bytes:
+            device = replace(device, reserved_bytes=own)
+            timed["reserved_bytes"] = "measured in a rank that ran the model"
+    errors = replace(cluster.errors, compute=_TIMED_ERROR)
+    return replace(cluster, device=device, inner=inner, errors=errors, sources={**cluster.sources, **timed})
+
+
+def _slowdowns(told: Sequence[Mapping[str, Any]], work: Work, device: Device) -> dict[str, float]:
+    """What the ranks have timed over what the device's other figures say of it, and what was known before."""
+    result, plain = dict(device.op_slowdowns), replace(device, op_slowdowns={})
+    for way in ("forward", "backward"):
+        wanted, names = dict[str, float](), set[str]()
+        for task in work.computes:
+            kind, direction, _ = op_class(task).split()
+            if direction == way:
+                names.add(op_class(task))
+                wanted[kind] = wanted.get(kind, 0.0) + float(task.repeat * compute_seconds(task, plain))
+        spent = {kind: median_high([rank["by_kind"].get(f"{kind} {way}", 0.0) for rank in told]) for kind in wanted}
+        # The profiler slows what it watches; on a GPU the host only, whose time is not the device's.
+        whole, total = median_high([rank[way] for rank in told]), max(sum(spent.values()), 1e-9)
+        scale = whole / total if device.kind == "cpu" else 1.0
+        times = {kind: scale * spent[kind] / seconds for kind, seconds in wanted.items() if seconds > 0}
+        if not all(1 / _MOST_OFF < each < _MOST_OFF for each in times.values()):
+            times = dict.fromkeys(times, scale * total / sum(wanted.values()))
+        for name in names:
+            kind, _, dtype = name.split()
+            # Of ops in another dtype than the plan's own, a plan in that dtype knows better.
+            if times.get(kind, 0) > 0 and (dtype == work.facts.compute_dtype or name not in result):
+                result[name] = round(times[kind], 4)
+    return result
+
+
+def _first_blocks(profile: Profile, blocks: int) -> Profile:
+    """What comes before the blocks, and so many of them."""
+    layers: list[Layer] = []
+    for layer in profile.layers:
+        if layer.is_block or not any(each.is_block for each in layers):
+            count = min(layer.repeat, blocks - sum(each.repeat for each in layers if each.is_block))
+            layers += [replace(layer, repeat=count)] if count else []
+    return replace(profile, layers=tuple(layers))
 
 
 def plan_to_run(config: RunConfig, given: str | Plan, profile: Profile, cluster: Cluster | None = None) -> Plan | None:

@@ -165,14 +165,12 @@ class Run:
             # What is wrong with a plan is told before data is made ready; what is wrong with the data before a machine
             # is measured only to search.
             known = self.config.run.cluster or preparation.measured_before(self.config, self.config.run.ranks)
-            plans_first = plan is not None or bool(known)
-            if not plans_first:
+            if plan is None and not known:
                 self._open_data()
-            prepared = preparation.prepare(self.config, self.plan, self.report, description=self.description)
+            prepared = preparation.prepare(self.config, self.plan, self.report, None, self.description, self._open_data)
             if on_plan is not None:
                 on_plan(prepared)
-            if plans_first:
-                self._open_data()
+            self._open_data()
             self._prepared = prepared
         return self._prepared
 

@@ -1,9 +1,11 @@
-"""What one rank process of `mw train` does, from its job to its exit code."""
+"""What one rank process of `mw train` does, from its job to its exit code; and before, to time the run's model."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,6 +13,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from meshwright.checkpoint.step_folders import newest_good, step_folder
 from meshwright.core.codec import decode, encode
@@ -28,6 +33,7 @@ from meshwright.run.model import ModelDescription, open_model
 from meshwright.run.prepare import open_data
 from meshwright.run.result import held_out_text
 from meshwright.run.run_file import RunConfig
+from meshwright.runtime.build import RankBuild
 from meshwright.runtime.run_record import (
     Lines,
     Metrics,
@@ -39,7 +45,7 @@ from meshwright.runtime.run_record import (
     reserved_bytes,
     write_timeline,
 )
-from meshwright.runtime.trainer import Trainer, TrainStep, is_due
+from meshwright.runtime.trainer import Trainer, TrainStep, is_due, samples_on
 
 
 def device_of(kind: str, local_rank: int) -> torch.device:
@@ -295,6 +301,95 @@ class RankTraining:
         self.metrics.close(result)
         if self.events is not None:
             self.events.close()
+
+
+_KINDS = {"attention": re.compile(r"attention|sdp"), "matmul": re.compile(r"mm\b|mm_|linear|convolution|rnn")}
+"""By the name of an operator; all others move memory."""
+
+
+def time_model(
+    *,
+    rank: int,
+    num_ranks: int,
+    rendezvous: str,
+    kind: str,
+    run: Any,
+    model: Any,
+    plan: Any,
+    blocks: int,
+    budget: float,
+) -> dict[str, Any]:
+    """`forward` and `backward` seconds, `by_kind` of them as profiled, `wait_seconds` of a rank for the others wherever
+    they meet after a block, and `peak_bytes`. `blocks`: so many of them, without a head unless those are all."""
+    config, local = decode(RunConfig, run, ""), decode(Plan, plan, "")
+    description = decode(ModelDescription, model, "description")
+    device, is_whole = device_of(kind, rank), blocks >= description.profile.num_blocks
+    join(rank, num_ranks, device, rendezvous=rendezvous)
+    opened, mesh = open_model(description, config.train.seed), Mesh.make({}, device)
+    made = RankBuild(plan=local, profile=opened.profile, model=opened.model, mesh=mesh, source=opened.source)
+    if not is_whole:
+        made.at("cut", lambda build: build.keep_spans(((0, blocks),)))
+    made.run()
+    made.model.train()
+    samples = samples_on(open_data(config, description).batch(0, local.batch * num_ranks, rank, num_ranks), device)
+    given = (samples.targets, samples.weights) if is_whole else ()
+    num_meetings, meet = 0, False
+
+    def after(block: Any, given: Any = None, output: Any = None) -> None:
+        nonlocal num_meetings
+        if meet:
+            num_meetings += 1
+            dist.barrier()
+            first = output[0] if isinstance(output, tuple) else output
+            if isinstance(first, Tensor) and first.requires_grad:
+                first.register_hook(after)
+
+    def now() -> float:
+        if kind == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    def step() -> tuple[float, float]:
+        dist.barrier()
+        with record_function("mw:forward"):
+            start, output, middle = now(), made.model(samples.inputs, *given), now()
+        with record_function("mw:backward"):
+            if output.requires_grad:
+                output.backward(torch.ones_like(output))
+            end = now()
+        made.model.zero_grad(set_to_none=True)
+        return middle - start, end - middle
+
+    for block in made.model.block_modules():
+        block.register_forward_hook(after)
+    step()
+    longest = torch.tensor(sum(step()), device=device)
+    dist.all_reduce(longest, op=dist.ReduceOp.MAX)  # all make as many steps: one less would leave the others waiting
+    free, waits = [], []
+    for _ in range(max(3, min(12, int(budget / float(longest) / 2)))):
+        free.append(step())
+        num_meetings, meet = 0, True
+        waits.append((sum(step()) - sum(free[-1])) / max(num_meetings, 1))
+        meet = False
+    forward, backward = (statistics.median(each) for each in zip(*free, strict=True))
+    told = {"forward": forward, "backward": backward, "wait_seconds": statistics.median(waits)}
+    return {**told, "by_kind": profiled_kinds(step, kind == "cuda"), "peak_bytes": peak_bytes(device)}
+
+
+def profiled_kinds(step: Callable[[], Any], on_gpu: bool) -> dict[str, float]:
+    """ "attention backward" -> seconds of the device in such ops during one step."""
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as watched:
+        step()
+    events = [event for event in watched.events() if event.device_type == DeviceType.CPU]
+    middle = next(event.time_range.start for event in events if event.name == "mw:backward")
+    seconds: dict[str, float] = {}
+    for event in events:
+        if not event.name.startswith(("mw:", "c10d", "gloo", "nccl")):
+            kind = next((kind for kind, names in _KINDS.items() if names.search(event.name)), "memory")
+            key = f"{kind} {'backward' if event.time_range.start >= middle else 'forward'}"
+            micro = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+            seconds[key] = seconds.get(key, 0.0) + micro / 1e6
+    return seconds
 
 
 if __name__ == "__main__":

@@ -148,7 +148,7 @@ class Trainer:
                 # One clock decides: rank 0's.
                 save = self.mesh.rank == 0 and 0 < settings.save_minutes * 60 <= time.monotonic() - self.saved_seconds
                 is_told = stop is not None and stop.is_set
-                samples, num_tokens = self._samples(batch), batch.num_tokens
+                samples, num_tokens = samples_on(batch, self.mesh.device), batch.num_tokens
                 del batch  # two batches need not be in memory while the next one is read
                 results = self.loop.feed(samples, lr, stop=is_told, save=save)
                 del samples
@@ -209,7 +209,7 @@ class Trainer:
             return {}
         place = (self.plan.batch, self.part, self.num_parts)
         batches = self.data.held_out_batches(*place, limit=self.settings.evaluate_batches, shares=self.plan.shares)
-        total, tokens, hits = self.loop.evaluate(self._samples(batch) for batch in batches)
+        total, tokens, hits = self.loop.evaluate(samples_on(batch, self.mesh.device) for batch in batches)
         mean = total / (tokens or 1.0)
         result = {"held_out_loss": mean}
         if self.data.info.num_bytes_per_token:
@@ -244,14 +244,14 @@ class Trainer:
         self.saved_seconds = time.monotonic()
         return reason
 
-    def _samples(self, batch: Batch) -> Samples:
-        def put(array: Any) -> torch.Tensor:
-            return on_device(torch.from_numpy(array), self.mesh.device)
 
-        arrays = batch.inputs
-        inputs = tuple(map(put, arrays)) if isinstance(arrays, tuple) else put(arrays)
-        targets, weights = put(batch.targets), put(batch.weights)
-        return Samples(inputs=inputs, targets=targets, weights=weights, num_tokens=batch.num_tokens)
+def samples_on(batch: Batch, device: torch.device) -> Samples:
+    def put(array: Any) -> torch.Tensor:
+        return on_device(torch.from_numpy(array), device)
+
+    inputs = tuple(map(put, batch.inputs)) if isinstance(batch.inputs, tuple) else put(batch.inputs)
+    about = {"targets": put(batch.targets), "weights": put(batch.weights)}
+    return Samples(inputs=inputs, num_tokens=batch.num_tokens, **about)
 
 
 def _seed(seed: int, step: int, part: int) -> int:

@@ -47,13 +47,14 @@ def compute_seconds(task: Compute, device: Device) -> Num:
     """One layer instance's op, on the device: the slower of arithmetic and memory traffic, never less than a kernel's
     least. A matmul's tiles are dealt to processors in waves: the last wave is as long as a full one."""
     launched = np.maximum(task.kernels, 1.0)
+    slower = device.op_slowdowns.get(op_class(task), 1.0) if device.op_slowdowns else 1.0
     by_host = task.kernels * device.launch_seconds if device.kind == "cpu" else 0.0
     memory_rate = device.memory_bytes_per_second * device.bandwidth_fraction
     traffic = (task.moved_bytes + launched * device.memory_half_bytes) * (1.0 / memory_rate)
     if isinstance(task.flops, float) and task.flops == 0.0:
         if isinstance(task.moved_bytes, np.ndarray) or task.moved_bytes > 0:
-            return np.maximum(traffic, launched * device.kernel_seconds) + by_host
-        return by_host
+            return slower * (np.maximum(traffic, launched * device.kernel_seconds) + by_host)
+        return slower * by_host
     dtype = "fp32" if task.dtype in ("compute", "float32") else task.dtype
     peak = device.peak(dtype, task.role)
     if peak is None:  # the device cannot compute in it: never, rather than a guess
@@ -67,7 +68,14 @@ def compute_seconds(task: Compute, device: Device) -> Num:
         if task.shape and device.unaligned_slowdown > 1 and dtype in ALIGNED:
             is_odd = sum(size % ALIGNED_TO != 0 for size in task.shape) > 0
             arithmetic = arithmetic * np.where(is_odd, device.unaligned_slowdown, 1.0)
-    return np.maximum(np.maximum(arithmetic, traffic), launched * device.kernel_seconds) + by_host
+    return slower * (np.maximum(np.maximum(arithmetic, traffic), launched * device.kernel_seconds) + by_host)
+
+
+def op_class(task: Compute) -> str:
+    """As in `Device.op_slowdowns`: "matmul forward bf16"."""
+    kind = task.kind if task.kind in ("matmul", "attention") else "memory"
+    phase = "forward" if task.is_forward else "step" if task.per_step else "backward"
+    return f"{kind} {phase} {'fp32' if task.dtype in ('compute', 'float32') else task.dtype}"
 
 
 def host_seconds(task: Compute, device: Device) -> Num:

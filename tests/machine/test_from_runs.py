@@ -171,8 +171,22 @@ def test_a_cpu_that_nobody_measured_may_be_much_faster_than_its_preset() -> None
     one = Plan(techniques=(), batch=8, microbatch=8)
     run = run_on(LAPTOP, one, noise=0.25)
     assert told(one, learn_one(run, LAPTOP).cluster).step_seconds == pytest.approx(run.measured.step_seconds, rel=0.03)
+    measured = replace(LAPTOP, sources={"measured": "made"})
     with pytest.raises(MeshwrightError, match=r"1\.25 times as fast"):
-        learn_one(run, replace(LAPTOP, sources={"measured": "made"}))
+        learn_one(run_on(LAPTOP, one, noise=0.5), measured)
+
+
+@pytest.mark.parametrize("times", [0.3, 3.3])
+def test_a_run_that_contradicts_the_probe_threefold_corrects_nothing(times: float) -> None:
+    measured = replace(LAPTOP, sources={"measured": "made"})
+    runs = [run_on(LAPTOP, plan, noise=times, unix_seconds=float(at)) for at, plan in enumerate(PLANS)]
+    with pytest.raises(MeshwrightError, match=r"contradict each other.*Probe again") as refused:
+        learn(runs, HERE, measured)
+    assert f"{times:.2f} times as long" in str(refused.value)
+    assert refused.value.exit_code == 2
+    with pytest.raises(MeshwrightError, match="contradict each other"):
+        learn_one(runs[0], measured)
+    learn(runs if times > 1 else [run_on(LAPTOP, plan, noise=0.9) for plan in PLANS], HERE, LAPTOP)
 
 
 def test_probes_that_scatter_are_brought_together() -> None:

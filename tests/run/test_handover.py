@@ -436,3 +436,17 @@ def test_a_machine_is_measured_with_as_many_ranks_as_the_plan_has(
         prepare(config, four, lambda text: None)
     assert asked == [1, 2], "what the run file says is not exceeded"
     assert plan_to_run(config, four, found.profile) is not None, "without a machine nothing speaks against it"
+
+
+@pytest.mark.parametrize("seconds", [0.3, 3.2])
+def test_a_run_that_contradicts_the_probe_is_told_so_and_what_to_do(seconds: float) -> None:
+    found = facts(seconds)
+    comparison = judged(found)
+    assert comparison.reasons[0].name == "probe"
+    text = paragraph(promise(), found, comparison, "runs/x")
+    assert f"this run contradicts the probe of {PROBED.name}" in text
+    assert f"{seconds:.2f} times as long" in text
+    assert "Probe again" in text
+    assert "--from-run" not in text, "which would be refused"
+    assert judged(facts(2.9)).reasons[0].name != "probe"
+    assert judged(facts(3.2), cluster=LAPTOP).reasons[0].name != "probe", "nobody has measured it"
