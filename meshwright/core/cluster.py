@@ -24,6 +24,8 @@ MOST_OF_PEAK = 1.5
 RATE_BY_POWER = 0.5
 """Exponent of a power limit by which arithmetic slows: between a cube root (voltage falls with the clock) and
 proportional (it no longer does)."""
+MOST_RATE, MOST_LINK = 1e18, 1e14
+"""Operations or bytes in a second of one device, and bytes of one link: far above any that exist."""
 MOST_DEVICES = 1 << 20
 HOST_LATENCY, DISK_LATENCY = 1e-5, 1e-4
 """Seconds until a copy begins: a call of the driver; a read from flash."""
@@ -124,6 +126,10 @@ class Device:
         shares = "matmul_fraction attention_fraction small_head_fraction bandwidth_fraction"
         shares += " attention_backward_fraction" if self.attention_backward_fraction else ""
         yield from wrong_numbers(positive, "above zero")
+        rates = {name: value for name, value in positive.items() if "per_second" in name}
+        yield from wrong_numbers(
+            rates, f"at most {MOST_RATE:g}: no device has that", lambda value: not value > MOST_RATE
+        )
         slowdown = {"unaligned_slowdown": self.unaligned_slowdown}
         yield from wrong_numbers(slowdown, "at least 1 and less than 100", lambda value: 1 <= value < 100)
         yield from wrong_numbers({name: getattr(self, name) for name in not_negative.split()}, "zero or more")
@@ -156,7 +162,9 @@ class Link:
     """(nodes, share of the rate left when so many talk at once), between them by logarithms; empty: all of it."""
 
     def problems(self) -> Iterator[Problem]:
-        yield from wrong_numbers({"bytes_per_second": self.bytes_per_second}, "above zero")
+        rate = {"bytes_per_second": self.bytes_per_second}
+        yield from wrong_numbers(rate, "above zero")
+        yield from wrong_numbers(rate, f"at most {MOST_LINK:g}: no link has that", lambda value: not value > MOST_LINK)
         not_negative = {name: getattr(self, name) for name in ("latency_seconds", "half_bytes", "step_seconds")}
         yield from wrong_numbers(not_negative, "zero or more")
         shares = {f"fractions.{kind}": share for kind, share in self.fractions.items()}
@@ -164,6 +172,25 @@ class Link:
         yield from wrong_numbers(shares, "above zero and at most 1.5", lambda value: 0 < value <= 1.5)
         if list(self.by_nodes) != sorted(self.by_nodes) or any(nodes < 1 for nodes, _ in self.by_nodes):
             yield Problem(where="by_nodes", what="numbers of nodes must grow from entry to entry, from 1 on.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Topology:
+    """How nodes are joined: those of one switch at the full rate of their links, others at what switches pass on."""
+
+    switches: tuple[int, ...]
+    """Nodes of each switch, in the order of ranks; together all nodes."""
+    oversubscription: float = 1.0
+    """Times less than the links of its nodes that a switch passes on to others."""
+
+    def problems(self) -> Iterator[Problem]:
+        yield from wrong_numbers({f"switches[{i}]": count for i, count in enumerate(self.switches)}, "above zero")
+        wanted = "at least 1 and less than 1000"
+        yield from wrong_numbers({"oversubscription": self.oversubscription}, wanted, lambda value: 1 <= value < 1000)
+
+    def passed_on(self, nodes: Any) -> Any:
+        """Share of a link's rate that is left between ranks that reach over so many nodes."""
+        return 1.0 / (1.0 + (self.oversubscription - 1.0) * (nodes > min(self.switches)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -262,6 +289,8 @@ class DeviceGroup:
     host: HostResources = HostResources()
     """Of one node."""
     beside: Beside = Beside()
+    topology: Topology | None = None
+    """None: every node reaches every other at the full rate of its links."""
 
     @property
     def num_devices(self) -> int:
@@ -272,6 +301,11 @@ class DeviceGroup:
             yield from (problem.within(name) for problem in getattr(self, name).problems())
         counts = {"devices_per_node": self.devices_per_node, "num_nodes": self.num_nodes}
         yield from wrong_numbers(counts, "above zero")
+        if self.topology is not None:
+            yield from (problem.within("topology") for problem in self.topology.problems())
+            if (covered := sum(self.topology.switches)) != self.num_nodes:
+                what = f"covers {covered} nodes, there are {self.num_nodes}."
+                yield Problem(where="topology.switches", what=what, fix="List the nodes of every switch.")
 
     def is_like(self, other: DeviceGroup) -> bool:
         """Whether only the number of nodes differs."""
@@ -388,7 +422,7 @@ class Cluster(DeviceGroup, NamedArtefact):
         """Neighbouring groups as one where nothing tells them apart: of one kind, and joined as their nodes are."""
         result: list[DeviceGroup] = []
         for group in self.groups:
-            is_joined = self.between is None or self.between == group.outer
+            is_joined = group.topology is None and (self.between is None or self.between == group.outer)
             if result and is_joined and group.is_like(result[-1]):
                 result[-1] = replace(result[-1], num_nodes=result[-1].num_nodes + group.num_nodes)
             else:
@@ -403,12 +437,13 @@ class Cluster(DeviceGroup, NamedArtefact):
         return self.between or slowest(self.groups[index].outer for index in groups)
 
     def resized(self, devices_per_node: int, num_nodes: int = 1, name: str = "") -> Cluster:
-        """The same with other counts: a larger node has more of host and disk, a part of one its share. Groups keep
-        theirs: a mixed cluster can only be said to have what it has."""
+        """The same with other counts: a larger node has more of host and disk, a part of one its share; how other nodes
+        are joined nobody knows. Groups keep theirs: a mixed cluster can only be said to have what it has."""
         if not self.others:
             host = self.host.shared_by(devices_per_node, self.devices_per_node)
-            name = name or self.name
-            return replace(self, devices_per_node=devices_per_node, num_nodes=num_nodes, host=host, name=name)
+            topology = self.topology if num_nodes == self.num_nodes else None
+            named = replace(self, topology=topology, name=name or self.name)
+            return replace(named, devices_per_node=devices_per_node, num_nodes=num_nodes, host=host)
         if devices_per_node * num_nodes == self.num_devices:
             return replace(self, name=name or self.name)
         counts = " + ".join(str(group.num_devices) for group in self.groups)

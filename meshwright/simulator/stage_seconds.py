@@ -244,6 +244,8 @@ def route(cluster: Cluster, size: Num, stride: Num) -> Route:
     hops = np.maximum(1.0, np.log2(nodes))
     inside = 1 + LATENCY_BY_RANK * np.maximum(size - 2, 0)
     outer_rate = outer.bytes_per_second * _left(outer, nodes)
+    if cluster.topology is not None:
+        outer_rate = outer_rate * cluster.topology.passed_on(-(-stride * size // cluster.devices_per_node))
     same = inner.shared == outer.shared
     return Route(
         size=size,

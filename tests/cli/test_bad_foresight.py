@@ -78,6 +78,14 @@ LAPTOP = json.loads(preset("laptop").to_json())
         ("jitter_fraction", -0.1, ("jitter_fraction: is -0.1",)),
         ("device.flops_per_second.fp32", "fast", ('fp32: expected a number, found "fast"',)),
         ("device.matmul_fraction", 3, ("matmul_fraction: is 3.0", "at most 1.5")),
+        ("device.flops_per_second.fp32", 1e19, ("device.flops_per_second.fp32: is 1e+19", "no device has that")),
+        ("outer.bytes_per_second", 1e17, ("outer.bytes_per_second: is 1e+17", "no link has that")),
+        (
+            "topology",
+            {"switches": [4, -1], "oversubscription": 0.5},
+            ("topology.switches[1]: is -1", "topology.oversubscription: is 0.5", "covers 3 nodes, there are 1"),
+        ),
+        ("topology", {"rails": 8}, ("topology.switches: missing", "topology.rails")),
         ("version", 1, ("version 1; this program reads from 2 on", "Write the file again")),
     ],
 )

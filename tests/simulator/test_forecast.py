@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import meshwright as mw
-from meshwright.core.cluster import Cluster, Device, Link
+from meshwright.core.cluster import Cluster, Device, Link, Topology
 from meshwright.core.codec import decode, encode
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.plan import Plan
@@ -92,6 +92,11 @@ def test_the_link_follows_the_axis_on_the_machines() -> None:
     whole = routes(NODES, {"a": 8})["a"]
     assert whole.ring_bytes_per_second == 4 * NODES.outer.bytes_per_second
     assert whole.direct_bytes_per_second == NODES.outer.bytes_per_second
+    # Behind a switch that passes half of it on, ranks of two nodes have half the rate.
+    switched = replace(NODES, topology=Topology(switches=(1, 1), oversubscription=2.0))
+    assert routes(switched, {"a": 8})["a"].ring_bytes_per_second == 2 * NODES.outer.bytes_per_second
+    assert routes(replace(switched, topology=Topology(switches=(2,), oversubscription=2.0)), {"a": 8})["a"] == whole
+    assert switched.resized(4, 3).topology is None
     stepping = replace(NODES, outer=replace(NODES.outer, step_seconds=1.0))
     ring, plain = (routes(each, {"a": 8})["a"] for each in (stepping, NODES))
     # A ring has as many steps as ranks less one; sums take a tree.
