@@ -72,6 +72,7 @@ def print_forecast(console: Console, plan: Plan, forecast: Forecast, title: str)
         f"{pretty_seconds(forecast.step_seconds)} "
         f"({pretty_seconds(forecast.step_seconds_low)} to {pretty_seconds(forecast.step_seconds_high)})",
     )
+    table.add_row("", f"[dim]90 % within, by {forecast.interval_basis}[/dim]")
     table.add_row(f"{forecast.counts}/s", pretty_count(forecast.tokens_per_second))
     table.add_row("MFU", mfu_words(forecast))
     parts = ", ".join(f"{name} {pretty_bytes(size)}" for name, size in forecast.peak_bytes_by_category.items() if size)
@@ -159,6 +160,7 @@ def print_ranked(console: Console, ranked: tuple[tuple[Plan, Forecast], ...]) ->
             style="bold" if rank == 1 else "",
         )
     console.print(table)
+    console.print(f"90 % within: by {ranked[0][1].interval_basis}.")
 
 
 def unwritable(paths: Mapping[str, str | None]) -> list[Problem]:

@@ -1,10 +1,18 @@
-"""The few numbers people ask of a plan, before it runs."""
+"""The few numbers people ask of a plan, before it runs.
+
+The interval of a step comes from rows that were measured: `intervals.json`, made by `python -m benchmarks.intervals`,
+has for each domain (kind of device, number of nodes, kind of model) how far forecasts were off. Domains without such
+rows have the widened interval of their neighbours, and say so.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from meshwright.core.cluster import Cluster, Device
@@ -21,6 +29,28 @@ from meshwright.simulator.stage_seconds import LAUNCH
 
 COMPUTE = "compute"
 """What the model's own work is called among the origins."""
+SCALES = ("one device", "one node", "up to 16 nodes", "up to 64 nodes", "more than 64 nodes")
+OTHER_GPUS, PROBED_GPUS, CPUS, PROBED_CPUS = "other GPUs", "GPUs after mw probe", "CPUs", "CPUs after mw probe"
+
+
+class Interval(NamedTuple):
+    low: float
+    """Times the forecast."""
+    high: float
+    basis: str
+    """What it rests on, in words."""
+
+
+class Domain(NamedTuple):
+    """Whose forecasts are off alike."""
+
+    devices: str
+    scale: int
+    """Place in `SCALES`."""
+    models: str
+
+    def __str__(self) -> str:
+        return f"{self.models} on {self.devices}, {SCALES[self.scale]}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +82,8 @@ class Forecast:
     """Of the fullest rank, in memory other than its device's."""
     counts: Literal["tokens", "samples"] = "tokens"
     """What `tokens_per_second` counts: samples where they have no sequence."""
+    interval_basis: str = ""
+    """What the interval rests on: how many measured runs of which domain."""
     needed_fraction: float = 0.0
     """As `mfu`, of `ModelFlops.needed`: how near the step is to what the devices could do."""
     dtype: str = ""
@@ -114,8 +146,11 @@ def forecast_of(
     peak_flops, flops = sum(peaks[unit] * ranks_each for unit in units), profile.model_flops(tokens, sequence)
     spent = _spent(slowest, step, place)
     causes, origins = _summed(spent, "cause"), _summed(spent, "origin")
-    # Parts of one cause are off together, causes each by themselves.
-    off = math.hypot(*(getattr(place.errors, cause) * (seconds / step) for cause, seconds in causes.items()))
+    interval = interval_of(domain_of(profile, place, plan.num_ranks))
+    if any(name.startswith("learned.") for name in cluster.sources):
+        # Runs have shown how far each cause is off; parts of one are off together, causes each by themselves.
+        off = math.hypot(*(getattr(place.errors, cause) * (seconds / step) for cause, seconds in causes.items()))
+        interval = Interval(1 / (1 + off), 1 + off, "what runs on this machine leave open")
     words, most = max(_summed(spent, "words").items(), key=lambda item: item[1])
     tiers: dict[str, int] = {}
     for _, stage, _ in lying:
@@ -124,8 +159,8 @@ def forecast_of(
     overflows = any(stage.memory.overflows(seen[group]) for _, stage, group in lying)
     return Forecast(
         step_seconds=step,
-        step_seconds_low=step / (1 + off),
-        step_seconds_high=step * (1 + off),
+        step_seconds_low=step * interval.low,
+        step_seconds_high=step * interval.high,
         tokens_per_second=tokens / step,
         mfu=flops.published / step / peak_flops,
         needed_fraction=flops.needed / step / peak_flops,
@@ -141,6 +176,7 @@ def forecast_of(
         peak_bytes_by_tier=tiers,
         counts=profile.counts,
         dtype=slowest.compute_dtype,
+        interval_basis=interval.basis,
     )
 
 
@@ -206,3 +242,33 @@ def _summed(spent: list[_Spent], name: Literal["origin", "words", "cause"]) -> d
         key = getattr(each, name)
         totals[key] = totals.get(key, 0.0) + each.seconds
     return totals
+
+
+@cache
+def interval_table() -> dict[str, Any]:
+    """`devices`: kinds by a word in a cluster's name; `domains`: intervals by `str(Domain)`."""
+    return json.loads((Path(__file__).parent / "intervals.json").read_text(encoding="utf-8"))
+
+
+def domain_of(profile: Profile, cluster: Cluster, num_ranks: int) -> Domain:
+    is_probed, kinds = "measured" in cluster.sources, interval_table()["devices"]
+    devices = kinds.get(max((word for word in kinds if word in cluster.name), key=len, default=""), OTHER_GPUS)
+    if cluster.device.kind == "cpu":
+        devices = PROBED_CPUS if is_probed else CPUS
+    elif is_probed:
+        devices = PROBED_GPUS
+    nodes = math.ceil(num_ranks / cluster.devices_per_node)
+    scale = 0 if num_ranks == 1 else 1 if nodes == 1 else 2 if nodes <= 16 else 3 if nodes <= 64 else 4
+    ops = [op for layer in profile.layers for op in layer.ops]
+    # A causal kernel computes half of 4 x heads x head size for each pair of tokens.
+    causal = [0 < op.flops.bss < 3.0 * op.shape[0] * op.shape[1] for op in ops if op.kind == "attention"]
+    models = "decoders" if causal and all(causal) else "other models"
+    return Domain(devices, scale, "experts" if any(op.role == "experts" for op in ops) else models)
+
+
+def interval_of(domain: Domain) -> Interval:
+    entry = interval_table()["domains"][str(domain)]
+    basis = f"{entry['measured']} measured runs of {domain}"
+    if not entry["measured"]:
+        basis = f"nothing measured by anybody of {domain}: from {entry['from']}, widened"
+    return Interval(entry["low"], entry["high"], basis)
