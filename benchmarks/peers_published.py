@@ -1,10 +1,10 @@
 """Our forecasts of published rows beside those of Calculon and llm-analysis, on the rows that all three can express.
 
 Both are run from checkouts of their repositories (calculon-ai/calculon, cli99/llm-analysis), which are given by path;
-without one its column is empty. Each gets the settings that do best on the calibration rows of a source (or of all rows,
-where a source has none): of Calculon the system file and what is overlapped or fused, of llm-analysis the efficiencies.
-Common rows are decoders without experts in 16 bits on A100s and H100s, split by tensor, pipeline (1F1B, interleaved) and
-data, with at most a sharded optimizer: Calculon has no more. A gated MLP is given to Calculon as one of equal flops.
+without one it is left out. Each gets the settings that do best on the calibration rows of a source (or of all, where a
+source has none): of Calculon the system file and what is overlapped or fused, of llm-analysis the efficiencies.
+Common rows are decoders without experts in 16 bits on A100s and H100s, split by tensor, pipeline (1F1B, interleaved),
+and data, with at most a sharded optimizer: Calculon has no more. It gets gated MLPs as plain ones of equal flops.
 
 Run: python -m benchmarks.peers_published --calculon PATH --llm-analysis PATH CALIBRATE.csv [...] [--check VALIDATE.csv]
 """
@@ -193,14 +193,14 @@ SETTINGS: dict[str, list[Setting]] = {
 }
 
 
-def errors_of(peer: Peer, name: str, rows: Sequence[ScoredPlan], settings: Sequence[Setting] | None = None) -> np.ndarray:
+def errors_of(peer: Peer, name: str, rows: Sequence[ScoredPlan]) -> np.ndarray:
     """|forecast / measured - 1| by row and setting; NaN where the peer refuses."""
-    result = np.full((len(rows), len(settings or SETTINGS[name])), np.nan)
+    result = np.full((len(rows), len(SETTINGS[name])), np.nan)
     for at, each in enumerate(rows):
         assert each.case
         assert isinstance(each.case.config, DecoderConfig)
         assert each.real_seconds
-        for place, setting in enumerate(settings or SETTINGS[name]):
+        for place, setting in enumerate(SETTINGS[name]):
             try:
                 result[at, place] = abs(peer(each.row, each.case.config, setting) / each.real_seconds - 1)
             except (AssertionError, ZeroDivisionError, ValueError, KeyError, Unscored):
@@ -240,7 +240,7 @@ def compared(tables: Mapping[str, Sequence[ScoredPlan]], peers: Mapping[str, Pee
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers_published")
     parser.add_argument("files", nargs="+", type=Path, metavar="CALIBRATE.csv")
-    parser.add_argument("--check", type=Path, metavar="VALIDATE.csv", help="rows whose medians are shown, never fitted to")
+    parser.add_argument("--check", type=Path, metavar="VALIDATE.csv", help="rows that are shown, never fitted to")
     parser.add_argument("--calculon", type=Path, help="a checkout of calculon-ai/calculon")
     parser.add_argument("--llm-analysis", type=Path, help="a checkout of cli99/llm-analysis")
     asked = parser.parse_args(arguments)
