@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.accuracy_more import sections
 from benchmarks.accuracy_tables import cpu_section, gpu_section, grid, number, published_section
 from benchmarks.published import report
 from benchmarks.published_plans import remembering, simulated
@@ -183,8 +184,8 @@ def _worst(each: ScoredPlan) -> dict[str, Any]:
     }
 
 
-def page(published: Mapping[str, Any], gpu: Mapping[str, Any], cpu: Mapping[str, Any]) -> str:
-    """From the numbers alone: the same numbers give the same page."""
+def page(published: Mapping[str, Any], gpu: Mapping[str, Any], cpu: Mapping[str, Any], more: Sequence[str] = ()) -> str:
+    """From the numbers alone: the same numbers give the same page. `more`: lines of other sections."""
     goals = [*published_goals(published), *gpu_goals(gpu), *cpu_goals(cpu)]
     goals.sort(key=lambda goal: (goal.is_kept, -goal.shortfall, goal.what))
     verdicts = Counter(goal.cells()[-1] for goal in goals)
@@ -203,6 +204,7 @@ def page(published: Mapping[str, Any], gpu: Mapping[str, Any], cpu: Mapping[str,
         *published_section(published),
         *gpu_section(gpu),
         *cpu_section(cpu),
+        *more,
         "## Making it again",
         "",
         "```",
@@ -233,7 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     if asked.files:
         PUBLISHED.write_text(json.dumps(published, indent=1) + "\n", encoding="utf-8")
-    PAGE.write_text(page(published, _kept(GPU), _kept(CPU)), encoding="utf-8")
+    PAGE.write_text(page(published, _kept(GPU), _kept(CPU), sections()), encoding="utf-8")
     print(f"{PAGE.name} is made of {len(published)} published tables and what is in benchmarks/results")
     return 0
 
