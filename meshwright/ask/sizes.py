@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 from meshwright.ask.question import Outcome, Question, Tell, outcome
 from meshwright.core.cluster import MOST_DEVICES, Cluster, parse_cluster_name
@@ -131,6 +132,8 @@ def compare_sizes(question: Question, devices: tuple[int, ...], tell: Tell) -> D
 
 
 NUM_BATCHES = 10
+KNEE = 0.95
+"""Share of the highest rate that counts as all of it."""
 _MOST_MORE = 5
 """Further batches tried where the best is the last one."""
 _TOKENS_PER_PARAMETER = 20
@@ -237,6 +240,21 @@ class BatchGoals:
         soonest = self.soonest
         near = [run for run in self.runs if soonest is not None and run.seconds <= 10 * soonest.seconds]
         return min(near, key=lambda run: (run.device_hours, run.seconds), default=None)
+
+    def soonest_if(self, times: float) -> BatchRun | None:
+        """The batch that would end soonest with a critical batch so many times as large."""
+        known = self.goal
+        goal = replace(known, least_steps=known.least_steps / times, critical_batch=known.critical_batch * times)
+        return _least([replace(run, steps=goal.steps(run.batch)) for run in self.runs])
+
+    @property
+    def knee(self) -> int | None:
+        """The smallest batch on most devices that has nearly the highest rate: larger ones use them no better."""
+        most = max((run.devices for run in self.runs if run.outcome.best), default=0)
+        rates = [(run.batch, run.batch * run.steps / run.seconds) for run in self.runs if run.devices == most]
+        return min(
+            (batch for batch, rate in rates if rate >= KNEE * max(rates, key=itemgetter(1))[1] > 0), default=None
+        )
 
     def best_of_devices(self) -> dict[int, BatchRun]:
         """The soonest run of each number of devices."""

@@ -6,12 +6,10 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.table import Table
-
 from meshwright.checkpoint.step_folders import describe, verify_all
 from meshwright.core.errors import error_at
 from meshwright.core.units import pretty_bytes
-from meshwright.report.terminal import stdout
+from meshwright.report.terminal import FigureTable, stdout
 
 if TYPE_CHECKING:
     from meshwright.models.presets import DecoderConfig
@@ -24,7 +22,7 @@ def run(arguments: Namespace) -> int:
     root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
     console = stdout()
     if action == "list":
-        table = Table("step", "size", "files", "tensors", "saved", "state", box=None, header_style="bold")
+        table = FigureTable("step", "size", "files", "tensors", "saved", last="state")
         for row in describe(root):
             sizes = (str(row.step), pretty_bytes(row.bytes), str(row.num_files), str(row.num_tensors))
             table.add_row(*sizes, row.when_utc, row.damage or "complete")
@@ -45,7 +43,7 @@ def run(arguments: Namespace) -> int:
     from meshwright.hf.weights_import_export import chosen_step, export, import_dcp, import_hf
 
     def say(line: str) -> None:
-        console.print(line, markup=False, soft_wrap=True)
+        console.print(line, markup=False)
 
     target, dtype = Path(arguments.target) / "checkpoints", arguments.dtype or "float32"
     if action == "export":

@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from io import TextIOWrapper
 from typing import Any, NoReturn
 
+from meshwright.core.wrapping import width_of, wrapped
+
 EXAMPLES = """\
 examples:
   mw plan --model llama3-8b --cluster 8xh100 --seq 8192 --batch 128
@@ -45,7 +47,29 @@ class Parser(argparse.ArgumentParser):
         elif match := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
             choices = [word.strip(" '") for word in match.group(2).split(",")]
             message = f'"{match.group(1)}" is not one of them. {nearest(match.group(1), choices)}'
-        self.exit(2, f"{self.prog}: {message}\ntry: {self.prog} --help\n")
+        self.exit(2, wrapped(f"{self.prog}: {message}\ntry: {self.prog} --help\n", width_of(sys.stderr)))
+
+
+class _Help(argparse.HelpFormatter):
+    """Lines end at words; commands that go on in the next line end with a backslash."""
+
+    def __init__(self, prog: str):
+        super().__init__(prog, width=min(width_of(sys.stdout, 80), 120))
+        self._max_help_position = min(24, self._width // 3)
+
+    def _format_usage(self, *given: Any) -> str:
+        return wrapped(" ".join(super()._format_usage(*given).split()), self._width, "    ") + "\n\n"
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        return re.sub(r"^(-\w) [^,]+", r"\1", super()._format_action_invocation(action))
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        goes_on = ("    ", " \\")
+        lines = (wrapped(each, width, *(goes_on if each.startswith("  mw ") else ())) for each in text.splitlines())
+        return "\n".join(lines)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return wrapped(text, width).splitlines()
 
 
 class _Version(argparse.Action):
@@ -70,7 +94,7 @@ def parser() -> Parser:
         description="Describe the model and the machines; Meshwright finds the fastest training plan that fits, "
         "says what it will cost, runs it, and shows what it really did.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_Help,
     )
     top.add_argument("--version", action=_Version, nargs=0, help="print the versions of Meshwright, Python and torch")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
@@ -80,7 +104,7 @@ def parser() -> Parser:
             help=text,
             description=text,
             epilog=f"example:\n  {example}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=_Help,
         )
         for names, settings in flags:
             made.add_argument(*names, **settings)
@@ -119,7 +143,7 @@ _RUN_FLAGS = (
 _PLAN_FLAGS = (
     _flag("run", nargs="?", metavar="RUN.toml", help="take model, batch and sequence from a run file"),
     *_MODEL_FLAGS,
-    _flag("--batch", metavar="N", help="samples per step (default 64); auto: the one that ends soonest"),
+    _flag("--batch", metavar="N", help="samples per step (default 64); auto: compare them by time to a target"),
     _flag("--devices", metavar="A..B", help="compare numbers of such devices: 16..64; or plan for one: 16"),
     _flag("--max-memory", metavar="SIZE", help="of each device that may be used: 70GiB"),
     _list("--pin", metavar="X", help="must be so: tensor=2, recompute, microbatch=4"),
@@ -139,8 +163,8 @@ _PLAN_FLAGS = (
         "seq=16384; all given are taken together",
     ),
     _flag("--front", action="store_true", help="the fastest plan for each memory"),
-    _flag("--critical-batch", metavar="N", help="for --batch auto: samples (default: a guess, explained)"),
-    _flag("--target-steps", metavar="N", help="for --batch auto: steps with a batch without end"),
+    _flag("--critical-batch", metavar="N", help="for --batch auto: beyond it few steps are saved (default: a guess)"),
+    _flag("--target-steps", metavar="N", help="for --batch auto: steps that the largest batches need"),
     _flag("--target-tokens", metavar="N", help="tokens to train on with small batches: 15T"),
     _flag("--from-run", metavar="RUN", help="plan again with what a run has measured: its folder or file"),
     _JSON,
@@ -209,7 +233,7 @@ COMMANDS: dict[str, tuple[str, str, Sequence[Flag]]] = {
         "train; the same command resumes",
         "mw train examples/laptop.toml\n"
         "  mw train examples/laptop.toml --set train.save_minutes=30 --set train.save_every=500\n\n"
-        "saves every 10 minutes (train.save_minutes), every train.save_every steps and at the end; SIGTERM, SIGINT,\n"
+        "saves every 10 minutes (train.save_minutes), every train.save_every steps and at the end; SIGTERM, SIGINT, "
         "SIGHUP, SIGUSR1 and SIGUSR2 save and exit with code 75",
         _RUN_FLAGS,
     ),
@@ -297,12 +321,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     from meshwright.core.errors import MeshwrightError, OldNotation
 
-    def show(message: Warning | str, category: type[Warning], *place: Any) -> None:
-        text = f"mw {arguments.command}: {message}\n"
-        sys.stderr.write(text if category is OldNotation else warnings.formatwarning(message, category, *place[:2]))
-
     warnings.filterwarnings("once", category=OldNotation)
-    warnings.showwarning = show  # type: ignore[assignment]
+    warnings.showwarning = lambda message, *_: print(f"mw {arguments.command}: {message}", file=sys.stderr)
     try:
         with contextlib.ExitStack() as held:
             if arguments.command == "train":  # before anything slow is imported, so that no signal kills it half-way
@@ -314,7 +334,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return int(module.run(arguments))
     except MeshwrightError as error:
         for problem in error.problems:
-            print(f"mw {arguments.command}: {problem}", file=sys.stderr)
+            print(wrapped(f"mw {arguments.command}: {problem}", width_of(sys.stderr), "  "), file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:  # `mw ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

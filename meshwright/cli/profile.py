@@ -5,14 +5,12 @@ from __future__ import annotations
 import time
 from argparse import Namespace
 
-from rich.table import Table
-
 from meshwright.cli.arguments import section_named
 from meshwright.core.errors import raise_problems
 from meshwright.core.profile import Poly
 from meshwright.core.units import pretty_bytes, pretty_count, pretty_seconds
 from meshwright.models.presets import PRESETS, config_kind, profile_of
-from meshwright.report.terminal import stdout, unwritable, write_output
+from meshwright.report.terminal import FigureTable, stdout, unwritable, write_output
 from meshwright.run.model import describe
 
 _TRACED_SEQUENCE = 1024
@@ -22,7 +20,7 @@ _TRACED_SEQUENCE = 1024
 def run(arguments: Namespace) -> int:
     console = stdout()
     if not arguments.model:
-        table = Table("model", "kind", "parameters", "blocks", "hidden", box=None, header_style="bold")
+        table = FigureTable("model", "kind", "parameters", "blocks", last="hidden")
         for name, config in PRESETS.items():
             result = profile_of(config, name)
             sizes = map(str, (result.num_blocks, result.hidden_size))
@@ -39,10 +37,8 @@ def run(arguments: Namespace) -> int:
     console.print(f"{profile.name}: {pretty_count(profile.num_params)} parameters, in {pretty_seconds(took_seconds)}")
     sequence = min(_TRACED_SEQUENCE, profile.max_sequence)
     counted = profile.counts.removesuffix("s")
-    heads = ("layer", "x", "parameters", f"forward/{counted}", f"backward/{counted}", f"kept/{counted}", "kernels")
-    table = Table(*heads, box=None, header_style="bold")
-    for column in table.columns[1:]:
-        column.justify = "right"
+    heads = ("layer", "x", "parameters", f"forward/{counted}", f"backward/{counted}", f"kept/{counted}")
+    table = FigureTable(*heads, last="kernels")
     for layer in profile.layers:
         forward = sum(op.flops(1, sequence) for op in layer.ops) / sequence
         backward = sum(op.backward_flops(1, sequence) for op in layer.ops) / sequence

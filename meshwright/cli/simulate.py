@@ -65,12 +65,12 @@ def run(arguments: Namespace) -> int:
         print_timeline(console, measured)
         console.print(compared(timeline, measured), markup=False)
     if traces:
-        console.print(f"\nopen {' or '.join(traces)} in ui.perfetto.dev", markup=False, soft_wrap=True)
+        console.print(f"\nopen {' or '.join(traces)} in ui.perfetto.dev", markup=False)
     return 0 if predicted.fits else 1
 
 
 def print_timeline(console: Console, timeline: Timeline) -> None:
-    width = console.width if console.is_terminal else _PIPED_WIDTH
+    width = console.width if console.is_terminal else min(console.width, _PIPED_WIDTH)
     plain = "utf" not in console.encoding.lower()
     for line in draw(timeline, width=width, plain=plain):
-        console.print(Text.assemble(*line), soft_wrap=True)
+        console.print(Text.assemble(*line))

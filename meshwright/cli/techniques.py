@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from argparse import Namespace
 
-from rich.table import Table
-
 from meshwright.core.technique import technique_named, technique_names
-from meshwright.report.terminal import stdout
+from meshwright.report.terminal import FigureTable, stdout
 
 
 def run(arguments: Namespace) -> int:
     console = stdout()
     if arguments.name:
-        console.print(card(arguments.name), markup=False)
+        console.print(re.sub(r"\n(?!\n|What:|When|Cost:|Exactness:)(?<!\n\n)", " ", card(arguments.name)), markup=False)
         return 0
-    table = Table("technique", "axis", "exactness", "what", box=None, header_style="bold")
+    table = FigureTable("technique", "axis", "exactness", last="what")
     for name in technique_names():
         kind = technique_named(name)
         table.add_row(name, kind.axis, kind.exactness, card(name).splitlines()[0])

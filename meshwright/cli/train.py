@@ -9,14 +9,14 @@ from argparse import Namespace
 from collections.abc import Callable
 
 from rich.console import Console
-from rich.table import Table
 
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.units import counted, pretty_bytes, pretty_count, pretty_seconds
+from meshwright.core.wrapping import wrapped
 from meshwright.launch.environment import RankPlace, outside_launcher
 from meshwright.launch.local_ranks import Stopped, stop_signals
 from meshwright.models.dimensions import DecoderConfig
-from meshwright.report.terminal import print_forecast, progress
+from meshwright.report.terminal import FigureTable, print_forecast, progress, stderr
 from meshwright.run.prepare import PreparedRun
 from meshwright.run.result import RunResult, held_out_text
 from meshwright.run.run import Run
@@ -26,7 +26,7 @@ from meshwright.run.trackers import require_trackers
 
 def run(arguments: Namespace) -> int:
     place = outside_launcher(os.environ)
-    console = Console(stderr=True, highlight=False)
+    console = stderr()
     # The run as another command takes it: its file and what the command line changed.
     words = [arguments.run, *(word for change in arguments.changes for word in ("--set", change))]
     with Run(arguments.run, changes=arguments.changes, plan=arguments.plan, report=progress) as made:
@@ -93,30 +93,29 @@ _PRETTY: dict[str, tuple[str, Callable[[float], str]]] = {
     "tokens_per_second": ("tokens/s", pretty_count),
     "samples_per_second": ("samples/s", pretty_count),
     "mfu": ("MFU", "{:.1%}".format),
-    "peak_bytes": ("peak memory of a rank", pretty_bytes),
+    "peak_bytes": ("peak memory", pretty_bytes),
 }
 
 
 def close(console: Console, run_words: list[str], config: RunConfig, result: RunResult) -> None:
-    """What came of it: predicted against measured, worst first; how far it went; where things are; what to try next."""
+    """What came of it: forecast, measured and their difference; how far it went; where things are; what to try next."""
     folder, summary = result.folder, result.summary
     if summary is None:
         return
-    measured = summary.measured
-    errors = {name: summary.predicted[name] / measured[name] - 1 for name in measured}
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for name in ("", "predicted", "measured", "error"):
-        table.add_column(name, justify="left" if not name else "right")
-    for name, error in sorted(errors.items(), key=lambda pair: -abs(pair[1])):
-        title, pretty = _PRETTY[name]
-        table.add_row(title, pretty(summary.predicted[name]), pretty(measured[name]), f"{error:+.0%}")
+    measured, predicted = summary.measured, summary.predicted
+    *titles, last = (_PRETTY[name][0] for name in predicted)
+    table = FigureTable("", *titles, last=last)
+    for words, values in (("forecast", predicted), ("measured", measured)):
+        table.add_row(words, *(_PRETTY[name][1](values[name]) if name in values else "-" for name in predicted))
+    ratios = {name: measured[name] / predicted[name] - 1 for name in measured if predicted[name]}
+    table.add_row("difference", *(f"{ratios[name]:+.0%}" if name in ratios else "-" for name in predicted))
     console.print()
     console.print(table)
     seen = f"{pretty_count(summary.seen_now)} {summary.counts}"
     loss = "" if summary.loss is None else f"; loss {summary.loss:.4f}"
-    lines = [result.overlay] if result.overlay else []
-    lines += [
-        summary.comparison.get("text", _NOT_COMPARED),
+    lines = [
+        *summary.comparison.get("lines", [_NOT_COMPARED]),
+        *([result.overlay] if result.overlay else []),
         f"{counted(summary.steps_now, 'step')}, {seen} in {pretty_seconds(summary.seconds)}"
         f" (now at step {summary.step} of {summary.steps}){loss}",
     ]
@@ -127,7 +126,7 @@ def close(console: Console, run_words: list[str], config: RunConfig, result: Run
     lines.append(f"checkpoints kept: {', '.join(map(str, summary.checkpoints)) or 'none'}")
     lines.append(f"written to {folder}: {', '.join(['summary.json', *summary.files])}")
     for line in (*lines, *result.warnings):
-        console.print(line, markup=False, soft_wrap=True)
+        console.print(line, markup=False)
     ways = {
         shlex.join(["mw", "check", *run_words, "--plan", f"{folder}/plan.json"]): "is this plan exact?",
         shlex.join(["mw", "ckpt", "verify", str(folder)]): "are the checkpoints whole?",
@@ -141,8 +140,9 @@ def close(console: Console, run_words: list[str], config: RunConfig, result: Run
         origin = ["--model", config.model.hf] if config.model.hf else []  # its names, and its tokenizer goes along
         ways[shlex.join(["mw", "ckpt", "export", str(folder), "OUT", *origin])] = what
     for number, (way, why) in enumerate(ways.items()):
-        line = f"{'next:' if not number else '     '} {way}" + (f"   ({why})" if why else "")
-        console.print(line, markup=False, soft_wrap=True)
+        goes_on = " " * 8, " \\" if way.startswith("mw ") else ""
+        line = wrapped(f"{'next:' if not number else '     '} {way}", console.width, *goes_on)
+        console.print(line + (f"\n        ({why})" if why else ""), markup=False)
     sys.stderr.flush()
 
 

@@ -12,13 +12,13 @@ from rich.table import Table
 from meshwright.ask.answer import Answer
 from meshwright.ask.explain import differences, percent
 from meshwright.ask.memory import MemoryFront
-from meshwright.ask.sizes import BatchGoals, DeviceCounts
+from meshwright.ask.sizes import KNEE, BatchGoals, DeviceCounts
 from meshwright.ask.what_if import ComparedPlans
 from meshwright.ask.why import Why
 from meshwright.core.units import counted, pretty_bytes, pretty_count, pretty_seconds
 from meshwright.planner.search import ScoredPlan, SearchResult
 from meshwright.report.mesh_picture import mesh_picture
-from meshwright.report.terminal import figures_table, mfu_words, print_ranked, short_plan
+from meshwright.report.terminal import FigureTable, mfu_words, print_ranked, short_plan
 
 _BAR = 24
 _WIDE = 110
@@ -56,9 +56,9 @@ def print_answer(console: Console, answer: Answer, printed: Answer | None = None
     if answer.front is not None and before.front is None:
         front, memory_bytes = answer.front, answer.question.machine.device.memory_bytes
         console.print("the time-memory front: the fastest plan for each memory", style="bold")
-        for line in plot(front) if len(front.points) > 1 else ():
-            console.print(line, markup=False, no_wrap=True, overflow="ignore", crop=False)
-        table = figures_table("memory", "step", "")
+        for line in plot(front, console.width) if len(front.points) > 1 else ():
+            console.print(line, markup=False)
+        table = FigureTable("memory", "step", "")
         for point in front.points:
             slower = point.seconds / front.points[-1].seconds - 1
             words = f"{percent(slower)} slower" if slower else "fastest"
@@ -105,10 +105,11 @@ def _print_result(console: Console, answer: Answer, result: SearchResult) -> Non
         print_ranked(console, result.ranked)
         plan, told = best
         console.print(f"\nPlan 1: a step of {plan.batch_words}; MFU {mfu_words(told)}\n")
-        time = _bars("the step", told.seconds_by_origin, told.step_seconds, pretty_seconds)
+        wide = max(4, min(_BAR, console.width - 28))
+        time = _bars("the step", told.seconds_by_origin, told.step_seconds, pretty_seconds, wide)
         free = max(0, told.memory_bytes - told.peak_bytes)
         kept = {name: float(size) for name, size in told.peak_bytes_by_category.items() if size}
-        memory = _bars("the fullest rank's memory", kept, told.memory_bytes, pretty_bytes, free=free)
+        memory = _bars("the fullest rank's memory", kept, told.memory_bytes, pretty_bytes, wide, free=free)
         if console.width >= _WIDE:
             both = Table.grid(padding=(0, 4, 0, 0))
             both.add_row(time, memory)
@@ -120,7 +121,7 @@ def _print_result(console: Console, answer: Answer, result: SearchResult) -> Non
             console.print(f"torch's allocator reserves {pretty_bytes(told.peak_reserved_bytes)}")
         console.print()
         for line in mesh_picture(plan, question.cluster, console.width):
-            console.print(line, markup=False, no_wrap=True, overflow="ignore", crop=False)
+            console.print(line, markup=False)
         console.print()
     if result.is_interrupted:
         console.print(f"stopped before {'the end: the best so far' if best else 'a plan was found'}\n")
@@ -137,18 +138,18 @@ def _rate(scored: ScoredPlan) -> str:
 
 
 def _bars(
-    title: str, parts: Mapping[str, float], total: float, pretty: Callable[[float], str], free: float = 0
+    title: str, parts: Mapping[str, float], total: float, pretty: Callable[[float], str], wide: int, free: float = 0
 ) -> Table:
     """Largest first; `free` is what is left of the total."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    table.add_column(title, no_wrap=True)
-    table.add_column("", no_wrap=True, width=_BAR)
+    table.add_column(title, min_width=max(map(len, parts), default=4))
+    table.add_column("", no_wrap=True, width=wide)
     table.add_column("", justify="right", no_wrap=True)
     table.add_column("", justify="right", no_wrap=True)
     rows = sorted(parts.items(), key=lambda item: -item[1])
     for name, size in [*rows, *([("free", free)] if free else [])]:
         share = size / total
-        bar = ("░" if name == "free" else "█") * round(_BAR * min(share, 1)) or "▏"
+        bar = ("░" if name == "free" else "█") * round(wide * min(share, 1)) or "▏"
         table.add_row(name, bar, f"{share:.0%}".replace("%", " %"), pretty(size))
     return table
 
@@ -166,7 +167,7 @@ def _against(other: ScoredPlan, best: ScoredPlan) -> str:
 def _print_why(console: Console, why: Why) -> None:
     wished = f" (you asked: {why.wished})" if why.wished else ""
     console.print(f"why {why.knob} is {why.value}{wished}", style="bold", markup=False)
-    table = figures_table("", "step", "memory", "", last="what differs, or why not")
+    table = FigureTable("", "step", "memory", "", last="what differs, or why not")
     plan, told = why.best
     table.add_row(f"{why.value} (best)", pretty_seconds(told.step_seconds), pretty_bytes(told.peak_bytes), "", "")
     for other in why.others:
@@ -196,7 +197,7 @@ def _print_what_if(console: Console, compared: ComparedPlans) -> None:
     if after.best is None:
         console.print(f"no plan then: {after.reason}\n", markup=False)
         return
-    table = figures_table("", "devices", "step", f"{after.best.forecast.counts}/s", "memory")
+    table = FigureTable("", "devices", "step", f"{after.best.forecast.counts}/s", "memory")
     for words, scored in (("now", before), ("then", after.best)):
         if scored is None:
             table.add_row(words, "", "nothing fits", "", "", "")
@@ -236,7 +237,7 @@ def worth_words(compared: ComparedPlans) -> str:
 def _print_device_counts(console: Console, sizes: DeviceCounts, tokens: float) -> None:
     counts = next((size.outcome.best.forecast.counts for size in sizes.tried if size.outcome.best), "tokens")
     amount = f"{pretty_count(tokens).replace(' ', '')} {counts}"
-    table = figures_table("devices", "", "step", f"{counts}/s", "a device", f"device-hours for {amount}")
+    table = FigureTable("devices", "", "step", f"{counts}/s", "a device", f"device-hours for {amount}")
     for size in sizes.tried:
         best = size.outcome.best
         if best is None:
@@ -271,7 +272,7 @@ def _print_goals(console: Console, goals: BatchGoals) -> None:
     for source in goals.goal.sources:
         console.print(source, markup=False)
     soonest, cheapest = goals.soonest, goals.cheapest
-    table = figures_table("devices", "batch", "steps", "step", "to the target", "device-hours", last="")
+    table = FigureTable("devices", "batch", "steps", "step", "to the target", "device-hours", last="")
     for run in sorted(goals.runs, key=lambda run: (run.devices, run.batch)):
         marks = [word for word, other in (("soonest", soonest), ("cheapest", cheapest)) if run is other]
         cells = ("", "", "")
@@ -286,6 +287,19 @@ def _print_goals(console: Console, goals: BatchGoals) -> None:
         console.print("Nothing fits with any batch.\n")
         return
     console.print(f"Batch {soonest.batch} on {counted(soonest.devices, 'device')} ends soonest.", markup=False)
+    third, triple = (run.batch if run else 0 for run in map(goals.soonest_if, (1 / 3, 3)))
+    unfit = sorted({run.batch for run in goals.runs if run.outcome.best is None})
+    rules_out = f"rules out batches of {unfit[0]} to {unfit[-1]}" if unfit else "sets no limit on the batch"
+    lines = [f"Memory {rules_out}: a larger one runs in more microbatches."]
+    if (knee := goals.knee) is not None:
+        lines.append(f"Throughput alone: from batch {knee} on it is within {percent(1 - KNEE)} of the highest.")
+    if any("critical batch" in source and "a guess" in source for source in goals.goal.sources):
+        lines.append(
+            "How many steps a batch needs is not forecast: it follows from the noise of the gradients, which only "
+            f"training shows. With a critical batch a third as large batch {third} would end soonest, with one three "
+            f"times as large batch {triple}. Losses and learning rates are not modelled."
+        )
+    console.print("\n".join(lines), markup=False)
     by_devices = goals.best_of_devices()
     most = max(by_devices)
     if soonest.devices < most:
@@ -303,23 +317,23 @@ def _hours(hours: float) -> str:
     return f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}"
 
 
-def plot(front: MemoryFront) -> list[str]:
+def plot(front: MemoryFront, width: int = 80) -> list[str]:
     """Seconds over bytes, both by their logarithms, in plain characters."""
-    points = front.points
+    points, columns_wide = front.points, max(16, min(_PLOT_WIDTH, width - 12))
     low, high = points[0].peak_bytes, points[-1].peak_bytes
     slow, fast = points[0].seconds, points[-1].seconds
 
     def place(value: float, start: float, end: float, size: int) -> int:
         return round(math.log(value / start) / math.log(end / start) * (size - 1)) if start != end else 0
 
-    columns = [place(point.peak_bytes, low, high, _PLOT_WIDTH) for point in points]
+    columns = [place(point.peak_bytes, low, high, columns_wide) for point in points]
     heights = [place(point.seconds, slow, fast, _PLOT_HEIGHT) for point in points]
-    rows = [[" "] * _PLOT_WIDTH for _ in range(_PLOT_HEIGHT)]
+    rows = [[" "] * columns_wide for _ in range(_PLOT_HEIGHT)]
     for start, end, height in zip(columns, columns[1:], heights, strict=False):
         rows[height][start:end] = "-" * (end - start)
     for column, height in zip(columns, heights, strict=True):
         rows[height][column] = "o"
     labels = {0: pretty_seconds(slow), _PLOT_HEIGHT - 1: pretty_seconds(fast)}
     lines = [f"{labels.get(i, ''):>10} |{''.join(row)}".rstrip() for i, row in enumerate(rows)]
-    ends = f"{pretty_bytes(low)}{pretty_bytes(high):>{_PLOT_WIDTH - len(pretty_bytes(low))}}"
-    return [*lines, f"{'':>10} +{'-' * _PLOT_WIDTH}", f"{'':>12}{ends}"]
+    ends = f"{pretty_bytes(low)}{pretty_bytes(high):>{columns_wide - len(pretty_bytes(low))}}"
+    return [*lines, f"{'':>10} +{'-' * columns_wide}", f"{'':>12}{ends}"]

@@ -100,12 +100,13 @@ def _box(name: str, places: list[Place], width: int) -> list[str]:
         wide = max(len(str(place[axis])) for place in places for axis in varying)
         for key, cells in grouped.items():
             names = " ".join(f"{axis} {number:>{wide}}" for axis, number in zip(outer, key, strict=True))
-            numbers = " ".join(f"{cell:>{wide}}" for cell in cells[:_MOST_CELLS])
-            more = f" ... {cells[-1]}" if len(cells) > _MOST_CELLS else ""
+            fit = (width - len(names) - len(across) - 10) // (wide + 1)  # beside the frame and spaces
+            most = len(cells) if len(cells) <= min(_MOST_CELLS, fit) else max(1, min(_MOST_CELLS, fit - 5))
+            numbers = " ".join(f"{cell:>{wide}}" for cell in cells[:most])
+            more = f" ... {cells[-1]}" if len(cells) > most else ""
             rows.append(f"{names}{'   ' if names else ''}{across} {numbers}{more}")
         if len(rows) > _MOST_ROWS:
             rows = [*rows[: _MOST_ROWS - 1], f"... {len(rows) - _MOST_ROWS + 1} more rows"]
-    inner = min(max(len(title) + 1, *(len(row) + 2 for row in rows)), width - 2)
-    shown = [row[: inner - 2] for row in rows]
-    top = f"┌{title[:inner]}{'─' * (inner - len(title))}┐"
-    return [top, *(f"│ {row:<{inner - 2}} │" for row in shown), f"└{'─' * inner}┘"]
+    inner = max(len(title) + 1, *(len(row) + 2 for row in rows))
+    top = f"┌{title}{'─' * (inner - len(title))}┐"
+    return [top, *(f"│ {row:<{inner - 2}} │" for row in rows), f"└{'─' * inner}┘"]

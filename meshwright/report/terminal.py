@@ -7,31 +7,47 @@ import os
 import shlex
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TextIO
 
 from meshwright.core.errors import Problem, error_at
 from meshwright.core.plan import Plan
 from meshwright.core.technique import Technique
 from meshwright.core.units import counted, pretty_bytes, pretty_count, pretty_seconds
+from meshwright.core.wrapping import width_of, wrapped
 from meshwright.simulator.forecast import Forecast
 
 if TYPE_CHECKING:
-    from rich.console import Console  # imported where it draws: JSON needs none of it
-    from rich.table import Table
+    from rich.console import Console, ConsoleOptions  # imported where it draws: JSON needs none of it
 
 
 def stdout() -> Console:
+    return _console(sys.stdout, 140)
+
+
+def stderr() -> Console:
+    return _console(sys.stderr, 10_000)  # where it is a log, a message is a line
+
+
+def _console(stream: TextIO, piped: int) -> Console:
+    """One that breaks lines at words and cuts none."""
     from rich.console import Console
 
-    # A pipe has no width of its own; cutting a table there would lose words.
-    return Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+    made = Console(file=stream, highlight=False, width=width_of(stream, piped))
+    plain = made.print
+
+    def show(*objects: Any, **how: Any) -> None:
+        text = [wrapped(each, made.width) if isinstance(each, str) else each for each in objects]
+        plain(*text, crop=False, overflow="ignore" if all(isinstance(each, str) for each in text) else None, **how)
+
+    made.print = show  # type: ignore[method-assign]
+    return made
 
 
 def progress(text: str) -> None:
-    print(f"  {text}", file=sys.stderr, flush=True)
+    print(wrapped(f"  {text}", width_of(sys.stderr)), file=sys.stderr, flush=True)
 
 
 class Waiting:
@@ -58,10 +74,8 @@ class Waiting:
 
 
 def print_forecast(console: Console, plan: Plan, forecast: Forecast, title: str) -> None:
-    from rich.table import Table
-
     console.print(f"[bold]{title}[/bold]")
-    table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 2))
+    table = FigureTable("", last="")
     for technique in plan.in_phase_order():
         table.add_row("technique", str(technique))
     mesh = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.items()) or "1"
@@ -86,7 +100,7 @@ def print_forecast(console: Console, plan: Plan, forecast: Forecast, title: str)
         largest = max(forecast.peak_bytes_by_category, key=lambda name: forecast.peak_bytes_by_category[name])
         words += f": does not fit, {missing}; most of it {largest}"
     table.add_row("memory", words)
-    table.add_row("", f"[dim]{parts}[/dim]")
+    table.add_row("", parts, style="dim")
     table.add_row("bound by", forecast.bottleneck)
     console.print(table)
 
@@ -127,15 +141,39 @@ def short_plan(plan: Plan, leaving: frozenset[str] = frozenset()) -> str:
     return f"{' + '.join(shown) or nothing}, microbatch {plan.microbatch} x {plan.microbatch_words}" + groups
 
 
-def figures_table(*columns: str, last: str = "plan") -> Table:
-    """Columns of figures, and a last one of words that may take several lines."""
-    from rich.table import Table
+class FigureTable:
+    """Columns of figures, and a last one of words that may take several lines. Where the console is too narrow for it,
+    each row is written as lines of its own."""
 
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 1))
-    for name in columns:
-        table.add_column(name, justify="right" if name else "left", no_wrap=True)
-    table.add_column(last, overflow="fold")
-    return table
+    def __init__(self, *columns: str, last: str = "plan"):
+        self.columns = (*columns, last)
+        self.rows: list[tuple[tuple[str, ...], str]] = []
+
+    def add_row(self, *cells: str, style: str = "") -> None:
+        self.rows.append((cells, style))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Any]:
+        from rich.table import Table
+        from rich.text import Text
+
+        every = [self.columns, *(cells for cells, _ in self.rows)]
+        widths = [max(map(len, column)) for column in zip(*every, strict=True)]
+        left = options.max_width - sum(widths[:-1]) - 2 * len(widths) + 2
+        last = [wrapped(cells[-1], left) for cells in every] if left >= min(24, widths[-1]) else []
+        if last and max(len(line) for text in last for line in text.split("\n")) <= left:
+            table = Table(box=None, pad_edge=False, header_style="bold", show_header=any(self.columns))
+            for name, *column in zip(*every, strict=True):
+                is_figure = all(cell[0] in "+-0123456789" for cell in column if cell)
+                table.add_column(name, justify="right" if is_figure else "left", no_wrap=True)
+            for (cells, style), text in zip(self.rows, last[1:], strict=True):
+                table.add_row(*map(Text, (*cells[:-1], text)), style=style)
+            yield table
+            return
+        for cells, style in self.rows:
+            named = [f"{name} {cell}".strip() for name, cell in zip(self.columns[:-1], cells, strict=False) if cell]
+            lines = [wrapped(", ".join(named), options.max_width, "  ")] if named else []
+            lines += [wrapped(f"  {cells[-1]}", options.max_width)] if cells[-1] else []
+            yield Text("\n".join(lines), style=style, no_wrap=True, overflow="ignore")
 
 
 def print_ranked(console: Console, ranked: tuple[tuple[Plan, Forecast], ...]) -> None:
@@ -146,7 +184,7 @@ def print_ranked(console: Console, ranked: tuple[tuple[Plan, Forecast], ...]) ->
         shared = [words for t in ranked[0][0].in_phase_order() if (words := short_technique(t)) in common]
         console.print(f"All plans below have {' + '.join(shared)}.")
     has = pretty_bytes(ranked[0][1].memory_bytes)
-    table = figures_table("#", "step", "90 % within", f"{ranked[0][1].counts}/s", "MFU", f"of {has}")
+    table = FigureTable("#", "step", "90 % within", f"{ranked[0][1].counts}/s", "MFU", f"of {has}")
     for rank, (plan, forecast) in enumerate(ranked, start=1):
         low, high = pretty_seconds(forecast.step_seconds_low), pretty_seconds(forecast.step_seconds_high)
         table.add_row(

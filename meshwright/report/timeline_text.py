@@ -34,7 +34,7 @@ _END = 11
 
 def draw(timeline: Timeline, *, width: int = 100, plain: bool = False) -> list[Line]:
     """`plain`: letters, digits and signs that every encoding has."""
-    columns = max(20, width - _LABEL - _END)
+    columns = max(8, width - _LABEL - _END)
     total = timeline.seconds or 1.0
     lines: list[Line] = [[("; ".join(lanes.said(timeline)), "dim")]] if lanes.said(timeline) else []
     by_device: dict[int, list[Span]] = {device: [] for device in timeline.devices}

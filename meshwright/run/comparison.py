@@ -313,8 +313,8 @@ def _doubt(promise: Promise, facts: Facts) -> Reason:
     return Reason(name=worst, what=what, seconds=abs(off), next=_PROBE)
 
 
-def paragraph(promise: Promise, facts: Facts, comparison: Comparison, folder: str) -> str:
-    """For people: forecast, measured, ratio, and where they differ why and what next."""
+def sentences(promise: Promise, facts: Facts, comparison: Comparison, folder: str) -> list[str]:
+    """For people: forecast, measured and ratio; then memory, why they differ, and what next, as far as there is any."""
     predicted = promise.predicted
     warm = min(facts.num_left_out, WARM_UP_STEPS)
     profiled = f", and {facts.num_left_out - warm} profiled" if facts.num_left_out > warm else ""
@@ -323,29 +323,27 @@ def paragraph(promise: Promise, facts: Facts, comparison: Comparison, folder: st
     spread = f"{pretty_seconds(facts.step_seconds_p10)} to {pretty_seconds(facts.step_seconds_p90)}"
     interval = f"{pretty_seconds(predicted.step_seconds_low)} to {pretty_seconds(predicted.step_seconds_high)}"
     said = "as forecast" if comparison.verdict == "as forecast" else f"{comparison.verdict} than forecast"
-    text = (
+    outside = "" if comparison.verdict == "as forecast" else ", outside the interval"
+    result = [
         f"{said}: a step takes {pretty_seconds(facts.step_seconds)} (eight in ten {spread}) over {when}; forecast "
-        f"{pretty_seconds(predicted.step_seconds)} ({interval}), ratio {comparison.ratio:.2f}"
-    )
-    if comparison.verdict != "as forecast":
-        text += ", outside the interval"
-    text += "."
+        f"{pretty_seconds(predicted.step_seconds)} ({interval}), ratio {comparison.ratio:.2f}{outside}."
+    ]
     if comparison.memory_verdict != NOT_KNOWN:
         peaks = f"{pretty_bytes(facts.peak_bytes)}, forecast {pretty_bytes(predicted.peak_bytes)}"
-        text += f" Memory of the fullest rank {peaks}"
+        text = f"Memory of the fullest rank {peaks}"
         if comparison.memory_verdict != "as forecast":
             largest = max(promise.bytes_by_category, key=lambda name: promise.bytes_by_category[name])
             most = f"{largest.replace('_', ' ')}, {pretty_bytes(promise.bytes_by_category[largest])}"
             text += f": {comparison.memory_verdict} than forecast, {comparison.memory_ratio:.2f} times"
             text += f"; its largest part was {most}"
-        text += "."
+        result.append(f"{text}.")
     if comparison.reasons:
-        text += f" Likely reason: {'; also, '.join(reason.what for reason in comparison.reasons)}."
+        result.append(f"Likely reason: {'; also, '.join(reason.what for reason in comparison.reasons)}.")
         steps = [reason.next for reason in comparison.reasons if reason.next][:1]
         if not few and comparison.reasons[0].name != "probe":  # else too short to be learned from, or refused
             steps.append(f"`mw plan RUN.toml --from-run {shlex.quote(folder)}` plans with what was measured.")
-        text += f" Next: {' '.join(steps)}" if steps else ""
-    return text
+        result += [f"Next: {' '.join(steps)}"] if steps else []
+    return result
 
 
 def record(entry: Entry) -> str:
@@ -366,10 +364,11 @@ def keep(entry: Entry, folder: Path) -> str:
 
 def compared_entry(promise: Promise, facts: Facts, folder: str, *, is_whole: bool, **about: Any) -> Entry:
     """The run beside its forecast: for programs verdicts, ratios, reasons and the numbers they rest on, for people
-    `text`. `about`: see `entry_of`."""
+    `text`, and its sentences as `lines`. `about`: see `entry_of`."""
     comparison = compare(promise, facts, is_whole=is_whole)
-    text = paragraph(promise, facts, comparison, folder)
-    return entry_of(promise, facts, {**encode(comparison), "facts": encode(facts), "text": text}, **about)
+    lines = sentences(promise, facts, comparison, folder)
+    told = {"facts": encode(facts), "text": " ".join(lines), "lines": lines}
+    return entry_of(promise, facts, {**encode(comparison), **told}, **about)
 
 
 def entry_of(

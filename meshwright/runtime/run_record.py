@@ -25,6 +25,7 @@ from meshwright.core.errors import MeshwrightError
 from meshwright.core.files import open_to_append, write_whole
 from meshwright.core.timeline import MemoryPoint, Span, Timeline
 from meshwright.core.units import pretty_bytes, pretty_count, pretty_seconds
+from meshwright.core.wrapping import width_of, wrapped
 from meshwright.ops.device_mesh import Mesh
 from meshwright.report.timeline_lanes import united, without
 from meshwright.run.trackers import TRACKERS, About, Board, Feed, Say, Tracker, finish_all, run_key
@@ -147,18 +148,19 @@ class Progress:
             f"step {step + 1}/{self.num_steps}  loss {loss:.4f}  {pretty_count(tokens_per_second)} {self.counts}/s "
             f"({share:.0%} of forecast)  memory {pretty_bytes(memory_bytes)}  {when}"
         )
-        if self.is_terminal:
-            sys.stderr.write(f"\r\x1b[2K{text}" + ("\n" if is_last else ""))
+        lines = wrapped(text, width_of(sys.stderr))
+        if self.is_terminal:  # a line that is drawn again must be one
+            sys.stderr.write(f"\r\x1b[2K{lines if is_last else lines.split(chr(10))[0]}" + ("\n" if is_last else ""))
             sys.stderr.flush()
         else:
-            print(text, file=sys.stderr, flush=True)
+            print(lines, file=sys.stderr, flush=True)
 
     def say(self, text: str) -> None:
         """A line that stays."""
         if self.events is not None:
             self.events.write({"event": "message", "step": self.steps_done, "text": text})
         clear = "\r\x1b[2K" if self.is_terminal else ""
-        print(f"{clear}{text}", file=sys.stderr, flush=True)
+        print(f"{clear}{wrapped(text, width_of(sys.stderr))}", file=sys.stderr, flush=True)
 
 
 def one_line(text: str) -> str:

@@ -89,12 +89,13 @@ def test_the_end_of_a_run_is_told_and_kept_as_data(finished: Path) -> None:
     assert rates[0] > 0
     row = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
     assert row["mfu"] / row["tokens_per_second"] == pytest.approx(rates[0])
-    for words in ("predicted", "8 steps, 1.02 k tokens in ", f"loss {summary['loss']:.4f}", "checkpoints kept: 4, 8"):
+    for words in ("forecast", "8 steps, 1.02 k tokens in ", f"loss {summary['loss']:.4f}", "checkpoints kept: 4, 8"):
         assert words in told
     comparison = summary["comparison"]
     # Eight steps: three to warm up, one profiled.
     assert (comparison["facts"]["num_measured"], comparison["facts"]["num_left_out"]) == (4, 4)
-    assert f"\n{comparison['text']}\n" in told
+    assert all(f"\n{line}\n" in told for line in comparison["lines"])
+    assert comparison["text"] == " ".join(comparison["lines"])
     assert "over only 4 steps (left out: the first 3, warming up, and 1 profiled)" in comparison["text"]
     assert comparison["ratio"] == summary["measured"]["step_seconds"] / summary["predicted"]["step_seconds"]
     assert json.loads((run / "comparison.json").read_text())["comparison"] == comparison

@@ -24,7 +24,7 @@ from meshwright.core.timeline import Span
 from meshwright.machine.named_clusters import cluster
 from meshwright.machine.probe import machine_name
 from meshwright.models.presets import profile
-from meshwright.run.comparison import Comparison, Facts, Promise, StepTally, compare, paragraph, parts_of
+from meshwright.run.comparison import Comparison, Facts, Promise, StepTally, compare, parts_of, sentences
 from meshwright.run.learned_cluster import cluster_from_run, cluster_of_run
 from meshwright.run.prepare import plan_to_run, prepare
 from meshwright.run.run_file import read_run
@@ -86,6 +86,10 @@ def judged(found: Facts, **changes: Any) -> Comparison:
     return compare(promise(**changes), found, is_whole=True)
 
 
+def text_of(promise: Promise, found: Facts, comparison: Comparison, folder: str) -> str:
+    return " ".join(sentences(promise, found, comparison, folder))
+
+
 @pytest.mark.parametrize(
     ("seconds", "verdict"), [(0.9, "as forecast"), (1.1, "as forecast"), (0.89, "faster"), (1.11, "slower")]
 )
@@ -96,20 +100,20 @@ def test_inside_the_interval_is_as_forecast(seconds: float, verdict: str) -> Non
 
 
 def test_the_paragraph_has_forecast_interval_median_spread_and_ratio() -> None:
-    text = paragraph(promise(), facts(1.05), judged(facts(1.05)), "runs/first")
+    text = text_of(promise(), facts(1.05), judged(facts(1.05)), "runs/first")
     assert text == (
         "as forecast: a step takes 1.05 s (eight in ten 1.04 s to 1.06 s) over 15 steps (left out: the first 3, "
         "warming up, and 2 profiled); forecast 1.00 s (900.0 ms to 1.10 s), ratio 1.05. Memory of the fullest rank "
         "104.0 MiB, forecast 100.0 MiB."
     )
-    missed = paragraph(promise(), facts(1.5), judged(facts(1.5)), "runs/first")
+    missed = text_of(promise(), facts(1.5), judged(facts(1.5)), "runs/first")
     assert "slower than forecast" in missed
     assert "ratio 1.50, outside the interval" in missed
     assert "Likely reason: " in missed
     assert "mw probe" in missed
     assert "mw plan RUN.toml --from-run runs/first" in missed
     few = facts(1.5, num_measured=9)
-    short = paragraph(promise(), few, judged(few), "runs/first")
+    short = text_of(promise(), few, judged(few), "runs/first")
     assert "over only 9 steps" in short
     assert "--from-run" not in short, "which would refuse it"
 
@@ -177,13 +181,13 @@ def test_memory_is_compared_where_the_fullest_rank_is_known() -> None:
     more = facts(1.0, peak_bytes=150 * MIB)
     whole = judged(more)
     assert (whole.memory_verdict, whole.memory_ratio) == ("more", pytest.approx(1.5))
-    text = paragraph(promise(), more, whole, "run")
+    text = text_of(promise(), more, whole, "run")
     assert "150.0 MiB, forecast 100.0 MiB: more than forecast, 1.50 times; its largest part was activations" in text
     assert judged(facts(1.0, peak_bytes=80 * MIB)).memory_verdict == "less"
     other = promise(is_first_fullest=False)
     early = compare(other, more, is_whole=False)
     assert (early.memory_verdict, early.memory_ratio) == ("not known", 0.0)
-    assert "Memory" not in paragraph(other, more, early, "run")
+    assert "Memory" not in text_of(other, more, early, "run")
     assert compare(other, more, is_whole=True).memory_verdict == "more"
 
 
@@ -361,7 +365,7 @@ def test_a_real_run_is_compared_and_teaches_the_next_forecast(
     summary = json.loads((run / "summary.json").read_text())
     entry = json.loads((run / "comparison.json").read_text())
     assert entry["comparison"] == summary["comparison"]
-    assert summary["comparison"]["text"] == late[0]
+    assert summary["comparison"]["lines"][0] == late[0]
     assert entry["measured"]["num_steps"] == summary["comparison"]["facts"]["num_measured"] == 20
     measured = 1.8 * entry["predicted"]["step_seconds"]
     steady = {"step_seconds": measured, "step_seconds_p10": 0.99 * measured, "step_seconds_p90": 1.01 * measured}
@@ -443,7 +447,7 @@ def test_a_run_that_contradicts_the_probe_is_told_so_and_what_to_do(seconds: flo
     found = facts(seconds)
     comparison = judged(found)
     assert comparison.reasons[0].name == "probe"
-    text = paragraph(promise(), found, comparison, "runs/x")
+    text = text_of(promise(), found, comparison, "runs/x")
     assert f"this run contradicts the probe of {PROBED.name}" in text
     assert f"{seconds:.2f} times as long" in text
     assert "Probe again" in text
