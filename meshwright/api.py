@@ -115,6 +115,7 @@ def plan(
     pin: Sequence[str] = (),
     ban: Sequence[str] = (),
     max_memory: int | str | None = None,
+    headroom: float | None = None,
     top: int = 8,
     why: Sequence[str] = (),
     what_if: Sequence[str] = (),
@@ -140,8 +141,8 @@ def plan(
         compute), "lossy" (fewer bits: fp8, 16-bit weights, low-bit optimizer states), "approximate" (stale gradients).
     pin, ban
         Settings that must be kept ("tensor=2"), techniques that must not be used ("pipeline").
-    max_memory
-        Of each device that may be used: bytes, or "70GiB".
+    max_memory, headroom
+        Of each device that may be used: bytes, or "70GiB"; percent of it that stays free, by default 6.
     top
         Plans to rank.
     why, what_if
@@ -174,6 +175,7 @@ def plan(
         pin=pin,
         ban=ban,
         max_memory=max_memory,
+        headroom=headroom,
         top=top,
         why=why,
         what_if=what_if,

@@ -15,7 +15,7 @@ from typing import Any, SupportsIndex, TypeVar
 
 from meshwright.ask.explain import PublishedRun, beaten_run, explain, percent
 from meshwright.ask.memory import MemoryFront, WaysOut, front, ways_out
-from meshwright.ask.question import Question, Tell
+from meshwright.ask.question import HEADROOM, MOST_HEADROOM, Question, Tell, with_headroom
 from meshwright.ask.sizes import (
     BatchGoal,
     BatchGoals,
@@ -43,8 +43,10 @@ from meshwright.core.cluster import Cluster
 from meshwright.core.codec import read_artefact, to_json
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.profile import Profile
+from meshwright.core.units import pretty_bytes
 from meshwright.core.work import ADAM, EachElement
 from meshwright.optimizers.optimizer_config import OptimizerConfig
+from meshwright.planner.scoreboard import TIE
 from meshwright.planner.search import ScoredPlan, SearchResult
 from meshwright.planner.wishes import read_wishes
 
@@ -172,7 +174,7 @@ def answers(request: PlanRequest, progress: Tell = lambda text: None) -> Iterato
     if answer.is_interrupted:
         return
     progress("searching; Ctrl-C shows the best so far")
-    result = question.ask(top=request.top, compares=not request.is_narrow)
+    result = question.ask(top=request.top, compares=not request.is_narrow, tie=TIE)
     yield grown(result=result, is_interrupted=result.is_interrupted)
     if answer.is_interrupted:
         return
@@ -207,6 +209,7 @@ def read_request(
     pin: Sequence[str] = (),
     ban: Sequence[str] = (),
     max_memory: int | str | None = None,
+    headroom: float | None = None,
     top: int = 8,
     why: Sequence[str] = (),
     what_if: Sequence[str] = (),
@@ -235,6 +238,9 @@ def read_request(
     knobs = (tried(lambda: read_knobs(why)) if why else None) or ()
     changes = tried(lambda: read_changes(what_if)) or ()
     limit = read_memory(max_memory, "--max-memory", wrong) if isinstance(max_memory, str) else max_memory
+    if headroom is not None and not 0 <= headroom <= MOST_HEADROOM:
+        what, fix = f"{headroom:g} percent of memory cannot stay free.", f"Use 0 to {MOST_HEADROOM:g}."
+        wrong.append(Problem(where="--headroom", what=what, fix=fix))
     range_ = _read_range(str(devices), wrong) if devices else None
     may_have_target = (is_auto, is_auto, is_auto or bool(devices))  # by tokens, ranges of devices are compared too
     flags = {"--critical-batch": critical_batch, "--target-steps": target_steps, "--target-tokens": target_tokens}
@@ -255,8 +261,9 @@ def read_request(
         pin=tuple(pin),
         ban=tuple(ban),
         max_memory_bytes=limit,
+        headroom=HEADROOM if headroom is None else headroom,
     )
-    if limit is not None and (problem := question.memory_problem(limit, "--max-memory")):
+    if problem := _memory_problem(question, is_headroom_given=headroom is not None):
         raise MeshwrightError([*wrong, problem])
     goal = tried(lambda: read_goal(profile, sequence, *targets)) if is_auto else None
     tried(lambda: with_changes(question, changes))
@@ -283,6 +290,18 @@ def read_batch(batch: SupportsIndex | str, wrong: list[Problem]) -> int | None:
         what, fix = f'"{batch}" is no number of samples.', f"For example --batch 128, or --batch {AUTO}."
         wrong.append(Problem(where="--batch", what=what, fix=fix))
         return None
+
+
+def _memory_problem(question: Question, *, is_headroom_given: bool) -> Problem | None:
+    limit, headroom = question.max_memory_bytes, f"--headroom {question.headroom:g}"
+    if limit is not None and (problem := question.memory_problem(limit, "--max-memory")):
+        return problem
+    usable = min(group.device.memory_bytes for group in with_headroom(question.cluster, question.headroom).groups)
+    if limit is not None and limit > usable and is_headroom_given:
+        what = f"{headroom} leaves {pretty_bytes(usable)} of a device, --max-memory is {pretty_bytes(limit)}."
+        fix = f"Use --max-memory {pretty_bytes(usable).replace(' ', '')} or less, or give one of the two."
+        return Problem(where="--headroom, --max-memory", what=what, fix=fix)
+    return question.memory_problem(usable, headroom)
 
 
 def _read_range(text: str, problems: list[Problem]) -> tuple[int, int] | None:

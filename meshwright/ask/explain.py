@@ -15,6 +15,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.units import pretty_bytes, pretty_seconds
 from meshwright.planner.scoreboard import AS_FAST, Alternative, ScoredPlan, SearchResult
+from meshwright.simulator.forecast import Forecast
 
 
 def explain(result: SearchResult, cluster: Cluster) -> list[str]:
@@ -64,8 +65,8 @@ def gap_words(result: SearchResult) -> str:
     if result.gap_fraction is None:
         return f"none for {count}"
     if result.gap_fraction == 0:
-        return f"none of {count} is faster"
-    return f"none of {count} is more than {percent(result.gap_fraction)} faster"
+        return f"none of {count} is faster in the model's seconds"
+    return f"none of {count} is more than {percent(result.gap_fraction)} faster in the model's seconds"
 
 
 def faster_unfit(result: SearchResult) -> ScoredPlan | None:
@@ -103,6 +104,46 @@ def _worth(alternative: Alternative, best: ScoredPlan) -> str:
 def _slower(other: ScoredPlan, best: ScoredPlan) -> str:
     ratio = other.forecast.step_seconds / best.forecast.step_seconds
     return "as fast" if ratio < 1 + AS_FAST else f"{_times(ratio)} slower"
+
+
+RESERVED_OVER = (
+    *(0.161, 0.151, 0.131, 0.13, 0.119, 0.117, 0.106, 0.098, 0.098, 0.088),
+    *(0.063, 0.048, 0.043, 0.042, 0.028, 0.014),
+)
+ALLOCATED_OVER = (
+    *(0.077, 0.05, 0.041, 0.041, 0.039, 0.029, 0.02, 0.016, 0.016, 0.013, 0.012, 0.009, 0.007, 0.006, 0.006),
+    *(0.005, 0.005, 0.004, 0.003, 0.002, 0.002, 0.002, 0.002, 0.002, 0.002, 0.002, 0.001),
+)
+MEASURED = 40
+"""Runs on an H200 (benchmarks/results/gpu_forecast_h200.json), and of those that took more than their forecast by how
+much: what torch reserved, and what it had allocated."""
+
+
+def running_out(forecast: Forecast, memory_bytes: int) -> tuple[float, float]:
+    """The likelihood that a GPU of so much memory runs out, from and to: the share of measured runs that allocated, and
+    that reserved, as much more than their forecast; half a run is added to none. What torch has reserved and does not
+    use it gives back before it fails."""
+    room = memory_bytes - forecast.peak_bytes_by_category.get("non_torch", 0)
+
+    def share(errors: tuple[float, ...], size: int) -> float:
+        return (sum(size * (1 + error) > room for error in errors) + 0.5) / (MEASURED + 1)
+
+    low = share(ALLOCATED_OVER, forecast.peak_allocated_bytes)
+    return low, max(low, share(RESERVED_OVER, forecast.peak_reserved_bytes))
+
+
+def running_out_words(forecast: Forecast, memory_bytes: int) -> str:
+    low, high = (f"{100 * each:.0f}" for each in running_out(forecast, memory_bytes))
+    return f"likelihood of running out {low if low == high else f'{low} to {high}'} %, by {MEASURED} measured runs"
+
+
+def headroom_warning(forecast: Forecast, headroom: float) -> str:
+    """Where a plan fits, but with less free memory than a search would leave; else empty."""
+    free = forecast.memory_bytes - forecast.peak_bytes - forecast.peak_reserved_bytes + forecast.peak_allocated_bytes
+    if not forecast.fits or free >= forecast.memory_bytes * headroom / 100:
+        return ""
+    words = f"{pretty_bytes(max(0, free))} ({percent(max(0, free) / forecast.memory_bytes)}) of memory stay free"
+    return f"warning: {words}, less than the headroom of {headroom:g} %: forecasts of memory err by more"
 
 
 def _times(ratio: float) -> str:

@@ -300,7 +300,7 @@ def _fewer_wishes(question: Question, result: SearchResult, tell: Tell) -> WayOu
     if not (question.pin or question.ban or limited):
         return ""
     tell("searching without pins, bans and limits")
-    made = outcome("without wishes", replace(question, pin=(), ban=(), max_memory_bytes=None))
+    made = outcome("without wishes", replace(question, pin=(), ban=(), max_memory_bytes=None, headroom=0.0))
     if made.best is None:
-        return "Nor without pins, bans and --max-memory."
-    return WayOut(what="wishes", words="without pins, bans and --max-memory", outcome=made)
+        return "Nor without pins, bans, --max-memory and headroom."
+    return WayOut(what="wishes", words="--headroom 0, without pins, bans and --max-memory", outcome=made)

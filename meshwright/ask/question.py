@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,10 +19,25 @@ Tell = Callable[[str], None]
 """Is called with what is being searched now, for a person who waits."""
 
 
+HEADROOM = 6.0
+"""Percent of a device's memory that a forecast leaves free by default: three in four of the runs on docs/accuracy.md
+reserved less than so much beyond their forecast."""
+MOST_HEADROOM = 90.0
+
+
 def with_devices(cluster: Cluster, change: Callable[[Device], Device]) -> Cluster:
     """The same with every device changed, in all groups."""
     others = tuple(replace(group, device=change(group.device)) for group in cluster.others)
     return replace(cluster, device=change(cluster.device), others=others)
+
+
+def _limited(device: Device, most_bytes: float) -> Device:
+    return replace(device, memory_bytes=int(min(most_bytes, device.memory_bytes)))
+
+
+def with_headroom(cluster: Cluster, percent: float) -> Cluster:
+    """The memory of its devices that a forecast may take where so many percent stay free."""
+    return with_devices(cluster, lambda device: _limited(device, device.memory_bytes * (1 - percent / 100)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,15 +51,22 @@ class Question:
     pin: tuple[str, ...] = ()
     ban: tuple[str, ...] = ()
     max_memory_bytes: int | None = None
-    """Memory of a device that may be used; None: all of it."""
+    """Memory of a device that a forecast may take; None: all of it but the headroom."""
+    headroom: float = HEADROOM
+    """Percent of a device's memory that a forecast leaves free."""
 
     @property
     def machine(self) -> Cluster:
         """The cluster with the memory that may be used."""
-        limit = self.max_memory_bytes
-        if limit is None:
+        limit = math.inf if self.max_memory_bytes is None else self.max_memory_bytes
+        if limit == math.inf and not self.headroom:
             return self.cluster
-        return with_devices(self.cluster, lambda d: replace(d, memory_bytes=min(limit, d.memory_bytes)))
+        return with_devices(with_headroom(self.cluster, self.headroom), lambda d: _limited(d, limit))
+
+    def memory_of(self, usable_bytes: int) -> int:
+        """Of the devices of which so much may be used."""
+        both = zip(self.machine.groups, self.cluster.groups, strict=True)
+        return min(whole.device.memory_bytes for used, whole in both if used.device.memory_bytes == usable_bytes)
 
     def memory_problem(self, num_bytes: float, where: str) -> Problem | None:
         """What is wrong with devices of so much memory."""
@@ -54,15 +77,15 @@ class Question:
         return Problem(where=where, what=what, fix=f"This device has {pretty_bytes(self.cluster.device.memory_bytes)}.")
 
     def with_memory(self, num_bytes: int) -> Question:
-        """Every device with so much."""
+        """Every device with so much that a forecast may take."""
         cluster = with_devices(self.cluster, lambda device: replace(device, memory_bytes=num_bytes))
-        return replace(self, cluster=cluster, max_memory_bytes=None)
+        return replace(self, cluster=cluster, max_memory_bytes=None, headroom=0.0)
 
-    def ask(self, top: int = 1, *, compares: bool = False) -> SearchResult:
-        """`compares`: also what each technique is worth."""
+    def ask(self, top: int = 1, *, compares: bool = False, tie: float = 0.0) -> SearchResult:
+        """`compares`: also what each technique is worth; `tie`: of plans that differ by less, the simpler first."""
         names = ("batch", "sequence", "optimizer", "allow", "pin", "ban")
         settings: dict[str, Any] = {name: getattr(self, name) for name in names}
-        return search(self.profile, self.machine, top=top, compares=compares, **settings)
+        return search(self.profile, self.machine, top=top, compares=compares, tie=tie, **settings)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -162,11 +162,14 @@ def with_changes(question: Question, changes: Sequence[WhatIfChange]) -> Questio
 
 
 def change_memory(question: Question, amount: Amount) -> Question | Problem:
-    least = min(group.device.memory_bytes for group in question.machine.groups)
+    # A limit that is given is what may be used, all of it; else the headroom is of the memory there is then.
+    headroom = question.headroom if question.max_memory_bytes is None else 0.0
+    machine = question.machine if not headroom else question.cluster
+    least = min(group.device.memory_bytes for group in machine.groups)
     if problem := question.memory_problem(amount.of(least), ""):
         return problem
-    cluster = with_devices(question.machine, lambda d: replace(d, memory_bytes=int(amount.of(d.memory_bytes))))
-    return replace(question, cluster=cluster, max_memory_bytes=None)
+    cluster = with_devices(machine, lambda d: replace(d, memory_bytes=int(amount.of(d.memory_bytes))))
+    return replace(question, cluster=cluster, max_memory_bytes=None, headroom=headroom)
 
 
 def change_flops(question: Question, amount: Amount) -> Question:

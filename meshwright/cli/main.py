@@ -146,6 +146,7 @@ _PLAN_FLAGS = (
     _flag("--batch", metavar="N", help="samples per step (default 64); auto: compare them by time to a target"),
     _flag("--devices", metavar="A..B", help="compare numbers of such devices: 16..64; or plan for one: 16"),
     _flag("--max-memory", metavar="SIZE", help="of each device that may be used: 70GiB"),
+    _flag("--headroom", type=float, metavar="PERCENT", help="of each device's memory that stays free (default 6)"),
     _list("--pin", metavar="X", help="must be so: tensor=2, recompute, microbatch=4"),
     _list("--ban", metavar="X", help="must not be used: pipeline"),
     _flag(

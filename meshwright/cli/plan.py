@@ -90,6 +90,7 @@ def _read(arguments: Namespace) -> tuple[PlanInputs, PlanRequest]:
         allow=arguments.allow or wishes.allow,
         pin=(*wishes.pin, *arguments.pin),
         ban=(*wishes.ban, *arguments.ban),
+        headroom=wishes.headroom if arguments.headroom is None else arguments.headroom,
         **{name: getattr(arguments, name) for name in _AS_GIVEN},
         suggests=not arguments.json,
         default_batch=default_batch,

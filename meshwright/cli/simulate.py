@@ -9,6 +9,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from meshwright.ask.explain import headroom_warning
+from meshwright.ask.question import HEADROOM
 from meshwright.cli.arguments import read_wanted
 from meshwright.core.codec import encode, load_artefact
 from meshwright.core.errors import error_at, raise_problems
@@ -56,6 +58,8 @@ def run(arguments: Namespace) -> int:
     print_forecast(console, plan, predicted, "forecast")
     if not predicted.fits:
         console.print("[bold red]does not fit[/bold red]")
+    if line := headroom_warning(predicted, HEADROOM):
+        console.print(line, markup=False)
     console.print()
     print_timeline(console, timeline)
     if measured:

@@ -22,7 +22,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.technique import Technique
 from meshwright.planner.bounds import Candidates, bound_all, floors, order_bounds
 from meshwright.planner.rows import BoundedGrid, OrderedCandidate
-from meshwright.planner.scoreboard import AS_FAST, Alternative, Scoreboard, ScoredPlan, SearchResult
+from meshwright.planner.scoreboard import AS_FAST, Alternative, Scoreboard, ScoredPlan, SearchResult, simpler_first
 from meshwright.planner.solve import Solved, smallest_plan, solve
 from meshwright.planner.space import dials, grids, orders_of
 from meshwright.planner.wishes import SearchInputs, pin_problems
@@ -52,7 +52,7 @@ _Waiting = tuple[float, int, int, OrderedCandidate]
 """A candidate with any order of its axes, or a given one: (bound, number, leaf, pick)."""
 
 
-def search_uniform(inputs: SearchInputs, top: int, *, compares: bool = False) -> SearchResult:
+def search_uniform(inputs: SearchInputs, top: int, *, compares: bool = False, tie: float = 0.0) -> SearchResult:
     """Plans for devices of one kind, best first; where nothing fits, also with what techniques do as a rescue.
     `compares`: also what each technique is worth."""
     if problems := pin_problems(inputs):
@@ -62,7 +62,7 @@ def search_uniform(inputs: SearchInputs, top: int, *, compares: bool = False) ->
         pool.run(top)
         if pool.board.best is not None or pool.board.is_interrupted or not pool.may_be_rescued:
             break
-    return pool.result(top, compares)
+    return pool.result(top, compares, tie)
 
 
 class BestFirst:
@@ -241,8 +241,9 @@ class BestFirst:
             return replace(most, plan=None, seconds=np.inf), None
         return replace(best, least_seconds=min(most.least_seconds, best.seconds)), kept
 
-    def result(self, top: int, compares: bool) -> SearchResult:
-        best, ranked = self.board.best, self.board.ranked(top)
+    def result(self, top: int, compares: bool, tie: float) -> SearchResult:
+        ranked = simpler_first(self.board.ranked(top), tie, self.inputs.cluster.devices_per_node)
+        best = ranked[0] if ranked else None
         # What the decision for or against each technique is worth, but for those that the user has pinned.
         names = (dial.kind.name for dial in self.turned)
         compared = [name for name in names if name not in self.inputs.wishes.pinned] if compares else []
@@ -256,19 +257,20 @@ class BestFirst:
             nearest_miss=None if best else self._nearest_miss(),
             evaluated=sum(int(leaf.is_new.sum()) for leaf in self.leaves),
             search_seconds=0.0,
-            gap_fraction=self._gap(),
+            gap_fraction=self._gap(best),
             alternatives=tuple(Otherwise(self, name, best).result() for name in compared) if best else (),
             faster_unfit=self._unfit(best) if best and compares else None,
             is_interrupted=self.board.is_interrupted,
         )
 
-    def _gap(self) -> float | None:
-        if self.board.best is None:
+    def _gap(self, best: ScoredPlan | None) -> float | None:
+        if best is None:
             return None
         left = [result.least_seconds * (1 - _ROUNDING) for result, _ in self.solved]
         left += [self.waiting[0][0]] if self.waiting else []
         left += [float(self.candidates.least_seconds[self.order[self.next]])] if self.next < len(self.order) else []
-        gap = 1.0 - min(left, default=np.inf) / self.board.best.forecast.step_seconds
+        left.append(self.board.best_seconds * (1 - _ROUNDING))
+        gap = 1.0 - min(left) / best.forecast.step_seconds
         return float(gap) if gap > 2 * _ROUNDING else 0.0
 
     def _smallest(self, candidate: int) -> ScoredPlan | None:

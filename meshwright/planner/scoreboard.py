@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -38,6 +39,33 @@ class ScoredPlan(NamedTuple):
             return None
         plan = decode_into(Plan, value["plan"], f"{where}.plan", problems)
         return cls(plan, decode_into(Forecast, value["forecast"], f"{where}.forecast", problems))
+
+    def simplicity(self, per_node: int) -> tuple[int, float, int, tuple[float, str]]:
+        """Least first: techniques, nodes that the groups of its axes span, memory."""
+        stride, nodes = 1, 0.0
+        for axis in reversed(self.plan.axis_order):
+            nodes += max(1.0, self.plan.mesh[axis] * min(stride, per_node) / per_node)
+            stride *= self.plan.mesh[axis]
+        return len(self.plan.techniques), nodes, self.forecast.peak_bytes, self.rank
+
+
+TIE = 0.01
+"""Share of a step by which plans differ that forecasts cannot tell apart; docs/search.md says from what."""
+TABLE = 8
+"""Plans among which those that tie are put in order: so many at a time, so that fewer plans are the first of more."""
+
+
+def simpler_first(ranked: Sequence[ScoredPlan], tie: float, per_node: int) -> list[ScoredPlan]:
+    """The same plans, those within `tie` of the fastest of them in the order of their simplicity."""
+    result: list[ScoredPlan] = []
+    for start in range(0, len(ranked), TABLE):
+        rest = list(ranked[start : start + TABLE])
+        while rest:
+            limit = rest[0].forecast.step_seconds * (1 + tie)
+            tied = [each for each in rest if each.forecast.step_seconds <= limit]
+            result += sorted(tied, key=lambda each: each.simplicity(per_node)) if tie else tied
+            rest = rest[len(tied) :]
+    return result
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

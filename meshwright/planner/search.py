@@ -38,7 +38,7 @@ from meshwright.core.profile import Profile
 from meshwright.core.technique import Technique, is_within, technique_named, technique_names
 from meshwright.core.work import ADAM, Updating
 from meshwright.planner.best_first import search_uniform
-from meshwright.planner.scoreboard import Alternative, Scoreboard, ScoredPlan, SearchResult
+from meshwright.planner.scoreboard import TABLE, Alternative, Scoreboard, ScoredPlan, SearchResult, simpler_first
 from meshwright.planner.splits import fastest_splits, layer_flops, most_even, run_sums
 from meshwright.planner.wishes import SearchInputs, Wishes, read_wishes
 from meshwright.simulator.forecast import Forecast
@@ -67,9 +67,11 @@ def search(
     microbatch: int | None = None,
     epsilon: float = EPSILON,
     compares: bool = True,
+    tie: float = 0.0,
 ) -> SearchResult:
     """The `top` fastest plans for `batch` samples of `sequence` tokens a step on the devices of `cluster`, best first:
-    fewer are always the first of more. `compares`: also what each technique is worth."""
+    fewer are always the first of more. `compares`: also what each technique is worth. `tie`: of plans whose steps
+    differ by less than this share, the simpler comes first."""
     started = time.perf_counter()
     wishes = read_wishes(pin, ban, allow=allow, microbatch=microbatch)
     numbers = {"batch": batch, "sequence": sequence, "top": top, "microbatch": wishes.microbatch}
@@ -91,12 +93,12 @@ def search(
         wishes=wishes,
         epsilon=epsilon,
     )
-    groups = uniform_groups(cluster)
+    groups, count = uniform_groups(cluster), -(-top // TABLE) * TABLE if tie else top
     if len(groups) == 1:
-        result = search_uniform(replace(inputs, cluster=cluster.merged()), top, compares=compares)
+        result = search_uniform(replace(inputs, cluster=cluster.merged()), count, compares=compares, tie=tie)
     else:
-        result = GroupSearch(inputs, groups).result(top)
-    return replace(result, search_seconds=time.perf_counter() - started)
+        result = GroupSearch(inputs, groups).result(count, tie)
+    return replace(result, ranked=result.ranked[:top], search_seconds=time.perf_counter() - started)
 
 
 # Groups.
@@ -513,7 +515,7 @@ class GroupSearch:
             self.board.take(scored)
         return scored.forecast
 
-    def result(self, top: int) -> SearchResult:
+    def result(self, top: int, tie: float) -> SearchResult:
         ranked: list[ScoredPlan] = []
         missed = self.board.without_replay(fits=False)
         for known in self.board.without_replay(fits=True):
@@ -525,6 +527,7 @@ class GroupSearch:
                 missed.append(scored)
             if len(ranked) == top:
                 break
+        ranked = simpler_first(ranked, tie, self.inputs.cluster.devices_per_node)
         best = ranked[0] if ranked else None
         nearest = min(missed, key=lambda each: each.forecast.peak_bytes - each.forecast.memory_bytes, default=None)
         gap = max(0.0, 1.0 - self.least_seconds / best.forecast.step_seconds) if best else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from meshwright.ask.answer import Answer
-from meshwright.ask.explain import differences, faster_unfit, gap_words, missing_bytes, runner_up
+from meshwright.ask.explain import differences, faster_unfit, gap_words, missing_bytes, runner_up, running_out
 from meshwright.ask.question import Outcome
 from meshwright.ask.sizes import BatchRun
 from meshwright.core.codec import encode
@@ -41,6 +41,16 @@ def answer_as_json(answer: Answer) -> dict[str, Any]:
         parts |= result_as_json(answer.result) | {"explain": explanation_as_json(answer.result)}
         if answer.beaten_run is not None:
             parts["explain"]["beaten_run"] = encode(answer.beaten_run)
+    if answer.best is not None:
+        told, question = answer.best.forecast, answer.question
+        whole = question.memory_of(told.memory_bytes)
+        likelihood = running_out(told, whole) if question.cluster.device.kind == "cuda" else None
+        parts["headroom"] = {
+            "percent": question.headroom,
+            "memory_bytes": whole,
+            "usable_bytes": told.memory_bytes,
+            "likelihood_of_running_out": likelihood and list(likelihood),
+        }
     if answer.ways_out is not None:
         ways = [{"what": way.what, "way": way.words, **_outcome(way.outcome)} for way in answer.ways_out.open]
         parts["ways_out"] = {"open": ways, "closed": list(answer.ways_out.closed)}

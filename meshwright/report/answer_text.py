@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from meshwright.ask.answer import Answer
-from meshwright.ask.explain import differences, percent
+from meshwright.ask.explain import differences, percent, running_out_words
 from meshwright.ask.memory import MemoryFront
 from meshwright.ask.sizes import KNEE, BatchGoals, DeviceCounts
 from meshwright.ask.what_if import ComparedPlans
@@ -119,6 +119,10 @@ def _print_result(console: Console, answer: Answer, result: SearchResult) -> Non
             console.print(memory)
         if told.peak_reserved_bytes > told.peak_allocated_bytes:
             console.print(f"torch's allocator reserves {pretty_bytes(told.peak_reserved_bytes)}")
+        whole = question.memory_of(told.memory_bytes)
+        words = f"{pretty_bytes(told.memory_bytes)} of {pretty_bytes(whole)} may be used"
+        out = f"; {running_out_words(told, whole)}" if cluster.device.kind == "cuda" else ""
+        console.print(f"headroom {question.headroom:g} %: {words}{out}", markup=False)
         console.print()
         for line in mesh_picture(plan, question.cluster, console.width):
             console.print(line, markup=False)

@@ -17,6 +17,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.technique import Technique
 from meshwright.core.units import counted, pretty_bytes, pretty_count, pretty_seconds
 from meshwright.core.wrapping import width_of, wrapped
+from meshwright.planner.scoreboard import TIE
 from meshwright.simulator.forecast import Forecast
 
 if TYPE_CHECKING:
@@ -163,7 +164,7 @@ class FigureTable:
         if last and max(len(line) for text in last for line in text.split("\n")) <= left:
             table = Table(box=None, pad_edge=False, header_style="bold", show_header=any(self.columns))
             for name, *column in zip(*every, strict=True):
-                is_figure = all(cell[0] in "+-0123456789" for cell in column if cell)
+                is_figure = all(cell[0] in "=+-0123456789" for cell in column if cell)
                 table.add_column(name, justify="right" if is_figure else "left", no_wrap=True)
             for (cells, style), text in zip(self.rows, last[1:], strict=True):
                 table.add_row(*map(Text, (*cells[:-1], text)), style=style)
@@ -185,10 +186,14 @@ def print_ranked(console: Console, ranked: tuple[tuple[Plan, Forecast], ...]) ->
         console.print(f"All plans below have {' + '.join(shared)}.")
     has = pretty_bytes(ranked[0][1].memory_bytes)
     table = FigureTable("#", "step", "90 % within", f"{ranked[0][1].counts}/s", "MFU", f"of {has}")
+    group: list[float] = []
     for rank, (plan, forecast) in enumerate(ranked, start=1):
+        group.append(forecast.step_seconds)
+        is_tied = max(group) <= min(group) * (1 + TIE)
+        group = group if is_tied else [forecast.step_seconds]
         low, high = pretty_seconds(forecast.step_seconds_low), pretty_seconds(forecast.step_seconds_high)
         table.add_row(
-            str(rank),
+            f"= {rank}" if is_tied and rank > 1 else str(rank),
             pretty_seconds(forecast.step_seconds),
             f"{low} - {high}",
             pretty_count(forecast.tokens_per_second),
@@ -199,6 +204,10 @@ def print_ranked(console: Console, ranked: tuple[tuple[Plan, Forecast], ...]) ->
         )
     console.print(table)
     console.print(f"90 % within: by {ranked[0][1].interval_basis}.")
+    if any(cells[0].startswith("=") for cells, _ in table.rows):
+        console.print(
+            f"=: as fast as the one above, within the {100 * TIE:g} % that forecasts cannot tell; simpler first"
+        )
 
 
 def unwritable(paths: Mapping[str, str | None]) -> list[Problem]:

@@ -12,7 +12,8 @@ from pathlib import Path
 from statistics import median_high
 from typing import IO, Any, TypeVar
 
-from meshwright.ask.explain import explain
+from meshwright.ask.explain import explain, headroom_warning
+from meshwright.ask.question import HEADROOM, with_headroom
 from meshwright.core.cluster import Cluster, Device
 from meshwright.core.codec import encode, load_artefact
 from meshwright.core.errors import MeshwrightError, Problem, error_at, raise_problems
@@ -29,6 +30,7 @@ from meshwright.data.open_data import open_data as open_files
 from meshwright.launch.failure import cause
 from meshwright.launch.rank_pool import RankError, RankPool
 from meshwright.machine.probe import machine_name
+from meshwright.planner.scoreboard import TIE
 from meshwright.planner.search import SearchResult, search
 from meshwright.planner.wishes import read_wishes
 from meshwright.run.comparison import Promise
@@ -96,12 +98,14 @@ def prepare(
     cluster = _cluster(config, report, geometry, plan_to_run(config, given, profile))
     known = plan_to_run(config, given, profile, cluster) or _earlier(config, profile, cluster, report)
     result, wishes = None, {name: getattr(config.plan, name) for name in ("allow", "pin", "ban")}
+    headroom = HEADROOM if config.plan.headroom is None else config.plan.headroom
     about: dict[str, Any] = {"sequence": config.sequence, "optimizer": config.train.optimizer}
     for turn in range(MOST_TIMINGS + 1):
         if known is None:
-            result = search(profile, cluster, batch=config.train.batch, **about, **wishes)
+            usable = with_headroom(cluster, headroom)
+            result = search(profile, usable, batch=config.train.batch, tie=TIE, **about, **wishes)
             if result.best is None:
-                raise MeshwrightError("no plan fits.\n" + "\n".join(explain(result, cluster)), exit_code=1)
+                raise MeshwrightError("no plan fits.\n" + "\n".join(explain(result, usable)), exit_code=1)
         plan = known or result.best[0]  # type: ignore[union-attr, index]
         (timed, this), before = timings(cluster, profile, plan, config.sequence), cluster
         is_wanted = turn < MOST_TIMINGS and "measured" in cluster.sources and this not in timed
@@ -112,6 +116,8 @@ def prepare(
             break
     raise_problems(_against_training(config, plan))
     predicted = forecast(profile, plan, cluster, **about)
+    if line := headroom_warning(predicted, headroom):
+        report(line)
     return PreparedRun(description=description, cluster=cluster, plan=plan, forecast=predicted, found=result)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from meshwright.ask.question import MOST_HEADROOM
 from meshwright.core.codec import decode, decode_into, encode
 from meshwright.core.errors import MeshwrightError, Problem, error_at, raise_problems
 from meshwright.core.technique import Exactness
@@ -121,6 +122,12 @@ class PlanSection:
     """Settings the search must keep, such as "replicate=2"."""
     ban: tuple[str, ...] = ()
     """Techniques the search must not use."""
+    headroom: float | None = None
+    """Percent of a device's memory that the forecast of a searched plan leaves free; by default 6."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= (self.headroom or 0) <= MOST_HEADROOM:
+            raise error_at("headroom", f"is {self.headroom:g} percent.", f"Use 0 to {MOST_HEADROOM:g}.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -110,3 +110,21 @@ def test_so_many_pairs_are_asked_both_ways() -> None:
     pairs = [each for asked in CHEAP for each in _ask(asked, 8).alternatives]
     assert len(pairs) >= 40
     assert sum(each.is_settled for each in pairs) >= 0.5 * len(pairs)
+
+
+def test_of_plans_that_tie_the_simpler_comes_first_and_fewer_are_still_the_first_of_more() -> None:
+    asked = CHEAP[0]
+    fast, more = _ask(asked, 8).ranked, _ask(asked, 9, tie=0.05).ranked
+    assert {each.plan for each in fast} == {each.plan for each in more[:8]}
+    least = fast[0].forecast.step_seconds
+    tied = [each for each in fast if each.forecast.step_seconds <= least * 1.05]
+    assert len(tied) > 1
+    assert more[0] == min(tied, key=lambda each: each.simplicity(4))
+    assert len(more[0].plan.techniques) == min(len(each.plan.techniques) for each in tied)
+    for top in (1, 3):
+        found = _ask(asked, top, tie=0.05)
+        assert found.ranked == more[:top]
+        assert found.best == more[0]
+        assert found.gap_fraction is not None
+        # The certificate is about the plan that is recommended.
+        assert found.gap_fraction >= 1 - least / more[0].forecast.step_seconds - 1e-9
