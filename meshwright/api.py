@@ -143,10 +143,8 @@ def plan(
         Settings that must be kept ("tensor=2"), techniques that must not be used ("pipeline").
     max_memory, headroom
         Of each device that may be used: bytes, or "70GiB"; percent of it that stays free, by default 6.
-    top
-        Plans to rank.
-    why, what_if
-        Settings to explain ("microbatch"); changes of the machines, taken together ("memory=+20GiB").
+    top, why, what_if
+        Plans to rank; settings to explain ("microbatch"); changes of the machines, taken together ("memory=+20GiB").
     front
         Whether the fastest plan for each memory is searched for.
     devices
