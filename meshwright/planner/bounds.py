@@ -46,14 +46,12 @@ from meshwright.simulator.stage_seconds import (
 )
 
 
-def least_memory(work: Work, cluster: Cluster) -> StageMemory:
-    """Least memory of a stage: which of its chunks hold most depends on the policies of its blocks."""
-    memory, timetable = stage_memory(work, cluster.device), timetable_of(work)
+def least_memory(memory: StageMemory, timetable: Timetable, place: tuple[Num, Num, Num]) -> StageMemory:
+    """Least memory of a stage: which of its chunks hold most depends on the policies of its blocks. `place`: its number,
+    the number of stages and of microbatches."""
     if timetable.chunks == 1:
         return memory
-    stage, stages, m = (work.size(name) for name in ("stage", "num_stages", "num_microbatches"))
-    held = timetable.least_held(stage, stages, m)
-    return replace(memory, in_flight=np.minimum(held, memory.in_flight))
+    return replace(memory, in_flight=np.minimum(timetable.least_held(*place), memory.in_flight))
 
 
 def best_roads(cluster: Cluster, mesh: Mapping[str, Num]) -> dict[str, Route]:
@@ -100,7 +98,8 @@ def bound_all(inputs: SearchInputs, grid: Grid, dials: tuple[Dial, ...], dtype: 
         if depth == len(ordered):
             forbidden = rows.table(work.facts.forbidden).max(axis=(1, 2)) > 0
             cost = stage_cost(settled := settle(work), cluster, rows.roads, done, known)
-            timetable, memory = timetable_of(settled), least_memory(settled, cluster)
+            timetable, place = timetable_of(settled), tuple(map(work.size, ("stage", "num_stages", "num_microbatches")))
+            memory = least_memory(stage_memory(settled, cluster.device), timetable, place)
             forbidden |= rows.overflows(memory, cluster)
             yield BoundedGrid(
                 grid=grid,
@@ -149,7 +148,7 @@ class BoundRows:
             stages,
             lambda number: grid.cuts[stages[number, 0]][stages[number, 1]],
             np.tile(choices, (len(stages), 1, 1)),
-            len(choices),
+            np.repeat(np.arange(len(stages)), len(choices)),
         )
         mesh = {axis: self.sizes[axis] for axis in grid.axis_order}
         self.roads = routes(cluster, mesh) if cluster.num_nodes == 1 else best_roads(cluster, mesh)
@@ -361,7 +360,7 @@ def order_bounds(leaf: BoundedGrid, picks: Sequence[OrderedCandidate]) -> np.nda
         return table(value)[0, :, 0]
 
     grid, cost, timetable = leaf.grid, rows.cost, leaf.timetable
-    memory = least_memory(rows.work, inputs.cluster)
+    memory = least_memory(rows.memory, timetable, rows.place)
     fast = column(cost.seconds("forward")) + column(cost.seconds("weight")) + column(cost.seconds("backward"))
     forced, slope = np.zeros_like(fast), np.zeros_like(fast)
     if ways > 1 and inputs.is_one_kind:

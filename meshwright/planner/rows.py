@@ -135,31 +135,35 @@ def row_sizes(
     stages: np.ndarray,
     spans_of: Callable[[int], Spans],
     choices: np.ndarray,
-    counts: int | Sequence[int],
-    chunk: int | None = None,
+    stage_of: np.ndarray,
+    chunks: Sequence[int] | None = None,
 ) -> dict[str, Num]:
-    """What `price` reads, one row for each choice of each stage.
+    """What `price` reads, one row for each entry of `choices`.
 
-    `stages`: (candidate, stage, first block, blocks) of each, `spans_of` its number: the blocks it has; `counts`:
-    choices that it has; `choices`: those of all stages one after the other; `named`: techniques whose blocks the user
-    has named; `chunk`: of each stage only this chunk of layers.
+    `stages`: (candidate, stage, first block, blocks) of each, `spans_of` its number: the blocks it has; `stage_of` each
+    row: which of the stages; `named`: techniques whose blocks the user has named; `chunks`: of each stage only this
+    chunk of layers.
     """
-    profile, sizes = grid.inputs.profile, grid.sizes(*(np.repeat(column, counts) for column in stages.T))
-    if chunk is not None:
-        sizes["chunk"] = chunk
+    profile, sizes = grid.inputs.profile, grid.sizes(*stages[stage_of].T)
+    if chunks is not None:
+        sizes["chunk"] = np.asarray(chunks)[stage_of]
     for at, (name, policy) in enumerate(policies):
         for kind, layer in enumerate(profile.block_layers):
             sizes[f"{name}.{policy}.{layer.name}"] = choices[:, kind, at]
     for technique in named:
-        spans = [spans_of(number) for number in range(len(stages))]
-        known = {each: technique.counts_in(profile, each, chunk) for each in dict.fromkeys(spans)}
+        spans = [(spans_of(number), None if chunks is None else chunks[number]) for number in range(len(stages))]
+        known = {each: technique.counts_in(profile, *each) for each in dict.fromkeys(spans)}
         for name in known[spans[0]]:
-            sizes[name] = np.repeat([known[each][name] for each in spans], counts)
+            sizes[name] = np.array([known[each][name] for each in spans])[stage_of]
     return sizes
 
 
 class PricedRows:
-    """The price of cells, each with its choices, one row for each. `chunk`: of each cell only this chunk of layers."""
+    """The price of cells, each with its choices, one row for each. `chunks`: of each cell only this chunk of layers.
+
+    Stages between the first and the last that have as many blocks of each kind differ only in the microbatches they
+    hold (as in `pricing.runs_of`): rows that are equal but for that are priced once.
+    """
 
     def __init__(
         self,
@@ -167,11 +171,14 @@ class PricedRows:
         picks: Sequence[OrderedCandidate],
         cells: Sequence[StageCell],
         choices: Sequence[np.ndarray],
-        chunk: int | None = None,
+        chunks: Sequence[int] | None = None,
     ):
         grid, inputs = leaf.grid, leaf.inputs
-        counts = [len(each) for each in choices]
-        self.length = sum(counts)
+        cell_of, every = np.repeat(np.arange(len(cells)), [len(each) for each in choices]), np.concatenate(choices)
+        self.length = len(cell_of)
+        named = [each for each in leaf.techniques if each.policies and each.name not in dict(leaf.policies)]
+        groups = np.arange(len(cells)) if named else _groups(leaf, picks, cells, chunks)
+        which, self.row_of = _distinct(groups[cell_of], every, inputs.profile.num_blocks)
 
         def spans_of(number: int) -> Spans:
             cell = cells[number]
@@ -179,20 +186,20 @@ class PricedRows:
                 return ((cell.first_block, cell.first_block + cell.blocks),)
             return grid.cuts[picks[cell.at].candidate][cell.stage]
 
-        sizes = row_sizes(
-            grid,
-            leaf.policies,
-            [each for each in leaf.techniques if each.policies and each.name not in dict(leaf.policies)],
-            np.array([(picks[cell.at].candidate, cell.stage, cell.first_block, cell.blocks) for cell in cells]),
-            spans_of,
-            np.concatenate(choices),
-            counts,
-            chunk,
-        )
+        stages = np.array([(picks[cell.at].candidate, cell.stage, cell.first_block, cell.blocks) for cell in cells])
+        sizes = row_sizes(grid, leaf.policies, named, stages, spans_of, every[which], cell_of[which], chunks)
         self.work = work = price_sizes(inputs.profile, leaf.techniques, sizes, optimizer=inputs.optimizer)
-        roads = _roads(inputs.cluster, grid.axis_order, sizes, [picks[cell.at].axis_order for cell in cells], counts)
+        orders = [picks[cell.at].axis_order for cell in cells]
+        roads = _roads(inputs.cluster, grid.axis_order, sizes, orders, cell_of[which])
         self.cost = stage_cost(work, inputs.cluster, roads)
         self.memory, self.cluster = stage_memory(work, inputs.cluster.device), inputs.cluster
+        of, stage = stages[cell_of, :2].T
+        m = grid.columns["num_microbatches"][of]
+        self.place = (stage, grid.columns["num_stages"][of], m)
+        """Of each row: its stage, the number of stages and of microbatches."""
+        if self.row_of is not None:
+            held = leaf.timetable.held(*self.place)
+            self.memory = replace(self.memory, row_of=self.row_of, in_flight=held, num_microbatches=m)
 
     def columns(self) -> Priced:
         weight = self.column(self.cost.seconds("weight"))
@@ -212,7 +219,49 @@ class PricedRows:
         return self.column(np.where(memory.overflows(self.cluster), np.inf, memory.peak_bytes()))
 
     def column(self, value: Num) -> np.ndarray:
-        return np.broadcast_to(np.asarray(value, dtype=float), (self.length,))
+        """By row, of a number that is the same for all, or by row, or by priced row."""
+        array = np.asarray(value, dtype=float)
+        if self.row_of is not None and array.ndim and len(array) < self.length:
+            return array[self.row_of]
+        return np.broadcast_to(array, (self.length,))
+
+
+def _groups(
+    leaf: BoundedGrid, picks: Sequence[OrderedCandidate], cells: Sequence[StageCell], chunks: Sequence[int] | None
+) -> np.ndarray:
+    """Numbers of the cells; equal ones are priced alike, but for the microbatches that they hold."""
+    inputs, cuts, numbers = leaf.inputs, leaf.grid.cuts, dict[Any, int]()
+    layers = inputs.profile.block_layers
+    is_alike = all(layer.boundary == layers[0].boundary for layer in layers)  # stages hand on the same
+    result = []
+    for number, cell in enumerate(cells):
+        candidate, axis_order, _ = picks[cell.at]
+        stages = len(cuts[candidate])
+        place = -1 if cell.stage == stages - 1 else min(cell.stage, 1) if is_alike else cell.stage
+        if leaf.timetable.chunks == 1:
+            has: Any = inputs.kinds(cell.first_block, cell.blocks) if is_alike else number
+        else:
+            first, last = cuts[candidate][cell.stage][0 if chunks is None else chunks[number]]
+            has = cell.kinds if chunks is None else (chunks[number], inputs.kinds(first, last - first))
+        key = candidate, axis_order, place, has
+        result.append(numbers.setdefault(key, len(numbers)))
+    return np.array(result)
+
+
+def _distinct(groups: np.ndarray, choices: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray | None]:
+    """One row of each group and choice; and which of these each row is, None where all differ. `most`: blocks."""
+    keys, flat = groups.astype(np.int64), np.minimum(choices.reshape(len(choices), -1), most + 1)
+    if (int(groups.max()) + 1) * (most + 2) ** flat.shape[1] >= 1 << 62:
+        return np.arange(len(groups)), None
+    for column in flat.T:
+        keys = keys * (most + 2) + column
+    order = np.argsort(keys, kind="stable")
+    is_first = np.diff(keys[order], prepend=-1) != 0
+    if is_first.all():
+        return np.arange(len(groups)), None
+    row_of = np.empty(len(keys), dtype=int)
+    row_of[order] = np.cumsum(is_first) - 1
+    return order[is_first], row_of
 
 
 def _roads(
@@ -220,13 +269,14 @@ def _roads(
     axes: tuple[str, ...],
     sizes: Mapping[str, Num],
     orders: Sequence[tuple[str, ...] | None],
-    counts: Sequence[int],
+    cell_of: np.ndarray,
 ) -> dict[str, Any]:
-    """Routes by row; rows may differ in the order of their axes."""
+    """Routes by row; rows may differ in the order of their axes. `orders`: of each cell; `cell_of` each row."""
     if not axes:
         return {}
     distinct = list(dict.fromkeys(orders))
-    which = np.repeat([distinct.index(order) for order in orders], counts)
+    number = {order: at for at, order in enumerate(distinct)}
+    which = np.array([number[order] for order in orders])[cell_of]
     result = {}
     for axis in axes:
         # Ranks of the axes inside this one; any order: none.

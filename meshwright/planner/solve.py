@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from math import comb, prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -170,50 +170,58 @@ class _ChunkedStage(NamedTuple):
 
 def _solve_chunks(leaf: BoundedGrid, picks: Sequence[OrderedCandidate]) -> list[Solved]:
     cells = [cell for at, pick in enumerate(picks) for cell in cells_of(leaf, at, pick)]
-    choices = [each.choices[each.first_look] for each in fronts_of(leaf, picks, cells)]
-    stages = PricedRows(leaf, picks, cells, choices)
-    cuts = [leaf.grid.cuts[picks[cell.at].candidate] for cell in cells]
-    parts = [
-        _by_chunk(leaf.inputs.profile, cut[cell.stage], each)
-        for cell, cut, each in zip(cells, cuts, choices, strict=True)
-    ]
-    by_chunk = [
-        PricedRows(leaf, picks, cells, [part[:, chunk] for part in parts], chunk=chunk)
-        for chunk in range(leaf.timetable.chunks)
-    ]
-    columns = [rows.columns() for rows in by_chunk]
-    kept = np.stack([rows.column(rows.memory.microbatch_bytes()) for rows in by_chunk])
-    ends = itertools.accumulate(map(len, choices))
-    rows_of = [np.arange(end - len(each), end) for end, each in zip(ends, choices, strict=True)]
+    fronts = fronts_of(leaf, picks, cells)
+    choices = [each.choices if each.is_all else each.choices[each.first_look] for each in fronts]
+    stages, chunks = PricedRows(leaf, picks, cells, choices), range(leaf.timetable.chunks)
+    cuts, profile = [leaf.grid.cuts[picks[cell.at].candidate] for cell in cells], leaf.inputs.profile
+    known: dict[Any, np.ndarray] = {}
+    parts = []
+    for cell, cut, each in zip(cells, cuts, choices, strict=True):
+        within = tuple(leaf.inputs.kinds(first, last - first) for first, last in cut[cell.stage])
+        if (within, id(each)) not in known:
+            known[within, id(each)] = _by_chunk(within, each)
+        parts.extend(known[within, id(each)])
+    every = PricedRows(leaf, picks, [cell for cell in cells for _ in chunks], parts, [*chunks] * len(cells))
+    weight = every.column(every.cost.seconds("weight"))
+    forward = every.column(every.cost.seconds("forward"))
+    columns = forward, every.column(every.cost.seconds("backward")) + weight, weight
+    kept, send = every.column(every.memory.microbatch_bytes()), every.column(every.cost.send_seconds)
+    ends = [*itertools.accumulate(map(len, choices))]
+    rows_of = [slice(end - len(each), end) for end, each in zip(ends, choices, strict=True)]
+
+    def by_chunk(values: np.ndarray, rows: slice) -> np.ndarray:
+        return values[rows.start * len(chunks) : rows.stop * len(chunks)].reshape(len(chunks), -1)
+
     held = np.zeros(stages.length)
     for cell, cut, rows in zip(cells, cuts, rows_of, strict=True):
         m = int(leaf.grid.columns["num_microbatches"][picks[cell.at].candidate])
-        held[rows] = held_of_chunks(leaf.timetable, cell.stage, len(cut), m, list(kept[:, rows]))
+        held[rows] = held_of_chunks(leaf.timetable, cell.stage, len(cut), m, list(by_chunk(kept, rows)))
     peak_bytes = stages.peak_bytes(replace(stages.memory, in_flight=held))
-    tails, sends = stages.columns().tail, np.zeros(len(picks))
+    tails, sends = stages.column(stages.cost.seconds("step")), np.zeros(len(picks))
     result: list[list[_ChunkedStage]] = [[] for _ in picks]
     for cell, each, rows in zip(cells, choices, rows_of, strict=True):
-        sends[cell.at] = max(sends[cell.at], *(float(column.send[rows].max()) for column in columns))
+        sends[cell.at] = max(sends[cell.at], float(by_chunk(send, rows).max()))
         fits = np.flatnonzero(peak_bytes[rows] <= picks[cell.at].memory_bytes)
-        seconds = sum(column.forward[rows[fits]] + column.backward[rows[fits]] for column in columns)
-        fits = fits[np.lexsort((each.sum(axis=(1, 2))[fits], seconds))]
-        ways = [np.stack([column[way][rows[fits]] for column in columns], axis=1) for way in range(3)]
-        result[cell.at].append(_ChunkedStage._make((*ways, tails[rows[fits]], each[fits])))
+        ways = [by_chunk(column, rows)[:, fits].T for column in columns]
+        order = np.lexsort((each.sum(axis=(1, 2))[fits], sum((ways[0] + ways[1]).T)))
+        mine = [way[order] for way in ways]
+        result[cell.at].append(_ChunkedStage._make((*mine, tails[rows][fits[order]], each[fits[order]])))
     return [
         _best_combination(leaf, pick, mine, send)
         for pick, mine, send in zip(picks, result, sends.tolist(), strict=True)
     ]
 
 
-def _by_chunk(profile: Profile, spans: Spans, choices: np.ndarray) -> np.ndarray:
-    """(choices, chunks, kinds, policies): of a stage's counts those in each chunk, which come one after the other."""
+def _by_chunk(within: Sequence[Kinds], choices: np.ndarray) -> np.ndarray:
+    """(chunks, choices, kinds, policies): of a stage's counts those in each chunk, which come one after the other;
+    `within`: the blocks of each kind in a chunk."""
     left = choices.copy()
-    result = np.zeros((len(choices), len(spans), *choices.shape[1:]), dtype=int)
-    for chunk, (first, last) in enumerate(spans):
-        room = np.repeat(np.array(profile.blocks_within(first, last - first))[None, :], len(choices), axis=0)
+    result = np.zeros((len(within), *choices.shape), dtype=int)
+    for chunk, kinds in enumerate(within):
+        room = np.repeat(np.array(kinds)[None, :], len(choices), axis=0)
         for policy in range(choices.shape[2]):
             taken = np.minimum(left[:, :, policy], room)
-            result[:, chunk, :, policy] = taken
+            result[chunk, :, :, policy] = taken
             left[:, :, policy] -= taken
             room = room - taken
     return result
@@ -256,13 +264,12 @@ def _combinations(options: list[_ChunkedStage]) -> list[tuple[int, ...]]:
 
 
 def _useful(stage: _ChunkedStage) -> list[int]:
-    """Choices that no other beats in every chunk and at the end."""
+    """Choices that no other beats in every chunk and at the end; of equal ones the first."""
     values = np.column_stack([stage.forward, stage.backward, stage.tail])
-    return [
-        i
-        for i, own in enumerate(values)
-        if not any(np.all(other <= own) and (np.any(other < own) or j < i) for j, other in enumerate(values) if j != i)
-    ]
+    no_worse = (values[:, None] <= values[None]).all(axis=2)
+    number = np.arange(len(values))
+    is_beaten = no_worse & (~no_worse.T | (number[:, None] < number)) & (number[:, None] != number)
+    return np.flatnonzero(~is_beaten.any(axis=0)).tolist()
 
 
 REACH = 3

@@ -83,6 +83,11 @@ class StageMemory:
     """What is always there, tensor by tensor."""
     elsewhere: tuple[Resident, ...] = ()
     """What other tiers than the device's hold."""
+    row_of: np.ndarray | None = None
+    """Where candidates share the numbers of a row but for `in_flight` and `num_microbatches`: the row of each."""
+
+    def _of_candidates(self, value: Num) -> Num:
+        return value[self.row_of] if self.row_of is not None and isinstance(value, np.ndarray) else value
 
     def tier_bytes(self) -> dict[TierName, Num]:
         """What a rank has of each other tier that is used, counted as if all of it were there at one moment."""
@@ -90,7 +95,7 @@ class StageMemory:
         for item in self.elsewhere:
             size = _once(item) if item.life in _MOMENTS else _bytes(item)
             times = self.in_flight if item.life == "microbatch" else 1
-            result[item.tier] = result.get(item.tier, 0) + size * times
+            result[item.tier] = result.get(item.tier, 0) + self._of_candidates(size) * times
         return result
 
     def overflows(self, cluster: Cluster) -> Num:
@@ -101,10 +106,10 @@ class StageMemory:
         return full
 
     def base_bytes(self) -> Num:
-        return sum(self.always.values())
+        return self._of_candidates(sum(self.always.values()))
 
     def microbatch_bytes(self) -> Num:
-        return sum(_bytes(item) for place in self.places for item in place.kept)
+        return self._of_candidates(sum(_bytes(item) for place in self.places for item in place.kept))
 
     def peak_bytes(self) -> Num:
         return self._peak_bytes
@@ -124,7 +129,7 @@ class StageMemory:
             here: Num = 0
             for place, is_last, size in self._moments(held, is_forward, gradients):
                 if is_last:
-                    here = np.where(self.places[place].count > 0, size, here)
+                    here = np.where(self._sums[place].is_here > 0, size, here)
             last = np.maximum(last, here)
         return self.base_bytes() + last
 
@@ -215,7 +220,7 @@ class StageMemory:
     @cached_property
     def _sums(self) -> tuple[PlaceSums, ...]:
         """By place: every moment is made of these."""
-        return tuple(
+        sums = (
             PlaceSums(
                 kept=sum(_bytes(item) for item in place.kept),
                 kept_once=sum(_once(item) for item in place.kept),
@@ -227,6 +232,7 @@ class StageMemory:
             )
             for place in self.places
         )
+        return tuple(PlaceSums._make(map(self._of_candidates, each)) for each in sums)
 
     def _moments(self, held: Num, is_forward: bool, gradients: Num) -> Iterator[tuple[int, bool, Num]]:
         """While an instance of a place runs: (place, whether its last instance, which backward takes first, or else its
