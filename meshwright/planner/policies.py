@@ -56,7 +56,16 @@ def unit_choices(kinds: Kinds, policies: int) -> np.ndarray:
 
 def front(kinds: Kinds, seconds: np.ndarray, num_bytes: np.ndarray) -> np.ndarray:
     """Choices that no other beats in both seconds and bytes, fastest first; (kinds, policies) each: `seconds` more and
-    `num_bytes` fewer of one block than if it followed none. Exact while no more than `MOST` are left."""
+    `num_bytes` fewer of one block than if it followed none. Exact while no more than `MOST` are left.
+
+    Remembered by their proportions, which stages have in common."""
+    parts = [each / (np.abs(each).max() or 1.0) for each in (seconds, num_bytes)]
+    return _front(kinds, seconds.shape, *(tuple(f"{number:.12g}" for number in each.ravel()) for each in parts))
+
+
+@lru_cache(maxsize=1024)
+def _front(kinds: Kinds, shape: tuple[int, ...], *parts: tuple[str, ...]) -> np.ndarray:
+    seconds, num_bytes = (np.array(each, dtype=float).reshape(shape) for each in parts)
     choices = np.zeros((1, 0, seconds.shape[1]), dtype=int)
     spent = saved = np.zeros(1)
     for kind, count in enumerate(kinds):

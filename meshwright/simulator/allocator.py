@@ -64,9 +64,15 @@ class CachingAllocator:
     _next_address: int = 0
 
     def allocate(self, size: int, stream: int = 0) -> AllocatorBlock:
-        size = max(LEAST_BLOCK, -(-size // LEAST_BLOCK) * LEAST_BLOCK)
+        size = -(-size // LEAST_BLOCK) * LEAST_BLOCK or LEAST_BLOCK
         pool = (size <= SMALL, stream)
-        block = self._best(pool, size) or self._new(pool, size)
+        free = self._free.setdefault(pool, [])
+        at = bisect_left(free, (size, -1))
+        if at < len(free):  # the smallest free block that is large enough
+            block = self._blocks.pop(free.pop(at)[1])
+            block.is_free = False
+        else:
+            block = self._new(pool, size)
         left = block.size - size
         if left >= LEAST_BLOCK if pool[0] else left > SMALL:
             rest = AllocatorBlock(pool, block.address + size, left, before=block, after=block.after)
@@ -75,7 +81,8 @@ class CachingAllocator:
             block.size, block.after = size, rest
             self._put(rest)
         self.allocated_bytes += block.size
-        self.most_allocated_bytes = max(self.most_allocated_bytes, self.allocated_bytes)
+        if self.allocated_bytes > self.most_allocated_bytes:
+            self.most_allocated_bytes = self.allocated_bytes
         return block
 
     def free(self, block: AllocatorBlock) -> None:
@@ -92,16 +99,6 @@ class CachingAllocator:
             if block.after is not None:
                 block.after.before = block
         self._put(block)
-
-    def _best(self, pool: Pool, size: int) -> AllocatorBlock | None:
-        """The smallest free block that is large enough."""
-        free = self._free.get(pool, [])
-        at = bisect_left(free, (size, -1))
-        if at == len(free):
-            return None
-        block = self._blocks[free[at][1]]
-        self._take(block)
-        return block
 
     def _new(self, pool: Pool, size: int) -> AllocatorBlock:
         if size <= SMALL:
@@ -128,7 +125,7 @@ class CachingAllocator:
     def _put(self, block: AllocatorBlock) -> None:
         block.is_free = True
         self._blocks[block.address] = block
-        insort(self._free.setdefault(block.pool, []), (block.size, block.address))
+        insort(self._free[block.pool], (block.size, block.address))
 
     def _take(self, block: AllocatorBlock) -> None:
         block.is_free = False
@@ -186,6 +183,8 @@ class _Program:
     """By microbatch, place and instance."""
     made: dict[Any, list[AllocatorBlock]] = field(default_factory=dict)
     """Gradients, by place and instance."""
+    sizes: dict[Any, list[tuple[int, int]]] = field(default_factory=dict)
+    """(bytes, stream) of what is made together."""
 
     def run(self, actions: Actions) -> None:
         states = [item for item in self.memory.setup if item.category == "optimizer"]
@@ -227,17 +226,21 @@ class _Program:
                 yield (index, instance), place, times
 
     def _some(self, items: Sequence[Resident], lives: tuple[str, ...], times: int) -> list[AllocatorBlock]:
-        return [self._one(item, times) for item in items if item.life in lives and item.bytes * item.repeat >= 1]
+        key = id(items), lives, times
+        if key not in self.sizes:
+            some = (item for item in items if item.life in lives and item.bytes * item.repeat >= 1)
+            self.sizes[key] = [(int(item.bytes * times), _stream(item)) for item in some]
+        return [self.allocator.allocate(*each) for each in self.sizes[key]]
 
     def _hold(self, items: Sequence[Resident]) -> None:
         for item in items:
             for _ in range(int(item.repeat) if item.bytes >= 1 else 0):
-                self._one(item, 1)
-
-    def _one(self, item: Resident, times: int) -> AllocatorBlock:
-        is_gathered = item.category == "gathered" and item.life != "microbatch"
-        return self.allocator.allocate(int(item.bytes * times), GATHERS if is_gathered else COMPUTES)
+                self.allocator.allocate(int(item.bytes), _stream(item))
 
     def _free(self, blocks: Sequence[AllocatorBlock]) -> None:
         for block in blocks:
             self.allocator.free(block)
+
+
+def _stream(item: Resident) -> int:
+    return GATHERS if item.category == "gathered" and item.life != "microbatch" else COMPUTES
