@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -47,8 +48,8 @@ from meshwright.simulator.stage_seconds import (
 
 
 def least_memory(memory: StageMemory, timetable: Timetable, place: tuple[Num, Num, Num]) -> StageMemory:
-    """Least memory of a stage: which of its chunks hold most depends on the policies of its blocks. `place`: its number,
-    the number of stages and of microbatches."""
+    """Least memory of a stage: which of its chunks hold most depends on the policies of its blocks. `place`: its
+    number, the number of stages and of microbatches."""
     if timetable.chunks == 1:
         return memory
     return replace(memory, in_flight=np.minimum(timetable.least_held(*place), memory.in_flight))
@@ -69,8 +70,38 @@ def best_roads(cluster: Cluster, mesh: Mapping[str, Num]) -> dict[str, Route]:
     return result
 
 
+MOST_BOUNDED, MOST_CELLS = 4096, 1 << 15
+"""Candidates of a grid, and stages of candidates with their axes in an order, that are priced at once."""
+
+
+def _bound_pieces(inputs: SearchInputs, grid: Grid, dials: tuple[Dial, ...], dtype: str) -> Iterator[BoundedGrid]:
+    """As `bound_all`: leaves of the pieces joined. Where a piece has no such leaf, its candidates cannot run so."""
+    count = grid.num_candidates
+    parts = [slice(start, min(start + MOST_BOUNDED, count)) for start in range(0, count, MOST_BOUNDED)]
+    leaves: dict[tuple[Technique, ...], dict[int, BoundedGrid]] = {}
+    for at, part in enumerate(parts):
+        columns = {name: column[part] for name, column in grid.columns.items()}
+        for leaf in bound_all(inputs, replace(grid, columns=columns, cuts=grid.cuts[part]), dials, dtype):
+            leaves.setdefault(leaf.techniques, {})[at] = leaf
+    never = {"least_seconds": np.inf, "least_bytes": np.inf, "base_bytes": np.inf, "is_new": False}
+    for mine in leaves.values():
+        joined: dict[str, Any] = {
+            name: np.concatenate(
+                [
+                    getattr(mine[at], name) if at in mine else np.full(part.stop - part.start, absent)
+                    for at, part in enumerate(parts)
+                ]
+            )
+            for name, absent in never.items()
+        }
+        yield replace(next(iter(mine.values())), grid=grid, **joined)
+
+
 def bound_all(inputs: SearchInputs, grid: Grid, dials: tuple[Dial, ...], dtype: str) -> Iterator[BoundedGrid]:
-    """Leaves that compute in this dtype."""
+    """Leaves that compute in this dtype; of a large grid piece by piece, so that arrays stay small."""
+    if grid.num_candidates > MOST_BOUNDED:
+        yield from _bound_pieces(inputs, grid, dials, dtype)
+        return
     cluster = inputs.cluster
     others = [dial for dial in dials if not dial.kind.axis]
     ordered = sorted(
@@ -341,6 +372,9 @@ _HALVINGS = 16
 
 def order_bounds(leaf: BoundedGrid, picks: Sequence[OrderedCandidate]) -> np.ndarray:
     """No plan of a candidate with its axes in this order is faster."""
+    if len(picks) > 1 and sum(len(leaf.grid.cuts[pick.candidate]) for pick in picks) > MOST_CELLS:
+        half = len(picks) // 2
+        return np.concatenate([order_bounds(leaf, picks[:half]), order_bounds(leaf, picks[half:])])
     each = [cells_of(leaf, at, pick) for at, pick in enumerate(picks)]
     cells = [cell for mine in each for cell in mine]
     starts = np.cumsum([0, *map(len, each)])[:-1]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import comb, prod
 from typing import NamedTuple
@@ -59,13 +60,23 @@ def front(kinds: Kinds, seconds: np.ndarray, num_bytes: np.ndarray) -> np.ndarra
     `num_bytes` fewer of one block than if it followed none. Exact while no more than `MOST` are left.
 
     Remembered by their proportions, which stages have in common."""
-    parts = [each / (np.abs(each).max() or 1.0) for each in (seconds, num_bytes)]
-    return _front(kinds, seconds.shape, *(tuple(f"{number:.12g}" for number in each.ravel()) for each in parts))
+    parts = [each.ravel() / (np.abs(each).max() or 1.0) for each in (seconds, num_bytes)]
+    key = tuple(f"{number:.12g}" for each in parts for number in each)
+    return _front(kinds, _Amounts(key=key, seconds=seconds, num_bytes=num_bytes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Amounts:
+    """Of one block by kind and policy; equal where the proportions are."""
+
+    key: tuple[str, ...]
+    seconds: np.ndarray = field(compare=False)
+    num_bytes: np.ndarray = field(compare=False)
 
 
 @lru_cache(maxsize=1024)
-def _front(kinds: Kinds, shape: tuple[int, ...], *parts: tuple[str, ...]) -> np.ndarray:
-    seconds, num_bytes = (np.array(each, dtype=float).reshape(shape) for each in parts)
+def _front(kinds: Kinds, amounts: _Amounts) -> np.ndarray:
+    seconds, num_bytes = amounts.seconds, amounts.num_bytes
     choices = np.zeros((1, 0, seconds.shape[1]), dtype=int)
     spent = saved = np.zeros(1)
     for kind, count in enumerate(kinds):

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from meshwright.core.plan import Plan
-from meshwright.core.profile import Profile
 from meshwright.core.technique import Spans, format_layers
 from meshwright.planner.policies import Option, fronts_of, options_of
 from meshwright.planner.rows import (
@@ -173,9 +172,9 @@ def _solve_chunks(leaf: BoundedGrid, picks: Sequence[OrderedCandidate]) -> list[
     fronts = fronts_of(leaf, picks, cells)
     choices = [each.choices if each.is_all else each.choices[each.first_look] for each in fronts]
     stages, chunks = PricedRows(leaf, picks, cells, choices), range(leaf.timetable.chunks)
-    cuts, profile = [leaf.grid.cuts[picks[cell.at].candidate] for cell in cells], leaf.inputs.profile
+    cuts = [leaf.grid.cuts[picks[cell.at].candidate] for cell in cells]
     known: dict[Any, np.ndarray] = {}
-    parts = []
+    parts: list[np.ndarray] = []
     for cell, cut, each in zip(cells, cuts, choices, strict=True):
         within = tuple(leaf.inputs.kinds(first, last - first) for first, last in cut[cell.stage])
         if (within, id(each)) not in known:
