@@ -234,7 +234,8 @@ _WITHOUT_FLASH: tuple[Framework, ...] = ("nvidia-examples",)
 """Written before there were such kernels."""
 FLASH2_ON_HOPPER = 0.52
 """Of cuDNN's rate, which presets of Hopper and later cards have, what FlashAttention-2 reaches there: 335 to 380 of 640
-TFLOP/s forward and about 300 of 550 backward (Shah et al. 2024, FlashAttention-3, figures 5 and 6)."""
+TFLOP/s forward and about 300 of 550 backward (Shah et al. 2024, FlashAttention-3; from memory). Agrees with NeMo's
+long sequences."""
 
 
 def dialect_of(row: Row) -> Dialect:

@@ -69,8 +69,6 @@ DIALECTS: dict[str, tuple[Knob, ...]] = {
         *_COMMON,
         Knob(name="matmul", low=1.0, start=1.1, high=1.4),
         Knob(name="stage_wait_seconds", low=0.0, start=3e-4, high=6e-4),
-        Knob(name="outer.latency_seconds", low=2e-5, start=6e-5, high=3e-4),
-        Knob(name="outer.rate", low=0.3, start=0.8, high=1.0),
     ),
 }
 
