@@ -75,6 +75,9 @@ def front(question: Question, tell: Tell, best: ScoredPlan | None = None) -> Mem
             budget = max(stretches)[1]
             tell(f"searching with {budget / 1024**3:.1f} GiB, {len(points)} points so far")
             points = _added(points, _point(question, budget))
+            # Whatever the search gave, nothing is left to find below: the next stretch begins there.
+            below = max(at for at, point in enumerate(points) if point.peak_bytes <= budget)
+            points[below] = replace(points[below], budget_bytes=max(points[below].budget_bytes, budget))
     except KeyboardInterrupt:
         return MemoryFront(points=tuple(points), is_interrupted=True)
     return MemoryFront(points=tuple(points))

@@ -28,9 +28,10 @@ from meshwright.planner.space import dials, grids, orders_of
 from meshwright.planner.wishes import SearchInputs, pin_problems
 from meshwright.simulator.forecast import Forecast
 
-CLOSE_LOOKS, MOST_LOOKS = 400, 1200
-"""Candidates looked at closely for all plans that are asked for, and at all. After the first number only what may be
-faster than the best by more than epsilon is looked at. What bounds leave open is said as the gap."""
+FEW_LOOKS, CLOSE_LOOKS, MOST_LOOKS = 48, 400, 1200
+"""Candidates looked at closely where one plan is asked for on the way to another answer, for all plans that are asked
+for, and at all. After the first numbers only what may be faster than the best by more than epsilon is looked at. What
+bounds leave open is said as the gap."""
 BATCHES = ((8, 8), (16, 8), (64, 16), (256, 16), (8192, 32))
 """Candidates bounded closer and solved together: few at first, when every look may make the rest needless."""
 
@@ -59,7 +60,7 @@ def search_uniform(inputs: SearchInputs, top: int, *, compares: bool = False, ti
         raise MeshwrightError(problems)
     for rescues in (False, True):
         pool = BestFirst(inputs, rescues=rescues)
-        pool.run(top)
+        pool.run(top, CLOSE_LOOKS if compares or top > 1 else FEW_LOOKS)
         if pool.board.best is not None or pool.board.is_interrupted or not pool.may_be_rescued:
             break
     return pool.result(top, compares, tie)
@@ -81,8 +82,8 @@ class BestFirst:
         self.left_out: dict[str, float] = {}
         """Compute dtypes not looked at -> no plan in them is faster than this."""
         self.solved: list[tuple[Solved, int]] = []
-        self.top = 1
-        """Plans asked for."""
+        self.top, self.close_looks = 1, CLOSE_LOOKS
+        """Plans asked for, and candidates looked at closely for them."""
         self.origins: dict[Plan, tuple[int, OrderedCandidate]] = {}
         """Of plans that fit: leaf and pick."""
         self.unsettled: list[tuple[float, int]] = []
@@ -122,12 +123,12 @@ class BestFirst:
             self.unsettled, ((each.forecast.step_seconds, 0) for each in self.board.taken.values())
         )
         fastest = heapq.nsmallest(self.top, seconds)
-        if len(self.solved) >= CLOSE_LOOKS and fastest:
+        if len(self.solved) >= self.close_looks and fastest:
             return fastest[0][0] * (1 - self.inputs.epsilon)
         return fastest[-1][0] if len(fastest) == self.top else np.inf
 
-    def run(self, top: int) -> None:
-        self.top = top
+    def run(self, top: int, close_looks: int) -> None:
+        self.top, self.close_looks = top, close_looks
         try:
             for dtype, floor in floors(self.inputs, self.turned):
                 if floor >= self.limit_seconds:
