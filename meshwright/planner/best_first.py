@@ -308,7 +308,7 @@ class Otherwise:
         self.is_solved_for = any(name == each for leaf in pool.leaves for each, _ in leaf.policies)
         """Whether blocks follow it: then none does, or some block of each stage must."""
         self.masks = [
-            runs & (self.is_solved_for | (leaf.has(name) != self.is_used))
+            runs & (self._may_follow(leaf) if self.is_solved_for else leaf.has(name) != self.is_used)
             for leaf, runs in zip(pool.leaves, pool.runs, strict=True)
         ]
         known = [] if self.is_solved_for and not self.is_used else pool.board.ranked(len(pool.board.taken))
@@ -330,6 +330,11 @@ class Otherwise:
             if is_other and not self.is_solved_for:
                 self.results[number] = result
         heapq.heapify(self.queue)
+
+    def _may_follow(self, leaf: BoundedGrid) -> bool:
+        """Whether a leaf has blocks that can be told to follow the technique, or not to."""
+        has_policy = any(self.name == each for each, _ in leaf.policies)
+        return self.is_used or (has_policy and self.pool.inputs.profile.num_blocks > 0)
 
     def is_other(self, plan: Plan) -> bool:
         return (plan.technique(self.name) is None) is self.is_used

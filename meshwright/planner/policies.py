@@ -154,6 +154,9 @@ def fronts_of(leaf: BoundedGrid, picks: Sequence[OrderedCandidate], cells: Seque
             row = rows.stop
         if must:  # some block follows one of the policies that must be followed
             choices = choices[choices[:, :, must].sum(axis=(1, 2)) > 0]
+            if not len(choices):  # a front without any: it saves nothing
+                choices = np.zeros((1, len(cell.kinds), policies), dtype=int)
+                choices[0, :, must[0]] = cell.kinds
         look = np.arange(len(choices)) if is_all else near((choices * saved).sum(axis=(1, 2)), float(needed))
         result.append(PolicyFront(choices, look, is_all))
     return result

@@ -261,7 +261,7 @@ def test_plans_in_short_words() -> None:
     assert short_plan(plan, frozenset({"shard 2 stage 1"})) == "pipeline 4 stages 9,8x2,7, microbatch 2 x 16"
     assert short_plan(Plan(batch=4)) == "one device, microbatch 1 x 4"
     recompute = technique_named("recompute")
-    assert short_technique(recompute(layers=0, selective="0-0")) == "recompute only selective block 0"
+    assert short_technique(recompute(layers="none", selective="0-0")) == "recompute layers none selective 0-0"
     assert short_technique(recompute(layers="0-15")) == "recompute layers 0-15"
     assert short_technique(recompute()) == "recompute"
 

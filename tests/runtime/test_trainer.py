@@ -22,7 +22,7 @@ from meshwright.ops.device_mesh import Mesh
 from meshwright.optimizers.update import OptimizerConfig
 from meshwright.run.model import open_config
 from meshwright.run.run_file import TrainSection
-from meshwright.runtime.trainer import Trainer, TrainStep, is_due
+from meshwright.runtime.trainer import Trainer, TrainStep, is_due, samples_on
 
 CONFIG = DecoderConfig(**tiny.LLAMA)
 BATCH, STEPS = 4, 6
@@ -82,7 +82,7 @@ def test_every_step_is_told_once_with_its_own_loss() -> None:
     assert [step.step for step in told] == list(range(STEPS))
     twin = trainer_of(MadeData())
     for step, known in enumerate(told):
-        wanted = twin.loop.step(twin._samples(twin.data.batch(step * BATCH, BATCH, 0, 1, ())), known.lr)
+        wanted = twin.loop.step(samples_on(twin.data.batch(step * BATCH, BATCH, 0, 1, ()), twin.mesh.device), known.lr)
         assert (known.loss, known.gradient_norm) == (wanted.loss, wanted.gradient_norm)
         assert 0 < known.data_seconds < known.seconds
     assert [step.step for step in run(waiting)] == list(range(STEPS))
@@ -148,7 +148,7 @@ def test_an_error_inside_a_bad_step_refuses_no_later_one() -> None:
     with pytest.raises(KeyboardInterrupt):
         run(trainer)
     before, good = state_of(trainer), MadeData()
-    trainer.loop.step(trainer._samples(good.batch(0, BATCH)), 1e-2)
+    trainer.loop.step(samples_on(good.batch(0, BATCH), trainer.mesh.device), 1e-2)
     assert not all(torch.equal(a, b) for a, b in zip(before[:-1], state_of(trainer)[:-1], strict=True))
 
 
