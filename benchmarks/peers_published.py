@@ -37,7 +37,7 @@ Setting = tuple[Any, ...]
 Peer = Callable[[Row, DecoderConfig, Setting], float]
 _SYSTEMS = {"a100": ("a100_80g", "a100_80e"), "h100": ("h100_80g_nvl8",)}
 _GPUS = {"a100": "a100-sxm-80gb", "h100": "h100-sxm-80gb"}
-_FIT_ALL_GIB = 1 << 20
+_FIT_ALL_GIB = 2000
 """Memory is not what is compared."""
 
 
@@ -204,11 +204,10 @@ def errors_of(peer: Peer, name: str, rows: Sequence[ScoredPlan]) -> np.ndarray:
             try:
                 result[at, place] = abs(peer(each.row, each.case.config, setting) / each.real_seconds - 1)
             except (AssertionError, ZeroDivisionError, ValueError, KeyError, Unscored):
-                break  # its own checks
+                continue  # its own checks
             except Exception as error:
                 if type(error).__name__ != "Error":  # Calculon's own
                     raise
-                break
     return result
 
 
@@ -230,8 +229,10 @@ def compared(tables: Mapping[str, Sequence[ScoredPlan]], peers: Mapping[str, Pee
         one: dict[str, Any] = {"rows": len(at), OURS: round(float(np.median(mine[at])), 4)}
         fitting = [i for i in range(len(rows)) if fits[i] and plans[i].source == source] or list(np.flatnonzero(fits))
         for name in peers:
-            best = int(np.argmin(np.median(errors[name][fitting], axis=0)))
-            one[name] = round(float(np.median(errors[name][at, best])), 4)
+            best = int(np.nanargmin(np.nanmedian(errors[name][fitting], axis=0)))
+            # Where it refuses that setting for a row, its plain one counts.
+            mine_of = np.where(np.isfinite(errors[name][:, best]), errors[name][:, best], errors[name][:, 0])
+            one[name] = round(float(np.median(mine_of[at])), 4)
             one[f"{name} setting"] = list(SETTINGS[name][best])
         found.setdefault(table, {})[source] = one
     return found
