@@ -129,7 +129,7 @@ def test_two_pins_of_one_setting_are_refused() -> None:
         (["tensor=0"], "size is 0"),
         (["tensor=-2"], "size is -2"),
         (["replicate=3"], "4 devices cannot be shared out to an axis of 3. Use 1, 2, 4."),
-        (["recompute=999"], "Use 0 to 4"),
+        (["recompute=999"], "the model has 4 blocks"),
         (["chunked_loss=-2"], "chunks is -2"),
         (["chunked_loss=0"], "chunks is 0"),
         (["shard.stage=true"], "True is not one of its values"),
