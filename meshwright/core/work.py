@@ -220,6 +220,8 @@ class ParameterSlot:
     """As in `Param`."""
     state_tiers: tuple[tuple[TierName, Num], ...] = ()
     """(tier, share of its optimizer state) where not all of it is kept on the device."""
+    narrow: float = 0.0
+    """Share of its instances that 8-bit products read, and that are gathered in 8 bits where rows are shared evenly."""
 
     @property
     def elements(self) -> Num:

@@ -6,10 +6,14 @@ most, to e5m2 where one scale serves a whole tensor. Products are summed in floa
 dtype.
 
 Plain torch operations, so that a compiler joins scaling and rounding to the kernels around them.
+
+Scales of weights for the whole tensor are powers of two. A weight that was rounded once is therefore rounded again to
+what it is, and FSDP may gather 8 bits of it (`gather_narrow`): each rank rounds its rows with a scale of its own.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -29,6 +33,11 @@ def scale_of(x: Tensor, dtype: torch.dtype, dim: int | None = None) -> Tensor:
     """What x is divided by so that its largest element, of each row along `dim` or of all, is the dtype's largest."""
     largest = x.abs().amax() if dim is None else x.abs().amax(dim=dim, keepdim=True)
     return largest.float().clamp(min=_LEAST) / torch.finfo(dtype).max
+
+
+def scale_of_weight(weight: Tensor) -> Tensor:
+    """The next power of two of what the whole weight is divided by."""
+    return scale_of(weight, _E4M3).log2().ceil().exp2()
 
 
 def rounded(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -64,7 +73,7 @@ class TensorwiseLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        scale_x, scale_weight = scale_of(x, _E4M3), scale_of(weight, _E4M3)
+        scale_x, scale_weight = scale_of(x, _E4M3), scale_of_weight(weight)
         narrow = rounded(x, scale_x, _E4M3)
         ctx.save_for_backward(narrow if torch.compiler.is_compiling() else x, weight, scale_x, scale_weight)
         narrow_weight = rounded(weight, scale_weight, _E4M3)
@@ -121,4 +130,50 @@ def linear_fp8(scaling: Scaling) -> Callable[[Tensor, Tensor, Tensor | None], Te
         out = function.apply(x, weight)
         return out if bias is None else out + bias
 
+    if scaling == "tensorwise":
+        product.gather_narrow = gather_narrow  # type: ignore[attr-defined]
     return product
+
+
+def _narrowed(shard: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """In the dtype of the products first, as where nothing is gathered."""
+    shard = shard.to(dtype)
+    scale = scale_of_weight(shard)
+    return rounded(shard, scale, _E4M3), scale.reshape(1)
+
+
+def _widen(narrow: Tensor, scales: Tensor, out: Tensor) -> None:
+    out.view(len(scales), -1).copy_(narrow.view(len(scales), -1).float() * scales.unsqueeze(1))
+
+
+@functools.cache
+def _on(device: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """One pass over memory where there is a compiler for it."""
+    return torch.compile(run, dynamic=True) if device == "cuda" else run
+
+
+def gather_narrow(weight: Any, ranks: int) -> None:
+    """Have FSDP gather 8 bits an element of this weight, if `ranks` share its rows evenly and products read 8 bits.
+
+    What is gathered is widened to the dtype that FSDP would gather: nothing that reads the weight has to know.
+    """
+    if weight.shape[0] % ranks or any(size % MULTIPLE for size in weight.shape):
+        return
+    shard = weight._local_tensor
+
+    @torch.no_grad()
+    def before(mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> tuple[tuple[Tensor, Tensor], None]:
+        return _on(shard.device.type, _narrowed)(shard, policy.param_dtype or shard.dtype), None
+
+    @torch.no_grad()
+    def after(
+        outputs: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        narrow, scales = outputs
+        whole = torch.empty_like(narrow, dtype=dtype) if out is None else out
+        with torch.autograd._unsafe_preserve_version_counter(whole):  # it is what forward read
+            _on(shard.device.type, _widen)(narrow, scales, whole)
+        narrow.untyped_storage().resize_(0)  # FSDP allocates it again
+        return whole, (whole,)
+
+    shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = before, after

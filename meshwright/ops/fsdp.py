@@ -86,6 +86,9 @@ class ShardedUnits(Exchange):
         self.wrapped.append(fully_shard(build.model, reshard_after_forward=False, **options))
         self.ends.append(self.wrapped[-1])
         set_prefetch(self.wrapped, goes_back, chunks, prefetch)
+        for module in build.model.modules():
+            if (gather := getattr(getattr(module, "product", None), "gather_narrow", None)) is not None:
+                gather(module.weight, mesh.size(axis))
         for module in self.wrapped:
             _fill_unused(module, build.zero_filled)
         self.trained = [id(parameter) for parameter in build.model.parameters() if parameter.requires_grad]

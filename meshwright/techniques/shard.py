@@ -104,10 +104,18 @@ class Shard(Technique):
         def padded(slot: ParameterSlot) -> Num:
             return slot.stored(ways) * ways
 
+        def sent(slot: ParameterSlot) -> Num:
+            """Bytes: 8 bits an element and a scale of each shard where the products read 8 bits."""
+            size = padded(slot) * gather_bytes
+            if not slot.narrow:
+                return size
+            is_narrow = (slot.shape[0] % 16 == 0) & (slot.shape[1] % 16 == 0) & (slot.shape[0] % ways == 0)
+            return size + slot.narrow * is_narrow * (slot.elements + 4 * ways - size)
+
         # Embedding and head stay gathered while chunks of a stage take turns.
         is_chunked = work.facts.chunks > 1
-        for layer, repeat, elements in work.units(padded):
-            whole: dict[str, Any] = {"layer": layer, "bytes": elements * gather_bytes, "kind": "all_gather"}
+        for (layer, repeat, elements), (*_, size) in zip(work.units(padded), work.units(sent), strict=True):
+            whole: dict[str, Any] = {"layer": layer, "bytes": size, "kind": "all_gather"}
             whole["hidden"] = self.prefetch > 0
             once = self.stage < 3 or (is_chunked and layer not in blocks)
             tasks.append(Collective(**common, **whole, repeat=repeat, phase="forward", per_step=once))

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.ops.fp8 import linear_fp8, rounded, scale_of
+from meshwright.ops.fp8 import _narrowed, _widen, linear_fp8, rounded, scale_of
 
 SCALINGS: Any = ("tensorwise", "rowwise")
 # Relative errors of sums of products: e4m3 rounds by up to 2^-4 (2.6 % of a normal number on average), e5m2 by 2^-3.
@@ -85,3 +85,22 @@ def test_the_largest_element_becomes_the_largest_number() -> None:
         values = rounded(x, scale, torch.float8_e4m3fn)
         assert float(values.float()[0, 1]) == -448.0
         assert torch.equal(values.float() * scale, x)
+
+
+def test_a_weight_gathered_in_8_bits_multiplies_as_the_weight_does() -> None:
+    """Rounded by rows of a shard, widened and rounded again: the second time changes nothing."""
+    x, weight = torch.randn(32, 64).bfloat16(), torch.randn(48, 64)
+    weight[:24] *= 2**-5  # a rank whose scale is another one
+    pieces = [_narrowed(piece, torch.bfloat16) for piece in weight.chunk(2)]
+    narrow, scales = (torch.cat(each) for each in zip(*pieces, strict=True))
+    assert narrow.dtype == torch.float8_e4m3fn
+    assert scales[0] < scales[1]
+    whole = torch.empty(48, 64, dtype=torch.bfloat16)
+    _widen(narrow, scales, whole)
+    run = linear_fp8("tensorwise")
+    # Only elements next to zero, of the scale of all, are rounded twice.
+    near = run(x, weight.bfloat16(), None)
+    assert torch.equal(run(x, whole, None)[:, 24:], near[:, 24:])
+    assert (run(x, whole, None).float() - near.float()).norm() < 2**-8 * near.float().norm()
+    again, scale = _narrowed(whole[24:], torch.bfloat16)
+    assert torch.equal(again.float() * scale, whole[24:].float())

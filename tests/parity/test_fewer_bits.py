@@ -8,31 +8,30 @@ from typing import Any
 
 import pytest
 import tiny
-from tiny import LLAMA, plan_of
+from tiny import ALL_FP8, BY_ROW, FP8, LLAMA, LOSSY, WIDE, plan_of
 
 from meshwright.launch.rank_pool import RankPool
 
 Run = Callable[..., list[dict[str, Any]]]
 
-WIDE = LLAMA | {"hidden_size": 32, "ffn_size": 64, "init_std": 0.1}
-"""Linear layers of multiples of 16; cut in two, keys and values are not, and stay in 16 bits."""
-FP8 = tiny.t("precision", matmul="fp8_tensorwise")
-BY_ROW = tiny.t("precision", matmul="fp8_rowwise", edge_blocks=0)
-# Single elements of a gradient are off by a few hundredths of its norm, losses by far less.
-LOSSY = {"first loss": 2**-7, "first gradient": 2**-4, "first gradient norm": 2**-4, "loss": 2**-5, "parameter": 2**-6}
 CASES = (
     (FP8,),
     (BY_ROW,),
-    (FP8, tiny.SHARD3),
+    (ALL_FP8, tiny.SHARD1),
+    (ALL_FP8, tiny.SHARD2),
+    (ALL_FP8, tiny.SHARD3),
+    (BY_ROW, tiny.SHARD3),
     (BY_ROW, tiny.SEQUENCED),
     (FP8, tiny.PIPELINE, tiny.RECOMPUTE),
     pytest.param((BY_ROW, tiny.REPLICATE, tiny.COMPILE), marks=pytest.mark.slow),
-    pytest.param((FP8, tiny.SHARD3, tiny.TENSOR, tiny.PIPELINE), marks=pytest.mark.slow),
+    pytest.param((ALL_FP8, tiny.SHARD3, tiny.COMPILE), marks=pytest.mark.slow),
+    pytest.param((ALL_FP8, tiny.SHARD3, tiny.RECOMPUTE), marks=pytest.mark.slow),
+    pytest.param((ALL_FP8, tiny.SHARD3, tiny.TENSOR, tiny.PIPELINE), marks=pytest.mark.slow),
 )
 
 
 @pytest.mark.parametrize("techniques", CASES, ids=tiny.joined)
-def test_fp8_is_near_float32_and_sends_what_bf16_sends(techniques: tuple[Any, ...], ran: Run) -> None:
+def test_fp8_is_near_float32_and_sends_what_is_priced(techniques: tuple[Any, ...], ran: Run) -> None:
     answers = ran(plan_of(*techniques, microbatch=4), WIDE, dtype="float32")
     assert tiny.departures(answers, LOSSY) == []
     assert tiny.price_differences(answers) == []

@@ -163,6 +163,14 @@ ROUNDED = {
     "parameter": 2**-8,
 }
 
+WIDE = LLAMA | {"hidden_size": 32, "ffn_size": 64, "init_std": 0.1}
+"""Linear layers of multiples of 16; cut in two, keys and values are not, and stay in 16 bits."""
+FP8 = t("precision", matmul="fp8_tensorwise")
+ALL_FP8 = t("precision", matmul="fp8_tensorwise", edge_blocks=0)
+BY_ROW = t("precision", matmul="fp8_rowwise", edge_blocks=0)
+# Single elements of a gradient are off by a few hundredths of its norm, losses by far less.
+LOSSY = {"first loss": 2**-7, "first gradient": 2**-4, "first gradient norm": 2**-4, "loss": 2**-5, "parameter": 2**-6}
+
 
 def profile_of(config: dict[str, Any]) -> Profile:
     return decoder_profile(DecoderConfig(**config), "tiny")

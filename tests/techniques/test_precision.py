@@ -136,3 +136,15 @@ def test_fp8_changes_products_of_all_blocks_but_the_ends_and_no_bytes_that_are_h
     total = [sum(float(task.repeat * task.flops) for task in work.computes) for work in (plain, narrow)]
     assert total[0] == pytest.approx(total[1])
     assert forecast(LLAMA, Plan(techniques=(FP8,), batch=4), cluster("h200"), sequence=4096).step_seconds < 1
+
+
+def test_shard_gathers_what_tensorwise_products_read_in_8_bits() -> None:
+    shard: Any = technique_named("shard")
+
+    def gathered(each: Any) -> float:
+        work = price(LLAMA, Plan(techniques=(each, shard(size=2)), batch=4), sequence=4096)
+        return sum(float(each.bytes * each.repeat) for each in work.collectives if each.kind == "all_gather")
+
+    wide, by_row, narrow = map(gathered, (PRECISION(), PRECISION(matmul="fp8_rowwise"), FP8))
+    assert wide == by_row
+    assert 0.5 < narrow / wide < 0.8  # the table, the head and two blocks of 16 are as before
