@@ -67,6 +67,8 @@ class Build(Protocol):
     dtype: torch.dtype
     """Of parameters, gradients and optimizer state, but for parameters and gradients of another `weight_dtype`."""
     weight_dtype: torch.dtype
+    frozen_dtype: torch.dtype | None
+    """Of parameters that are not trained; None: as of others."""
     compute_dtype: torch.dtype
     timetable: Timetable
     stage: int

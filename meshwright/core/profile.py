@@ -73,6 +73,13 @@ class Poly:
         """For one of `parts` equal parts of each sequence, `s` tokens long, whose tokens see all of it."""
         return self.one + b * (self.b + s * (self.bs + s * parts * self.bss))
 
+    def times(self, factor: float) -> Poly:
+        return Poly(one=self.one * factor, b=self.b * factor, bs=self.bs * factor, bss=self.bss * factor)
+
+    def plus(self, other: Poly) -> Poly:
+        one, b, bs, bss = self.one + other.one, self.b + other.b, self.bs + other.bs, self.bss + other.bss
+        return Poly(one=one, b=b, bs=bs, bss=bss)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Param:
@@ -211,6 +218,8 @@ class Profile(Artefact):
     `stages`, `loss` (over tokens, in pieces), `samples` (of a batch, over time)."""
     unpriced: tuple[str, ...] = ()
     """What could not be counted, or only roughly, and where it is."""
+    unfrozen: str = ""
+    """Fingerprint before the costs were reduced by what frozen parameters do not need; empty: they were not."""
     version: int = 1
 
     @property
@@ -227,6 +236,12 @@ class Profile(Artefact):
         spans = zip([0, *ends], ends, strict=False)
         return tuple(max(0, min(end, first + count) - max(start, first)) for start, end in spans)
 
+    def trains_before(self, block: int) -> bool:
+        """Whether any parameter before a block, by its number, is trained."""
+        counts = iter(self.blocks_within(0, block))
+        before = [layer for at, layer in enumerate(self.layers) if (next(counts) if layer.is_block else at == 0)]
+        return any(not param.frozen for layer in before for param in layer.params)
+
     @property
     def num_blocks(self) -> int:
         return sum(layer.repeat for layer in self.layers if layer.is_block)
@@ -242,7 +257,10 @@ class Profile(Artefact):
 
     @property
     def fingerprint(self) -> str:
+        if self.unfrozen:
+            return self.unfrozen
         data = encode(self)
+        data.pop("unfrozen", None)
         for layer in data["layers"]:
             for op in layer["ops"]:
                 del op["role"]  # changes no cost: checkpoints of before there were roles stay valid

@@ -411,24 +411,26 @@ class Work:
         return next((item.repeat for item in items if item.layer == layer), 0)
 
     def has_backward(self, layer: str, after: int = -1) -> Num:
-        """Whether gradients pass back through a layer, to before its first `after` parameters (-1: to its end).
-
-        On the first stage: if anything up to there is trained.
-        """
+        """Whether gradients pass back through a layer, to before its first `after` parameters (-1: to its end): if
+        anything up to there is trained."""
         names = [each.name for each in self.profile.layers]
         *before, own = self.profile.layers[: names.index(layer) + 1]
         params = [param for each in before for param in each.params]
         params += own.params if after < 0 else own.params[:after]
-        return 1 if any(not param.frozen for param in params) else (self.size("stage") > 0) * 1
+        return 1 if any(not param.frozen for param in params) else 0
 
     def passing_back(self, layer: str, after: int) -> Num:
-        """Instances of a layer that pass gradients back to there: of equal ones that are trained, all but the first
-        do in any case."""
-        repeat, by_first = self.repeat_of(layer), self.has_backward(layer, after)
-        own = next(each for each in self.profile.layers if each.name == layer)
-        if all(param.frozen for param in own.params):
-            return repeat * by_first
-        return repeat - (repeat > 0) * (1 - by_first)
+        """Instances of a layer that pass gradients back to there: of equal ones that are trained, all but the first of
+        the model do in any case."""
+        repeat = self.repeat_of(layer)
+        if self.has_backward(layer, after):
+            return repeat
+        at = next(at for at, each in enumerate(self.profile.layers) if each.name == layer)
+        if all(param.frozen for param in self.profile.layers[at].params):
+            return 0 * repeat
+        start = sum(each.repeat for each in self.profile.layers[:at] if each.is_block)
+        is_first = self.sizes.get("first_block", 0) <= start
+        return repeat - (repeat > 0) * is_first
 
     def units(self, size: Callable[[ParameterSlot], Num], *, trained: bool = False) -> list[tuple[str, Num, Num]]:
         """(layer, instances, bytes of one) for whatever is gathered and reduced together, storage counted once.

@@ -160,6 +160,8 @@ class HFExport:
     def of(cls, reader: Reader, config: DecoderConfig | None, dtype: str = "") -> HFExport:
         """A decoder by the names of its family; any other module by its own names."""
         tensors, where = reader.manifest.tensors, reader.folder
+        stored = {each.dtype for name, each in tensors.items() if name.startswith(PARAMETER)}
+        dtype = dtype or ("float32" if stored == {"float32", "bfloat16"} else "")  # frozen ones may be narrow
         ours = {n.removeprefix(PARAMETER): e.shape for n, e in tensors.items() if n.startswith(PARAMETER)}
         if not ours:
             raise error_at(where, "has no parameters.")

@@ -54,7 +54,7 @@ class HeadLoss(torch.autograd.Function):
         if num_chunks == 1:
             logits = hidden @ narrow.t()
             losses, gradient = _losses(logits, targets, scales, words)
-            ctx.save_for_backward(gradient, hidden, narrow)
+            ctx.save_for_backward(gradient, hidden if ctx.needs_input_grad[1] else None, narrow)
             return (losses * weights).sum()
         total = x.new_zeros((), dtype=precise(x))
         into_x = torch.empty_like(hidden) if is_trained and ctx.needs_input_grad[0] else None

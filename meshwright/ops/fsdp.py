@@ -68,9 +68,9 @@ class ShardedUnits(Exchange):
         self.wrapped, self.ends = [], []
         goes_back, chunks = [], []
         self.root_chunk = len(build.spans) - 1
-        has_backward = build.first_block > 0
+        has_backward = [build.profile.trains_before(first) for first, _ in build.spans]
         for unit in build.units():
-            has_backward = has_backward or any(parameter.requires_grad for parameter in unit.parameters)
+            has_backward[unit.chunk] |= any(parameter.requires_grad for parameter in unit.parameters)
             build.materialise(unit.parameters)
             if unit.module is None:
                 self.root_chunk = min(self.root_chunk, unit.chunk)
@@ -79,7 +79,7 @@ class ShardedUnits(Exchange):
             # backward needs no weight, but FSDP would gather it all the same.
             module = fully_shard(unit.module, reshard_after_forward=stage == 3 and unit.is_block, **options)
             self.wrapped.append(module)
-            goes_back.append(has_backward)
+            goes_back.append(has_backward[unit.chunk])
             chunks.append(unit.chunk)
             self.ends += [] if unit.is_block else [module]
         # The root takes what no unit took: the layers that share a weight.
@@ -89,6 +89,10 @@ class ShardedUnits(Exchange):
         for module in build.model.modules():
             if (gather := getattr(getattr(module, "product", None), "gather_narrow", None)) is not None:
                 gather(module.weight, mesh.size(axis))
+        self.forward_only = [
+            module for module, is_needed in zip(self.wrapped, goes_back, strict=False) if not is_needed
+        ]
+        """Units without a backward, at the end of which FSDP would let go of what was gathered."""
         for module in self.wrapped:
             _fill_unused(module, build.zero_filled)
         self.trained = [id(parameter) for parameter in build.model.parameters() if parameter.requires_grad]
@@ -175,6 +179,10 @@ class ShardedUnits(Exchange):
             fully_shard.state(self.build.model)._root_post_backward_final_callback()
             if self.root is not None:
                 self.root.reshard()
+
+    def finish(self) -> None:
+        for module in self.forward_only:
+            module.reshard()
 
     def after_evaluation(self) -> None:
         """A forward without a backward leaves layers gathered, and their parameters whole."""

@@ -49,16 +49,20 @@ class PreciseLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        ctx.dtype = x.dtype
         dtype = precise(x)
         return F.linear(x.to(dtype), weight.to(dtype))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
-        into_x = (grad @ weight.to(grad.dtype)).to(x.dtype)
-        into_weight = grad.flatten(0, -2).t() @ x.to(grad.dtype).flatten(0, -2)
-        return into_x, into_weight.to(weight.dtype)
+        into_x = into_weight = None
+        if ctx.needs_input_grad[0]:
+            into_x = (grad @ weight.to(grad.dtype)).to(ctx.dtype)
+        if x is not None:
+            into_weight = (grad.flatten(0, -2).t() @ x.to(grad.dtype).flatten(0, -2)).to(weight.dtype)
+        return into_x, into_weight
 
 
 class GroupedLinear(torch.autograd.Function):
@@ -69,15 +73,15 @@ class GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, counts)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, counts)  # experts may be frozen
         return fresh(_rows_times(x, weight.transpose(1, 2), counts))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight, counts = ctx.saved_tensors
         grad = grad.contiguous()
-        into_weight = _outer(grad, x, counts) if ctx.needs_input_grad[1] else None  # experts may be frozen
-        return _rows_times(grad, weight, counts), into_weight, None
+        into_x = _rows_times(grad, weight, counts) if ctx.needs_input_grad[0] else None
+        return into_x, None if x is None else _outer(grad, x, counts), None
 
 
 def _grouped_kernel(*operands: Tensor) -> Any:

@@ -60,14 +60,14 @@ def _weight_gradient(weight: Tensor, x: Tensor, grad: Tensor) -> Tensor:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, later: Later) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.weight, ctx.bias_dtype, ctx.later = weight, None if bias is None else bias.dtype, later
+        ctx.save_for_backward(x if weight.requires_grad else None)
+        ctx.dtype, ctx.weight, ctx.bias_dtype, ctx.later = x.dtype, weight, None if bias is None else bias.dtype, later
         return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         (x,) = ctx.saved_tensors
-        into_x = (grad @ ctx.weight.to(grad.dtype)).to(x.dtype) if ctx.needs_input_grad[0] else None
+        into_x = (grad @ ctx.weight.to(grad.dtype)).to(ctx.dtype) if ctx.needs_input_grad[0] else None
         into_weight = into_bias = None
         if ctx.needs_input_grad[1] and not ctx.later.put(ctx.weight, x, grad):
             into_weight = _weight_gradient(ctx.weight, x, grad)

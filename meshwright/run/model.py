@@ -22,7 +22,7 @@ from meshwright.core.codec import decode, encode
 from meshwright.core.errors import MeshwrightError, Problem, error_at, raise_problems
 from meshwright.core.profile import Profile
 from meshwright.models.dimensions import DecoderConfig
-from meshwright.models.frozen_parameters import check_patterns, freeze, frozen_by
+from meshwright.models.frozen_parameters import check_patterns, freeze, frozen_by, mark
 from meshwright.models.presets import Config, config_kind, profile_of, sequence_problem
 from meshwright.run.run_file import ModelSection, RunConfig
 
@@ -137,7 +137,9 @@ def describe(section: ModelSection, sequence: int, seed: int = 0) -> ModelDescri
         check_patterns(profile, section.freeze, section.train)
     if section.freeze or section.train or made is not None:  # a user's module may come with frozen parameters
         is_frozen = _is_frozen(section, made)
-        profile = freeze(profile, is_frozen)
+        # What a module brings frozen is so in its traced costs.
+        is_counted = made is not None and not all(value.requires_grad for value in made.module.parameters())
+        profile = (mark if is_counted else freeze)(profile, is_frozen)
     about: dict[str, Any] = {"section": section, "config": config, "profile": profile}
     about |= {"sequence": sequence, "vocab_size": vocab}
     if config is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from meshwright.data.dataset import part_rows
 from meshwright.data.open_data import Data
 from meshwright.foreign.adapt import Loss, adapt
 from meshwright.hf.weights_import_export import export
-from meshwright.models.frozen_parameters import freeze
+from meshwright.models.frozen_parameters import IsFrozen, freeze, mark
 from meshwright.models.presets import Config, config_kind
 from meshwright.ops.device_mesh import Mesh, join
 from meshwright.ops.initial_weights import from_tensors
@@ -237,7 +237,7 @@ def _open_module(model: nn.Module | Config, seed: int, inputs: Inputs | None, lo
             opened.source = from_tensors(filled)
         for (_, mine), theirs in zip(opened.model.named_parameters(), model.parameters(), strict=True):
             mine.requires_grad_(theirs.requires_grad)
-        return OpenedModel(model=opened.model, profile=_frozen(opened.profile, model), source=opened.source)
+        return OpenedModel(model=opened.model, profile=_frozen(opened.profile, model, freeze), source=opened.source)
     if inputs is None:
         what = f"a {type(model).__name__} needs sample inputs to be understood."
         fix = "Give inputs=..., a tensor or tuple of tensors with one or more samples."
@@ -245,13 +245,13 @@ def _open_module(model: nn.Module | Config, seed: int, inputs: Inputs | None, lo
     made, profile = adapt(model, inputs, name=type(model).__name__, loss=loss)
     source = from_tensors({name: value.detach().clone() for name, value in model.named_parameters()})
     made.empty()
-    return OpenedModel(model=made, profile=_frozen(profile, made), source=source)
+    return OpenedModel(model=made, profile=_frozen(profile, made, mark), source=source)
 
 
-def _frozen(profile: Profile, model: nn.Module) -> Profile:
+def _frozen(profile: Profile, model: nn.Module, by: Callable[[Profile, IsFrozen], Profile]) -> Profile:
     name_of = getattr(model, "public_name", str)
     own = {name_of(name) for name, value in model.named_parameters() if not value.requires_grad}
-    return freeze(profile, lambda name: name in own) if own else profile
+    return by(profile, lambda name: name in own) if own else profile
 
 
 def _mesh(plan: Plan, device: str) -> Mesh:

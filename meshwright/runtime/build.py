@@ -43,6 +43,7 @@ class RankBuild:
     source: Source
     dtype: torch.dtype = torch.float32
     weight_dtype: torch.dtype = torch.float32
+    frozen_dtype: torch.dtype | None = None
     compute_dtype: torch.dtype = torch.float32
     timetable: Timetable = field(default_factory=Timetable)
     stage: int = 0
@@ -221,7 +222,8 @@ class RankBuild:
             if parameter.device.type != "meta":
                 continue
             name = names[id(parameter)]
-            parts = [self.source(name, box, self.weight_dtype) for box in self.boxes[name].in_order()]
+            dtype = self.weight_dtype if parameter.requires_grad else self.frozen_dtype or self.weight_dtype
+            parts = [self.source(name, box, dtype) for box in self.boxes[name].in_order()]
             value = join_in_order(self.boxes[name], parts).to(self.mesh.device)
             new = nn.Parameter(value.contiguous(), requires_grad=parameter.requires_grad)
             replace_parameter(self.model, parameter, new)

@@ -107,7 +107,7 @@ def _slowdown(task: Compute, device: Device) -> Num:
     elif task.phase == "weight":
         shapes = [to_weight]
     else:  # where it is one, the other half is apart, or of something that has no gradient
-        shapes = [to_input] if products < 2 else [to_input, to_weight]
+        shapes = [to_input] if products < 1.5 else [to_input, to_weight]
     slower: Num = 0.0
     for m, n, k in shapes:
         # Seconds of products of m x k by k x n over those at the rate of a large one.

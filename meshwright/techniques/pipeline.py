@@ -275,12 +275,16 @@ def _spans_of_stages(
 
 
 def _halved(work: Work) -> Work:
-    """Half of a linear layer's backward is its weight's gradient."""
+    """Half of a linear layer's backward is its weight's gradient; all or nothing of it where only one half runs."""
     blocks = {layer.name for layer in work.profile.block_layers}
+    frozen = {(slot.layer, slot.name) for slot in work.slots if slot.frozen}
     tasks: list[Any] = []
     for task in work.tasks:
         is_back = task.phase == "backward" and task.layer in blocks
         if is_back and isinstance(task, Compute) and task.role == "linear":
+            if (task.layer, f"{task.name}.weight") in frozen:
+                tasks.append(task)
+                continue
             half = replace(task, flops=task.flops / 2, moved_bytes=task.moved_bytes / 2, kernels=task.kernels / 2)
             tasks += [half, replace(half, phase="weight")]
         else:

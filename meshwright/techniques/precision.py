@@ -6,6 +6,7 @@ autocast, which keeps their residual stream in fp32.
 `dtype` = fp16 does the same in fp16, with a loss multiplied by a scale that keeps small gradients above zero: 2^16 at
 first, halved where a gradient of any rank overflows (the step is then skipped on all), doubled after 2000 steps
 without.
+Frozen parameters of our decoders are stored in bf16 where that is the compute dtype: as they would be cast anyway.
 `weights` = bf16 stores weights and gradients in bf16 and no fp32 copy; updates are made in fp32 and rounded at random
 to a neighbour, the same on every replica and after a restart.
 `matmul` = fp8_tensorwise or fp8_rowwise: linear layers of blocks multiply 8-bit operands, rounded where they are used
@@ -136,6 +137,8 @@ class Precision(Technique):
                 return item
             return replace(item, dtype=self.dtype, bytes=item.bytes / 2)
 
+        if self._narrows_frozen(work.profile):
+            work = work.map_slots(lambda slot: replace(slot, element_bytes=2) if slot.frozen else slot)
         # Tables are looked up as they are.
         multiplying = {task.layer for task in work.computes if task.kind == "matmul"}
         casts = [
@@ -150,7 +153,7 @@ class Precision(Technique):
                 shared_out=slot.shared_out,
             )
             for slot in work.slots
-            if slot.layer in multiplying and self.weights == "fp32"
+            if slot.layer in multiplying and slot.element_bytes > 2 and self.weights == "fp32"
         ]
         work = work.map_tasks(task).map_residents(resident).with_residents(*casts)
         if self.weights == "fp32":
@@ -162,6 +165,10 @@ class Precision(Technique):
         work = work.with_facts(compute_dtype=self.dtype, scales_loss=self.scales_loss)
         work = work.with_widths(compute=2, gather=2, stream=stream)
         return self._price_fp8(work) if self.matmul else work
+
+    def _narrows_frozen(self, profile: Profile) -> bool:
+        """Under autocast, modules see the dtype of their weights."""
+        return self.dtype == "bf16" and profile.stream == "compute"
 
     def _price_fp8(self, work: Work) -> Work:
         """Linear layers of all blocks but those at the ends, each block as an average one; rounding as compiled code
@@ -209,6 +216,8 @@ class Precision(Technique):
         if self.dtype != "fp32":
             build.compute_dtype = torch.bfloat16 if self.dtype == "bf16" else torch.float16
             build.model.set_compute_dtype(build.compute_dtype)
+        if self._narrows_frozen(build.profile):
+            build.frozen_dtype = torch.bfloat16
         if self.scales_loss:
             from meshwright.optimizers.loss_scaling import LossScaling
 
@@ -265,7 +274,7 @@ def _casting(work: Work, layers: set[str]) -> list[Compute]:
     """Weights are made 16-bit for each forward and their gradients 32-bit again, then added to those there are."""
     grouped: dict[tuple[str, bool, str], list[ParameterSlot]] = {}
     for slot in work.slots:
-        if slot.layer in layers:
+        if slot.layer in layers and slot.element_bytes > 2:
             grouped.setdefault((slot.layer, slot.cut is None, slot.shared_out), []).append(slot)
     width = work.facts.widths.state
     added = 3 * width * (work.size("num_microbatches") > 1)

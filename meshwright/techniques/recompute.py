@@ -195,7 +195,7 @@ class Recompute(Technique):
 
     def _full(self, work: Work, layer: Layer, count: Num, inputs: Num) -> list[Resident]:
         boundary = _boundary_bytes(work, layer)
-        each = boundary * inputs / np.maximum(count, 1)
+        each = boundary * inputs / np.maximum(count, 1) * work.has_backward(layer.name)
         own: dict[str, Any] = {"layer": layer.name, "origin": self.name, "turn": -3}
         result = [Resident(**own, category="activations", repeat=count, bytes=each, life="microbatch")]
         if self.slots:  # the input that has been made again
@@ -206,7 +206,7 @@ class Recompute(Technique):
     def _selective(self, work: Work, layer: Layer, count: Num, *, keeps_products: bool) -> list[Resident]:
         dear = _dear_bytes(work, layer, keeps_products)
         own: dict[str, Any] = {"layer": layer.name, "origin": self.name, "turn": -1 if keeps_products else -2}
-        each = _boundary_bytes(work, layer) + dear
+        each = (_boundary_bytes(work, layer) + dear) * work.has_backward(layer.name)
         kept = Resident(**own, category="activations", repeat=count, bytes=each, life="microbatch")
         saved = sum(
             item.bytes for item in work.residents if _is_kept(item, layer.name) and item.category == "activations"

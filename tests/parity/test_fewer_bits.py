@@ -114,3 +114,42 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(technique: Any, pool: Ran
         assert answer["changed"] == [False, True, False]
         assert answer["scales"] == [2.0**16, 2.0**15, 2.0**15]
         assert answer["num_steps"] == 1
+
+
+BF16_BOUNDS = {
+    "first loss": 2**-8,
+    "first gradient": 2**-5,
+    "first gradient norm": 2**-5,
+    "loss": 2**-7,
+    "parameter": 2**-6,
+}
+TUNED = {
+    "last block": {"train": ["blocks.3.*"]},
+    "embedding and first block": {"freeze": ["embed.*", "blocks.0.*"]},
+    "projections": {"train": ["*.attention.query.*", "*.mlp.down.*"]},
+}
+"""Where nothing before a stage is trained, no gradient passes back through it."""
+IN_TUNED = ((), (tiny.REPLICATE,), (tiny.SHARD2,), (tiny.SHARD3,), (tiny.SEQUENCED,), (tiny.PIPELINE,))
+MORE_TUNED = (
+    (tiny.ZBV, tiny.REPLICATE),
+    (tiny.INTERLEAVED, tiny.SHARD2),
+    (tiny.PIPELINE, tiny.TENSOR, tiny.RECOMPUTE),
+    (tiny.RECOMPUTE_SOME, tiny.SHARD3),
+)
+
+
+@pytest.mark.parametrize("techniques", IN_TUNED + MORE_TUNED, ids=tiny.joined)
+@pytest.mark.parametrize("trained", TUNED)
+def test_frozen_parameters_are_bf16_and_train_as_one_device_with_them_frozen(
+    trained: str, techniques: tuple[Any, ...], ran: Run
+) -> None:
+    """The reference is a plain torch loop with `requires_grad` off; in bf16, nobody's frozen weight moves."""
+    config = {"section": {"name": "byte-tiny", "change": {"num_layers": 4}, **TUNED[trained]}, "vocab": 256}
+    answers = ran(plan_of(tiny.BF16, *techniques, microbatch=4), config, dtype="float32")
+    assert tiny.departures(answers, BF16_BOUNDS) == []
+    assert tiny.price_differences(answers) == []
+    if not techniques:
+        (wide,) = ran(plan_of(microbatch=4), config, dtype="float32")
+        state, (kept,) = wide["state"], answers
+        frozen = state["parameters"] - state["gradients"]
+        assert kept["state"] == state | {"parameters": state["parameters"] - frozen // 2}
