@@ -21,19 +21,20 @@ from meshwright.core.errors import MeshwrightError
 from meshwright.core.plan import Plan
 from meshwright.core.technique import Technique
 from meshwright.planner.bounds import Candidates, bound_all, floors, order_bounds
+from meshwright.planner.policies import Memo
 from meshwright.planner.rows import BoundedGrid, OrderedCandidate
 from meshwright.planner.scoreboard import AS_FAST, Alternative, Scoreboard, ScoredPlan, SearchResult, simpler_first
 from meshwright.planner.solve import Solved, smallest_plan, solve
 from meshwright.planner.space import dials, grids, orders_of
 from meshwright.planner.wishes import SearchInputs, pin_problems
-from meshwright.simulator.forecast import Forecast
 
 FEW_LOOKS, CLOSE_LOOKS, MOST_LOOKS = 48, 400, 1200
 """Candidates looked at closely where one plan is asked for on the way to another answer, for all plans that are asked
 for, and at all. After the first numbers only what may be faster than the best by more than epsilon is looked at. What
 bounds leave open is said as the gap."""
 BATCHES = ((8, 8), (16, 8), (64, 16), (256, 16), (8192, 32))
-"""Candidates bounded closer and solved together: few at first, when every look may make the rest needless."""
+"""Candidates bounded closer and solved together: few at first, when every look may make the rest needless. Where a
+limit is known, those of the same leaves that are below it come along: pricing them together takes little longer."""
 
 FEW_ORDERS = 8
 """Orders of a candidate's axes that are bounded at once; more, only if it may win with each axis at its best."""
@@ -88,6 +89,10 @@ class BestFirst:
         """Of plans that fit: leaf and pick."""
         self.unsettled: list[tuple[float, int]] = []
         """(seconds, place in `solved`) of those that may not fit in the allocator's pieces."""
+        self.settling: dict[int, Iterator[tuple[Solved, ScoredPlan | None]]] = {}
+        """By place in `solved`: what is left to be done for one that is not settled."""
+        self.unfit: set[tuple[int, int]] = set()
+        """Leaf and candidate of those that cannot fit, looked at closer."""
         self.waiting: list[_Waiting] = []
         self.numbers = itertools.count()
         self.next = 0
@@ -119,13 +124,16 @@ class BestFirst:
     def limit_seconds(self) -> float:
         """Only what is bound to be below is looked at: as long as that is not too much, whatever may be among the plans
         asked for, so that fewer of them are always the first of more."""
-        seconds = itertools.chain(
-            self.unsettled, ((each.forecast.step_seconds, 0) for each in self.board.taken.values())
-        )
-        fastest = heapq.nsmallest(self.top, seconds)
+        fastest = self.fastest_seconds
         if len(self.solved) >= self.close_looks and fastest:
-            return fastest[0][0] * (1 - self.inputs.epsilon)
-        return fastest[-1][0] if len(fastest) == self.top else np.inf
+            return fastest[0] * (1 - self.inputs.epsilon)
+        return fastest[-1] if len(fastest) == self.top else np.inf
+
+    @property
+    def fastest_seconds(self) -> list[float]:
+        """Of as many plans as are asked for."""
+        taken = (each.forecast.step_seconds for each in self.board.taken.values())
+        return heapq.nsmallest(self.top, itertools.chain((seconds for seconds, _ in self.unsettled), taken))
 
     def run(self, top: int, close_looks: int) -> None:
         self.top, self.close_looks = top, close_looks
@@ -151,11 +159,15 @@ class BestFirst:
             return False
         _, place = heapq.heappop(self.unsettled)
         found, at = self.solved[place]
-        settled, scored = self.settle(found, self.leaves[at])
+        if place not in self.settling:
+            self.settling[place] = self._settled(found, self.leaves[at])
+        settled, scored = next(self.settling[place])
         self.solved[place] = settled, at
         if scored is not None:
             self.board.take(scored)
             self.origins[scored.plan] = at, found.pick
+        elif settled.plan is not None:
+            heapq.heappush(self.unsettled, (settled.seconds, place))
         return True
 
     def _look(self, num_wide: int, num_close: int) -> bool:
@@ -179,10 +191,19 @@ class BestFirst:
                 ordered = self.ordered(at, pick)
                 wide += [(at, each) for each in (ordered if len(ordered) <= FEW_ORDERS else [pick])]
                 self.next += 1
-        for entry in self.bounded([*wide, *((at, each) for at, pick in free for each in self.ordered(at, pick))]):
+        wide += ((at, each) for at, pick in free for each in self.ordered(at, pick))
+        for entry in self.bounded(wide):
             heapq.heappush(self.waiting, entry)
+        if close and np.isfinite(limit):
+            leaves, below = {at for at, _ in close}, min(limit, self.fastest_seconds[0])
+            along = [e for e in self.waiting if e[0] < below and e[2] in leaves and e[3].axis_order is not None]
+            along = heapq.nsmallest(self.close_looks - len(self.solved) - len(close), along)
+            numbers = {number for _, number, _, _ in along}
+            self.waiting = [each for each in self.waiting if each[1] not in numbers]
+            heapq.heapify(self.waiting)
+            close += ((at, pick) for _, _, at, pick in along)
         self._solve(close)
-        return bool(wide or free or close)
+        return bool(wide or close)
 
     def ordered(self, at: int, pick: OrderedCandidate) -> list[OrderedCandidate]:
         """With every order of its axes."""
@@ -191,8 +212,11 @@ class BestFirst:
     def bounded(self, picks: Iterable[tuple[int, OrderedCandidate]]) -> Iterator[_Waiting]:
         for at, mine in _by_leaf(picks).items():
             bounds = order_bounds(self.leaves[at], mine)
-            for pick, bound in zip(mine, bounds, strict=True):
-                yield float(bound) * (1 - _ROUNDING), next(self.numbers), at, pick
+            for pick, bound in zip(mine, bounds.tolist(), strict=True):
+                if np.isfinite(bound):
+                    yield bound * (1 - _ROUNDING), next(self.numbers), at, pick
+                else:
+                    self.unfit.add((at, pick.candidate))
 
     def _solve(self, picks: Iterable[tuple[int, OrderedCandidate]]) -> None:
         for at, mine in _by_leaf(picks).items():
@@ -203,19 +227,23 @@ class BestFirst:
                     heapq.heappush(self.unsettled, (result.seconds, len(self.solved)))
                 self.solved.append((result, at))
 
-    def settle(self, found: Solved, leaf: BoundedGrid) -> tuple[Solved, ScoredPlan | None]:
-        """Forecast what was solved; if it does not fit in the allocator's pieces, again with less memory."""
-        scored = None if found.plan is None else self.board.score(found.plan)
-        if scored is None or found.plan is None:
-            return found, None
-        if scored.forecast.fits:
-            scored = self.board.score(found.plan, replays=True)
-            assert scored is not None
-        return (found, scored) if scored.forecast.fits else self._with_less(found, scored.forecast, leaf)
+    def settle(self, found: Solved, leaf: BoundedGrid, limit_seconds: float) -> tuple[Solved, ScoredPlan | None]:
+        """Forecast what was solved, as long as it may be below the limit."""
+        for settled, scored in self._settled(found, leaf):
+            if scored is not None or settled.plan is None or settled.seconds > limit_seconds:
+                break
+        return settled, scored
 
-    def _with_less(self, found: Solved, told: Forecast, leaf: BoundedGrid) -> tuple[Solved, ScoredPlan | None]:
-        """The fastest that fits in pieces too, between the least memory that is too much and one that will do. What
-        needs more than a plan that does not fit is taken not to fit either."""
+    def _settled(self, found: Solved, leaf: BoundedGrid) -> Iterator[tuple[Solved, ScoredPlan | None]]:
+        """Forecast what was solved; where it does not fit in the allocator's pieces, the fastest that fits in pieces
+        too, between the least memory that is too much and one that will do. What needs more than a plan that does not
+        fit is taken not to fit either. Until that is found, what no such plan is faster than."""
+        scored = None if found.plan is None else self.board.score(found.plan, replays=True)
+        if scored is None or scored.forecast.fits:
+            yield (found if scored is not None else replace(found, plan=None, seconds=np.inf)), scored
+            return
+        yield found, None
+        told, memo = scored.forecast, Memo()
         used = told.peak_reserved_bytes + told.peak_bytes - told.peak_allocated_bytes
         little = _LITTLE * self.memory_bytes
         over = max(used - self.memory_bytes, told.peak_bytes - self.memory_bytes, little)
@@ -223,7 +251,7 @@ class BestFirst:
         low, best, kept = high - over, None, None
         for _ in range(_RETRIES):
             room = low if best is None else (low + high) / 2
-            (less,) = solve(leaf, [found.pick._replace(memory_bytes=room)])
+            (less,) = solve(leaf, [found.pick._replace(memory_bytes=room)], memo=memo)
             scored = None if less.plan is None else self.board.score(less.plan, replays=True)
             if scored is None:
                 break
@@ -232,15 +260,17 @@ class BestFirst:
             else:
                 high = min(high, scored.forecast.peak_bytes - 1.0)
                 low = min(low, high) - over * (best is None)
+                yield replace(less, pick=found.pick), None
             if high - low < little:
                 break
         most = found
         if found.least_seconds < self.board.best_seconds:  # else what is left open is no part of the gap
-            (most,) = solve(leaf, [found.pick._replace(memory_bytes=high)])
+            (most,) = solve(leaf, [found.pick._replace(memory_bytes=high)], memo=memo)
         if best is None:
             self.board.reject("does not fit in memory in pieces")
-            return replace(most, plan=None, seconds=np.inf), None
-        return replace(best, least_seconds=min(most.least_seconds, best.seconds)), kept
+            yield replace(most, plan=None, seconds=np.inf), None
+        else:
+            yield replace(best, least_seconds=min(most.least_seconds, best.seconds)), kept
 
     def result(self, top: int, compares: bool, tie: float) -> SearchResult:
         ranked = simpler_first(self.board.ranked(top), tie, self.inputs.cluster.devices_per_node)
@@ -249,8 +279,10 @@ class BestFirst:
         names = (dial.kind.name for dial in self.turned)
         compared = [name for name in names if name not in self.inputs.wishes.pinned] if compares else []
         unfitting = self.candidates.runs & ~self.candidates.fits(self.memory_bytes)
-        self.board.reject("does not fit in memory", int(np.sum(unfitting)))
-        self.board.reject("slower", len(self.order) - len({(at, f.pick.candidate) for f, at in self.solved}))
+        self.board.reject("does not fit in memory", int(np.sum(unfitting)) + len(self.unfit))
+        self.board.reject(
+            "slower", len(self.order) - len({(at, f.pick.candidate) for f, at in self.solved} | self.unfit)
+        )
         return SearchResult(
             best=best,
             ranked=tuple(ranked),
@@ -352,7 +384,7 @@ class Otherwise:
             leaf = replace(leaf, required=leaf.required | {self.name})
         result = result or solve(leaf, [pick], self.seconds)[0]
         if result.seconds <= self.seconds:
-            result, found = self.pool.settle(result, leaf)
+            result, found = self.pool.settle(result, leaf, self.seconds)
             if found is not None and (self.scored is None or found.rank < self.scored.rank):
                 self.scored = found
         self.left.append(result.least_seconds)

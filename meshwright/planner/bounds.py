@@ -199,14 +199,12 @@ class BoundRows:
         return (self.counts * value).sum(axis=1) / self.counts.sum(axis=1)
 
     def least_bytes(self, memory: StageMemory) -> np.ndarray:
-        """Whatever blocks follow, what is kept is a mixture, and the last block runs as one of the policies lets it."""
-        base, each = self.table(memory.base_bytes()), self.table(memory.microbatch_bytes())
-        kept = base + self.table(memory.in_flight) * each
-        runs = (self.table(memory.late_bytes()) - kept).min(axis=2)
-        least = self.table(memory.peak_bytes())[:, :, 0] if self.shape[2] == 1 else kept.min(axis=2) + runs
+        kept, runs = least_bytes(self.table, memory)
+        least = self.table(memory.peak_bytes())[:, :, 0] if self.shape[2] == 1 else kept + runs
         if not self.grid.may_choose:
             return self.fullest(least)
-        return np.maximum(self.fullest(least), self.even(base[:, :, 0] + each.min(axis=2)) + self.fullest(runs))
+        base, each = self.table(memory.base_bytes())[:, :, 0], self.table(memory.microbatch_bytes()).min(axis=2)
+        return np.maximum(self.fullest(least), self.even(base + each) + self.fullest(runs))
 
     def overflows(self, memory: StageMemory, cluster: Cluster) -> np.ndarray:
         """Candidates for which another tier than the device's is too small, whatever blocks follow: a mixture of
@@ -328,6 +326,14 @@ def pipeline_bound(
     return np.maximum(bound, np.maximum.reduceat(after, starts))
 
 
+def least_bytes(table: Callable[[Num], np.ndarray], memory: StageMemory) -> tuple[np.ndarray, np.ndarray]:
+    """(candidates, runs): of a stage the least that any policies keep, and that running takes beside.
+
+    Whatever blocks follow, what is kept is a mixture, and the last block runs as one of the policies lets it."""
+    kept = table(memory.base_bytes()) + table(memory.in_flight) * table(memory.microbatch_bytes())
+    return kept.min(axis=2), (table(memory.late_bytes) - kept).min(axis=2)
+
+
 def forced_seconds(
     table: Callable[[Num], np.ndarray], cost: StageCost, memory: StageMemory, memory_bytes: float
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -348,20 +354,17 @@ def forced_seconds(
     more[:, :, 0] = 0.0
     saved = kept[:, :, :1] - kept
     # What runs at the fullest moment may be of a block that follows any of them.
-    needed = kept[:, :, 0] + (table(memory.late_bytes()) - kept).min(axis=2) - memory_bytes
-    result, slope = np.full(needed.shape, np.inf), np.zeros(needed.shape)
-    ways = kept.shape[2]
-    for low, high in itertools.combinations_with_replacement(range(ways), 2):
-        for a, b in ((low, high), (high, low)):
-            span = saved[:, :, b] - saved[:, :, a]
-            share = np.clip((needed - saved[:, :, a]) / np.where(span > 0, span, 1.0), 0.0, 1.0)
-            reaches = saved[:, :, b] >= needed
-            mixed = more[:, :, a] + share * (more[:, :, b] - more[:, :, a])
-            is_better = reaches & ((span > 0) | (a == b)) & (mixed < result)
-            result = np.where(is_better, mixed, result)
-            rises = (share > 0) & (span > 0)
-            each = (more[:, :, b] - more[:, :, a]) / np.where(span > 0, span, 1.0)
-            slope = np.where(is_better, np.where(rises, each, 0.0), slope)
+    needed = kept[:, :, 0] + (table(memory.late_bytes) - kept).min(axis=2) - memory_bytes
+    ways = range(kept.shape[2])
+    low, high = np.array([(a, b) for a, b in itertools.product(ways, ways)]).T
+    span, dearer = saved[:, :, high] - saved[:, :, low], more[:, :, high] - more[:, :, low]
+    step = np.where(span > 0, span, 1.0)
+    share = np.clip((needed[:, :, None] - saved[:, :, low]) / step, 0.0, 1.0)
+    reaches = (saved[:, :, high] >= needed[:, :, None]) & ((span > 0) | (low == high))
+    mixed = np.where(reaches, more[:, :, low] + share * dearer, np.inf)
+    best = mixed.argmin(axis=2)[:, :, None]
+    rises = np.where((share > 0) & (span > 0), dearer / step, 0.0)
+    result, slope = (np.take_along_axis(each, best, axis=2)[:, :, 0] for each in (mixed, rises))
     is_forced = np.isfinite(result) & (result > 0)
     return np.where(is_forced, result, 0.0), np.where(is_forced, np.maximum(slope, 0.0), 0.0)
 
@@ -371,10 +374,10 @@ _HALVINGS = 16
 
 
 def order_bounds(leaf: BoundedGrid, picks: Sequence[OrderedCandidate]) -> np.ndarray:
-    """No plan of a candidate with its axes in this order is faster."""
+    """No plan of a candidate with its axes in this order is faster; infinite where none can fit."""
     if len(picks) > 1 and sum(len(leaf.grid.cuts[pick.candidate]) for pick in picks) > MOST_CELLS:
         half = len(picks) // 2
-        return np.concatenate([order_bounds(leaf, picks[:half]), order_bounds(leaf, picks[half:])])
+        return np.concatenate([order_bounds(leaf, part) for part in (picks[:half], picks[half:])])
     each = [cells_of(leaf, at, pick) for at, pick in enumerate(picks)]
     cells = [cell for mine in each for cell in mine]
     starts = np.cumsum([0, *map(len, each)])[:-1]
@@ -406,12 +409,25 @@ def order_bounds(leaf: BoundedGrid, picks: Sequence[OrderedCandidate]) -> np.nda
     sizes = np.diff([*starts, count])
     of = np.repeat(np.arange(len(picks)), sizes)
     pace = np.maximum.reduceat(seconds, starts)
+    kept, runs = (each[0, :count] for each in least_bytes(table, memory))
+    over = kept + runs - inputs.cluster.device.memory_bytes
+    fits = np.maximum.reduceat(over, starts) <= 0
     if grid.may_choose:
-        kept, base = column(memory.microbatch_bytes()), column(memory.base_bytes())
-        by_block = np.maximum(fast[wider] - fast[inner_row], 1e-30)[of]
-        grows = column(memory.in_flight)[:count] * (kept[wider] - kept[inner_row])[of]
-        grows = grows + (base[wider] - base[inner_row])[of]
-        pace = _least_pace(leaf, picks, seconds, by_block + slope[:count] * np.maximum(grows, 0.0), starts)
+
+        def by_block(value: np.ndarray) -> np.ndarray:
+            """What one block more adds."""
+            return (value[wider] - value[inner_row])[of]
+
+        in_flight, base = column(memory.in_flight)[:count], by_block(column(memory.base_bytes()))
+        keeps = table(memory.microbatch_bytes())[0]
+        grows = base + in_flight * by_block(keeps[:, 0])
+        each = np.maximum(by_block(fast), 1e-30) + slope[:count] * np.maximum(grows, 0.0)
+        pace = _least_pace(leaf, picks, seconds, each, starts)
+        # Where all microbatches are held at once, gradients come after the fullest moment: what is kept is certain.
+        is_long = rows.place[2].reshape(-1, ways)[:count, 0] > in_flight
+        adds = base + in_flight * by_block(keeps.min(axis=1))
+        saves = adds + np.maximum(by_block(column(memory.gradient_bytes())), 0.0)
+        fits = _find_room(leaf, picks, np.where(is_long, over, over - runs), adds, saves, starts)
     blocks, spans = inputs.profile.num_blocks, sizes * timetable.chunks
     bound = pipeline_bound(
         grid,
@@ -431,7 +447,7 @@ def order_bounds(leaf: BoundedGrid, picks: Sequence[OrderedCandidate]) -> np.nda
     # With another split the stage that ends last may be a smaller one.
     last = np.minimum if grid.may_choose else np.maximum
     tails = table(cost.seconds("step"))[0].min(axis=1)[:count]
-    return (bound + last.reduceat(tails, starts)) * inputs.slower
+    return np.where(fits, (bound + last.reduceat(tails, starts)) * inputs.slower, np.inf)
 
 
 def _least_pace(
@@ -439,9 +455,8 @@ def _least_pace(
 ) -> np.ndarray:
     """The least a slowest stage can take, where a stage with a block more takes `each` longer: the least at which whole
     blocks find room."""
-    cuts = [leaf.grid.cuts[pick.candidate] for pick in picks]
-    blocks = np.array([size_of(spans) for cut in cuts for spans in cut])
-    of = np.repeat(np.arange(len(picks)), [len(cut) for cut in cuts])
+    blocks = np.array([size_of(spans) for pick in picks for spans in leaf.grid.cuts[pick.candidate]])
+    of = np.repeat(np.arange(len(picks)), np.diff([*starts, len(blocks)]))
     low = np.add.reduceat(seconds / each, starts) / np.add.reduceat(1 / each, starts)
     high = np.maximum(np.maximum.reduceat(seconds, starts), low)
     for _ in range(_HALVINGS):
@@ -450,6 +465,24 @@ def _least_pace(
         enough = np.add.reduceat(np.maximum(room, 0), starts) >= leaf.inputs.profile.num_blocks
         low, high = np.where(enough, low, middle), np.where(enough, middle, high)
     return low
+
+
+def _find_room(
+    leaf: BoundedGrid,
+    picks: Sequence[OrderedCandidate],
+    over: np.ndarray,
+    adds: np.ndarray,
+    saves: np.ndarray,
+    starts: np.ndarray,
+) -> np.ndarray:
+    """Whether all blocks may find memory, where a stage with its blocks has at least so many bytes `over`, one block
+    more `adds` so many at least, and one fewer `saves` so many at most."""
+    if not leaf.inputs.is_one_kind:
+        return np.full(len(picks), True)
+    blocks = np.array([size_of(spans) for pick in picks for spans in leaf.grid.cuts[pick.candidate]])
+    most = blocks - np.ceil(over / np.maximum(np.where(over > 0, saves, adds), 1e-30) - 1e-9)
+    is_enough = np.add.reduceat(most, starts) >= leaf.inputs.profile.num_blocks
+    return is_enough & (np.minimum.reduceat(most, starts) >= 1)
 
 
 class Candidates:

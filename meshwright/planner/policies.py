@@ -126,10 +126,24 @@ class PolicyFront(NamedTuple):
     """Choices, fastest first."""
 
     choices: np.ndarray
-    first_look: np.ndarray
-    """Those that are priced first."""
-    is_all: bool
-    """There are no others, and all are priced."""
+    saved_bytes: np.ndarray | None = None
+    """By choice; None: there are no others, and all are priced."""
+    late_bytes: float = 0.0
+    """Of none of them."""
+
+    @property
+    def is_all(self) -> bool:
+        return self.saved_bytes is None
+
+    def first_look(self, memory_bytes: float) -> np.ndarray:
+        """Those that are priced first."""
+        if self.saved_bytes is None:
+            return np.arange(len(self.choices))
+        return near(self.saved_bytes, self.late_bytes - memory_bytes)
+
+
+Memo = dict[StageCell, tuple[PolicyFront, dict[int, Priced]]]
+"""What is known of cells, whatever memory their picks may have: the front, and the prices of some choices."""
 
 
 def fronts_of(leaf: BoundedGrid, picks: Sequence[OrderedCandidate], cells: Sequence[StageCell]) -> list[PolicyFront]:
@@ -142,52 +156,49 @@ def fronts_of(leaf: BoundedGrid, picks: Sequence[OrderedCandidate], cells: Seque
     must = [at for at, (name, _) in enumerate(leaf.policies) if name in leaf.required]
     result, row = [], 0
     for cell in cells:
-        is_all = is_listed(cell.kinds, policies)
-        if is_all:
+        saved, late = None, 0.0
+        if is_listed(cell.kinds, policies):
             choices = listed(cell.kinds, policies)
         else:
             rows = slice(row + 1, row + 1 + len(cell.kinds) * policies)
             counts = np.maximum(np.repeat(cell.kinds, policies), 1).reshape(-1, policies)
             seconds = (priced.backward[rows] - priced.backward[row]).reshape(counts.shape) / counts
             saved = (priced.kept_bytes[row] - priced.kept_bytes[rows]).reshape(counts.shape) / counts
-            choices, needed = front(cell.kinds, seconds, saved), priced.late_bytes[row] - picks[cell.at].memory_bytes
+            choices, late = front(cell.kinds, seconds, saved), float(priced.late_bytes[row])
             row = rows.stop
         if must:  # some block follows one of the policies that must be followed
             choices = choices[choices[:, :, must].sum(axis=(1, 2)) > 0]
             if not len(choices):  # a front without any: it saves nothing
                 choices = np.zeros((1, len(cell.kinds), policies), dtype=int)
                 choices[0, :, must[0]] = cell.kinds
-        look = np.arange(len(choices)) if is_all else near((choices * saved).sum(axis=(1, 2)), float(needed))
-        result.append(PolicyFront(choices, look, is_all))
+        result.append(PolicyFront(choices, None if saved is None else (choices * saved).sum(axis=(1, 2)), late))
     return result
 
 
 def options_of(
-    leaf: BoundedGrid, picks: Sequence[OrderedCandidate], cells: Sequence[StageCell]
+    leaf: BoundedGrid, picks: Sequence[OrderedCandidate], cells: Sequence[StageCell], memo: Memo | None = None
 ) -> tuple[dict[StageCell, Option], np.ndarray]:
-    """The best of every cell, and the longest send of every pick."""
-    fronts = dict(zip(cells, fronts_of(leaf, picks, cells), strict=True))
-    known: dict[StageCell, dict[int, Priced]] = {cell: {} for cell in cells}
-    sends = np.zeros(len(picks))
-    looks = {cell: each.first_look for cell, each in fronts.items()}
+    """The best of every cell, and the longest send of every pick. `memo`: from the same picks with other memory."""
+    memo = {} if memo is None else memo
+    new = [cell for cell in cells if cell not in memo]
+    memo.update((cell, (each, {})) for cell, each in zip(new, fronts_of(leaf, picks, new), strict=True))
+    points = {cell: memo[cell][0].first_look(picks[cell.at].memory_bytes) for cell in cells}
     for _ in range(1 + REFINED):
-        rows = PricedRows(leaf, picks, list(looks), [fronts[cell].choices[which] for cell, which in looks.items()])
-        priced = map(Priced._make, np.stack(rows.columns(), axis=1).tolist())
-        for cell, which in looks.items():
-            for index in which.tolist():
-                known[cell][index] = last = next(priced)
-            sends[cell.at] = max(sends[cell.at], last.send)
-        looks = {
-            cell: between
-            for cell, each in fronts.items()
-            if not each.is_all and len(between := _between(known[cell], picks[cell.at].memory_bytes))
+        looks = {cell: [at for at in which.tolist() if at not in memo[cell][1]] for cell, which in points.items()}
+        looks = {cell: which for cell, which in looks.items() if which}
+        if looks:
+            rows = PricedRows(leaf, picks, list(looks), [memo[cell][0].choices[which] for cell, which in looks.items()])
+            priced = map(Priced._make, np.stack(rows.columns(), axis=1).tolist())
+            for cell, which in looks.items():
+                memo[cell][1].update((at, next(priced)) for at in which)
+        points = {
+            cell: _between(memo[cell][1], picks[cell.at].memory_bytes) for cell in cells if not memo[cell][0].is_all
         }
-        if not looks:
-            break
-    m = leaf.grid.columns["num_microbatches"]
+    m, sends = leaf.grid.columns["num_microbatches"], np.zeros(len(picks))
+    for cell in cells:
+        sends[cell.at] = max(sends[cell.at], next(reversed(memo[cell][1].values())).send)
     return {
-        cell: _best(each, known[cell], picks[cell.at].memory_bytes, int(m[picks[cell.at].candidate]))
-        for cell, each in fronts.items()
+        cell: _best(*memo[cell], picks[cell.at].memory_bytes, int(m[picks[cell.at].candidate])) for cell in cells
     }, sends
 
 

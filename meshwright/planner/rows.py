@@ -155,7 +155,13 @@ def row_sizes(
         known = {each: technique.counts_in(profile, *each) for each in dict.fromkeys(spans)}
         for name in known[spans[0]]:
             sizes[name] = np.array([known[each][name] for each in spans])[stage_of]
-    return sizes
+    return {name: _single(value) for name, value in sizes.items()}
+
+
+def _single(value: Num) -> Num:
+    """A number in the place of an array in which all are equal: most of what is priced then costs a tenth."""
+    is_one = isinstance(value, np.ndarray) and (value == value[0]).all()
+    return value[0].item() if is_one else value
 
 
 class PricedRows:
@@ -211,7 +217,7 @@ class PricedRows:
             send=self.column(self.cost.send_seconds),
             peak_bytes=self.peak_bytes(self.memory),
             kept_bytes=self.column(self.memory.microbatch_bytes() * self.memory.in_flight),
-            late_bytes=self.column(self.memory.late_bytes()),
+            late_bytes=self.column(self.memory.late_bytes),
         )
 
     def peak_bytes(self, memory: StageMemory) -> np.ndarray:

@@ -20,7 +20,7 @@ import numpy as np
 
 from meshwright.core.plan import Plan
 from meshwright.core.technique import Spans, format_layers
-from meshwright.planner.policies import Option, fronts_of, options_of
+from meshwright.planner.policies import Memo, Option, fronts_of, options_of
 from meshwright.planner.rows import (
     BoundedGrid,
     OrderedCandidate,
@@ -170,7 +170,8 @@ class _ChunkedStage(NamedTuple):
 def _solve_chunks(leaf: BoundedGrid, picks: Sequence[OrderedCandidate]) -> list[Solved]:
     cells = [cell for at, pick in enumerate(picks) for cell in cells_of(leaf, at, pick)]
     fronts = fronts_of(leaf, picks, cells)
-    choices = [each.choices if each.is_all else each.choices[each.first_look] for each in fronts]
+    looks = [each.first_look(picks[cell.at].memory_bytes) for cell, each in zip(cells, fronts, strict=True)]
+    choices = [each.choices if each.is_all else each.choices[look] for look, each in zip(looks, fronts, strict=True)]
     stages, chunks = PricedRows(leaf, picks, cells, choices), range(leaf.timetable.chunks)
     cuts = [leaf.grid.cuts[picks[cell.at].candidate] for cell in cells]
     known: dict[Any, np.ndarray] = {}
@@ -276,12 +277,17 @@ REACH = 3
 FEW_BLOCKS, FEW_SPLITS = 12, 64
 
 
-def solve(leaf: BoundedGrid, picks: Sequence[OrderedCandidate], limit_seconds: float = np.inf) -> list[Solved]:
-    """What is bound to be above the limit is not simulated."""
+def solve(
+    leaf: BoundedGrid,
+    picks: Sequence[OrderedCandidate],
+    limit_seconds: float = np.inf,
+    memo: Memo | None = None,
+) -> list[Solved]:
+    """What is bound to be above the limit is not simulated. `memo`: from the same picks with other memory."""
     if leaf.timetable.chunks > 1:
         return _solve_chunks(leaf, picks)
     cells = [cell for at, pick in enumerate(picks) for cell in _cells(leaf, at, pick)]
-    options, sends = options_of(leaf, picks, list(dict.fromkeys(cells)))
+    options, sends = options_of(leaf, picks, list(dict.fromkeys(cells)), memo)
     result = []
     for at, pick in enumerate(picks):
         mine = {(cell.stage, cell.kinds): option for cell, option in options.items() if cell.at == at}

@@ -11,15 +11,16 @@ does it fail.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from meshwright.core.units import MIB
 from meshwright.core.work import Resident
 from meshwright.schedules import Timetable
 from meshwright.schedules.actions import Action, Actions
-from meshwright.simulator.peak_memory import LayerInstances, StageMemory
+from meshwright.simulator.peak_memory import StageMemory
 
 LEAST_BLOCK = 512
 SMALL, SMALL_SEGMENT = 1 * MIB, 2 * MIB
@@ -29,6 +30,7 @@ ROUNDED_TO = 2 * MIB
 NUM_STEPS = 2
 MOST_EVENTS = 200_000
 """Beyond, the instances of a layer are taken for one."""
+ADDRESS_BITS = 56
 COMPUTES, GATHERS = 0, 1
 """Streams: blocks of one are of no use to the other."""
 
@@ -50,44 +52,48 @@ class AllocatorBlock:
     after: AllocatorBlock | None = None
 
 
-@dataclass
+@dataclass(slots=True)
 class CachingAllocator:
     limit_bytes: float = float("inf")
     allocated_bytes: int = 0
     reserved_bytes: int = 0
     most_allocated_bytes: int = 0
     most_reserved_bytes: int = 0
-    _free: dict[Pool, list[tuple[int, int]]] = field(default_factory=dict)
-    """(size, address) of free blocks, in order."""
+    _free: dict[Pool, list[int]] = field(default_factory=dict)
+    """Free blocks by size, then by address: the two as one number."""
     _blocks: dict[int, AllocatorBlock] = field(default_factory=dict)
-    """Free ones by address."""
+    """Free ones by that number."""
     _next_address: int = 0
 
     def allocate(self, size: int, stream: int = 0) -> AllocatorBlock:
         size = -(-size // LEAST_BLOCK) * LEAST_BLOCK or LEAST_BLOCK
         pool = (size <= SMALL, stream)
         free = self._free.setdefault(pool, [])
-        at = bisect_left(free, (size, -1))
+        at = bisect_left(free, size << ADDRESS_BITS)
         if at < len(free):  # the smallest free block that is large enough
-            block = self._blocks.pop(free.pop(at)[1])
+            block = self._blocks.pop(free.pop(at))
             block.is_free = False
         else:
             block = self._new(pool, size)
         left = block.size - size
         if left >= LEAST_BLOCK if pool[0] else left > SMALL:
-            rest = AllocatorBlock(pool, block.address + size, left, before=block, after=block.after)
-            if rest.after is not None:
-                rest.after.before = rest
-            block.size, block.after = size, rest
-            self._put(rest)
-        self.allocated_bytes += block.size
+            after = block.after
+            block.size = size
+            block.after = rest = AllocatorBlock(pool, block.address + size, left, True, block, after)
+            if after is not None:
+                after.before = rest
+            self._blocks[key := left << ADDRESS_BITS | rest.address] = rest
+            insort(free, key)
+            self.allocated_bytes += size
+        else:
+            self.allocated_bytes += block.size
         if self.allocated_bytes > self.most_allocated_bytes:
             self.most_allocated_bytes = self.allocated_bytes
         return block
 
     def free(self, block: AllocatorBlock) -> None:
         self.allocated_bytes -= block.size
-        before, after = block.before, block.after
+        before, after, free = block.before, block.after, self._free[block.pool]
         if before is not None and before.is_free:
             self._take(before)
             block.address, block.size, block.before = before.address, before.size + block.size, before.before
@@ -98,7 +104,9 @@ class CachingAllocator:
             block.size, block.after = block.size + after.size, after.after
             if block.after is not None:
                 block.after.before = block
-        self._put(block)
+        block.is_free = True
+        self._blocks[key := block.size << ADDRESS_BITS | block.address] = block
+        insort(free, key)
 
     def _new(self, pool: Pool, size: int) -> AllocatorBlock:
         if size <= SMALL:
@@ -122,16 +130,11 @@ class CachingAllocator:
                 self._take(block)
                 self.reserved_bytes -= block.size
 
-    def _put(self, block: AllocatorBlock) -> None:
-        block.is_free = True
-        self._blocks[block.address] = block
-        insort(self._free[block.pool], (block.size, block.address))
-
     def _take(self, block: AllocatorBlock) -> None:
-        block.is_free = False
-        del self._blocks[block.address]
+        key = block.size << ADDRESS_BITS | block.address
+        del self._blocks[key]
         free = self._free[block.pool]
-        del free[bisect_left(free, (block.size, block.address))]
+        del free[bisect_left(free, key)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,12 +160,68 @@ def replay(memory: StageMemory, timetable: Timetable, stage: int, num_stages: in
     else:
         actions = timetable.orders(num_stages, max(count, min(int(memory.num_microbatches), num_stages)))[stage]
     tensors = sum(int(place.count) * (len(place.kept) + len(place.running)) for place in memory.places)
-    is_lumped = NUM_STEPS * tensors * len(actions) > MOST_EVENTS
-    room = memory_bytes - int(memory.always["non_torch"])
+    program = _Program(
+        states=_tensors(item for item in memory.setup if item.category == "optimizer"),
+        setup=_tensors(item for item in memory.setup if item.category != "optimizer"),
+        places=tuple(
+            _Place(
+                int(place.count),
+                _tensors(place.kept, "microbatch"),
+                _tensors(place.running, "moment", "forward"),
+                _tensors(place.running, "moment", "backward"),
+                _tensors(place.gradients, "step"),
+            )
+            for place in memory.places
+        ),
+        actions=actions,
+        chunks=timetable.chunks,
+        is_lumped=NUM_STEPS * tensors * len(actions) > MOST_EVENTS,
+    )
+    return _replayed(program, memory_bytes - int(memory.always["non_torch"]))
+
+
+_Tensors = tuple[tuple[float, int, int], ...]
+"""(bytes, how many, stream) of what is made together."""
+
+
+def _tensors(items: Iterable[Resident], *lives: str) -> _Tensors:
+    result = []
+    for item in items:
+        if item.bytes * item.repeat >= 1 and (not lives or item.life in lives):
+            is_gathered = item.category == "gathered" and item.life != "microbatch"
+            result.append((float(item.bytes), int(item.repeat), GATHERS if is_gathered else COMPUTES))
+    return tuple(result)
+
+
+class _Place(NamedTuple):
+    """As `LayerInstances`; `forward` and `backward`: while an instance runs."""
+
+    instances: int
+    kept: _Tensors
+    forward: _Tensors
+    backward: _Tensors
+    gradients: _Tensors
+
+
+class _Program(NamedTuple):
+    """All that a replay depends on: plans that differ in nothing of it are replayed once."""
+
+    states: _Tensors
+    """Of the optimizer."""
+    setup: _Tensors
+    """What else is always there."""
+    places: tuple[_Place, ...]
+    actions: Actions
+    chunks: int
+    is_lumped: bool
+
+
+@lru_cache(maxsize=512)
+def _replayed(program: _Program, room: int) -> Replayed:
     for limit in (room, float("inf")):
         allocator = CachingAllocator(limit_bytes=limit)
         try:
-            _Program(memory, timetable.chunks, is_lumped, allocator).run(actions)
+            _Replay(program, allocator).run()
         except OutOfMemory:
             continue
         return Replayed(
@@ -174,26 +233,22 @@ def replay(memory: StageMemory, timetable: Timetable, stage: int, num_stages: in
 
 
 @dataclass
-class _Program:
-    memory: StageMemory
-    chunks: int
-    is_lumped: bool
+class _Replay:
+    program: _Program
     allocator: CachingAllocator
     kept: dict[Any, list[AllocatorBlock]] = field(default_factory=dict)
     """By microbatch, place and instance."""
     made: dict[Any, list[AllocatorBlock]] = field(default_factory=dict)
     """Gradients, by place and instance."""
-    sizes: dict[Any, list[tuple[int, int]]] = field(default_factory=dict)
-    """(bytes, stream) of what is made together."""
 
-    def run(self, actions: Actions) -> None:
-        states = [item for item in self.memory.setup if item.category == "optimizer"]
-        self._hold([item for item in self.memory.setup if item.category != "optimizer"])
+    def run(self) -> None:
+        self._hold(self.program.setup)
         for step in range(NUM_STEPS):
-            for action in actions:
+            for action in self.program.actions:
                 self._do(action)
             if step == 0:  # two tensors of each, as Adam has
-                self._hold([half for item in states for half in (replace(item, bytes=item.bytes / 2),) * 2])
+                for size, repeat, stream in self.program.states:
+                    self._hold([(size / 2, repeat, stream)] * 2)
             for blocks in self.made.values():
                 self._free(blocks)
             self.made.clear()
@@ -201,46 +256,38 @@ class _Program:
     def _do(self, action: Action) -> None:
         instances = list(self._instances(action.chunk))
         for key, place, times in instances if action.kind == "forward" else ():
-            self.kept[action.microbatch, *key] = self._some(place.kept, ("microbatch",), times)
-            self._free(self._some(place.running, ("moment", "forward"), 1))
+            self.kept[action.microbatch, *key] = self._some(place.kept, times)
+            self._free(self._some(place.forward, 1))
         for key, place, times in reversed(instances) if action.kind in ("backward", "backward_input") else ():
-            passing = self._some(place.running, ("moment", "backward"), 1)
+            passing = self._some(place.backward, 1)
             if key not in self.made:
-                self.made[key] = self._some(place.gradients, ("step",), times)
+                self.made[key] = self._some(place.gradients, times)
             if action.kind == "backward":
                 self._free(self.kept.pop((action.microbatch, *key)))
             self._free(passing)
         for key, _, _ in instances if action.kind == "backward_weight" else ():
             self._free(self.kept.pop((action.microbatch, *key)))
 
-    def _instances(self, chunk: int) -> Iterator[tuple[tuple[int, int], LayerInstances, int]]:
+    def _instances(self, chunk: int) -> Iterator[tuple[tuple[int, int], _Place, int]]:
         """(its name, place, how many it stands for) of one chunk's layers, dealt out in turn."""
-        for index, place in enumerate(self.memory.places):
-            count = int(place.count)
-            mine = range(chunk * count // self.chunks, (chunk + 1) * count // self.chunks)
-            if self.is_lumped:
+        for index, place in enumerate(self.program.places):
+            chunks = self.program.chunks
+            mine = range(chunk * place.instances // chunks, (chunk + 1) * place.instances // chunks)
+            if self.program.is_lumped:
                 mine, times = mine[:1], len(mine)
             else:
                 times = 1
             for instance in mine:
                 yield (index, instance), place, times
 
-    def _some(self, items: Sequence[Resident], lives: tuple[str, ...], times: int) -> list[AllocatorBlock]:
-        key = id(items), lives, times
-        if key not in self.sizes:
-            some = (item for item in items if item.life in lives and item.bytes * item.repeat >= 1)
-            self.sizes[key] = [(int(item.bytes * times), _stream(item)) for item in some]
-        return [self.allocator.allocate(*each) for each in self.sizes[key]]
+    def _some(self, tensors: _Tensors, times: int) -> list[AllocatorBlock]:
+        return [self.allocator.allocate(int(size * times), stream) for size, _, stream in tensors]
 
-    def _hold(self, items: Sequence[Resident]) -> None:
-        for item in items:
-            for _ in range(int(item.repeat) if item.bytes >= 1 else 0):
-                self.allocator.allocate(int(item.bytes), _stream(item))
+    def _hold(self, tensors: Sequence[tuple[float, int, int]]) -> None:
+        for size, repeat, stream in tensors:
+            for _ in range(repeat if size >= 1 else 0):
+                self.allocator.allocate(int(size), stream)
 
     def _free(self, blocks: Sequence[AllocatorBlock]) -> None:
         for block in blocks:
             self.allocator.free(block)
-
-
-def _stream(item: Resident) -> int:
-    return GATHERS if item.category == "gathered" and item.life != "microbatch" else COMPUTES

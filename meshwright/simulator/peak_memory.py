@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -111,6 +111,10 @@ class StageMemory:
     def microbatch_bytes(self) -> Num:
         return self._of_candidates(sum(_bytes(item) for place in self.places for item in place.kept))
 
+    def gradient_bytes(self) -> Num:
+        """Made anew in each step."""
+        return sum(place.gradients for place in self._sums)
+
     def peak_bytes(self) -> Num:
         return self._peak_bytes
 
@@ -122,6 +126,7 @@ class StageMemory:
                 largest = np.maximum(largest, size)
         return np.ceil(self.base_bytes() + largest)
 
+    @cached_property
     def late_bytes(self) -> Num:
         """While the last layer instance there is runs: everything kept is there then. Never above the peak."""
         last: Num = 0
@@ -223,11 +228,11 @@ class StageMemory:
         sums = (
             PlaceSums(
                 kept=sum(_bytes(item) for item in place.kept),
-                kept_once=sum(_once(item) for item in place.kept),
+                kept_once=_sum_once(place.kept),
                 gradients=sum(place.gradient_bytes(item) for item in place.gradients),
-                gradients_once=sum(_once(item) for item in place.gradients),
-                forward=sum(_once(item) for item in place.running if _is_there(item, True)),
-                backward=sum(_once(item) for item in place.running if _is_there(item, False)),
+                gradients_once=_sum_once(place.gradients),
+                forward=_sum_once(item for item in place.running if _is_there(item, True)),
+                backward=_sum_once(item for item in place.running if _is_there(item, False)),
                 is_here=(place.count > 0) * 1,
             )
             for place in self.places
@@ -238,7 +243,7 @@ class StageMemory:
         """While an instance of a place runs: (place, whether its last instance, which backward takes first, or else its
         first, bytes beside those that are always there)."""
         sums = self._sums
-        whole, all_made = sum(place.kept for place in sums), sum(place.gradients for place in sums)
+        whole, all_made = sum(place.kept for place in sums), self.gradient_bytes()
         others, earlier = (held - 1) * whole, gradients * all_made
         before: Num = 0
         for at, place in enumerate(sums):
@@ -308,3 +313,12 @@ def _bytes(item: Resident) -> Num:
 def _once(item: Resident) -> Num:
     """One layer instance runs at a time, however many there are."""
     return item.bytes * (item.repeat > 0)
+
+
+def _sum_once(items: Iterable[Resident]) -> Num:
+    """Sum of `_once`: items of one place mostly come as often as each other."""
+    sizes: dict[int, tuple[Num, Num]] = {}
+    for item in items:
+        _, size = sizes.get(id(item.repeat), (item.repeat, 0))
+        sizes[id(item.repeat)] = item.repeat, size + item.bytes
+    return sum(size * (repeat > 0) for repeat, size in sizes.values())
