@@ -259,22 +259,16 @@ ROWS: tuple[TableRow, ...] = (
         peers=(("hf_mixtral", {**_EXPERTS, "batch": 4, "sequence": 4096}),),
         goal=1.05,
     ),
+    # Of the public loops that ran, these two are the fastest (torchvision's ViT takes 1.04 times timm's, timm's ResNet
+    # is torchvision's).
     TableRow(
-        ours=_case("vit-l16", "vit-l16", 64, 1, FUSED),
-        peers=(
-            ("vision", {"name": "torchvision vit_l_16", "batch": 64}),
-            ("vision", {"name": "timm vit_large_patch16_224", "batch": 64}),
-            ("vision", {"name": "transformers ViT-L", "batch": 64}),
-        ),
+        ours=_case("vit-l16", "vit-l16", 64, 1, (BF16, ONE_GRAPH)),
+        peers=(("vision", {"name": "timm vit_large_patch16_224", "batch": 64}),),
         goal=1.05,
     ),
     TableRow(
-        ours=_case("resnet50", "resnet50", 256, 1, FUSED),
-        peers=(
-            ("vision", {"name": "torchvision resnet50", "batch": 256}),
-            ("vision", {"name": "timm resnet50", "batch": 256}),
-            ("vision", {"name": "transformers ResNet-50", "batch": 256}),
-        ),
+        ours=_case("resnet50", "resnet50", 256, 1, (BF16, ONE_GRAPH)),
+        peers=(("vision", {"name": "torchvision resnet50", "batch": 256}),),
         goal=1.05,
     ),
 )

@@ -69,6 +69,17 @@ class Dialect:
     """Bytes in a second that gathers of parameters reach out of a node, where that is less than its links give."""
     expert_launches: float = 0.0
     """Of the host for each expert of a rank, layer and pass, beside those of our grouped products."""
+    narrow_sums: bool = False
+    """Gradients are summed over ranks in 16 bits."""
+    hidden_tensor: float = 0.0
+    """Share of the collectives inside layers that runs beside their matmuls."""
+    hides_dispatch: bool = False
+    """Tokens travel to experts and back beside the compute of another microbatch."""
+    sends_by_node: bool = False
+    """A token travels once to each node that has experts of its choice, and on from there by the inner link (DeepEP,
+    HybridEP)."""
+    dispatch_share: float = 1.0
+    """Of the bytes that experts and tokens in 16 bits would take: by `sends_by_node` and the dtype of dispatch."""
 
     keeping: Keeping = OUR_KEEPING
     """What it has in memory."""
@@ -92,8 +103,7 @@ class Dialect:
             if task.kind == "send" and self.partitions_sends:
                 yield from self._parted(task, work)
                 return
-            stays = self.hides_gathers if task.kind == "all_gather" else self.hides_gradients
-            yield replace(task, hidden=task.hidden and stays)
+            yield from self._talk(task)
             if has_stages and self.stage_wait_seconds and not task.per_step and task.kind != "send":
                 yield self._wait(task, work.size(task.axis))
         elif task.name.startswith("cast") and not self.casts_weights:
@@ -118,6 +128,19 @@ class Dialect:
             yield replace(task, moved_bytes=task.moved_bytes * self.traffic)
         else:
             yield task
+
+    def _talk(self, task: Collective) -> Iterator[Collective]:
+        if task.kind == "all_to_all":
+            yield replace(task, bytes=task.bytes * self.dispatch_share, hidden=task.hidden or self.hides_dispatch)
+            return
+        if task.origin == "tensor" and not task.per_step and self.hidden_tensor:
+            for share, hidden in ((self.hidden_tensor, True), (1 - self.hidden_tensor, task.hidden)):
+                yield replace(task, repeat=task.repeat * share, hidden=hidden)
+            return
+        is_sum = task.kind in ("all_reduce", "reduce_scatter") and (task.per_step or task.origin == "shard")
+        stays = self.hides_gathers if task.kind == "all_gather" else self.hides_gradients
+        narrow = 0.5 if is_sum and self.narrow_sums else 1.0
+        yield replace(task, bytes=task.bytes * narrow, hidden=task.hidden and stays)
 
     def _parted(self, task: Collective, work: Work) -> Iterator[Collective]:
         ways = work.size("tp") / work.facts.sequence_ways  # where the sequence is split each has its own part
@@ -198,18 +221,29 @@ NANOTRON = Dialect(
     name="nanotron",
     launch_seconds=4.0e-5,
     step_seconds=5e-4,
-    traffic=1.2,
-    loss_traffic=0.73,
+    traffic=1.25,
+    loss_traffic=0.55,
+    hides_gathers=False,
     balances_stages=True,
     stage_wait_seconds=0.28e-3,
+    hidden_tensor=0.25,
 )
+"""Its ZeRO-1 gathers parameters after the update, before anything else runs; the benchmark's tensor parallelism has
+`tp_linear_async_communication`, which hides some of its collectives (scripts/scaling_benchmarks.py)."""
 MEGATRON = Dialect(name="megatron", launch_seconds=1.2e-5, fuses=True, partitions_sends=True, expert_launches=5.0)
 """Megatron-Core with Transformer Engine, and what is built like it. Fitted: launches for experts (Qwen3 30B with
 microbatches of 1 and of 4)."""
 DEEPSPEED = Dialect(name="deepspeed", launch_seconds=2.0e-5, gathers_by_node=17e9)
 """ZeRO-3 of 2021: a collective for each parameter, at what one card of a node gives. Fitted: six rows of 48 to 280
 nodes (Narayanan et al. 2021, table 2), which gather at 14 to 18 GB/s whatever their number."""
+FAIRSCALE = Dialect(name="fairscale", narrow_sums=True)
+"""FSDP before it was torch's: gradients are summed in the dtype of compute unless `fp32_reduce_scatter` is set."""
+HAI_LLM = Dialect(name="hai-llm", launch_seconds=1.2e-5, fuses=True, hides_dispatch=True, sends_by_node=True)
+"""DeepSeek's: tokens are sent in fp8 and come back in bf16, behind the compute of another microbatch, to at most four
+nodes (DeepSeek-AI 2024, sections 3.2 and 3.3)."""
 _DIALECTS: dict[Framework, Dialect] = {
+    "fairscale": FAIRSCALE,
+    "hai-llm": HAI_LLM,
     "megatron-deepspeed": MEGATRON_DEEPSPEED,
     "deepspeed": DEEPSPEED,
     "scaling": SCALING,
@@ -251,5 +285,60 @@ def as_told(dialect: Dialect, row: Row) -> Dialect:
     is_newest = _NEWEST.search(told) or (not told and framework_of(row) in _WITH_NEWEST)
     if not attention.passes and _HOPPER.search(row.text("hardware")) and not is_newest:
         attention = replace(attention, share=attention.share * FLASH2_ON_HOPPER)
-    found = replace(dialect, attention=attention, keeping=keeping_of(row, kernel))
+    found = replace(
+        dialect,
+        attention=attention,
+        keeping=keeping_of(row, kernel),
+        narrow_sums=dialect.narrow_sums or _sums_in_16_bits(row),
+        hides_dispatch=dialect.hides_dispatch or _overlaps_dispatch(row),
+        sends_by_node=dialect.sends_by_node or _sends_by_node(row),
+    )
+    found = replace(found, dispatch_share=_dispatch_share(found, row))
     return replace(found, traffic=found.fused_norm_traffic) if "rms kernel" in told else found
+
+
+_MEGATRONS: tuple[Framework, ...] = ("megatron-deepspeed", "megatron-lm", "deepspeed")
+_RECIPES = re.compile(r"megatron.?bridge|nemo", re.IGNORECASE)
+
+
+def _sums_in_16_bits(row: Row) -> bool:
+    """Megatron sums gradients of fp16 in fp16 and of bf16 in fp32 unless told otherwise; NVIDIA's recipes for speed set
+    `grad_reduce_in_fp32` to false; Composer's mixed precision "pure" sums in the dtype of compute."""
+    framework, precision = framework_of(row), row.text("precision").lower()
+    if framework in _MEGATRONS:
+        return "fp16" in precision and "bf16" not in precision
+    if framework == "llm-foundry":
+        return "MP mode PURE" in row.text("notes")
+    return framework in ("nemo", "megatron-core") and _is_recipe(row)
+
+
+def _is_recipe(row: Row) -> bool:
+    return _RECIPES.search(f"{row.text('provenance')} {row.text('url')}") is not None
+
+
+def _overlaps_dispatch(row: Row) -> bool:
+    """`moe_a2a_overlap` in Megatron-Bridge's scripts/performance: Qwen3 on H100, its larger model on B300 too."""
+    model, cards = row.text("model").lower(), r"H100|\bB300|DGX-B300" if "235b" in row.text("model").lower() else "H100"
+    return "qwen" in model and re.search(cards, row.text("hardware")) is not None and _is_recipe(row)
+
+
+def _sends_by_node(row: Row) -> bool:
+    """`moe_flex_dispatcher_backend` there: HybridEP for DeepSeek; Qwen3 has it inside NVLink's domain only."""
+    return "deepseek" in row.text("model").lower() and _is_recipe(row)
+
+
+MOST_NODES = {"hai-llm": 4}
+"""That the router lets a token choose experts of."""
+FP8_DISPATCH = 0.75
+"""Of two trips in 16 bits, where one is in 8."""
+
+
+def _dispatch_share(dialect: Dialect, row: Row) -> float:
+    """Nodes that a token is sent to over experts that it is sent to, of other nodes, at random; times its dtype."""
+    ways, chosen, per_node = row.whole("ep", 1), row.whole("topk", 1), row.whole("gpus_per_node", 8)
+    dtype = FP8_DISPATCH if dialect.name == "hai-llm" else 1.0
+    nodes = -(-ways // per_node)
+    if not dialect.sends_by_node or nodes < 2 or "NVL72" in row.text("interconnect"):
+        return dtype
+    reached = min(nodes * (1 - (1 - 1 / nodes) ** chosen), MOST_NODES.get(dialect.name, nodes))
+    return dtype * reached / chosen

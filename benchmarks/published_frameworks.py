@@ -26,6 +26,8 @@ Framework = Literal[
     "internevo",
     "jax",
     "nvidia-examples",
+    "fairscale",
+    "hai-llm",
     "",
 ]
 
@@ -35,7 +37,7 @@ _NAMES: tuple[tuple[str, Framework], ...] = (
     (r"megatron.?bridge|megatron.?core|\bmcore\b", "megatron-core"),
     (r"nvidia-nemo|nemo.?framework|nvidia/nemo|\bnemo\b", "nemo"),
     (r"sail-sg|zero.?bubble|vocabulary ?parallelism|2401\.10241|2411\.05288", "megatron-lm"),
-    (r"megatron.?lm|2104\.04473|2205\.05198|1909\.08053|2402\.15627|\bmegatron\b", "megatron-lm"),
+    (r"megatron.?lm|2104\.04473|2205\.05198|1909\.08053|2402\.15627|2406\.11704|\bmegatron\b", "megatron-lm"),
     (r"deepspeed|1910\.02054|2306\.10209", "deepspeed"),
     (r"aleph.?alpha|2311\.05610", "scaling"),
     (r"llm.?foundry|mosaicml|composer", "llm-foundry"),
@@ -45,6 +47,8 @@ _NAMES: tuple[tuple[str, Framework], ...] = (
     (r"litgpt|lit-gpt|lit-llama", "litgpt"),
     (r"internevo|internlm", "internevo"),
     (r"jax.?toolbox|maxtext|\bpaxml\b|\bjax\b|t5x|levanter", "jax"),
+    (r"fairscale|metaseq|fms.?fsdp|2205\.01068|2302\.13971", "fairscale"),
+    (r"hai-?llm|2412\.19437", "hai-llm"),
     (r"deeplearningexamples|deeplearning-benchmark", "nvidia-examples"),
 )
 _CORE = re.compile(r"h100|h200|h800|h20\b|gh200|b200|b300|mcore|transformer engine", re.IGNORECASE)

@@ -54,15 +54,15 @@ _SMALLER = {"a100-80": (40, "a100-40"), "a100-pcie-80": (40, "a100-pcie-40"), "v
 """Cards that were also made with less memory: GB, preset."""
 _WITH_EFA = ("h100", "h200")
 EFA = Link(
-    bytes_per_second=41e9,
-    latency_seconds=100e-6,
+    bytes_per_second=45e9,
+    latency_seconds=65e-6,
     name="EFA",
     step_seconds=55e-6,
-    by_nodes=((1, 1.0), (2, 0.9), (4, 0.4), (8, 0.3), (16, 0.3), (32, 0.28), (64, 0.06)),
+    by_nodes=((1, 1.0), (2, 0.82), (4, 0.6), (8, 0.37), (16, 0.36), (32, 0.31), (64, 0.12)),
 )
-"""H100 nodes at AWS as Hugging Face measured them (Ultra-Scale Playbook): up to 4 nodes the busy bandwidth of 256 MB
-all_reduces, beyond that and for the steps of rings fitted to its calibration rows; at 64 nodes runs of one plan differ
-threefold."""
+"""H100 nodes at AWS as Hugging Face measured them (Ultra-Scale Playbook). The rate is that of two nodes' all_reduces of
+256 MB; the rest is fitted to its calibration rows without stages up to 32 nodes, falling with nodes; at 64 nodes runs
+of one plan differ threefold."""
 
 
 @dataclass(frozen=True, kw_only=True)

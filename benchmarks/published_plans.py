@@ -81,6 +81,19 @@ _SELDOM_RECOMPUTING: tuple[Framework, ...] = ("megatron-core", "nemo")
 (Megatron-Bridge, scripts/performance)."""
 
 
+_RECOMPUTED = (
+    (r"gpt.?oss", r"H100|G?B200", "selective (layernorm, moe_act)"),
+    (r"deepseek", r"H100", "selective (mla_up_proj, mlp)"),
+    (r"deepseek", r"B[23]00", "selective (mla_up_proj)"),
+)
+"""Model, hardware and what is computed again (`recompute_modules` in Megatron-Bridge's scripts/performance, V1)."""
+
+
+def _recipe(row: Row) -> str:
+    model, hardware = row.text("model").lower(), row.text("hardware")
+    return next((t for name, card, t in _RECOMPUTED if re.search(name, model) and re.search(card, hardware)), "")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """All that a forecast needs."""
@@ -125,6 +138,8 @@ def explained(row: Row) -> Row:
     row = known_by_name(row)
     alone, together = _HABITS.get(framework_of(row), ({}, {}))
     row = row.filled(alone if row.text("gpus") in ("1", "1.0") else together)
+    if framework_of(row) == "megatron-core" and _is_silent(row):
+        row = Row({**row.cells, "recompute": _recipe(row) or row.text("recompute")})
     place = _LADDER.search(row.text("notes").lower())
     if place is None:
         return row

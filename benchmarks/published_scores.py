@@ -161,9 +161,14 @@ def sweeps(rows: Iterable[ScoredPlan]) -> list[list[ScoredPlan]]:
 
 
 def _columns(sweep: Sequence[ScoredPlan]) -> tuple[list[float], list[float]]:
-    """Forecast and measured seconds."""
-    pairs = [(each.guess.step_seconds, each.real_seconds) for each in sweep if each.guess and each.real_seconds]
-    return [guess for guess, _ in pairs], [real for _, real in pairs]
+    """Forecast and measured seconds of each plan; where it was run again, or with another release, their median."""
+    found: dict[tuple[Any, ...], list[ScoredPlan]] = defaultdict(list)
+    for each in sweep:
+        if each.guess and each.real_seconds and each.case:
+            case = each.case
+            found[case.plans, case.numerics, case.variant, repr(case.dialect)].append(each)
+    guesses = [some[0].guess.step_seconds for some in found.values() if some[0].guess]
+    return guesses, [float(np.median([each.real_seconds for each in some])) for some in found.values()]
 
 
 def regret(sweep: Sequence[ScoredPlan]) -> float:

@@ -108,11 +108,22 @@ class BatchNorm(nn.Module):
         return Normalize.apply(x, self.weight, self.bias, mean, variance, self.epsilon, self.groups)
 
     def remember(self, mean: Tensor, variance: Tensor, count: int) -> None:
-        """For evaluation. Not while backward runs: that is a forward computed again, already remembered."""
-        if torch._C._current_graph_task_id() != -1:
-            return
+        """For evaluation."""
         for group in self.groups:
             count *= group.size()
         unbiased = variance * (count / max(count - 1, 1))
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), self.momentum)
-        self.running_var.lerp_(unbiased.to(self.running_var.dtype), self.momentum)
+        dtype = self.running_mean.dtype
+        _remember(self.running_mean, self.running_var, mean.to(dtype), unbiased.to(dtype), self.momentum)
+
+
+@torch.library.custom_op("meshwright::remember_statistics", mutates_args=("running_mean", "running_var"))
+def _remember(running_mean: Tensor, running_var: Tensor, mean: Tensor, variance: Tensor, momentum: float) -> None:
+    """Not while backward runs: that is a forward computed again, already remembered. An op of its own, since a compiled
+    graph cannot ask."""
+    if torch._C._current_graph_task_id() == -1:
+        torch._foreach_lerp_([running_mean, running_var], [mean, variance], momentum)
+
+
+@_remember.register_fake
+def _(running_mean: Tensor, running_var: Tensor, mean: Tensor, variance: Tensor, momentum: float) -> None:
+    return None

@@ -135,8 +135,8 @@ class Model(nn.Module):
         return [part.module for part in self.parts() if part.is_block and part.module is not None]
 
     def compile_trunk(self, compiled: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> None:
-        """Let one function, as `compiled` makes it, run all layers of the whole model before the loss. Only for models
-        whose profile's stream is in the compute dtype."""
+        """Let one function, as `compiled` makes it, run all layers of the whole model before the loss. Only for
+        decoders and image models of ours."""
         raise NotImplementedError
 
     def numbered_blocks(self) -> Iterable[tuple[nn.Module, int]]:

@@ -490,7 +490,9 @@ def stage_cost(
         if once:
             bare = _sum(seconds for _, _, seconds in _in_turn(once, order))
             window = _sum(seconds for (_, when), seconds in total.cover.items() if when == part)
-            _expose(charges, once, window, bare, "step", slowed)
+            # Chunks end one after another: only the last one's gradients have nothing but its own pass to hide behind.
+            shown = 1.0 if part == "forward" else 1.0 / work.facts.chunks
+            _expose(charges, once, window, bare, "step", slowed, shown)
     # The device waits for its host, which runs ahead while it is the faster one; and before the update: whether the
     # gradients are finite is asked there.
     lead: Num = 0.0
@@ -534,8 +536,10 @@ def _expose(
     bare: Num,
     part: Part,
     slowed: tuple[float, float],
+    shown: float = 1.0,
 ) -> None:
-    """Charge each technique its share of what stays visible of `group` beside `window` seconds of compute.
+    """Charge each technique its share of what stays visible of `group` beside `window` seconds of compute; `shown` of
+    it where the rest hides elsewhere.
 
     Side by side both are slower, by as many times as `slowed` says of the group and of compute; what ends first leaves
     the other alone (Mist's peeling, for two).
@@ -544,7 +548,7 @@ def _expose(
     total = _sum(item.total_seconds for item in group)
     both = np.minimum(total * itself, window * compute)
     visible = np.minimum(total, both - both / compute + total - both / itself + bare)
-    fraction = visible / np.maximum(total, 1e-30)
+    fraction = shown * visible / np.maximum(total, 1e-30)
     for item in group:
         _add(charges, item.charge(part), item.total_seconds * _pick(item.shared, 1.0, fraction))
 

@@ -1,7 +1,8 @@
 """Compile blocks, or the whole model before its loss, with torch.compile.
 
 What: every block's forward becomes one compiled graph; chains of pointwise ops become one kernel each. With `scope` =
-model the embedding, all blocks and the final norm are one graph; the head and its loss stay outside. With `graphs` the
+model the embedding, all blocks and the final norm are one graph; the head and its loss stay outside. Of image models
+all layers are one graph. With `graphs` the
 kernels of compiled graphs are replayed as CUDA graphs: the host launches one graph in place of hundreds of kernels.
 Inputs (masks of packed documents too) are copied into the graph's memory and, before another microbatch replays it,
 gradients out of it.
@@ -47,6 +48,9 @@ LARGEST_OFFERED = 500_000_000
 """Parameters up to which search tries one graph and CUDA graphs: each doubles the ways to set the technique, and of
 larger models blocks keep the device busy (llama-1b is 2 % slower as one graph)."""
 
+FIRST_LAYERS = ("embed", "stem")
+"""Of models that can be one graph."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Compile(Technique):
@@ -91,6 +95,9 @@ class Compile(Technique):
             if other.axis and self.graphs:
                 what = f"graphs is on, and with {other.name} ranks exchange data, which no CUDA graph here holds."
                 problems.append(self.problem(what, f"Use graphs = false, or leave out {other.name}."))
+            elif other.axis and self.scope == "model" and "samples" in profile.uncut:
+                what = f"scope is model, and with {other.name} ranks exchange the statistics of batch norms inside it."
+                problems.append(self.problem(what, f'Use scope = "block", or leave out {other.name}.'))
             elif self._must_be_apart(type(other)):
                 what = f"scope is model, and with {other.name} something is done between layers or with parts of them."
                 problems.append(self.problem(what, f'Use scope = "block", or leave out {other.name}.'))
@@ -108,8 +115,9 @@ class Compile(Technique):
         if self.keep == "products" and self.backend != "inductor":
             what = f"keep is products, and the backend {self.backend} decides by itself what is kept."
             problems.append(self.problem(what, 'Use backend = "inductor", or keep = "fastest".'))
-        if self.scope == "model" and profile.stream != "compute":
-            what = f"scope is model, and {profile.name} runs under autocast: of such models only blocks are compiled."
+        if self.scope == "model" and profile.layers[0].name not in FIRST_LAYERS:
+            what = f"scope is model, and {profile.name} is neither our decoder nor an image model of ours: of such "
+            what += "models only blocks are compiled."
             problems.append(self.problem(what, 'Use scope = "block".'))
         has_experts = any(op.role == "experts" for layer in profile.layers for op in layer.ops)
         if has_experts and self.joins_gradients:

@@ -5,7 +5,7 @@ As they were published, but for VGG's dropout, which is left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -55,6 +55,16 @@ class ImageModel(BlockModel):
         received: Tensor | None = None,
     ) -> Tensor:
         assert isinstance(inputs, Tensor)
+        logits = self.layers(inputs, received)
+        if self.head is None or not self.runs(self.num_blocks - 1) or targets is None or weights is None:
+            return logits
+        if not self.training:
+            hits = (logits.argmax(-1) == targets).to(torch.float64) @ weights.to(torch.float64)
+            self.hits = hits if self.hits is None else self.hits + hits
+        return (token_loss(logits, targets) * weights).sum()
+
+    def layers(self, inputs: Tensor, received: Tensor | None = None) -> Tensor:
+        """Logits, or on an earlier stage what the next one is given."""
         with self.casting(inputs.device):
             x = received
             if x is None:
@@ -66,13 +76,10 @@ class ImageModel(BlockModel):
                     x = block(x)
             if self.head is None or not self.runs(self.num_blocks - 1):
                 return x.to(inputs.dtype)
-            logits = self.head(x)
-        if targets is None or weights is None:
-            return logits
-        if not self.training:
-            hits = (logits.argmax(-1) == targets).to(torch.float64) @ weights.to(torch.float64)
-            self.hits = hits if self.hits is None else self.hits + hits
-        return (token_loss(logits, targets) * weights).sum()
+            return self.head(x)  # type: ignore[no-any-return]
+
+    def compile_trunk(self, compiled: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> None:
+        self.layers = compiled(self.layers)  # type: ignore[method-assign]
 
     def take_hits(self) -> Tensor | None:
         """Zero on a stage without the head: it has seen no answers."""

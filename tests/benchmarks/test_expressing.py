@@ -193,6 +193,57 @@ def test_ranks_that_have_the_same_send_a_part_each() -> None:
     assert sent == {"0": (0.25, 2), "1": (1.0, 0)}  # where the sequence is split each has its own part already
 
 
+def test_gradients_are_summed_in_the_bits_of_the_framework() -> None:
+    def is_narrow(**cells: str) -> bool:
+        return dialect_of(row(**cells)).narrow_sums
+
+    assert is_narrow(framework="Megatron-LM", precision="fp16 mixed")
+    assert not is_narrow(framework="Megatron-LM", precision="bf16")
+    assert is_narrow(framework="Megatron-Bridge", precision="bf16", provenance="NVIDIA-NeMo/Megatron-Bridge")
+    assert not is_narrow(framework="Megatron-Core", precision="bf16")
+    assert is_narrow(framework="llm-foundry", notes="MP mode PURE")
+    assert not is_narrow(framework="llm-foundry")
+    assert is_narrow(url="https://arxiv.org/abs/2302.13971")
+    case = case_of(row(dp="8", gpus="8", global_batch="8", framework="fairscale"))
+    plain = price(profile(case.config), case.plans[0], sequence=S)
+    sums = [
+        sum(float(task.bytes) for task in work.collectives if task.kind == "reduce_scatter" and task.origin == "shard")
+        for work in (price(profile(case.config), case.plans[0], sequence=S), case.dialect.change(plain))
+    ]
+    assert sums[1] == sums[0] / 2
+
+
+def test_a_token_travels_once_to_each_node() -> None:
+    experts = {"ep": "64", "topk": "8", "gpus": "64", "dp": "64", "global_batch": "64", "hardware": "H800-SXM-80GB"}
+    theirs = dialect_of(row(**experts, framework="HAI-LLM"))
+    assert theirs.hides_dispatch
+    # At most four of eight nodes, one of two trips in 8 bits.
+    assert theirs.dispatch_share == pytest.approx(0.75 * 4 / 8)
+    recipe = {"framework": "Megatron-Bridge", "provenance": "Megatron-Bridge", "model": "DeepSeek V3"}
+    assert dialect_of(row(**{**experts, **recipe})).dispatch_share == pytest.approx(1 - (7 / 8) ** 8)
+    assert dialect_of(row(**{**experts, "ep": "8"}, framework="HAI-LLM")).dispatch_share == 0.75
+    assert dialect_of(row(**experts)).dispatch_share == 1
+    qwen = {**recipe, "hardware": "DGX-H100", "model": "Qwen3_30B_a3B"}
+    assert dialect_of(row(**qwen)).hides_dispatch
+    assert not dialect_of(row(**{**qwen, "hardware": "DGX-B200"})).hides_dispatch
+
+
+def test_a_part_of_what_layers_say_hides_behind_their_matmuls() -> None:
+    case = case_of(row(tp="4", dp="2", sp="1", framework="nanotron"))
+    plain = price(profile(case.config), case.plans[0], sequence=S)
+    inside = [task for task in case.dialect.change(plain).collectives if task.origin == "tensor" and not task.per_step]
+    repeats = {hidden: sum(float(task.repeat) for task in inside if task.hidden is hidden) for hidden in (True, False)}
+    share = case.dialect.hidden_tensor
+    assert 0 < share < 1
+    assert repeats[True] / (repeats[True] + repeats[False]) == pytest.approx(share)
+
+
+def test_recipes_tell_what_is_computed_again() -> None:
+    silent = {"recompute": "per recipe (see scripts/performance)", "framework": "Megatron-Bridge"}
+    assert recomputed(explained(row(model="GPT OSS 120B", hardware="DGX-B200", **silent))) == ("layernorm", "act")
+    assert recomputed(explained(row(model="GPT OSS 120B", hardware="DGX-GB300", **silent))) == ()
+
+
 def test_stages_that_share_the_vocabulary_are_not_expressed() -> None:
     with pytest.raises(Unscored, match="schedule is"):
         case_of(row(pp="4", dp="2", schedule="1F1B / vocab-1"))

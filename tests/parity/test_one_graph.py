@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import tiny
+from test_models import MODELS
 from tiny import EXACT, GPT, LLAMA, plan_of, t
 
 Run = Callable[..., list[dict[str, Any]]]
@@ -44,3 +46,27 @@ def test_one_graph_in_fewer_bits_is_near_float32(techniques: tuple[Any, ...], ra
     answers = ran(plan_of(*techniques, ONE, microbatch=4), config, dtype="float32")
     assert answers[0]["errors"]["first loss"][0] < 2**-7
     assert answers[0]["errors"]["first gradient"][0] < 2**-4
+
+
+IMAGES = [("vit", (ONE,)), ("vit", (ONE, tiny.REPLICATE)), ("vgg", (ONE, tiny.RECOMPUTE)), ("resnet", (ONE,))]
+
+
+@pytest.mark.parametrize(("model", "techniques"), IMAGES)
+def test_an_image_model_is_one_graph_with_its_head(model: str, techniques: tuple[Any, ...], ran: Run) -> None:
+    plan = plan_of(*techniques)
+    answers = ran(replace(plan, microbatch=tiny.BATCH // plan.num_replicas), MODELS[model])
+    assert tiny.departures(answers, tiny.bounds(EXACT)) == []
+    assert tiny.price_differences(answers) == []
+    assert [answer["num_graphs"] for answer in answers] == [1] * len(answers)
+
+
+def test_batch_norms_do_not_break_the_graphs_of_blocks(ran: Run) -> None:
+    answers = ran(plan_of(t("compile", backend="aot_eager"), microbatch=tiny.BATCH), MODELS["resnet"])
+    assert tiny.departures(answers, tiny.bounds(EXACT)) == []
+    assert answers[0]["num_graphs"] == 3  # one for each block
+
+
+@pytest.mark.parametrize("recompute", [tiny.RECOMPUTE, tiny.RECOMPUTE_ONE])
+def test_compiled_batch_norms_remember_a_batch_once(recompute: Any, ran: Run) -> None:
+    answers = ran(plan_of(t("compile", backend="aot_eager"), recompute, microbatch=tiny.BATCH), MODELS["resnet"])
+    assert tiny.departures(answers, tiny.bounds(EXACT)) == []

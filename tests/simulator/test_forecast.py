@@ -209,6 +209,18 @@ def test_equal_inner_stages_fold_and_the_ends_do_not() -> None:
     assert runs(3, 3, 4, 4, 3) == [(0, 1), (1, 1), (2, 2), (4, 1)]
 
 
+def test_of_chunks_only_the_last_one_has_its_sums_to_show() -> None:
+    """Those before it have the passes of the chunks after them to hide behind."""
+    slow = replace(NODES, outer=replace(NODES.outer, bytes_per_second=1e6))
+    shown = {}
+    for chunks, schedule in ((1, "1f1b"), (2, "interleaved")):
+        techniques = (_t("pipeline", size=2, schedule=schedule, chunks=chunks), _t("replicate", size=4))
+        work = price(PROFILE, Plan(techniques=techniques, batch=16), sequence=128)
+        cost = stage_cost(work, slow, routes(slow, {"dp": 4, "pp": 2}))
+        shown[chunks] = sum(s for c, s in cost.charges.items() if c.axis == "dp" and c.part == "step")
+    assert np.allclose(shown[2], shown[1] / 2)
+
+
 def test_links_driven_by_the_cores_hide_nothing() -> None:
     plan = Plan(techniques=(_t("replicate", size=2),), batch=4)
     machine = cluster("2xlaptop")

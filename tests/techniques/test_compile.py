@@ -25,7 +25,7 @@ from meshwright.techniques.compile import copy_gradients, keeps_products
 
 GPT2 = decoder_profile(preset("gpt2-124m"), "gpt2-124m")
 TINY, EXPERTS = tiny.profile_of(tiny.GPT), tiny.profile_of(tiny.MOE)
-VIT = describe(ModelSection(name="vit-digits"), 1).profile
+VIT, RESNET, DLRM = (describe(ModelSection(name=each), 1).profile for each in ("vit-digits", "resnet-tiny", "dlrm-tiny"))
 GPU, LAPTOP = cluster("1xh200"), cluster("laptop")
 BLOCKS, ONE, REPLAYED = t("compile"), t("compile", scope="model"), t("compile", graphs=True)
 BOTH = t("compile", scope="model", graphs=True)
@@ -164,7 +164,8 @@ REFUSED: tuple[tuple[Any, tuple[Any, ...], Any, Any, str], ...] = (
     (ONE, (tiny.TENSOR,), TINY, None, "scope is model, and with tensor"),
     (ONE, (tiny.RING,), TINY, None, "scope is model, and with context"),
     (ONE, (tiny.PIPELINE,), TINY, None, "scope is model, and with pipeline"),
-    (ONE, (), VIT, None, "runs under autocast"),
+    (ONE, (), DLRM, None, "neither our decoder nor an image model"),
+    (ONE, (tiny.REPLICATE,), RESNET, None, "exchange the statistics of batch norms"),
     (ONE, (), EXPERTS, None, "has experts"),
     (REPLAYED, (), EXPERTS, None, "has experts"),
     (REPLAYED, (tiny.REPLICATE,), TINY, None, "graphs is on, and with replicate"),
@@ -211,7 +212,7 @@ def test_search_takes_graphs_where_the_host_is_slow_and_offers_them_to_small_mod
     (best,) = search(GPT2, GPU, batch=32, sequence=1024, top=1).ranked
     assert ONE in best.plan.techniques
     large = decoder_profile(preset("llama3.2-1b"), "llama3.2-1b")
-    for profile, machine in ((large, GPU), (GPT2, cluster("2xh100")), (VIT, GPU), (EXPERTS, GPU)):
+    for profile, machine in ((large, GPU), (GPT2, cluster("2xh100")), (DLRM, GPU), (EXPERTS, GPU)):
         assert [option.field for option in type(BLOCKS).options(profile, machine)] == ["backend", "keep"]
     assert type(BLOCKS).options(GPT2, LAPTOP) == ()
 
