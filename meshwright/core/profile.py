@@ -147,6 +147,14 @@ class Op:
     def __post_init__(self) -> None:
         _as_floats(self, "kernels", "backward_kernels")
 
+    @property
+    def sees_all(self) -> bool:
+        """Whether it is attention over every pair of tokens: a causal kernel computes half of 4 x heads x head size."""
+        if self.kind != "attention" or len(self.shape) != 3:
+            return False
+        heads, size, tokens = self.shape
+        return (self.flops.bss or self.flops.b / max(tokens, 1) ** 2) >= 3.0 * heads * size
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Site:

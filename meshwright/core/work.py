@@ -523,6 +523,8 @@ def _op_tasks(layer: Layer, op: Op, counts: tuple[Num, Num, Num], element_bytes:
     )
     _, sequence, parts = counts
     shape = tuple(size or sequence * parts for size in op.shape)
+    if op.sees_all:  # as fast as a causal one of twice the tokens: heads of 64 over 512 of them on an H200, within 10 %
+        shape = (*shape[:-1], 2 * shape[-1])
     return [
         Compute(
             layer=layer.name,

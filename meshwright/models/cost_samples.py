@@ -33,15 +33,18 @@ def kept_once(name: str, role: Role, elements: float) -> Op:
 
 
 def relu(name: str, n: float, cut: Cut = "none", working: float = 0.0) -> Op:
-    """In place: keeps its output."""
-    return memory(name, "activation", 2.0 * n, back=3.0 * n, saved=n, kernels=(1, 1), cut=cut, working=working)
+    """In place: keeps its output. Compiled, it is of the kernels before and after it."""
+    fused = (0.0, 0.0, 0.0, 0.0)
+    more: dict[str, Any] = {"kernels": (1, 1), "cut": cut, "working": working, "fused": fused}
+    return memory(name, "activation", 2.0 * n, back=3.0 * n, saved=n, **more)
 
 
 def cast(name: str, n: float, *, back: bool, saved: float = 0.0, kernels: int = 1) -> tuple[Op, Op]:
     """Under autocast, of a float32 tensor that a product reads: what is read, and what is written (and kept)."""
     both = n if back else 0.0
-    read = memory(name, "cast", n, back=both, kernels=(kernels, kernels * back), wide=True)
-    return read, memory(f"{name}.narrow", "cast", n, back=both, saved=saved, kernels=(0, 0))
+    fused = (0.0, 0.0, 0.0, 0.0)  # whoever makes it writes it so
+    read = memory(name, "cast", n, back=both, kernels=(kernels, kernels * back), wide=True, fused=fused)
+    return read, memory(f"{name}.narrow", "cast", n, back=both, saved=saved, kernels=(0, 0), fused=fused)
 
 
 def per_sample(value: Any, tokens: int = 1) -> Any:
@@ -166,7 +169,8 @@ def _batch_norm(name: str, width: int, size: int) -> tuple[tuple[Param, ...], tu
     # Read for its statistics, then to be normed, which are remembered in a few steps of small vectors; going back it is
     # read with its gradient for sums, then for the input's gradient.
     once = (30.0 * width, 8.0 * width)
-    op = memory(name, "norm", 3.0 * n, back=5.0 * n, saved=n, once=once, kernels=(8, 1))
+    fused = (3.0 * n, 5.0 * n, 3.0, 2.0)
+    op = memory(name, "norm", 3.0 * n, back=5.0 * n, saved=n, once=once, kernels=(8, 1), fused=fused)
     statistics = kept_once(f"{name}.statistics", "norm", 2.0 * width)
     return norm_params(name, width), (op, statistics), Site(kind="statistics", elements=Poly(one=2.0 * width))
 
@@ -195,9 +199,10 @@ def _bottleneck(size: BottleneckShape, name: str, repeat: int) -> Layer:
     for (_, some, _), size_kept in zip(pieces, relus, strict=True):
         ops += [*some, relu("relu", size_kept)] if size_kept else some
     added = 3.0 * size.out * outer
-    ops.append(memory("residual", "residual", added, working=added))
+    ops.append(memory("residual", "residual", added, working=added, fused=(added / 1.5, 0.0, 0.0, 0.0)))
     # Two read the block's input: their gradients are added.
-    ops.append(memory("input", "input", back=3.0 * size.channels * inner, kernels=(0, 1)))
+    entered = size.channels * inner
+    ops.append(memory("input", "input", back=3.0 * entered, kernels=(0, 1), fused=(0.0, 2.0 * entered, 0.0, 0.0)))
     return Layer(
         name=name,
         repeat=repeat,
@@ -246,23 +251,30 @@ def resnet_profile(config: ResNetConfig, name: str) -> Profile:
 def _vit_block(config: ViTConfig) -> Layer:
     encoder, d = config.encoder, config.hidden_size
     layer = block_layer(encoder, "blocks", config.num_layers, plain_mlp(encoder), is_causal=False)
-    # The stream between regions is of the parameters' dtype, under autocast too; each linear casts what it reads.
+    # The stream between regions is of the parameters' dtype, under autocast too; each linear casts what it reads. What
+    # is compiled of it: a norm reads the stream and writes 16 bits, and going back adds to the stream's gradient.
     ops: list[Op] = []
     for op in layer.ops:
         if op.role == "residual":  # a 16-bit tensor is added to the float32 stream, its gradient cast
-            ops.append(memory("residual", "residual", 2.0 * d, back=d, kernels=(1, 1), cut="sequence", wide=True))
-            ops.append(memory("residual.narrow", "residual", d, back=d, kernels=(0, 0), cut="sequence"))
+            common: dict[str, Any] = {"back": d, "cut": "sequence"}
+            stream, narrow = (2.0 * d, 0.0, 1.0, 0.0), (d, d, 0.0, 0.0)
+            ops.append(memory("residual", "residual", 2.0 * d, kernels=(1, 1), wide=True, fused=stream, **common))
+            ops.append(memory("residual.narrow", "residual", d, kernels=(0, 0), fused=narrow, **common))
         elif op.name == "attention.input":
-            ops += cast("attention.input", 3 * d, back=True, saved=3.0 * d, kernels=3)
-            ops.append(replace(op, name="attention.input.sum", dtype="float32", saved=Poly()))
+            read, written = cast("attention.input", 3 * d, back=True, saved=3.0 * d, kernels=3)
+            ops += [read, replace(written, fused=FusedCost(saved=Poly(bs=float(d))))]  # one copy for all three
+            fused = FusedCost(backward_moved=Poly(bs=1.5 * d))
+            ops.append(replace(op, name="attention.input.sum", dtype="float32", saved=Poly(), fused=fused))
         elif op.role == "input":
             ops += cast("mlp.input", d, back=True, saved=d)
-            ops.append(replace(op, name="mlp.input.moment", dtype="float32", saved=Poly()))
+            ops.append(replace(op, name="mlp.input.moment", dtype="float32", saved=Poly(), fused=FusedCost()))
         elif op.role == "norm":  # with its mean and deviation of every row
-            ops.append(replace(op, dtype="float32", saved=Poly(bs=op.saved.bs + 2.0)))
+            saved, moved = Poly(bs=op.saved.bs + 2.0), {"moved": Poly(bs=1.5 * d), "backward_moved": Poly(bs=4.5 * d)}
+            fused = FusedCost(**moved, saved=saved, kernels=1, backward_kernels=2)
+            ops.append(replace(op, dtype="float32", saved=saved, fused=fused))
         else:
             ops.append(op)
-    return replace(layer, ops=tuple(replace(op, fused=None) for op in ops))
+    return replace(layer, ops=tuple(ops))
 
 
 def vit_profile(config: ViTConfig, name: str) -> Profile:

@@ -25,7 +25,9 @@ from meshwright.techniques.compile import copy_gradients, keeps_products
 
 GPT2 = decoder_profile(preset("gpt2-124m"), "gpt2-124m")
 TINY, EXPERTS = tiny.profile_of(tiny.GPT), tiny.profile_of(tiny.MOE)
-VIT, RESNET, DLRM = (describe(ModelSection(name=each), 1).profile for each in ("vit-digits", "resnet-tiny", "dlrm-tiny"))
+VIT, RESNET, DLRM = (
+    describe(ModelSection(name=each), 1).profile for each in ("vit-digits", "resnet-tiny", "dlrm-tiny")
+)
 GPU, LAPTOP = cluster("1xh200"), cluster("laptop")
 BLOCKS, ONE, REPLAYED = t("compile"), t("compile", scope="model"), t("compile", graphs=True)
 BOTH = t("compile", scope="model", graphs=True)
