@@ -18,6 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,9 @@ CATEGORIES: dict[str, tuple[str, ...]] = {
 
 def forecast_of(case: Case, description: ModelDescription, cluster: Cluster) -> dict[str, Any]:
     """What we say of a case before it runs."""
+    if case.documents:
+        length = sum(each**2 for each in case.documents) / sum(case.documents)
+        description = replace(description, profile=description.profile.with_documents(length))
     said = mw.forecast(description, case.plan, cluster, sequence=case.sequence)
     return {
         "forecast_seconds": said.step_seconds,

@@ -21,7 +21,7 @@ from meshwright.run.model import describe, describe_run, section_named
 from meshwright.run.run_file import RunConfig, apply_change
 
 _DEFAULT_SEQUENCE = 4096
-_COUNTS = ("seq", "batch", "top")
+_COUNTS = ("seq", "batch", "top", "documents")
 T = TypeVar("T")
 
 
@@ -53,6 +53,11 @@ def read_wanted(arguments: Namespace, run: RunConfig | None = None) -> PlanInput
             sequence = 1
         elif sequence >= 1 and (problem := sequence_problem(profile, sequence, "--seq")):
             problems.append(problem)
+        if (length := arguments.documents) is not None and length >= 1:
+            if not any(op.kind == "attention" and op.flops.bss for layer in profile.layers for op in layer.ops):
+                what = f"is {length}, and {profile.name} has no attention over a sequence."
+                problems.append(Problem(where="--documents", what=what, fix="Leave it out."))
+            profile = profile.with_documents(min(length, sequence))
     raise_problems(problems)
     assert profile is not None
     assert place is not None

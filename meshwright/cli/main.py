@@ -130,6 +130,7 @@ _MODEL_FLAGS = (
     _flag("--model", metavar="M", help=_MODEL),
     _flag("--cluster", metavar="C", help="8xh100, 64x8xh100, or a .cluster.json"),
     _flag("--seq", type=int, metavar="N", help="sequence length (default: at most 4096)"),
+    _flag("--documents", type=int, metavar="N", help="tokens of a packed document, each of which attention sees alone"),
     _list("--change", metavar="KEY=N", help="a dimension of a named model: num_layers=40, max_sequence=32768"),
     _flag("--optimizer", metavar="O", help="adamw (default), sgd, lion, muon, ...; with settings: sgd,momentum=0"),
     _list("--train", metavar="X", help="train only these parameters: 'blocks.3?.*', 'head.*'"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -273,6 +273,19 @@ class Profile(Artefact):
             for op in layer["ops"]:
                 del op["role"]  # changes no cost: checkpoints of before there were roles stay valid
         return fingerprint(data)
+
+    def with_documents(self, length: float) -> Profile:
+        """Where tokens see their own document only, of so many tokens (the mean of squares over the mean)."""
+
+        def inside(op: Op) -> Op:
+            if op.kind != "attention" or not op.flops.bss:
+                return op
+            ahead, back = (
+                replace(each, bs=each.bs + each.bss * length, bss=0.0) for each in (op.flops, op.backward_flops)
+            )
+            return replace(op, flops=ahead, backward_flops=back, shape=(*op.shape[:2], round(length)))
+
+        return replace(self, layers=tuple(replace(each, ops=tuple(map(inside, each.ops))) for each in self.layers))
 
     def model_flops(self, tokens: float, sequence: float) -> ModelFlops:
         """Of forward and backward passes over so many tokens, whatever a plan computes again.

@@ -12,6 +12,8 @@ from pathlib import Path
 from statistics import median_high
 from typing import IO, Any, TypeVar
 
+import numpy as np
+
 from meshwright.ask.explain import explain, headroom_warning
 from meshwright.ask.question import HEADROOM, with_headroom
 from meshwright.core.cluster import Cluster, Device
@@ -85,17 +87,19 @@ def prepare(
     report: Report,
     geometry: tuple[int, int] | None = None,
     description: ModelDescription | None = None,
-    ready: Callable[[], object] | None = None,
+    ready: Callable[[], Data] | None = None,
 ) -> PreparedRun:
     """Find the machine, then the plan. What an earlier start of this run decided is kept while it still holds.
 
     `given`: a plan to use as it is, or the file of one. `geometry`: (devices in a node, nodes) where somebody else has
     already started the ranks. `description`: of the model, where it has been looked at before. `ready` makes the data
-    ready; with it, the model is timed on a machine that was measured.
+    ready; with it, the model is timed on a machine that was measured, and documents are as long as they are.
     """
     description = description or describe_run(config)
     profile = description.profile
     cluster = _cluster(config, report, geometry, plan_to_run(config, given, profile))
+    if config.data.packing == "documents" and cluster.device.kind == "cuda" and ready is not None:
+        profile = profile.with_documents(document_length(ready()))
     known = plan_to_run(config, given, profile, cluster) or _earlier(config, profile, cluster, report)
     result, wishes = None, {name: getattr(config.plan, name) for name in ("allow", "pin", "ban")}
     headroom = HEADROOM if config.plan.headroom is None else config.plan.headroom
@@ -278,6 +282,14 @@ def open_data(config: RunConfig, description: ModelDescription, cache: Path | No
     data = open_files(config.data, cache=cache or Path(config.run.folder) / "data")
     fitting(description, data)
     return data
+
+
+def document_length(data: Data, rows: int = 64) -> float:
+    """Of packed documents, as attention's cost sees them: the mean of squares over the mean, of the first rows."""
+    inputs = data.batch(0, min(rows, data.num_train)).inputs
+    assert isinstance(inputs, tuple)
+    lengths = np.concatenate([np.bincount(row) for row in np.asarray(inputs[1])])
+    return float((lengths**2).sum() / lengths.sum())
 
 
 def _cluster(config: RunConfig, report: Report, geometry: tuple[int, int] | None, given: Plan | None) -> Cluster:

@@ -27,6 +27,7 @@ from meshwright.checkpoint.step_folders import list_steps, newest_good, read_man
 from meshwright.core.codec import encode
 from meshwright.core.errors import MeshwrightError, error_at, raise_problems
 from meshwright.core.plan import Plan
+from meshwright.data.open_data import Data
 from meshwright.launch.environment import outside_launcher
 from meshwright.launch.local_ranks import LaunchOutcome, StopRequests, launch
 from meshwright.launch.rank_job import PREEMPTED_EXIT_CODE
@@ -174,8 +175,10 @@ class Run:
             self._prepared = prepared
         return self._prepared
 
-    def _open_data(self) -> None:
-        self.config.train.require_tokenizer(preparation.open_data(self.config, self.description))
+    def _open_data(self) -> Data:
+        data = preparation.open_data(self.config, self.description)
+        self.config.train.require_tokenizer(data)
+        return data
 
     def adopt(self, prepared: preparation.PreparedRun) -> dict[str, Any]:
         """Write down what was decided, in the run's folder; what every rank is told."""

@@ -260,7 +260,7 @@ def domain_of(profile: Profile, cluster: Cluster, num_ranks: int) -> Domain:
     nodes = math.ceil(num_ranks / cluster.devices_per_node)
     scale = 0 if num_ranks == 1 else 1 if nodes == 1 else 2 if nodes <= 16 else 3 if nodes <= 64 else 4
     ops = [op for layer in profile.layers for op in layer.ops]
-    causal = [op.flops.bss > 0 and not op.sees_all for op in ops if op.kind == "attention"]
+    causal = [max(op.flops.bss, op.flops.bs) > 0 and not op.sees_all for op in ops if op.kind == "attention"]
     models = "decoders" if causal and all(causal) else "other models"
     return Domain(devices, scale, "experts" if any(op.role == "experts" for op in ops) else models)
 

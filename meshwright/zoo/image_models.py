@@ -76,7 +76,7 @@ class ImageModel(BlockModel):
                     x = block(x)
             if self.head is None or not self.runs(self.num_blocks - 1):
                 return x.to(inputs.dtype)
-            return self.head(x)  # type: ignore[no-any-return]
+            return self.head(x)
 
     def compile_trunk(self, compiled: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> None:
         self.layers = compiled(self.layers)  # type: ignore[method-assign]
