@@ -58,6 +58,7 @@ GOAL, TOP, ROUNDS = 0.03, 2, 2
 LISTS = {
     "seen": gpu_cases.SEEN,
     "frozen": gpu_cases.FROZEN,
+    "next": gpu_cases.NEXT,
     "smoke": gpu_cases.SMOKE,
     "regret": gpu_cases.REGRET,
     "rows": tuple(row.ours for row in gpu_cases.ROWS),

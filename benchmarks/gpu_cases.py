@@ -19,6 +19,7 @@ from typing import Any
 import meshwright as mw
 from benchmarks.gpu_frozen import BF16, CHUNKED, COMPILE, RECOMPUTE, selective
 from benchmarks.gpu_frozen import CASES as _FROZEN
+from benchmarks.gpu_frozen_next import CASES as _NEXT
 from meshwright.core.plan import Plan
 from meshwright.run.model import ModelDescription
 
@@ -83,6 +84,7 @@ def _case(name: str, model: str, batch: int, sequence: int = 1, techniques: Any 
 
 
 FROZEN = tuple(Case(**case) for case in _FROZEN)
+NEXT = tuple(Case(**case) for case in _NEXT)
 
 _1B: Mapping[str, Any] = {"num_layers": 4}
 _8B: Mapping[str, Any] = {"num_layers": 2}

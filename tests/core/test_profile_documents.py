@@ -32,8 +32,7 @@ def test_attention_costs_the_squares_of_documents() -> None:
     assert attention_flops(1024, 8192) == pytest.approx(flops / 8)
     assert attention_flops(1024, 16384) == pytest.approx(flops / 4)
     seconds = [
-        forecast(each, PLAN, cluster("h200"), sequence=8192).step_seconds
-        for each in (LLAMA.with_documents(512), LLAMA)
+        forecast(each, PLAN, cluster("h200"), sequence=8192).step_seconds for each in (LLAMA.with_documents(512), LLAMA)
     ]
     assert seconds[0] < 0.9 * seconds[1]
 
