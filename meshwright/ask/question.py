@@ -20,7 +20,7 @@ Tell = Callable[[str], None]
 
 
 HEADROOM = 6.0
-"""Percent of a device's memory that a forecast leaves free by default: three in four of the runs on docs/accuracy.md
+"""Percent of a device's memory that a forecast leaves free by default: four in five of the runs of docs/performance.md
 reserved less than so much beyond their forecast."""
 MOST_HEADROOM = 90.0
 
