@@ -159,9 +159,17 @@ def _all_16_bit(work: Work) -> Work:
         is_gradient = item.kind in ("all_reduce", "reduce_scatter") and (item.per_step or item.origin == "shard")
         return replace(item, bytes=item.bytes / 2) if is_gradient else item
 
+    def share(item: Resident) -> Any:
+        """Frozen parameters are kept in 16 bits by us too."""
+        slots = [slot for slot in work.slots if slot.layer == item.layer and not slot.copy_of]
+        if item.category != "parameters" or not any(slot.frozen for slot in slots):
+            return 0.5
+        elements = sum(slot.stored(slot.shards) for slot in slots)
+        return 2 * elements / sum(slot.stored(slot.shards) * slot.element_bytes for slot in slots)
+
     halved = ("parameters", "gradients", "optimizer")
     residents = tuple(
-        replace(item, bytes=item.bytes / 2) if item.category in halved else item
+        replace(item, bytes=item.bytes * share(item)) if item.category in halved else item
         for item in work.residents
         if not (item.category == "gathered" and item.origin == "precision")
     )
