@@ -334,9 +334,11 @@ FP8_DISPATCH = 0.75
 
 
 def _dispatch_share(dialect: Dialect, row: Row) -> float:
-    """Nodes that a token is sent to over experts that it is sent to, of other nodes, at random; times its dtype."""
+    """Nodes that a token is sent to over experts that it is sent to, of other nodes, at random; times its dtype. Of
+    Megatron-Core's tensor ranks, between which experts are whole, each sends its part of the sequence."""
     ways, chosen, per_node = row.whole("ep", 1), row.whole("topk", 1), row.whole("gpus_per_node", 8)
     dtype = FP8_DISPATCH if dialect.name == "hai-llm" else 1.0
+    dtype /= row.whole("tp", 1) if framework_of(row) in ("megatron-core", "nemo") else 1
     nodes = -(-ways // per_node)
     if not dialect.sends_by_node or nodes < 2 or "NVL72" in row.text("interconnect"):
         return dtype

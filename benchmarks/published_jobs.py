@@ -38,9 +38,11 @@ GOAL = 0.15
 """Median error of the forecasts of their plans."""
 LONGEST_SECONDS, MOST_BYTES = 300, 8 << 30
 """That one recommendation may take."""
-MANY_RANKS, FEW_TOKENS = 192, 8192
-"""ZeRO-3 over so many ranks was measured to be slow where a device has fewer tokens for each gather: 175B on 384, 768
-and 1,536 A100s with 8192, 4096 and 2048 tokens ran at 144, 88 and 44 TFLOP/s (Narayanan et al. 2021, table 2)."""
+MOST_RANKS, FEWEST_TOKENS = 512, 2048
+"""ZeRO-3 was measured to hide its gathers over at most so many ranks, with at least so many tokens on each: 175B on 128
+to 512 A100s with 2048 and 4096 tokens at 173 and 186 TFLOP/s (Zhao et al. 2023), 7B and 30B on 512 H100s (llm-foundry),
+70B on 128 A100s with 400 Gb/s a node (fms-fsdp), all in the table. ZeRO-3 of 2021, a collective for each parameter, fell
+to 44 TFLOP/s on 1,536 A100s (Narayanan et al. 2021, table 2)."""
 FULL_SHARE = 0.97
 BEST_MFU = {"a100": 0.71, "h100": 0.55, "h800": 0.5}
 """The highest that any row of the calibration tables reaches on such devices, in bf16 with at least 64 of them."""
@@ -88,7 +90,9 @@ def objections(plan: Plan, forecast: Forecast, machines: Cluster, sequence: int,
     stage = {technique.name: getattr(technique, "stage", 0) for technique in plan.techniques}.get("shard", 0)
     found = []
     tokens = plan.microbatch * sequence // (sizes.get("tensor", 1) * sizes.get("context", 1))
-    if stage == 3 and sizes["shard"] >= MANY_RANKS and tokens < FEW_TOKENS:
+    if stage == 3 and sizes["shard"] > MOST_RANKS:
+        found.append(f"parameters gathered from {sizes['shard']} ranks, which nobody has published")
+    if stage == 3 and sizes["shard"] > 128 and tokens < FEWEST_TOKENS:
         found.append(f"parameters gathered from {sizes['shard']} ranks for {tokens} tokens")
     if sizes.get("tensor", 1) > machines.devices_per_node:
         found.append(f"tensor over {sizes['tensor']} devices, nodes have {machines.devices_per_node}")

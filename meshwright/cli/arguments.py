@@ -83,6 +83,8 @@ def _model(arguments: Namespace, run: RunConfig | None) -> Profile:
     raise_problems(problems)
     given: dict[str, Any] = {"change": changes, "freeze": tuple(arguments.freeze), "train": tuple(arguments.train)}
     given = {key: value for key, value in given.items() if value}
+    if arguments.imbalance is not None:
+        given["imbalance"] = arguments.imbalance
     try:
         if arguments.model:
             return describe(section_named(arguments.model, **given), arguments.seq or _DEFAULT_SEQUENCE).profile

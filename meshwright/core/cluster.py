@@ -182,6 +182,9 @@ class Topology:
     """Nodes of each switch, in the order of ranks; together all nodes."""
     oversubscription: float = 1.0
     """Times less than the links of its nodes that a switch passes on to others."""
+    rails: bool = False
+    """Whether a switch joins the cards of one place in its nodes only: messages to other places go by others. Rings pass
+    from place to place inside nodes."""
 
     def problems(self) -> Iterator[Problem]:
         yield from wrong_numbers({f"switches[{i}]": count for i, count in enumerate(self.switches)}, "above zero")
@@ -191,6 +194,10 @@ class Topology:
     def passed_on(self, nodes: Any) -> Any:
         """Share of a link's rate that is left between ranks that reach over so many nodes."""
         return 1.0 / (1.0 + (self.oversubscription - 1.0) * (nodes > min(self.switches)))
+
+    def passed_between(self, places: Any) -> Any:
+        """The same for messages between any two of so many places in nodes."""
+        return 1.0 / (1.0 + (self.oversubscription - 1.0) * (1.0 - 1.0 / places) * self.rails)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

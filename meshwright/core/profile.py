@@ -226,6 +226,9 @@ class Profile(Artefact):
     `stages`, `loss` (over tokens, in pieces), `samples` (of a batch, over time)."""
     unpriced: tuple[str, ...] = ()
     """What could not be counted, or only roughly, and where it is."""
+    imbalance: float = 1.0
+    """Times the mean that the busiest rank's experts get rows, where ranks share experts out: not known before a router
+    has learned; 1 is even."""
     unfrozen: str = ""
     """Fingerprint before the costs were reduced by what frozen parameters do not need; empty: they were not."""
     version: int = 1
@@ -268,7 +271,8 @@ class Profile(Artefact):
         if self.unfrozen:
             return self.unfrozen
         data = encode(self)
-        data.pop("unfrozen", None)
+        for name in ("unfrozen", "imbalance"):  # neither is the model's
+            data.pop(name, None)
         for layer in data["layers"]:
             for op in layer["ops"]:
                 del op["role"]  # changes no cost: checkpoints of before there were roles stay valid
@@ -334,4 +338,5 @@ class Profile(Artefact):
                     # A fitted term may be below zero; what it adds up to may not.
                     costs[f"layers[{i}].ops.{op.name}.{name}"] = getattr(op, name)(1, self.max_sequence)
         yield from wrong_numbers(counts, "above zero")
+        yield from wrong_numbers({"imbalance": self.imbalance}, "at least 1", lambda value: 1 <= value < math.inf)
         yield from wrong_numbers(costs, "zero or more")

@@ -140,6 +140,10 @@ def describe(section: ModelSection, sequence: int, seed: int = 0) -> ModelDescri
         # What a module brings frozen is so in its traced costs.
         is_counted = made is not None and not all(value.requires_grad for value in made.module.parameters())
         profile = (mark if is_counted else freeze)(profile, is_frozen)
+    if section.imbalance != 1:
+        if not any(param.shared_out == "experts" for layer in profile.layers for param in layer.params):
+            raise error_at("imbalance", f"{section.title} has no experts that ranks could share out.", "Leave it out.")
+        profile = replace(profile, imbalance=section.imbalance)
     about: dict[str, Any] = {"section": section, "config": config, "profile": profile}
     about |= {"sequence": sequence, "vocab_size": vocab}
     if config is not None:

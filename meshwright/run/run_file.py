@@ -42,6 +42,8 @@ class ModelSection:
     """Parameters that are not trained, by patterns of their names: "embed.*"."""
     train: tuple[str, ...] = ()
     """If given, only these are trained."""
+    imbalance: float = 1.0
+    """Times the mean that the busiest rank's experts get rows: what plans of a mixture of experts are priced by."""
 
     def __post_init__(self) -> None:
         given = [key for key in ("name", "hf", "factory") if getattr(self, key)]
@@ -50,6 +52,9 @@ class ModelSection:
             fix = 'Give one: name = "llama3.2-1b", hf = "FOLDER" or factory = "package.module:function".'
             raise error_at("", what, fix)
         problems = []
+        if not 1 <= self.imbalance < 1000:
+            fix = "Use at least 1: times the mean that the busiest rank gets."
+            problems.append(Problem(where="imbalance", what=f"is {self.imbalance:g}.", fix=fix))
         if self.change and not self.name:
             problems.append(Problem(where="change", what="is for a model by name."))
         if self.arguments and not self.factory:

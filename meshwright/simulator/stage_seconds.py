@@ -244,13 +244,16 @@ def route(cluster: Cluster, size: Num, stride: Num) -> Route:
     hops = np.maximum(1.0, np.log2(nodes))
     inside = 1 + LATENCY_BY_RANK * np.maximum(size - 2, 0)
     outer_rate = outer.bytes_per_second * _left(outer, nodes)
+    direct_rate = outer_rate
     if cluster.topology is not None:
-        outer_rate = outer_rate * cluster.topology.passed_on(-(-stride * size // cluster.devices_per_node))
+        passed = cluster.topology.passed_on(-(-stride * size // cluster.devices_per_node))
+        direct_rate = outer_rate * np.minimum(passed, cluster.topology.passed_between(per_node))
+        outer_rate = outer_rate * passed
     same = inner.shared == outer.shared
     return Route(
         size=size,
         ring_bytes_per_second=_pick(is_inner, inner_rate, np.minimum(inner_rate, outer_rate * per_node)),
-        direct_bytes_per_second=_pick(is_inner, inner_rate, outer_rate),
+        direct_bytes_per_second=_pick(is_inner, inner_rate, direct_rate),
         latency_seconds=_pick(is_inner, inner.latency_seconds, outer.latency_seconds),
         latency_growth=_pick(is_inner, inside, hops),
         shared=inner.shared if same else _pick(is_inner, inner.shared, outer.shared),

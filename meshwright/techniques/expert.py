@@ -7,7 +7,8 @@ own capacity drops on one device too.
 When it helps: experts are most of the parameters, and there are many tokens for each: state and gradients of the
 experts / n, without the gathers of `shard` or the narrow matmuls of `tensor`.
 When it does not: few experts, over slow links (a token travels k times there and back, in both passes, and nothing
-hides it), or a router that prefers the experts of one rank: all wait for that one. Balanced routing is what is priced.
+hides it), or a router that prefers the experts of one rank: all wait for that one. Priced is the busiest rank, with
+`imbalance` times the mean of the rows (a setting of the model, 1 unless told; what its blocks keep is the mean).
 Cost: per layer and microbatch 2 all_to_alls of b·s·k·d forward and 2 backward (Lepikhin et al. 2020, GShard; Fedus et
 al. 2021, Switch), one of the counts, and once a step an all_reduce of the other gradients. Bytes are the mean over the
 ranks, what stays at home included: exact whatever the router does; with a capacity, the most that it lets through.
@@ -19,13 +20,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
+
 from meshwright.core.build import Build
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import Problems
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Layer, Param, Profile, Site
 from meshwright.core.technique import Axis, Option, Technique, axis_sizes, listed
-from meshwright.core.work import Collective, Compute, ParameterSlot, Resident, Work, replace
+from meshwright.core.work import Collective, Compute, Num, ParameterSlot, Resident, Work, replace
 
 _COUNT_BYTES = 8
 """How many rows an expert gets is an int64."""
@@ -66,6 +69,7 @@ class Expert(Technique):
         layers = [layer for layer in work.profile.layers if _experts_of(layer)]
         products = {(layer.name, op.name): op for layer in layers for op in layer.ops if op.role == "experts"}
         width = work.facts.widths.compute
+        busiest = np.minimum(work.profile.imbalance, ways)
 
         def slot(item: ParameterSlot) -> ParameterSlot:
             if item.shared_out != "experts":
@@ -83,15 +87,15 @@ class Expert(Technique):
             if op is None:
                 return item
             weights = (op.backward_moved if item.phase == "backward" else op.moved).one * width
-            moved = item.moved_bytes - weights + weights / ways
-            return replace(item, moved_bytes=moved, matrices=item.matrices / ways)
+            moved = (item.moved_bytes - weights) * busiest + weights / ways
+            return replace(item, flops=item.flops * busiest, moved_bytes=moved, matrices=item.matrices / ways)
 
-        talk = [each for layer in layers for site in _sites_of(layer) for each in self._trips(work, layer, site, width)]
+        talk = [each for layer in layers for site in _sites_of(layer) for each in self._trips(work, layer, site, width * busiest)]
         work = work.map_slots(slot).map_residents(resident).map_tasks(task).with_tasks(*talk)
-        work = work.with_residents(*(self._on_the_way(work, layer, width) for layer in layers))
+        work = work.with_residents(*(self._on_the_way(work, layer, width * busiest) for layer in layers))
         return work.owing(self.axis, self.name, shared_out="experts")
 
-    def _trips(self, work: Work, layer: Layer, site: Site, width: int) -> list[Collective]:
+    def _trips(self, work: Work, layer: Layer, site: Site, width: Num) -> list[Collective]:
         experts = _experts_of(layer)
         repeat, passed_back = work.repeat_of(layer.name), work.passing_back(layer.name, site.after)
         sent = site.elements(work.size("microbatch"), work.size("sequence")) * width
@@ -107,7 +111,7 @@ class Expert(Technique):
             Collective(**rows, phase="backward", repeat=passed_back),
         ]
 
-    def _on_the_way(self, work: Work, layer: Layer, width: int) -> Resident:
+    def _on_the_way(self, work: Work, layer: Layer, width: Num) -> Resident:
         """Rows as they are given in, as they arrive, and in the order of the experts; the last are kept (already
         counted, instead of those that were here)."""
         b, s = work.size("microbatch"), work.size("sequence")

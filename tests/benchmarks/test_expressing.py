@@ -223,6 +223,7 @@ def test_a_token_travels_once_to_each_node() -> None:
     assert dialect_of(row(**{**experts, **recipe})).dispatch_share == pytest.approx(1 - (7 / 8) ** 8)
     assert dialect_of(row(**{**experts, "ep": "8"}, framework="HAI-LLM")).dispatch_share == 0.75
     assert dialect_of(row(**experts)).dispatch_share == 1
+    assert dialect_of(row(tp="2", framework="Megatron-Core")).dispatch_share == 0.5
     qwen = {**recipe, "hardware": "DGX-H100", "model": "Qwen3_30B_a3B"}
     assert dialect_of(row(**qwen)).hides_dispatch
     assert not dialect_of(row(**{**qwen, "hardware": "DGX-B200"})).hides_dispatch

@@ -40,6 +40,10 @@ def test_an_expert_objects_to_gathers_over_hundreds_of_ranks_for_few_tokens() ->
     plan = Plan(techniques=(shard(size=512), tensor(size=2)), batch=512)
     said = mw.forecast(profile, plan, machines, sequence=2048, replays=False)
     assert "parameters gathered from 512 ranks for 1024 tokens" in objections(plan, said, machines, 2048, False)
+    plan = Plan(techniques=(shard(size=1024),), batch=1024)
+    assert "parameters gathered from 1024 ranks, which nobody has published" in objections(
+        plan, said, machines, 2048, False
+    )
     plan = Plan(techniques=(shard(size=128, stage=1), tensor(size=8)), batch=512)
     assert not any("gathered" in each for each in objections(plan, said, machines, 2048, False))
 

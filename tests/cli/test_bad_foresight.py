@@ -135,6 +135,7 @@ def test_a_plan_that_no_machine_runs(tmp_path: Path, place: str, value: Any, wor
     [
         ("hidden_size", -64, r"hidden_size: is -64; it must be above zero"),
         ("layers.1.repeat", 0, r"layers\[1\]\.repeat: is 0"),
+        ("imbalance", 0.5, r"imbalance: is 0\.5; it must be at least 1"),
         ("layers.0.params.0.shape", [256, -1], r"params\.tokens\.weight: is -1"),
         ("layers.1.ops.0.moved.bs", -3.0, r"ops\.attention_norm\.moved: is -\d"),
         ("layers.1.ops.0.moved.bs", math.nan, "NaN is not a number"),

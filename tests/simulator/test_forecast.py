@@ -97,6 +97,11 @@ def test_the_link_follows_the_axis_on_the_machines() -> None:
     assert routes(switched, {"a": 8})["a"].ring_bytes_per_second == 2 * NODES.outer.bytes_per_second
     assert routes(replace(switched, topology=Topology(switches=(2,), oversubscription=2.0)), {"a": 8})["a"] == whole
     assert switched.resized(4, 3).topology is None
+    # Where a switch joins cards of one place, three of four partners in another node are behind others; rings are not.
+    rails = replace(NODES, topology=Topology(switches=(2,), oversubscription=2.0, rails=True))
+    assert routes(rails, {"a": 8})["a"].ring_bytes_per_second == whole.ring_bytes_per_second
+    assert routes(rails, {"a": 8})["a"].direct_bytes_per_second == whole.direct_bytes_per_second / 1.75
+    assert routes(rails, {"a": 2, "b": 4})["a"].direct_bytes_per_second == whole.direct_bytes_per_second
     stepping = replace(NODES, outer=replace(NODES.outer, step_seconds=1.0))
     ring, plain = (routes(each, {"a": 8})["a"] for each in (stepping, NODES))
     # A ring has as many steps as ranks less one; sums take a tree.

@@ -5,6 +5,7 @@ Tests of `core/work.py`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -123,6 +124,24 @@ def test_many_candidates_at_once_are_one_by_one(techniques: tuple[Any, ...]) -> 
                 if hasattr(mine, field):
                     value = np.broadcast_to(getattr(theirs, field), len(alone))[index]
                     assert float(value) == float(getattr(mine, field)), (mine, field)
+
+
+def test_the_busiest_rank_of_experts_waits_for_nobody() -> None:
+    """It has `imbalance` times the rows of the mean, in products and on the way, and no more than there are."""
+    even = decoder_profile(preset("mixtral-8x7b"), "mixtral")
+
+    def asked(imbalance: float, ways: int) -> tuple[float, float]:
+        plan = Plan(techniques=(technique_named("expert")(size=ways),) if ways > 1 else (), batch=ways)
+        work = price(replace(even, imbalance=imbalance), plan, sequence=128)
+        products = sum(task.repeat * task.flops for task in work.computes if task.role == "experts")
+        sent = sum(task.repeat * task.bytes for task in work.collectives if task.kind == "all_to_all")
+        return float(products), float(sent)
+
+    assert asked(1.5, 8)[0] == pytest.approx(1.5 * asked(1.0, 8)[0])
+    assert asked(1.5, 8)[1] == pytest.approx(1.5 * asked(1.0, 8)[1], rel=1e-4)  # counts of rows stay
+    assert asked(1.5, 1) == asked(1.0, 1)
+    assert asked(4.0, 2) == asked(2.0, 2)
+    assert replace(even, imbalance=2.0).fingerprint == even.fingerprint
 
 
 def test_experts_are_nearer_than_shards_and_further_than_what_cuts_layers() -> None:
