@@ -118,8 +118,8 @@ def _jobs(found: dict[str, Any]) -> list[str]:
         "Made by `python -m benchmarks.published_jobs`; sources and what is assumed where a paper is silent are in",
         f"`benchmarks/published_jobs.csv`. Median error of the forecasts of their plans:"
         f" {number(found['median_error'])} (goal {number(found['goal'])}).",
-        "`theirs by us` is their plan with our kernels and overlap, as `mw plan` ranks it; `but` is what an expert",
-        "would say against our plan.",
+        "`theirs by us` is their plan with our kernels and overlap, as `mw plan` ranks it; `objections` are what an",
+        "expert would say against our plan.",
         "",
         *grid(titles, rows, right=(2, 3, 4, 6, 7)),
         "",

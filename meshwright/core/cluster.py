@@ -183,8 +183,8 @@ class Topology:
     oversubscription: float = 1.0
     """Times less than the links of its nodes that a switch passes on to others."""
     rails: bool = False
-    """Whether a switch joins the cards of one place in its nodes only: messages to other places go by others. Rings pass
-    from place to place inside nodes."""
+    """Whether a switch joins the cards of one place in its nodes only: messages to other places go by others. Rings
+    change place inside nodes."""
 
     def problems(self) -> Iterator[Problem]:
         yield from wrong_numbers({f"switches[{i}]": count for i, count in enumerate(self.switches)}, "above zero")

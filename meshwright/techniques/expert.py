@@ -90,9 +90,10 @@ class Expert(Technique):
             moved = (item.moved_bytes - weights) * busiest + weights / ways
             return replace(item, flops=item.flops * busiest, moved_bytes=moved, matrices=item.matrices / ways)
 
-        talk = [each for layer in layers for site in _sites_of(layer) for each in self._trips(work, layer, site, width * busiest)]
+        row = width * busiest
+        talk = [each for layer in layers for site in _sites_of(layer) for each in self._trips(work, layer, site, row)]
         work = work.map_slots(slot).map_residents(resident).map_tasks(task).with_tasks(*talk)
-        work = work.with_residents(*(self._on_the_way(work, layer, width * busiest) for layer in layers))
+        work = work.with_residents(*(self._on_the_way(work, layer, row) for layer in layers))
         return work.owing(self.axis, self.name, shared_out="experts")
 
     def _trips(self, work: Work, layer: Layer, site: Site, width: Num) -> list[Collective]:
