@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, SupportsIndex, TypeVar
 
 from meshwright.ask.explain import PublishedRun, beaten_run, explain, percent
-from meshwright.ask.memory import MemoryFront, WaysOut, front, ways_out
+from meshwright.ask.memory import MemoryFront, front
 from meshwright.ask.question import HEADROOM, MOST_HEADROOM, Question, Tell, with_headroom
 from meshwright.ask.sizes import (
     BatchGoal,
@@ -28,6 +28,7 @@ from meshwright.ask.sizes import (
     resized,
     sizes_between,
 )
+from meshwright.ask.ways_out import WaysOut, ways_out
 from meshwright.ask.what_if import (
     ComparedPlans,
     WhatIfChange,
@@ -81,6 +82,8 @@ class PlanRequest:
     """Whether the fastest plan for each memory is asked for."""
     suggests: bool = False
     """Whether to add what people ask next, where nothing particular is asked."""
+    command: tuple[str, ...] = ()
+    """The words of the command that asks; empty: it is no command."""
 
     @property
     def is_narrow(self) -> bool:
@@ -180,7 +183,7 @@ def answers(request: PlanRequest, progress: Tell = lambda text: None) -> Iterato
         return
     try:  # what is asked about the best plan; where nothing is, what people ask next
         if result.best is None and not (request.changes or request.has_front):
-            yield grown(ways_out=ways_out(question, result, progress))
+            yield grown(ways_out=ways_out(question, result, progress, request.command))
         for knob in request.knobs:
             if result.best is not None:
                 yield grown(why=(*answer.why, why(question, result.best, knob, progress)))

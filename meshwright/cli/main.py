@@ -315,6 +315,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     accept_any_encoding()
     top = parser()
     arguments, unknown = top.parse_known_args(argv)
+    arguments.words = sys.argv[1:] if argv is None else list(argv)
     if unknown:
         known = top._subparsers._group_actions[0].choices  # type: ignore[union-attr]
         where = known[arguments.command] if arguments.command else top  # type: ignore[index]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from argparse import Namespace
+from dataclasses import replace
 
 from meshwright.ask.answer import AUTO, DEFAULT_BATCH, Answer, PlanRequest, answers, read_batch, read_request
 from meshwright.cli.arguments import PlanInputs, read_wanted
@@ -98,4 +99,4 @@ def _read(arguments: Namespace) -> tuple[PlanInputs, PlanRequest]:
         problems=problems,
     )
     assert inputs is not None
-    return inputs, request
+    return inputs, replace(request, command=("mw", *arguments.words))

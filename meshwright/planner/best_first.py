@@ -248,7 +248,15 @@ class BestFirst:
         little = _LITTLE * self.memory_bytes
         over = max(used - self.memory_bytes, told.peak_bytes - self.memory_bytes, little)
         high = float(min(told.peak_bytes - 1, found.pick.memory_bytes - 1))
-        low, best, kept = high - over, None, None
+        low, best, kept, least = high - over, None, None, None
+        if np.isinf(self.board.best_seconds):  # nothing fits so far: does what keeps least?
+            least = self.board.score(
+                smallest_plan(leaf, found.pick.candidate, found.pick.axis_order or ()), replays=True
+            )
+            if least is None or not least.forecast.fits:
+                self.board.reject("does not fit in memory in pieces")
+                yield replace(found, plan=None, seconds=np.inf, least_seconds=np.inf), None
+                return
         for _ in range(_RETRIES):
             room = low if best is None else (low + high) / 2
             (less,) = solve(leaf, [found.pick._replace(memory_bytes=room)], memo=memo)
@@ -266,6 +274,8 @@ class BestFirst:
         most = found
         if found.least_seconds < self.board.best_seconds:  # else what is left open is no part of the gap
             (most,) = solve(leaf, [found.pick._replace(memory_bytes=high)], memo=memo)
+        if best is None and least is not None:
+            best, kept = replace(found, plan=least.plan, seconds=least.forecast.step_seconds), least
         if best is None:
             self.board.reject("does not fit in memory in pieces")
             yield replace(most, plan=None, seconds=np.inf), None
@@ -315,9 +325,10 @@ class BestFirst:
         candidates = np.flatnonzero(self.candidates.runs)
         order = np.lexsort((self.candidates.least_seconds[candidates], self.candidates.least_bytes[candidates]))
         tried = (self._smallest(int(candidate)) for candidate in candidates[order][:_TRIED])
-        return min(
+        near = min(
             (each for each in tried if each is not None), key=lambda each: each.forecast.peak_bytes, default=None
         )
+        return None if near is None else self.board.score(near.plan, replays=True)
 
     def _unfit(self, best: ScoredPlan) -> ScoredPlan | None:
         """The fastest of the faster candidates that no policy makes fit."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 from meshwright.ask.answer import Answer
@@ -52,7 +53,10 @@ def answer_as_json(answer: Answer) -> dict[str, Any]:
             "likelihood_of_running_out": likelihood and list(likelihood),
         }
     if answer.ways_out is not None:
-        ways = [{"what": way.what, "way": way.words, **_outcome(way.outcome)} for way in answer.ways_out.open]
+        asked, ways = answer.request.command, []
+        for way in answer.ways_out.open:
+            about = {"what": way.what, "way": shlex.join(way.command(asked)), "cost": way.cost, "at_most": way.is_bound}
+            ways.append({**about, **_outcome(way.outcome)})
         parts["ways_out"] = {"open": ways, "closed": list(answer.ways_out.closed)}
     if answer.why:
         parts["why"] = [

@@ -4,6 +4,7 @@ then what else was asked: why, what if, other numbers of devices, other batches,
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Callable, Mapping
 
 from rich.console import Console
@@ -16,6 +17,7 @@ from meshwright.ask.sizes import KNEE, BatchGoals, DeviceCounts
 from meshwright.ask.what_if import ComparedPlans
 from meshwright.ask.why import Why
 from meshwright.core.units import counted, pretty_bytes, pretty_count, pretty_seconds
+from meshwright.core.wrapping import wrapped
 from meshwright.planner.search import ScoredPlan, SearchResult
 from meshwright.report.mesh_picture import mesh_picture
 from meshwright.report.terminal import FigureTable, mfu_words, print_ranked, short_plan
@@ -39,14 +41,17 @@ def print_answer(console: Console, answer: Answer, printed: Answer | None = None
     if answer.result is not None and before.result is None:
         _print_result(console, answer, answer.result)
     if answer.ways_out is not None and before.ways_out is None:
-        console.print("\nWays out, each searched:" if answer.ways_out.open else "\nNo way out was found.")
+        found = "\nWays out, least device time for a token first:"
+        console.print(found if answer.ways_out.open else "\nNo way out was found.")
         for number, way in enumerate(answer.ways_out.open, start=1):
             assert way.outcome.best is not None, "a way out leads to a plan"
             plan, told = way.outcome.best
             each = f"{_rate(way.outcome.best)} ({pretty_count(told.tokens_per_second / plan.num_ranks)} a device)"
             memory = f"{pretty_bytes(told.peak_bytes)} of {pretty_bytes(told.memory_bytes)}"
-            step = f"{pretty_seconds(told.step_seconds)} a step"
-            console.print(f"{number}. {way.words}: {step}, {each}, {memory}\n   {short_plan(plan)}", markup=False)
+            step = f"{'at most ' * way.is_bound}{pretty_seconds(told.step_seconds)} a step"
+            words = shlex.join(way.command(answer.request.command))
+            console.print(f"{number}. {way.cost}: {step}, {each}, {memory}\n   {short_plan(plan)}", markup=False)
+            console.print(wrapped(f"   {words}", console.width, more="  ", end=" \\"), markup=False)
         for line in answer.ways_out.closed:
             console.print(line, markup=False)
     for why in answer.why[len(before.why) :]:

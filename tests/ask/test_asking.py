@@ -18,7 +18,7 @@ import pytest
 
 from meshwright.ask import question as asking
 from meshwright.ask.explain import differences, explain
-from meshwright.ask.memory import MOST_POINTS, front, ways_out
+from meshwright.ask.memory import MOST_POINTS, front
 from meshwright.ask.question import Question, outcome
 from meshwright.ask.sizes import (
     best_batch,
@@ -431,65 +431,6 @@ def test_a_front_that_is_stopped_keeps_what_it_has(monkeypatch: pytest.MonkeyPat
     stopped = front(ask(), silent, made(2.0, peak=70 * GIB))
     assert stopped.is_interrupted
     assert [point.seconds for point in stopped.points] == [2.0]
-
-
-# Nothing fits
-
-
-def test_ways_out_are_searched_and_the_fewest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that needs 900 GiB in all, and a tenth of a GiB for each 1,024 tokens on every device."""
-
-    def need(machine: object, settings: dict[str, object]) -> int:
-        share = 900 * GIB // machine.num_devices  # type: ignore[attr-defined]
-        return int(share + GIB * settings["sequence"] / 10240)  # type: ignore[operator]
-
-    def answer(machine: object, **settings: object) -> SearchResult:
-        memory, peak = machine.device.memory_bytes, need(machine, settings)  # type: ignore[attr-defined]
-        scored = made(1.0, peak=peak, memory=memory)
-        return found_of(scored) if peak <= memory else found_of(None, scored)
-
-    made_up(monkeypatch, answer)
-    asked = ask("8xh100")
-    out = ways_out(asked, asked.ask(), silent)
-    ways, closed = out.open, out.closed
-    by_kind = {way.what: way.outcome for way in ways}
-    assert by_kind["devices"].question.cluster.num_devices == 16  # 8 have 112 GiB too much, 16 need 57
-    least = need(asked.cluster, {"sequence": 8192})
-    assert least <= by_kind["memory"].question.cluster.device.memory_bytes <= 1.06 * least
-    assert all(way.outcome.best is not None for way in ways)
-    assert any("sequence" in line for line in closed)
-
-
-def test_the_longest_sequence_that_fits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def answer(machine: object, **settings: object) -> SearchResult:
-        peak = settings["sequence"] * GIB // 16  # type: ignore[operator]
-        scored = made(1.0, peak=peak)
-        return found_of(scored) if peak <= 80 * GIB else found_of(None, scored)
-
-    made_up(monkeypatch, answer)
-    asked = ask(pin=("recompute",))
-    ways = ways_out(asked, asked.ask(), silent).open
-    # 80 GiB are 1,280 tokens: of 4096, 2048, 1024, ... the third.
-    assert {way.what: way.outcome.question.sequence for way in ways}["sequence"] == 1024
-
-
-def test_a_model_that_is_too_large_really_gets_ways_out() -> None:
-    """Real searches. 400 kB are too little for one rank alone and enough for several."""
-    machine = cluster("laptop")
-    small = replace(machine, device=replace(machine.device, memory_bytes=400_000, reserved_bytes=0))
-    asked = Question(profile=TINY, cluster=small, batch=4, sequence=32, allow="reordered")
-    found = asked.ask()
-    assert found.best is None
-    ways = ways_out(asked, found, silent).open
-    told = {way.what: way.outcome for way in ways}
-    assert {"devices", "memory"} <= told.keys()
-    for way in ways:
-        assert way.outcome.best is not None
-        assert way.outcome.best[1].fits
-    devices = told["devices"].question.cluster.num_devices
-    fewer_devices = resized(small, devices // 2)
-    assert fewer_devices is not None
-    assert replace(asked, cluster=fewer_devices).ask().best is None
 
 
 # Explaining
