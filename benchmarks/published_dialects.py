@@ -109,7 +109,7 @@ class Dialect:
         elif task.name.startswith("cast") and not self.casts_weights:
             return
         elif task.kind == "attention":
-            yield from self._attention(task, work.size("microbatch") * task.shape[0])
+            yield from self._attention(task, work.size("microbatch") * task.shape[0], work.size("sequence"))
         elif task.kind == "matmul":
             yield replace(task, flops=task.flops * self.matmul)
             if task.role == "experts" and self.expert_launches:
@@ -162,13 +162,13 @@ class Dialect:
         layer, phase = task.layer, task.phase
         return Compute(layer=layer, name="wait", kind="memory", phase=phase, repeat=task.repeat, kernels=kernels)
 
-    def _attention(self, task: Compute, count: Any) -> Iterator[Compute]:
-        """`count` heads."""
+    def _attention(self, task: Compute, count: Any, tokens: Any) -> Iterator[Compute]:
+        """`count` heads, each over all pairs of `tokens`."""
         kernel = self.attention
         if not kernel.passes:
             yield replace(task, flops=task.flops / kernel.share)
             return
-        _, head_size, tokens = task.shape
+        head_size = task.shape[1]
         forward = task.is_forward
         products = 2.0 if forward else 4.0
         flops = 2 * products * count * tokens * tokens * head_size  # all scores: a flash kernel may leave half out

@@ -47,7 +47,7 @@ _NAMES: tuple[tuple[str, Framework], ...] = (
     (r"litgpt|lit-gpt|lit-llama", "litgpt"),
     (r"internevo|internlm", "internevo"),
     (r"jax.?toolbox|maxtext|\bpaxml\b|\bjax\b|t5x|levanter", "jax"),
-    (r"fairscale|metaseq|fms.?fsdp|2205\.01068|2302\.13971", "fairscale"),
+    (r"fairscale|metaseq|2205\.01068|2302\.13971", "fairscale"),
     (r"hai-?llm|2412\.19437", "hai-llm"),
     (r"deeplearningexamples|deeplearning-benchmark", "nvidia-examples"),
 )

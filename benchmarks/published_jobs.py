@@ -41,8 +41,8 @@ LONGEST_SECONDS, MOST_BYTES = 300, 8 << 30
 MOST_RANKS, FEWEST_TOKENS = 512, 2048
 """ZeRO-3 was measured to hide its gathers over at most so many ranks, with at least so many tokens on each: 175B on 128
 to 512 A100s with 2048 and 4096 tokens at 173 and 186 TFLOP/s (Zhao et al. 2023), 7B and 30B on 512 H100s (llm-foundry),
-70B on 128 A100s with 400 Gb/s a node (fms-fsdp), all in the table. ZeRO-3 of 2021, a collective for each parameter,
-fell to 44 TFLOP/s on 1,536 A100s (Narayanan et al. 2021, table 2)."""
+both in the table. ZeRO-3 of 2021, a collective for each parameter, fell to 44 TFLOP/s on 1,536 A100s (Narayanan et al.
+2021, table 2)."""
 FULL_SHARE = 0.97
 BEST_MFU = {"a100": 0.71, "h100": 0.55, "h800": 0.5}
 """The highest that any row of the calibration tables reaches on such devices, in bf16 with at least 64 of them."""

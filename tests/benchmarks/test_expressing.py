@@ -180,6 +180,15 @@ def test_attention_by_the_kernels_generation() -> None:
     assert dialect_of(row(framework="NVIDIA DeepLearningExamples")).attention.passes > 0
 
 
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_scores_that_leave_the_chip_are_all_pairs_of_tokens(family: str) -> None:
+    case = case_of(row(family=family, framework="NVIDIA DeepLearningExamples"))
+    work = case.dialect.change(price(profile(case.config, case.variant), case.plans[0], sequence=S))
+    passed = [task for task in work.computes if task.name == "attention.core" and task.kind == "memory"]
+    scores = case.plans[0].microbatch * HEADS * S * S * 2
+    assert passed[0].moved_bytes == pytest.approx(case.dialect.attention.passes * scores)
+
+
 def test_ranks_that_have_the_same_send_a_part_each() -> None:
     made = {"tp": "4", "pp": "2", "dp": "1", "hidden": "512", "framework": "Megatron-LM"}
     sent = {}
