@@ -124,9 +124,9 @@ def _jobs(found: dict[str, Any]) -> list[str]:
         "",
         *grid(titles, rows, right=(2, 3, 4, 6, 7)),
         "",
-        "Parameters gathered from hundreds of ranks are recommended as far as they were measured: GPT-3 175B with FSDP on",
-        "128 to 512 A100s (2048 and 4096 tokens on each, 173 and 186 TFLOP/s), MPT 7B and 30B on 512 H100s, LLaMA 65B and",
-        "OPT-175B with tensor parallelism and FSDP over 256 and 124 nodes. ZeRO-3 of 2021 (SC21, table 2) was three times",
-        "slower on 1,536 A100s: a collective for each parameter, at what one card of a node gives.",
+        "Parameters gathered from hundreds of ranks are recommended as far as they were measured: GPT-3 175B with FSDP",
+        "on 128 to 512 A100s (2048 and 4096 tokens on each, 173 and 186 TFLOP/s), MPT 7B and 30B on 512 H100s, LLaMA",
+        "65B and OPT-175B with tensor parallelism and FSDP over 256 and 124 nodes. ZeRO-3 of 2021 (SC21, table 2) was",
+        "three times slower on 1,536 A100s: a collective for each parameter, at what one card of a node gives.",
         "",
     ]
