@@ -64,7 +64,7 @@ class Question:
         return with_devices(with_headroom(self.cluster, self.headroom), lambda d: _limited(d, limit))
 
     def memory_of(self, usable_bytes: int) -> int:
-        """Of the devices of which so much may be used."""
+        """The whole memory of the devices whose usable memory is `usable_bytes`."""
         both = zip(self.machine.groups, self.cluster.groups, strict=True)
         return min(whole.device.memory_bytes for used, whole in both if used.device.memory_bytes == usable_bytes)
 

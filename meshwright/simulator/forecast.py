@@ -199,7 +199,7 @@ def slowest_of(cluster: Cluster, num_ranks: int) -> float:
     return 1 + cluster.jitter_fraction * math.sqrt(2 * math.log(num_ranks))
 
 
-class _Spent(NamedTuple):
+class _TimeShare(NamedTuple):
     origin: str
     words: str
     cause: str
@@ -207,7 +207,7 @@ class _Spent(NamedTuple):
     seconds: float
 
 
-def _spent(staged: Staged, step_seconds: float, cluster: Cluster) -> list[_Spent]:
+def _spent(staged: Staged, step_seconds: float, cluster: Cluster) -> list[_TimeShare]:
     """The slowest stage's step, part by part."""
     count = staged.plan.num_microbatches
 
@@ -215,27 +215,27 @@ def _spent(staged: Staged, step_seconds: float, cluster: Cluster) -> list[_Spent
         return count * (stage.all_seconds.forward + stage.all_seconds.backward) + stage.tail_seconds
 
     slowest = max(staged.stages, key=busy_seconds)
-    result: list[_Spent] = []
+    result: list[_TimeShare] = []
     for charge, seconds in slowest.cost.charges.items():
         total = float(seconds) * (1 if charge.part == "step" else count)
         origin = charge.origin or COMPUTE
         if charge.axis:
             link = "inner" if slowest.cost.roads[charge.axis].is_inner else "outer"
             name = slowest.cost.roads[charge.axis].name or getattr(cluster, link).name or f"the {link} link"
-            result.append(_Spent(origin, f"{origin} collectives over {name}", link, total))
+            result.append(_TimeShare(origin, f"{origin} collectives over {name}", link, total))
         elif charge.tier:
-            result.append(_Spent(origin, f"{origin} copies to and from the {charge.tier}", "copy", total))
+            result.append(_TimeShare(origin, f"{origin} copies to and from the {charge.tier}", "copy", total))
         elif origin == LAUNCH:
-            result.append(_Spent(origin, "devices waiting for the host to launch", LAUNCH, total))
+            result.append(_TimeShare(origin, "devices waiting for the host to launch", LAUNCH, total))
         else:
-            result.append(_Spent(origin, origin, COMPUTE, total))
+            result.append(_TimeShare(origin, origin, COMPUTE, total))
     idle = max(0.0, step_seconds - busy_seconds(slowest))
     cutter = cutter_of(staged.plan)
     waiting = (cutter.name, f"{cutter.name}, stages waiting") if cutter is not None else ("jitter", "the slowest rank")
-    return [*result, _Spent(*waiting, "idle", idle)]
+    return [*result, _TimeShare(*waiting, "idle", idle)]
 
 
-def _summed(spent: list[_Spent], name: Literal["origin", "words", "cause"]) -> dict[str, float]:
+def _summed(spent: list[_TimeShare], name: Literal["origin", "words", "cause"]) -> dict[str, float]:
     """Seconds by what each part says of itself."""
     totals: dict[str, float] = {}
     for each in spent:

@@ -300,7 +300,7 @@ def _charged(charges: Mapping[Charge, Num], parts: tuple[Part, ...], *, lane: st
     return result
 
 
-class _Beside(NamedTuple):
+class _Alongside(NamedTuple):
     """Collectives or copies beside compute."""
 
     charge: Charge
@@ -316,7 +316,7 @@ class _Beside(NamedTuple):
         return self.charge.lane, self.charge.origin, _BESIDE_LANES[self.charge.lane]
 
 
-def _beside(cost: StageCost) -> list[_Beside]:
+def _beside(cost: StageCost) -> list[_Alongside]:
     """By whose they are and when."""
     whole, by_charge = defaultdict[tuple[Charge, Part], float](float), defaultdict[Charge, float](float)
     for item in cost.hidden:
@@ -329,5 +329,5 @@ def _beside(cost: StageCost) -> list[_Beside]:
         shown = float(cost.charges.get(charge, 0.0)) - float(cost.bare.get(charge, 0.0))
         if seconds > 0:
             shares = max(0.0, shown) * seconds / by_charge[charge]
-            result.append(_Beside(charge, part, seconds, min(seconds, shares)))
+            result.append(_Alongside(charge, part, seconds, min(seconds, shares)))
     return result

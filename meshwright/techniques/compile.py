@@ -279,7 +279,7 @@ def _again(work: Work, blocks: set[str]) -> list[Compute]:
 
 
 def _read_by_product(op: Op, after: Op | None, counts: Counts, kept: Num) -> Num:
-    """Of what an op keeps, elements that only a linear layer reads and that can be made anew from what is left."""
+    """Elements that an op keeps only as the input of a linear layer, and that backward can recompute."""
     if op.role == "layout":
         return kept
     if after is None or after.role != "linear" or op.role in ("linear", "attention"):

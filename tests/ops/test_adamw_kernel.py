@@ -5,13 +5,11 @@ Tests of `ops/kernels/adamw.py`.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+from interpreted import run_interpreted
 
 SHAPES = ((3,), (130, 67), (9001,), (16, 1024))
 CONFIG = SimpleNamespace(beta1=0.9, beta2=0.95, epsilon=1e-8)
@@ -57,10 +55,7 @@ def compare_kernel(device: str) -> None:
 
 
 def test_the_kernel_equals_torch_by_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    code = "import test_adamw_kernel as tests; tests.compare_kernel('cpu')"
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=240)
+    run_interpreted("test_adamw_kernel:compare_kernel")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
+from interpreted import run_interpreted
 from torch import Tensor
 
 from meshwright.ops import cross_entropy
@@ -108,10 +105,7 @@ def compare_kernels(device: str) -> None:
 
 
 def test_kernels_by_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    code = "import sys; sys.path.insert(0, 'tests/ops'); import test_cross_entropy as t; t.compare_kernels('cpu')"
-    subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", code], check=True, env=environment, timeout=240)
+    run_interpreted("test_cross_entropy:compare_kernels", "-W", "error::UserWarning")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

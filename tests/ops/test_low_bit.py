@@ -5,12 +5,9 @@ Tests of `ops/low_bit.py`, `ops/kernels/low_bit_adamw.py`.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+from interpreted import run_interpreted
 
 from meshwright.ops.low_bit import AdamWStep, BlockCode, CodedTensor, LowBitMoments, low_bit_adamw, plain_adamw, uniform
 
@@ -136,11 +133,7 @@ def compare_kernel(device: str) -> None:
 
 
 def test_the_kernel_equals_the_plain_form_by_the_interpreter() -> None:
-    """Triton's, which must be chosen before Triton is imported."""
-    pytest.importorskip("triton")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    code = "import test_low_bit as tests; tests.compare_kernel('cpu')"
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=240)
+    run_interpreted("test_low_bit:compare_kernel")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
