@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from meshwright.ask.question import Question, Tell, outcome
 from meshwright.core.units import MIB
 from meshwright.planner.search import ScoredPlan
+from meshwright.simulator.forecast import forecast
 
 MOST_POINTS = 10
 _MOST_SEARCHES = 24
@@ -94,12 +95,15 @@ def _least(question: Question, enough_bytes: int) -> Point | None:
         return Point(scored=nothing.best, budget_bytes=nothing.question.cluster.device.memory_bytes)
     if nothing.result is None or nothing.result.nearest_miss is None:
         return None
-    budget = nothing.result.nearest_miss.forecast.peak_bytes
+    plan, told = nothing.result.nearest_miss
+    budget = told.peak_bytes
     while budget < enough_bytes:
-        point = _point(question, budget)
-        if point is not None:
-            return point
-        budget = math.ceil(budget * 1.02)
+        # What the allocator needs for that very plan is known sooner than a search is over.
+        machine = question.with_memory(budget).machine
+        told = forecast(question.profile, plan, machine, sequence=question.sequence, optimizer=question.optimizer)
+        if told.fits:
+            return _point(question, budget) or Point(scored=ScoredPlan(plan, told), budget_bytes=budget)
+        budget = math.ceil(budget * 1.01)
     return None
 
 

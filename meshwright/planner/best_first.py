@@ -59,11 +59,11 @@ def search_uniform(inputs: SearchInputs, top: int, *, compares: bool = False, ti
     `compares`: also what each technique is worth."""
     if problems := pin_problems(inputs):
         raise MeshwrightError(problems)
-    for rescues in (False, True):
-        pool = BestFirst(inputs, rescues=rescues)
-        pool.run(top, CLOSE_LOOKS if compares or top > 1 else FEW_LOOKS)
-        if pool.board.best is not None or pool.board.is_interrupted or not pool.may_be_rescued:
-            break
+    pool, looks = BestFirst(inputs, rescues=False), CLOSE_LOOKS if compares or top > 1 else FEW_LOOKS
+    pool.run(top, looks)
+    if pool.board.best is None and not pool.board.is_interrupted and pool.may_be_rescued:
+        pool.turn(rescues=True)
+        pool.run(top, looks)
     return pool.result(top, compares, tie)
 
 
@@ -74,8 +74,7 @@ class BestFirst:
         self.inputs = inputs
         self.memory_bytes = inputs.cluster.device.memory_bytes
         self.board = Scoreboard(inputs)
-        self.turned = dials(inputs, rescues=rescues)
-        self.grids = tuple(grids(inputs, self.turned, self.board.rejected))
+        self.turn(rescues=rescues)
         self.leaves: list[BoundedGrid] = []
         self.runs: list[np.ndarray] = []
         """Of each leaf, the candidates that can run samples of this length, and are no others over again."""
@@ -99,10 +98,17 @@ class BestFirst:
         self.order = np.zeros(0, dtype=int)
         """Candidates not yet looked at, those from `next` on, in the order of their bounds."""
 
+    def turn(self, *, rescues: bool) -> None:
+        """What may be tried; what was tried before is not tried again."""
+        self.board.rejected.clear()
+        self.turned = dials(self.inputs, rescues=rescues)
+        self.grids = tuple(grids(self.inputs, self.turned, self.board.rejected))
+
     def _add(self, dtype: str) -> None:
         """Bound all that computes in a dtype."""
+        known = {leaf.techniques for leaf in self.leaves}
         for grid in self.grids:
-            for leaf in bound_all(self.inputs, grid, self.turned, dtype):
+            for leaf in bound_all(self.inputs, grid, self.turned, dtype, known):
                 runs = leaf.is_new
                 for which, problem in leaf.sequence_problems():
                     self.board.reject(str(problem), int(np.sum(runs & which)))

@@ -10,7 +10,7 @@ with what its memory forces on it. docs/search.md derives the bounds.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from meshwright.planner.rows import (
     size_of,
 )
 from meshwright.planner.space import Dial, Grid
+from meshwright.planner.splits import widths
 from meshwright.planner.wishes import SearchInputs
 from meshwright.schedules import PipelineTimes, Timetable
 from meshwright.simulator.peak_memory import StageMemory, stage_memory, timetable_of
@@ -74,14 +75,16 @@ MOST_BOUNDED, MOST_CELLS = 4096, 1 << 15
 """Candidates of a grid, and stages of candidates with their axes in an order, that are priced at once."""
 
 
-def _bound_pieces(inputs: SearchInputs, grid: Grid, dials: tuple[Dial, ...], dtype: str) -> Iterator[BoundedGrid]:
+def _bound_pieces(
+    inputs: SearchInputs, grid: Grid, dials: tuple[Dial, ...], dtype: str, without: Collection[tuple[Technique, ...]]
+) -> Iterator[BoundedGrid]:
     """As `bound_all`: leaves of the pieces joined. Where a piece has no such leaf, its candidates cannot run so."""
     count = grid.num_candidates
     parts = [slice(start, min(start + MOST_BOUNDED, count)) for start in range(0, count, MOST_BOUNDED)]
     leaves: dict[tuple[Technique, ...], dict[int, BoundedGrid]] = {}
     for at, part in enumerate(parts):
         columns = {name: column[part] for name, column in grid.columns.items()}
-        for leaf in bound_all(inputs, replace(grid, columns=columns, cuts=grid.cuts[part]), dials, dtype):
+        for leaf in bound_all(inputs, replace(grid, columns=columns, cuts=grid.cuts[part]), dials, dtype, without):
             leaves.setdefault(leaf.techniques, {})[at] = leaf
     never = {"least_seconds": np.inf, "least_bytes": np.inf, "base_bytes": np.inf, "is_new": False}
     for mine in leaves.values():
@@ -97,10 +100,16 @@ def _bound_pieces(inputs: SearchInputs, grid: Grid, dials: tuple[Dial, ...], dty
         yield replace(next(iter(mine.values())), grid=grid, **joined)
 
 
-def bound_all(inputs: SearchInputs, grid: Grid, dials: tuple[Dial, ...], dtype: str) -> Iterator[BoundedGrid]:
+def bound_all(
+    inputs: SearchInputs,
+    grid: Grid,
+    dials: tuple[Dial, ...],
+    dtype: str,
+    without: Collection[tuple[Technique, ...]] = (),
+) -> Iterator[BoundedGrid]:
     """Leaves that compute in this dtype; of a large grid piece by piece, so that arrays stay small."""
     if grid.num_candidates > MOST_BOUNDED:
-        yield from _bound_pieces(inputs, grid, dials, dtype)
+        yield from _bound_pieces(inputs, grid, dials, dtype, without)
         return
     cluster = inputs.cluster
     others = [dial for dial in dials if not dial.kind.axis]
@@ -127,6 +136,8 @@ def bound_all(inputs: SearchInputs, grid: Grid, dials: tuple[Dial, ...], dtype: 
         if depth == swaps and work.facts.compute_dtype != dtype:
             return
         if depth == len(ordered):
+            if chosen in without:
+                return
             forbidden = rows.table(work.facts.forbidden).max(axis=(1, 2)) > 0
             cost = stage_cost(settled := settle(work), cluster, rows.roads, done, known)
             timetable, place = timetable_of(settled), tuple(map(work.size, ("stage", "num_stages", "num_microbatches")))
@@ -168,6 +179,7 @@ class BoundRows:
     def __init__(self, grid: Grid, cluster: Cluster, named: Sequence[Technique], policies: Sequence[tuple[str, str]]):
         self.grid = grid
         starts, self.counts, firsts, blocks = grid.runs
+        self.blocks = np.maximum(blocks, 1) if grid.inputs.is_one_kind else np.full(blocks.shape, np.inf)
         choices = extreme_choices(grid.inputs.profile, len(policies))
         self.shape = (*self.counts.shape, len(choices))
         of = np.repeat(np.arange(grid.num_candidates), self.shape[1])
@@ -199,7 +211,7 @@ class BoundRows:
         return (self.counts * value).sum(axis=1) / self.counts.sum(axis=1)
 
     def least_bytes(self, memory: StageMemory) -> np.ndarray:
-        kept, runs = least_bytes(self.table, memory)
+        kept, runs = least_bytes(self.table, memory, self.blocks)
         least = self.table(memory.peak_bytes())[:, :, 0] if self.shape[2] == 1 else kept + runs
         if not self.grid.may_choose:
             return self.fullest(least)
@@ -326,12 +338,17 @@ def pipeline_bound(
     return np.maximum(bound, np.maximum.reduceat(after, starts))
 
 
-def least_bytes(table: Callable[[Num], np.ndarray], memory: StageMemory) -> tuple[np.ndarray, np.ndarray]:
-    """(candidates, runs): of a stage the least that any policies keep, and that running takes beside.
+def least_bytes(
+    table: Callable[[Num], np.ndarray], memory: StageMemory, blocks: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """(candidates, runs): of a stage the least that any policies keep, and that running takes beside. `blocks`: how
+    many of one kind it has; infinite where they differ.
 
-    Whatever blocks follow, what is kept is a mixture, and the last block runs as one of the policies lets it."""
+    Whatever blocks follow, what is kept is a mixture, and the last block runs, and keeps, as one of the policies lets
+    it."""
     kept = table(memory.base_bytes()) + table(memory.in_flight) * table(memory.microbatch_bytes())
-    return kept.min(axis=2), (table(memory.late_bytes) - kept).min(axis=2)
+    least = kept.min(axis=2)
+    return least, (table(memory.late_bytes) - kept + (kept - least[:, :, None]) / blocks[:, :, None]).min(axis=2)
 
 
 def forced_seconds(
@@ -409,7 +426,8 @@ def order_bounds(leaf: BoundedGrid, picks: Sequence[OrderedCandidate]) -> np.nda
     sizes = np.diff([*starts, count])
     of = np.repeat(np.arange(len(picks)), sizes)
     pace = np.maximum.reduceat(seconds, starts)
-    kept, runs = (each[0, :count] for each in least_bytes(table, memory))
+    blocks = np.array([[cell.blocks if inputs.is_one_kind else np.inf for cell in cells]])
+    kept, runs = (each[0, :count] for each in least_bytes(table, memory, blocks))
     over = kept + runs - inputs.cluster.device.memory_bytes
     fits = np.maximum.reduceat(over, starts) <= 0
     if grid.may_choose:
@@ -423,11 +441,12 @@ def order_bounds(leaf: BoundedGrid, picks: Sequence[OrderedCandidate]) -> np.nda
         grows = base + in_flight * by_block(keeps[:, 0])
         each = np.maximum(by_block(fast), 1e-30) + slope[:count] * np.maximum(grows, 0.0)
         pace = _least_pace(leaf, picks, seconds, each, starts)
-        # Where all microbatches are held at once, gradients come after the fullest moment: what is kept is certain.
+        # Where all microbatches are held at once, gradients come after the fullest moment: of more blocks only what
+        # they keep is certain.
         is_long = rows.place[2].reshape(-1, ways)[:count, 0] > in_flight
         adds = base + in_flight * by_block(keeps.min(axis=1))
         saves = adds + np.maximum(by_block(column(memory.gradient_bytes())), 0.0)
-        fits = _find_room(leaf, picks, np.where(is_long, over, over - runs), adds, saves, starts)
+        fits = _find_room(leaf, picks, np.where(is_long | (over > 0), over, over - runs), adds, saves, starts)
     blocks, spans = inputs.profile.num_blocks, sizes * timetable.chunks
     bound = pipeline_bound(
         grid,
@@ -479,10 +498,13 @@ def _find_room(
     more `adds` so many at least, and one fewer `saves` so many at most."""
     if not leaf.inputs.is_one_kind:
         return np.full(len(picks), True)
-    blocks = np.array([size_of(spans) for pick in picks for spans in leaf.grid.cuts[pick.candidate]])
-    most = blocks - np.ceil(over / np.maximum(np.where(over > 0, saves, adds), 1e-30) - 1e-9)
-    is_enough = np.add.reduceat(most, starts) >= leaf.inputs.profile.num_blocks
-    return is_enough & (np.minimum.reduceat(most, starts) >= 1)
+    num_blocks = leaf.inputs.profile.num_blocks
+    sizes = [tuple(map(size_of, leaf.grid.cuts[pick.candidate])) for pick in picks]
+    reach = [(least, widest) for each in sizes for lowest, widest in [widths(num_blocks, each)] for least in lowest]
+    fewest, widest = np.array(reach).T
+    most = np.concatenate(sizes) - np.ceil(over / np.maximum(np.where(over > 0, saves, adds), 1e-30) - 1e-9)
+    is_enough = np.add.reduceat(np.minimum(most, widest), starts) >= num_blocks
+    return is_enough & (np.minimum.reduceat(most - fewest, starts) >= 0)
 
 
 class Candidates:

@@ -30,7 +30,7 @@ from meshwright.planner.rows import (
     kinds_of,
     size_of,
 )
-from meshwright.planner.splits import all_splits, fastest_splits, largest_first, smallest_first
+from meshwright.planner.splits import all_splits, fastest_splits, largest_first, smallest_first, widths
 from meshwright.planner.wishes import Kinds
 from meshwright.schedules import Timetable
 from meshwright.simulator.makespan import makespan, stage_bound
@@ -272,11 +272,6 @@ def _useful(stage: _ChunkedStage) -> list[int]:
     return np.flatnonzero(~is_beaten.any(axis=0)).tolist()
 
 
-REACH = 3
-"""Blocks more or fewer than an even share that a stage may have; with few blocks, any number."""
-FEW_BLOCKS, FEW_SPLITS = 12, 64
-
-
 def solve(
     leaf: BoundedGrid,
     picks: Sequence[OrderedCandidate],
@@ -309,10 +304,7 @@ def _cells(leaf: BoundedGrid, at: int, pick: OrderedCandidate) -> list[StageCell
 @lru_cache(maxsize=256)
 def _places(blocks: int, sizes: tuple[int, ...]) -> tuple[tuple[int, int, range], ...]:
     """(stage, how many blocks it may have, where it may begin), given about how many each has."""
-    room = blocks - len(sizes) + 1
-    is_any = blocks <= FEW_BLOCKS or comb(blocks - 1, len(sizes) - 1) <= FEW_SPLITS
-    widest = room if is_any else min(room, max(sizes) + REACH)
-    lowest = [1 if is_any else max(1, size - REACH) for size in sizes]
+    lowest, widest = widths(blocks, sizes)
     result = []
     for stage in range(len(sizes)):
         before, after = sum(lowest[:stage]), sum(lowest[stage + 1 :])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from math import comb
 
 import numpy as np
 
@@ -22,6 +23,20 @@ Rule = Callable[[np.ndarray], np.ndarray]
 
 _TOLERANCE = 1e-12
 """Share by which equal sums may differ."""
+
+
+REACH = 3
+"""Blocks more or fewer than an even share that a stage may have; with few blocks, any number."""
+FEW_BLOCKS, FEW_SPLITS = 12, 64
+
+
+@lru_cache(maxsize=256)
+def widths(blocks: int, sizes: Split) -> tuple[Split, int]:
+    """The fewest blocks that each stage may have, and the most that any may, given about how many each has."""
+    room = blocks - len(sizes) + 1
+    if blocks <= FEW_BLOCKS or comb(blocks - 1, len(sizes) - 1) <= FEW_SPLITS:
+        return (1,) * len(sizes), room
+    return tuple(max(1, size - REACH) for size in sizes), min(room, max(sizes) + REACH)
 
 
 def all_splits(num_blocks: int, num_stages: int) -> list[Split]:

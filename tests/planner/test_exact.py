@@ -15,8 +15,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.technique import Technique, technique_named
 from meshwright.core.work import Work
 from meshwright.planner.search import SearchResult, search
-from meshwright.planner.solve import REACH
-from meshwright.planner.splits import balanced_stages
+from meshwright.planner.splits import REACH, balanced_stages
 from meshwright.simulator.forecast import Forecast, forecast
 
 SPACES = 7
