@@ -426,8 +426,8 @@ def order_bounds(leaf: BoundedGrid, picks: Sequence[OrderedCandidate]) -> np.nda
     sizes = np.diff([*starts, count])
     of = np.repeat(np.arange(len(picks)), sizes)
     pace = np.maximum.reduceat(seconds, starts)
-    blocks = np.array([[cell.blocks if inputs.is_one_kind else np.inf for cell in cells]])
-    kept, runs = (each[0, :count] for each in least_bytes(table, memory, blocks))
+    alike = np.array([[cell.blocks if inputs.is_one_kind else np.inf for cell in cells]])
+    kept, runs = (each[0, :count] for each in least_bytes(table, memory, alike))
     over = kept + runs - inputs.cluster.device.memory_bytes
     fits = np.maximum.reduceat(over, starts) <= 0
     if grid.may_choose:

@@ -13,6 +13,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -105,7 +106,11 @@ def made_up(monkeypatch: pytest.MonkeyPatch, answer: Answer) -> list[dict[str, o
         asked.append({"cluster": machine, **settings})
         return answer(machine, **settings)
 
+    def forecast(*_: object, **settings: object) -> SimpleNamespace:
+        return SimpleNamespace(fits=True)
+
     monkeypatch.setattr(asking, "search", search)
+    monkeypatch.setattr("meshwright.ask.memory.forecast", forecast)
     return asked
 
 

@@ -221,3 +221,23 @@ def test_planning_never_imports_torch() -> None:
         "assert found.best and 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_what_fits_in_pieces_when_all_blocks_are_recomputed_is_found() -> None:
+    """With less and less memory the smallest plan of the nearest miss fits in the allocator's pieces: so does one that
+    search finds, and none is slower than that."""
+    profile, machine = decoder_profile(PRESETS["gpt2-xl"], "gpt2-xl"), cluster("4xh100")
+    settings: dict[str, Any] = {"batch": 16, "sequence": 1024, "compares": False, "ban": ("pipeline", "tensor")}
+
+    def sized(num_bytes: int) -> Cluster:
+        return replace(machine, device=replace(machine.device, memory_bytes=num_bytes))
+
+    miss = search(profile, sized(machine.device.reserved_bytes + (1 << 20)), **settings).nearest_miss
+    assert miss is not None
+    budget = miss.forecast.peak_bytes
+    while not (told := forecast(profile, miss.plan, sized(budget), sequence=1024)).fits:
+        budget = int(budget * 1.01)
+    best = search(profile, sized(budget), **settings).best
+    assert best is not None
+    assert best.forecast.fits
+    assert best.forecast.step_seconds <= told.step_seconds
