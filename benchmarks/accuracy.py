@@ -3,7 +3,7 @@
 Three sources, each kept in benchmarks/results so that the page can be made again without them:
 
     published.json            what others measured and published: CSV files scored by benchmarks.published
-    gpu_forecast_h200.json    one GPU, by benchmarks.gpu forecast
+    gpu_frozen_h200.json      one GPU, by benchmarks.gpu forecast --list frozen
     cpu_forecast.json         two CPU ranks, by benchmarks.cpu_forecast
 
 Run: python -m benchmarks.accuracy                     the page again, from the results
@@ -32,7 +32,7 @@ from meshwright.core.errors import MeshwrightError
 
 FOLDER = Path(__file__).parent / "results"
 PAGE = FOLDER.parents[1] / "docs" / "accuracy.md"
-PUBLISHED, GPU, CPU = (FOLDER / name for name in ("published.json", "gpu_forecast_h200.json", "cpu_forecast.json"))
+PUBLISHED, GPU, CPU = (FOLDER / name for name in ("published.json", "gpu_frozen_h200.json", "cpu_forecast.json"))
 VALIDATE = "validate.csv"
 """The table that goals are about: nothing was fitted to it."""
 MOST_WORST = 10
@@ -209,7 +209,7 @@ def page(published: Mapping[str, Any], gpu: Mapping[str, Any], cpu: Mapping[str,
         "",
         "```",
         "python -m benchmarks.published FILE.csv --rows OUT.csv   one table, every row with its forecast",
-        "python -m benchmarks.gpu forecast --json benchmarks/results/gpu_forecast_h200.json",
+        "python -m benchmarks.gpu forecast --list frozen --json benchmarks/results/gpu_frozen_h200.json",
         "python -m benchmarks.cpu_forecast                        this machine, two ranks, about five minutes",
         "python -m benchmarks.accuracy FILE.csv [...]             scores the tables, then writes this page",
         "python -m benchmarks.accuracy                            the page alone, from benchmarks/results",

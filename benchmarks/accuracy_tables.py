@@ -111,7 +111,10 @@ def gpu_section(found: Mapping[str, Any]) -> list[str]:
     lines = ["## One GPU", ""]
     if not found.get("cases"):
         return [*lines, "Not measured yet.", ""]
-    lines += ["`benchmarks.gpu forecast` on the GPU that was probed just before; models cut in depth.", ""]
+    lines += [
+        "`benchmarks.gpu forecast --list frozen`: cases nobody looked at before, on a GPU probed just before.",
+        "",
+    ]
     ran = [case for case in found["cases"] if case.get("measured_seconds")]
     ran.sort(key=lambda case: -abs(case["forecast_seconds"] / case["measured_seconds"] - 1))
     rows = [

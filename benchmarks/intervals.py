@@ -45,7 +45,7 @@ from meshwright.simulator.forecast import (
 )
 
 FOLDER = Path(__file__).parent / "results"
-GPU, CPU, RESULT = (FOLDER / f"{name}.json" for name in ("gpu_forecast_h200", "cpu_forecast", "intervals"))
+GPU, CPU, RESULT = (FOLDER / f"{name}.json" for name in ("gpu_frozen_h200", "cpu_forecast", "intervals"))
 SHIPPED = Path(__file__).parent.parent / "meshwright" / "simulator" / "intervals.json"
 COVERAGE, MOST_COVERAGE = 0.9, 0.95
 LEAST_ROWS = 10
@@ -106,8 +106,8 @@ def ours() -> Iterator[Residual]:
             if not case.get("measured_seconds"):
                 continue
             name = case["name"]
-            model = "experts" if re.search(r"mixtral|deepseek|moe", name) else "decoders"
-            model = "other models" if re.match(r"dlrm|vit|vgg|resnet", name) else model
+            model = "experts" if re.search(r"mixtral|deepseek|kimi|moe", name) else "decoders"
+            model = "other models" if re.match(r"dlrm|vit|vgg|resnet|transformers' (BERT|ViT)", name) else model
             log = math.log(case["measured_seconds"] / case["forecast_seconds"])
             group = re.split(r" x\d|[,:]", name)[0]
             yield Residual(source=path.stem, group=group, domain=Domain(kind, scale, model), log=log)

@@ -220,8 +220,8 @@ class ParameterSlot:
     """As in `Param`."""
     state_tiers: tuple[tuple[TierName, Num], ...] = ()
     """(tier, share of its optimizer state) where not all of it is kept on the device."""
-    narrow: float = 0.0
-    """Share of its instances that 8-bit products read, and that are gathered in 8 bits where rows are shared evenly."""
+    is_narrow: bool = False
+    """Whether 8-bit products read it, but for blocks at the ends: it is gathered so where rows are shared evenly."""
 
     @property
     def elements(self) -> Num:
@@ -262,6 +262,8 @@ class WorkFacts:
     """Ranks that share the sequence between the insides of layers."""
     loss_calls: int = 1
     """Pieces in which the loss is computed."""
+    edge_blocks: int = 0
+    """Blocks at each end of the model whose products are not of 8 bits, where others are."""
     remade_inputs: float = 0.0
     """Share of blocks whose linear layers keep no input where a compiler can make it anew from what others keep."""
     replays: Mapping[str, Num] = field(default_factory=dict)

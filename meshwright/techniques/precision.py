@@ -201,11 +201,12 @@ class Precision(Technique):
                 common: dict[str, Any] = {"layer": task.layer, "phase": task.phase, "repeat": task.repeat, "cut": by}
                 common |= {"kind": "memory", "role": "cast", "origin": self.name, "kernels": share}
                 tasks.append(Compute(name=f"{task.name}.{self.matmul}", moved_bytes=moved * share, **common))
-        remade = share if self.matmul == "fp8_tensorwise" else 0.0
+        is_once = self.matmul == "fp8_tensorwise"
         layers = work.profile.block_layers
         read = {(each.name, f"{op.name}.weight") for each in layers for op in each.ops if op.role == "linear"}
-        work = work.map_slots(lambda slot: replace(slot, narrow=remade * ((slot.layer, slot.name) in read)))
-        return replace(work.with_facts(compute_dtype="fp8", remade_inputs=remade), tasks=tuple(tasks))
+        work = work.map_slots(lambda slot: replace(slot, is_narrow=is_once and (slot.layer, slot.name) in read))
+        work = work.with_facts(compute_dtype="fp8", remade_inputs=share * is_once, edge_blocks=self.edge_blocks)
+        return replace(work, tasks=tuple(tasks))
 
     def apply(self, build: Build) -> None:
         build.at("swap", self._swap)

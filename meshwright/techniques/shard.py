@@ -107,21 +107,25 @@ class Shard(Technique):
         def sent(slot: ParameterSlot) -> Num:
             """Bytes: 8 bits an element and a scale of each shard where the products read 8 bits."""
             size = padded(slot) * gather_bytes
-            if not slot.narrow:
+            if not slot.is_narrow:
                 return size
             is_narrow = (slot.shape[0] % 16 == 0) & (slot.shape[1] % 16 == 0) & (slot.shape[0] % ways == 0)
-            return size + slot.narrow * is_narrow * (slot.elements + 4 * ways - size)
+            return size + is_narrow * (slot.elements + 4 * ways - size)
 
         # Embedding and head stay gathered while chunks of a stage take turns.
         is_chunked = work.facts.chunks > 1
         for (layer, repeat, elements), (*_, size) in zip(work.units(padded), work.units(sent), strict=True):
-            whole: dict[str, Any] = {"layer": layer, "bytes": size, "kind": "all_gather"}
-            whole["hidden"] = self.prefetch > 0
             once = self.stage < 3 or (is_chunked and layer not in blocks)
-            tasks.append(Collective(**common, **whole, repeat=repeat, phase="forward", per_step=once))
-            if not once and layer in blocks:
-                goes_back = repeat * work.has_backward(layer)
-                tasks.append(Collective(**common, **whole, repeat=goes_back, phase="backward"))
+            wide = self._at_ends(work, layer, repeat) if layer in blocks else 0
+            for count, message in ((repeat - wide, size), (wide, elements * gather_bytes)):
+                whole: dict[str, Any] = {"layer": layer, "bytes": message, "kind": "all_gather"}
+                whole["hidden"] = self.prefetch > 0
+                tasks.append(Collective(**common, **whole, repeat=count, phase="forward", per_step=once))
+                if not once and layer in blocks:
+                    goes_back = count * work.has_backward(layer)
+                    tasks.append(Collective(**common, **whole, repeat=goes_back, phase="backward"))
+                if not work.facts.edge_blocks:
+                    break
             if layer in blocks:
                 largest = np.maximum(largest, elements * gather_bytes * (repeat > 0))
                 num_blocks = num_blocks + repeat
@@ -155,6 +159,14 @@ class Shard(Technique):
         kept = tuple(item for item in work.residents if item.category != "gathered")
         work = replace(work, residents=(*kept, *residents)).map_tasks(task).with_tasks(*tasks).map_slots(slot)
         return work.with_widths(reduce=reduce_bytes)
+
+    def _at_ends(self, work: Work, layer: str, repeat: Num) -> Num:
+        """Instances here of a layer of blocks that are at an end of the model, and gathered in 16 bits for it."""
+        (first, *_), (last, *_) = work.profile.layers, work.profile.layers[::-1]
+        blocks = work.profile.block_layers
+        near = (work.repeat_of(first.name) > 0) * (layer == blocks[0].name)
+        far = (work.repeat_of(last.name) > 0) * (layer == blocks[-1].name)
+        return np.minimum(repeat, work.facts.edge_blocks * (near + far))
 
     def _gathered(self, layer: str, repeat: Any, size: Any, life: Any) -> Resident:
         return Resident(layer=layer, category="gathered", repeat=repeat, bytes=size, life=life, origin=self.name)

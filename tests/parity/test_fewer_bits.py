@@ -20,13 +20,15 @@ CASES = (
     (ALL_FP8, tiny.SHARD1),
     (ALL_FP8, tiny.SHARD2),
     (ALL_FP8, tiny.SHARD3),
+    (FP8, tiny.SHARD3),
     (BY_ROW, tiny.SHARD3),
     (BY_ROW, tiny.SEQUENCED),
     (FP8, tiny.PIPELINE, tiny.RECOMPUTE),
     pytest.param((BY_ROW, tiny.REPLICATE, tiny.COMPILE), marks=pytest.mark.slow),
     pytest.param((ALL_FP8, tiny.SHARD3, tiny.COMPILE), marks=pytest.mark.slow),
     pytest.param((ALL_FP8, tiny.SHARD3, tiny.RECOMPUTE), marks=pytest.mark.slow),
-    pytest.param((ALL_FP8, tiny.SHARD3, tiny.TENSOR, tiny.PIPELINE), marks=pytest.mark.slow),
+    pytest.param((FP8, tiny.SHARD3, tiny.TENSOR, tiny.PIPELINE), marks=pytest.mark.slow),
+    pytest.param((FP8, tiny.SHARD2, tiny.INTERLEAVED), marks=pytest.mark.slow),
 )
 
 
