@@ -168,7 +168,7 @@ def _batch_norm(name: str, width: int, size: int) -> tuple[tuple[Param, ...], tu
     n = width * size * size
     # Read for its statistics, then to be normed, which are remembered in a few steps of small vectors; going back it is
     # read with its gradient for sums, then for the input's gradient.
-    once = (22.0 * width, 8.0 * width)
+    once = (26.0 * width, 8.0 * width)
     fused = (3.0 * n, 5.0 * n, 3.0, 2.0)
     op = memory(name, "norm", 3.0 * n, back=5.0 * n, saved=n, once=once, kernels=(7, 1), fused=fused)
     statistics = kept_once(f"{name}.statistics", "norm", 2.0 * width)
