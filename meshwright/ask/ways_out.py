@@ -53,7 +53,7 @@ class WayOut:
 
     @property
     def device_seconds(self) -> float:
-        """Of a token, on all devices."""
+        """Seconds of device time that one token takes, summed over all devices."""
         best = self.outcome.best
         return best.plan.num_ranks / best.forecast.tokens_per_second if best is not None else math.inf
 
@@ -127,7 +127,7 @@ def shared_out(near: Plan) -> list[Plan]:
 
 
 def _share_needed(near: Plan, changed: Question) -> float:
-    """Of the memory, by the plan that came nearest, or one like it that shares everything out."""
+    """Share of a device's memory that the nearest plan needs, or the same plan sharded over all ranks if less."""
     needed = [math.inf]
     about: dict[str, Any] = {"sequence": changed.sequence, "optimizer": changed.optimizer}
     for plan in (near, *shared_out(near)):
@@ -137,9 +137,7 @@ def _share_needed(near: Plan, changed: Question) -> float:
             problems += changed.optimizer.problems_with(plan)
         if not problems:
             told = forecast(changed.profile, plan, changed.machine, **about)
-            needed.append(
-                told.peak_bytes / told.memory_bytes if told.fits else max(1.0, told.peak_bytes / told.memory_bytes)
-            )
+            needed.append(max(told.peak_bytes / told.memory_bytes, 0.0 if told.fits else 1.0))
     return min(needed)
 
 

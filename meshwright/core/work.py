@@ -31,6 +31,8 @@ Num = Any
 
 Phase = Literal["forward", "recompute", "backward", "weight", "step"]
 """`weight`: the half of backward that makes weights' gradients, where a schedule takes it apart."""
+FP8_MULTIPLE = 16
+"""Both sizes of a matrix that is multiplied in 8 bits are multiples of this."""
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "ring"]
 """send: to the next stage; ring: from each rank of an axis to the next, all at once."""
 

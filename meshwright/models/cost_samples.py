@@ -32,19 +32,21 @@ def kept_once(name: str, role: Role, elements: float) -> Op:
     return replace(kept(name, role, 0.0, wide=True), saved=Poly(one=elements))
 
 
+JOINED = (0.0, 0.0, 0.0, 0.0)
+"""Cost, where compiled, of an op that becomes part of the kernels before and after it."""
+
+
 def relu(name: str, n: float, cut: Cut = "none", working: float = 0.0) -> Op:
-    """In place: keeps its output. Compiled, it is of the kernels before and after it."""
-    fused = (0.0, 0.0, 0.0, 0.0)
-    more: dict[str, Any] = {"kernels": (1, 1), "cut": cut, "working": working, "fused": fused}
+    """In place: keeps its output."""
+    more: dict[str, Any] = {"kernels": (1, 1), "cut": cut, "working": working, "fused": JOINED}
     return memory(name, "activation", 2.0 * n, back=3.0 * n, saved=n, **more)
 
 
 def cast(name: str, n: float, *, back: bool, saved: float = 0.0, kernels: int = 1) -> tuple[Op, Op]:
     """Under autocast, of a float32 tensor that a product reads: what is read, and what is written (and kept)."""
     both = n if back else 0.0
-    fused = (0.0, 0.0, 0.0, 0.0)  # whoever makes it writes it so
-    read = memory(name, "cast", n, back=both, kernels=(kernels, kernels * back), wide=True, fused=fused)
-    return read, memory(f"{name}.narrow", "cast", n, back=both, saved=saved, kernels=(0, 0), fused=fused)
+    read = memory(name, "cast", n, back=both, kernels=(kernels, kernels * back), wide=True, fused=JOINED)
+    return read, memory(f"{name}.narrow", "cast", n, back=both, saved=saved, kernels=(0, 0), fused=JOINED)
 
 
 def per_sample(value: Any, tokens: int = 1) -> Any:

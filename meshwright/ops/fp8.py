@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright.core.work import FP8_MULTIPLE
+
 Scaling = Literal["tensorwise", "rowwise"]
-MULTIPLE = 16
-"""Of which both sizes of an 8-bit matrix must be multiples."""
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _LEAST = 1e-30
 """A largest element below this counts as this: zeros stay zeros."""
@@ -92,7 +92,7 @@ class TensorwiseLinear(torch.autograd.Function):
             into_x = into_x.unflatten(0, x.shape[:-1])
         if ctx.needs_input_grad[1]:
             given = (x if x.dtype == _E4M3 else rounded(x, scale_x, _E4M3)).flatten(0, -2)
-            if given.shape[0] % MULTIPLE == 0:
+            if given.shape[0] % FP8_MULTIPLE == 0:
                 into_weight = _product(narrow.t(), given.t(), scale, scale_x, grad.dtype, fast=True)
             else:  # a sum over so many tokens is no 8-bit product
                 into_weight = grad.flatten(0, -2).t() @ (given.float() * scale_x).to(grad.dtype)
@@ -115,7 +115,7 @@ class RowwiseLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             into_x = _product_by_rows(rows, weight.t(), fast=False).unflatten(0, x.shape[:-1])
         if ctx.needs_input_grad[1]:
-            is_narrow = rows.shape[0] % MULTIPLE == 0
+            is_narrow = rows.shape[0] % FP8_MULTIPLE == 0
             into_weight = _product_by_rows(rows.t(), given.t(), fast=False) if is_narrow else rows.t() @ given
         return into_x, into_weight
 
@@ -125,7 +125,7 @@ def linear_fp8(scaling: Scaling) -> Callable[[Tensor, Tensor, Tensor | None], Te
     function = RowwiseLinear if scaling == "rowwise" else TensorwiseLinear
 
     def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if any(size % MULTIPLE for size in weight.shape):
+        if any(size % FP8_MULTIPLE for size in weight.shape):
             return F.linear(x, weight, bias)
         out = function.apply(x, weight)
         return out if bias is None else out + bias
@@ -157,7 +157,7 @@ def gather_narrow(weight: Any, ranks: int) -> None:
 
     What is gathered is widened to the dtype that FSDP would gather: nothing that reads the weight has to know.
     """
-    if weight.shape[0] % ranks or any(size % MULTIPLE for size in weight.shape):
+    if weight.shape[0] % ranks or any(size % FP8_MULTIPLE for size in weight.shape):
         return
     shard = weight._local_tensor
 

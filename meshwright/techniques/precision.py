@@ -41,6 +41,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.technique import Choice, Exactness, Option, Technique
 from meshwright.core.work import (
+    FP8_MULTIPLE,
     Circumstances,
     Compute,
     Num,
@@ -256,7 +257,7 @@ own, one of each column for strided ones (an H200: blocks of llama3.2-1b in 205 
 
 def _is_fp8(role: str, shape: tuple[Num, ...]) -> bool:
     """Whether an op is a linear layer's product whose sizes 8-bit products take."""
-    return role == "linear" and len(shape) == 2 and all(size % 16 == 0 for size in shape)
+    return role == "linear" and len(shape) == 2 and all(size % FP8_MULTIPLE == 0 for size in shape)
 
 
 def _fp8_problems(profile: Profile, edge_blocks: int) -> list[tuple[str, str]]:

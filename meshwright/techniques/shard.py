@@ -31,6 +31,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.technique import Axis, Choice, Exactness, Option, Technique, axis_sizes
 from meshwright.core.work import (
+    FP8_MULTIPLE,
     Circumstances,
     Collective,
     Compute,
@@ -109,23 +110,26 @@ class Shard(Technique):
             size = padded(slot) * gather_bytes
             if not slot.is_narrow:
                 return size
-            is_narrow = (slot.shape[0] % 16 == 0) & (slot.shape[1] % 16 == 0) & (slot.shape[0] % ways == 0)
+            n, k = slot.shape
+            is_narrow = (n % FP8_MULTIPLE == 0) & (k % FP8_MULTIPLE == 0) & (n % ways == 0)
             return size + is_narrow * (slot.elements + 4 * ways - size)
 
         # Embedding and head stay gathered while chunks of a stage take turns.
         is_chunked = work.facts.chunks > 1
-        for (layer, repeat, elements), (*_, size) in zip(work.units(padded), work.units(sent), strict=True):
+        narrow, is_hidden = {slot.layer for slot in work.slots if slot.is_narrow}, self.prefetch > 0
+        narrow_bytes = {layer: size for layer, _, size in work.units(sent)} if narrow else {}
+        for layer, repeat, elements in work.units(padded):
             once = self.stage < 3 or (is_chunked and layer not in blocks)
-            wide = self._at_ends(work, layer, repeat) if layer in blocks else 0
-            for count, message in ((repeat - wide, size), (wide, elements * gather_bytes)):
-                whole: dict[str, Any] = {"layer": layer, "bytes": message, "kind": "all_gather"}
-                whole["hidden"] = self.prefetch > 0
+            messages = [(repeat, elements * gather_bytes)]
+            if layer in narrow:
+                at_ends = self._at_ends(work, layer, repeat)
+                messages = [(repeat - at_ends, narrow_bytes[layer]), (at_ends, elements * gather_bytes)]
+            for count, size in messages:
+                whole: dict[str, Any] = {"layer": layer, "bytes": size, "kind": "all_gather", "hidden": is_hidden}
                 tasks.append(Collective(**common, **whole, repeat=count, phase="forward", per_step=once))
                 if not once and layer in blocks:
                     goes_back = count * work.has_backward(layer)
                     tasks.append(Collective(**common, **whole, repeat=goes_back, phase="backward"))
-                if not work.facts.edge_blocks:
-                    break
             if layer in blocks:
                 largest = np.maximum(largest, elements * gather_bytes * (repeat > 0))
                 num_blocks = num_blocks + repeat
@@ -162,10 +166,9 @@ class Shard(Technique):
 
     def _at_ends(self, work: Work, layer: str, repeat: Num) -> Num:
         """Instances here of a layer of blocks that are at an end of the model, and gathered in 16 bits for it."""
-        (first, *_), (last, *_) = work.profile.layers, work.profile.layers[::-1]
-        blocks = work.profile.block_layers
-        near = (work.repeat_of(first.name) > 0) * (layer == blocks[0].name)
-        far = (work.repeat_of(last.name) > 0) * (layer == blocks[-1].name)
+        layers, blocks = work.profile.layers, work.profile.block_layers
+        near = (work.repeat_of(layers[0].name) > 0) * (layer == blocks[0].name)
+        far = (work.repeat_of(layers[-1].name) > 0) * (layer == blocks[-1].name)
         return np.minimum(repeat, work.facts.edge_blocks * (near + far))
 
     def _gathered(self, layer: str, repeat: Any, size: Any, life: Any) -> Resident:

@@ -52,16 +52,20 @@ def silent(text: str) -> None:
     pass
 
 
-def test_the_fewest_devices_are_found() -> None:
-    question = Question(
+def on_one_l4(gib: float) -> Question:
+    return Question(
         profile=profile("gpt2-large"),
         cluster=cluster("l4"),
         batch=8,
         sequence=1024,
         allow="rounded",
         optimizer=OptimizerConfig(),
-        max_memory_bytes=int(6 * GIB),
+        max_memory_bytes=int(gib * GIB),
     )
+
+
+def test_the_fewest_devices_are_found() -> None:
+    question = on_one_l4(6)
     result = question.ask()
     assert result.best is None
     assert result.nearest_miss is not None
@@ -75,16 +79,7 @@ def test_the_fewest_devices_are_found() -> None:
 
 def test_a_plan_that_fits_in_pieces_is_found_where_faster_ones_do_not() -> None:
     """Everything recomputed and the loss in chunks needs 12.9 GiB, and 13.3 as torch's allocator reserves them."""
-    question = Question(
-        profile=profile("gpt2-large"),
-        cluster=cluster("l4"),
-        batch=8,
-        sequence=1024,
-        allow="rounded",
-        optimizer=OptimizerConfig(),
-        max_memory_bytes=int(13.5 * GIB),
-    )
-    best = question.ask().best
+    best = on_one_l4(13.5).ask().best
     assert best is not None
     assert best.forecast.fits
 

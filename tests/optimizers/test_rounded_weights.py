@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
+import resumed
 import tiny
 import torch
 
@@ -17,7 +19,7 @@ from meshwright.models.presets import DecoderConfig
 from meshwright.optimizers.optimizer_config import OptimizerConfig
 from meshwright.optimizers.rounded_weights import noise, places_of, round_at_random
 from meshwright.run.model import open_config
-from meshwright.runtime.checkpointing import restore_optimizer, save, source_of
+from meshwright.runtime.checkpointing import save
 from meshwright.verify import parity
 
 CONFIG = DecoderConfig(**tiny.LLAMA | {"num_layers": 2})
@@ -51,19 +53,10 @@ def test_a_piece_draws_what_the_whole_parameter_draws_there() -> None:
 
 
 def _session(*techniques: object, reader: Reader | None = None) -> parity.Session:
-    plan = Plan(techniques=techniques, batch=4, microbatch=4)  # type: ignore[arg-type]
-    opened = open_config(CONFIG, "tiny", 0)
-    if reader is not None:
-        opened.source = source_of(reader, opened.source, ())
-    session = parity.open_session(plan, opened, OptimizerConfig(lr=1e-2), dtype="float32", device=CPU)
-    if reader is not None:
-        restore_optimizer(reader, session.build, session.loop.optimizer)
-    return session
+    return resumed.session_of(open_config(CONFIG, "tiny", 0), *techniques, reader=reader)
 
 
-def _train(session: parity.Session, steps: range) -> list[float]:
-    samples = parity.random_samples(CONFIG.vocab_size, 4, tiny.SEQUENCE)
-    return [session.loop.step(samples(step, 0, 1), 1e-2).loss for step in steps]
+_train = partial(resumed.train, vocab_size=CONFIG.vocab_size)
 
 
 @pytest.mark.parametrize("more", [(), (tiny.LOW_BIT,)], ids=["alone", "with lowbit_optimizer"])

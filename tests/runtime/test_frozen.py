@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
+import resumed
 import tiny
 import torch
 from safetensors.torch import load_file
@@ -12,13 +14,11 @@ from safetensors.torch import load_file
 from meshwright.checkpoint.load import Reader
 from meshwright.checkpoint.step_folders import step_folder
 from meshwright.core.codec import encode
-from meshwright.core.plan import Plan
 from meshwright.hf.weights_import_export import export
 from meshwright.models.frozen_parameters import freeze
 from meshwright.models.presets import DecoderConfig
-from meshwright.optimizers.optimizer_config import OptimizerConfig
 from meshwright.run.model import open_config
-from meshwright.runtime.checkpointing import restore_optimizer, save, source_of
+from meshwright.runtime.checkpointing import save
 from meshwright.verify import parity
 
 CONFIG = DecoderConfig(**tiny.LLAMA)
@@ -30,19 +30,10 @@ def session_of(*techniques: object, reader: Reader | None = None) -> parity.Sess
     for name, parameter in opened.model.named_parameters():
         parameter.requires_grad_(name.startswith("blocks.3."))
     opened.profile = freeze(opened.profile, lambda name: not name.startswith("blocks.3."))
-    if reader is not None:
-        opened.source = source_of(reader, opened.source, ())
-    plan = Plan(techniques=techniques, batch=4, microbatch=4)  # type: ignore[arg-type]
-    where = torch.device("cpu")
-    session = parity.open_session(plan, opened, OptimizerConfig(lr=1e-2), dtype="float32", device=where)
-    if reader is not None:
-        restore_optimizer(reader, session.build, session.loop.optimizer)
-    return session
+    return resumed.session_of(opened, *techniques, reader=reader)
 
 
-def train(session: parity.Session, steps: range) -> list[float]:
-    samples = parity.random_samples(CONFIG.vocab_size, 4, tiny.SEQUENCE)
-    return [session.loop.step(samples(step, 0, 1), 1e-2).loss for step in steps]
+train = partial(resumed.train, vocab_size=CONFIG.vocab_size)
 
 
 def test_a_resumed_run_goes_on_bit_for_bit_and_an_export_is_of_one_dtype(tmp_path: Path) -> None:
