@@ -99,6 +99,8 @@ class Build(Protocol):
     """How techniques change the making of this rank's optimizer: what it keeps, where, and what a step of it does."""
     tied: tuple[str, ...]
     """Parameters that two layers share."""
+    masters: dict[str, torch.Tensor]
+    """Parameter -> the copy in host memory that is updated and written to checkpoints, where the device has another."""
 
     @property
     def places(self) -> Places: ...

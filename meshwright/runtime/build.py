@@ -68,6 +68,7 @@ class RankBuild:
     copies: set[str] = field(default_factory=set)
     """Parameters that another stage holds too and answers for."""
     tied: tuple[str, ...] = ()
+    masters: dict[str, Tensor] = field(default_factory=dict)
     _phases: dict[str, list[Callable[[Build], None]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -258,7 +259,7 @@ class RankBuild:
 
     def local_parameters(self) -> Iterable[tuple[str, Tensor]]:
         for name, parameter in self.named_parameters():
-            yield name, local(parameter.detach())
+            yield name, self.masters[name] if name in self.masters else local(parameter.detach())
 
     def local_gradients(self) -> Iterable[tuple[str, Tensor]]:
         for name, parameter in self.named_parameters():
