@@ -99,6 +99,9 @@ class Build(Protocol):
     """How techniques change the making of this rank's optimizer: what it keeps, where, and what a step of it does."""
     tied: tuple[str, ...]
     """Parameters that two layers share."""
+    wide: dict[str, torch.Tensor]
+    """Parameter -> its values as they are updated and written to checkpoints, where the parameter itself is a copy of
+    them in fewer bits."""
     masters: dict[str, torch.Tensor]
     """Parameter -> the copy in host memory that is updated and written to checkpoints, where the device has another."""
 

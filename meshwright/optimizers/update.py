@@ -39,6 +39,7 @@ class Optimizer:
             shapes = {name: tuple(shape) for name, shape in sorted(every)}
         _check_groups(config, list(shapes))
         self.pieces = [_piece(config, build, name, local(parameter.detach())) for name, parameter in trained]
+        self.copied = [piece for piece in self.pieces if piece.copy is not None]
         make: RuleMaker = config.rule
         for wrap in build.rule_wraps:
             make = wrap(make)
@@ -56,7 +57,10 @@ class Optimizer:
         """After the backward passes: give each piece its part of the gradient."""
         with torch.no_grad():  # taking a piece out of a DTensor is then not itself recorded for autograd
             for parameter, piece in zip(self.parameters, self.pieces, strict=True):
-                piece.value.grad = None if parameter.grad is None else local(parameter.grad)
+                gradient = None if parameter.grad is None else local(parameter.grad)
+                if gradient is not None and piece.copy is not None and not self.rule.takes_copies:
+                    gradient = gradient.to(piece.value.dtype)
+                piece.value.grad = gradient
 
     def unused(self) -> list[str]:
         """Parameters that took no part in this step's backward passes, on this rank."""
@@ -79,8 +83,11 @@ class Optimizer:
 
     def squared_norm(self) -> Tensor:
         """This rank's share of the squared global gradient norm: pieces it answers for."""
+        total = squares([], self.build.mesh.device).sum() + self.rule.squared_norm()
         mine = [piece.value.grad for piece in self.pieces if piece.is_owned and piece.value.grad is not None]
-        return squares(mine, self.build.mesh.device).sum() + self.rule.squared_norm()
+        for dtype in {gradient.dtype for gradient in mine}:  # in one launch each
+            total = total + squares([each for each in mine if each.dtype == dtype], self.build.mesh.device).sum()
+        return total
 
     @torch.no_grad()
     def update(self, lr: float, norm: Tensor | float, refused: Tensor | None = None) -> None:
@@ -110,6 +117,8 @@ class Optimizer:
         self.rule.step(lr, self.num_steps)
         for value, old in zip(untouched, before, strict=True):
             value.copy_(old)
+        if self.copied and not self.rule.takes_copies:
+            torch._foreach_copy_([piece.copy for piece in self.copied], [piece.value for piece in self.copied])
 
     def state(self) -> Iterable[tuple[str, str, Tensor, Box]]:
         """(kind, parameter, this rank's piece, its place) of everything the update remembers, but its step count."""
@@ -146,9 +155,13 @@ def _piece(config: OptimizerConfig, build: Build, name: str, value: Tensor) -> P
             scale = group.lr_scale
             decay = decay if group.weight_decay is None else group.weight_decay
             break
+    wide = build.wide.get(name)
+    if wide is not None:
+        wide.grad_dtype = None
     return ParameterPiece(
         name=name,
-        value=value,
+        value=value if wide is None else wide,
+        copy=None if wide is None else value,
         box=build.boxes[name],
         is_owned=build.owns(name),
         lr_scale=scale,

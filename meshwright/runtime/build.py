@@ -68,6 +68,7 @@ class RankBuild:
     copies: set[str] = field(default_factory=set)
     """Parameters that another stage holds too and answers for."""
     tied: tuple[str, ...] = ()
+    wide: dict[str, Tensor] = field(default_factory=dict)
     masters: dict[str, Tensor] = field(default_factory=dict)
     _phases: dict[str, list[Callable[[Build], None]]] = field(default_factory=dict)
 
@@ -259,7 +260,8 @@ class RankBuild:
 
     def local_parameters(self) -> Iterable[tuple[str, Tensor]]:
         for name, parameter in self.named_parameters():
-            yield name, self.masters[name] if name in self.masters else local(parameter.detach())
+            stored = self.masters.get(name, self.wide.get(name))
+            yield name, local(parameter.detach()) if stored is None else stored
 
     def local_gradients(self) -> Iterable[tuple[str, Tensor]]:
         for name, parameter in self.named_parameters():

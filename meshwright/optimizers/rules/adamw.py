@@ -37,13 +37,16 @@ class AdamW(UpdateRule):
             from meshwright.ops.kernels.adamw import AdamWKernel
 
             self.kernel = AdamWKernel(self.pieces, *self.state.values())
+            self.takes_copies = True
 
     def step(self, lr: float, count: int) -> None:
         from meshwright.ops.kernels import run_or_fall_back
 
         def leave() -> None:
-            self.kernel = None
+            self.kernel, self.takes_copies = None, False
             self.set_num_steps(count - 1)
+            for value in self.values:
+                value.grad = None if value.grad is None else value.grad.to(value.dtype)
 
         if self.kernel is not None:
             gradients = [value.grad for value in self.values if value.grad is not None]
