@@ -179,6 +179,21 @@ class RuleMaker(Protocol):
     ) -> UpdateRule: ...
 
 
+def widen_gradients(pieces: list[ParameterPiece]) -> None:
+    """In the dtype of the values, for a rule that does not take copies."""
+    for piece in pieces:
+        if piece.copy is not None and piece.value.grad is not None:
+            piece.value.grad = piece.value.grad.to(piece.value.dtype)
+
+
+def write_copies(pieces: list[ParameterPiece]) -> None:
+    import torch
+
+    pairs = [(piece.copy, piece.value) for piece in pieces if piece.copy is not None]
+    if pairs:
+        torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
+
+
 def squares(tensors: list[Tensor], device: torch.device) -> Tensor:
     """Sum of squares of each, in float64."""
     import torch

@@ -15,7 +15,7 @@ from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.ops.collectives import gather_json
 from meshwright.ops.fsdp import local
 from meshwright.optimizers.optimizer_config import OptimizerConfig
-from meshwright.optimizers.rule import ParameterPiece, RuleMaker, squares
+from meshwright.optimizers.rule import ParameterPiece, RuleMaker, squares, widen_gradients, write_copies
 
 __all__ = ["Optimizer", "OptimizerConfig"]
 
@@ -39,7 +39,6 @@ class Optimizer:
             shapes = {name: tuple(shape) for name, shape in sorted(every)}
         _check_groups(config, list(shapes))
         self.pieces = [_piece(config, build, name, local(parameter.detach())) for name, parameter in trained]
-        self.copied = [piece for piece in self.pieces if piece.copy is not None]
         make: RuleMaker = config.rule
         for wrap in build.rule_wraps:
             make = wrap(make)
@@ -57,10 +56,9 @@ class Optimizer:
         """After the backward passes: give each piece its part of the gradient."""
         with torch.no_grad():  # taking a piece out of a DTensor is then not itself recorded for autograd
             for parameter, piece in zip(self.parameters, self.pieces, strict=True):
-                gradient = None if parameter.grad is None else local(parameter.grad)
-                if gradient is not None and piece.copy is not None and not self.rule.takes_copies:
-                    gradient = gradient.to(piece.value.dtype)
-                piece.value.grad = gradient
+                piece.value.grad = None if parameter.grad is None else local(parameter.grad)
+            if not self.rule.takes_copies:
+                widen_gradients(self.pieces)
 
     def unused(self) -> list[str]:
         """Parameters that took no part in this step's backward passes, on this rank."""
@@ -117,8 +115,8 @@ class Optimizer:
         self.rule.step(lr, self.num_steps)
         for value, old in zip(untouched, before, strict=True):
             value.copy_(old)
-        if self.copied and not self.rule.takes_copies:
-            torch._foreach_copy_([piece.copy for piece in self.copied], [piece.value for piece in self.copied])
+        if not self.rule.takes_copies:
+            write_copies(self.pieces)
 
     def state(self) -> Iterable[tuple[str, str, Tensor, Box]]:
         """(kind, parameter, this rank's piece, its place) of everything the update remembers, but its step count."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from meshwright.optimizers.rule import ParameterPiece, UpdateRule
+from meshwright.optimizers.rule import ParameterPiece, UpdateRule, widen_gradients
 
 if TYPE_CHECKING:
     import torch
@@ -45,8 +45,7 @@ class AdamW(UpdateRule):
         def leave() -> None:
             self.kernel, self.takes_copies = None, False
             self.set_num_steps(count - 1)
-            for value in self.values:
-                value.grad = None if value.grad is None else value.grad.to(value.dtype)
+            widen_gradients(self.pieces)
 
         if self.kernel is not None:
             gradients = [value.grad for value in self.values if value.grad is not None]
