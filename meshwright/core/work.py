@@ -344,8 +344,8 @@ class Updating(Protocol):
 class Work:
     profile: Profile
     sizes: Mapping[str, Num]
-    """batch, sequence (of the one of `sequence_parts` parts of a sample that a rank has), microbatch, num_microbatches,
-    stage, num_stages, first_block, blocks, every axis, settings."""
+    """num_ranks, batch, sequence (of the one of `sequence_parts` parts of a sample that a rank has), microbatch,
+    num_microbatches, stage, num_stages, first_block, blocks, every axis, settings."""
     optimizer: Updating
     slots: tuple[ParameterSlot, ...] = ()
     tasks: tuple[Task, ...] = ()

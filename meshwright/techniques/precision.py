@@ -33,7 +33,6 @@ weights, and with fp8: 4 bits (3 of tensorwise gradients).
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -123,7 +122,7 @@ class Precision(Technique):
             problems.append(self.problem(what, _FP32_WEIGHTS))
         if self.weights == "master" and self.dtype != "bf16":
             problems.append(self.problem(f"weights have copies in bf16, and dtype is {self.dtype}.", _FP32_WEIGHTS))
-        if self.weights == "master" and math.prod(plan.mesh.values()) > 1:
+        if self.weights == "master" and plan.num_ranks > 1:
             what = "weights have copies for products, which only one device's update writes."
             problems.append(self.problem(what, _FP32_WEIGHTS))
         if self.edge_blocks < 0:
@@ -155,7 +154,7 @@ class Precision(Technique):
         if self._narrows_frozen(work.profile):
             work = work.map_slots(lambda slot: replace(slot, element_bytes=2) if slot.frozen else slot)
         if self.weights == "master":
-            names = _copied(work.profile)
+            names, work = _copied(work.profile), work.forbid(work.size("num_ranks") > 1)
             work = work.map_slots(lambda s: replace(s, copy_bytes=2) if (s.layer, s.name) in names else s)
         # Tables are looked up as they are.
         multiplying = {task.layer for task in work.computes if task.kind == "matmul"}
