@@ -328,6 +328,10 @@ class Updating(Protocol):
     def has_low_bit_form(self) -> bool:
         """There is a form of it that keeps its states in a few bits."""
 
+    @property
+    def takes_rows(self) -> bool:
+        """Rows without a gradient need no update, but for decay."""
+
     def state_bytes_of(self, slot: ParameterSlot) -> Num: ...
 
     def collectives(self, work: Work) -> tuple[Collective, ...]: ...
@@ -467,6 +471,10 @@ class EachElement:
     @property
     def has_low_bit_form(self) -> bool:
         return bool(self.state_bytes == ADAM.state_bytes)
+
+    @property
+    def takes_rows(self) -> bool:
+        return not self.state_bytes
 
     def state_bytes_of(self, slot: ParameterSlot) -> Num:
         return slot.stored(slot.shards) * (self.state_bytes * slot.state_width // 4)

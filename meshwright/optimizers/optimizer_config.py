@@ -50,8 +50,8 @@ class OptimizerConfig:
     """A file of `optimizers/rules`."""
     lr: float = 3e-4
     """Full rate. Adafactor multiplies it by a parameter's own size; LARS by 0.001 of it over its gradient's."""
-    weight_decay: float = 0.1
-    """Matrices only; norms and biases are left alone."""
+    weight_decay: float = _OWN
+    """Matrices only; norms and biases are left alone. Left out: 0.1; row-wise Adagrad 0."""
     beta1: float = 0.9
     beta2: float = _OWN
     """Left out: 0.95; Lion 0.99, LAMB 0.999. Adafactor's grows with the steps and is not set."""
@@ -76,7 +76,7 @@ class OptimizerConfig:
         if self.name not in rules():
             fix = nearest(str(self.name), rules())
             raise MeshwrightError([Problem(where="name", what=f"{self.name!r} is not an optimizer.", fix=fix)])
-        for name in ("beta2", "epsilon", "momentum"):
+        for name in ("beta2", "epsilon", "momentum", "weight_decay"):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, getattr(self.rule, name))
         names = ("lr", "weight_decay", "beta1", "beta2", "epsilon", "momentum", "clip", "warmup")
@@ -113,6 +113,10 @@ class OptimizerConfig:
     @property
     def has_low_bit_form(self) -> bool:
         return self.rule.has_low_bit_form
+
+    @property
+    def takes_rows(self) -> bool:
+        return self.rule.takes_rows(self)
 
     @property
     def state_bytes(self) -> int:

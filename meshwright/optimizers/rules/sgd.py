@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshwright.optimizers.rule import UpdateRule
 from meshwright.optimizers.rules.adamw import torch_groups, torch_step
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from meshwright.optimizers.optimizer_config import OptimizerConfig
 
 
 class SGD(UpdateRule):
     states = 1
     needs_momentum = True
     decides_on_device = True
+
+    @classmethod
+    def takes_rows(cls, config: OptimizerConfig) -> bool:
+        return not config.momentum
 
     def __init__(self, *given: Any):
         import torch
@@ -23,5 +32,9 @@ class SGD(UpdateRule):
             for value, kept in zip(self.values, self.state["momentum_buffer"], strict=True):
                 self.inner.state[value] = {"momentum_buffer": kept}
 
+    def direction_of_rows(self, at: int, rows: Tensor, gradient: Tensor) -> Tensor:
+        return gradient
+
     def step(self, lr: float, count: int) -> None:
+        self.step_rows(lr)
         torch_step(self, self.inner, lr)
