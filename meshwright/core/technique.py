@@ -192,6 +192,11 @@ class Technique:
     later_settings: ClassVar[tuple[str, ...]] = ()
     """Settings that earlier versions do not know: written to files only where they differ from their default."""
 
+    @property
+    def acts_alone(self) -> bool:
+        """Of a technique with an axis: it does something on an axis of one rank too."""
+        return False
+
     draws_alike: ClassVar[bool] = True
     """Layers draw the random numbers (of dropout) that they would draw without it, sample by sample."""
 
@@ -266,7 +271,7 @@ class Technique:
     def forbid(self, work: Work) -> Work:
         """The refusals, for all candidates that `work` is about."""
         refusals = [applies for applies, _ in self.refusals(work.circumstances(self.axis)) if np.any(applies)]
-        refusals += [True] if self.check_optimizer(work.optimizer) else []
+        refusals += [True] if self.refused_optimizer(work.optimizer) else []
         for applies in refusals:
             work = work.forbid(applies)
         return work
@@ -278,6 +283,10 @@ class Technique:
     def check_optimizer(cls, optimizer: Updating) -> Problems:
         """Why it cannot go with an optimizer (which a plan does not know), whatever its settings."""
         return ()
+
+    def refused_optimizer(self, optimizer: Updating) -> Problems:
+        """The same with these settings."""
+        return self.check_optimizer(optimizer)
 
     def check_sequence(self, sequence: int) -> Problems:
         """What is wrong for samples of this length (which a plan does not know)."""

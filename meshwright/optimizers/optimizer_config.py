@@ -133,7 +133,7 @@ class OptimizerConfig:
 
     def problems_with(self, plan: Plan) -> list[Problem]:
         """Why it cannot update what a plan trains."""
-        problems = [problem for technique in plan.techniques for problem in technique.check_optimizer(self)]
+        problems = [problem for technique in plan.techniques for problem in technique.refused_optimizer(self)]
         if plan.overlaps_steps and self.clip:
             what = f"is {self.clip}: the plan's steps overlap, so a stage updates before the whole gradient is known."
             problems.append(Problem(where="optimizer.clip", what=what, fix="Use clip = 0, or another schedule."))
