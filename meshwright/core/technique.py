@@ -148,6 +148,9 @@ class Choice:
     values: tuple[Any, ...]
     rescues: tuple[Any, ...] = ()
     """Further values, tried only where nothing fits with these."""
+    moves_base: bool = False
+    """The further values move parameters or their states to another tier: they may help where these alone are too
+    large."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -467,14 +467,11 @@ class EachElement:
     state_bytes: Num = 8
     clip: float = 1.0
     is_elementwise: bool = True
+    takes_rows: bool = False
 
     @property
     def has_low_bit_form(self) -> bool:
         return bool(self.state_bytes == ADAM.state_bytes)
-
-    @property
-    def takes_rows(self) -> bool:
-        return not self.state_bytes
 
     def state_bytes_of(self, slot: ParameterSlot) -> Num:
         return slot.stored(slot.shards) * (self.state_bytes * slot.state_width // 4)

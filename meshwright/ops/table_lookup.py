@@ -47,8 +47,6 @@ class HostTables(Exchange):
         self.begun: torch.cuda.Event | None = None
         self.gradients: list[tuple[Tensor, Tensor]] = []
         """(keys, sums of gradients) of the step's microbatches; perhaps still on their way."""
-        self.copied_bytes = {"in": 0, "out": 0}
-        """Vectors, since the beginning."""
 
     def mark(self) -> None:
         if self.stream is not None:
@@ -59,8 +57,7 @@ class HostTables(Exchange):
         with torch.no_grad(), torch.cuda.stream(self.stream):  # no stream: no change
             numbered = torch.cat([each + start for each, start in zip(ids, self.starts[:-1], strict=True)])
             keys, places = numbered.unique(return_inverse=True)
-            keys = keys.to(HOST)
-            weight = self.tables[0].weight
+            keys, weight = keys.to(HOST), self.tables[0].weight
             rows = torch.empty(len(keys), weight.shape[1], dtype=weight.dtype, pin_memory=self.stream is not None)
             for table, start, (first, last) in self._by_table(keys):
                 torch.index_select(table.weight, 0, keys[first:last] - start, out=rows[first:last])
@@ -70,7 +67,6 @@ class HostTables(Exchange):
             here.wait_stream(self.stream)
             places.record_stream(here)
             rows.record_stream(here)
-        self.copied_bytes["in"] += rows.nbytes
         if torch.is_grad_enabled() and any(table.weight.requires_grad for table in self.tables):
             rows.requires_grad_().register_post_accumulate_grad_hook(partial(self._send_back, keys))
         return F.embedding(places, rows).split([len(each) for each in ids])
@@ -89,7 +85,6 @@ class HostTables(Exchange):
         """The gradient of the rows of a microbatch, summed over its samples, to the host."""
         gradient, rows.grad = rows.grad, None
         assert gradient is not None
-        self.copied_bytes["out"] += gradient.nbytes
         self._follow(None)
         with torch.cuda.stream(self.stream):
             there = torch.empty(gradient.shape, dtype=gradient.dtype, pin_memory=self.stream is not None)
@@ -114,11 +109,8 @@ class HostTables(Exchange):
             keys, values = whole.indices()[0], whole.values()
         for table, start, (first, last) in self._by_table(keys):
             if table.weight.requires_grad:
-                rows, shape = (keys[first:last] - start)[None], tuple(table.weight.shape)
-                table.weight.grad = torch.sparse_coo_tensor(
-                    rows, values[first:last], shape, check_invariants=False, is_coalesced=True
-                )
-        self.gradients = []
+                given = (keys[first:last] - start)[None], values[first:last], tuple(table.weight.shape)
+                table.weight.grad = torch.sparse_coo_tensor(*given, check_invariants=False, is_coalesced=True)
 
 
 class Lookup:
@@ -134,8 +126,8 @@ class Lookup:
         *,
         is_whole: bool,
     ):
-        """`find`: in what this rank has of the tables. `is_whole`: a table is all on one rank, so that how much is asked
-        of whom does not depend on the ids."""
+        """`find`: in what this rank has of the tables. `is_whole`: a table is all on one rank, so that how much is
+        asked of whom does not depend on the ids."""
         self.find, self.owners, self.group, self.is_whole = find, tuple(first), group, is_whole
         self.first, self.step = torch.tensor(first, device=device), torch.tensor(step, device=device)
         self.ways, self.index = dist.get_world_size(group), dist.get_rank(group)

@@ -137,17 +137,16 @@ class UpdateRule:
     def step_rows(self, lr: float) -> set[int]:
         """Update the pieces whose gradients are of some rows only, and let go of these gradients; which pieces. Decay,
         which all rows have, is a pass over the whole piece."""
-        done = set()
-        for at, (piece, rate) in enumerate(zip(self.pieces, self.rates(lr), strict=True)):
-            value, gradient = piece.value, piece.value.grad
-            if gradient is not None and gradient.is_sparse:
-                rows = gradient.indices()[0]
-                if piece.weight_decay:
-                    value.mul_(1 - rate * piece.weight_decay)
-                value[rows] = value[rows].sub_(self.direction_of_rows(at, rows, gradient.values()), alpha=rate)
-                value.grad = None
-                done.add(at)
-        return done
+        given = {at: v.grad for at, v in enumerate(self.values) if v.grad is not None and v.grad.is_sparse}
+        for at, gradient in given.items():
+            piece, value, rows = self.pieces[at], self.values[at], gradient.indices()[0]
+            rate = lr * piece.lr_scale
+            if piece.weight_decay:
+                value.mul_(1 - rate * piece.weight_decay)
+            numbers = gradient.values() if self.divisor is None else gradient.values() / self.divisor.to(value.device)
+            value[rows] = value[rows].sub_(self.direction_of_rows(at, rows, numbers), alpha=rate)
+            value.grad = None
+        return set(given)
 
     def kept(self) -> Iterable[OptimizerState]:
         """What is remembered, for checkpoints: values of float32 that any other plan can read."""

@@ -14,14 +14,14 @@ only for optimizers that leave a row without a gradient alone (row-wise Adagrad,
 Cost: per microbatch all_to_alls of b·T ids (8 bytes each; by rows also n·T counts) and b·T·d vectors forward, of their
 gradients backward; an all_reduce of the dense gradients per step (Naumov et al. 2019; Mudigere et al. 2022). Bytes are
 the mean over the ranks, what stays at home included: exact whatever the ids are, and whoever has more of the tables.
-On the host: copies of at most min(b, rows) rows of each table either way, fewer where ids repeat. The host's own time
-(look-up, update; a pass over all rows where they decay) is not in the forecast.
+On the host: copies of at most min(b, rows) rows of each table either way, fewer where ids repeat; the host's own reads
+and writes of these rows at the rate of its copies (not priced: a pass over all rows where they decay).
 Exactness: reordered: the order of sums over samples changes. Axis: emb.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -29,22 +29,11 @@ import numpy as np
 
 from meshwright.core.build import Build
 from meshwright.core.cluster import Cluster
-from meshwright.core.errors import Problem, Problems
+from meshwright.core.errors import Problems
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Layer, Profile
 from meshwright.core.technique import Axis, Choice, Option, Technique, axis_sizes
-from meshwright.core.work import (
-    Collective,
-    Compute,
-    Copy,
-    Num,
-    ParameterSlot,
-    Resident,
-    Updating,
-    Work,
-    replace,
-    statistics,
-)
+from meshwright.core.work import Collective, Compute, Copy, Num, ParameterSlot, Resident, Work, replace, statistics
 
 _ID_BYTES = 8
 _COPIES = 3
@@ -74,17 +63,15 @@ class Rows(Technique):
     def acts_alone(self) -> bool:
         return self.tier == "host"
 
-    @property
-    def joins_gradients(self) -> bool:
-        return self.tier == "host"
+    joins_gradients = acts_alone
 
     @classmethod
     def options(cls, profile: Profile, cluster: Cluster) -> tuple[Option, ...]:
         rows = _rows_of(_layer_of(profile))
         sizes = tuple(size for size in axis_sizes(cluster) if rows and size <= max(rows))
         rescues = ("host",) if rows and cluster.tiers["host"].bytes else ()
-        every = Axis("size", sizes), Choice("by", ("rows", "tables")), Choice("tier", ("device",), rescues)
-        return every if sizes or rescues else ()
+        tier = Choice("tier", ("device",), rescues, moves_base=bool(rescues))
+        return (Axis("size", sizes), Choice("by", ("rows", "tables")), tier) if sizes or rescues else ()
 
     def check(self, plan: Plan, profile: Profile, cluster: Cluster | None) -> Problems:
         rows = _rows_of(_layer_of(profile))
@@ -97,21 +84,18 @@ class Rows(Technique):
         if self.size > max(rows):
             what = f"{max(rows)} rows of the largest table cannot be shared by {self.size} ranks (axis emb)."
             return (self.problem(what, f"Use a size of 1 to {max(rows)}."),)
-        return tuple(self._problems_on_host(plan, cluster)) if self.tier == "host" else ()
+        problems = []
+        for other in plan.techniques if self.tier == "host" else ():
+            why = "shares samples or layers out too" if other.axis and other is not self else ""
+            why = "updates whole parameters, not rows" if other.updates_each_alone else why
+            if why:
+                fix = f'Leave out {other.name} (size = {plan.num_ranks}), or use tier = "device".'
+                problems.append(self.problem(f"tables are in host memory, and {other.name} {why}.", fix))
+        if self.tier == "host" and cluster is not None and not cluster.tiers["host"].bytes:
+            problems.append(self.problem(f"nothing is known of the hosts of {cluster.name}.", "Measure: mw probe."))
+        return tuple(problems)
 
-    def _problems_on_host(self, plan: Plan, cluster: Cluster | None) -> Iterator[Problem]:
-        fix = 'Leave it out, or use tier = "device".'
-        for other in plan.techniques:
-            if other.axis and other is not self:
-                what = f"tables in host memory are shared out over the axis emb only, not over {other.name}'s too."
-                yield self.problem(what, f'Leave out {other.name} (size = {plan.num_ranks}), or use tier = "device".')
-            if other.updates_each_alone:
-                what = f"{other.name} updates whole parameters one by one, not rows of tables in host memory."
-                yield self.problem(what, fix)
-        if cluster is not None and not cluster.tiers["host"].bytes:
-            yield self.problem(f"nothing is known of the hosts of {cluster.name}.", "Measure them: mw probe.")
-
-    def refused_optimizer(self, optimizer: Updating) -> Problems:
+    def refused_optimizer(self, optimizer: Any) -> Problems:
         if self.tier == "device" or optimizer.takes_rows:
             return ()
         what = "this optimizer changes all rows of a table in every step, tables in host memory those looked up."
@@ -182,36 +166,40 @@ class Rows(Technique):
         slots = [slot for slot in work.slots if slot.shared_out == "rows"]
         ways, microbatch, count = (work.size(name) for name in (self.axis, "microbatch", "num_microbatches"))
         asked = microbatch * (ways if self.by == "tables" else 1)  # of each table that is here
-        rows = sum(np.minimum(each, asked) for each in kept)
-        size = rows * slots[0].shape[1] * slots[0].element_bytes
-        ids, is_trained = microbatch * answers * _ID_BYTES, any(not slot.frozen for slot in slots)
-        about: dict[str, Any] = {"layer": layer.name, "repeat": slots[0].repeat, "origin": self.name}
-        inward: dict[str, Any] = {"source": "host", "target": "device"}
-        outward: dict[str, Any] = {"source": "device", "target": "host"}
+        rows, updated = (sum(np.minimum(each, asked * times) for each in kept) for times in (1, count))
+        is_trained, width = any(not slot.frozen for slot in slots), slots[0].element_bytes
+        vector, ids = slots[0].shape[1] * width, microbatch * answers * _ID_BYTES
+        size, back = rows * vector, rows * vector * is_trained
+        common: dict[str, Any] = {"layer": layer.name, "repeat": slots[0].repeat, "origin": self.name}
         task: dict[str, Any] = {"name": "distinct", "kind": "memory"}
-        host: dict[str, Any] = {"tier": "host", "life": "always"}
-        held = sum(slot.elements * slot.element_bytes for slot in slots)
-        states = sum(work.optimizer.state_bytes_of(slot) for slot in slots if not slot.frozen)
-        # Rows on their way, and gradients: of each microbatch, of all of them together.
-        passing = size + (count + (count > 1)) * (size + rows * _ID_BYTES) * is_trained
+
+        def copy(source: Any, target: Any, phase: Any, size: Num) -> Copy:
+            return Copy(**common, source=source, target=target, phase=phase, bytes=size, per_step=phase == "step")
+
+        def held(category: Any, size: Num, life: Any = "always", tier: Any = "host") -> Resident:
+            return Resident(**common, category=category, bytes=size, life=life, tier=tier)
+
         work = replace(work, slots=tuple(slot for slot in work.slots if slot.shared_out != "rows"))
-        replicas = work.size("batch") // (microbatch * count)
-        is_narrow = any(slot.element_bytes < slot.state_width for slot in slots)
-        work = self.forbid(work.forbid(replicas != ways).forbid(is_narrow)).with_facts(joins_gradients=True)
+        is_elsewhere = work.size("batch") // (microbatch * count) != ways
+        is_elsewhere |= width < slots[0].state_width
+        work = self.forbid(work.forbid(is_elsewhere)).with_facts(joins_gradients=True)
         work = work.with_tasks(
-            Copy(**about, **outward, phase="forward", bytes=rows * _ID_BYTES),
-            Copy(**about, **inward, phase="forward", bytes=size),
-            Copy(**about, **outward, phase="backward", bytes=size * is_trained),
-            Compute(**about, **task, phase="forward", moved_bytes=_PASSES * ids, kernels=_PASSES // 2),
-            Compute(**about, **task, phase="backward", moved_bytes=2 * size * is_trained),
+            copy("device", "host", "forward", rows * _ID_BYTES),
+            copy("host", "host", "forward", size),
+            copy("host", "device", "forward", size),
+            copy("device", "host", "backward", back),
+            # Of each row its gradient and its value are read, and the value is written.
+            copy("host", "host", "step", 1.5 * updated * vector * is_trained),
+            Compute(**common, **task, phase="forward", moved_bytes=_PASSES * ids, kernels=_PASSES // 2),
+            Compute(**common, **task, phase="backward", moved_bytes=2 * back),
         )
         return work.with_residents(
-            Resident(**about, **host, category="parameters", bytes=held),
-            Resident(**about, **host, category="optimizer", bytes=states),
-            Resident(**about, **host, category="buffers", bytes=passing),
-            Resident(**about, category="activations", bytes=size + ids, life="microbatch"),
-            Resident(**about, category="working", bytes=_PASSES // 4 * ids, life="forward"),
-            Resident(**about, category="working", bytes=size * is_trained, life="backward"),
+            held("parameters", sum(slot.elements * width for slot in slots)),
+            held("optimizer", sum(work.optimizer.state_bytes_of(slot) for slot in slots if not slot.frozen)),
+            # Rows on their way, and gradients: of each microbatch, and of all of them together.
+            held("buffers", size + (count + (count > 1)) * (back + rows * _ID_BYTES)),
+            held("activations", size + ids, "microbatch", "device"),
+            held("working", back, "backward", "device"),
         )
 
     def _exchanges(self, work: Work, layer: Layer) -> list[Collective]:

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from meshwright.optimizers.rule import UpdateRule
 from meshwright.optimizers.rules.adamw import torch_groups, torch_step
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from meshwright.optimizers.optimizer_config import OptimizerConfig
 
 
 class SGD(UpdateRule):
@@ -19,7 +14,7 @@ class SGD(UpdateRule):
     decides_on_device = True
 
     @classmethod
-    def takes_rows(cls, config: OptimizerConfig) -> bool:
+    def takes_rows(cls, config: Any) -> bool:
         return not config.momentum
 
     def __init__(self, *given: Any):
@@ -32,7 +27,7 @@ class SGD(UpdateRule):
             for value, kept in zip(self.values, self.state["momentum_buffer"], strict=True):
                 self.inner.state[value] = {"momentum_buffer": kept}
 
-    def direction_of_rows(self, at: int, rows: Tensor, gradient: Tensor) -> Tensor:
+    def direction_of_rows(self, at: int, rows: Any, gradient: Any) -> Any:
         return gradient
 
     def step(self, lr: float, count: int) -> None:
