@@ -17,11 +17,12 @@ import tiny
 import torch
 from rank_jobs import CPU, open_tiny
 from test_rows import HOT, MODEL, PROFILE, TABLES, WAYS, _read, model
-from tiny import BF16, EXACT, IN_BACKWARD, REPLICATE, SGD, STEPS, plan_of, t
+from tiny import BF16, EXACT, IN_BACKWARD, REPLICATE, SGD, plan_of, t
 
 from meshwright.checkpoint.load import Reader
-from meshwright.core.codec import decode
+from meshwright.core.codec import decode, encode
 from meshwright.core.plan import Plan
+from meshwright.core.units import pretty_bytes
 from meshwright.launch.rank_pool import RankPool
 from meshwright.machine.named_clusters import cluster
 from meshwright.models.presets import profile
@@ -30,7 +31,7 @@ from meshwright.optimizers.optimizer_config import OptimizerConfig
 from meshwright.optimizers.rule import rules
 from meshwright.planner.search import search
 from meshwright.runtime.checkpointing import restore_optimizer, save
-from meshwright.simulator.forecast import forecast
+from meshwright.simulator.forecast import Forecast, forecast
 from meshwright.simulator.pricing import price, price_sizes, sizes_of
 from meshwright.verify import parity
 
@@ -275,7 +276,11 @@ def test_a_forecast_says_whether_the_host_has_memory_for_the_tables() -> None:
     small = replace(machine, host=replace(machine.host, memory_bytes=64 << 30))
     refused = forecast(DLRM, plan, small, sequence=1, optimizer=ADAGRAD)
     assert not refused.fits
-    assert refused.peak_bytes_by_tier == enough.peak_bytes_by_tier
+    missing = enough.peak_bytes_by_tier["host"] - (64 << 30)
+    assert refused.missing_bytes_by_tier == {"host": missing}
+    assert refused.missing_words == f"{pretty_bytes(missing)} too much on the host"
+    assert decode(Forecast, encode(refused), "") == refused
+    assert "missing_bytes_by_tier" not in encode(enough)
 
 
 @pytest.mark.parametrize("devices", ["h100", "2xh100"])
