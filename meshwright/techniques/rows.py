@@ -171,7 +171,7 @@ class Rows(Technique):
         vector, ids = slots[0].shape[1] * width, microbatch * answers * _ID_BYTES
         size, back = rows * vector, rows * vector * is_trained
         common: dict[str, Any] = {"layer": layer.name, "repeat": slots[0].repeat, "origin": self.name}
-        task: dict[str, Any] = {"name": "distinct", "kind": "memory"}
+        task: dict[str, Any] = {"name": "distinct", "kind": "memory", "phase": "forward"}
 
         def copy(source: Any, target: Any, phase: Any, size: Num) -> Copy:
             return Copy(**common, source=source, target=target, phase=phase, bytes=size, per_step=phase == "step")
@@ -190,8 +190,7 @@ class Rows(Technique):
             copy("device", "host", "backward", back),
             # Of each row its gradient and its value are read, and the value is written.
             copy("host", "host", "step", 1.5 * updated * vector * is_trained),
-            Compute(**common, **task, phase="forward", moved_bytes=_PASSES * ids, kernels=_PASSES // 2),
-            Compute(**common, **task, phase="backward", moved_bytes=2 * back),
+            Compute(**common, **task, moved_bytes=_PASSES * ids, kernels=_PASSES // 2),
         )
         return work.with_residents(
             held("parameters", sum(slot.elements * width for slot in slots)),

@@ -6,6 +6,8 @@ Tests of `ops/table_lookup.py`, `techniques/rows.py`.
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -215,6 +217,13 @@ def test_a_step_that_is_not_finite_changes_no_row(pool: RankPool) -> None:
     for answer in pool.run("rank_jobs:overflow_job", asked, 2, timeout_seconds=60):
         assert answer["skipped"] == [True, False, True]
         assert answer["changed"] == [False, True, False]
+
+
+def test_one_process_that_nobody_launched_uses_its_host() -> None:
+    command = [sys.executable, "-m", "benchmarks.host_tables", "--quick", "--cluster", "h100"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()[1:]] == ["device", "device", "host", "host"]
 
 
 def told(*techniques: Any, machine: Any = None) -> str:
