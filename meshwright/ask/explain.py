@@ -84,7 +84,7 @@ def missing_bytes(scored: ScoredPlan) -> int:
 
 def missing_words(scored: ScoredPlan) -> str:
     over = missing_bytes(scored)
-    return f"{pretty_bytes(over)} of memory too much" if over else "too much in pieces"
+    return f"{pretty_bytes(over)} of memory too much" if over else scored.forecast.missing_words
 
 
 def _worth(alternative: Alternative, best: ScoredPlan) -> str:

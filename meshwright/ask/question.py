@@ -111,9 +111,7 @@ class Outcome:
         miss = self.result.nearest_miss
         if miss is not None:
             peak_bytes = miss.forecast.peak_bytes
-            over = peak_bytes - miss.forecast.memory_bytes
-            missing = f"{pretty_bytes(over)} too much" if over > 0 else "too much in pieces"
-            return f"does not fit: the least is {pretty_bytes(peak_bytes)}, {missing}"
+            return f"does not fit: the least is {pretty_bytes(peak_bytes)}, {miss.forecast.missing_words}"
         rejected = self.result.rejected
         return max(rejected, key=lambda reason: rejected[reason], default="no plan uses all devices")
 

@@ -135,8 +135,8 @@ class Build(Protocol):
     def cut_everything(self, axis: str) -> None:
         """A parameter lives at one place along `axis`."""
 
-    def materialise(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Allocate and fill the parameters that are still on the meta device."""
+    def materialise(self, parameters: Iterable[nn.Parameter], device: torch.device | None = None) -> None:
+        """Allocate and fill the parameters that are still on the meta device; None: on the mesh's."""
 
     def owns(self, name: str) -> bool:
         """Whether this rank answers for its piece: exactly one of the replicas does."""

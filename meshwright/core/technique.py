@@ -148,6 +148,9 @@ class Choice:
     values: tuple[Any, ...]
     rescues: tuple[Any, ...] = ()
     """Further values, tried only where nothing fits with these."""
+    moves_base: bool = False
+    """The further values move parameters or their states to another tier: they may help where these alone are too
+    large."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +197,11 @@ class Technique:
 
     uses_tiers: ClassVar[bool] = False
     """It moves tensors out of the device's memory, into the host's or onto disk."""
+
+    @property
+    def acts_alone(self) -> bool:
+        """Of a technique with an axis: it does something on an axis of one rank too."""
+        return False
 
     draws_alike: ClassVar[bool] = True
     """Layers draw the random numbers (of dropout) that they would draw without it, sample by sample."""
@@ -269,7 +277,7 @@ class Technique:
     def forbid(self, work: Work) -> Work:
         """The refusals, for all candidates that `work` is about."""
         refusals = [applies for applies, _ in self.refusals(work.circumstances(self.axis)) if np.any(applies)]
-        refusals += [True] if self.check_optimizer(work.optimizer) else []
+        refusals += [True] if self.refused_optimizer(work.optimizer) else []
         for applies in refusals:
             work = work.forbid(applies)
         return work
@@ -281,6 +289,10 @@ class Technique:
     def check_optimizer(cls, optimizer: Updating) -> Problems:
         """Why it cannot go with an optimizer (which a plan does not know), whatever its settings."""
         return ()
+
+    def refused_optimizer(self, optimizer: Updating) -> Problems:
+        """The same with these settings."""
+        return self.check_optimizer(optimizer)
 
     def check_sequence(self, sequence: int) -> Problems:
         """What is wrong for samples of this length (which a plan does not know)."""

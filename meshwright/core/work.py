@@ -335,6 +335,10 @@ class Updating(Protocol):
     def has_low_bit_form(self) -> bool:
         """There is a form of it that keeps its states in a few bits."""
 
+    @property
+    def takes_rows(self) -> bool:
+        """Rows without a gradient need no update, but for decay."""
+
     def state_bytes_of(self, slot: ParameterSlot) -> Num: ...
 
     def collectives(self, work: Work) -> tuple[Collective, ...]: ...
@@ -470,6 +474,7 @@ class EachElement:
     state_bytes: Num = 8
     clip: float = 1.0
     is_elementwise: bool = True
+    takes_rows: bool = False
 
     @property
     def has_low_bit_form(self) -> bool:

@@ -50,8 +50,8 @@ class OptimizerConfig:
     """A file of `optimizers/rules`."""
     lr: float = 3e-4
     """Full rate. Adafactor multiplies it by a parameter's own size; LARS by 0.001 of it over its gradient's."""
-    weight_decay: float = 0.1
-    """Matrices only; norms and biases are left alone."""
+    weight_decay: float = _OWN
+    """Matrices only; norms and biases are left alone. Left out: 0.1; row-wise Adagrad 0."""
     beta1: float = 0.9
     beta2: float = _OWN
     """Left out: 0.95; Lion 0.99, LAMB 0.999. Adafactor's grows with the steps and is not set."""
@@ -76,7 +76,7 @@ class OptimizerConfig:
         if self.name not in rules():
             fix = nearest(str(self.name), rules())
             raise MeshwrightError([Problem(where="name", what=f"{self.name!r} is not an optimizer.", fix=fix)])
-        for name in ("beta2", "epsilon", "momentum"):
+        for name in ("beta2", "epsilon", "momentum", "weight_decay"):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, getattr(self.rule, name))
         names = ("lr", "weight_decay", "beta1", "beta2", "epsilon", "momentum", "clip", "warmup")
@@ -115,6 +115,10 @@ class OptimizerConfig:
         return self.rule.has_low_bit_form
 
     @property
+    def takes_rows(self) -> bool:
+        return self.rule.takes_rows(self)
+
+    @property
     def state_bytes(self) -> int:
         """Per parameter element in float32, at most: some remember less of matrices."""
         return 4 * self.rule.num_states(self)
@@ -129,7 +133,7 @@ class OptimizerConfig:
 
     def problems_with(self, plan: Plan) -> list[Problem]:
         """Why it cannot update what a plan trains."""
-        problems = [problem for technique in plan.techniques for problem in technique.check_optimizer(self)]
+        problems = [problem for technique in plan.techniques for problem in technique.refused_optimizer(self)]
         if plan.overlaps_steps and self.clip:
             what = f"is {self.clip}: the plan's steps overlap, so a stage updates before the whole gradient is known."
             problems.append(Problem(where="optimizer.clip", what=what, fix="Use clip = 0, or another schedule."))

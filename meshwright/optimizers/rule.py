@@ -66,7 +66,8 @@ class UpdateRule:
     beta2: ClassVar[float] = 0.95
     epsilon: ClassVar[float] = 1e-8
     momentum: ClassVar[float] = 0.9
-    """Where a run file does not say otherwise, as the two above."""
+    weight_decay: ClassVar[float] = 0.1
+    """Where a run file does not say otherwise, as the three above."""
     needs_momentum: ClassVar[bool] = False
     """Without momentum nothing is remembered."""
     has_low_bit_form: ClassVar[bool] = False
@@ -85,6 +86,12 @@ class UpdateRule:
     def state_bytes_of(cls, config: OptimizerConfig, slot: ParameterSlot) -> Num:
         """Bytes the largest rank remembers for what it stores of a parameter that is trained."""
         return slot.stored(slot.shards) * cls.num_states(config) * slot.state_width
+
+    @classmethod
+    def takes_rows(cls, config: OptimizerConfig) -> bool:
+        """Whether a row without a gradient keeps its states, and its value but for decay: `step` then takes gradients
+        of some rows only (coalesced sparse tensors)."""
+        return False
 
     @classmethod
     def collectives(cls, work: Work) -> tuple[Collective, ...]:
@@ -127,6 +134,24 @@ class UpdateRule:
     def step(self, lr: float, count: int) -> None:
         """Update the pieces by their gradients; `count` is 1 in the first step."""
         raise NotImplementedError
+
+    def direction_of_rows(self, at: int, rows: Tensor, gradient: Tensor) -> Tensor:
+        """Of a rule that `takes_rows`: what some rows of a piece move against, at rate 1; their states are updated."""
+        raise NotImplementedError
+
+    def step_rows(self, lr: float) -> set[int]:
+        """Update the pieces whose gradients are of some rows only, and let go of these gradients; which pieces. Decay,
+        which all rows have, is a pass over the whole piece."""
+        given = {at: v.grad for at, v in enumerate(self.values) if v.grad is not None and v.grad.is_sparse}
+        for at, gradient in given.items():
+            piece, value, rows = self.pieces[at], self.values[at], gradient.indices()[0]
+            rate = lr * piece.lr_scale
+            if piece.weight_decay:
+                value.mul_(1 - rate * piece.weight_decay)
+            numbers = gradient.values() if self.divisor is None else gradient.values() / self.divisor.to(value.device)
+            value[rows] = value[rows].sub_(self.direction_of_rows(at, rows, numbers), alpha=rate)
+            value.grad = None
+        return set(given)
 
     def kept(self) -> Iterable[OptimizerState]:
         """What is remembered, for checkpoints: values of float32 that any other plan can read."""
@@ -203,7 +228,7 @@ def squares(tensors: list[Tensor], device: torch.device) -> Tensor:
     wide = _wide(tensors[0])
     norms = iter(torch._foreach_norm([tensor for tensor in tensors if tensor.numel()], 2, dtype=wide))
     zero = torch.zeros((), dtype=wide, device=device)
-    return torch.stack([next(norms) if tensor.numel() else zero for tensor in tensors]).double().square()
+    return torch.stack([next(norms).to(device) if tensor.numel() else zero for tensor in tensors]).double().square()
 
 
 def _wide(tensor: Tensor) -> torch.dtype:

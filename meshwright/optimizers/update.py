@@ -82,7 +82,7 @@ class Optimizer:
     def squared_norm(self) -> Tensor:
         """This rank's share of the squared global gradient norm: pieces it answers for."""
         total = squares([], self.build.mesh.device).sum() + self.rule.squared_norm()
-        mine = [piece.value.grad for piece in self.pieces if piece.is_owned and piece.value.grad is not None]
+        mine = _numbers(piece for piece in self.pieces if piece.is_owned)
         for dtype in {gradient.dtype for gradient in mine}:  # in one launch each
             total = total + squares([each for each in mine if each.dtype == dtype], self.build.mesh.device).sum()
         return total
@@ -100,7 +100,7 @@ class Optimizer:
         elif clip and norm > clip:
             factor = clip / norm * factor
         self.rule.divisor, self.rule.refused = None, refused
-        gradients = [piece.value.grad for piece in self.pieces if piece.value.grad is not None]
+        gradients = _numbers(self.pieces)
         if isinstance(factor, Tensor) or factor != 1.0:
             if self.folds_divisor:
                 whole = torch.as_tensor(factor, dtype=torch.float64).reciprocal()
@@ -131,6 +131,12 @@ class Optimizer:
     def set_num_steps(self, count: int) -> None:
         self.num_steps = count
         self.rule.set_num_steps(count)
+
+
+def _numbers(pieces: Iterable[ParameterPiece]) -> list[Tensor]:
+    """The gradients that there are; of those of some rows only, these rows."""
+    gradients = [piece.value.grad for piece in pieces if piece.value.grad is not None]
+    return [gradient.values() if gradient.is_sparse else gradient for gradient in gradients]
 
 
 def _check_groups(config: OptimizerConfig, names: list[str]) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.plan import Plan
-from meshwright.core.technique import Technique
+from meshwright.core.technique import Choice, Technique
 from meshwright.planner.bounds import Candidates, bound_all, floors, order_bounds
 from meshwright.planner.policies import Memo
 from meshwright.planner.rows import BoundedGrid, OrderedCandidate
@@ -123,7 +123,11 @@ class BestFirst:
 
     @property
     def may_be_rescued(self) -> bool:
-        """Whether what no policy can save would fit."""
+        """Whether what no policy can save would fit, or could be moved to another tier."""
+        given = self.inputs.profile, self.inputs.cluster
+        options = (option for dial in self.turned for option in dial.kind.options(*given))
+        if any(isinstance(option, Choice) and option.moves_base for option in options):
+            return True
         return bool(np.any(self.candidates.runs & (self.candidates.base_bytes <= self.memory_bytes)))
 
     @property

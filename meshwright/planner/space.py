@@ -72,7 +72,7 @@ def dials(inputs: SearchInputs, *, rescues: bool) -> tuple[Dial, ...]:
         if dial is None or not (dial.settings or dial.required):  # bans may leave no way to set it
             continue
         if kind.axis and not dial.required:
-            ones = [dial.example(settings, 1) for settings in dial.settings]
+            ones = [one for settings in dial.settings if not (one := dial.example(settings, 1)).acts_alone]
             # Stages change what a row of the grid is.
             cuts = any(one.blocks_of_stages(inputs.profile.num_blocks) is not None for one in ones)
             if not cuts and all(_measure(inputs, (one,)) == unused for one in ones):
@@ -97,10 +97,11 @@ def _dial(kind: type[Technique], inputs: SearchInputs, rescues: bool) -> Dial | 
     sizes: list[int] = []
     if kind.axis:
         size = pinned.pop("size", None)
-        if size == 1:  # an axis of one rank is no axis
+        least = 1 if kind(**{**pinned, "size": 1}).acts_alone else 2
+        if size is not None and size < least:  # an axis of one rank is no axis
             return None
-        possible = next((option.sizes for option in options if isinstance(option, Axis)), ())
-        sizes = [each for each in allowed("size", possible if size is None else (size,)) if each > 1]
+        possible = (1, *next((option.sizes for option in options if isinstance(option, Axis)), ()))
+        sizes = [each for each in allowed("size", possible if size is None else (size,)) if each >= least]
     solved = next((o.fields for o in options if isinstance(o, PerLayer)), ())
     named = {policy: pinned.pop(policy) for policy in kind.policies if policy in pinned}
     none = {policy for policy, value in named.items() if value == "none"}
@@ -213,9 +214,9 @@ class Grid:
         return result | {"stage": stage, "first_block": first_block, "blocks": blocks}
 
     def uses(self, technique: Technique) -> np.ndarray:
-        """Which candidates use a technique of this grid: an axis of 1 is not using it."""
+        """Which candidates use a technique of this grid: with an axis of 1 only one that acts alone is used."""
         if technique.axis in self.columns:
-            return self.columns[technique.axis] > 1
+            return (self.columns[technique.axis] > 1) | technique.acts_alone
         return np.ones(self.num_candidates, dtype=bool)
 
     def plan(
@@ -226,7 +227,7 @@ class Grid:
         for technique in techniques:
             if technique.axis in self.columns:
                 size = int(self.columns[technique.axis][index])
-                if size == 1:
+                if size == 1 and not technique.acts_alone:
                     continue
                 technique = replace(technique, size=size)  # type: ignore[call-arg]
                 own = technique.blocks_of_stages(self.inputs.profile.num_blocks)

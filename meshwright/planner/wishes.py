@@ -229,11 +229,12 @@ def _problems(kind: type[Technique], settings: Mapping[str, Any], inputs: Search
     """Problems of the pinned size; of the first possible size where none is pinned and all have problems."""
     devices = inputs.cluster.num_devices
     possible = [size for size in _left_open(kind, {}, inputs).get("size", ()) if devices % size == 0]
+    possible += [1] * (bool(kind.axis) and kind(**{**settings, "size": 1}).acts_alone)
     if not kind.axis or "size" in settings:
         problems = _at_best(kind, settings, inputs)
         if kind.axis and not problems and devices % settings["size"]:
             what = f"{devices} devices cannot be shared out to an axis of {settings['size']}."
-            shown = ", ".join(map(str, [1, *possible][:_MOST_SHOWN])) + (
+            shown = ", ".join(map(str, sorted({1, *possible})[:_MOST_SHOWN])) + (
                 ", ..." if len(possible) >= _MOST_SHOWN else ""
             )
             problems = (Problem(where="", what=what, fix=f"Use {shown}."),)

@@ -96,10 +96,8 @@ def print_forecast(console: Console, plan: Plan, forecast: Forecast, title: str)
         words += f"; torch reserves {pretty_bytes(forecast.peak_reserved_bytes)}"
     words += "".join(f"; {pretty_bytes(size)} on the {tier}" for tier, size in forecast.peak_bytes_by_tier.items())
     if not forecast.fits:
-        over = forecast.peak_bytes - forecast.memory_bytes
-        missing = f"{pretty_bytes(over)} too much" if over > 0 else "too much in pieces"
         largest = max(forecast.peak_bytes_by_category, key=lambda name: forecast.peak_bytes_by_category[name])
-        words += f": does not fit, {missing}; most of it {largest}"
+        words += f": does not fit, {forecast.missing_words}; most of it {largest}"
     table.add_row("memory", words)
     table.add_row("", parts, style="dim")
     table.add_row("bound by", forecast.bottleneck)

@@ -264,5 +264,6 @@ def _mesh(plan: Plan, device: str) -> Mesh:
         fix = f"Start it with: torchrun --nproc-per-node {plan.num_ranks} SCRIPT"
         raise MeshwrightError([Problem(where="build", what=what, fix=fix)])
     if plan.mesh and not dist.is_initialized():
-        join(0, ranks, place)
+        # One rank that nobody has launched meets itself.
+        join(0, ranks, place, rendezvous="" if "RANK" in os.environ else str(Path(tempfile.mkdtemp()) / "store"))
     return Mesh.make(plan.mesh, place)

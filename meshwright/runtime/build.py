@@ -218,7 +218,7 @@ class RankBuild:
             if technique.axis not in self.cut_axes[name]:
                 self.sum_late(technique, name, self.mesh.group(technique.axis))
 
-    def materialise(self, parameters: Iterable[nn.Parameter]) -> None:
+    def materialise(self, parameters: Iterable[nn.Parameter], device: torch.device | None = None) -> None:
         names = {id(parameter): name for name, parameter in self.named_parameters()}
         for parameter in list(parameters):
             if parameter.device.type != "meta":
@@ -226,7 +226,7 @@ class RankBuild:
             name = names[id(parameter)]
             dtype = self.weight_dtype if parameter.requires_grad else self.frozen_dtype or self.weight_dtype
             parts = [self.source(name, box, dtype) for box in self.boxes[name].in_order()]
-            value = join_in_order(self.boxes[name], parts).to(self.mesh.device)
+            value = join_in_order(self.boxes[name], parts).to(device or self.mesh.device)
             new = nn.Parameter(value.contiguous(), requires_grad=parameter.requires_grad)
             replace_parameter(self.model, parameter, new)
 
@@ -266,7 +266,8 @@ class RankBuild:
     def local_gradients(self) -> Iterable[tuple[str, Tensor]]:
         for name, parameter in self.named_parameters():
             if parameter.grad is not None:
-                yield name, local(parameter.grad)
+                gradient = local(parameter.grad)
+                yield name, gradient.to_dense() if gradient.is_sparse else gradient
 
 
 def build(

@@ -21,6 +21,7 @@ from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.placement import group_of_units
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
+from meshwright.core.units import pretty_bytes
 from meshwright.core.work import ADAM, Updating
 from meshwright.simulator.allocator import Replayed, replay
 from meshwright.simulator.mixed_groups import pipes_of, seen_from, slowest_pipe
@@ -80,6 +81,8 @@ class Forecast:
     """The stage with the fullest rank."""
     peak_bytes_by_tier: Mapping[str, int] = field(default_factory=dict)
     """Of the fullest rank, in memory other than its device's."""
+    missing_bytes_by_tier: Mapping[str, int] = field(default_factory=dict)
+    """What such memory lacks for a rank."""
     counts: Literal["tokens", "samples"] = "tokens"
     """What `tokens_per_second` counts: samples where they have no sequence."""
     interval_basis: str = ""
@@ -98,10 +101,17 @@ class Forecast:
         """As torch counts."""
         return self.peak_bytes - self.peak_bytes_by_category.get("non_torch", 0)
 
+    @property
+    def missing_words(self) -> str:
+        """What a plan that does not fit has too much of."""
+        missing = {"": self.peak_bytes - self.memory_bytes, **self.missing_bytes_by_tier}
+        words = [f"{pretty_bytes(size)} too much{f' on the {tier}' * bool(tier)}" for tier, size in missing.items()]
+        return ", ".join(words[missing[""] <= 0 :]) or "too much in pieces"
+
     def encode_self(self) -> dict[str, Any]:
         """Other tiers are only told of where a plan uses them."""
         data = {each.name: encode(getattr(self, each.name)) for each in fields(self)}
-        return {name: value for name, value in data.items() if value or name != "peak_bytes_by_tier"}
+        return {name: value for name, value in data.items() if value or not name.endswith("_bytes_by_tier")}
 
 
 def forecast(
@@ -153,10 +163,12 @@ def forecast_of(
         interval = Interval(1 / (1 + off), 1 + off, "what runs on this machine leave open")
     words, most = max(_summed(spent, "words").items(), key=lambda item: item[1])
     tiers: dict[str, int] = {}
-    for _, stage, _ in lying:
+    missing: dict[str, int] = {}
+    for _, stage, at in lying:
         for tier, size in stage.memory.tier_bytes().items():
             tiers[tier] = max(tiers.get(tier, 0), math.ceil(size))
-    overflows = any(stage.memory.overflows(seen[group]) for _, stage, group in lying)
+            over = math.ceil(size - seen[at].tiers[tier].bytes_each)
+            missing |= {tier: max(missing.get(tier, 0), over)} if over > 0 else {}
     return Forecast(
         step_seconds=step,
         step_seconds_low=step * interval.low,
@@ -168,12 +180,13 @@ def forecast_of(
         peak_bytes_by_category=fullest.memory.by_category(),
         peak_reserved_bytes=reserved[group].reserved_bytes,
         bottleneck=f"{words}: {most / step:.0%} of the step".replace("%", " %"),
-        fits=all(each.fits for each in reserved.values()) and not overflows,
+        fits=all(each.fits for each in reserved.values()) and not missing,
         memory_bytes=place.device.memory_bytes,
         seconds_by_origin={origin: seconds for origin, seconds in sorted(origins.items()) if seconds > 0},
         seconds_by_cause=causes,
         worst_stage=fullest.run.start,
         peak_bytes_by_tier=tiers,
+        missing_bytes_by_tier=missing,
         counts=profile.counts,
         dtype=slowest.compute_dtype,
         interval_basis=interval.basis,

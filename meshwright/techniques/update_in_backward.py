@@ -65,8 +65,8 @@ class UpdateInBackward(Technique):
         yield given.num_microbatches > 1, self.problem(what, "Use one microbatch, or leave the technique out.")
         what = "this schedule makes weight gradients out of autograd's sight."
         yield given.splits_backward, self.problem(what, "Use another schedule, or leave the technique out.")
-        what = "the gradients of all compiled layers exist at once, so none can be let go of earlier."
-        fix = 'Use scope = "block" and graphs = false for compiled layers, or leave the technique out.'
+        what = "the gradients of all compiled layers, or of tables in host memory, exist at once until the update."
+        fix = 'Use scope = "block" and graphs = false for compiled layers, tier = "device", or leave the technique out.'
         yield given.joins_gradients, self.problem(what, fix)
         what = "steps that overlap need weights of two versions."
         yield given.overlaps_steps, self.problem(what, "Use another schedule, or leave the technique out.")

@@ -320,7 +320,7 @@ def observe(session: Session, samples: SamplesOf, optimizer: OptimizerConfig) ->
         "gradients": sum(
             local(p if p.grad is None else p.grad).nbytes
             for p, piece in held
-            if piece.name not in optimizer_here.rule.updated
+            if piece.name not in optimizer_here.rule.updated and not (p.grad is not None and p.grad.is_sparse)
         ),
         "optimizer": sum(each.nbytes for each in optimizer_here.rule.storage()),
     }

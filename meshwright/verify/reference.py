@@ -313,6 +313,12 @@ def sgd(o: Any, w: Tensor, g: Tensor, state: Tensors, t: int, rate: float, decay
     return w - rate * g
 
 
+def rowwise_adagrad(o: Any, w: Tensor, g: Tensor, state: Tensors, t: int, rate: float, decay: float) -> Tensor:
+    square = g * g if w.ndim < 2 else (g * g).sum(-1, keepdim=True) / w.shape[-1]
+    state["sum"] = square + state["sum"] if "sum" in state else square
+    return w * (1 - rate * decay) - rate * g / (state["sum"].sqrt() + o.epsilon)
+
+
 def lion(o: Any, w: Tensor, g: Tensor, state: Tensors, t: int, rate: float, decay: float) -> Tensor:
     m = state.get("m", torch.zeros_like(g))
     direction = torch.sign(o.beta1 * m + (1 - o.beta1) * g)
@@ -361,5 +367,5 @@ def muon(o: Any, w: Tensor, g: Tensor, state: Tensors, t: int, rate: float, deca
 
 
 RULES: dict[str, Callable[..., Tensor]] = {
-    rule.__name__: rule for rule in (adamw, sgd, lion, lamb, lars, adafactor, muon)
+    rule.__name__: rule for rule in (adamw, sgd, rowwise_adagrad, lion, lamb, lars, adafactor, muon)
 }

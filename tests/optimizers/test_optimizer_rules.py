@@ -104,8 +104,13 @@ def sgd(w: Tensor, g: Tensor, kept: Tensors, t: int, decay: float) -> Tensor:
     return w - LR * kept["v"]
 
 
+def rowwise_adagrad(w: Tensor, g: Tensor, kept: Tensors, t: int, decay: float) -> Tensor:
+    kept["s"] = kept.get("s", 0.0) + ((g**2).mean(1, keepdim=True) if w.ndim > 1 else g**2)
+    return w - LR * decay * w - LR * g / (kept["s"].sqrt() + 1e-8)
+
+
 FORMULAS: dict[str, Callable[..., Tensor]] = {
-    each.__name__: each for each in (adamw, sgd, lion, lamb, lars, adafactor, muon)
+    each.__name__: each for each in (adamw, sgd, lion, lamb, lars, adafactor, muon, rowwise_adagrad)
 }
 
 

@@ -1,7 +1,8 @@
 """Every optimizer trains the same model under every cut, remembers and sends what its price says, and can be re-cut.
 
 Tests of `optimizers/rules/adafactor.py`, `optimizers/rules/adamw.py`, `optimizers/rules/lamb.py`,
-`optimizers/rules/lars.py`, `optimizers/rules/lion.py`, `optimizers/rules/muon.py`, `optimizers/rules/sgd.py`,
+`optimizers/rules/lars.py`, `optimizers/rules/lion.py`, `optimizers/rules/muon.py`,
+`optimizers/rules/rowwise_adagrad.py`, `optimizers/rules/sgd.py`,
 `optimizers/whole_parameters.py`.
 """
 
@@ -28,7 +29,7 @@ from meshwright.verify import parity
 
 Run = Callable[..., list[dict[str, Any]]]
 OTHERS = sorted(set(rules()) - {"adamw", "sgd"})
-PRICED = ("adafactor", "muon")
+PRICED = ("adafactor", "muon", "rowwise_adagrad")
 """The others remember a fixed number of values for each element, as AdamW and SGD do, and send nothing."""
 RATES = {"lion": 1e-3, "lars": 10.0}
 PLANS = ((SHARD3,), (TENSOR,), (PIPELINE,), (SHARD3, TENSOR))

@@ -13,6 +13,10 @@ class SGD(UpdateRule):
     needs_momentum = True
     decides_on_device = True
 
+    @classmethod
+    def takes_rows(cls, config: Any) -> bool:
+        return not config.momentum
+
     def __init__(self, *given: Any):
         import torch
 
@@ -23,5 +27,9 @@ class SGD(UpdateRule):
             for value, kept in zip(self.values, self.state["momentum_buffer"], strict=True):
                 self.inner.state[value] = {"momentum_buffer": kept}
 
+    def direction_of_rows(self, at: int, rows: Any, gradient: Any) -> Any:
+        return gradient
+
     def step(self, lr: float, count: int) -> None:
+        self.step_rows(lr)
         torch_step(self, self.inner, lr)
