@@ -15,11 +15,12 @@ import torch
 
 from meshwright.checkpoint.load import Reader
 from meshwright.core.codec import decode, encode
-from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.errors import MeshwrightError, Problem, raise_problems
 from meshwright.core.plan import Plan
 from meshwright.data.dataset import Batch
 from meshwright.data.open_data import Data
 from meshwright.ops.device_mesh import Mesh
+from meshwright.ops.memory_cap import MemoryCap
 from meshwright.optimizers.loss_scaling import LossScaling
 from meshwright.optimizers.update import Optimizer
 from meshwright.run.model import OpenedModel
@@ -52,6 +53,8 @@ class TrainStep:
     """Gradients overflowed in float16, and nothing was updated."""
     must_save: bool
     """`train.save_minutes` have passed on rank 0 since the last checkpoint, and no step is under way."""
+    evicted: Mapping[str, float]
+    """What this rank's `train.memory_cap` has evicted; empty where there is none."""
 
 
 @dataclass(kw_only=True)
@@ -97,6 +100,14 @@ class Trainer:
             if self.build.loss_scaling is not None and reader.state.get("loss_scaling"):
                 self.build.loss_scaling = decode(LossScaling, reader.state["loss_scaling"], "loss_scaling")
         self.loop = Loop(self.build, self.optimizer)
+        if settings.memory_cap:
+            raise_problems(settings.cap_problems(plan))
+            self.loop.cap = cap = MemoryCap(mesh.device, settings.cap_bytes)
+            cap.count((*self.build.model.buffers(), *(value for _, value in self.build.local_parameters())))
+            cap.count(kept[2] for kept in self.optimizer.state())
+            for part in self.build.model.parts():
+                if part.is_block and part.module is not None:
+                    cap.watch(part.name, part.module)
         self.sampler: Sampler | None = None
         self.step = reader.step if reader is not None and goes_on else 0
         self.cursor = int(reader.state["cursor"]) if reader is not None and goes_on else 0
@@ -195,6 +206,7 @@ class Trainer:
                 is_skipped=result.is_skipped,
                 must_stop=must_stop and not self.fed,
                 must_save=must_save and not self.fed,
+                evicted=result.evicted,
             )
 
     def _is_pause(self, step: int) -> bool:
