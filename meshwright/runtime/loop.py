@@ -296,6 +296,16 @@ class Loop(Interpreter):
         """Of this call, as one number whose sum over all ranks says both: two for each rank that must stop, one if
         rank 0 wants to save."""
 
+    def cap_memory(self, cap_bytes: int) -> None:
+        """From now on no step uses more memory of the device; to be called once."""
+        build = self.build
+        self.cap = MemoryCap(build.mesh.device, cap_bytes)
+        self.cap.count(value for _, value in (*build.local_parameters(), *build.model.named_buffers()))
+        self.cap.count(kept[2] for kept in self.optimizer.state())
+        for part in build.model.parts():
+            if part.is_block and part.module is not None:
+                self.cap.watch(part.name, part.module)
+
     def step(self, samples: Samples, lr: float, *, stop: bool = False, save: bool = False) -> StepResult:
         """A step, with a flush after it: what one device does."""
         self.require_rest()

@@ -20,7 +20,6 @@ from meshwright.core.plan import Plan
 from meshwright.data.dataset import Batch
 from meshwright.data.open_data import Data
 from meshwright.ops.device_mesh import Mesh
-from meshwright.ops.memory_cap import MemoryCap
 from meshwright.optimizers.loss_scaling import LossScaling
 from meshwright.optimizers.update import Optimizer
 from meshwright.run.model import OpenedModel
@@ -102,12 +101,7 @@ class Trainer:
         self.loop = Loop(self.build, self.optimizer)
         if settings.memory_cap:
             raise_problems(settings.cap_problems(plan))
-            self.loop.cap = cap = MemoryCap(mesh.device, settings.cap_bytes)
-            cap.count((*self.build.model.buffers(), *(value for _, value in self.build.local_parameters())))
-            cap.count(kept[2] for kept in self.optimizer.state())
-            for part in self.build.model.parts():
-                if part.is_block and part.module is not None:
-                    cap.watch(part.name, part.module)
+            self.loop.cap_memory(settings.cap_bytes)
         self.sampler: Sampler | None = None
         self.step = reader.step if reader is not None and goes_on else 0
         self.cursor = int(reader.state["cursor"]) if reader is not None and goes_on else 0
