@@ -201,8 +201,9 @@ class MemoryCap(TorchDispatchMode):
         self.results: dict[Any, int] = {}
         """On a CPU: bytes that an operator makes, by its arguments."""
         self.needs: dict[str, int] = {}
-        self.seconds: dict[str, Any] = {}
-        """By block: bytes that its last call saved, and its time, or the events before and after it."""
+        self.times: dict[str, tuple[Any, Any]] = {}
+        self.seconds: dict[str, float] = {}
+        """By block: bytes that its last call saved, its begin and end, and seconds of one that is over."""
         self.tally = dict.fromkeys(("evictions", "dropped_bytes", "swapped_bytes", "eviction_seconds"), 0.0)
         if self.is_cuda:
             whole = torch.cuda.get_device_properties(device).total_memory
@@ -233,7 +234,7 @@ class MemoryCap(TorchDispatchMode):
             start = self._now()
             with saved_tensors_hooks(entry.pack, _unpack):
                 made = forward(*args, **kwargs)
-            self.seconds[name] = start, self._now()
+            self.times[name] = start, self._now()
             if self.talks or before != versions(args, kwargs):
                 entry.again = None
             entry.measure()
@@ -308,11 +309,12 @@ class MemoryCap(TorchDispatchMode):
         return event
 
     def forward_seconds(self, name: str) -> float:
-        if isinstance(self.seconds[name], tuple):
-            start, end = self.seconds[name]
-            if self.is_cuda:
-                end.synchronize()
-            self.seconds[name] = start.elapsed_time(end) / 1e3 if self.is_cuda else end - start
+        start, end = self.times[name]
+        if not self.is_cuda:
+            return end - start
+        if name not in self.seconds or end.query():  # the host waits for a block's first call alone
+            end.synchronize()
+            self.seconds[name] = start.elapsed_time(end) / 1e3
         return self.seconds[name]
 
     def _error(self, size: int) -> MeshwrightError:
