@@ -96,7 +96,7 @@ class _Enough(Exception):
     """A replay has made all that is asked for."""
 
 
-class Entry:
+class SavedEntry:
     """What one call of a block, or some operators outside of blocks, saved."""
 
     def __init__(self, cap: MemoryCap, name: str, fixed: Any, again: Any = None, given: Tensor | None = None):
@@ -115,11 +115,6 @@ class Entry:
         saved = Saved(tensor)
         self.saved.append(None if stays else weakref.ref(saved))
         return saved.tensor if stays else (self, saved)
-
-    def missing(self) -> dict[int, Saved]:
-        """By place; what was dropped and is still wanted."""
-        every = {place: ref() for place, ref in enumerate(self.saved) if ref is not None}
-        return {place: each for place, each in every.items() if each and each.tensor is None and each.host is None}
 
     def groups(self) -> dict[int, list[Saved]]:
         """What can be evicted, by memory. (That of a gathered parameter whose shards are apart again has no bytes.)"""
@@ -166,7 +161,9 @@ class Entry:
 
     def _replay(self) -> None:
         self.cap.prepare(self.name)
-        missing, places = self.missing(), itertools.count()
+        every = {place: ref() for place, ref in enumerate(self.saved) if ref is not None}
+        missing = {place: each for place, each in every.items() if each and each.tensor is None and each.host is None}
+        places = itertools.count()
 
         def pack(tensor: Tensor) -> Tensor:
             if (place := next(places)) in missing:
@@ -191,7 +188,7 @@ class MemoryCap(TorchDispatchMode):
     def __init__(self, device: torch.device, cap_bytes: int):
         super().__init__()
         self.device, self.cap_bytes, self.is_cuda = device, cap_bytes, device.type == "cuda"
-        self.entries: weakref.WeakSet[Entry] = weakref.WeakSet()
+        self.entries: weakref.WeakSet[SavedEntry] = weakref.WeakSet()
         self.margin = _MARGIN if self.is_cuda else 0.0
         self.place, self.talks = "", False
         """The block that runs, and whether it has called a collective."""
@@ -230,7 +227,7 @@ class MemoryCap(TorchDispatchMode):
             given = args[0] if args and isinstance(args[0], Tensor) else None
             again = None if given is None else replayed(forward, given, args[1:], kwargs)
             fixed = list(module.parameters()), list(module.buffers()), args[1:], kwargs
-            entry, before, self.talks = Entry(self, name, fixed, again, given), versions(args, kwargs), False
+            entry, before, self.talks = SavedEntry(self, name, fixed, again, given), versions(args, kwargs), False
             start = self._now()
             with saved_tensors_hooks(entry.pack, _unpack):
                 made = forward(*args, **kwargs)
@@ -247,11 +244,11 @@ class MemoryCap(TorchDispatchMode):
     def outside(self, model: nn.Module) -> Iterator[None]:
         """Around a model's forward: what operators outside of its blocks save can go to host memory."""
         fixed = list(model.parameters()), list(model.buffers())
-        made = [Entry(self, "layers outside of blocks", fixed)]
+        made = [SavedEntry(self, "layers outside of blocks", fixed)]
 
         def pack(tensor: Tensor) -> Any:
             if made[-1].kept_bytes > _PART * self.cap_bytes:
-                made.append(Entry(self, made[0].name, fixed))
+                made.append(SavedEntry(self, made[0].name, fixed))
             made[-1].kept_bytes += sum(_storages(tensor).values())
             return made[-1].pack(tensor)
 

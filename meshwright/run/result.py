@@ -130,22 +130,11 @@ def conclude(config: RunConfig, prepared: PreparedRun, exit_code: int) -> RunRes
         "peak_bytes": promise.predicted.peak_bytes,
     }
     names = [*_FILES, *(() if not config.run.track else ("track/",))]
-    same = (
-        "step",
-        "steps_now",
-        "stopped",
-        "seconds",
-        "counts",
-        "seen_now",
-        "samples_in_all",
-        "loss",
-        "held_out",
-        "evicted",
-    )
+    same = ("step", "steps_now", "stopped", "seconds", "counts", "seen_now", "samples_in_all", "loss")
     summary = RunSummary(
         model=config.model.title,
         plan=str(prepared.plan),
-        **{name: result[name] for name in same},
+        **{name: result[name] for name in (*same, "held_out", "evicted")},
         steps=config.train.steps,
         predicted=predicted,
         interval_seconds=(forecast.step_seconds_low, forecast.step_seconds_high),

@@ -126,15 +126,13 @@ class TrainSection:
         """Why the cap cannot hold with a plan."""
         problems, fix = [], "Leave the cap out, or plan without it (plan.ban, or another schedule)."
         for each in plan.techniques if self.memory_cap else ():
-            why = ""
-            if each.phase == PHASES[4]:
-                why = "it makes single pieces of whole blocks, from which nothing can be evicted."
-            elif each.splits_backward:
-                why = "its schedule keeps what gradients of weights need longer than backward does."
-            elif each.overlaps_steps:
-                why = "its steps overlap, and a cap is for one step at a time."
-            if why:
-                problems.append(Problem(where="train.memory_cap", what=f"cannot hold with {each}: {why}", fix=fix))
+            reasons = {
+                "it makes single pieces of whole blocks, from which nothing can be evicted.": each.phase == PHASES[4],
+                "its schedule keeps what gradients of weights need longer than backward does.": each.splits_backward,
+                "its steps overlap, and a cap is for one step at a time.": each.overlaps_steps,
+            }
+            told = [f"cannot hold with {each}: {why}" for why, applies in reasons.items() if applies]
+            problems += [Problem(where="train.memory_cap", what=what, fix=fix) for what in told]
         return problems
 
     def require_tokenizer(self, data: Any) -> None:
