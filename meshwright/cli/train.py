@@ -121,6 +121,10 @@ def close(console: Console, run_words: list[str], config: RunConfig, result: Run
     ]
     if summary.held_out:
         lines.append(f"held-out: {held_out_text(summary.held_out)}")
+    if found := summary.evicted:
+        told = f"memory cap {config.train.memory_cap}: {counted(int(found['evictions']), 'eviction')}, "
+        told += f"{pretty_bytes(found['dropped_bytes'])} computed again and {pretty_bytes(found['swapped_bytes'])} "
+        lines.append(f"{told}copied to the host, about {pretty_seconds(found['eviction_seconds'])}")
     if summary.stopped:
         lines.append(f"stopped at step {summary.step} and saved; the same command goes on from there")
     lines.append(f"checkpoints kept: {', '.join(map(str, summary.checkpoints)) or 'none'}")

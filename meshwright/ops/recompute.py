@@ -46,7 +46,7 @@ _WRITES_NOTHING = {"send", "barrier", "monitored_barrier_"}
 
 
 @functools.cache
-def _spelled(func: Any) -> tuple[str, str]:
+def spelled(func: Any) -> tuple[str, str]:
     if isinstance(func, torch._ops.HigherOrderOperator):
         return "higher_order", func.name()
     space, name = func._schema.name.split("::")
@@ -56,20 +56,20 @@ def _spelled(func: Any) -> tuple[str, str]:
 @functools.cache
 def is_expensive(func: Any) -> bool:
     """Whether to run it again costs more than to keep what it made."""
-    space, name = _spelled(func)
+    space, name = spelled(func)
     is_attention = ("attention" in name or "attn" in name) and "backward" not in name
     return is_product(func) or is_attention or (space in COLLECTIVES and name != "wait_tensor")
 
 
 @functools.cache
 def is_product(func: Any) -> bool:
-    return _spelled(func)[1] in PRODUCTS
+    return spelled(func)[1] in PRODUCTS
 
 
 @functools.cache
 def _written_places(func: Any) -> tuple[int | str, ...]:
     """Arguments that it writes into, by place or name."""
-    space, name = _spelled(func)
+    space, name = spelled(func)
     if space == "c10d":  # their schemas do not say so
         return () if name in _WRITES_NOTHING else (0,)
     return tuple(
@@ -196,7 +196,7 @@ class KeepMode(TorchDispatchMode):
         over = _storages(each for each in written if not expensive or _covers(each))
         if not over and not self.is_looking:
             return
-        is_copy = self.is_looking and _spelled(func) == ("aten", "copy_")
+        is_copy = self.is_looking and spelled(func) == ("aten", "copy_")
         for kept in self.kept:
             is_arrival = is_copy and not kept.is_read and bool(kept.storages & over)
             self.has_arrivals = self.has_arrivals or is_arrival
@@ -328,7 +328,7 @@ def selectively_recomputed(forward: Callable[..., Any], *, keeps_products: bool 
 Forward = Callable[..., Any]
 
 
-def _again(
+def replayed(
     forward: Forward, given: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Callable[[Tensor], Tensor]:
     """What runs a block again on its input, with its other arguments and in the surroundings of now: autocast, and the
@@ -413,7 +413,7 @@ class Chain:
         # What is not the last block's output begins anew, with a slot of its own.
         if here is None or place == 0 or here.left != _spot(x):
             here = self.current = Pass(self, place)
-        here.again[place] = _again(run, x, args, kwargs)
+        here.again[place] = replayed(run, x, args, kwargs)
         if place in here.kept_places:
             here.inputs[place] = x.detach()
         spot, promised = _spot(x), here

@@ -24,7 +24,7 @@ from meshwright.core.ledger import Predicted
 from meshwright.core.placement import placed
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Layer, Profile
-from meshwright.core.technique import PHASES, is_within
+from meshwright.core.technique import PHASES, is_within, technique_named, technique_names
 from meshwright.core.units import counted, pretty_bytes, pretty_seconds
 from meshwright.core.work import Work
 from meshwright.data.open_data import Data
@@ -102,6 +102,9 @@ def prepare(
         profile = profile.with_documents(document_length(ready()))
     known = plan_to_run(config, given, profile, cluster) or _earlier(config, profile, cluster, report)
     result, wishes = None, {name: getattr(config.plan, name) for name in ("allow", "pin", "ban")}
+    if config.train.memory_cap:
+        opaque = {name for name in technique_names() if technique_named(name).phase == _COMPILING}
+        wishes["ban"] = (*config.plan.ban, *sorted(opaque.difference(config.plan.ban, config.plan.pin)))
     headroom = HEADROOM if config.plan.headroom is None else config.plan.headroom
     about: dict[str, Any] = {"sequence": config.sequence, "optimizer": config.train.optimizer}
     for turn in range(MOST_TIMINGS + 1):
@@ -251,7 +254,8 @@ def load_plan(
 
 def _against_training(config: RunConfig, plan: Plan) -> list[Problem]:
     problems = config.train.optimizer.problems_with(plan)
-    return [replace(problem, where=f"train.{problem.where}") for problem in problems]
+    placed = [replace(problem, where=f"train.{problem.where}") for problem in problems]
+    return placed + config.train.cap_problems(plan)
 
 
 def problems_here(config: RunConfig, plan: Plan | None) -> list[Problem]:
@@ -342,6 +346,8 @@ def _earlier(config: RunConfig, profile: Profile, cluster: Cluster, report: Repo
         return None
     plan = _derived(Plan, folder / "plan.json", again, report)
     if plan is None or plan.check(profile, cluster) or plan.check_sequence(config.sequence):
+        return None
+    if config.train.cap_problems(plan):
         return None
     is_same = plan.batch == config.train.batch and plan.num_ranks == placed(plan, cluster).num_devices
     return plan if is_same else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,8 @@ class RunSummary:
     files: tuple[str, ...]
     comparison: Mapping[str, Any]
     """Verdicts, reasons and the numbers they rest on; empty where too few steps were measured."""
+    evicted: Mapping[str, float] = field(default_factory=dict)
+    """What all ranks have evicted since this start; empty without `train.memory_cap`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,11 +130,11 @@ def conclude(config: RunConfig, prepared: PreparedRun, exit_code: int) -> RunRes
         "peak_bytes": promise.predicted.peak_bytes,
     }
     names = [*_FILES, *(() if not config.run.track else ("track/",))]
-    same = ("step", "steps_now", "stopped", "seconds", "counts", "seen_now", "samples_in_all", "loss", "held_out")
+    same = ("step", "steps_now", "stopped", "seconds", "counts", "seen_now", "samples_in_all", "loss")
     summary = RunSummary(
         model=config.model.title,
         plan=str(prepared.plan),
-        **{name: result[name] for name in same},
+        **{name: result[name] for name in (*same, "held_out", "evicted")},
         steps=config.train.steps,
         predicted=predicted,
         interval_seconds=(forecast.step_seconds_low, forecast.step_seconds_high),

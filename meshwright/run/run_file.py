@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from meshwright.ask.question import MOST_HEADROOM
+from meshwright.ask.what_if import read_memory
 from meshwright.core.codec import decode, decode_into, encode
 from meshwright.core.errors import MeshwrightError, Problem, error_at, raise_problems
-from meshwright.core.technique import Exactness
+from meshwright.core.plan import Plan
+from meshwright.core.technique import PHASES, Exactness
 from meshwright.data.data_section import DataSection
 from meshwright.models.presets import Config, preset
 from meshwright.optimizers.optimizer_config import OptimizerConfig
@@ -104,11 +106,34 @@ class TrainSection:
     """The most tokens such a text goes on for; each costs a forward pass of a microbatch."""
     sample_prompt: str = ""
     """How the texts begin; empty: as a new document."""
+    memory_cap: str = ""
+    """Memory of each device that an eager step may use, such as "20GiB"; empty: all of it. Where the plan needs more,
+    what blocks save for backward is evicted, and computed again or brought back from host memory."""
 
     def __post_init__(self) -> None:
         problems = _below(self, 1, "batch", "steps", "evaluate_batches", "keep", "sample_tokens")
         problems += _below(self, 0, "save_every", "save_minutes", "evaluate_every", "sample_every")
+        if self.memory_cap:
+            read_memory(self.memory_cap, "memory_cap", problems)
         raise_problems(problems)
+
+    @property
+    def cap_bytes(self) -> int:
+        """0: there is no cap."""
+        return read_memory(self.memory_cap, "", []) or 0 if self.memory_cap else 0
+
+    def cap_problems(self, plan: Plan) -> list[Problem]:
+        """Why the cap cannot hold with a plan."""
+        problems, fix = [], "Leave the cap out, or plan without it (plan.ban, or another schedule)."
+        for each in plan.techniques if self.memory_cap else ():
+            reasons = {
+                "it makes single pieces of whole blocks, from which nothing can be evicted.": each.phase == PHASES[4],
+                "its schedule keeps what gradients of weights need longer than backward does.": each.splits_backward,
+                "its steps overlap, and a cap is for one step at a time.": each.overlaps_steps,
+            }
+            told = [f"cannot hold with {each}: {why}" for why, applies in reasons.items() if applies]
+            problems += [Problem(where="train.memory_cap", what=what, fix=fix) for what in told]
+        return problems
 
     def require_tokenizer(self, data: Any) -> None:
         """Raises where texts are to be written and the data cannot say how."""

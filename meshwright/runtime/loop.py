@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,6 +20,7 @@ from torch.profiler import record_function
 
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.ops.collectives import gather_json
+from meshwright.ops.memory_cap import MemoryCap
 from meshwright.ops.model_interface import Inputs, map_inputs, split_inputs
 from meshwright.ops.weight_versions import Versions
 from meshwright.optimizers.update import Optimizer
@@ -78,6 +79,8 @@ class StepResult:
     """When the host could know that the step was over, on the clock of `time.perf_counter`."""
     idle_seconds: float | None = field(default=None, compare=False)
     """How long the GPU had nothing to do before this step; None where it is not measured."""
+    evicted: Mapping[str, float] = field(default_factory=dict, compare=False)
+    """What a memory cap has evicted, by `MemoryCap.take_tally`; empty where there is none."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -113,6 +116,7 @@ class BatchUnderWay:
     """Updates before this one."""
     result: StepResult | None = None
     ended_seconds: float = 0.0
+    evicted: Mapping[str, float] = field(default_factory=dict)
 
 
 Key = tuple[int, int]
@@ -137,6 +141,7 @@ class Interpreter:
         self.gradients: dict[Key, Tensor | None] = {}
         self.shapes: dict[tuple[str, int], tuple[int, ...]] = {}
         """Of what comes from the stages before and after, by `RankBuild.boundaries`."""
+        self.cap: MemoryCap | None = None
 
     def run(self, actions: Actions, *, ends_all: bool = True) -> None:
         """`ends_all`: nothing is under way afterwards."""
@@ -155,7 +160,7 @@ class Interpreter:
             if action.kind == "begin":  # too short to be seen in a timeline
                 self.begin(batch)
                 continue
-            with record_function(f"mw:{action}"):
+            with record_function(f"mw:{action}"), self.cap or nullcontext():
                 if action.kind == "forward":
                     self.forward(batch, key)
                 elif action.kind in BACKWARDS:
@@ -219,7 +224,8 @@ class Interpreter:
         build.model.span = build.spans[chunk]
         span = self.places.span(build.stage, chunk)
         is_end = span == self.places.num_spans - 1
-        output = build.model(inputs, *((targets, weights) if is_end else (None, None)), given)
+        with self.cap.outside(build.model) if self.cap is not None and batch.trains else nullcontext():
+            output = build.model(inputs, *((targets, weights) if is_end else (None, None)), given)
         if is_end and targets is None:
             batch.scores = output
         elif is_end:
@@ -289,6 +295,16 @@ class Loop(Interpreter):
         self.requests = 0.0
         """Of this call, as one number whose sum over all ranks says both: two for each rank that must stop, one if
         rank 0 wants to save."""
+
+    def cap_memory(self, cap_bytes: int) -> None:
+        """From now on no step uses more memory of the device; to be called once."""
+        build = self.build
+        self.cap = MemoryCap(build.mesh.device, cap_bytes)
+        self.cap.count(value for _, value in (*build.local_parameters(), *build.model.named_buffers()))
+        self.cap.count(kept[2] for kept in self.optimizer.state())
+        for part in build.model.parts():
+            if part.is_block and part.module is not None:
+                self.cap.watch(part.name, part.module)
 
     def step(self, samples: Samples, lr: float, *, stop: bool = False, save: bool = False) -> StepResult:
         """A step, with a flush after it: what one device does."""
@@ -380,6 +396,7 @@ class Loop(Interpreter):
                 return []
             self._send(ended)
         assert ended is not None
+        ended.evicted = {} if self.cap is None else self.cap.take_tally()
         if not self.reads_late:
             return [self._result(ended)]
         ended.microbatches = []  # not in memory beside those of the next step
@@ -491,7 +508,8 @@ class Loop(Interpreter):
                 loss_scale=scale,
                 idle_seconds=idle,
             )
-        return replace(batch.result, ended_seconds=batch.ended_seconds or time.perf_counter())
+        ended = batch.ended_seconds or time.perf_counter()
+        return replace(batch.result, ended_seconds=ended, evicted=batch.evicted)
 
     def _used_by_none(self, unused: list[str]) -> set[str]:
         """Parameters that took no part in a step on any rank, of those unused here."""

@@ -7,6 +7,7 @@ import math
 import re
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,7 @@ class RankTraining:
         self.loss: float | None = None
         self.num_tokens = 0.0
         self.num_skipped = 0
+        self.evicted: Counter[str] = Counter()
         self.start = time.monotonic()
 
     def _open(self, description: ModelDescription, plan: Plan, mesh: Mesh) -> Trainer:
@@ -187,6 +189,7 @@ class RankTraining:
         self.loss = step.loss if math.isfinite(step.loss) else self.loss
         self.num_tokens += step.num_tokens
         self.num_skipped += step.is_skipped
+        self.evicted.update(step.evicted)
         if self.metrics is None:
             return
         memory = peak_bytes(self.trainer.mesh.device)
@@ -199,6 +202,7 @@ class RankTraining:
             f"{self.progress.counts}_per_second": step.tokens_per_second,
             "mfu": self.mfu * step.tokens_per_second / self.progress.forecast,
             "memory_bytes": memory,
+            **step.evicted,
         }
         if self.trainer.build.loss_scaling is not None:
             values |= {"loss_scale": step.loss_scale, "skipped_steps": self.num_skipped}
@@ -271,6 +275,7 @@ class RankTraining:
                 **self._memory(),
                 "spans": [encode(span) for span in self.watch.spans],
                 "memory": [encode(point) for point in self.watch.memory],
+                "evicted": self.evicted,
             },
         )
         if self.metrics is None:
@@ -290,6 +295,7 @@ class RankTraining:
             **self._versions(),
             "loss": self.loss,
             "held_out": self.held_out,
+            "evicted": {name: sum(rank["evicted"][name] for rank in gathered) for name in self.evicted},
             "saved_step": self.saved_step,
             "finished_unix_seconds": time.time(),
         }

@@ -15,7 +15,7 @@ import torch
 
 from meshwright.checkpoint.load import Reader
 from meshwright.core.codec import decode, encode
-from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.errors import MeshwrightError, Problem, raise_problems
 from meshwright.core.plan import Plan
 from meshwright.data.dataset import Batch
 from meshwright.data.open_data import Data
@@ -52,6 +52,8 @@ class TrainStep:
     """Gradients overflowed in float16, and nothing was updated."""
     must_save: bool
     """`train.save_minutes` have passed on rank 0 since the last checkpoint, and no step is under way."""
+    evicted: Mapping[str, float]
+    """What this rank's `train.memory_cap` has evicted; empty where there is none."""
 
 
 @dataclass(kw_only=True)
@@ -97,6 +99,9 @@ class Trainer:
             if self.build.loss_scaling is not None and reader.state.get("loss_scaling"):
                 self.build.loss_scaling = decode(LossScaling, reader.state["loss_scaling"], "loss_scaling")
         self.loop = Loop(self.build, self.optimizer)
+        if settings.memory_cap:
+            raise_problems(settings.cap_problems(plan))
+            self.loop.cap_memory(settings.cap_bytes)
         self.sampler: Sampler | None = None
         self.step = reader.step if reader is not None and goes_on else 0
         self.cursor = int(reader.state["cursor"]) if reader is not None and goes_on else 0
@@ -195,6 +200,7 @@ class Trainer:
                 is_skipped=result.is_skipped,
                 must_stop=must_stop and not self.fed,
                 must_save=must_save and not self.fed,
+                evicted=result.evicted,
             )
 
     def _is_pause(self, step: int) -> bool:
