@@ -135,6 +135,7 @@ _MODEL_FLAGS = (
     _flag("--optimizer", metavar="O", help="adamw (default), sgd, lion, muon, ...; with settings: sgd,momentum=0"),
     _list("--train", metavar="X", help="train only these parameters: 'blocks.3?.*', 'head.*'"),
     _list("--freeze", metavar="X", help="do not train these parameters: 'embed.*'"),
+    _flag("--adapter", metavar="A", help="train low-rank adapters on frozen weights: rank=16,base=nf4"),
     _flag("--imbalance", type=float, metavar="F", help="times the mean that the busiest rank's experts get"),
 )
 _RUN_FLAGS = (

@@ -139,7 +139,7 @@ class Precision(Technique):
             return replace(item, dtype=self.dtype, bytes=item.bytes / 2)
 
         if self._narrows_frozen(work.profile):
-            work = work.map_slots(lambda slot: replace(slot, element_bytes=2) if slot.frozen else slot)
+            work = work.map_slots(lambda slot: _in_16_bits(slot) if slot.frozen else slot)
         # Tables are looked up as they are.
         multiplying = {task.layer for task in work.computes if task.kind == "matmul"}
         casts = [
@@ -160,7 +160,7 @@ class Precision(Technique):
         if self.weights == "fp32":
             work = work.with_tasks(*_casting(work, multiplying))
         else:
-            work = work.map_slots(lambda slot: replace(slot, element_bytes=2)).with_widths(reduce=2)
+            work = work.map_slots(_in_16_bits).with_widths(reduce=2)
             work = work.forbid(not work.optimizer.is_elementwise)
         stream = 2 if work.profile.stream == "compute" else work.facts.widths.stream
         work = work.with_facts(compute_dtype=self.dtype, scales_loss=self.scales_loss)
@@ -255,6 +255,11 @@ _ROUNDED_BYTES: dict[str, dict[bool, tuple[int, int, int]]] = {
 own, one of each column for strided ones (an H200: blocks of llama3.2-1b in 205 ms, tensorwise 166, rowwise 191)."""
 
 
+def _in_16_bits(slot: ParameterSlot) -> ParameterSlot:
+    narrowed: ParameterSlot = replace(slot, element_bytes=min(slot.element_bytes, 2))
+    return narrowed
+
+
 def _is_fp8(role: str, shape: tuple[Num, ...]) -> bool:
     """Whether an op is a linear layer's product whose sizes 8-bit products take."""
     return role == "linear" and len(shape) == 2 and all(size % FP8_MULTIPLE == 0 for size in shape)
@@ -264,6 +269,8 @@ def _fp8_problems(profile: Profile, edge_blocks: int) -> list[tuple[str, str]]:
     """(what, fix) where nothing of a model can be multiplied in fp8."""
     if profile.stream != "compute":
         return [(f"{profile.name} runs under autocast, which knows no fp8.", 'Use matmul = "".')]
+    if any(layer.has_adapters for layer in profile.layers):
+        return [("linear layers with adapters multiply in 16 bits.", 'Use matmul = "".')]
     if profile.num_blocks <= 2 * edge_blocks:
         what = f"edge_blocks is {edge_blocks} and the model has {profile.num_blocks} blocks: none is left for fp8."
         return [(what, "Use fewer edge_blocks.")]
