@@ -33,7 +33,7 @@ PLANS = (
     (t("recompute", layers="none", selective="all"),),
     (tiny.COMPILE,),
     (tiny.CHUNKED,),
-    (tiny.SHARD3, tiny.TENSOR, tiny.PIPELINE),
+    (tiny.SHARD2, tiny.TENSOR, tiny.PIPELINE),
     (tiny.REPLICATE, tiny.SEQUENCED, tiny.RECOMPUTE, tiny.COMPILE),
 )
 
