@@ -194,6 +194,7 @@ _CKPT_FLAGS = (
     _flag("folder", metavar="FOLDER", help="a run folder; for import a Hugging Face or DCP folder"),
     _flag("target", nargs="?", metavar="TARGET", help="export: the folder to write; import: the run folder"),
     _flag("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights written"),
+    _flag("--adapter-only", action="store_true", help="export low-rank adapters by themselves, as PEFT loads them"),
     _flag("--step", type=int, metavar="N", help="export this step (default: the newest whole one)"),
     _flag("--model", metavar="M", help="a named model, or the Hugging Face folder it came from"),
 )
