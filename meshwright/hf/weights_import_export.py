@@ -211,14 +211,20 @@ class HFExport:
             stem = name.removesuffix(".weight")
             for own in (f"{stem}.lora_A", f"{stem}.lora_B") if f"{stem}.lora_A" in self.reader.manifest.tensors else ():
                 if part.is_transposed:
-                    what = f"{part.name} is stored with its sides exchanged or beside others: no adapter of ours fits it."
+                    what = (
+                        f"{part.name} is stored with its sides exchanged or beside others: no adapter of ours fits it."
+                    )
                     raise error_at(self.reader.folder, what, "Leave out --adapter-only: adapters are then merged.")
                 theirs = part.name.removesuffix(".weight")
                 targets.add(theirs.rpartition(".")[2])
                 shape = self.reader.manifest.tensors[own].shape
                 named = f"base_model.model.{theirs}.{own.rpartition('.')[2]}.weight"
                 parts[own] = (TensorPart.whole(named, tuple(shape)),)
-        settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base_folder}
+        settings: dict[str, Any] = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": base_folder,
+        }
         settings |= {"r": self.adapter.rank, "lora_alpha": self.adapter.scale * self.adapter.rank, "lora_dropout": 0.0}
         settings |= {"target_modules": sorted(targets), "bias": "none", "inference_mode": True}
         alone = replace(self, parts=parts, config=None, dtype=given, adapter=None)
