@@ -47,7 +47,7 @@ GOAL_GIB, GOAL_RATIO = 12.0, 1.0
 def dimensions() -> DecoderConfig:
     named = preset("llama3-8b")
     assert isinstance(named, DecoderConfig)
-    small = {"num_layers": 2, "hidden_size": 128, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 256, "vocab_size": 512}
+    small = {"num_layers": 2, "hidden_size": 256, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 256, "vocab_size": 512}
     return named if HAS_GPU else replace(named, **small)
 
 
