@@ -3,13 +3,14 @@
 Measured: tokens per second and the peak that torch's allocator counts, of our plan and then of transformers' model with
 the same dimensions, microbatches and recomputation of blocks. Its 4-bit layers are those of peft + bitsandbytes where
 both can be imported, else torchao's NF4 product beside adapters written by hand, else bf16 weights beside such
-adapters. Weights are random and made on the GPU. Without one, a tiny model runs on the CPU, to see that all of it works.
+adapters. Weights are random and made on the GPU. Without one, a tiny model runs on the CPU, to see that all works.
 
 Run: python -m benchmarks.adapters [ours] [peer] [--plan FILE]
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import importlib.util
@@ -137,10 +138,11 @@ def peer_layers() -> tuple[str, Callable[[int, int], nn.Module]]:
         return "peft + bitsandbytes", make
     for path in ("torchao.dtypes.nf4tensor", "torchao.quantization.quantize_.workflows.nf4.nf4_tensor"):
         try:
-            nf4 = importlib.import_module(path)
+            found = importlib.import_module(path)
         except ImportError:
             continue
-        return "transformers + torchao's linear_nf4", lambda n, k: HandWritten(n, k, nf4.linear_nf4, nf4.to_nf4)
+        settings = {"multiply": found.linear_nf4, "pack": found.to_nf4}
+        return "transformers + torchao's linear_nf4", functools.partial(HandWritten, **settings)
     return "transformers, bf16 weights", lambda n, k: HandWritten(n, k, F.linear, lambda weight: weight)
 
 

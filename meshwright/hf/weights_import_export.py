@@ -227,8 +227,8 @@ class HFExport:
         }
         settings |= {"r": self.adapter.rank, "lora_alpha": self.adapter.scale * self.adapter.rank, "lora_dropout": 0.0}
         settings |= {"target_modules": sorted(targets), "bias": "none", "inference_mode": True}
-        alone = replace(self, parts=parts, config=None, dtype=given, adapter=None)
-        return alone, json.dumps(settings, indent=2).encode() + b"\n"
+        told = json.dumps(settings, indent=2).encode() + b"\n"
+        return replace(self, parts=parts, config=None, dtype=given, adapter=None), told
 
     @cached_property
     def uses(self) -> dict[str, list[tuple[str, TensorPart]]]:

@@ -12,19 +12,7 @@ import math
 from dataclasses import replace
 from typing import Literal
 
-from meshwright.core.profile import (
-    BLOCK_OF_WEIGHTS,
-    Cut,
-    CutDim,
-    FusedCost,
-    Layer,
-    Op,
-    Param,
-    Poly,
-    Profile,
-    Role,
-    Site,
-)
+from meshwright.core.profile import Cut, CutDim, FusedCost, Layer, Op, Param, Poly, Profile, Role, Site
 from meshwright.models.dimensions import Adapter, DecoderConfig
 from meshwright.models.frozen_parameters import freeze
 
@@ -245,10 +233,6 @@ def plain_mlp(config: DecoderConfig) -> Mlp:
     return tuple(params), tuple(ops)
 
 
-_DECODED = {"int8": 1.0 + 4 / BLOCK_OF_WEIGHTS, "nf4": 0.5 + 4 / BLOCK_OF_WEIGHTS}
-"""Bytes of an element that decoding reads."""
-
-
 def adapted(adapter: Adapter, inside: Mlp) -> Mlp:
     """A region whose linear layers have adapters, beside weights that may be packed.
 
@@ -258,7 +242,7 @@ def adapted(adapter: Adapter, inside: Mlp) -> Mlp:
     params: list[Param] = []
     ops: list[Op] = []
     beside: list[Op] = []
-    decoded: list[int] = []
+    packed: list[Param] = []
     r = adapter.rank
     for param in inside[0]:
         name, _, kind = param.name.rpartition(".")
@@ -267,9 +251,10 @@ def adapted(adapter: Adapter, inside: Mlp) -> Mlp:
             params.append(param)
             continue
         if adapter.base != "bf16":
-            units = math.gcd(param.units, k // BLOCK_OF_WEIGHTS) if param.cut == 1 else param.units
-            param = replace(param, packed=adapter.base, units=units)
-            decoded.append(n * k)
+            param = replace(param, packed=adapter.base)
+            if param.cut == 1:  # between blocks
+                param = replace(param, units=math.gcd(param.units, param.stored_shape[1]))
+            packed.append(param)
         params.append(param)
         if adapter.adapts(name):
             first = Param(name=f"{name}.lora_A", shape=(r, k), inside=True)
@@ -293,14 +278,14 @@ def adapted(adapter: Adapter, inside: Mlp) -> Mlp:
                 memory(f"{op.name}.lora_B", "adapter", 2.0 * n, back=2.0 * n, kernels=(1, 2), cut=ends[1]),
             ]
     ops += beside
-    if decoded:
+    if packed:
         # In elements of two bytes: as weights are decoded to bf16.
-        moved = sum(decoded) * (1.0 + _DECODED[adapter.base] / 2.0)
-        kernels = len(decoded), len(decoded)
-        region = params[0].name.partition(".")[0]
-        decode = memory(f"{region}.decode", "adapter", once=(moved, moved), kernels=kernels, cut="tensor")
+        moved = sum(math.prod(param.shape) + math.prod(param.stored_shape) / 2.0 for param in packed)
+        region, count = params[0].name.partition(".")[0], len(packed)
+        decode = memory(f"{region}.decode", "adapter", once=(moved, moved), kernels=(count, count), cut="tensor")
         # One at a time: the largest is one of the MLP.
-        ops.append(replace(decode, working=Poly(one=max(decoded) * (region == "mlp"))))
+        largest = max(math.prod(param.shape) for param in packed) if region == "mlp" else 0
+        ops.append(replace(decode, working=Poly(one=largest)))
     return tuple(params), tuple(ops)
 
 

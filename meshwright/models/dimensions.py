@@ -150,12 +150,10 @@ class DecoderConfig:
     def linears(self) -> dict[str, tuple[int, int]]:
         """Linear layers of a block with a plain MLP: outputs and inputs of each."""
         d, q, kv = self.hidden_size, self.num_heads * self.size_of_head, self.num_kv_heads * self.size_of_head
-        sizes = {"query": (q, d), "key": (kv, d), "value": (kv, d), "output": (d, q)}
-        into = ("gate", "up") if self.mlp == "swiglu" else ("up",)
-        mlp = {**dict.fromkeys(into, (self.ffn_size, d)), "down": (d, self.ffn_size)}
-        return {f"attention.{name}": each for name, each in sizes.items()} | {
-            f"mlp.{name}": each for name, each in mlp.items()
-        }
+        sizes = dict.fromkeys(("attention.key", "attention.value"), (kv, d))
+        sizes |= {"attention.query": (q, d), "attention.output": (d, q), "mlp.down": (d, self.ffn_size)}
+        into = ("mlp.gate", "mlp.up") if self.mlp == "swiglu" else ("mlp.up",)
+        return sizes | dict.fromkeys(into, (self.ffn_size, d))
 
     @classmethod
     def like_gpt2(cls, layers: int, hidden: int, heads: int, ffn: int, vocab: int, **more: Any) -> DecoderConfig:

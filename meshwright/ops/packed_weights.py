@@ -69,7 +69,7 @@ def decode(packed: Tensor, dtype: torch.dtype, is_backward: bool = False) -> Ten
     def kernel() -> Tensor:
         from meshwright.ops.kernels.packed_weights import launch
 
-        return launch(packed.contiguous(), dtype, NF4)
+        return launch(packed.contiguous(), dtype, _pairs(packed.device))
 
     if is_usable("packed_weights", packed):
         return run_or_fall_back("packed_weights", kernel, lambda: plain_decode(packed, dtype))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -17,7 +15,7 @@ _TILE = 16
 
 @triton.jit
 def _decode_kernel(
-    packed, levels, out, num_blocks, WIDTH: tl.constexpr, IS_PAIR: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr
+    packed, pairs, out, num_blocks, WIDTH: tl.constexpr, IS_PAIR: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr
 ):
     block = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = (block < num_blocks)[:, None]
@@ -26,24 +24,19 @@ def _decode_kernel(
     start = packed + block[:, None] * WIDTH
     if IS_PAIR:
         byte = tl.load(start + column // 2, mask=inside, other=0).to(tl.int32)
-        value = tl.load(levels + ((byte >> ((1 - column % 2) * 4)) & 15))
+        value = tl.load(pairs + 2 * byte + column % 2)
     else:
         value = tl.load(start + column, mask=inside, other=0).to(tl.int8, bitcast=True).to(tl.float32)
     value = (value * scale[:, None]).to(out.dtype.element_ty)
     tl.store(out + block[:, None] * BLOCK + column, value, mask=inside)
 
 
-@functools.cache
-def _on(levels: tuple[float, ...], device: torch.device) -> Tensor:
-    return torch.tensor(levels, dtype=torch.float32, device=device)
-
-
-def launch(packed: Tensor, dtype: torch.dtype, levels: tuple[float, ...]) -> Tensor:
+def launch(packed: Tensor, dtype: torch.dtype, pairs: Tensor) -> Tensor:
+    """`pairs`: the two levels that each byte of two codes stands for."""
     rows, per_row, width = packed.shape
     out = torch.empty(rows, per_row * BLOCK_OF_WEIGHTS, dtype=dtype, device=packed.device)
     blocks, is_pair = rows * per_row, width < BLOCK_OF_WEIGHTS
-    given = (packed, _on(levels, packed.device), out, blocks)
     _decode_kernel[(triton.cdiv(blocks, _TILE),)](
-        *given, WIDTH=width, IS_PAIR=is_pair, TILE=_TILE, BLOCK=BLOCK_OF_WEIGHTS
+        packed, pairs, out, blocks, WIDTH=width, IS_PAIR=is_pair, TILE=_TILE, BLOCK=BLOCK_OF_WEIGHTS
     )
     return out
