@@ -14,6 +14,7 @@ from meshwright.core.errors import MeshwrightError, Problem, error_at, raise_pro
 from meshwright.core.profile import Profile
 from meshwright.machine.named_clusters import cluster as named_cluster
 from meshwright.machine.named_clusters import warnings_of
+from meshwright.models.dimensions import Adapter
 from meshwright.models.presets import sequence_problem
 from meshwright.optimizers.optimizer_config import OptimizerConfig
 from meshwright.report.terminal import progress
@@ -83,6 +84,8 @@ def _model(arguments: Namespace, run: RunConfig | None) -> Profile:
     raise_problems(problems)
     given: dict[str, Any] = {"change": changes, "freeze": tuple(arguments.freeze), "train": tuple(arguments.train)}
     given = {key: value for key, value in given.items() if value}
+    if arguments.adapter:
+        given["adapter"] = _settings(Adapter, "--adapter", re.split(r",(?=\s*\w+\s*=)", arguments.adapter), {})
     if arguments.imbalance is not None:
         given["imbalance"] = arguments.imbalance
     try:
@@ -103,13 +106,17 @@ def _optimizer(arguments: Namespace, run: RunConfig | None) -> OptimizerConfig:
     if arguments.optimizer is None:
         return run.train.optimizer if run is not None else OptimizerConfig()
     name, *settings = arguments.optimizer.split(",")
-    table: dict[str, Any] = {"name": name.strip()}
+    return _settings(OptimizerConfig, "--optimizer", settings, {"name": name.strip()})
+
+
+def _settings(kind: type[T], flag: str, settings: list[str], table: dict[str, Any]) -> T:
+    """`table` with settings as a flag has them, `a=1`, as a value of a class."""
     problems: list[Problem] = []
     for each in settings:
-        apply_change(table, each, problems, "--optimizer")
-    result = decode_into(OptimizerConfig, table, "--optimizer", problems)
+        apply_change(table, each, problems, flag)
+    result = decode_into(kind, table, flag, problems)
     raise_problems([replace(problem, where=problem.where.replace("r.", "r ")) for problem in problems])
-    return cast(OptimizerConfig, result)
+    return cast(T, result)
 
 
 def _cluster(arguments: Namespace, run: RunConfig | None) -> tuple[Cluster, str]:

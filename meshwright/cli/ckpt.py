@@ -49,7 +49,8 @@ def run(arguments: Namespace) -> int:
     if action == "export":
         config, original = _model(arguments.model)
         checkpoint = chosen_step(root, arguments.step, say)
-        export(checkpoint, arguments.target, config, dtype=arguments.dtype or "", original=original, report=say)
+        chosen = {"dtype": arguments.dtype or "", "original": original, "adapter_only": arguments.adapter_only}
+        export(checkpoint, arguments.target, config, **chosen, report=say)
     elif (root / ".metadata").exists():
         import_dcp(root, target, _model(arguments.model)[0], dtype=dtype, report=say)
     else:

@@ -135,6 +135,7 @@ _MODEL_FLAGS = (
     _flag("--optimizer", metavar="O", help="adamw (default), sgd, lion, muon, ...; with settings: sgd,momentum=0"),
     _list("--train", metavar="X", help="train only these parameters: 'blocks.3?.*', 'head.*'"),
     _list("--freeze", metavar="X", help="do not train these parameters: 'embed.*'"),
+    _flag("--adapter", metavar="A", help="train low-rank adapters on frozen weights: rank=16,base=nf4"),
     _flag("--imbalance", type=float, metavar="F", help="times the mean that the busiest rank's experts get"),
 )
 _RUN_FLAGS = (
@@ -193,6 +194,7 @@ _CKPT_FLAGS = (
     _flag("folder", metavar="FOLDER", help="a run folder; for import a Hugging Face or DCP folder"),
     _flag("target", nargs="?", metavar="TARGET", help="export: the folder to write; import: the run folder"),
     _flag("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights written"),
+    _flag("--adapter-only", action="store_true", help="export low-rank adapters by themselves, as PEFT loads them"),
     _flag("--step", type=int, metavar="N", help="export this step (default: the newest whole one)"),
     _flag("--model", metavar="M", help="a named model, or the Hugging Face folder it came from"),
 )

@@ -51,7 +51,7 @@ def run(arguments: Namespace) -> int:
             next_step = shlex.join(["mw", "train", arguments.run, "--plan", arguments.output])
         else:
             flags = [(name, each) for name in ("change", "freeze", "train") for each in getattr(arguments, name)]
-            given = [(name, getattr(arguments, name)) for name in ("optimizer", "documents", "imbalance")]
+            given = [(name, getattr(arguments, name)) for name in ("optimizer", "documents", "adapter", "imbalance")]
             flags += [(name, str(each)) for name, each in given if each]
             following += [
                 "--seq",

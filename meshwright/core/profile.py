@@ -44,11 +44,16 @@ Role = Literal[
     "pool",
     "block",
     "optimizer",
+    "adapter",
 ]
 """What an op is for, by which techniques choose the ops they change. linear: a product with a weight; experts: with
 stacked weights of experts; matmul: any other product. dispatch: rows sorted, sent to experts and returned. layout: a
 copy in another order. input: of several readers, kept once. block: what a traced block does outside of its modules,
-mostly residual sums, in an order that is not known. Empty: none of these."""
+mostly residual sums, in an order that is not known. adapter: products with low-rank matrices, and weights decoded to be
+multiplied with. Empty: none of these."""
+BLOCK_OF_WEIGHTS = 64
+"""Elements of a row that share a scale, where weights are stored in few bits."""
+_BLOCK_BYTES = {"int8": BLOCK_OF_WEIGHTS + 4, "nf4": BLOCK_OF_WEIGHTS // 2 + 4}
 
 
 def _as_floats(value: Any, *names: str) -> None:
@@ -99,6 +104,18 @@ class Param:
     """What dim 0 counts, where ranks with different samples may share it out and send each other what they ask for."""
     used: float = 1.0
     """Share of it that one token multiplies by: of stacked experts, those it is sent to."""
+    packed: Literal["", "int8", "nf4"] = ""
+    """Stored as bytes, codes and a scale for each block of a row; empty: as numbers."""
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Of numbers, or of bytes where it is packed."""
+        return packed_shape(self.shape, self.packed) if self.packed else self.shape
+
+
+def packed_shape(shape: tuple[int, ...], packed: str) -> tuple[int, ...]:
+    """Shape of the bytes that a matrix is stored in: rows, blocks of a row, bytes of a block."""
+    return shape[0], shape[1] // BLOCK_OF_WEIGHTS, _BLOCK_BYTES[packed]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,6 +210,10 @@ class Layer:
     def num_params(self) -> int:
         return sum(math.prod(param.shape) for param in self.params if not param.tied)
 
+    @property
+    def has_adapters(self) -> bool:
+        return any(op.role == "adapter" for op in self.ops)
+
 
 class ModelFlops(NamedTuple):
     """What utilization is a share of the peak by, counted in two ways."""
@@ -276,6 +297,9 @@ class Profile(Artefact):
         for layer in data["layers"]:
             for op in layer["ops"]:
                 del op["role"]  # changes no cost: checkpoints of before there were roles stay valid
+            for param in layer["params"]:
+                if not param["packed"]:
+                    del param["packed"]
         return fingerprint(data)
 
     def with_documents(self, length: float) -> Profile:

@@ -200,7 +200,7 @@ class ParameterSlot:
     shape: tuple[Num, ...]
     cut: int | None
     element_bytes: int
-    """Of the parameter and its gradient."""
+    """Of the parameter and its gradient; 1: of bytes, which stay as they are."""
     state_width: int
     """Bytes of one number that the optimizer keeps."""
     is_block: bool
@@ -506,9 +506,9 @@ def base_work(profile: Profile, sizes: Mapping[str, Num], *, element_bytes: int,
                     layer=layer.name,
                     name=param.name,
                     repeat=layer.repeat,
-                    shape=param.shape,
+                    shape=param.stored_shape,
                     cut=param.cut,
-                    element_bytes=element_bytes,
+                    element_bytes=1 if param.packed else element_bytes,
                     state_width=element_bytes,
                     is_block=layer.is_block,
                     unit="shared" if is_shared else layer.unit or layer.name,

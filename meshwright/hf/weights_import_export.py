@@ -13,7 +13,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -49,7 +49,9 @@ from meshwright.hf.weights_read import (
     read_parts,
     row_blocks,
 )
+from meshwright.models.dimensions import Adapter
 from meshwright.models.presets import DecoderConfig
+from meshwright.ops.packed_weights import plain_decode
 
 FILE_ELEMENTS = 1 << 28
 """A file of 1 GiB in float32: that much is in memory at once."""
@@ -63,6 +65,7 @@ _ALONG = (
 )
 """Files of the original folder that a model needs to be used."""
 _MAX_ALONG_BYTES = 256 << 20
+_PEFT_CONFIG, _PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 Item = TypeVar("Item")
 Report = Callable[[str], None]
@@ -155,10 +158,12 @@ class HFExport:
     """Their config.json; None where there is none."""
     dtype: str
     """Dtype of floating-point tensors; "" keeps that of the checkpoint."""
+    adapter: Adapter | None = None
+    """Low-rank adapters to be added to the weights."""
 
     @classmethod
     def of(cls, reader: Reader, config: DecoderConfig | None, dtype: str = "") -> HFExport:
-        """A decoder by the names of its family; any other module by its own names."""
+        """A decoder by the names of its family, with its adapters merged; any other module by its own names."""
         tensors, where = reader.manifest.tensors, reader.folder
         stored = {each.dtype for name, each in tensors.items() if name.startswith(PARAMETER)}
         dtype = dtype or ("float32" if stored == {"float32", "bfloat16"} else "")  # frozen ones may be narrow
@@ -175,22 +180,55 @@ class HFExport:
             return cls(
                 reader=reader, parts=own, config=dict(known) if isinstance(known, Mapping) else None, dtype=dtype
             )
-        if config is None:
-            stated = reader.state.get("model_config")
-            if stated is None:
-                fix = "Say it: --model NAME, or the Hugging Face folder it came from."
-                raise error_at(where, "does not tell which model it is.", fix)
-            config = decode(DecoderConfig, stated, "model_config")
-        parts = parts_of_decoder(config)
+        stated = reader.state.get("model_config")
+        if config is None and stated is None:
+            fix = "Say it: --model NAME, or the Hugging Face folder it came from."
+            raise error_at(where, "does not tell which model it is.", fix)
+        if config is None or (stated or {}).get("adapter"):
+            told = decode(DecoderConfig, stated, "model_config")
+            config = replace(config or told, adapter=told.adapter)
+        adapter = config.adapter
+        plain, needed = replace(config, adapter=None), parameter_shapes(config)
         wrong = []
-        for name, (first, *_) in parts.items():
-            if tuple(ours.get(name, ())) != first.at.shape:
+        for name, shape in needed.items():
+            if tuple(ours.get(name, ())) != shape:
                 has = f"has {name!r} of shape {tuple(ours[name])}" if name in ours else f"has no {name!r}"
-                wrong.append(f"{has}, the model needs {first.at.shape}.")
-        wrong += [f"{name!r} is no parameter of the model." for name in sorted(ours.keys() - parts.keys())]
+                wrong.append(f"{has}, the model needs {shape}.")
+        wrong += [f"{name!r} is no parameter of the model." for name in sorted(ours.keys() - needed.keys())]
         raise_problems(Problem(where=str(where), what=what) for what in wrong)
-        parts = {f"{PARAMETER}{name}": each for name, each in parts.items()}
-        return cls(reader=reader, parts=parts, config=config_for(config), dtype=dtype)
+        parts = {f"{PARAMETER}{name}": each for name, each in parts_of_decoder(plain).items()}
+        dtype = dtype or ("float32" if adapter else "")
+        return cls(reader=reader, parts=parts, config=config_for(plain), dtype=dtype, adapter=adapter)
+
+    def adapters(self, given: str, base_folder: str) -> tuple[HFExport, bytes]:
+        """The adapters alone, by the names that PEFT gives them in `adapter_model.safetensors`, and its configuration
+        of them; `given`: the dtype asked for."""
+        if self.adapter is None:
+            raise error_at(self.reader.folder, "has no adapters.", "Leave out --adapter-only.")
+        parts: dict[str, tuple[TensorPart, ...]] = {}
+        targets = set()
+        for name, (part, *_) in self.parts.items():
+            stem = name.removesuffix(".weight")
+            for own in (f"{stem}.lora_A", f"{stem}.lora_B") if f"{stem}.lora_A" in self.reader.manifest.tensors else ():
+                if part.is_transposed:
+                    what = (
+                        f"{part.name} is stored with its sides exchanged or beside others: no adapter of ours fits it."
+                    )
+                    raise error_at(self.reader.folder, what, "Leave out --adapter-only: adapters are then merged.")
+                theirs = part.name.removesuffix(".weight")
+                targets.add(theirs.rpartition(".")[2])
+                shape = self.reader.manifest.tensors[own].shape
+                named = f"base_model.model.{theirs}.{own.rpartition('.')[2]}.weight"
+                parts[own] = (TensorPart.whole(named, tuple(shape)),)
+        settings: dict[str, Any] = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": base_folder,
+        }
+        settings |= {"r": self.adapter.rank, "lora_alpha": self.adapter.scale * self.adapter.rank, "lora_dropout": 0.0}
+        settings |= {"target_modules": sorted(targets), "bias": "none", "inference_mode": True}
+        told = json.dumps(settings, indent=2).encode() + b"\n"
+        return replace(self, parts=parts, config=None, dtype=given, adapter=None), told
 
     @cached_property
     def uses(self) -> dict[str, list[tuple[str, TensorPart]]]:
@@ -204,12 +242,26 @@ class HFExport:
     def dtype_of(self, name: str) -> str:
         """As which a tensor of the checkpoint is written."""
         own = self.reader.manifest.tensors[name].dtype
-        return self.dtype if self.dtype and "float" in own else own
+        return self.dtype if self.dtype and ("float" in own or self.adapter) else own
 
-    def value(self, name: str, box: Box) -> Tensor:
-        """A piece of a tensor of the checkpoint, in the dtype it is written as."""
+    def stored(self, name: str, box: Box) -> Tensor:
+        """A piece of a tensor as it is in the checkpoint."""
         piece = torch.empty(box.size, dtype=getattr(torch, self.reader.manifest.tensors[name].dtype))
         self.reader.read_into(name, box, piece)
+        return piece
+
+    def value(self, name: str, box: Box) -> Tensor:
+        """A piece (rows of a matrix) of a tensor of the checkpoint, in the dtype it is written as."""
+        entry, first, second = self.reader.manifest.tensors, *(name.replace(".weight", f".lora_{x}") for x in "AB")
+        if self.adapter and entry[name].dtype == "uint8":
+            rows = Box(entry[name].shape, (box.offset[0], 0, 0), (box.size[0], *entry[name].shape[1:]))
+            piece = plain_decode(self.stored(name, rows), torch.float32)
+        else:
+            piece = self.stored(name, box)
+        if self.adapter and name.endswith(".weight") and first in entry:
+            rows = Box(entry[second].shape, (box.offset[0], 0), (box.size[0], self.adapter.rank))
+            low = self.stored(second, rows).float() @ self.stored(first, Box.whole(entry[first].shape)).float()
+            piece = piece.float() + self.adapter.scale * low
         cast = piece.to(getattr(torch, self.dtype_of(name)))
         if cast.dtype == torch.float16 and piece.dtype != cast.dtype and (cast.isinf() & piece.isfinite()).any():
             what = f"has values up to {piece.abs().max():.3g}, too large for float16."
@@ -265,12 +317,14 @@ def export(
     dtype: str = "",
     max_shard_bytes: int = SHARD_BYTES,
     original: str | Path | None = None,
+    adapter_only: bool = False,
     report: Report = print,
 ) -> Path:
     """Write a committed checkpoint folder (see `chosen_step`) as a Hugging Face folder, and compare the two.
 
     `config`: for a checkpoint that does not tell its own. `dtype`: "" keeps the checkpoint's. `original`: the Hugging
-    Face folder the model came from; its tokenizer and special tokens go along.
+    Face folder the model came from; its tokenizer and special tokens go along. `adapter_only`: low-rank adapters by
+    themselves, as PEFT loads them; they are merged otherwise.
     """
     out, reader = Path(out), Reader(Path(checkpoint))
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
@@ -278,7 +332,11 @@ def export(
     exported = HFExport.of(reader, config, dtype)
     files: dict[str, bytes] = {}
     before: Any = reader.state.get("hf_config")
-    if original is not None:
+    if adapter_only:
+        base = str(original or reader.state.get("hf_folder", ""))
+        exported, files[_PEFT_CONFIG] = exported.adapters(dtype, base)
+        max_shard_bytes = 1 << 62  # PEFT reads one file
+    elif original is not None:
         folder = Path(original)
         before = json_object(read_plain(folder, CONFIG, MAX_CONFIG_BYTES), str(folder / CONFIG))
         files = {name: read_plain(folder, name, _MAX_ALONG_BYTES) for name in _ALONG if os.path.lexists(folder / name)}
@@ -298,6 +356,8 @@ def export(
                 write_new(tmp / name, [data])
             report(f"wrote {pretty_bytes(num_bytes)}; reading it back")
             exported.compare(tmp)
+            if adapter_only:
+                os.rename(tmp / WEIGHTS, tmp / _PEFT_WEIGHTS)
             fsync_folder(tmp)
             os.rename(tmp, out)  # also onto an empty folder
             fsync_folder(out.parent)

@@ -8,11 +8,13 @@ compiled with its block: rows that go to their experts are as many as the router
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import replace
 from typing import Literal
 
 from meshwright.core.profile import Cut, CutDim, FusedCost, Layer, Op, Param, Poly, Profile, Role, Site
-from meshwright.models.dimensions import DecoderConfig
+from meshwright.models.dimensions import Adapter, DecoderConfig
+from meshwright.models.frozen_parameters import freeze
 
 Mlp = tuple[tuple[Param, ...], tuple[Op, ...]]
 
@@ -231,9 +233,68 @@ def plain_mlp(config: DecoderConfig) -> Mlp:
     return tuple(params), tuple(ops)
 
 
+def adapted(adapter: Adapter, inside: Mlp) -> Mlp:
+    """A region whose linear layers have adapters, beside weights that may be packed.
+
+    Products with a matrix of few rows or columns take as long as what they read and write. B's is added to what the
+    frozen weight made. A packed weight is decoded where it is multiplied with, either way, and not kept.
+    """
+    params: list[Param] = []
+    ops: list[Op] = []
+    beside: list[Op] = []
+    packed: list[Param] = []
+    r = adapter.rank
+    for param in inside[0]:
+        name, _, kind = param.name.rpartition(".")
+        n, k = (*param.shape, 0)[:2]
+        if kind != "weight" or not k:
+            params.append(param)
+            continue
+        if adapter.base != "bf16":
+            param = replace(param, packed=adapter.base)
+            if param.cut == 1:  # between blocks
+                param = replace(param, units=math.gcd(param.units, param.stored_shape[1]))
+            packed.append(param)
+        params.append(param)
+        if adapter.adapts(name):
+            first = Param(name=f"{name}.lora_A", shape=(r, k), inside=True)
+            second = Param(name=f"{name}.lora_B", shape=(n, r), cut=0, units=param.units)
+            if param.cut == 1:
+                first = replace(first, cut=1, units=param.units, inside=False)
+                second = replace(second, cut=None, units=0, inside=True)
+            params += [first, second]
+    trained = {param.name.removesuffix(".lora_A") for param in params if param.name.endswith(".lora_A")}
+    for op in inside[1]:
+        if op.role != "linear":
+            ops += beside
+            beside = []
+        ops.append(op)
+        if op.name in trained:
+            n, k = op.shape
+            ends: tuple[Cut, Cut] = ("none", "tensor") if op.cut_dim == "n" else ("tensor", "none")
+            beside += [
+                memory(f"{op.name}.lora_A", "adapter", k + 2.0 * r, back=4.0 * k, kernels=(2, 3), cut=ends[0]),
+                kept(f"{op.name}.low_rank", "adapter", r),
+                memory(f"{op.name}.lora_B", "adapter", 2.0 * n, back=2.0 * n, kernels=(1, 2), cut=ends[1]),
+            ]
+    ops += beside
+    if packed:
+        # In elements of two bytes: as weights are decoded to bf16.
+        moved = sum(math.prod(param.shape) + math.prod(param.stored_shape) / 2.0 for param in packed)
+        region, count = params[0].name.partition(".")[0], len(packed)
+        decode = memory(f"{region}.decode", "adapter", once=(moved, moved), kernels=(count, count), cut="tensor")
+        # One at a time: the largest is one of the MLP.
+        largest = max(math.prod(param.shape) for param in packed) if region == "mlp" else 0
+        ops.append(replace(decode, working=Poly(one=largest)))
+    return tuple(params), tuple(ops)
+
+
 def block_layer(config: DecoderConfig, name: str, repeat: int, mlp: Mlp, is_causal: bool = True) -> Layer:
     d = config.hidden_size
-    attention_params, attention_ops = _attention(config, is_causal)
+    attention = _attention(config, is_causal)
+    if config.adapter is not None:
+        attention, mlp = adapted(config.adapter, attention), adapted(config.adapter, mlp)
+    attention_params, attention_ops = attention
     mlp_params, mlp_ops = mlp
     add = memory("residual", "residual", 3.0 * d, cut="sequence")  # its gradient goes both ways as it is
     first, second = (norm_params(each, d, bias=config.norm == "layer") for each in ("attention_norm", "mlp_norm"))
@@ -405,4 +466,5 @@ def decoder_profile(config: DecoderConfig, name: str) -> Profile:
         ),
         sites=(Site(kind="enter", elements=boundary, after=len(norm)), Site(kind="loss", elements=Poly(bs=1.0))),
     )
-    return Profile(name=name, layers=(*layers, head), hidden_size=d, max_sequence=config.max_sequence)
+    profile = Profile(name=name, layers=(*layers, head), hidden_size=d, max_sequence=config.max_sequence)
+    return profile if config.adapter is None else freeze(profile, lambda name: ".lora_" not in name)

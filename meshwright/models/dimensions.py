@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from meshwright.core.errors import Problem, raise_problems
+from meshwright.core.errors import Problem, nearest, raise_problems
+from meshwright.core.profile import BLOCK_OF_WEIGHTS
 
 
 def _too_small(config: Any) -> list[Problem]:
@@ -36,6 +38,35 @@ _OF_EXPERTS = (
     *("experts_per_token", "expert_ffn_size", "num_shared_experts", "num_dense_layers"),
     *("capacity_factor", "balance", "router", "routed_scale"),
 )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adapter:
+    """Low-rank adapters (Hu et al. 2022): y = x W' + alpha / rank x A' B' for linear layers of blocks, of which only A
+    (rank x in) and B (out x rank) are trained. Everything else is frozen (Dettmers et al. 2023 store it in 4 bits)."""
+
+    rank: int
+    alpha: float = 0.0
+    """0: twice the rank."""
+    targets: tuple[str, ...] = ("*",)
+    """Linear layers that have one, by patterns of their names in a block: "attention.*", "mlp.down"."""
+    base: Literal["bf16", "int8", "nf4"] = "bf16"
+    """How weights of blocks' linear layers are stored. bf16: as `precision` stores what is frozen (float32 without
+    it); int8, nf4: 8 or 4 bits an element and a float32 scale for each 64 of a row."""
+
+    def __post_init__(self) -> None:
+        problems = _too_small(self)
+        if not 0.0 <= self.alpha < math.inf:
+            problems.append(Problem(where="alpha", what=f"is {self.alpha}.", fix="Use a positive number."))
+        raise_problems(problems)
+
+    @property
+    def scale(self) -> float:
+        return (self.alpha or 2.0 * self.rank) / self.rank
+
+    def adapts(self, name: str) -> bool:
+        """Whether a linear layer, by its name in a block, has an adapter."""
+        return any(fnmatchcase(name, pattern) for pattern in self.targets)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,6 +114,8 @@ class DecoderConfig:
     """Weight of the balancing loss."""
     router: Literal["softmax", "sigmoid"] = "softmax"
     routed_scale: float = 1.0
+    adapter: Adapter | None = None
+    """Train low-rank adapters on frozen weights; None: the weights themselves."""
 
     def __post_init__(self) -> None:
         problems = _too_small(self)
@@ -105,11 +138,22 @@ class DecoderConfig:
                 problems.append(Problem(where="hidden_size", what=what, fix="Or give head_size."))
             elif self.positions == "rope" and self.size_of_head % 2:
                 problems.append(Problem(where="head_size", what="must be even for rotary positions."))
+        if not problems and self.adapter is not None:
+            problems += _adapter_problems(self, self.adapter)
         raise_problems(problems)
 
     @property
     def size_of_head(self) -> int:
         return self.head_size or self.hidden_size // self.num_heads
+
+    @property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """Linear layers of a block with a plain MLP: outputs and inputs of each."""
+        d, q, kv = self.hidden_size, self.num_heads * self.size_of_head, self.num_kv_heads * self.size_of_head
+        sizes = dict.fromkeys(("attention.key", "attention.value"), (kv, d))
+        sizes |= {"attention.query": (q, d), "attention.output": (d, q), "mlp.down": (d, self.ffn_size)}
+        into = ("mlp.gate", "mlp.up") if self.mlp == "swiglu" else ("mlp.up",)
+        return sizes | dict.fromkeys(into, (self.ffn_size, d))
 
     @classmethod
     def like_gpt2(cls, layers: int, hidden: int, heads: int, ffn: int, vocab: int, **more: Any) -> DecoderConfig:
@@ -143,6 +187,26 @@ def _expert_problems(config: DecoderConfig) -> list[Problem]:
             problems.append(Problem(where=name, what=f"is {getattr(config, name)}.", fix="Use 0 or more."))
     if not 0.0 < config.routed_scale < math.inf:
         problems.append(Problem(where="routed_scale", what=f"is {config.routed_scale}.", fix="Use a positive number."))
+    return problems
+
+
+def _adapter_problems(config: DecoderConfig, adapter: Adapter) -> list[Problem]:
+    if config.num_experts:
+        what = "experts are stacked weights, which adapters do not reach."
+        return [Problem(where="adapter", what=what, fix="Use a model without experts.")]
+    problems, linears = [], config.linears
+    for pattern in adapter.targets:
+        if not any(fnmatchcase(name, pattern) for name in linears):
+            what, fix = f'"{pattern}" matches no linear layer of a block.', nearest(pattern, linears)
+            problems.append(Problem(where="adapter.targets", what=what, fix=fix))
+    smallest, name = min((min(sizes), name) for name, sizes in linears.items() if adapter.adapts(name) or problems)
+    if adapter.rank > smallest:
+        what = f"is {adapter.rank}, and {name} has no more than {smallest}."
+        problems.append(Problem(where="adapter.rank", what=what, fix=f"Use 1 to {smallest}."))
+    odd = [f"{name} has {k}" for name, (_, k) in linears.items() if k % BLOCK_OF_WEIGHTS]
+    if adapter.base != "bf16" and odd:
+        what = f"is {adapter.base}, which stores rows in blocks of {BLOCK_OF_WEIGHTS}, and {odd[0]} inputs."
+        problems.append(Problem(where="adapter.base", what=what, fix='Use "bf16".'))
     return problems
 
 

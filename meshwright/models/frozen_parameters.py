@@ -59,8 +59,8 @@ def freeze(profile: Profile, is_frozen: IsFrozen) -> Profile:
 
     Of equal layers that are trained, the first one may pass no gradient back: each costs what they cost on average.
     """
-    profile = mark(profile, is_frozen)
-    if profile.num_trained_params == profile.num_params:
+    before, profile = profile, mark(profile, is_frozen)
+    if profile == before:  # nothing is frozen, or all of it was before
         return profile
     layers, arrives = [], False
     for layer in profile.layers:
@@ -98,7 +98,8 @@ def _needed_ops(layer: Layer, arrives: bool) -> tuple[list[Op], bool]:
             at = next((at for at in range(place + 1, len(layer.ops)) if is_product[at]), None)
             if at is not None and (op.role == "layout" or not any(each.kernels for each in layer.ops[place + 1 : at])):
                 beside = takewhile(lambda at: is_product[at], range(at, len(layer.ops)))
-                is_read = any(not used[at][0].frozen for at in beside)
+                matrices = [param for at in beside for param in used[at] if len(param.shape) > 1]
+                is_read = any(not param.frozen for param in matrices)
                 product = layer.ops[at]
                 read = min(1.0, _size(product.flops) / (2.0 * product.shape[0] * _size(op.saved)))
                 if op.role != "activation":

@@ -191,6 +191,8 @@ class Region:
                 out = _PiecewiseExit.apply(door, x.detach(), weight.detach(), self.group, self.num_pieces)
             elif bias is None:
                 return self.exit(before(*args, **kwargs))
+            elif hasattr(row, "without_bias"):
+                out = self.exit(row.without_bias(args[0]))
             else:
                 x = args[0]
                 weight = row.weight.to(x.dtype)

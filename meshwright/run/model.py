@@ -209,9 +209,11 @@ def open_model(description: ModelDescription, seed: int) -> OpenedModel:
         model, source = opened.model, opened.source
         if section.hf:
             from meshwright.hf.weights_read import source_of_folder
+            from meshwright.ops.packed_weights import source_of_adapted
 
             assert isinstance(config, DecoderConfig)
-            source = source_of_folder(section.hf, config)
+            weights = source_of_folder(section.hf, replace(config, adapter=None))
+            source = weights if config.adapter is None else source_of_adapted(weights, source)
     else:
         from meshwright.foreign.adapt import ModuleFindings, adapt
         from meshwright.ops.initial_weights import from_tensors
@@ -295,8 +297,12 @@ def open_config(config: Config, name: str, seed: int) -> OpenedModel:
     import torch
 
     from meshwright.ops.initial_weights import seeded
+    from meshwright.ops.packed_weights import source_of_adapted
     from meshwright.zoo import module_of
 
     with torch.device("meta"):
         model = module_of(config)
-    return OpenedModel(model=model, profile=profile_of(config, name), source=seeded(model.init_value, seed))
+    source = seeded(model.init_value, seed)
+    if getattr(config, "adapter", None) is not None:
+        source = source_of_adapted(source, source)
+    return OpenedModel(model=model, profile=profile_of(config, name), source=source)

@@ -16,7 +16,8 @@ from meshwright.core.errors import MeshwrightError, Problem, error_at, raise_pro
 from meshwright.core.plan import Plan
 from meshwright.core.technique import PHASES, Exactness
 from meshwright.data.data_section import DataSection
-from meshwright.models.presets import Config, preset
+from meshwright.models.dimensions import Adapter
+from meshwright.models.presets import Config, DecoderConfig, preset
 from meshwright.optimizers.optimizer_config import OptimizerConfig
 
 __all__ = ["DataSection", "ModelSection", "OptimizerConfig", "PlanSection", "RunConfig", "RunSection", "TrainSection"]
@@ -46,6 +47,8 @@ class ModelSection:
     """If given, only these are trained."""
     imbalance: float = 1.0
     """Times the mean that the busiest rank's experts get rows: what plans of a mixture of experts are priced by."""
+    adapter: Adapter | None = None
+    """Low-rank adapters that alone are trained, such as { rank = 16, base = "nf4" }."""
 
     def __post_init__(self) -> None:
         given = [key for key in ("name", "hf", "factory") if getattr(self, key)]
@@ -61,6 +64,9 @@ class ModelSection:
             problems.append(Problem(where="change", what="is for a model by name."))
         if self.arguments and not self.factory:
             problems.append(Problem(where="arguments", what="are for a factory."))
+        if self.adapter and (self.freeze or self.train):
+            what = "alone is trained: all else is frozen."
+            problems.append(Problem(where="adapter", what=what, fix="Leave out freeze and train."))
         if self.factory and self.factory.count(":") != 1:
             what = f'"{self.factory}" is not of the form package.module:function.'
             problems.append(Problem(where="factory", what=what))
@@ -72,14 +78,20 @@ class ModelSection:
 
     def config(self) -> Config | None:
         """The dimensions, where it is a model of ours; None where it runs as somebody else's module."""
+        config: Config | None = None
         if self.name:
-            base = preset(self.name)
-            return decode(type(base), {**encode(base), **self.change}, "model.change") if self.change else base
-        if self.hf:
+            config = preset(self.name)
+            config = decode(type(config), {**encode(config), **self.change}, "model.change") if self.change else config
+        elif self.hf:
             from meshwright.hf.config_json import read_folder
 
-            return read_folder(self.hf).config
-        return None
+            config = read_folder(self.hf).config
+        if self.adapter is None:
+            return config
+        if not isinstance(config, DecoderConfig):
+            what = f"is for linear layers of our own decoders, and {self.title} is none."
+            raise error_at("model.adapter", what, "Leave it out; modules of your own may bring adapters with them.")
+        return decode(DecoderConfig, {**encode(config), "adapter": encode(self.adapter)}, "model")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -225,6 +225,7 @@ class RankBuild:
                 continue
             name = names[id(parameter)]
             dtype = self.weight_dtype if parameter.requires_grad else self.frozen_dtype or self.weight_dtype
+            dtype = dtype if parameter.is_floating_point() else parameter.dtype
             parts = [self.source(name, box, dtype) for box in self.boxes[name].in_order()]
             value = join_in_order(self.boxes[name], parts).to(device or self.mesh.device)
             new = nn.Parameter(value.contiguous(), requires_grad=parameter.requires_grad)

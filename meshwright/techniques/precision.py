@@ -152,7 +152,7 @@ class Precision(Technique):
             return replace(item, dtype=self.dtype, bytes=item.bytes / 2)
 
         if self._narrows_frozen(work.profile):
-            work = work.map_slots(lambda slot: replace(slot, element_bytes=2) if slot.frozen else slot)
+            work = work.map_slots(lambda slot: replace(slot, element_bytes=_narrow(slot)) if slot.frozen else slot)
         if self.weights == "master":
             names, work = _copied(work.profile), work.forbid(work.size("num_ranks") > 1)
             work = work.map_slots(lambda s: replace(s, copy_bytes=2) if (s.layer, s.name) in names else s)
@@ -176,7 +176,7 @@ class Precision(Technique):
         if self.weights != "bf16":
             work = work.with_tasks(*_casting(work, multiplying))
         else:
-            work = work.map_slots(lambda slot: replace(slot, element_bytes=2)).with_widths(reduce=2)
+            work = work.map_slots(lambda slot: replace(slot, element_bytes=_narrow(slot))).with_widths(reduce=2)
             work = work.forbid(not work.optimizer.is_elementwise)
         stream = 2 if work.profile.stream == "compute" else work.facts.widths.stream
         work = work.with_facts(compute_dtype=self.dtype, scales_loss=self.scales_loss)
@@ -295,6 +295,10 @@ def _copied(profile: Profile) -> set[tuple[str, str]]:
     return result
 
 
+def _narrow(slot: ParameterSlot) -> int:
+    return min(slot.element_bytes, 2)
+
+
 def _is_fp8(role: str, shape: tuple[Num, ...]) -> bool:
     """Whether an op is a linear layer's product whose sizes 8-bit products take."""
     return role == "linear" and len(shape) == 2 and all(size % FP8_MULTIPLE == 0 for size in shape)
@@ -304,6 +308,8 @@ def _fp8_problems(profile: Profile, edge_blocks: int) -> list[tuple[str, str]]:
     """(what, fix) where nothing of a model can be multiplied in fp8."""
     if profile.stream != "compute":
         return [(f"{profile.name} runs under autocast, which knows no fp8.", 'Use matmul = "".')]
+    if any(layer.has_adapters for layer in profile.layers):
+        return [("linear layers with adapters multiply in 16 bits.", 'Use matmul = "".')]
     if profile.num_blocks <= 2 * edge_blocks:
         what = f"edge_blocks is {edge_blocks} and the model has {profile.num_blocks} blocks: none is left for fp8."
         return [(what, "Use fewer edge_blocks.")]

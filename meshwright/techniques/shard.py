@@ -105,9 +105,12 @@ class Shard(Technique):
         def padded(slot: ParameterSlot) -> Num:
             return slot.stored(ways) * ways
 
+        def gathered(slot: ParameterSlot) -> Num:
+            return padded(slot) * (1 if slot.element_bytes == 1 else gather_bytes)  # bytes stay bytes
+
         def sent(slot: ParameterSlot) -> Num:
             """Bytes: 8 bits an element and a scale of each shard where the products read 8 bits."""
-            size = padded(slot) * gather_bytes
+            size = gathered(slot)
             if not slot.is_narrow:
                 return size
             n, k = slot.shape
@@ -118,26 +121,26 @@ class Shard(Technique):
         is_chunked = work.facts.chunks > 1
         narrow, is_hidden = {slot.layer for slot in work.slots if slot.is_narrow}, self.prefetch > 0
         narrow_bytes = {layer: size for layer, _, size in work.units(sent)} if narrow else {}
-        for layer, repeat, elements in work.units(padded):
+        for layer, repeat, size in work.units(gathered):
             once = self.stage < 3 or (is_chunked and layer not in blocks)
-            messages = [(repeat, elements * gather_bytes)]
+            messages = [(repeat, size)]
             if layer in narrow:
                 at_ends = self._at_ends(work, layer, repeat)
-                messages = [(repeat - at_ends, narrow_bytes[layer]), (at_ends, elements * gather_bytes)]
-            for count, size in messages:
-                whole: dict[str, Any] = {"layer": layer, "bytes": size, "kind": "all_gather", "hidden": is_hidden}
+                messages = [(repeat - at_ends, narrow_bytes[layer]), (at_ends, size)]
+            for count, each in messages:
+                whole: dict[str, Any] = {"layer": layer, "bytes": each, "kind": "all_gather", "hidden": is_hidden}
                 tasks.append(Collective(**common, **whole, repeat=count, phase="forward", per_step=once))
                 if not once and layer in blocks:
                     goes_back = count * work.has_backward(layer)
                     tasks.append(Collective(**common, **whole, repeat=goes_back, phase="backward"))
             if layer in blocks:
-                largest = np.maximum(largest, elements * gather_bytes * (repeat > 0))
+                largest = np.maximum(largest, size * (repeat > 0))
                 num_blocks = num_blocks + repeat
             if once or layer not in blocks:
-                residents.append(self._gathered(layer, repeat, elements * gather_bytes, "always"))
+                residents.append(self._gathered(layer, repeat, size, "always"))
+        for layer, repeat, elements in work.units(padded, trained=True):
             if self.stage == 1 or is_apart:  # a chunk's gradients are made together
                 residents.append(self._gathered(layer, repeat, elements * reduce_bytes, "step"))
-        for layer, repeat, elements in work.units(padded, trained=True):
             summed: dict[str, Any] = {
                 "bytes": elements * reduce_bytes,
                 "kind": "reduce_scatter",

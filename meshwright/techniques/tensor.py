@@ -64,6 +64,9 @@ class Tensor(Technique):
         elif self.overlap > 1 and not self.sequence:
             what = f"overlap is {self.overlap}, but without `sequence` a sum is whole on every rank before any goes on."
             problems.append(self.problem(what, "Use sequence = true, or overlap = 1."))
+        elif self.overlap > 1 and any(layer.has_adapters for layer in profile.layers):
+            what = f"overlap is {self.overlap}, and what a linear layer with an adapter makes leaves as a whole."
+            problems.append(self.problem(what, "Use overlap = 1."))
         for layer in profile.layers:
             for param in layer.params:
                 if param.cut is not None and param.units and param.units % self.size:

@@ -192,8 +192,8 @@ def box_of(reference: Any, key: str, box: Box) -> Tensor:
 
 
 def _norm(reference: Any, quantity: str) -> float:
-    names = [key for key in reference.keys() if key.startswith(f"{quantity}/")]  # noqa: SIM118
-    return sum(float(reference.get_tensor(key).double().norm()) ** 2 for key in names) ** 0.5
+    named = (reference.get_tensor(key) for key in reference.keys() if key.startswith(f"{quantity}/"))  # noqa: SIM118
+    return sum(float(each.double().norm()) ** 2 for each in named if each.is_floating_point()) ** 0.5
 
 
 def _tensor_errors(

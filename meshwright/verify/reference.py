@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from statistics import NormalDist
 from typing import Any
 
 import torch
@@ -179,6 +180,35 @@ def train(
             update_scale=scale,
             undetermined={name: mask for name, mask in unsure.items() if bool(mask.any())},
         )
+
+
+def unpacked(stored: Tensor) -> Tensor:
+    """A weight stored as bytes (rows, blocks, bytes): codes of 64 elements, then a float32 that they are multiples of.
+
+    64 bytes: whole numbers with a sign. 32: pairs of numbers of quantiles of a normal distribution, the first one in
+    the high half (QLoRA's NF4, by its definition).
+    """
+    codes, scale = stored[..., :-4].int(), stored[..., -4:].contiguous().view(torch.float32)
+    if codes.shape[-1] == 64:
+        return ((codes - 256 * (codes > 127)) * scale).flatten(1)
+    normal, end = NormalDist(), 0.9677083
+    below = [normal.inv_cdf(float(each)) for each in torch.linspace(end, 0.5, 8)[:-1]]
+    above = [normal.inv_cdf(float(each)) for each in torch.linspace(end, 0.5, 9)[:-1]]
+    levels = torch.tensor([*(-each for each in below), 0.0, *reversed(above)])
+    values = torch.empty(*codes.shape[:2], 64)
+    values[..., 0::2], values[..., 1::2] = levels[codes // 16], levels[codes % 16]
+    return (values / levels.max() * scale).flatten(1)
+
+
+def merged(parameters: Tensors, scale: float) -> Tensors:
+    """Weights with their low-rank adapters added to them."""
+    result = {}
+    for name, weight in parameters.items():
+        first, second = (f"{name.removesuffix('.weight')}.{each}" for each in ("lora_A", "lora_B"))
+        if ".lora_" not in name:
+            has_one = first in parameters and name.endswith(".weight")
+            result[name] = weight + scale * parameters[second] @ parameters[first] if has_one else weight
+    return result
 
 
 def part_seed(seed: int, step: int, part: int) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from meshwright.hf.weights_read import parts_of_decoder, source_of_named
 from meshwright.models.presets import DecoderConfig, DLRMConfig
 from meshwright.ops.batch_norm import BatchNorm
 from meshwright.run.model import ModelDescription, OpenedModel, open_model
-from meshwright.verify.reference import Plain, Tensors, WideCasts
+from meshwright.verify.reference import Plain, Tensors, WideCasts, merged, unpacked
 from meshwright.zoo.layers import MoE
 
 LONGEST_EAGER = 512
@@ -139,6 +140,8 @@ def _of_transformers(config: DecoderConfig, opened: OpenedModel, sequence: int, 
         return None
     import transformers
 
+    scale = 1.0 if config.adapter is None else config.adapter.scale
+    config = replace(config, adapter=None)
     wide: Callable[[], Any] = WideCasts if dtype == torch.float64 else nullcontext
     kind: Any = getattr(transformers, family)
     with wide(), parameters_on_meta():
@@ -151,12 +154,13 @@ def _of_transformers(config: DecoderConfig, opened: OpenedModel, sequence: int, 
     names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     parts = parts_of_decoder(config, names)
     leaves = _leaves(opened, _values(opened, dtype))
+    decoded = {name: unpacked(each).to(dtype) for name, each in leaves.items() if each.dtype == torch.uint8}
 
     def forward(inputs: Any) -> Any:
         assert isinstance(inputs, Tensor)
         theirs: Tensors = {}  # made of ours so that gradients flow back
         with wide():
-            for name, value in leaves.items():
+            for name, value in merged(leaves | decoded, scale).items():
                 for part in parts[name]:
                     piece = part.as_stored(value[part.at.slices])
                     if piece.shape == part.shape:

@@ -9,6 +9,7 @@ tokens of each sequence (`own_tokens`).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -21,6 +22,7 @@ from meshwright.ops.cross_entropy import HeadLoss, SplitVocabulary
 from meshwright.ops.model_interface import BlockModel, Inputs, Inside
 from meshwright.zoo.layers import (
     GELU,
+    AdaptedLinear,
     Linear,
     LossScale,
     MoE,
@@ -95,6 +97,12 @@ class Decoder(BlockModel):
         self.head: DecoderHead | None = DecoderHead(config, self.scale)
         if config.tied:
             self.head.output.weight = self.embed.tokens.weight
+        if config.adapter is not None:
+            self.requires_grad_(False)
+            for block, name in itertools.product(self.blocks.values(), config.linears):
+                region, _, own = name.partition(".")
+                holder = block.get_submodule(region)
+                setattr(holder, own, AdaptedLinear(getattr(holder, own), name, config.adapter))
 
     def _mlp(self, block: int) -> nn.Module:
         config = self.config
@@ -178,8 +186,10 @@ class Decoder(BlockModel):
     def init_value(self, name: str) -> float | tuple[float, float]:
         if name.endswith("norm.weight"):
             return 1.0
-        if name.endswith(".bias"):
+        if name.endswith((".bias", ".lora_B")):
             return 0.0
+        if name.endswith(".lora_A"):  # as spread as PEFT's uniform numbers
+            return 0.0, (3 * self.config.linears[".".join(name.split(".")[2:-1])][1]) ** -0.5
         residual = name.endswith(("attention.output.weight", "down.weight", "experts.down"))
         depth = (2 * self.config.num_layers) ** 0.5 if residual else 1.0
         return 0.0, self.config.init_std / depth

@@ -11,10 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.core.profile import packed_shape
+from meshwright.models.dimensions import Adapter
 from meshwright.models.presets import DecoderConfig
 from meshwright.ops import routing
 from meshwright.ops.attention import Mask, VisibleTokens, attend_visible, is_fused
 from meshwright.ops.model_interface import Inside, every_token
+from meshwright.ops.packed_weights import AdaptedProduct
 
 
 class Linear(nn.Linear):
@@ -25,6 +28,27 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.product(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+
+
+class AdaptedLinear(nn.Module):
+    """In place of a linear layer of a block: its weight, frozen and maybe packed, and its adapter, if it has one."""
+
+    def __init__(self, linear: Linear, name: str, adapter: Adapter):
+        super().__init__()
+        shape, packed = tuple(linear.weight.shape), adapter.base
+        stored = torch.empty(packed_shape(shape, packed), dtype=torch.uint8) if packed != "bf16" else linear.weight
+        self.weight = nn.Parameter(stored, requires_grad=False)
+        self.bias, self.scale = linear.bias, adapter.scale
+        has_adapter = adapter.adapts(name)
+        self.lora_A = nn.Parameter(torch.empty(adapter.rank, shape[1])) if has_adapter else None
+        self.lora_B = nn.Parameter(torch.empty(shape[0], adapter.rank)) if has_adapter else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.without_bias(x, self.bias)
+
+    def without_bias(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        bias, first, second = (None if each is None else each.to(x.dtype) for each in (bias, self.lora_A, self.lora_B))
+        return AdaptedProduct.apply(x, self.weight, bias, first, second, self.scale)
 
 
 class RMSNormFunction(torch.autograd.Function):

@@ -268,7 +268,7 @@ def test_learnt_buffers_are_read_too(tmp_path: Path) -> None:
 
 def test_the_command_imports_and_exports(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, model = made("qwen2")
-    plain = {"model": None, "dtype": None, "step": None}
+    plain = {"model": None, "dtype": None, "step": None, "adapter_only": False}
     ckpt(Namespace(action="import", folder=str(folder), target=str(tmp_path / "run"), **plain))
     export_it = Namespace(action="export", folder=str(tmp_path / "run"), target=str(tmp_path / "out"), **plain)
     export_it.model, export_it.dtype, export_it.step = str(folder), "float32", 0

@@ -59,7 +59,7 @@ def reference_job(
 def open_tiny(config: dict[str, Any], batch: int, sequence: int, dtype: str) -> tuple[OpenedModel, parity.SamplesOf]:
     """A decoder by its dimensions, or any model by `section`; with random samples of the kind it takes."""
     if "section" not in config:
-        shape = DecoderConfig(**config)
+        shape = decode(DecoderConfig, config, "config")
         return open_config(shape, "tiny", 0), parity.random_samples(shape.vocab_size, batch, sequence)
     section = decode(ModelSection, config["section"], "model")
     # As it travels from `mw train` to its ranks.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from meshwright.core.codec import decode
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.technique import Technique, technique_named
@@ -173,7 +174,7 @@ LOSSY = {"first loss": 2**-7, "first gradient": 2**-4, "first gradient norm": 2*
 
 
 def profile_of(config: dict[str, Any]) -> Profile:
-    return decoder_profile(DecoderConfig(**config), "tiny")
+    return decoder_profile(decode(DecoderConfig, config, "config"), "tiny")
 
 
 def plan_of(*techniques: Technique, batch: int = BATCH, microbatch: int = 2) -> Plan:
