@@ -78,7 +78,7 @@ class SavingBlock:
             if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.is_complex():
                 return tensor
             storage = tensor.untyped_storage()
-            if storage._cdata in stays:
+            if storage._cdata in stays or tensor.device != given[0].device:
                 return tensor
             key = storage._cdata, tensor.dtype
             stored = self.stored.get(key) or (self.before.stored.get(key) if self.before is not None else None)
