@@ -162,7 +162,8 @@ def fronts_of(leaf: BoundedGrid, picks: Sequence[OrderedCandidate], cells: Seque
         else:
             rows = slice(row + 1, row + 1 + len(cell.kinds) * policies)
             counts = np.maximum(np.repeat(cell.kinds, policies), 1).reshape(-1, policies)
-            seconds = (priced.backward[rows] - priced.backward[row]).reshape(counts.shape) / counts
+            both = priced.forward + priced.backward
+            seconds = (both[rows] - both[row]).reshape(counts.shape) / counts
             saved = (priced.kept_bytes[row] - priced.kept_bytes[rows]).reshape(counts.shape) / counts
             choices, late = front(cell.kinds, seconds, saved), float(priced.late_bytes[row])
             row = rows.stop

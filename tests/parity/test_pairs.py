@@ -2,8 +2,9 @@
 
 What is found is the compatibility matrix of the docs. `pytest tests/parity/test_pairs.py --write-matrix` writes it.
 
-Tests of `techniques/chunked_loss.py`, `techniques/compile.py`, `techniques/lowbit_optimizer.py`,
-`techniques/compress_activations.py`, `techniques/precision.py`, `techniques/replicate.py`, `techniques/tensor.py`, `techniques/update_in_backward.py`.
+Tests of `techniques/chunked_loss.py`, `techniques/compile.py`, `techniques/compress_activations.py`,
+`techniques/lowbit_optimizer.py`, `techniques/precision.py`, `techniques/replicate.py`, `techniques/tensor.py`,
+`techniques/update_in_backward.py`.
 """
 
 from __future__ import annotations
