@@ -147,8 +147,7 @@ def bound_all(
                 grid=grid,
                 techniques=chosen,
                 policies=policies,
-                required=frozenset(d.kind.name for d in others if d.policies and d.required)
-                & {each.name for each in chosen if each.needs_blocks},
+                required=frozenset(dial.kind.name for dial in others if dial.policies and dial.required),
                 timetable=timetable,
                 least_seconds=rows.least_seconds(cost, memory, timetable, cluster.device.memory_bytes),
                 least_bytes=rows.least_bytes(memory),
