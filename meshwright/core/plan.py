@@ -187,20 +187,17 @@ class Plan(Artefact):
 
     def _policy_problems(self, profile: Profile) -> Problems:
         """Blocks that follow policies of several techniques."""
-        blocks: dict[tuple[str, ...], list[int]] = {}
+        found: dict[str, list[int]] = {}
         following = [technique for technique in self.techniques if technique.policies]
         for spans in self.spans_of_stages(profile) if len(following) > 1 else ():
             for block in (block for span in spans for block in range(*span)):
-                each = [(technique.name, technique.policy_of(block, spans)) for technique in following]
-                blocks.setdefault(tuple(f"{name}.{policy}" for name, policy in each if policy), []).append(block)
+                names = [t.name for t in following if t.policy_of(block, spans)]
+                found.setdefault(" and ".join(names) if len(names) > 1 else "", []).append(block)
+        fix = "Let each block follow one of them."
         return tuple(
-            Problem(
-                where=names[0].partition(".")[0],
-                what=f"{' and '.join(names)} name the same blocks, {format_layers(each)}.",
-                fix="Let each block follow one of them.",
-            )
-            for names, each in blocks.items()
-            if len(names) > 1
+            Problem(where="techniques", what=f"{names} name the same blocks, {format_layers(blocks)}.", fix=fix)
+            for names, blocks in found.items()
+            if names
         )
 
     def check_sequence(self, sequence: int) -> Problems:

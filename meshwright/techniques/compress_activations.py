@@ -109,4 +109,4 @@ class CompressActivations(Technique):
             before: FewBitsBlock | None = None
             for number in range(first, last):
                 block, is_chosen = next(modules), self.policy_of(number, build.spans) == "layers"
-                before = FewBitsBlock(block, self.bits, SMALLEST, before) if is_chosen else None
+                before = FewBitsBlock(block, before, self.bits, SMALLEST) if is_chosen else None
