@@ -28,7 +28,7 @@ from meshwright.ask.sizes import (
     resized,
     sizes_between,
 )
-from meshwright.ask.ways_out import WaysOut, ways_out
+from meshwright.ask.ways_out import WaysOut, ways_out, without_tiers
 from meshwright.ask.what_if import (
     ComparedPlans,
     WhatIfChange,
@@ -103,7 +103,7 @@ class Answer:
     batch_goals: BatchGoals | None = None
     device_counts: DeviceCounts | None = None
     ways_out: WaysOut | None = None
-    """Where nothing fits, and nothing else is asked."""
+    """Where nothing fits, or only with memory beyond the device's, and nothing else is asked."""
     why: tuple[Why, ...] = ()
     what_if: ComparedPlans | None = None
     front: MemoryFront | None = None
@@ -184,6 +184,8 @@ def answers(request: PlanRequest, progress: Tell = lambda text: None) -> Iterato
     try:  # what is asked about the best plan; where nothing is, what people ask next
         if result.best is None and not (request.changes or request.has_front):
             yield grown(ways_out=ways_out(question, result, progress, request.command))
+        elif result.best is not None and result.best.forecast.peak_bytes_by_tier and not request.is_narrow:
+            yield grown(ways_out=without_tiers(question, progress, request.command))
         for knob in request.knobs:
             if result.best is not None:
                 yield grown(why=(*answer.why, why(question, result.best, knob, progress)))

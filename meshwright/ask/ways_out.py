@@ -75,6 +75,8 @@ class WaysOut:
     """The least device time for a token first."""
     closed: tuple[str, ...]
     """Those that do not lead out, in words."""
+    missing_bytes: int = 0
+    """By which the plan that came nearest does not fit; 0: not known."""
 
 
 Changed = tuple[tuple[str, ...], str, Question]
@@ -109,7 +111,21 @@ def ways_out(question: Question, result: SearchResult, tell: Tell, asked: Sequen
             ways.append(found)
         elif found:
             closed.append(found)
-    return WaysOut(open=tuple(sorted(ways, key=lambda way: way.device_seconds)), closed=tuple(closed))
+    miss = result.nearest_miss.forecast if result.nearest_miss is not None else None
+    missing = max(0, miss.peak_bytes - miss.memory_bytes) if miss is not None else 0
+    ranked = tuple(sorted(ways, key=lambda way: way.device_seconds))
+    return WaysOut(open=ranked, closed=tuple(closed), missing_bytes=missing)
+
+
+def without_tiers(question: Question, tell: Tell, asked: Sequence[str] = ()) -> WaysOut | None:
+    """What there is in place of memory beyond the device's; None where a plan fits without it, or it is pinned."""
+    names = _names(lambda kind: kind.uses_tiers)
+    if any(pin.partition(".")[0].partition("=")[0] in names for pin in question.pin):
+        return None
+    plain = replace(question, ban=(*question.ban, *(name for name in names if name not in question.ban)))
+    tell("searching without host memory and disk")
+    result = plain.ask(top=1, compares=False)
+    return None if result.best is not None or result.is_interrupted else ways_out(plain, result, tell, asked)
 
 
 def _names(is_wanted: Callable[[type[Technique]], bool]) -> list[str]:
@@ -213,7 +229,7 @@ def _other_numerics(question: Question, result: SearchResult, tell: Tell, asked:
     beyond = EXACTNESS[EXACTNESS.index(question.allow) + 1 : EXACTNESS.index("lossy")]
     changes: list[tuple[str, tuple[str, ...]]] = [(level, ()) for level in beyond]
     if question.allow != "approximate" and question.optimizer.has_low_bit_form:
-        changes += [("lossy", (name,)) for name in _names(lambda kind: kind.exactness == "lossy")]
+        changes += [("lossy", (name,)) for name in _names(lambda kind: kind.exactness == "lossy" and not kind.policies)]
     for level, pins in changes:
         flags = ("--allow", level, *(word for pin in pins for word in ("--pin", pin)))
         cost = "fewer bits, of the optimizer's states too" if pins else "rounding"

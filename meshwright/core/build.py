@@ -101,6 +101,11 @@ class Build(Protocol):
     """Parameters that two layers share."""
     replayed_blocks: set[int]
     """Blocks that keep nothing but their input, and are computed again in backward."""
+    wide: dict[str, torch.Tensor]
+    """Parameter -> its values as they are updated and written to checkpoints, where the parameter itself is a copy of
+    them in fewer bits."""
+    masters: dict[str, torch.Tensor]
+    """Parameter -> the copy in host memory that is updated and written to checkpoints, where the device has another."""
 
     @property
     def places(self) -> Places: ...

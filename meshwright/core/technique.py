@@ -192,6 +192,9 @@ class Technique:
     later_settings: ClassVar[tuple[str, ...]] = ()
     """Settings that earlier versions do not know: written to files only where they differ from their default."""
 
+    uses_tiers: ClassVar[bool] = False
+    """It moves tensors out of the device's memory, into the host's or onto disk."""
+
     draws_alike: ClassVar[bool] = True
     """Layers draw the random numbers (of dropout) that they would draw without it, sample by sample."""
 

@@ -226,10 +226,17 @@ class ParameterSlot:
     """(tier, share of its optimizer state) where not all of it is kept on the device."""
     is_narrow: bool = False
     """Whether 8-bit products read it, but for blocks at the ends: it is gathered so where rows are shared evenly."""
+    copy_bytes: int = 0
+    """Of an element of its copy in fewer bits, which products read and updates write, and of its gradient; 0: none."""
 
     @property
     def elements(self) -> Num:
         return _product(self.shape)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of an element of its gradient."""
+        return self.copy_bytes or self.element_bytes
 
     def stored(self, shards: Num) -> Num:
         """Elements of the largest of `shards` equal pieces along dim 0, padding included."""
@@ -339,8 +346,8 @@ class Updating(Protocol):
 class Work:
     profile: Profile
     sizes: Mapping[str, Num]
-    """batch, sequence (of the one of `sequence_parts` parts of a sample that a rank has), microbatch, num_microbatches,
-    stage, num_stages, first_block, blocks, every axis, settings."""
+    """num_ranks, batch, sequence (of the one of `sequence_parts` parts of a sample that a rank has), microbatch,
+    num_microbatches, stage, num_stages, first_block, blocks, every axis, settings."""
     optimizer: Updating
     slots: tuple[ParameterSlot, ...] = ()
     tasks: tuple[Task, ...] = ()
@@ -605,8 +612,9 @@ def settle(work: Work) -> Work:
             older_bytes = work.facts.older_versions * stored * slot.element_bytes
             residents.append(Resident(category="buffers", bytes=older_bytes, **common))
         # read gradient for the norm; read gradient, read and write parameter and state for the update; an older version
-        # is read and written. One kernel for very many parameters.
-        moved = stored * 4 * slot.element_bytes + 2 * state_bytes + 2 * older_bytes
+        # is read and written, a copy written. One kernel for very many parameters.
+        widths = 2 * slot.gradient_bytes + 2 * slot.element_bytes + slot.copy_bytes
+        moved = stored * widths + 2 * state_bytes + 2 * older_bytes
         about: dict[str, Any] = {"layer": slot.layer, "name": slot.name, "repeat": slot.repeat}
         tasks.append(Compute(**updating, **about, moved_bytes=moved, kernels=0.0))
     trained = sum(slot.repeat for slot in work.slots if not (slot.frozen or slot.copy_of))
@@ -620,7 +628,7 @@ def _gradients(work: Work, slot: ParameterSlot, is_kept: bool) -> list[Resident]
     # A tied weight's is first made where it is used last.
     last = [each.layer for each in work.slots if each.copy_of == f"{slot.layer}.{slot.name}"]
     common["layer"] = [slot.layer, *last][-1]
-    size = slot.stored(slot.gradient_shards) * slot.element_bytes
+    size = slot.stored(slot.gradient_shards) * slot.gradient_bytes
     if work.facts.frees_gradients and not last:
         return [Resident(**common, bytes=size, life="backward")]
     if not is_kept:
@@ -643,7 +651,7 @@ def _made_gradients(work: Work) -> list[Resident]:
         if slot.frozen:
             continue
         is_added = (work.size("num_microbatches") > 1) | (f"{slot.layer}.{slot.name}" in tied)
-        made = width if width < slot.element_bytes else 0
+        made = width if width < slot.gradient_bytes else 0
         size = slot.elements * (made + slot.element_bytes * is_added) * (slot.gradient_shards == 1)
         largest[slot.layer] = slot.repeat, np.maximum(largest.get(slot.layer, (0, 0))[1], size)
     return [

@@ -61,7 +61,7 @@ class InBackwardRule(UpdateRule):
         if piece.is_owned:
             self.square += square
         if bool(self.is_finite & torch.isfinite(square)):
-            piece.value.grad = gradient
+            piece.value.grad = gradient.to(piece.value.dtype)
             self.rules[piece.name].step(self.lr, self.count)
         self.updated.add(piece.name)
         piece.value.grad = parameter.grad = None

@@ -8,7 +8,14 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from meshwright.core.work import Collective, Num, ParameterSlot, Updating, Work
-from meshwright.optimizers.rule import OptimizerState, ParameterPiece, RuleMaker, UpdateRule
+from meshwright.optimizers.rule import (
+    OptimizerState,
+    ParameterPiece,
+    RuleMaker,
+    UpdateRule,
+    widen_gradients,
+    write_copies,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,6 +109,7 @@ class LowBitRule(UpdateRule):
         self.rest = make(config, [piece for piece in pieces if piece.name not in self.coded], build, shapes)
         self.whole = torch.ones(1, device=build.mesh.device)
         self.decides_on_device = self.rest.decides_on_device  # type: ignore[misc]
+        self.takes_copies = True
 
     def step(self, lr: float, count: int) -> None:
         import torch
@@ -109,6 +117,8 @@ class LowBitRule(UpdateRule):
         from meshwright.ops.low_bit import AdamWStep, low_bit_adamw
 
         self.rest.divisor, self.rest.refused = self.divisor, self.refused
+        if not self.rest.takes_copies:
+            widen_gradients(self.rest.pieces)
         self.rest.step(lr, count)
         config, factor = self.config, self.whole
         if self.divisor is not None:
@@ -127,6 +137,7 @@ class LowBitRule(UpdateRule):
                 count=count,
             )
             low_bit_adamw(piece.value, piece.value.grad, moments, step, factor)
+        write_copies([*(piece for piece, _ in self.coded.values()), *self.rest.pieces])
 
     def kept(self) -> Iterator[OptimizerState]:
         """Decoded in host memory, one at a time: a device need not hold them beside the codes."""

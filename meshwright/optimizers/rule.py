@@ -37,6 +37,8 @@ class ParameterPiece:
     """This rank answers for it: exactly one of the replicas does."""
     lr_scale: float
     weight_decay: float
+    copy: Tensor | None = None
+    """What the model computes with, where that is a copy of the value in fewer bits; gradients have its dtype."""
 
     @property
     def is_matrix(self) -> bool:
@@ -106,6 +108,9 @@ class UpdateRule:
         """Where this float32 is 1, the next step changes nothing."""
         self.updated: set[str] = set()
         """Parameters that backward has updated in this step, gradients gone."""
+        self.takes_copies = False
+        """`step` reads gradients in the dtype of `ParameterPiece.copy` and writes the copies; otherwise gradients are
+        of the values' dtype, and whoever calls `step` writes the copies."""
         self.on_gradient: list[Callable[[str, Tensor], None]] = []
         """Called with a parameter's name and gradient before backward uses it up, for whoever watches."""
 
@@ -172,6 +177,21 @@ class RuleMaker(Protocol):
         shapes: Mapping[str, tuple[int, ...]],
         /,
     ) -> UpdateRule: ...
+
+
+def widen_gradients(pieces: list[ParameterPiece]) -> None:
+    """In the dtype of the values, for a rule that does not take copies."""
+    for piece in pieces:
+        if piece.copy is not None and piece.value.grad is not None:
+            piece.value.grad = piece.value.grad.to(piece.value.dtype)
+
+
+def write_copies(pieces: list[ParameterPiece]) -> None:
+    import torch
+
+    pairs = [(piece.copy, piece.value) for piece in pieces if piece.copy is not None]
+    if pairs:
+        torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
 
 
 def squares(tensors: list[Tensor], device: torch.device) -> Tensor:

@@ -15,7 +15,7 @@ from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.ops.collectives import gather_json
 from meshwright.ops.fsdp import local
 from meshwright.optimizers.optimizer_config import OptimizerConfig
-from meshwright.optimizers.rule import ParameterPiece, RuleMaker, squares
+from meshwright.optimizers.rule import ParameterPiece, RuleMaker, squares, widen_gradients, write_copies
 
 __all__ = ["Optimizer", "OptimizerConfig"]
 
@@ -57,6 +57,8 @@ class Optimizer:
         with torch.no_grad():  # taking a piece out of a DTensor is then not itself recorded for autograd
             for parameter, piece in zip(self.parameters, self.pieces, strict=True):
                 piece.value.grad = None if parameter.grad is None else local(parameter.grad)
+            if not self.rule.takes_copies:
+                widen_gradients(self.pieces)
 
     def unused(self) -> list[str]:
         """Parameters that took no part in this step's backward passes, on this rank."""
@@ -79,8 +81,11 @@ class Optimizer:
 
     def squared_norm(self) -> Tensor:
         """This rank's share of the squared global gradient norm: pieces it answers for."""
+        total = squares([], self.build.mesh.device).sum() + self.rule.squared_norm()
         mine = [piece.value.grad for piece in self.pieces if piece.is_owned and piece.value.grad is not None]
-        return squares(mine, self.build.mesh.device).sum() + self.rule.squared_norm()
+        for dtype in {gradient.dtype for gradient in mine}:  # in one launch each
+            total = total + squares([each for each in mine if each.dtype == dtype], self.build.mesh.device).sum()
+        return total
 
     @torch.no_grad()
     def update(self, lr: float, norm: Tensor | float, refused: Tensor | None = None) -> None:
@@ -110,6 +115,8 @@ class Optimizer:
         self.rule.step(lr, self.num_steps)
         for value, old in zip(untouched, before, strict=True):
             value.copy_(old)
+        if not self.rule.takes_copies:
+            write_copies(self.pieces)
 
     def state(self) -> Iterable[tuple[str, str, Tensor, Box]]:
         """(kind, parameter, this rank's piece, its place) of everything the update remembers, but its step count."""
@@ -146,9 +153,13 @@ def _piece(config: OptimizerConfig, build: Build, name: str, value: Tensor) -> P
             scale = group.lr_scale
             decay = decay if group.weight_decay is None else group.weight_decay
             break
+    wide = build.wide.get(name)
+    if wide is not None:
+        wide.grad_dtype = None
     return ParameterPiece(
         name=name,
-        value=value,
+        value=value if wide is None else wide,
+        copy=None if wide is None else value,
         box=build.boxes[name],
         is_owned=build.owns(name),
         lr_scale=scale,

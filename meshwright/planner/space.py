@@ -206,7 +206,12 @@ class Grid:
             stage, first_block, blocks = 0, 0, self.inputs.profile.num_blocks
             result["num_stages"] = 1
         parts: Num = prod(result[dial.kind.axis] for dial in self.axis_dials if dial.kind.splits_sequence)
-        result |= {"batch": self.inputs.batch, "sequence": self.inputs.sequence // parts, "sequence_parts": parts}
+        result |= {
+            "num_ranks": self.inputs.cluster.num_devices,
+            "batch": self.inputs.batch,
+            "sequence": self.inputs.sequence // parts,
+            "sequence_parts": parts,
+        }
         return result | {"stage": stage, "first_block": first_block, "blocks": blocks}
 
     def uses(self, technique: Technique) -> np.ndarray:

@@ -42,13 +42,20 @@ def print_answer(console: Console, answer: Answer, printed: Answer | None = None
         _print_result(console, answer, answer.result)
     if answer.ways_out is not None and before.ways_out is None:
         found = "\nWays out, least device time for a token first:"
-        console.print(found if answer.ways_out.open else "\nNo way out was found.")
+        if answer.best is not None:
+            gap = pretty_bytes(answer.ways_out.missing_bytes)
+            found = f"\nIn the device's memory alone nothing fits, by {gap}. Instead of this plan:"
+        elif not answer.ways_out.open:
+            found = "\nNo way out was found."
+        console.print(found, markup=False)
         for number, way in enumerate(answer.ways_out.open, start=1):
             assert way.outcome.best is not None, "a way out leads to a plan"
             plan, told = way.outcome.best
             each = f"{_rate(way.outcome.best)} ({pretty_count(told.tokens_per_second / plan.num_ranks)} a device)"
             memory = f"{pretty_bytes(told.peak_bytes)} of {pretty_bytes(told.memory_bytes)}"
             step = f"{'at most ' * way.is_bound}{pretty_seconds(told.step_seconds)} a step"
+            if answer.best is not None:
+                step += f" ({_against(way.outcome.best, answer.best)})"
             words = shlex.join(way.command(answer.request.command))
             console.print(f"{number}. {way.cost}: {step}, {each}, {memory}\n   {short_plan(plan)}", markup=False)
             console.print(wrapped(f"   {words}", console.width, more="  ", end=" \\"), markup=False)

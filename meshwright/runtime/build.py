@@ -69,6 +69,8 @@ class RankBuild:
     """Parameters that another stage holds too and answers for."""
     tied: tuple[str, ...] = ()
     replayed_blocks: set[int] = field(default_factory=set)
+    wide: dict[str, Tensor] = field(default_factory=dict)
+    masters: dict[str, Tensor] = field(default_factory=dict)
     _phases: dict[str, list[Callable[[Build], None]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -259,7 +261,8 @@ class RankBuild:
 
     def local_parameters(self) -> Iterable[tuple[str, Tensor]]:
         for name, parameter in self.named_parameters():
-            yield name, local(parameter.detach())
+            stored = self.masters.get(name, self.wide.get(name))
+            yield name, local(parameter.detach()) if stored is None else stored
 
     def local_gradients(self) -> Iterable[tuple[str, Tensor]]:
         for name, parameter in self.named_parameters():

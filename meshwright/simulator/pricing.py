@@ -40,6 +40,7 @@ def sizes_of(plan: Plan, profile: Profile, *, sequence: int, stage: int, chunk: 
     spans = (spans[chunk],) if "chunk" in part and chunk is not None else spans
     return part | {
         **plan.mesh,
+        "num_ranks": plan.num_ranks,
         "batch": plan.batch,
         "sequence": sequence // plan.sequence_parts,
         "sequence_parts": plan.sequence_parts,

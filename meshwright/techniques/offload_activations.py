@@ -39,6 +39,7 @@ class OffloadActivations(Technique):
     name: ClassVar[str] = "offload_activations"
     phase: ClassVar[str] = "optimizer"  # priced when everybody has said what blocks keep
     exactness: ClassVar[Exactness] = "exact"
+    uses_tiers: ClassVar[bool] = True
     policies: ClassVar[tuple[str, ...]] = ("layers",)
 
     layers: int | str | None = "all"

@@ -9,6 +9,9 @@ without.
 Frozen parameters of our decoders are stored in bf16 where that is the compute dtype: as they would be cast anyway.
 `weights` = bf16 stores weights and gradients in bf16 and no fp32 copy; updates are made in fp32 and rounded at random
 to a neighbour, the same on every replica and after a restart.
+`weights` = master stores, beside fp32 master weights, bf16 copies of the weights of blocks' linear layers and
+convolutions: products read them, their gradients stay bf16 (as they are made) and the update writes both. The numbers
+are those of `weights` = fp32, without the casts. On one device, with one microbatch a step.
 `matmul` = fp8_tensorwise or fp8_rowwise: linear layers of blocks multiply 8-bit operands, rounded where they are used
 with one scale for each tensor or row. The head, experts, `edge_blocks` at each end and matrices whose sizes (after
 tensor's cut) are no multiples of 16 stay in bf16. `shard` gathers what tensorwise products read in 8 bits, where its
@@ -61,8 +64,9 @@ class Precision(Technique):
     exactness: ClassVar[Exactness] = "rounded"
 
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
-    weights: Literal["fp32", "bf16"] = "fp32"
-    """As they are stored and updated; bf16: gradients too, and there is no float32 copy of either."""
+    weights: Literal["fp32", "bf16", "master"] = "fp32"
+    """As they are stored and updated; bf16: gradients too, and there is no float32 copy of either; master: in both, for
+    products to read and updates to write."""
     matmul: Literal["", "fp8_tensorwise", "fp8_rowwise"] = ""
     """How blocks' linear layers multiply; empty: in `dtype`."""
     edge_blocks: int = 1
@@ -77,10 +81,11 @@ class Precision(Technique):
         if "bf16" not in rates:
             return (Choice("dtype", ("fp16",)),) if "fp16" in rates else ()
         has_fp8 = "fp8" in rates and not _fp8_problems(profile, 1)
+        copies = ("master",) if cluster.num_devices == 1 and _copied(profile) else ()
         return (
             Choice("dtype", ("bf16",)),
             *([Choice("matmul", ("", "fp8_tensorwise", "fp8_rowwise"))] if has_fp8 else []),
-            *([Choice("weights", ("fp32", "bf16"))] if profile.stream == "compute" else []),
+            Choice("weights", ("fp32", *("bf16",) * (profile.stream == "compute"), *copies)),
         )
 
     @classmethod
@@ -100,6 +105,9 @@ class Precision(Technique):
         if self.matmul:
             what = f"matmul is {self.matmul}, and this schedule makes weights' gradients apart, from 16-bit operands."
             yield given.splits_backward, self.problem(what, 'Use another schedule, or matmul = "".')
+        if self.weights == "master":
+            what = "weights are copied for products, and gradients of several microbatches are summed in fp32."
+            yield given.num_microbatches > 1, self.problem(what, 'Use one microbatch, or weights = "fp32".')
 
     def check(self, plan: Plan, profile: Profile, cluster: Cluster | None) -> Problems:
         problems = list(self.refused(plan, profile))
@@ -111,7 +119,12 @@ class Precision(Technique):
         if self.weights == "bf16" and (self.dtype != "bf16" or profile.stream != "compute"):
             computed = "under autocast" if profile.stream != "compute" else f"in {self.dtype}"
             what = f"weights are bf16, and {profile.name} computes {computed}."
-            problems.append(self.problem(what, 'Use weights = "fp32".'))
+            problems.append(self.problem(what, _FP32_WEIGHTS))
+        if self.weights == "master" and self.dtype != "bf16":
+            problems.append(self.problem(f"weights have copies in bf16, and dtype is {self.dtype}.", _FP32_WEIGHTS))
+        if self.weights == "master" and plan.num_ranks > 1:
+            what = "weights have copies for products, which only one device's update writes."
+            problems.append(self.problem(what, _FP32_WEIGHTS))
         if self.edge_blocks < 0:
             problems.append(self.problem(f"edge_blocks is {self.edge_blocks}.", "Use 0 or more."))
         if cluster is not None and cluster.device.peak(self.dtype) is None:
@@ -140,6 +153,9 @@ class Precision(Technique):
 
         if self._narrows_frozen(work.profile):
             work = work.map_slots(lambda slot: replace(slot, element_bytes=2) if slot.frozen else slot)
+        if self.weights == "master":
+            names, work = _copied(work.profile), work.forbid(work.size("num_ranks") > 1)
+            work = work.map_slots(lambda s: replace(s, copy_bytes=2) if (s.layer, s.name) in names else s)
         # Tables are looked up as they are.
         multiplying = {task.layer for task in work.computes if task.kind == "matmul"}
         casts = [
@@ -148,16 +164,16 @@ class Precision(Technique):
                 category="gathered",
                 repeat=slot.repeat,
                 bytes=slot.elements * 2,
-                life="microbatch",
+                life="always" if slot.copy_bytes else "microbatch",
                 cut="none" if slot.cut is None else "tensor",
                 origin=self.name,
                 shared_out=slot.shared_out,
             )
             for slot in work.slots
-            if slot.layer in multiplying and slot.element_bytes > 2 and self.weights == "fp32"
+            if slot.layer in multiplying and slot.element_bytes > 2 and self.weights != "bf16"
         ]
         work = work.map_tasks(task).map_residents(resident).with_residents(*casts)
-        if self.weights == "fp32":
+        if self.weights != "bf16":
             work = work.with_tasks(*_casting(work, multiplying))
         else:
             work = work.map_slots(lambda slot: replace(slot, element_bytes=2)).with_widths(reduce=2)
@@ -232,6 +248,8 @@ class Precision(Technique):
             build.weight_dtype = torch.bfloat16
             # After whoever changes the rule's states, before whoever changes when it is called.
             build.at("step", lambda build: build.rule_wraps.append(lambda make: partial(RoundedWeights, make)))
+        if self.weights == "master":
+            build.at("optimizer", self._copy)
         if self.matmul:
             from meshwright.ops.fp8 import linear_fp8
 
@@ -245,7 +263,19 @@ class Precision(Technique):
                         if isinstance(module, torch.nn.Linear) and hasattr(module, "product"):
                             module.product = product
 
+    def _copy(self, build: Build) -> None:
+        """Weights are there, and the optimizer is not."""
+        names = {name for _, name in _copied(build.profile)}
+        parameters = dict(build.named_parameters())
+        inside = {id(each) for block in build.model.block_modules() for each in block.parameters()}
+        for name, param in build.named_params():
+            parameter = parameters[name]
+            if param.name in names and id(parameter) in inside and parameter.requires_grad:
+                build.wide[name] = parameter.data
+                parameter.data = parameter.data.to(build.compute_dtype)
 
+
+_FP32_WEIGHTS = 'Use weights = "fp32".'
 _ROUNDED_BYTES: dict[str, dict[bool, tuple[int, int, int]]] = {
     "fp8_tensorwise": {True: (5, 5, 0), False: (3, 3, 6)},
     "fp8_rowwise": {True: (3, 3, 0), False: (9, 9, 14)},
@@ -253,6 +283,16 @@ _ROUNDED_BYTES: dict[str, dict[bool, tuple[int, int, int]]] = {
 """Setting -> whether forward -> bytes moved to round an element of the input, the weight and the output's gradient:
 2 for each time it is read, 1 for each layout in which it is written. A scale of a whole tensor asks for a pass of its
 own, one of each column for strided ones (an H200: blocks of llama3.2-1b in 205 ms, tensorwise 166, rowwise 191)."""
+
+
+def _copied(profile: Profile) -> set[tuple[str, str]]:
+    """(layer, parameter) of the trained weights that may have copies for products to read."""
+    result = set()
+    for layer in profile.block_layers:
+        names = {f"{op.name}.weight" for op in layer.ops if op.role in ("linear", "convolution")}
+        trained = {param.name for param in layer.params if not (param.frozen or param.tied)}
+        result |= {(layer.name, name) for name in names & trained}
+    return result
 
 
 def _is_fp8(role: str, shape: tuple[Num, ...]) -> bool:
@@ -276,7 +316,7 @@ def _casting(work: Work, layers: set[str]) -> list[Compute]:
     """Weights are made 16-bit for each forward and their gradients 32-bit again, then added to those there are."""
     grouped: dict[tuple[str, bool, str], list[ParameterSlot]] = {}
     for slot in work.slots:
-        if slot.layer in layers and slot.element_bytes > 2:
+        if slot.layer in layers and slot.element_bytes > 2 and not slot.copy_bytes:
             grouped.setdefault((slot.layer, slot.cut is None, slot.shared_out), []).append(slot)
     width = work.facts.widths.state
     added = 3 * width * (work.size("num_microbatches") > 1)

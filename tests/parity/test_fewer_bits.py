@@ -73,6 +73,16 @@ def test_bf16_weights_are_near_float32_and_half_as_large(techniques: tuple[Any, 
         assert narrow["state"]["optimizer"] == wide["state"]["optimizer"]
 
 
+MASTER = tiny.t("precision", weights="master")
+
+
+@pytest.mark.parametrize("techniques", [(MASTER,), (MASTER, tiny.RECOMPUTE), (MASTER, tiny.CHUNKED)], ids=tiny.joined)
+def test_copies_of_master_weights_are_priced(techniques: tuple[Any, ...], ran: Run) -> None:
+    answers = ran(plan_of(*techniques, microbatch=tiny.BATCH), LLAMA, dtype="float32")
+    assert tiny.price_differences(answers) == []
+    assert answers[0]["state"]["gradients"] < answers[0]["state"]["parameters"]
+
+
 FP16 = tiny.t("precision", dtype="fp16")
 # 11 bits; Adam makes whole steps of the signs of the smallest gradients, as in bf16.
 OF_FP16 = {

@@ -1,4 +1,5 @@
-"""AdamW over many tensors in one launch: weights, gradients and moments are read once, and nothing else is written.
+"""AdamW over many tensors in one launch: weights, gradients and moments are read once, and nothing else is written but
+16-bit copies of weights that have one, whose gradients are of 16 bits too.
 
 A table has the addresses of all tensors, another the tensor and the first element of every program. (On an H200 torch's
 fused kernel moves 2.7 TB/s, and writes clipped gradients back.)
@@ -19,18 +20,25 @@ ALIGNMENT = 16
 
 @triton.jit
 def _tile(
-    value_ptr, gradient_ptr, mean_ptr, square_ptr, index, mask, factor, rate, kept, beta1, beta2, unbias, epsilon,
-    MASKED: tl.constexpr,
+    value_ptr, gradient, mean_ptr, square_ptr, copy, index, mask, factor, rate, kept, beta1, beta2, unbias, epsilon,
+    COPIED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     inside = mask if MASKED else None
     value = tl.load(value_ptr + index, mask=inside)
-    gradient = tl.load(gradient_ptr + index, mask=inside) * factor
+    if COPIED:
+        gradient_ptr = tl.multiple_of(gradient.to(tl.pointer_type(tl.bfloat16)), 16)
+    else:
+        gradient_ptr = tl.multiple_of(gradient.to(tl.pointer_type(tl.float32)), 16)
+    gradient = tl.load(gradient_ptr + index, mask=inside).to(tl.float32) * factor
     mean = tl.load(mean_ptr + index, mask=inside)
     square = tl.load(square_ptr + index, mask=inside)
     mean += (1 - beta1) * (gradient - mean)
     square = beta2 * square + (1 - beta2) * gradient * gradient
     value = value * kept - rate * mean / (tl.sqrt_rn(square) * unbias + epsilon)
     tl.store(value_ptr + index, value, mask=inside)
+    if COPIED:
+        copy_ptr = tl.multiple_of(copy.to(tl.pointer_type(tl.bfloat16)), 16)
+        tl.store(copy_ptr + index, value.to(tl.bfloat16), mask=inside)
     tl.store(mean_ptr + index, mean, mask=inside)
     tl.store(square_ptr + index, square, mask=inside)
 
@@ -47,9 +55,10 @@ def _kernel(
     tensor = tl.load(tensors + program)
     start = tl.load(starts + program).to(tl.int64)
     value_ptr = tl.multiple_of(tl.load(addresses + tensor).to(tl.pointer_type(tl.float32)), 16)
-    gradient_ptr = tl.multiple_of(tl.load(addresses + num_tensors + tensor).to(tl.pointer_type(tl.float32)), 16)
+    gradient = tl.load(addresses + num_tensors + tensor)
     mean_ptr = tl.multiple_of(tl.load(addresses + 2 * num_tensors + tensor).to(tl.pointer_type(tl.float32)), 16)
     square_ptr = tl.multiple_of(tl.load(addresses + 3 * num_tensors + tensor).to(tl.pointer_type(tl.float32)), 16)
+    copy = tl.load(addresses + 4 * num_tensors + tensor)  # 0: there is none
     length = tl.load(lengths + tensor)
     factor = 1.0 / tl.load(divisor_ptr)
     own = lr * tl.load(scales + tensor)
@@ -57,19 +66,30 @@ def _kernel(
     start = tl.multiple_of(start, TILE)
     for tile in range(TILES):
         index = start + tile * TILE + tl.arange(0, TILE)
-        if start + (tile + 1) * TILE <= length:
-            _tile(value_ptr, gradient_ptr, mean_ptr, square_ptr, index, index < length,
-                  factor, rate, kept, beta1, beta2, unbias, epsilon, False)  # fmt: skip
+        is_whole = start + (tile + 1) * TILE <= length
+        if copy != 0:
+            if is_whole:
+                _tile(value_ptr, gradient, mean_ptr, square_ptr, copy, index, index < length,
+                      factor, rate, kept, beta1, beta2, unbias, epsilon, True, False)  # fmt: skip
+            else:
+                _tile(value_ptr, gradient, mean_ptr, square_ptr, copy, index, index < length,
+                      factor, rate, kept, beta1, beta2, unbias, epsilon, True, True)  # fmt: skip
         else:
-            _tile(value_ptr, gradient_ptr, mean_ptr, square_ptr, index, index < length,
-                  factor, rate, kept, beta1, beta2, unbias, epsilon, True)  # fmt: skip
+            if is_whole:
+                _tile(value_ptr, gradient, mean_ptr, square_ptr, copy, index, index < length,
+                      factor, rate, kept, beta1, beta2, unbias, epsilon, False, False)  # fmt: skip
+            else:
+                _tile(value_ptr, gradient, mean_ptr, square_ptr, copy, index, index < length,
+                      factor, rate, kept, beta1, beta2, unbias, epsilon, False, True)  # fmt: skip
 
 
 class AdamWKernel:
-    """The update of some pieces by their gradients and moments, all float32 and contiguous."""
+    """The update of some pieces by their gradients and moments, all float32 (gradients of pieces with a copy: bfloat16,
+    as the copy) and contiguous."""
 
     def __init__(self, pieces, means, squares):
         self.values, self.means, self.squares = [piece.value for piece in pieces], means, squares
+        self.copies = [piece.copy for piece in pieces]
         device = self.values[0].device
         each = TILE * TILES
         counts = [-(-value.numel() // each) for value in self.values]
@@ -84,16 +104,20 @@ class AdamWKernel:
 
     def takes(self, gradients) -> bool:
         """Whether all tensors lie as the kernel reads them."""
-        every = (*self.values, *gradients, *self.means, *self.squares)
-        return all(
-            tensor.dtype == torch.float32 and tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0
-            for tensor in every
-        ) and all(value.numel() < 2**31 for value in self.values)
+        copied = [each for pair in zip(gradients, self.copies, strict=True) if pair[1] is not None for each in pair]
+        plain = [each for each, copy in zip(gradients, self.copies, strict=True) if copy is None]
+        wide = (*self.values, *plain, *self.means, *self.squares)
+        return (
+            all(each.is_contiguous() and each.data_ptr() % ALIGNMENT == 0 for each in (*wide, *copied))
+            and all(tensor.dtype == torch.float32 for tensor in wide)
+            and all(tensor.dtype == torch.bfloat16 for tensor in copied)
+            and all(value.numel() < 2**31 for value in self.values)
+        )
 
     def __call__(self, gradients, config, lr, count, divisor, refused) -> None:
         """`divisor` and `refused`: as in `UpdateRule`; None: 1 and 0."""
-        every = (*self.values, *gradients, *self.means, *self.squares)
-        placed = [tensor.data_ptr() for tensor in every]
+        every = (*self.values, *gradients, *self.means, *self.squares, *self.copies)
+        placed = [0 if tensor is None else tensor.data_ptr() for tensor in every]
         if placed != self.placed:
             table, device = torch.tensor(placed), self.one.device
             self.placed = placed

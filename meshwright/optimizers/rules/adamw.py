@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from meshwright.optimizers.rule import ParameterPiece, UpdateRule
+from meshwright.optimizers.rule import ParameterPiece, UpdateRule, widen_gradients
 
 if TYPE_CHECKING:
     import torch
@@ -37,13 +37,15 @@ class AdamW(UpdateRule):
             from meshwright.ops.kernels.adamw import AdamWKernel
 
             self.kernel = AdamWKernel(self.pieces, *self.state.values())
+            self.takes_copies = True
 
     def step(self, lr: float, count: int) -> None:
         from meshwright.ops.kernels import run_or_fall_back
 
         def leave() -> None:
-            self.kernel = None
+            self.kernel, self.takes_copies = None, False
             self.set_num_steps(count - 1)
+            widen_gradients(self.pieces)
 
         if self.kernel is not None:
             gradients = [value.grad for value in self.values if value.grad is not None]

@@ -1,0 +1,116 @@
+"""Host memory for what a device has no room for: layers whose home is there, and copies on streams of their own."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.core.build import Build
+from meshwright.core.cluster import TierName
+from meshwright.ops.model_interface import ParameterUnit
+
+
+class CopyLanes:
+    """Copies between a device and its host, one stream for each direction, beside the compute stream.
+
+    On a CPU both are ordinary memory: copies are made at once, and counted all the same.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.inward, self.outward = (torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2))
+        self.moved: Counter[tuple[TierName, TierName]] = Counter()
+        """(source, target) -> bytes so far."""
+
+    def copy_in(self, target: Tensor, source: Tensor) -> torch.cuda.Event | None:
+        """Host to device, once what is queued on the current stream has ended; the event of its end."""
+        self.moved["host", "device"] += source.numel() * source.element_size()
+        return self._copy(target, source, self.inward, target)
+
+    def copy_out(self, target: Tensor, source: Tensor) -> torch.cuda.Event | None:
+        """Device to host. The source's memory is not used again before the copy has ended."""
+        self.moved["device", "host"] += source.numel() * source.element_size()
+        return self._copy(target, source, self.outward, source)
+
+    def _copy(
+        self, target: Tensor, source: Tensor, stream: torch.cuda.Stream | None, on_device: Tensor
+    ) -> torch.cuda.Event | None:
+        if stream is None:
+            target.copy_(source)
+            return None
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+            done = torch.cuda.Event()
+            done.record(stream)
+        on_device.record_stream(stream)
+        return done
+
+
+def pinned_empty(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Host memory that a device of this kind can copy from and to beside its work."""
+    return torch.empty(size, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+@dataclass(kw_only=True, eq=False)
+class HostUnit:
+    """The parameters of one layer, trained ones with a master copy in host memory that is updated there."""
+
+    module: nn.Module | None
+    """None: several layers that share a weight."""
+    is_block: bool
+    names: tuple[str, ...]
+    parameters: tuple[nn.Parameter, ...]
+    masters: tuple[Tensor, ...]
+    """Views of one flat tensor of `Build.dtype` on the host."""
+    working: tuple[Tensor, ...]
+    """Views of one flat pinned tensor of the compute dtype: what devices are sent. The masters themselves where the
+    dtypes are equal."""
+    flat_working: Tensor
+    is_streamed: bool = False
+    """The device has no lasting copy: whoever runs the layer fetches `flat_working` into a buffer."""
+    is_current: threading.Event = field(default_factory=threading.Event)
+    """Set while `working` has the newest values, and clear from the moment an update is due until it is done."""
+
+    def __post_init__(self) -> None:
+        self.is_current.set()
+
+
+def make_host_unit(build: Build, unit: ParameterUnit) -> HostUnit:
+    """Give the trained parameters of a unit, which may still be on the meta device, a home in host memory: masters of
+    the build's dtype, working copies of the compute dtype; the parameters themselves have the latter from then on."""
+    names = {id(parameter): name for name, parameter in build.named_parameters()}
+    own = [names[id(parameter)] for parameter in unit.parameters if parameter.requires_grad]
+    build.materialise(unit.parameters)
+    parameters = dict(build.named_parameters())
+    trained = tuple(parameters[name] for name in own)
+    device = build.mesh.device
+    size, is_same = sum(parameter.numel() for parameter in trained), build.compute_dtype == build.dtype
+    flat = pinned_empty(size, build.dtype, device) if is_same else torch.empty(size, dtype=build.dtype)
+    flat_working = flat if is_same else pinned_empty(size, build.compute_dtype, device)
+    masters, working = flat_views(flat, trained), flat_views(flat_working, trained)
+    for name, parameter, master, copy in zip(own, trained, masters, working, strict=True):
+        master.copy_(parameter.detach())
+        copy.copy_(master)
+        parameter.data = parameter.data.to(build.compute_dtype, copy=device.type == "cpu")
+        build.masters[name] = master
+    return HostUnit(
+        module=unit.module,
+        is_block=unit.is_block,
+        names=tuple(own),
+        parameters=trained,
+        masters=masters,
+        working=working,
+        flat_working=flat_working,
+    )
+
+
+def flat_views(flat: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Consecutive pieces of a flat tensor in the shapes of others."""
+    parts = flat.split([each.numel() for each in like])
+    return tuple(part.view(each.shape) for part, each in zip(parts, like, strict=True))
