@@ -43,6 +43,7 @@ CASES = {
     "fp8_tensorwise everywhere": (("precision", {"matmul": "fp8_tensorwise", "edge_blocks": 0, "weights": "bf16"}),),
     "lowbit_optimizer 8": (("lowbit_optimizer", {"bits": 8}),),
     "lowbit_optimizer 4": (("lowbit_optimizer", {"bits": 4}),),
+    **{f"compress_activations {bits}": (("compress_activations", {"bits": bits}),) for bits in (8, 4, 2)},
 }
 
 

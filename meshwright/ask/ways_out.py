@@ -229,7 +229,7 @@ def _other_numerics(question: Question, result: SearchResult, tell: Tell, asked:
     beyond = EXACTNESS[EXACTNESS.index(question.allow) + 1 : EXACTNESS.index("lossy")]
     changes: list[tuple[str, tuple[str, ...]]] = [(level, ()) for level in beyond]
     if question.allow != "approximate" and question.optimizer.has_low_bit_form:
-        changes += [("lossy", (name,)) for name in _names(lambda kind: kind.exactness == "lossy")]
+        changes += [("lossy", (name,)) for name in _names(lambda kind: kind.exactness == "lossy" and not kind.policies)]
     for level, pins in changes:
         flags = ("--allow", level, *(word for pin in pins for word in ("--pin", pin)))
         cost = "fewer bits, of the optimizer's states too" if pins else "rounding"

@@ -99,6 +99,8 @@ class Build(Protocol):
     """How techniques change the making of this rank's optimizer: what it keeps, where, and what a step of it does."""
     tied: tuple[str, ...]
     """Parameters that two layers share."""
+    replayed_blocks: set[int]
+    """Blocks that keep nothing but their input, and are computed again in backward."""
     wide: dict[str, torch.Tensor]
     """Parameter -> its values as they are updated and written to checkpoints, where the parameter itself is a copy of
     them in fewer bits."""

@@ -15,7 +15,7 @@ from meshwright.core.codec import Artefact, encode, fingerprint
 from meshwright.core.errors import MeshwrightError, Problem, Problems
 from meshwright.core.placement import group_problems, placed
 from meshwright.core.profile import Profile
-from meshwright.core.technique import PHASES, Technique
+from meshwright.core.technique import PHASES, Technique, format_layers
 from meshwright.core.units import counted
 
 MOST_SAMPLES = 2**31
@@ -183,7 +183,22 @@ class Plan(Artefact):
         for technique in self.in_phase_order():
             told = [problem for place in places for problem in technique.check(self, profile, place)]
             problems.extend(dict.fromkeys(told))
-        return tuple(problems)
+        return tuple(problems) or self._policy_problems(profile)
+
+    def _policy_problems(self, profile: Profile) -> Problems:
+        """Blocks that follow policies of several techniques."""
+        found: dict[str, list[int]] = {}
+        following = [technique for technique in self.techniques if technique.policies]
+        for spans in self.spans_of_stages(profile) if len(following) > 1 else ():
+            for block in (block for span in spans for block in range(*span)):
+                names = [t.name for t in following if t.policy_of(block, spans)]
+                found.setdefault(" and ".join(names) if len(names) > 1 else "", []).append(block)
+        fix = "Let each block follow one of them."
+        return tuple(
+            Problem(where="techniques", what=f"{names} name the same blocks, {format_layers(blocks)}.", fix=fix)
+            for names, blocks in found.items()
+            if names
+        )
 
     def check_sequence(self, sequence: int) -> Problems:
         """What is wrong for samples of this length, for a plan that `check` has nothing against."""

@@ -147,7 +147,7 @@ class Choice:
     field: str
     values: tuple[Any, ...]
     rescues: tuple[Any, ...] = ()
-    """Further values, tried only where nothing fits with these."""
+    """Further values, tried only where nothing fits with these. If there are no others, neither is the technique."""
     moves_base: bool = False
     """The further values move parameters or their states to another tier: they may help where these alone are too
     large."""
@@ -345,6 +345,11 @@ class Technique:
         given = {f.name: settings.get(f.name, f.default) for f in fields(cls) if f.name in cls.policies}
         end = "last" if any(value in (None, "all") for value in given.values()) else "first"
         return {field: layers_text(value, end) for field, value in given.items()}
+
+    @property
+    def needs_blocks(self) -> bool:
+        """It changes nothing where no block follows one of its policies."""
+        return True
 
     def __post_init__(self) -> None:
         for field, text in self.read_policies(vars(self)).items() if self.policies else ():

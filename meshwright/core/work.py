@@ -188,6 +188,8 @@ class Resident:
     origin: str = ""
     shared_out: str = ""
     """As in `Param`: whose copy it is."""
+    is_input: bool = False
+    """The input of blocks that are computed again as a whole."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from meshwright.core.technique import technique_named
 from meshwright.planner.rows import BoundedGrid, OrderedCandidate, Priced, PricedRows, StageCell
 from meshwright.planner.wishes import Kinds
 
@@ -153,6 +154,7 @@ def fronts_of(leaf: BoundedGrid, picks: Sequence[OrderedCandidate], cells: Seque
     if hard:
         units = [unit_choices(cell.kinds, policies) for cell in hard]
         priced = PricedRows(leaf, picks, hard, units).columns()
+    copies = [technique_named(name).uses_tiers for name, _ in leaf.policies]
     must = [at for at, (name, _) in enumerate(leaf.policies) if name in leaf.required]
     result, row = [], 0
     for cell in cells:
@@ -162,7 +164,9 @@ def fronts_of(leaf: BoundedGrid, picks: Sequence[OrderedCandidate], cells: Seque
         else:
             rows = slice(row + 1, row + 1 + len(cell.kinds) * policies)
             counts = np.maximum(np.repeat(cell.kinds, policies), 1).reshape(-1, policies)
-            seconds = (priced.backward[rows] - priced.backward[row]).reshape(counts.shape) / counts
+            # Copies show on the way forward too.
+            forward = (priced.forward[rows] - priced.forward[row]).reshape(counts.shape) * copies
+            seconds = ((priced.backward[rows] - priced.backward[row]).reshape(counts.shape) + forward) / counts
             saved = (priced.kept_bytes[row] - priced.kept_bytes[rows]).reshape(counts.shape) / counts
             choices, late = front(cell.kinds, seconds, saved), float(priced.late_bytes[row])
             row = rows.stop

@@ -392,7 +392,7 @@ def _plan(leaf: BoundedGrid, pick: OrderedCandidate, cut: tuple[Spans, ...], cho
     techniques = []
     for technique in leaf.techniques:
         mine = {field: blocks[name, field] for name, field in solved if name == technique.name}
-        if mine and not any(mine.values()):
+        if mine and not any(mine.values()) and technique.needs_blocks:
             continue
         if mine:
             default = {f.name for f in fields(technique) if f.default == "all"}

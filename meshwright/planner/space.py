@@ -112,7 +112,9 @@ def _dial(kind: type[Technique], inputs: SearchInputs, rescues: bool) -> Dial | 
     if none == set(named):
         banned = {policy for policy in kind.policies if (kind.name, policy) in wishes.banned_values}
         policies, named = tuple(policy for policy in solved if policy not in none | banned), {}
-    choices = {o.field: allowed(o.field, o.values + o.rescues * rescues) for o in options if isinstance(o, Choice)}
+    # What is only a rescue is tried at once where it is asked for.
+    chosen = [(o, rescues or (required and not o.values)) for o in options if isinstance(o, Choice)]
+    choices = {o.field: allowed(o.field, o.values + o.rescues * is_rescued) for o, is_rescued in chosen}
     choices |= {name: [value] for name, value in pinned.items()}
     every = (dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values()))
     ways = [way for way in every if is_within(kind.exactness_with(way), wishes.allow)]

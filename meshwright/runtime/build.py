@@ -68,6 +68,7 @@ class RankBuild:
     copies: set[str] = field(default_factory=set)
     """Parameters that another stage holds too and answers for."""
     tied: tuple[str, ...] = ()
+    replayed_blocks: set[int] = field(default_factory=set)
     wide: dict[str, Tensor] = field(default_factory=dict)
     masters: dict[str, Tensor] = field(default_factory=dict)
     _phases: dict[str, list[Callable[[Build], None]]] = field(default_factory=dict)

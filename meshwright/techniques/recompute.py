@@ -197,7 +197,8 @@ class Recompute(Technique):
         boundary = _boundary_bytes(work, layer)
         each = boundary * inputs / np.maximum(count, 1) * work.has_backward(layer.name)
         own: dict[str, Any] = {"layer": layer.name, "origin": self.name, "turn": -3}
-        result = [Resident(**own, category="activations", repeat=count, bytes=each, life="microbatch")]
+        kept = Resident(**own, category="activations", repeat=count, bytes=each, life="microbatch", is_input=True)
+        result = [kept]
         if self.slots:  # the input that has been made again
             here = (count > inputs) * 1
             result.append(Resident(**own, category="working", repeat=here, bytes=boundary, life="backward"))
@@ -230,6 +231,7 @@ class Recompute(Technique):
                 block.forward = selectively_recomputed(block.forward, keeps_products=policy == "selective")
             elif policy == "layers" and not self.slots:
                 block.forward = recomputed(block.forward)
+                build.replayed_blocks.add(number)
         for _, _, run in self._runs(build.profile, build.spans) if self.slots else ():
             Chain([blocks[number] for number in run], self.slots)
 

@@ -15,12 +15,14 @@ from meshwright.core.codec import decode, encode
 from meshwright.core.plan import Plan
 from meshwright.data.dataset import part_rows
 from meshwright.models.presets import DecoderConfig
+from meshwright.ops.saved_tensors import moved_bytes
 from meshwright.ops.staged_collectives import StagedWork, stage
 from meshwright.optimizers.update import OptimizerConfig
 from meshwright.run.model import ModelDescription, OpenedModel, describe, open_config, open_model
 from meshwright.run.run_file import ModelSection
 from meshwright.runtime.loop import Samples
 from meshwright.runtime.rank import device_of
+from meshwright.simulator.pricing import price
 from meshwright.verify import parity
 from meshwright.verify.check_ranks import promised
 from meshwright.verify.reference_model import plain_model, plain_of
@@ -122,9 +124,12 @@ def plan_job(
     if reference:
         answer["errors"] = _errors(session, Path(reference), samples, steps, rates)
     if prices:
+        moved_bytes.clear()
         answer["observed"], answer["state"] = _observed(session, samples, rates)
+        answer["copied"] = {way: moved_bytes[way] / 2 for way in ("out", "in")}  # two steps
         asked = sequence if opened.profile.counts == "tokens" else 1
         traffic, _, answer["priced_state"] = promised(session.build, sequence=asked, optimizer=rates)
+        answer["priced_copies"] = _priced_copies(session, asked)
         answer["priced"] = _listed(traffic)
         places = [session.mesh.index(axis) for axis in session.mesh.sizes if axis != "pp"]
         answer["holds_largest"] = not any(places)
@@ -151,6 +156,15 @@ def _errors(session: Any, reference: Path, samples: Any, steps: int, rates: Opti
 def _observed(session: Any, samples: Any, rates: OptimizerConfig) -> tuple[list[Any], dict[str, int]]:
     traffic, state = parity.observe(session, samples, rates)
     return _listed(traffic), state
+
+
+def _priced_copies(session: Any, sequence: int) -> dict[str, float]:
+    """Bytes to and from the host in a step."""
+    build, totals = session.build, {"out": 0.0, "in": 0.0}
+    sizes: dict[str, Any] = {"sequence": sequence, "stage": build.stage, "element_bytes": build.dtype.itemsize}
+    for task in price(build.profile, build.plan, **sizes).copies:
+        totals["in" if task.is_inward else "out"] += task.repeat * task.bytes * build.plan.num_microbatches
+    return totals
 
 
 def _listed(traffic: Counter[tuple[str, str, int]]) -> list[Any]:

@@ -2,8 +2,9 @@
 
 What is found is the compatibility matrix of the docs. `pytest tests/parity/test_pairs.py --write-matrix` writes it.
 
-Tests of `techniques/chunked_loss.py`, `techniques/compile.py`, `techniques/lowbit_optimizer.py`,
-`techniques/precision.py`, `techniques/replicate.py`, `techniques/tensor.py`, `techniques/update_in_backward.py`.
+Tests of `techniques/chunked_loss.py`, `techniques/compile.py`, `techniques/compress_activations.py`,
+`techniques/lowbit_optimizer.py`, `techniques/precision.py`, `techniques/replicate.py`, `techniques/tensor.py`,
+`techniques/update_in_backward.py`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import tiny
+from tiny import t
 
 from meshwright.core.plan import Plan
 from meshwright.core.technique import Technique, technique_names
@@ -31,9 +33,11 @@ PAIRS = (*combinations(NAMES, 2), *((name, name) for name in NAMES))
 SETTINGS: dict[str, tuple[Technique, ...]] = {
     "chunked_loss": (tiny.CHUNKED,),
     "compile": (tiny.COMPILE,),
+    "compress_activations": (tiny.COMPRESS,),
     "context": (tiny.RING,),
     "expert": (tiny.EXPERT,),
     "lowbit_optimizer": (tiny.LOW_BIT,),
+    "offload_activations": (tiny.OFFLOAD,),
     "pipeline": (tiny.PIPELINE, tiny.INTERLEAVED),
     "precision": (tiny.BF16,),
     "recompute": (tiny.RECOMPUTE_SOME,),
@@ -44,6 +48,16 @@ SETTINGS: dict[str, tuple[Technique, ...]] = {
     "update_in_backward": (tiny.IN_BACKWARD,),
 }
 
+BESIDE: dict[tuple[str, str], tuple[tuple[Technique, ...], ...]] = {
+    ("compress_activations", "offload_activations"): ((tiny.COMPRESS_ONE, t("offload_activations", layers="first 1")),),
+    ("compress_activations", "recompute"): ((tiny.COMPRESS_ONE, tiny.RECOMPUTE_ONE),),
+    ("offload_activations", "recompute"): (
+        (tiny.OFFLOAD_ONE, tiny.RECOMPUTE_ONE),
+        (tiny.OFFLOAD_INPUTS, tiny.RECOMPUTE_SOME),
+    ),
+}
+"""Other settings of those that both name blocks: each block follows one of them."""
+
 
 def num_microbatches(plan: Plan) -> int:
     return 1 if plan.technique("update_in_backward") else 2
@@ -52,6 +66,7 @@ def num_microbatches(plan: Plan) -> int:
 def plans_of(first: str, second: str) -> list[Plan]:
     """The pair in all its settings, each with two microbatches, or one where they cannot be added up."""
     chosen = product(SETTINGS[first], SETTINGS[second]) if first != second else zip(SETTINGS[first])
+    chosen = BESIDE.get((first, second), chosen)
     plans = []
     for techniques in chosen:
         whole = tiny.plan_of(*techniques)

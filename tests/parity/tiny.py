@@ -74,6 +74,9 @@ CHUNKED = t("chunked_loss", chunks=4)
 COMPILE = t("compile", backend="aot_eager")
 BF16 = t("precision", dtype="bf16")
 IN_BACKWARD = t("update_in_backward")
+OFFLOAD, OFFLOAD_ONE = (t("offload_activations", layers=layers, smallest=300) for layers in ("all", "last 1"))
+OFFLOAD_INPUTS = t("offload_activations", layers="none", inputs=True, smallest=300)
+COMPRESS, COMPRESS_ONE = (t("compress_activations", layers=layers) for layers in ("all", "last 1"))
 LOW_BIT, LOWEST_BIT = (t("lowbit_optimizer", bits=bits, smallest=100) for bits in (8, 4))
 
 ALONE = (

@@ -92,6 +92,7 @@ class Space:
                 fields.append([(option.field, size) for size in option.sizes])
             elif isinstance(option, Choice):
                 values = (*option.values, *option.rescues) if self.rescues else option.values
+                values = values or option.rescues  # a rescue that is asked for
                 fields.append([(option.field, value) for value in values])
         for settings in itertools.product(*fields):
             technique = kind(**dict(settings))
@@ -117,24 +118,22 @@ class Space:
 
     def _policies(self, techniques: tuple[Technique, ...]) -> Iterator[tuple[Technique, ...]]:
         """Of every stage, each number of each kind of block; the first of them follow the first policy."""
-        name = next((n for n in self.names if technique_named(n).policies), None)
+        kinds = [technique_named(name) for name in sorted(self.names) if technique_named(name).policies]
+        options = {kind: self._options(kind.name) for kind in kinds}
+        policies = [(kind, f) for kind in kinds for o in options[kind] if isinstance(o, PerLayer) for f in o.fields]
         spans = Plan(techniques=techniques, batch=self.batch).spans_of_stages(self.profile)
-        if name is None:
-            yield techniques
-            return
-        kind, options = technique_named(name), self._options(name)
-        (policies,) = [option.fields for option in options if isinstance(option, PerLayer)]
         stages = [list(self._followed(mine, len(policies))) for mine in spans]
-        (choices,) = [option for option in options if isinstance(option, Choice)]
-        settings = (*choices.values, *choices.rescues) if self.rescues else choices.values
         for ways in itertools.product(*stages):
             blocks = [sorted(itertools.chain(*each)) for each in zip(*ways, strict=True)]
-            named = {f: format_layers(mine) for f, mine in zip(policies, blocks, strict=True)}
-            if not any(blocks):
-                yield techniques
-                continue
-            for value in settings:
-                yield (*techniques, kind(**named, **{choices.field: value}))
+            each_kind: list[list[Technique | None]] = []
+            for kind in kinds:
+                named = {f: mine for (owner, f), mine in zip(policies, blocks, strict=True) if owner is kind}
+                written = {f: format_layers(mine) for f, mine in named.items()}
+                made = [replace(way, **written) for way in self._ways(kind, options[kind])]
+                used: list[Technique | None] = [way for way in made if any(named.values()) or not way.needs_blocks]
+                each_kind.append(used if any(named.values()) else [None, *used])
+            for chosen in itertools.product(*each_kind):
+                yield (*techniques, *(technique for technique in chosen if technique is not None))
 
     def _followed(self, spans: Sequence[tuple[int, int]], policies: int) -> Iterator[tuple[list[int], ...]]:
         """The blocks of a stage that follow each policy."""

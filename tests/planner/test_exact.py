@@ -12,7 +12,8 @@ import pytest
 from small_spaces import Draw, Space
 
 from meshwright.core.plan import Plan
-from meshwright.core.technique import Technique, technique_named
+from meshwright.core.profile import Profile
+from meshwright.core.technique import Choice, PerLayer, Technique, technique_named
 from meshwright.core.work import Work
 from meshwright.planner.search import SearchResult, search
 from meshwright.planner.splits import REACH, balanced_stages
@@ -167,6 +168,59 @@ def test_blocks_follow_what_every_tier_has_room_for(monkeypatch: pytest.MonkeyPa
             assert best is not None, words
             assert best[1].step_seconds == pytest.approx(min(fitting), rel=1e-9), words
     assert asked >= 10
+
+
+def _is_everywhere(plan: Plan, profile: Profile) -> bool:
+    offload = plan.technique("offload_activations")
+    assert offload is not None
+    return all(sum(offload.counts_in(profile, spans).values()) for spans in plan.spans_of_stages(profile))
+
+
+@pytest.mark.parametrize("rate", [1e7, 1e9])
+def test_blocks_follow_policies_of_two_techniques(rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Activations recomputed or on the host, whose copies show or hide: brute force, with little of either tier."""
+    offload, asked, both = technique_named("offload_activations"), 0, 0
+    offered = (PerLayer(("layers",)), Choice("inputs", (), rescues=(False, True)), Choice("smallest", (1,)))
+    monkeypatch.setattr(offload, "options", classmethod(lambda *_: offered))
+    draw_from = Draw(
+        shapes=("laptop", "2xh100"),
+        names=("offload_activations", "recompute"),
+        axes=("replicate", "pipeline"),
+        schedules=("1f1b",),
+        blocks=(2, 3),
+        fewest=10,
+        most=25,
+    )
+    for seed in (1, 3, 5):
+        draw = random.Random(seed)
+        space, _ = draw_from.space(9300 + seed)
+        copies = dict.fromkeys(("in", "out"), rate)
+        host = replace(space.machine.host, memory_bytes=1 << 50, memory_bytes_per_second=0.0)
+        device = replace(space.machine.device, copy_bytes_per_second=copies)
+        space = replace(space, machine=replace(space.machine, host=host, device=device))
+        plans = list(space.plans())  # now that a host is known
+        told = {p: forecast(space.profile, p, space.machine, sequence=space.sequence, replays=False) for p in plans}
+        sizes = sorted({each.peak_bytes_by_tier.get("host", 0) for each in told.values()})
+        for limit in _limits(told, draw, 4, is_rescue=False):
+            host = replace(host, memory_bytes=draw.choice(sizes[1:]) * space.machine.devices_per_node)
+            small = replace(space, machine=replace(space.machine, host=host)).with_memory(limit)
+            # As it is pinned, some block of every stage follows it.
+            using = [p for p in plans if p.technique(offload.name) and _is_everywhere(p, space.profile)]
+            again = [forecast(small.profile, p, small.machine, sequence=small.sequence, replays=False) for p in using]
+            fitting = {plan: each.step_seconds for plan, each in zip(using, again, strict=True) if each.fits}
+            question = {**small.question, "pin": ["offload_activations"]}
+            best = search(small.profile, small.machine, **question, epsilon=0.0, top=1).best
+            words = f"seed {seed}, {limit} bytes, {host.memory_bytes} of the host: {best and best[0]}"
+            if not fitting:
+                assert best is None or _is_rescue(best[0]), words
+                continue
+            asked += 1
+            fastest = min(fitting, key=lambda plan: fitting[plan])
+            both += fastest.technique("recompute") is not None
+            assert best is not None, words
+            assert best[1].step_seconds == pytest.approx(fitting[fastest], rel=1e-9), f"{words}, best is {fastest}"
+    assert asked >= 6
+    assert both or rate > 1e7
 
 
 def _is_near(stages: tuple[int, ...], even: tuple[int, ...]) -> bool:
