@@ -27,10 +27,13 @@ class CopyLanes:
         self.moved: Counter[tuple[TierName, TierName]] = Counter()
         """(source, target) -> bytes so far."""
 
-    def copy_in(self, target: Tensor, source: Tensor) -> torch.cuda.Event | None:
-        """Host to device, once what is queued on the current stream has ended; the event of its end."""
+    def copy_in(
+        self, target: Tensor, source: Tensor, after: torch.cuda.Event | None = None
+    ) -> torch.cuda.Event | None:
+        """Host to device, after an event, or once what is queued on the current stream has ended; the event of its
+        end."""
         self.moved["host", "device"] += source.numel() * source.element_size()
-        return self._copy(target, source, self.inward, target)
+        return self._copy(target, source, self.inward, target, after)
 
     def copy_out(self, target: Tensor, source: Tensor) -> torch.cuda.Event | None:
         """Device to host. The source's memory is not used again before the copy has ended."""
@@ -38,12 +41,20 @@ class CopyLanes:
         return self._copy(target, source, self.outward, source)
 
     def _copy(
-        self, target: Tensor, source: Tensor, stream: torch.cuda.Stream | None, on_device: Tensor
+        self,
+        target: Tensor,
+        source: Tensor,
+        stream: torch.cuda.Stream | None,
+        on_device: Tensor,
+        after: torch.cuda.Event | None = None,
     ) -> torch.cuda.Event | None:
         if stream is None:
             target.copy_(source)
             return None
-        stream.wait_stream(torch.cuda.current_stream(self.device))
+        if after is None:
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+        else:
+            stream.wait_event(after)
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
             done = torch.cuda.Event()
@@ -76,9 +87,21 @@ class HostUnit:
     """The device has no lasting copy: whoever runs the layer fetches `flat_working` into a buffer."""
     is_current: threading.Event = field(default_factory=threading.Event)
     """Set while `working` has the newest values, and clear from the moment an update is due until it is done."""
+    version: int = 0
+    """Of `working`: whoever changes it counts on."""
+    shapes: tuple[Tensor, ...] = ()
+    """One for each parameter, of its shape and without memory."""
 
     def __post_init__(self) -> None:
         self.is_current.set()
+
+    def let_go(self) -> None:
+        """The parameters keep their shapes, and no memory."""
+        if not self.shapes:
+            element = self.flat_working.new_empty(1, device=self.parameters[0].device)
+            self.shapes = tuple(element.expand(parameter.shape) for parameter in self.parameters)
+        for parameter, shape in zip(self.parameters, self.shapes, strict=True):
+            parameter.data = shape
 
 
 def make_host_unit(build: Build, unit: ParameterUnit) -> HostUnit:
