@@ -225,6 +225,11 @@ class Technique:
         """Gradients of all layers exist at once, whatever is done with each of them."""
         return False
 
+    @property
+    def hosts_states(self) -> bool:
+        """Masters and optimizer states of some layers are in host memory."""
+        return False
+
     @classmethod
     def options(cls, profile: Profile, cluster: Cluster) -> tuple[Option, ...]:
         """What search may try; empty if the technique makes no sense here."""

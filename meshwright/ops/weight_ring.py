@@ -107,7 +107,9 @@ class WeightRing:
         for parameter, view in zip(unit.parameters, block.views, strict=True):
             parameter.data = view
         home, buffer.unit, buffer.version = unit.flat_working, unit, unit.version
-        buffer.arrived = self.lanes.copy_in(buffer.memory[: home.numel()], home, after)
+        if self.lanes.inward is not None and after is not None:
+            self.lanes.inward.wait_event(after)
+        buffer.arrived = self.lanes.copy_in(buffer.memory[: home.numel()], home, waits=after is None)
 
     def _empty(self, buffer: RingBuffer) -> None:
         if buffer.unit is not None:
