@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Protocol
 
 from meshwright.core.box import Box
+from meshwright.core.errors import error_at
 
 if TYPE_CHECKING:
     import torch
@@ -73,6 +74,8 @@ class UpdateRule:
     """States lose digits between steps: an update is the rule's only in the first one."""
     decides_on_device: ClassVar[bool] = False
     """`step` obeys `divisor` and `refused`, so that the host need not know the norm before it."""
+    rolls_back: ClassVar[bool] = False
+    """Without a call of `step` nothing has changed, whatever was done with gradients in backward."""
 
     @classmethod
     def num_states(cls, config: OptimizerConfig) -> int:
@@ -105,7 +108,11 @@ class UpdateRule:
         self.refused: Tensor | None = None
         """Where this float32 is 1, the next step changes nothing."""
         self.updated: set[str] = set()
-        """Parameters that backward has updated in this step, gradients gone."""
+        """Parameters that backward has updated in this step, or taken the gradients of: those are gone."""
+        self.factor = 1.0
+        """Of gradients that backward has taken, in the next step."""
+        self.later: frozenset[str] = frozenset()
+        """Parameters that are updated after `step` has returned; of those, it leaves alone what has no gradient."""
         self.on_gradient: list[Callable[[str, Tensor], None]] = []
         """Called with a parameter's name and gradient before backward uses it up, for whoever watches."""
 
@@ -122,6 +129,17 @@ class UpdateRule:
     def step(self, lr: float, count: int) -> None:
         """Update the pieces by their gradients; `count` is 1 in the first step."""
         raise NotImplementedError
+
+    def leave_out(self, names: Collection[str]) -> None:
+        """Parameters among `updated` took no part in this step on any rank."""
+        what = f"{min(names)} took no part in a step, and was updated before ranks could agree to leave it out."
+        raise error_at("train", what, "Freeze it, or update after backward.")
+
+    def finish(self) -> None:
+        """Wait until all updates have been made."""
+
+    def reload(self) -> None:
+        """Weights, as checkpoints have them, were changed by somebody else."""
 
     def kept(self) -> Iterable[OptimizerState]:
         """What is remembered, for checkpoints: values of float32 that any other plan can read."""

@@ -3,7 +3,7 @@
 What is found is the compatibility matrix of the docs. `pytest tests/parity/test_pairs.py --write-matrix` writes it.
 
 Tests of `techniques/chunked_loss.py`, `techniques/compile.py`, `techniques/lowbit_optimizer.py`,
-`techniques/precision.py`, `techniques/replicate.py`, `techniques/tensor.py`, `techniques/update_in_backward.py`.
+`techniques/offload_states.py`, `techniques/precision.py`, `techniques/replicate.py`, `techniques/tensor.py`, `techniques/update_in_backward.py`.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ SETTINGS: dict[str, tuple[Technique, ...]] = {
     "context": (tiny.RING,),
     "expert": (tiny.EXPERT,),
     "lowbit_optimizer": (tiny.LOW_BIT,),
+    "offload_states": (tiny.ON_HOST, tiny.ON_HOST_AHEAD),
     "pipeline": (tiny.PIPELINE, tiny.INTERLEAVED),
     "precision": (tiny.BF16,),
     "recompute": (tiny.RECOMPUTE_SOME,),
