@@ -211,6 +211,11 @@ class Technique:
         return False
 
     @property
+    def takes_gradients(self) -> bool:
+        """Gradients are gone when backward is over: no other technique may take them."""
+        return False
+
+    @property
     def scales_loss(self) -> bool:
         """Gradients come multiplied by a factor, and a step in which they overflow is skipped."""
         return False

@@ -68,8 +68,8 @@ class UnitStates:
     def _changed(self) -> list[Tensor]:
         return [*self.unit.masters, *self.rule.storage()]
 
-    def update(self, lr: float, count: int, factor: float, *, is_ahead: bool = False) -> None:
-        """By the gradients that have arrived, each multiplied by `factor`."""
+    def update(self, lr: float, count: int, factor: float, used: list[int], *, is_ahead: bool = False) -> None:
+        """By the gradients, each multiplied by `factor`; `used`: 0 for a parameter that has none."""
         if self.event is not None:
             self.event.synchronize()
         self.is_ahead = is_ahead
@@ -77,7 +77,7 @@ class UnitStates:
             for old, value in zip(self.old, self._changed(), strict=True):
                 old.copy_(value)
         masters, dtype = self.unit.masters, self.build.dtype
-        unused = {piece.name for piece, times in zip(self.pieces, self.arrivals, strict=True) if not times}
+        unused = {piece.name for piece, times in zip(self.pieces, used, strict=True) if not times}
         self.counts_apart |= bool(unused)
         untouched = [master for piece, master in zip(self.pieces, masters, strict=True) if piece.name in unused]
         untouched += [state.value for state in self.rule.kept() if state.name in unused] if unused else []
@@ -223,7 +223,7 @@ class HostStatesRule(UpdateRule):
         self.updated.add(piece.name)
         if self.ahead and states.is_complete and not states.counts_apart:
             states.unit.is_current.clear()
-            self.worker.submit(self._update_ahead, states, self.lr, self.count)
+            self.worker.submit(self._update_ahead, states, self.lr, self.count, states.arrivals)
 
     @torch.no_grad()
     def _add(self, states: UnitStates, at: int, event: torch.cuda.Event | None, arrivals: int) -> None:
@@ -236,11 +236,11 @@ class HostStatesRule(UpdateRule):
             total.add_(states.landed[at])
 
     @torch.no_grad()
-    def _update_ahead(self, states: UnitStates, lr: float, count: int) -> None:
+    def _update_ahead(self, states: UnitStates, lr: float, count: int, used: list[int]) -> None:
         for added in states.added:
             if added is not None:
                 added.result()
-        states.update(lr, count, 1.0, is_ahead=True)
+        states.update(lr, count, 1.0, used, is_ahead=True)
 
     def squared_norm(self) -> Tensor:
         device = self.build.mesh.device
@@ -275,7 +275,7 @@ class HostStatesRule(UpdateRule):
                 self._show(states, look)
             states.unit.is_current.clear()
             factor = self.factor if self.early else 1.0  # others have been scaled on the device
-            states.future = self.worker.submit(self._finish, states, lr, count, factor)
+            states.future = self.worker.submit(self._finish, states, lr, count, factor, states.arrivals)
 
     def _show(self, states: UnitStates, look: Callable[[str, Tensor], None]) -> None:
         if states.event is not None:
@@ -285,10 +285,12 @@ class HostStatesRule(UpdateRule):
                 look(piece.name, gradient)
 
     @torch.no_grad()
-    def _finish(self, states: UnitStates, lr: float, count: int, factor: float) -> torch.cuda.Event | None:
-        if not states.is_ahead or factor != 1.0 or not all(states.arrivals):
+    def _finish(
+        self, states: UnitStates, lr: float, count: int, factor: float, used: list[int]
+    ) -> torch.cuda.Event | None:
+        if not states.is_ahead or factor != 1.0 or not all(used):
             states.roll_back(count)
-            states.update(lr, count, factor)
+            states.update(lr, count, factor, used)
         return states.send(self.lanes)
 
     def wait(self, states: UnitStates) -> None:

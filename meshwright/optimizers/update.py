@@ -102,9 +102,8 @@ class Optimizer:
             elif gradients:  # a stage may have nothing to train
                 torch._foreach_mul_(gradients, factor.to(gradients[0].dtype) if isinstance(factor, Tensor) else factor)
         self.num_steps += 1
-        skipped = (
-            {piece.name for piece in self.pieces if piece.value.grad is None} - self.rule.updated - self.rule.later
-        )
+        skipped = {piece.name for piece in self.pieces if piece.value.grad is None}
+        skipped -= self.rule.updated | self.rule.later
         untouched = [piece.value for piece in self.pieces if piece.name in skipped]
         untouched += [kept.value for kept in self.rule.kept() if kept.name in skipped] if skipped else []
         before = [value.clone() for value in untouched]
