@@ -243,6 +243,8 @@ class ParameterSlot:
     """Of an element of that copy and of its gradient."""
     taken_share: Num = 0
     """Share of its instances whose gradients leave the device during backward."""
+    is_streamed: bool = False
+    """The working copy is on the host, and on the device only while its layer runs."""
     is_narrow: bool = False
     """Whether 8-bit products read it, but for blocks at the ends: it is gathered so where rows are shared evenly."""
 
@@ -613,7 +615,7 @@ def settle(work: Work) -> Work:
         stored = slot.stored(slot.shards)
         common: dict[str, Any] = {"layer": slot.layer, "repeat": slot.repeat, "life": "always"}
         here = 1 - slot.host_share
-        width = slot.element_bytes * here + slot.working_bytes * slot.host_share
+        width = slot.element_bytes * here + slot.working_bytes * slot.host_share * (not slot.is_streamed)
         residents.append(Resident(category="parameters", bytes=stored * width, **common))
         if slot.frozen:
             continue

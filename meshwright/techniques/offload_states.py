@@ -72,6 +72,10 @@ class OffloadStates(Technique):
     def takes_gradients(self) -> bool:
         return True
 
+    @property
+    def hosts_states(self) -> bool:
+        return True
+
     def refusals(self, given: Circumstances) -> Iterator[tuple[Num, Problem]]:
         what = "steps that overlap need weights of two versions."
         yield given.overlaps_steps, self.problem(what, "Use another schedule, or leave the technique out.")

@@ -14,7 +14,7 @@ Exactness: exact.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -46,7 +46,7 @@ class StreamWeights(Technique):
         if cluster.device.kind != "cuda" or cluster.num_nodes > 1 or not cluster.tiers["host"].bytes:
             return ()
         is_large = NARROW_BYTES * profile.num_params / cluster.num_devices > cluster.device.memory_bytes / 2
-        return (Choice("buffers", (2,)),) if is_large else ()
+        return (Choice("buffers", (2,) if is_large else (), rescues=() if is_large else (2,)),)
 
     def refusals(self, given: Circumstances) -> Iterator[tuple[Num, Problem]]:
         what = "this schedule makes weights' gradients when their block is no longer on the device."
@@ -74,6 +74,41 @@ class StreamWeights(Technique):
             problems.append(self.problem(what, "Measure them: mw probe."))
         return tuple(problems)
 
+    def price(self, work: Work) -> Work:
+        blocks = [layer.name for layer in work.profile.block_layers]
+        counts: dict[str, Num] = {}
+        sizes: dict[str, Num] = {}
+        sharded: Num = False
+        for slot in work.slots:
+            if slot.layer in blocks and not (slot.frozen or slot.copy_of):
+                counts[slot.layer] = np.rint(slot.repeat * slot.host_share)
+                sizes[slot.layer] = sizes.get(slot.layer, 0) + slot.elements * slot.working_bytes
+                sharded = sharded | (slot.shards > 1)
+        total: Num = sum(counts.values())
+        work = self.forbid(work).forbid(sharded | (total == 0))
+        # One pass leaves so many blocks for the next, which begins where it has ended; after an update they are old.
+        stays = (work.size("num_stages") == 1) * np.minimum(self.buffers, total)
+        first, last = _dealt(counts, stays), _dealt(dict(reversed(counts.items())), stays)
+        tasks: list[Task] = []
+        largest: Num = 0
+        for layer, count in counts.items():
+            copy: dict[str, Any] = {"layer": layer, "source": "host", "target": "device", "origin": self.name}
+            copy |= {"bytes": sizes[layer], "hidden": True}
+            tasks.append(Copy(**copy, phase="forward", repeat=first[layer], per_step=True))
+            tasks.append(Copy(**copy, phase="forward", repeat=count - first[layer]))
+            tasks.append(Copy(**copy, phase="backward", repeat=count - last[layer]))
+            largest = np.maximum(largest, sizes[layer] * (count > 0))
+        size = np.minimum(self.buffers, total) * largest
+        ring = Resident(layer=blocks[0], category="buffers", repeat=1, bytes=size, life="always", origin=self.name)
+
+        def is_return(task: Task) -> bool:
+            """A copy of new weights to where they would stay."""
+            return isinstance(task, Copy) and task.is_inward and task.per_step and task.layer in counts
+
+        others = tuple(task for task in work.tasks if not is_return(task))
+        work = work.map_slots(lambda slot: replace(slot, is_streamed=slot.layer in counts))
+        return replace(work, tasks=(*others, *tasks)).with_residents(ring)
+
     def apply(self, build: Build) -> None:
         build.streams_blocks = True
         build.at("step", self._install)
@@ -88,3 +123,12 @@ class StreamWeights(Technique):
         streamed = [[units[block] for block in run if block in units] for run in runs]
         if units:
             WeightRing(streamed, self.buffers, CopyLanes(build.mesh.device), keeps=build.num_stages == 1)
+
+
+def _dealt(counts: Mapping[str, Num], total: Num) -> dict[str, Num]:
+    """So many blocks, of the layers that come first."""
+    result = {}
+    for layer, count in counts.items():
+        result[layer] = np.minimum(count, total)
+        total = total - result[layer]
+    return result

@@ -315,8 +315,10 @@ def observe(session: Session, samples: SamplesOf, optimizer: OptimizerConfig) ->
     session.loop.flush()
     optimizer_here = session.loop.optimizer
     held = zip(optimizer_here.parameters, optimizer_here.pieces, strict=True)
+    passing = {name for unit in session.build.host_units if unit.is_streamed for name in unit.names}
+    lasting = (value for name, value in session.build.named_parameters() if name not in passing)
     sizes = {
-        "parameters": sum(local(value.detach()).nbytes for _, value in session.build.named_parameters()),
+        "parameters": sum(local(value.detach()).nbytes for value in lasting),
         # A parameter that took no part in this step may in the next: price counts its gradient.
         "gradients": sum(
             local(p if p.grad is None else p.grad).nbytes
