@@ -67,7 +67,7 @@ CASES = {
     "8b": StreamCase(model="llama3-8b", sequence=8192, microbatch=4, most_gib=24.0, goal=0.40),
     "14b": StreamCase(model="qwen3-14b", sequence=4096, microbatch=8, share=0.5, goal=0.35),
     "context": StreamCase(model="llama3-8b", sequence=262144, microbatch=1, chunks=128, steps=1, warm=0),
-    "tiny": StreamCase(model="qwen3-0.6b", sequence=64, microbatch=2, microbatches=2, layers=4, chunks=2, steps=2),
+    "tiny": StreamCase(model="gpt2-124m", sequence=64, microbatch=2, microbatches=2, layers=4, chunks=2, steps=2),
 }
 
 
@@ -117,7 +117,9 @@ def measure(case: StreamCase, *, is_tiny: bool, is_profiled: bool, cluster: str)
     before, began = available_bytes(), time.perf_counter()
     with weights_drawn_on(device):
         built = mw.build(plan, description, device=device.type)
-    print(f"built in {time.perf_counter() - began:.0f} s; host {(before - available_bytes()) / GIB:.1f} GiB", flush=True)
+    print(
+        f"built in {time.perf_counter() - began:.0f} s; host {(before - available_bytes()) / GIB:.1f} GiB", flush=True
+    )
     config, batch = description.config, plan.batch
     drawn = torch.randint(description.vocab_size, (batch, case.sequence + 1), device=device)
     inputs, targets = drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()

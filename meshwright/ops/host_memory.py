@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -81,6 +81,8 @@ class HostUnit:
     """The device has no lasting copy: whoever runs the layer fetches `flat_working` into a buffer."""
     is_current: threading.Event = field(default_factory=threading.Event)
     """Set while `working` has the newest values, and clear from the moment an update is due until it is done."""
+    wait: Callable[[], object] = field(default=lambda: None)
+    """Returns once `working` has the newest values, or raises what has gone wrong with them."""
     version: int = 0
     """Of `working`."""
     shapes: tuple[Tensor, ...] = ()

@@ -100,7 +100,7 @@ class WeightRing:
     def _fetch(self, block: StreamedBlock, after: torch.cuda.Event | None) -> None:
         """Copy the weights of a block into its buffer, unless they are there."""
         buffer, unit = block.buffer, block.unit
-        unit.is_current.wait()
+        unit.wait()
         if buffer.unit is unit and buffer.version == unit.version:
             return
         self._empty(buffer)

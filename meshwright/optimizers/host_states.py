@@ -176,7 +176,7 @@ class HostStatesRule(UpdateRule):
             return call
 
         def wait(*_: Any) -> None:
-            if states.future is not None and (here := rule()) is not None:
+            if (here := rule()) is not None:
                 here.wait(states)
 
         if self.early:
@@ -184,7 +184,9 @@ class HostStatesRule(UpdateRule):
                 parameter.register_post_accumulate_grad_hook(arrived(at))
         # Sharded layers are gathered ahead of their turn.
         module = states.unit.module if self.build.plan.num_ranks == 1 else None
-        if not states.unit.is_streamed:
+        if states.unit.is_streamed:
+            states.unit.wait = wait
+        else:
             (module or self.build.model).register_forward_pre_hook(wait, prepend=True)
 
     def begin(self, lr: float, count: int) -> None:
@@ -299,6 +301,8 @@ class HostStatesRule(UpdateRule):
             event, states.future = states.future.result(), None
             if event is not None:
                 torch.cuda.current_stream(self.lanes.device).wait_event(event)
+        elif not states.unit.is_current.is_set():  # a step began and was not taken
+            self.worker.submit(self._restore, states, self.count).result()
 
     def finish(self) -> None:
         for states in self.units:

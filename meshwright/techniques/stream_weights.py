@@ -1,14 +1,14 @@
 """Weights of blocks live in host memory and pass through a few buffers of the device.
 
-What: blocks whose optimizer states are in host memory have no lasting weights on the device. `buffers` of them are there
-at once: while one block runs, the next ones are copied in, forward and again backward, on a stream of their own. What a
-pass leaves in the buffers serves the one after it, but in a pipeline and after an update.
+What: blocks whose optimizer states are in host memory have no lasting weights on the device. `buffers` of them are
+there at once: while one block runs, the next ones are copied in, forward and again backward, on a stream of their own.
+What a pass leaves in the buffers serves the one after it, but in a pipeline and after an update.
 When it helps: weights are the peak, or what is left of it once states are in host memory. With recomputed blocks the
 device holds a few blocks and the inputs of the others, whatever the depth.
 When it does not: weights fit; or a microbatch has so few tokens that a block runs for a shorter time than its weights
-are copied (an H200: some 8,000 tokens of a dense decoder).
-Cost: weights in the compute dtype are copied twice for each microbatch; host memory for each rank's copy of them (Pudipeddi
-et al. 2020; Ren et al. 2021, ZeRO-Infinity).
+are copied (some 8,000 tokens of a dense decoder, by the rates of an H200).
+Cost: weights in the dtype of compute are copied twice for each microbatch; ranks of one host have a copy each there
+(Pudipeddi et al. 2020; Rajbhandari et al. 2021, ZeRO-Infinity).
 Exactness: exact.
 """
 

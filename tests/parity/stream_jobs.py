@@ -52,9 +52,7 @@ def copies_job(
         CopyLanes.copy_in, CopyLanes.copy_out = plain  # type: ignore[method-assign]
     stage = 0 if build.wire is None else build.mesh.index(build.wire.axis)
     size = build.dtype.itemsize
-    work = price(
-        build.profile, chosen, sequence=sequence, stage=stage, optimizer=rates, element_bytes=size
-    )
+    work = price(build.profile, chosen, sequence=sequence, stage=stage, optimizer=rates, element_bytes=size)
     priced = Counter[str]()
     for task in work.copies:
         times = int(task.repeat) * (1 if task.per_step else chosen.num_microbatches)
