@@ -3,8 +3,8 @@
 What is found is the compatibility matrix of the docs. `pytest tests/parity/test_pairs.py --write-matrix` writes it.
 
 Tests of `techniques/chunked_loss.py`, `techniques/compile.py`, `techniques/lowbit_optimizer.py`,
-`techniques/offload_states.py`, `techniques/precision.py`, `techniques/replicate.py`, `techniques/tensor.py`,
-`techniques/update_in_backward.py`.
+`techniques/offload_states.py`, `techniques/precision.py`, `techniques/replicate.py`, `techniques/stream_weights.py`,
+`techniques/tensor.py`, `techniques/update_in_backward.py`.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ SETTINGS: dict[str, tuple[Technique, ...]] = {
     "replicate": (tiny.REPLICATE,),
     "rows": (tiny.ROWS,),
     "shard": (tiny.SHARD3, tiny.SHARD1),
+    "stream_weights": (tiny.STREAMED,),
     "tensor": (tiny.SEQUENCED, tiny.TENSOR),
     "update_in_backward": (tiny.IN_BACKWARD,),
 }

@@ -74,6 +74,7 @@ COMPILE = t("compile", backend="aot_eager")
 BF16 = t("precision", dtype="bf16")
 IN_BACKWARD = t("update_in_backward")
 ON_HOST, ON_HOST_AHEAD = t("offload_states", share=0.5), t("offload_states", ahead=True)
+STREAMED = t("stream_weights")
 LOW_BIT, LOWEST_BIT = (t("lowbit_optimizer", bits=bits, smallest=100) for bits in (8, 4))
 
 ALONE = (
