@@ -73,6 +73,7 @@ class HostUnit:
     parameters: tuple[nn.Parameter, ...]
     masters: tuple[Tensor, ...]
     """Views of one flat tensor of `Build.dtype` on the host."""
+    flat_masters: Tensor
     working: tuple[Tensor, ...]
     """Views of one flat pinned tensor of the compute dtype: what devices are sent. The masters themselves where the
     dtypes are equal."""
@@ -132,6 +133,7 @@ def make_host_unit(build: Build, unit: ParameterUnit, dtype: torch.dtype | None 
         names=tuple(own),
         parameters=trained,
         masters=masters,
+        flat_masters=flat,
         working=working,
         flat_working=flat_working,
         is_streamed=unit.is_block and build.streams_blocks,

@@ -3,10 +3,13 @@ and the new weights are back before the layer's next forward."""
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import cache
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -19,6 +22,128 @@ from meshwright.optimizers.optimizer_config import OptimizerConfig
 from meshwright.optimizers.rule import OptimizerState, ParameterPiece, RuleMaker, UpdateRule
 
 
+class FlatRule(UpdateRule):
+    """A rule on the flat tensors of a unit, compiled to one pass over them that makes the working copy too.
+
+    With `has_spare` it reads one set of tensors and writes another; `commit` makes that the valid one.
+    """
+
+    def __init__(
+        self,
+        plain: Any,
+        unit: HostUnit,
+        gradients: Tensor,
+        has_spare: bool,
+        config: OptimizerConfig,
+        pieces: list[ParameterPiece],
+        build: Build,
+    ):
+        super().__init__(config, pieces, build, {})
+        self.plain, self.unit, self.flat_gradients, self.build = plain, unit, gradients, build
+        masters = unit.flat_masters
+        self.sets = [[masters, *(torch.zeros_like(masters) for _ in plain.flat_states)]]
+        """Masters and states; the first set is the valid one."""
+        if has_spare:
+            spare = torch.empty_like(masters, pin_memory=masters.is_pinned())
+            self.sets.append([spare, *(torch.empty_like(masters) for _ in plain.flat_states)])
+        self.is_narrow = unit.flat_working.dtype != masters.dtype
+        equal = groupby(pieces, key=lambda piece: (piece.lr_scale, piece.weight_decay))
+        self.runs = [(*key, sum(piece.value.numel() for piece in group)) for key, group in equal]
+        self.update: Any = compiled_update(plain, not has_spare)
+
+    def step(self, lr: float, count: int) -> None:
+        at = 0
+        for lr_scale, decay, size in self.runs:
+            here = slice(at, at + size)
+            at += size
+            numbers = self.plain.flat_numbers(self.config, lr * lr_scale, decay, count, self.factor)
+            narrow = self.unit.flat_working[here] if self.is_narrow else None
+            old, *new = ([each[here] for each in each_set] for each_set in self.sets)
+            self.update(old, self.flat_gradients[here], torch.tensor(numbers, dtype=old[0].dtype), narrow, *new)
+
+    def commit(self) -> None:
+        if len(self.sets) == 1:
+            return
+        self.sets.reverse()
+        unit, values = self.unit, [piece.value for piece in self.pieces]
+        unit.flat_masters = self.sets[0][0]
+        unit.masters = flat_views(unit.flat_masters, values)
+        self.build.masters.update(zip(unit.names, unit.masters, strict=True))
+        if not self.is_narrow:
+            unit.flat_working, unit.working = unit.flat_masters, unit.masters
+
+    def kept(self) -> Iterator[OptimizerState]:
+        for kind, flat in zip(self.plain.flat_states, self.sets[0][1:], strict=True):
+            for piece, value in zip(self.pieces, flat_views(flat, [p.value for p in self.pieces]), strict=True):
+                yield OptimizerState(kind, piece.name, value, piece.box)
+
+    def storage(self) -> Iterator[Tensor]:
+        yield from self.sets[0][1:]
+
+    def apart(self, count: int) -> UpdateRule:
+        """The plain rule in its place."""
+        pieces = zip(self.pieces, self.unit.masters, strict=True)
+        rule = self.plain(self.config, [replace(piece, value=value) for piece, value in pieces], self.build, {})
+        for mine, its in zip(self.kept(), rule.kept(), strict=True):
+            its.value.copy_(mine.value)
+        rule.set_num_steps(count)
+        return rule
+
+
+def compiles_updates(build: Build) -> bool:
+    """On a CPU, where plans are compared, updates are bit for bit those of the device."""
+    return build.mesh.device.type == "cuda"
+
+
+@cache
+def compiled_update(plain: Any, is_in_place: bool) -> Callable[..., None]:
+    """(masters and states, gradients, numbers, working copy or None, new masters and states unless in place)."""
+
+    def write(new: list[Tensor], results: tuple[Tensor, ...], narrow: Tensor | None) -> None:
+        for target, result in zip(new, results, strict=True):
+            target.copy_(result)
+        if narrow is not None:
+            narrow.copy_(results[0])
+
+    def in_place(old: list[Tensor], gradient: Tensor, numbers: Tensor, narrow: Tensor | None) -> None:
+        write(old, plain.flat_update(old[0], gradient, old[1:], numbers), narrow)
+
+    def into(old: list[Tensor], gradient: Tensor, numbers: Tensor, narrow: Tensor | None, new: list[Tensor]) -> None:
+        write(new, plain.flat_update(old[0], gradient, old[1:], numbers), narrow)
+
+    # The thread that launches kernels must not wait for a core. Graphs of torch's cache, told apart by less than which
+    # inputs they write, have been the wrong ones (torch 2.13).
+    options = {"cpp.threads": max(1, torch.get_num_threads() - 2), "fx_graph_cache": False}
+    return torch.compile(in_place if is_in_place else into, dynamic=True, options=options)
+
+
+@cache
+@torch.no_grad()
+def can_compile(plain: Any, wide: torch.dtype, narrow: torch.dtype, given: torch.dtype, has_spare: bool) -> bool:
+    """Whether the compiled update runs here and is right, compiled by the time that this returns."""
+    if not plain.flat_states:
+        return False
+    config = OptimizerConfig()
+    numbers = torch.tensor(plain.flat_numbers(config, 0.1, 0.1, 1, 0.5), dtype=wide)
+    old = [torch.rand(4096, dtype=wide) for _ in (0, *plain.flat_states)]
+    new = [torch.empty_like(each) for each in old] if has_spare else old
+    gradient, copy = torch.rand(4096, dtype=given), torch.empty(4096, dtype=narrow)
+    try:
+        for here in (slice(0, 1024), slice(1024, 4096)):
+            before = [each[here] for each in old]
+            wanted = plain.flat_update(before[0], gradient[here], before[1:], numbers)
+            into = copy[here] if narrow != wide else None
+            after = [[each[here] for each in new]] if has_spare else []
+            compiled_update(plain, not has_spare)(before, gradient[here], numbers, into, *after)
+            for each, value in zip(new, wanted, strict=True):
+                torch.testing.assert_close(each[here], value, rtol=1e-5, atol=1e-6)
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        warnings.warn(f"updates on the host are not compiled, and take longer: {reason}", stacklevel=2)
+        return False
+    return True
+
+
 class UnitStates:
     """What the host has of one unit. All of its methods but `arrive` run on the updating thread."""
 
@@ -26,21 +151,30 @@ class UnitStates:
         self,
         unit: HostUnit,
         pieces: list[ParameterPiece],
-        rule: UpdateRule,
+        make: RuleMaker,
+        config: OptimizerConfig,
         build: Build,
         *,
         num_microbatches: int,
         keeps_old: bool,
     ):
-        """`pieces`: of the device; `rule`: of the masters."""
-        self.unit, self.pieces, self.rule, self.build = unit, pieces, rule, build
+        """`pieces`: of the device."""
+        self.unit, self.pieces, self.build = unit, pieces, build
         values = [piece.value for piece in pieces]
         size = sum(value.numel() for value in values)
         self.landing = pinned_empty(size, values[0].dtype, build.mesh.device)
         """Gradients as they come."""
         self.landed = flat_views(self.landing, values)
-        self.sums = flat_views(torch.empty(size, dtype=build.dtype), values) if num_microbatches > 1 else self.landed
+        flat = torch.empty(size, dtype=build.dtype) if num_microbatches > 1 else self.landing
+        self.sums = flat_views(flat, values)
         """Gradients of the step."""
+        on_host = [replace(piece, value=master) for piece, master in zip(pieces, unit.masters, strict=True)]
+        plain: Any = make
+        is_flat = isinstance(plain, type) and compiles_updates(build)
+        if is_flat and can_compile(plain, build.dtype, unit.flat_working.dtype, flat.dtype, keeps_old):
+            self.rule: UpdateRule = FlatRule(plain, unit, flat, keeps_old, config, on_host, build)
+        else:
+            self.rule = make(config, on_host, build, {})
         self.num_arrivals = len(pieces) * num_microbatches
         self.added: list[Future[None] | None] = [None] * len(pieces)
         """The last addition to each of the sums."""
@@ -48,7 +182,7 @@ class UnitStates:
         """When the last gradient has arrived."""
         self.old: list[Tensor] = []
         """What an update that may be undone has changed, as it was."""
-        if keeps_old:
+        if keeps_old and not isinstance(self.rule, FlatRule):
             self.old = [torch.empty_like(value) for value in self._changed()]
         self.is_ahead = False
         """Updated, and nobody knows yet whether by the right gradient."""
@@ -73,9 +207,15 @@ class UnitStates:
         if self.event is not None:
             self.event.synchronize()
         self.is_ahead = is_ahead
-        if is_ahead:
+        if is_ahead and self.old:
             for old, value in zip(self.old, self._changed(), strict=True):
                 old.copy_(value)
+        if isinstance(self.rule, FlatRule) and all(used):
+            self.rule.factor = factor
+            self.rule.step(lr, count)
+            return
+        if isinstance(self.rule, FlatRule):
+            self.rule = self.rule.apart(count - 1)
         masters, dtype = self.unit.masters, self.build.dtype
         unused = {piece.name for piece, times in zip(self.pieces, used, strict=True) if not times}
         self.counts_apart |= bool(unused)
@@ -98,7 +238,7 @@ class UnitStates:
 
     def roll_back(self, count: int) -> None:
         """Undo an update that was made ahead in step `count`."""
-        if self.is_ahead:
+        if self.is_ahead and self.old:
             for value, old in zip(self._changed(), self.old, strict=True):
                 value.copy_(old)
             self.rule.set_num_steps(count - 1)
@@ -113,6 +253,8 @@ class UnitStates:
     def send(self, lanes: CopyLanes) -> torch.cuda.Event | None:
         """The update stands: the device gets the new weights."""
         self.is_ahead, event = False, None
+        if isinstance(self.rule, FlatRule):
+            self.rule.commit()
         if not self.unit.is_streamed:
             for piece, working in zip(self.pieces, self.unit.working, strict=True):
                 event = lanes.copy_in(piece.value, working, waits=False)
@@ -152,10 +294,8 @@ class HostStatesRule(UpdateRule):
         for unit in units:
             own = [by_name[name] for name in unit.names]
             if own:
-                masters = zip(own, unit.masters, strict=True)
-                rule = make(config, [replace(piece, value=master) for piece, master in masters], build, shapes)
                 settings: dict[str, Any] = {"num_microbatches": self.num_microbatches, "keeps_old": ahead}
-                self.units.append(UnitStates(unit, own, rule, build, **settings))
+                self.units.append(UnitStates(unit, own, make, config, build, **settings))
         self.later = frozenset(piece.name for states in self.units for piece in states.pieces)
         self.others = make(config, [piece for piece in pieces if piece.name not in self.later], build, shapes)
         rules = (self.others, *(states.rule for states in self.units))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Protocol
@@ -76,6 +76,21 @@ class UpdateRule:
     """`step` obeys `divisor` and `refused`, so that the host need not know the norm before it."""
     rolls_back: ClassVar[bool] = False
     """Without a call of `step` nothing has changed, whatever was done with gradients in backward."""
+
+    flat_states: ClassVar[tuple[str, ...]] = ()
+    """What is remembered, where `flat_update` can update any elements of equal rate and decay at once."""
+
+    @classmethod
+    def flat_numbers(
+        cls, config: OptimizerConfig, lr: float, decay: float, count: int, factor: float
+    ) -> tuple[float, ...]:
+        """What `flat_update` needs to know; `factor`: of the gradients."""
+        raise NotImplementedError
+
+    @staticmethod
+    def flat_update(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], numbers: Tensor) -> tuple[Tensor, ...]:
+        """The new weight and states, as new tensors; for a compiler to make one pass of."""
+        raise NotImplementedError
 
     @classmethod
     def num_states(cls, config: OptimizerConfig) -> int:

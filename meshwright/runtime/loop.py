@@ -315,6 +315,7 @@ class Loop(Interpreter):
 
     def require_rest(self) -> None:
         """Before anybody reads the weights: raise while steps are under way."""
+        self.optimizer.rule.finish()
         if self.before is not None or self.unread is not None:
             why = "its weights are of two versions" if self.unread is None else "whether it was finite is not known"
             what = f"a step is still under way: {why}."

@@ -28,7 +28,8 @@ from meshwright.core.cluster import Cluster
 from meshwright.core.errors import Problem, Problems
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
-from meshwright.core.technique import Exactness, Technique, technique_named, technique_names
+from meshwright.core.technique import Choice, Exactness, Option, Technique, technique_named, technique_names
+from meshwright.core.units import pretty_bytes
 from meshwright.core.work import (
     Circumstances,
     Compute,
@@ -46,6 +47,8 @@ from meshwright.core.work import (
 if TYPE_CHECKING:
     from meshwright.ops.host_memory import HostUnit
 
+STATE_BYTES = 16
+"""Of a parameter: itself, its gradient, two moments."""
 LAUNCHES = 5.0
 """Ops of the host for each gradient that leaves: norm, events, copy."""
 
@@ -60,6 +63,15 @@ class OffloadStates(Technique):
     """Of each stage's layers, from the end."""
     ahead: bool = False
     """Update before the norm of all gradients is known."""
+
+    @classmethod
+    def options(cls, profile: Profile, cluster: Cluster) -> tuple[Option, ...]:
+        """Only where all states on the devices would be more than half of their memory, and hosts are known."""
+        each = STATE_BYTES * profile.num_params / cluster.num_devices
+        is_known = cluster.host.memory_bytes and cluster.host.adam_elements_per_second
+        if cluster.device.kind != "cuda" or not is_known or each < cluster.device.memory_bytes / 2:
+            return ()
+        return (Choice("share", (1.0, 0.75, 0.5, 0.25)), Choice("ahead", (False, True)))
 
     @classmethod
     def check_optimizer(cls, optimizer: Updating) -> Problems:
@@ -89,11 +101,27 @@ class OffloadStates(Technique):
         problems = list(self.refused(plan, profile))
         if not 0 < self.share <= 1:
             problems.append(self.problem(f"share is {self.share}.", "Use more than 0 and at most 1."))
+        if cluster is not None:
+            problems += self._host_problems(plan, profile, cluster)
         for other in plan.techniques:
             if other is not self and (other.updates_each_alone or other.takes_gradients):
                 what = f"{other.name} updates parameters by itself, on the device."
                 problems.append(self.problem(what, f"Leave out {other.name}, or this technique."))
         return tuple(problems)
+
+    def _host_problems(self, plan: Plan, profile: Profile, cluster: Cluster) -> Iterator[Problem]:
+        host = cluster.tiers["host"]
+        if not (host.bytes and host.in_bytes_per_second and cluster.host.adam_elements_per_second):
+            what = f"memory, copies or updates of the hosts of {cluster.name} are not known."
+            yield self.problem(what, "Measure them: mw probe.")
+            return
+        # At least masters and gradients of 16 bits; what an optimizer remembers, a forecast knows.
+        least = int(self.share * profile.num_params * (2 + 4 * (1 + self.ahead))) // max(plan.num_ranks, 1)
+        if least > host.bytes_each:
+            missing = pretty_bytes(least - host.bytes_each)
+            what = f"a device's part of the host's memory is {pretty_bytes(host.bytes_each)}, {missing} too little for "
+            what += "masters and gradients alone."
+            yield self.problem(what, "Use a smaller share, ahead = false, or more devices.")
 
     def price(self, work: Work) -> Work:
         work = self.forbid(work).forbid(work.facts.frees_gradients)
