@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from meshwright.core.profile import Param, Profile
     from meshwright.core.technique import Technique
     from meshwright.ops.device_mesh import Mesh
+    from meshwright.ops.host_memory import HostUnit
     from meshwright.ops.model_interface import Model, ParameterUnit, Spans
     from meshwright.ops.split_backward import Later
     from meshwright.ops.stage_transport import Wire
@@ -106,6 +107,10 @@ class Build(Protocol):
     them in fewer bits."""
     masters: dict[str, torch.Tensor]
     """Parameter -> the copy in host memory that is updated and written to checkpoints, where the device has another."""
+    host_units: list[HostUnit]
+    """Layers whose masters those are."""
+    streams_blocks: bool
+    """Of such blocks, the device has the weights only while they run."""
 
     @property
     def places(self) -> Places: ...

@@ -389,6 +389,8 @@ class Cluster(DeviceGroup, NamedArtefact):
     def tiers(self) -> dict[TierName, Tier]:
         """Where tensors of a device can live, nearest first; of the first group's devices."""
         sharing, copied = self.devices_per_node, self.device.copy_bytes_per_second
+        if self.device.kind == "cpu" and self.host.memory_bytes_per_second:  # copies in one memory
+            copied = {"both": self.host.memory_bytes_per_second / 2}
 
         def rate(*limits: float) -> float:
             """Rate of a path: its slowest known part, provided that the first one is known."""

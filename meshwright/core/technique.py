@@ -222,6 +222,16 @@ class Technique:
         return False
 
     @property
+    def takes_gradients(self) -> bool:
+        """Gradients are gone when backward is over: no other technique may take them."""
+        return False
+
+    @property
+    def copies_weights(self) -> bool:
+        """Parameters are copies, on the device, of what is updated."""
+        return False
+
+    @property
     def scales_loss(self) -> bool:
         """Gradients come multiplied by a factor, and a step in which they overflow is skipped."""
         return False
@@ -234,6 +244,11 @@ class Technique:
     @property
     def joins_gradients(self) -> bool:
         """Gradients of all layers exist at once, whatever is done with each of them."""
+        return False
+
+    @property
+    def hosts_states(self) -> bool:
+        """Masters and optimizer states of some layers are in host memory."""
         return False
 
     @classmethod

@@ -160,7 +160,22 @@ class Copy:
         return self.source if self.is_inward else self.target
 
 
-Task = Compute | Collective | Copy
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostUpdate:
+    """Parameters that cores of the host update, beside the device."""
+
+    layer: str
+    phase: Phase
+    repeat: Num
+    elements: Num
+    origin: str
+    hidden: bool = False
+    """Runs beside compute: only what compute cannot cover costs time."""
+    per_step: bool = True
+    cut: Cut = "none"
+
+
+Task = Compute | Collective | Copy | HostUpdate
 
 Category = Literal[
     "parameters", "gradients", "optimizer", "gathered", "activations", "logits", "working", "buffers", "non_torch"
@@ -224,6 +239,14 @@ class ParameterSlot:
     """As in `Param`."""
     state_tiers: tuple[tuple[TierName, Num], ...] = ()
     """(tier, share of its optimizer state) where not all of it is kept on the device."""
+    host_share: Num = 0
+    """Share of its instances that the host updates: the device has a working copy."""
+    working_bytes: Num = 0
+    """Of an element of that copy and of its gradient."""
+    taken_share: Num = 0
+    """Share of its instances whose gradients leave the device during backward."""
+    is_streamed: bool = False
+    """The working copy is on the host, and on the device only while its layer runs."""
     is_narrow: bool = False
     """Whether 8-bit products read it, but for blocks at the ends: it is gathered so where rows are shared evenly."""
     copy_bytes: int = 0
@@ -605,7 +628,9 @@ def settle(work: Work) -> Work:
             continue
         stored = slot.stored(slot.shards)
         common: dict[str, Any] = {"layer": slot.layer, "repeat": slot.repeat, "life": "always"}
-        residents.append(Resident(category="parameters", bytes=stored * slot.element_bytes, **common))
+        here = 1 - slot.host_share
+        width = slot.element_bytes * here + slot.working_bytes * slot.host_share * (not slot.is_streamed)
+        residents.append(Resident(category="parameters", bytes=stored * width, **common))
         if slot.frozen:
             continue
         state_bytes = work.optimizer.state_bytes_of(slot)
@@ -619,7 +644,8 @@ def settle(work: Work) -> Work:
         # read gradient for the norm; read gradient, read and write parameter and state for the update; an older version
         # is read and written, a copy written. One kernel for very many parameters.
         widths = 2 * slot.gradient_bytes + 2 * slot.element_bytes + slot.copy_bytes
-        moved = stored * widths + 2 * state_bytes + 2 * older_bytes
+        moved = (stored * widths + 2 * state_bytes) * here + 2 * older_bytes
+        moved = moved + stored * slot.working_bytes * slot.host_share  # the norm alone
         about: dict[str, Any] = {"layer": slot.layer, "name": slot.name, "repeat": slot.repeat}
         tasks.append(Compute(**updating, **about, moved_bytes=moved, kernels=0.0))
     trained = sum(slot.repeat for slot in work.slots if not (slot.frozen or slot.copy_of))
@@ -633,7 +659,7 @@ def _gradients(work: Work, slot: ParameterSlot, is_kept: bool) -> list[Resident]
     # A tied weight's is first made where it is used last.
     last = [each.layer for each in work.slots if each.copy_of == f"{slot.layer}.{slot.name}"]
     common["layer"] = [slot.layer, *last][-1]
-    size = slot.stored(slot.gradient_shards) * slot.gradient_bytes
+    size = slot.stored(slot.gradient_shards) * slot.gradient_bytes * (1 - slot.taken_share)
     if work.facts.frees_gradients and not last:
         return [Resident(**common, bytes=size, life="backward")]
     if not is_kept:
@@ -658,6 +684,7 @@ def _made_gradients(work: Work) -> list[Resident]:
         is_added = (work.size("num_microbatches") > 1) | (f"{slot.layer}.{slot.name}" in tied)
         made = width if width < slot.gradient_bytes else 0
         size = slot.elements * (made + slot.element_bytes * is_added) * (slot.gradient_shards == 1)
+        size = size * (slot.taken_share < 1)
         largest[slot.layer] = slot.repeat, np.maximum(largest.get(slot.layer, (0, 0))[1], size)
     return [
         Resident(layer=layer, category="working", repeat=repeat, bytes=size, life="backward")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from meshwright.core.build import Build
 from meshwright.core.cluster import TierName
+from meshwright.ops.fsdp import local
 from meshwright.ops.model_interface import ParameterUnit
 
 
@@ -27,23 +28,27 @@ class CopyLanes:
         self.moved: Counter[tuple[TierName, TierName]] = Counter()
         """(source, target) -> bytes so far."""
 
-    def copy_in(self, target: Tensor, source: Tensor) -> torch.cuda.Event | None:
-        """Host to device, once what is queued on the current stream has ended; the event of its end."""
+    def copy_in(self, target: Tensor, source: Tensor, *, waits: bool = True) -> torch.cuda.Event | None:
+        """Host to device, once what is queued on the current stream has ended; the event of its end.
+
+        `waits` = False: nothing that is queued reads the target or writes it, so begin at once.
+        """
         self.moved["host", "device"] += source.numel() * source.element_size()
-        return self._copy(target, source, self.inward, target)
+        return self._copy(target, source, self.inward, target, waits)
 
     def copy_out(self, target: Tensor, source: Tensor) -> torch.cuda.Event | None:
         """Device to host. The source's memory is not used again before the copy has ended."""
         self.moved["device", "host"] += source.numel() * source.element_size()
-        return self._copy(target, source, self.outward, source)
+        return self._copy(target, source, self.outward, source, waits=True)
 
     def _copy(
-        self, target: Tensor, source: Tensor, stream: torch.cuda.Stream | None, on_device: Tensor
+        self, target: Tensor, source: Tensor, stream: torch.cuda.Stream | None, on_device: Tensor, waits: bool
     ) -> torch.cuda.Event | None:
         if stream is None:
             target.copy_(source)
             return None
-        stream.wait_stream(torch.cuda.current_stream(self.device))
+        if waits:
+            stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
             done = torch.cuda.Event()
@@ -68,6 +73,7 @@ class HostUnit:
     parameters: tuple[nn.Parameter, ...]
     masters: tuple[Tensor, ...]
     """Views of one flat tensor of `Build.dtype` on the host."""
+    flat_masters: Tensor
     working: tuple[Tensor, ...]
     """Views of one flat pinned tensor of the compute dtype: what devices are sent. The masters themselves where the
     dtypes are equal."""
@@ -76,38 +82,66 @@ class HostUnit:
     """The device has no lasting copy: whoever runs the layer fetches `flat_working` into a buffer."""
     is_current: threading.Event = field(default_factory=threading.Event)
     """Set while `working` has the newest values, and clear from the moment an update is due until it is done."""
+    wait: Callable[[], object] = field(default=lambda: None)
+    """Returns once `working` has the newest values, or raises what has gone wrong with them."""
+    version: int = 0
+    """Of `working`."""
+    shapes: tuple[Tensor, ...] = ()
+    """One for each parameter, of its shape and without memory."""
 
     def __post_init__(self) -> None:
         self.is_current.set()
 
+    def renew(self) -> None:
+        """`working` has the newest values."""
+        self.version += 1
+        self.is_current.set()
 
-def make_host_unit(build: Build, unit: ParameterUnit) -> HostUnit:
+    def let_go(self) -> None:
+        """The parameters keep their shapes, and no memory."""
+        if not self.shapes:
+            element = self.flat_working.new_empty(1, device=self.parameters[0].device)
+            self.shapes = tuple(element.expand(parameter.shape) for parameter in self.parameters)
+        for parameter, shape in zip(self.parameters, self.shapes, strict=True):
+            parameter.data = shape
+
+
+def make_host_unit(build: Build, unit: ParameterUnit, dtype: torch.dtype | None = None) -> HostUnit:
     """Give the trained parameters of a unit, which may still be on the meta device, a home in host memory: masters of
-    the build's dtype, working copies of the compute dtype; the parameters themselves have the latter from then on."""
+    the build's dtype, working copies of the compute dtype (or another); the parameters themselves have the latter from
+    then on. Of parameters that are sharded already: this rank's pieces, in their own dtype."""
     names = {id(parameter): name for name, parameter in build.named_parameters()}
     own = [names[id(parameter)] for parameter in unit.parameters if parameter.requires_grad]
     build.materialise(unit.parameters)
     parameters = dict(build.named_parameters())
     trained = tuple(parameters[name] for name in own)
-    device = build.mesh.device
-    size, is_same = sum(parameter.numel() for parameter in trained), build.compute_dtype == build.dtype
+    pieces = [local(parameter.detach()) for parameter in trained]
+    device, dtype = build.mesh.device, dtype or build.compute_dtype
+    size, is_same = sum(piece.numel() for piece in pieces), dtype == build.dtype
     flat = pinned_empty(size, build.dtype, device) if is_same else torch.empty(size, dtype=build.dtype)
-    flat_working = flat if is_same else pinned_empty(size, build.compute_dtype, device)
-    masters, working = flat_views(flat, trained), flat_views(flat_working, trained)
-    for name, parameter, master, copy in zip(own, trained, masters, working, strict=True):
-        master.copy_(parameter.detach())
+    flat_working = flat if is_same else pinned_empty(size, dtype, device)
+    masters, working = flat_views(flat, pieces), flat_views(flat_working, pieces)
+    for name, parameter, piece, master, copy in zip(own, trained, pieces, masters, working, strict=True):
+        master.copy_(piece)
         copy.copy_(master)
-        parameter.data = parameter.data.to(build.compute_dtype, copy=device.type == "cpu")
+        if not is_same:
+            parameter.data = parameter.data.to(dtype)
         build.masters[name] = master
-    return HostUnit(
+    result = HostUnit(
         module=unit.module,
         is_block=unit.is_block,
         names=tuple(own),
         parameters=trained,
         masters=masters,
+        flat_masters=flat,
         working=working,
         flat_working=flat_working,
+        is_streamed=unit.is_block and build.streams_blocks,
     )
+    if result.is_streamed:
+        result.let_go()
+    build.host_units.append(result)
+    return result
 
 
 def flat_views(flat: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Protocol
 
 from meshwright.core.box import Box
+from meshwright.core.errors import error_at
 
 if TYPE_CHECKING:
     import torch
@@ -76,6 +77,23 @@ class UpdateRule:
     """States lose digits between steps: an update is the rule's only in the first one."""
     decides_on_device: ClassVar[bool] = False
     """`step` obeys `divisor` and `refused`, so that the host need not know the norm before it."""
+    rolls_back: ClassVar[bool] = False
+    """Without a call of `step` nothing has changed, whatever was done with gradients in backward."""
+
+    flat_states: ClassVar[tuple[str, ...]] = ()
+    """What is remembered, where `flat_update` can update any elements of equal rate and decay at once."""
+
+    @classmethod
+    def flat_numbers(
+        cls, config: OptimizerConfig, lr: float, decay: float, count: int, factor: float
+    ) -> tuple[float, ...]:
+        """What `flat_update` needs to know; `factor`: of the gradients."""
+        raise NotImplementedError
+
+    @staticmethod
+    def flat_update(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], numbers: Tensor) -> tuple[Tensor, ...]:
+        """The new weight and states, as new tensors; for a compiler to make one pass of."""
+        raise NotImplementedError
 
     @classmethod
     def num_states(cls, config: OptimizerConfig) -> int:
@@ -114,10 +132,14 @@ class UpdateRule:
         self.refused: Tensor | None = None
         """Where this float32 is 1, the next step changes nothing."""
         self.updated: set[str] = set()
-        """Parameters that backward has updated in this step, gradients gone."""
+        """Parameters that backward has updated in this step, or taken the gradients of: those are gone."""
         self.takes_copies = False
         """`step` reads gradients in the dtype of `ParameterPiece.copy` and writes the copies; otherwise gradients are
         of the values' dtype, and whoever calls `step` writes the copies."""
+        self.factor = 1.0
+        """Of gradients that backward has taken, in the next step."""
+        self.later: frozenset[str] = frozenset()
+        """Parameters that are updated after `step` has returned; of those, it leaves alone what has no gradient."""
         self.on_gradient: list[Callable[[str, Tensor], None]] = []
         """Called with a parameter's name and gradient before backward uses it up, for whoever watches."""
 
@@ -152,6 +174,17 @@ class UpdateRule:
             value[rows] = value[rows].sub_(self.direction_of_rows(at, rows, numbers), alpha=rate)
             value.grad = None
         return set(given)
+
+    def leave_out(self, names: Collection[str]) -> None:
+        """Parameters among `updated` took no part in this step on any rank."""
+        what = f"{min(names)} took no part in a step, and was updated before ranks could agree to leave it out."
+        raise error_at("train", what, "Freeze it, or update after backward.")
+
+    def finish(self) -> None:
+        """Wait until all updates have been made."""
+
+    def reload(self) -> None:
+        """Weights, as checkpoints have them, were changed by somebody else."""
 
     def kept(self) -> Iterable[OptimizerState]:
         """What is remembered, for checkpoints: values of float32 that any other plan can read."""

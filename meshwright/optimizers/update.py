@@ -71,10 +71,8 @@ class Optimizer:
 
     def skip(self, names: Collection[str]) -> None:
         """Leave parameters out of this step, as torch does with those that have no gradient."""
-        for name in self.rule.updated.intersection(names):
-            what = f"{name} took no part in a step, and was updated before ranks could agree to leave it out."
-            fix = "Freeze it, or update after backward."
-            raise MeshwrightError([Problem(where="train", what=what, fix=fix)])
+        if taken := self.rule.updated.intersection(names):
+            self.rule.leave_out(taken)
         for piece in self.pieces:
             if piece.name in names:
                 piece.value.grad = None
@@ -100,6 +98,7 @@ class Optimizer:
         elif clip and norm > clip:
             factor = clip / norm * factor
         self.rule.divisor, self.rule.refused = None, refused
+        self.rule.factor = 1.0 if isinstance(factor, Tensor) else factor
         gradients = _numbers(self.pieces)
         if isinstance(factor, Tensor) or factor != 1.0:
             if self.folds_divisor:
@@ -108,7 +107,8 @@ class Optimizer:
             elif gradients:  # a stage may have nothing to train
                 torch._foreach_mul_(gradients, factor.to(gradients[0].dtype) if isinstance(factor, Tensor) else factor)
         self.num_steps += 1
-        skipped = {piece.name for piece in self.pieces if piece.value.grad is None} - self.rule.updated
+        skipped = {piece.name for piece in self.pieces if piece.value.grad is None}
+        skipped -= self.rule.updated | self.rule.later
         untouched = [piece.value for piece in self.pieces if piece.name in skipped]
         untouched += [kept.value for kept in self.rule.kept() if kept.name in skipped] if skipped else []
         before = [value.clone() for value in untouched]

@@ -23,6 +23,7 @@ from meshwright.core.technique import PHASES, Technique
 from meshwright.ops.device_mesh import Mesh
 from meshwright.ops.fsdp import local
 from meshwright.ops.gradient_exchange import LateSums
+from meshwright.ops.host_memory import HostUnit
 from meshwright.ops.initial_weights import Source, join_in_order
 from meshwright.ops.model_interface import Inputs, Model, ModelPart, ParameterUnit, Spans, replace_parameter
 from meshwright.ops.split_backward import Later
@@ -71,6 +72,8 @@ class RankBuild:
     replayed_blocks: set[int] = field(default_factory=set)
     wide: dict[str, Tensor] = field(default_factory=dict)
     masters: dict[str, Tensor] = field(default_factory=dict)
+    host_units: list[HostUnit] = field(default_factory=list)
+    streams_blocks: bool = False
     _phases: dict[str, list[Callable[[Build], None]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

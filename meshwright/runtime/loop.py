@@ -322,6 +322,7 @@ class Loop(Interpreter):
 
     def flush(self) -> list[StepResult]:
         """Take every step to its end; the results that `feed` has not returned."""
+        self.optimizer.rule.finish()
         if self.before is None:
             return self._read()
         self._send(self.before)
@@ -330,6 +331,7 @@ class Loop(Interpreter):
 
     def require_rest(self) -> None:
         """Before anybody reads the weights: raise while steps are under way."""
+        self.optimizer.rule.finish()
         if self.before is not None or self.unread is not None:
             why = "its weights are of two versions" if self.unread is None else "whether it was finite is not known"
             what = f"a step is still under way: {why}."
@@ -494,7 +496,7 @@ class Loop(Interpreter):
                     is_followed = self.optimizer.num_steps > batch.num_steps + 1
                     consequence += ", nor the one after it, which had begun" if is_followed else ""
                     self.refused, self.optimizer.num_steps = torch.zeros_like(self.refused), batch.num_steps
-                if self.optimizer.rule.updated:
+                if self.optimizer.rule.updated and not self.optimizer.rule.rolls_back:
                     consequence = "backward has updated parameters whose gradients are finite, and no other"
                 what = f"the loss is {loss} and the gradient norm {norm}: {consequence}."
                 fix = "Resume from the last checkpoint with a lower rate, a longer warm-up or clipping."

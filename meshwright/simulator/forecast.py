@@ -236,6 +236,8 @@ def _spent(staged: Staged, step_seconds: float, cluster: Cluster) -> list[_TimeS
             link = "inner" if slowest.cost.roads[charge.axis].is_inner else "outer"
             name = slowest.cost.roads[charge.axis].name or getattr(cluster, link).name or f"the {link} link"
             result.append(_TimeShare(origin, f"{origin} collectives over {name}", link, total))
+        elif charge.tier == "cpu":
+            result.append(_TimeShare(origin, f"{origin} updates by cores of the host", "copy", total))
         elif charge.tier:
             result.append(_TimeShare(origin, f"{origin} copies to and from the {charge.tier}", "copy", total))
         elif origin == LAUNCH:

@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple, TypeVar
 import numpy as np
 
 from meshwright.core.cluster import Cluster, Device, Link, TierName
-from meshwright.core.work import Collective, Compute, Copy, Num, Task, Work
+from meshwright.core.work import Collective, Compute, Copy, HostUpdate, Num, Task, Work
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 128, 0.8), (64, 64, 0.6))
 """(rows, columns, share of the best one's rate): what libraries cut an output into, the best for a shape chosen by
@@ -337,12 +337,12 @@ _PART: dict[str, Part] = {
 
 class Charge(NamedTuple):
     """Why time passes: the technique (empty: the model itself), the axis it talks over or the tier it copies from or
-    to (both empty: compute), when."""
+    to (both empty: compute), when. `cpu`: what cores of the host do."""
 
     origin: str
     axis: str
     part: Part
-    tier: TierName | Literal[""] = ""
+    tier: TierName | Literal["", "cpu"] = ""
 
     @property
     def lane(self) -> Literal["compute", "collective", "copy"]:
@@ -350,9 +350,9 @@ class Charge(NamedTuple):
 
 
 class Hidden(NamedTuple):
-    """A collective or a copy that may run beside compute."""
+    """A collective, a copy or an update on the host that may run beside compute."""
 
-    task: Collective | Copy
+    task: Collective | Copy | HostUpdate
     each_seconds: Num
     total_seconds: Num
     shared: Num
@@ -366,15 +366,17 @@ class Hidden(NamedTuple):
     def lane(self) -> str:
         if isinstance(self.task, Collective):
             return "collective"
+        if isinstance(self.task, HostUpdate):
+            return "cpu"
         return "copy in" if self.task.is_inward else "copy out"
 
     def charge(self, part: Part) -> Charge:
         return _charge(self.task, part)
 
 
-def _charge(task: Collective | Copy, part: Part) -> Charge:
-    if isinstance(task, Copy):
-        return Charge(task.origin, "", part, task.tier)
+def _charge(task: Collective | Copy | HostUpdate, part: Part) -> Charge:
+    if isinstance(task, Copy | HostUpdate):
+        return Charge(task.origin, "", part, task.tier if isinstance(task, Copy) else "cpu")
     return Charge(task.origin, task.axis, part)
 
 
@@ -449,6 +451,8 @@ def tally(
         shared: Num = False
         if isinstance(task, Copy):
             each = cluster.tiers[task.tier].copy_seconds(task.bytes, is_inward=task.is_inward)
+        elif isinstance(task, HostUpdate):
+            each = task.elements * cluster.devices_per_node / (cluster.host.adam_elements_per_second or 1.0)
         else:
             road = roads[task.axis]
             if device.kind != "cpu":
@@ -479,8 +483,8 @@ def stage_cost(
     beside = cluster.beside
     messages = (beside.collective_by_compute, beside.compute_by_collective)
     copies = (beside.copy_by_compute, beside.compute_by_copy)
-    # Each kind hides behind compute by itself: the network, and a copy engine for either way.
-    lanes = (("collective", messages), ("copy in", copies), ("copy out", copies))
+    # Each kind hides behind compute by itself: the network, a copy engine for either way, cores of the host.
+    lanes = (("collective", messages), ("copy in", copies), ("copy out", copies), ("cpu", (1.0, 1.0)))
     parts: tuple[Part, ...] = ("forward", "backward", "weight", "step")
     for part, (lane, slowed) in itertools.product(parts, lanes if total.hidden else ()):
         group = [item for item in total.hidden if item.part == part and item.lane == lane]

@@ -98,6 +98,10 @@ class Precision(Technique):
         return self.weights == "bf16"
 
     @property
+    def copies_weights(self) -> bool:
+        return self.weights == "master"
+
+    @property
     def scales_loss(self) -> bool:
         return self.dtype == "fp16"
 

@@ -38,7 +38,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.profile import Layer, Op, Poly, Profile
 from meshwright.core.revolve import forwards_again
 from meshwright.core.technique import Choice, Exactness, Option, PerLayer, Spans, Technique
-from meshwright.core.work import Collective, Compute, Copy, Num, Resident, Task, Work, replace
+from meshwright.core.work import Collective, Compute, Copy, HostUpdate, Num, Resident, Task, Work, replace
 
 DEAR = ("matmul", "attention")
 """Kinds of ops whose results selective blocks keep."""
@@ -269,7 +269,7 @@ def _dear_bytes(work: Work, layer: Layer, keeps_products: bool) -> Num:
     wide = work.facts.widths.state
     last, total = _last_product(layer.ops), 0.0
     for task in work.tasks:
-        if task.layer != layer.name or task.phase != "forward" or task.per_step or isinstance(task, Copy):
+        if task.layer != layer.name or task.phase != "forward" or task.per_step or isinstance(task, Copy | HostUpdate):
             continue
         if isinstance(task, Collective):
             size = 0.0 if task.tail or task.kind in ("ring", "send") else task.bytes * (work.size(task.axis) > 1)

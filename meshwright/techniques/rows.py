@@ -87,7 +87,7 @@ class Rows(Technique):
         problems = []
         for other in plan.techniques if self.tier == "host" else ():
             why = "shares samples or layers out too" if other.axis and other is not self else ""
-            why = "updates whole parameters, not rows" if other.updates_each_alone else why
+            why = "updates whole parameters, not rows" if other.updates_each_alone or other.takes_gradients else why
             if why:
                 fix = f'Leave out {other.name} (size = {plan.num_ranks}), or use tier = "device".'
                 problems.append(self.problem(f"tables are in host memory, and {other.name} {why}.", fix))

@@ -58,6 +58,10 @@ class UpdateInBackward(Technique):
             )
         return tuple(problems)
 
+    @property
+    def takes_gradients(self) -> bool:
+        return self.is_used
+
     def refusals(self, given: Circumstances) -> Iterator[tuple[Num, Problem]]:
         if not self.is_used:
             return

@@ -171,6 +171,7 @@ def compare(
             loss, norm = (float(reference.get_tensor(name)) for name in ("loss", "norm"))
             errors = [("loss", "loss", _relative(abs(result.loss - loss), abs(loss)))]
             errors += _tensor_errors(session.build, reference, gradients, forced=tolerance > EXACT)
+            session.loop.optimizer.rule.reload()
             errors.append(("gradient norm", "all", _relative(abs(result.gradient_norm - norm), norm)))
         for quantity, name, error in errors:
             limit = update_tolerance if quantity == "update" else tolerance
@@ -314,8 +315,11 @@ def observe(session: Session, samples: SamplesOf, optimizer: OptimizerConfig) ->
     session.loop.flush()
     optimizer_here = session.loop.optimizer
     held = zip(optimizer_here.parameters, optimizer_here.pieces, strict=True)
+    passing = {name for unit in session.build.host_units if unit.is_streamed for name in unit.names}
+    every = session.build.named_parameters()
+    lasting = (session.build.wide.get(name, value) for name, value in every if name not in passing)
     sizes = {
-        "parameters": sum(value.nbytes for _, value in session.build.local_parameters()),
+        "parameters": sum(local(value.detach()).nbytes for value in lasting),
         # A parameter that took no part in this step may in the next: price counts its gradient.
         "gradients": sum(
             local(p if p.grad is None else p.grad).nbytes

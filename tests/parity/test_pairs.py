@@ -3,8 +3,8 @@
 What is found is the compatibility matrix of the docs. `pytest tests/parity/test_pairs.py --write-matrix` writes it.
 
 Tests of `techniques/chunked_loss.py`, `techniques/compile.py`, `techniques/compress_activations.py`,
-`techniques/lowbit_optimizer.py`, `techniques/precision.py`, `techniques/replicate.py`, `techniques/tensor.py`,
-`techniques/update_in_backward.py`.
+`techniques/lowbit_optimizer.py`, `techniques/offload_states.py`, `techniques/precision.py`, `techniques/replicate.py`,
+`techniques/stream_weights.py`, `techniques/tensor.py`, `techniques/update_in_backward.py`.
 """
 
 from __future__ import annotations
@@ -38,12 +38,14 @@ SETTINGS: dict[str, tuple[Technique, ...]] = {
     "expert": (tiny.EXPERT,),
     "lowbit_optimizer": (tiny.LOW_BIT,),
     "offload_activations": (tiny.OFFLOAD,),
+    "offload_states": (tiny.ON_HOST, tiny.ON_HOST_AHEAD),
     "pipeline": (tiny.PIPELINE, tiny.INTERLEAVED),
     "precision": (tiny.BF16,),
     "recompute": (tiny.RECOMPUTE_SOME,),
     "replicate": (tiny.REPLICATE,),
     "rows": (tiny.ROWS,),
     "shard": (tiny.SHARD3, tiny.SHARD1),
+    "stream_weights": (tiny.STREAMED,),
     "tensor": (tiny.SEQUENCED, tiny.TENSOR),
     "update_in_backward": (tiny.IN_BACKWARD,),
 }

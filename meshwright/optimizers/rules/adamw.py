@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -9,14 +11,34 @@ from meshwright.optimizers.rule import ParameterPiece, UpdateRule, widen_gradien
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
     from meshwright.ops.kernels.adamw import AdamWKernel
+    from meshwright.optimizers.optimizer_config import OptimizerConfig
 
 
 class AdamW(UpdateRule):
     states = 2
     has_low_bit_form = True
     decides_on_device = True
+    flat_states = ("exp_avg", "exp_avg_sq")
+
+    @classmethod
+    def flat_numbers(
+        cls, config: OptimizerConfig, lr: float, decay: float, count: int, factor: float
+    ) -> tuple[float, ...]:
+        beta1, beta2 = config.beta1, config.beta2
+        corrected = lr / (1 - beta1**count), math.sqrt(1 - beta2**count)
+        return factor, 1 - lr * decay, 1 - beta1, beta2, 1 - beta2, *corrected, config.epsilon
+
+    @staticmethod
+    def flat_update(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], numbers: Tensor) -> tuple[Tensor, ...]:
+        factor, kept, into_mean, beta2, into_square, rate, root, epsilon = numbers.unbind()
+        mean, square = states
+        gradient = gradient.to(weight.dtype) * factor
+        mean = mean + (gradient - mean) * into_mean
+        square = square * beta2 + gradient * gradient * into_square
+        return weight * kept - rate * (mean / (square.sqrt() / root + epsilon)), mean, square
 
     def __init__(self, *given: Any):
         import torch

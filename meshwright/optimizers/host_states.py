@@ -1,0 +1,480 @@
+"""Masters and optimizer states in host memory: gradients leave the device as backward makes them, host cores update,
+and the new weights are back before the layer's next forward."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import cache
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.core.build import Build
+from meshwright.ops.fsdp import local
+from meshwright.ops.host_memory import CopyLanes, HostUnit, flat_views, pinned_empty
+from meshwright.optimizers.optimizer_config import OptimizerConfig
+from meshwright.optimizers.rule import OptimizerState, ParameterPiece, RuleMaker, UpdateRule
+
+
+class FlatRule(UpdateRule):
+    """A rule on the flat tensors of a unit, compiled to one pass over them that makes the working copy too.
+
+    With `has_spare` it reads one set of tensors and writes another; `commit` makes that the valid one.
+    """
+
+    def __init__(
+        self,
+        plain: Any,
+        unit: HostUnit,
+        gradients: Tensor,
+        has_spare: bool,
+        config: OptimizerConfig,
+        pieces: list[ParameterPiece],
+        build: Build,
+    ):
+        super().__init__(config, pieces, build, {})
+        self.plain, self.unit, self.flat_gradients, self.build = plain, unit, gradients, build
+        masters = unit.flat_masters
+        self.sets = [[masters, *(torch.zeros_like(masters) for _ in plain.flat_states)]]
+        """Masters and states; the first set is the valid one."""
+        if has_spare:
+            spare = torch.empty_like(masters, pin_memory=masters.is_pinned())
+            self.sets.append([spare, *(torch.empty_like(masters) for _ in plain.flat_states)])
+        self.is_narrow = unit.flat_working.dtype != masters.dtype
+        equal = groupby(pieces, key=lambda piece: (piece.lr_scale, piece.weight_decay))
+        self.runs = [(*key, sum(piece.value.numel() for piece in group)) for key, group in equal]
+        self.update: Any = compiled_update(plain, not has_spare)
+
+    def step(self, lr: float, count: int) -> None:
+        at = 0
+        for lr_scale, decay, size in self.runs:
+            here = slice(at, at + size)
+            at += size
+            numbers = self.plain.flat_numbers(self.config, lr * lr_scale, decay, count, self.factor)
+            narrow = self.unit.flat_working[here] if self.is_narrow else None
+            old, *new = ([each[here] for each in each_set] for each_set in self.sets)
+            self.update(old, self.flat_gradients[here], torch.tensor(numbers, dtype=old[0].dtype), narrow, *new)
+
+    def commit(self) -> None:
+        if len(self.sets) == 1:
+            return
+        self.sets.reverse()
+        unit, values = self.unit, [piece.value for piece in self.pieces]
+        unit.flat_masters = self.sets[0][0]
+        unit.masters = flat_views(unit.flat_masters, values)
+        self.build.masters.update(zip(unit.names, unit.masters, strict=True))
+        if not self.is_narrow:
+            unit.flat_working, unit.working = unit.flat_masters, unit.masters
+
+    def kept(self) -> Iterator[OptimizerState]:
+        for kind, flat in zip(self.plain.flat_states, self.sets[0][1:], strict=True):
+            for piece, value in zip(self.pieces, flat_views(flat, [p.value for p in self.pieces]), strict=True):
+                yield OptimizerState(kind, piece.name, value, piece.box)
+
+    def storage(self) -> Iterator[Tensor]:
+        yield from self.sets[0][1:]
+
+    def apart(self, count: int) -> UpdateRule:
+        """The plain rule in its place."""
+        pieces = zip(self.pieces, self.unit.masters, strict=True)
+        rule = self.plain(self.config, [replace(piece, value=value) for piece, value in pieces], self.build, {})
+        for mine, its in zip(self.kept(), rule.kept(), strict=True):
+            its.value.copy_(mine.value)
+        rule.set_num_steps(count)
+        return rule
+
+
+def compiles_updates(build: Build) -> bool:
+    """On a CPU, where plans are compared, updates are bit for bit those of the device."""
+    return build.mesh.device.type == "cuda"
+
+
+@cache
+def compiled_update(plain: Any, is_in_place: bool) -> Callable[..., None]:
+    """(masters and states, gradients, numbers, working copy or None, new masters and states unless in place)."""
+
+    def write(new: list[Tensor], results: tuple[Tensor, ...], narrow: Tensor | None) -> None:
+        for target, result in zip(new, results, strict=True):
+            target.copy_(result)
+        if narrow is not None:
+            narrow.copy_(results[0])
+
+    def in_place(old: list[Tensor], gradient: Tensor, numbers: Tensor, narrow: Tensor | None) -> None:
+        write(old, plain.flat_update(old[0], gradient, old[1:], numbers), narrow)
+
+    def into(old: list[Tensor], gradient: Tensor, numbers: Tensor, narrow: Tensor | None, new: list[Tensor]) -> None:
+        write(new, plain.flat_update(old[0], gradient, old[1:], numbers), narrow)
+
+    # The thread that launches kernels must not wait for a core. Graphs of torch's cache, told apart by less than which
+    # inputs they write, have been the wrong ones (torch 2.13).
+    options = {"cpp.threads": max(1, torch.get_num_threads() - 2), "fx_graph_cache": False}
+    return torch.compile(in_place if is_in_place else into, dynamic=True, options=options)
+
+
+@cache
+@torch.no_grad()
+def can_compile(plain: Any, wide: torch.dtype, narrow: torch.dtype, given: torch.dtype, has_spare: bool) -> bool:
+    """Whether the compiled update runs here and is right, compiled by the time that this returns."""
+    if not plain.flat_states:
+        return False
+    config = OptimizerConfig()
+    numbers = torch.tensor(plain.flat_numbers(config, 0.1, 0.1, 1, 0.5), dtype=wide)
+    old = [torch.rand(4096, dtype=wide) for _ in (0, *plain.flat_states)]
+    new = [torch.empty_like(each) for each in old] if has_spare else old
+    gradient, copy = torch.rand(4096, dtype=given), torch.empty(4096, dtype=narrow)
+    try:
+        for here in (slice(0, 1024), slice(1024, 4096)):
+            before = [each[here] for each in old]
+            wanted = plain.flat_update(before[0], gradient[here], before[1:], numbers)
+            into = copy[here] if narrow != wide else None
+            after = [[each[here] for each in new]] if has_spare else []
+            compiled_update(plain, not has_spare)(before, gradient[here], numbers, into, *after)
+            for each, value in zip(new, wanted, strict=True):
+                torch.testing.assert_close(each[here], value, rtol=1e-5, atol=1e-6)
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        warnings.warn(f"updates on the host are not compiled, and take longer: {reason}", stacklevel=2)
+        return False
+    return True
+
+
+class UnitStates:
+    """What the host has of one unit. All of its methods but `arrive` run on the updating thread."""
+
+    def __init__(
+        self,
+        unit: HostUnit,
+        pieces: list[ParameterPiece],
+        make: RuleMaker,
+        config: OptimizerConfig,
+        build: Build,
+        *,
+        num_microbatches: int,
+        keeps_old: bool,
+    ):
+        """`pieces`: of the device."""
+        self.unit, self.pieces, self.build = unit, pieces, build
+        values = [piece.value for piece in pieces]
+        size = sum(value.numel() for value in values)
+        self.landing = pinned_empty(size, values[0].dtype, build.mesh.device)
+        """Gradients as they come."""
+        self.landed = flat_views(self.landing, values)
+        flat = torch.empty(size, dtype=build.dtype) if num_microbatches > 1 else self.landing
+        self.sums = flat_views(flat, values)
+        """Gradients of the step."""
+        on_host = [replace(piece, value=master) for piece, master in zip(pieces, unit.masters, strict=True)]
+        plain: Any = make
+        is_flat = isinstance(plain, type) and compiles_updates(build)
+        if is_flat and can_compile(plain, build.dtype, unit.flat_working.dtype, flat.dtype, keeps_old):
+            self.rule: UpdateRule = FlatRule(plain, unit, flat, keeps_old, config, on_host, build)
+        else:
+            self.rule = make(config, on_host, build, {})
+        self.num_arrivals = len(pieces) * num_microbatches
+        self.added: list[Future[None] | None] = [None] * len(pieces)
+        """The last addition to each of the sums."""
+        self.event: torch.cuda.Event | None = None
+        """When the last gradient has arrived."""
+        self.old: list[Tensor] = []
+        """What an update that may be undone has changed, as it was."""
+        if keeps_old and not isinstance(self.rule, FlatRule):
+            self.old = [torch.empty_like(value) for value in self._changed()]
+        self.is_ahead = False
+        """Updated, and nobody knows yet whether by the right gradient."""
+        self.counts_apart = False
+        """Some parameter took no part in a step: from then on rules that count steps do so for each parameter."""
+        self.future: Future[torch.cuda.Event | None] | None = None
+        """The event of the weights' return."""
+        self.begin()
+
+    def begin(self) -> None:
+        self.arrivals = [0] * len(self.pieces)
+
+    @property
+    def is_complete(self) -> bool:
+        return sum(self.arrivals) == self.num_arrivals
+
+    def _changed(self) -> list[Tensor]:
+        return [*self.unit.masters, *self.rule.storage()]
+
+    def update(self, lr: float, count: int, factor: float, used: list[int], *, is_ahead: bool = False) -> None:
+        """By the gradients, each multiplied by `factor`; `used`: 0 for a parameter that has none."""
+        if self.event is not None:
+            self.event.synchronize()
+        self.is_ahead = is_ahead
+        if is_ahead and self.old:
+            for old, value in zip(self.old, self._changed(), strict=True):
+                old.copy_(value)
+        if isinstance(self.rule, FlatRule) and all(used):
+            self.rule.factor = factor
+            self.rule.step(lr, count)
+            return
+        if isinstance(self.rule, FlatRule):
+            self.rule = self.rule.apart(count - 1)
+        masters, dtype = self.unit.masters, self.build.dtype
+        unused = {piece.name for piece, times in zip(self.pieces, used, strict=True) if not times}
+        self.counts_apart |= bool(unused)
+        untouched = [master for piece, master in zip(self.pieces, masters, strict=True) if piece.name in unused]
+        untouched += [state.value for state in self.rule.kept() if state.name in unused] if unused else []
+        before = [value.clone() for value in untouched]
+        for piece, master, gradient in zip(self.pieces, masters, self.sums, strict=True):
+            master.grad = None if piece.name in unused else gradient.to(dtype)
+        self.rule.divisor = None
+        if factor != 1.0 and self.rule.decides_on_device and dtype == torch.float32:
+            self.rule.divisor = torch.tensor(1.0 / factor, dtype=torch.float32)
+        elif factor != 1.0:
+            torch._foreach_mul_([master.grad for master in masters if master.grad is not None], factor)
+        self.rule.step(lr, count)
+        for master in masters:
+            master.grad = None
+        for value, old in zip(untouched, before, strict=True):
+            value.copy_(old)
+        self.narrow()
+
+    def roll_back(self, count: int) -> None:
+        """Undo an update that was made ahead in step `count`."""
+        if self.is_ahead and self.old:
+            for value, old in zip(self._changed(), self.old, strict=True):
+                value.copy_(old)
+            self.rule.set_num_steps(count - 1)
+        self.is_ahead = False
+
+    def narrow(self) -> None:
+        """Make the working copy of the masters."""
+        if self.unit.working is not self.unit.masters and self.unit.flat_working.dtype != self.build.dtype:
+            for working, master in zip(self.unit.working, self.unit.masters, strict=True):
+                working.copy_(master)
+
+    def send(self, lanes: CopyLanes) -> torch.cuda.Event | None:
+        """The update stands: the device gets the new weights."""
+        self.is_ahead, event = False, None
+        if isinstance(self.rule, FlatRule):
+            self.rule.commit()
+        if not self.unit.is_streamed:
+            for piece, working in zip(self.pieces, self.unit.working, strict=True):
+                event = lanes.copy_in(piece.value, working, waits=False)
+        self.unit.renew()
+        return event
+
+
+class HostStatesRule(UpdateRule):
+    """A rule for each unit that lives on the host, called by a thread of its own, and one for all other pieces.
+
+    `early`: gradients are whole when backward makes them, and leave then; otherwise they leave when `step` is called.
+    `ahead`: a unit is updated as soon as all its gradients are there, before the norm of all is known. `step` lets that
+    stand if they are not to be scaled, and otherwise restores what was and updates again.
+    """
+
+    rolls_back = True
+
+    def __init__(
+        self,
+        units: Sequence[HostUnit],
+        early: bool,
+        ahead: bool,
+        make: RuleMaker,
+        config: OptimizerConfig,
+        pieces: list[ParameterPiece],
+        build: Build,
+        shapes: Mapping[str, tuple[int, ...]],
+    ):
+        super().__init__(config, pieces, build, shapes)
+        self.build, self.early, self.ahead = build, early, ahead
+        self.num_microbatches = build.plan.num_microbatches if early else 1
+        self.lanes = CopyLanes(build.mesh.device)
+        self.worker, self.adder = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        by_name = {piece.name: piece for piece in pieces}
+        self.units: list[UnitStates] = []
+        """In the order of forward."""
+        for unit in units:
+            own = [by_name[name] for name in unit.names]
+            if own:
+                settings: dict[str, Any] = {"num_microbatches": self.num_microbatches, "keeps_old": ahead}
+                self.units.append(UnitStates(unit, own, make, config, build, **settings))
+        self.later = frozenset(piece.name for states in self.units for piece in states.pieces)
+        self.others = make(config, [piece for piece in pieces if piece.name not in self.later], build, shapes)
+        rules = (self.others, *(states.rule for states in self.units))
+        self.rounds_states = any(rule.rounds_states for rule in rules)  # type: ignore[misc]
+        self.lr, self.count = 0.0, 0
+        self.norms: dict[str, Tensor] = {}
+        own_rule = weakref.ref(self)  # hooks of autograd are out of the garbage collector's sight
+        for states in self.units:
+            self._hook(own_rule, states)
+
+    def _hook(self, rule: weakref.ref[HostStatesRule], states: UnitStates) -> None:
+        def arrived(at: int) -> Callable[[Tensor], None]:
+            def call(parameter: Tensor) -> None:
+                here = rule()
+                assert here is not None, "a gradient arrived after its optimizer was given up"
+                here.take(states, at, parameter)
+
+            return call
+
+        def wait(*_: Any) -> None:
+            if (here := rule()) is not None:
+                here.wait(states)
+
+        if self.early:
+            for at, parameter in enumerate(states.unit.parameters):
+                parameter.register_post_accumulate_grad_hook(arrived(at))
+        # Sharded layers are gathered ahead of their turn.
+        module = states.unit.module if self.build.plan.num_ranks == 1 else None
+        if states.unit.is_streamed:
+            states.unit.wait = wait
+        else:
+            (module or self.build.model).register_forward_pre_hook(wait, prepend=True)
+
+    def begin(self, lr: float, count: int) -> None:
+        self.norms.clear()
+        self.updated.clear()
+        for states in self.units:
+            if not states.unit.is_current.is_set() and states.future is None:
+                self.worker.submit(self._restore, states, self.count).result()
+            states.begin()
+        self.lr, self.count = lr, count
+
+    def _restore(self, states: UnitStates, count: int) -> None:
+        """After a step that began and was not taken."""
+        states.roll_back(count)
+        states.narrow()
+        states.unit.renew()
+
+    @torch.no_grad()
+    def take(self, states: UnitStates, at: int, parameter: Tensor) -> None:
+        """A gradient of a microbatch is there, whole: take it to the host."""
+        assert parameter.grad is not None
+        self.arrive(states, at, local(parameter.grad))
+        parameter.grad = None
+
+    def arrive(self, states: UnitStates, at: int, gradient: Tensor) -> None:
+        """The same for whoever has no parameter on the device that keeps it."""
+        piece = states.pieces[at]
+        if (added := states.added[at]) is not None:
+            added.result()  # what came before is out of the way
+        states.event = event = self.lanes.copy_out(states.landed[at], gradient)
+        states.arrivals[at] += 1
+        if self.num_microbatches > 1:
+            states.added[at] = self.adder.submit(self._add, states, at, event, states.arrivals[at])
+        elif piece.is_owned:
+            self.norms[piece.name] = _norm(gradient)
+        self.updated.add(piece.name)
+        if self.ahead and states.is_complete and not states.counts_apart:
+            states.unit.is_current.clear()
+            self.worker.submit(self._update_ahead, states, self.lr, self.count, states.arrivals)
+
+    @torch.no_grad()
+    def _add(self, states: UnitStates, at: int, event: torch.cuda.Event | None, arrivals: int) -> None:
+        if event is not None:
+            event.synchronize()
+        total = states.sums[at]
+        if arrivals == 1:
+            total.copy_(states.landed[at])
+        else:
+            total.add_(states.landed[at])
+
+    @torch.no_grad()
+    def _update_ahead(self, states: UnitStates, lr: float, count: int, used: list[int]) -> None:
+        for added in states.added:
+            if added is not None:
+                added.result()
+        states.update(lr, count, 1.0, used, is_ahead=True)
+
+    def squared_norm(self) -> Tensor:
+        device = self.build.mesh.device
+        if self.num_microbatches > 1:
+            for states in self.units:
+                for piece, added, total in zip(states.pieces, states.added, states.sums, strict=True):
+                    if added is not None and piece.name in self.updated and piece.is_owned:
+                        added.result()
+                        self.norms[piece.name] = _norm(total)
+        if not self.norms:
+            return torch.zeros((), dtype=torch.float64, device=device)
+        norms = [self.norms[piece.name] for piece in self.pieces if piece.name in self.norms]
+        return torch.stack(norms).double().square().sum().to(device)
+
+    def leave_out(self, names: Collection[str]) -> None:
+        for states in self.units:
+            for at, piece in enumerate(states.pieces):
+                if piece.name in names:
+                    states.arrivals[at] = 0
+                    self.norms.pop(piece.name, None)
+
+    @torch.no_grad()
+    def step(self, lr: float, count: int) -> None:
+        self.others.step(lr, count)
+        for states in self.units:
+            if not self.early:
+                for at, piece in enumerate(states.pieces):
+                    if piece.value.grad is not None:
+                        states.event = self.lanes.copy_out(states.landed[at], piece.value.grad)
+                        states.arrivals[at] += 1
+            for look in self.on_gradient if self.early else ():
+                self._show(states, look)
+            states.unit.is_current.clear()
+            factor = self.factor if self.early else 1.0  # others have been scaled on the device
+            states.future = self.worker.submit(self._finish, states, lr, count, factor, states.arrivals)
+
+    def _show(self, states: UnitStates, look: Callable[[str, Tensor], None]) -> None:
+        if states.event is not None:
+            states.event.synchronize()
+        for piece, gradient, arrivals in zip(states.pieces, states.sums, states.arrivals, strict=True):
+            if arrivals:
+                look(piece.name, gradient)
+
+    @torch.no_grad()
+    def _finish(
+        self, states: UnitStates, lr: float, count: int, factor: float, used: list[int]
+    ) -> torch.cuda.Event | None:
+        if not states.is_ahead or factor != 1.0 or not all(used):
+            states.roll_back(count)
+            states.update(lr, count, factor, used)
+        return states.send(self.lanes)
+
+    def wait(self, states: UnitStates) -> None:
+        """Before somebody uses a unit's weights on the device."""
+        if states.future is not None:
+            event, states.future = states.future.result(), None
+            if event is not None:
+                torch.cuda.current_stream(self.lanes.device).wait_event(event)
+        elif not states.unit.is_current.is_set():  # a step began and was not taken
+            self.worker.submit(self._restore, states, self.count).result()
+
+    def finish(self) -> None:
+        for states in self.units:
+            self.wait(states)
+
+    def reload(self) -> None:
+        self.finish()
+        for states in self.units:
+            states.narrow()
+            states.future = self.worker.submit(states.send, self.lanes)
+
+    def kept(self) -> Iterator[OptimizerState]:
+        self.finish()
+        yield from self.others.kept()
+        for states in self.units:
+            yield from states.rule.kept()
+
+    def restore(self, state: OptimizerState) -> None:
+        rules = [states.rule for states in self.units if state.name in states.unit.names]
+        (rules or [self.others])[0].restore(state)
+
+    def storage(self) -> Iterator[Tensor]:
+        yield from self.others.storage()
+        for states in self.units:
+            yield from states.rule.storage()
+
+    def set_num_steps(self, count: int) -> None:
+        for rule in (self.others, *(states.rule for states in self.units)):
+            rule.set_num_steps(count)
+
+
+def _norm(gradient: Tensor) -> Tensor:
+    """In float32 at least."""
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    return torch.linalg.vector_norm(gradient, dtype=wide)

@@ -1,0 +1,257 @@
+"""Optimizer states, gradients and master weights of some layers in host memory, updated by host cores.
+
+What: of the last `share` of a stage's layers the device keeps only the weights it computes with; under `precision`
+those of blocks are in the compute dtype, a copy of the float32 masters. Gradients leave the device as backward makes
+them, a thread updates masters and states on the host, and the new weights return before the layer's next forward. With
+`ahead` a layer is updated as soon as its gradients are there, while backward goes on; in a step whose gradients are
+clipped, the old values are restored and the update is made again. Otherwise updates begin when the norm is known, in
+the order of the next forward.
+When it helps: states are the peak, and steps are long enough for the copies and the update.
+When it does not: whatever fits without; few tokens in a step.
+Cost: each gradient goes out and each weight comes in once a step (gradients: once a microbatch); host memory for
+masters, states and what passes through, with `ahead` twice for masters and states (Ren et al. 2021, ZeRO-Offload;
+SuperOffload 2025).
+Exactness: exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from meshwright.core.build import Build
+from meshwright.core.cluster import Cluster
+from meshwright.core.errors import Problem, Problems
+from meshwright.core.plan import Plan
+from meshwright.core.profile import Profile
+from meshwright.core.technique import Choice, Exactness, Option, Technique, technique_named, technique_names
+from meshwright.core.units import pretty_bytes
+from meshwright.core.work import (
+    Circumstances,
+    Compute,
+    Copy,
+    HostUpdate,
+    Num,
+    ParameterSlot,
+    Resident,
+    Task,
+    Updating,
+    Work,
+    replace,
+)
+
+if TYPE_CHECKING:
+    from meshwright.ops.host_memory import HostUnit
+
+STATE_BYTES = 16
+"""Of a parameter: itself, its gradient, two moments."""
+LAUNCHES = 5.0
+"""Ops of the host for each gradient that leaves: norm, events, copy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadStates(Technique):
+    name: ClassVar[str] = "offload_states"
+    phase: ClassVar[str] = "step"
+    exactness: ClassVar[Exactness] = "exact"
+    uses_tiers: ClassVar[bool] = True
+
+    share: float = 1.0
+    """Of each stage's layers, from the end."""
+    ahead: bool = False
+    """Update before the norm of all gradients is known."""
+
+    @classmethod
+    def options(cls, profile: Profile, cluster: Cluster) -> tuple[Option, ...]:
+        """Only where all states on the devices would be more than half of their memory, and hosts are known."""
+        each = STATE_BYTES * profile.num_params / cluster.num_devices
+        is_known = cluster.host.memory_bytes and cluster.host.adam_elements_per_second
+        if cluster.device.kind != "cuda" or not is_known or each < cluster.device.memory_bytes / 2:
+            return ()
+        return (Choice("share", (1.0, 0.75, 0.5, 0.25)), Choice("ahead", (False, True)))
+
+    @classmethod
+    def check_optimizer(cls, optimizer: Updating) -> Problems:
+        if optimizer.is_elementwise:
+            return ()
+        what = "this optimizer looks at whole parameters of all ranks at once."
+        return (Problem(where=cls.name, what=what, fix="Use adamw, lion or sgd, or leave the technique out."),)
+
+    @property
+    def takes_gradients(self) -> bool:
+        return True
+
+    @property
+    def hosts_states(self) -> bool:
+        return True
+
+    def refusals(self, given: Circumstances) -> Iterator[tuple[Num, Problem]]:
+        what = "steps that overlap need weights of two versions."
+        yield given.overlaps_steps, self.problem(what, "Use another schedule, or leave the technique out.")
+        what = "the gradients of all compiled layers exist at once, in memory that the next step writes."
+        fix = 'Use scope = "block" and graphs = false for compiled layers, or leave the technique out.'
+        yield given.joins_gradients, self.problem(what, fix)
+        what = "a step in which a gradient of fp16 overflows must be skipped as a whole."
+        yield given.scales_loss, self.problem(what, "Use another dtype than fp16, or leave the technique out.")
+
+    def check(self, plan: Plan, profile: Profile, cluster: Cluster | None) -> Problems:
+        problems = list(self.refused(plan, profile))
+        if not 0 < self.share <= 1:
+            problems.append(self.problem(f"share is {self.share}.", "Use more than 0 and at most 1."))
+        if cluster is not None:
+            problems += self._host_problems(plan, profile, cluster)
+        for other in plan.techniques:
+            if other is not self and (other.updates_each_alone or other.takes_gradients or other.copies_weights):
+                what = f"{other.name} updates parameters by itself, on the device."
+                problems.append(self.problem(what, f"Leave out {other.name}, or this technique."))
+        return tuple(problems)
+
+    def _host_problems(self, plan: Plan, profile: Profile, cluster: Cluster) -> Iterator[Problem]:
+        host = cluster.tiers["host"]
+        if not (host.bytes and host.in_bytes_per_second and cluster.host.adam_elements_per_second):
+            what = f"memory, copies or updates of the hosts of {cluster.name} are not known."
+            yield self.problem(what, "Measure them: mw probe.")
+            return
+        # At least masters and gradients of 16 bits; what an optimizer remembers, a forecast knows.
+        least = int(self.share * profile.num_params * (2 + 4 * (1 + self.ahead))) // max(plan.num_ranks, 1)
+        if least > host.bytes_each:
+            missing = pretty_bytes(least - host.bytes_each)
+            what = f"a device's part of the host's memory is {pretty_bytes(host.bytes_each)}, {missing} too little for "
+            what += "masters and gradients alone."
+            yield self.problem(what, "Use a smaller share, ahead = false, or more devices.")
+
+    def price(self, work: Work) -> Work:
+        has_copies = any(slot.copy_bytes for slot in work.slots)
+        work = self.forbid(work).forbid(work.facts.frees_gradients | has_copies)
+        ranks, late = _num_ranks(work), _num_ranks(work, late=True)
+        is_alone: Num = (ranks == 1) * 1
+        is_early: Num = is_alone | ((late == 1) * 1 & (work.size("num_microbatches") == 1) * 1)
+        widths, counts = work.facts.widths, self._counts(work)
+        blocks = {layer.name for layer in work.profile.block_layers}
+        narrowed = blocks if widths.compute < widths.state and self._narrows(work.profile) else set()
+        shares: dict[str, Num] = {}
+        slots, tasks, residents = list[ParameterSlot](), list[Task](), list[Resident]()
+        for slot in work.slots:
+            if slot.frozen or slot.copy_of:
+                slots.append(slot)
+                continue
+            count = np.minimum(counts[slot.unit], slot.repeat)
+            share = shares[slot.layer] = count / np.maximum(slot.repeat, 1)
+            wide = slot.element_bytes
+            width = wide + (widths.compute - wide) * is_alone if slot.layer in narrowed else wide
+            tiers: Any = (("device", 1 - share), ("host", share))
+            is_taken = share * is_early  # other gradients stay until the step
+            slots.append(replace(slot, host_share=share, working_bytes=width, taken_share=is_taken, state_tiers=tiers))
+            residents += self._residents(work, slots[-1], count, is_early)
+            tasks += self._tasks(slots[-1], count, is_alone, is_early)
+
+        def task(item: Any) -> Any:
+            """Weights that are narrow already are not cast."""
+            if getattr(item, "role", "") != "weight_cast" or item.layer not in narrowed:
+                return item
+            left = 1 - shares.get(item.layer, 0) * is_alone
+            return replace(item, moved_bytes=item.moved_bytes * left, kernels=item.kernels * left)
+
+        def resident(item: Resident) -> Resident:
+            is_cast = item.category == "gathered" and item.life == "microbatch" and item.layer in narrowed
+            left = 1 - shares.get(item.layer, 0) * is_alone
+            return replace(item, bytes=item.bytes * left) if is_cast else item
+
+        work = replace(work.map_tasks(task).map_residents(resident), slots=tuple(slots))
+        return work.with_tasks(*tasks).with_residents(*residents)
+
+    def _counts(self, work: Work) -> dict[str, Num]:
+        """Unit -> its instances that live on the host: of all units here the last ones, blocks first."""
+        repeats: dict[str, Num] = {}
+        trained = [slot for slot in work.slots if not (slot.frozen or slot.copy_of)]
+        for slot in sorted(trained, key=lambda slot: slot.is_block):
+            repeats[slot.unit] = np.maximum(repeats.get(slot.unit, 0), slot.repeat)
+        left = self.num_units(sum(repeats.values()))
+        counts = {}
+        for unit in reversed(repeats):
+            counts[unit] = np.minimum(repeats[unit], left)
+            left = left - counts[unit]
+        return counts
+
+    def _residents(self, work: Work, slot: ParameterSlot, count: Num, is_early: Num) -> list[Resident]:
+        stored, wide, width = slot.stored(slot.shards), slot.element_bytes, slot.working_bytes
+        common: dict[str, Any] = {"layer": slot.layer, "origin": self.name, "repeat": count}
+        # Masters, their working copy, gradients as they come and their sums; what an early update changes, as it was.
+        held = stored * (wide + width * (width < wide) + width)
+        held = held + stored * wide * (is_early * (work.size("num_microbatches") > 1))
+        held = held + (stored * wide + work.optimizer.state_bytes_of(slot)) * self.ahead
+        is_tied = any(each.copy_of == f"{slot.layer}.{slot.name}" for each in work.slots)
+        size = slot.stored(slot.gradient_shards) * width * is_early
+        return [
+            Resident(**common, category="buffers", life="always", tier="host", bytes=held),
+            Resident(**common, category="working", life="step" if is_tied else "backward", bytes=size),
+        ]
+
+    def _tasks(self, slot: ParameterSlot, count: Num, is_alone: Num, is_early: Num) -> list[Task]:
+        """Gradients leave during backward, weights return during forward; what cannot be so, after the step's backward
+        or before the next forward, hides behind nothing."""
+        common: dict[str, Any] = {"layer": slot.layer, "origin": self.name}
+        size = slot.stored(slot.shards) * slot.working_bytes
+        out: dict[str, Any] = common | {"source": "device", "target": "host", "bytes": size}
+        back: dict[str, Any] = common | {"source": "host", "target": "device", "bytes": size, "per_step": True}
+        update: dict[str, Any] = common | {"elements": slot.stored(slot.shards)}
+        is_ahead = is_early * self.ahead
+        in_forward = is_alone * (1 - is_ahead)
+        launches = Compute(
+            **common, name="offload", kind="memory", phase="backward", repeat=count * is_early, kernels=LAUNCHES
+        )
+        return [
+            launches,
+            Copy(**out, phase="backward", hidden=True, repeat=count * is_early),
+            Copy(**out, phase="step", per_step=True, repeat=count * (1 - is_early)),
+            Copy(**back, phase="forward", hidden=True, repeat=count * is_alone),
+            Copy(**back, phase="step", repeat=count * (1 - is_alone)),
+            HostUpdate(**update, phase="backward", hidden=True, repeat=count * is_ahead),
+            HostUpdate(**update, phase="forward", hidden=True, repeat=count * in_forward),
+            HostUpdate(**update, phase="step", repeat=count * (1 - is_ahead) * (1 - in_forward)),
+        ]
+
+    def apply(self, build: Build) -> None:
+        units: list[HostUnit] = []
+        is_alone = build.plan.num_ranks == 1
+        build.at("wrap" if is_alone else "step", lambda build: units.extend(self._units(build, is_alone)))
+        build.at("step", lambda build: self._install(build, units))
+
+    def _units(self, build: Build, is_alone: bool) -> Iterator[HostUnit]:
+        from meshwright.ops.host_memory import make_host_unit
+
+        units = [unit for unit in build.units() if any(p.requires_grad for p in unit.parameters)]
+        chosen = sorted(units, key=lambda unit: unit.is_block)[len(units) - int(self.num_units(len(units))) :]
+        for unit in (each for each in units if each in chosen):
+            is_narrow = is_alone and unit.is_block and self._narrows(build.profile)
+            yield make_host_unit(build, unit, build.compute_dtype if is_narrow else build.dtype)
+
+    def num_units(self, total: Num) -> Num:
+        """Of so many here, those that live on the host."""
+        return np.maximum(np.floor(self.share * total + 0.5), 1)
+
+    def _narrows(self, profile: Profile) -> bool:
+        """Whether blocks use their weights in the compute dtype only: under autocast norms do not, nor do routers."""
+        is_routed = any(op.role == "experts" for layer in profile.layers for op in layer.ops)
+        return profile.stream == "compute" and not is_routed
+
+    def _install(self, build: Build, units: list[HostUnit]) -> None:
+        from meshwright.optimizers.host_states import HostStatesRule
+
+        plan = build.plan
+        axes = [other for other in plan.techniques if other.axis and plan.mesh[other.axis] > 1]
+        early = all(other.makes_whole_gradients for other in axes) and (not axes or plan.num_microbatches == 1)
+        build.rule_wraps.append(lambda make: partial(HostStatesRule, units, early, self.ahead, make))
+
+
+def _num_ranks(work: Work, *, late: bool = False) -> Num:
+    """Along all axes, or along those whose gradients are whole only after the backward passes."""
+    kinds = [technique_named(name) for name in technique_names()]
+    ranks: Num = 1
+    for axis in {kind.axis for kind in kinds if kind.axis and not (late and kind.makes_whole_gradients)}:
+        ranks = ranks * work.size(axis)
+    return ranks
