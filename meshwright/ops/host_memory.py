@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -58,8 +60,18 @@ class CopyLanes:
 
 
 def pinned_empty(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Host memory that a device of this kind can copy from and to beside its work."""
-    return torch.empty(size, dtype=dtype, pin_memory=device.type == "cuda")
+    """Host memory that a device of this kind can copy from and to beside its work.
+
+    Page-locked as it is: torch's own allocator of such memory rounds sizes up to powers of two.
+    """
+    result = torch.empty(size, dtype=dtype)
+    if device.type == "cuda" and size:
+        runtime, address = torch.cuda.cudart(), result.data_ptr()
+        if runtime.cudaHostRegister(address, result.nbytes, 0) == runtime.cudaError.success:
+            weakref.finalize(result, runtime.cudaHostUnregister, address).atexit = False
+        else:
+            warnings.warn("host memory cannot be page-locked: copies to it are slower", stacklevel=2)
+    return result
 
 
 @dataclass(kw_only=True, eq=False)

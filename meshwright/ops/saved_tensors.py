@@ -12,7 +12,6 @@ They return when backward begins with the block after it. The host waits for not
 from __future__ import annotations
 
 import sys
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -24,6 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
+from meshwright.ops.host_memory import pinned_empty
 from meshwright.ops.low_bit import in_blocks
 from meshwright.ops.recompute import handed_on
 
@@ -111,14 +111,7 @@ class HostPool:
         if self.free and (event := self.free.pop()[1]) is not None:
             event.synchronize()  # its memory goes back to the system
         self.num_allocated += 1
-        buffer = torch.empty(size, dtype=torch.uint8)
-        if self.device.type == "cuda":  # torch's own allocator of such memory rounds sizes up to powers of two
-            runtime, address = torch.cuda.cudart(), buffer.data_ptr()
-            if runtime.cudaHostRegister(address, size, 0) == runtime.cudaError.success:
-                weakref.finalize(buffer, runtime.cudaHostUnregister, address).atexit = False
-            else:
-                warnings.warn("host memory cannot be page-locked: copies to it are slower", stacklevel=2)
-        return buffer, None
+        return pinned_empty(size, torch.uint8, self.device), None
 
 
 class HostTensor:

@@ -44,7 +44,7 @@ class FlatRule(UpdateRule):
         self.sets = [[masters, *(torch.zeros_like(masters) for _ in plain.flat_states)]]
         """Masters and states; the first set is the valid one."""
         if has_spare:
-            spare = torch.empty_like(masters, pin_memory=masters.is_pinned())
+            spare = pinned_empty(masters.numel(), masters.dtype, build.mesh.device)
             self.sets.append([spare, *(torch.empty_like(masters) for _ in plain.flat_states)])
         self.is_narrow = unit.flat_working.dtype != masters.dtype
         equal = groupby(pieces, key=lambda piece: (piece.lr_scale, piece.weight_decay))
@@ -365,7 +365,7 @@ class HostStatesRule(UpdateRule):
         self.updated.add(piece.name)
         if self.ahead and states.is_complete and not states.counts_apart:
             states.unit.is_current.clear()
-            self.worker.submit(self._update_ahead, states, self.lr, self.count, states.arrivals)
+            self.worker.submit(self._update_ahead, states, self.lr, self.count, list(states.arrivals))
 
     @torch.no_grad()
     def _add(self, states: UnitStates, at: int, event: torch.cuda.Event | None, arrivals: int) -> None:
