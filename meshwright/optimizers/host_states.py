@@ -57,9 +57,12 @@ class FlatRule(UpdateRule):
             here = slice(at, at + size)
             at += size
             numbers = self.plain.flat_numbers(self.config, lr * lr_scale, decay, count, self.factor)
-            narrow = self.unit.flat_working[here] if self.is_narrow else None
+            gradient, narrow = self.flat_gradients[here], None
+            if self.is_narrow:
+                is_shared = self.flat_gradients is self.unit.flat_working
+                narrow = gradient if is_shared else self.unit.flat_working[here]
             old, *new = ([each[here] for each in each_set] for each_set in self.sets)
-            self.update(old, self.flat_gradients[here], torch.tensor(numbers, dtype=old[0].dtype), narrow, *new)
+            self.update(old, gradient, torch.tensor(numbers, dtype=old[0].dtype), narrow, *new)
 
     def commit(self) -> None:
         if len(self.sets) == 1:
@@ -162,7 +165,9 @@ class UnitStates:
         self.unit, self.pieces, self.build = unit, pieces, build
         values = [piece.value for piece in pieces]
         size = sum(value.numel() for value in values)
-        self.landing = pinned_empty(size, values[0].dtype, build.mesh.device)
+        self.shares = unit.flat_working is not unit.flat_masters and num_microbatches == 1 and not keeps_old
+        """Gradients come into the memory of the working copy, which the update writes anew."""
+        self.landing = unit.flat_working if self.shares else pinned_empty(size, values[0].dtype, build.mesh.device)
         """Gradients as they come."""
         self.landed = flat_views(self.landing, values)
         flat = torch.empty(size, dtype=build.dtype) if num_microbatches > 1 else self.landing
@@ -358,6 +363,8 @@ class HostStatesRule(UpdateRule):
             added.result()  # what came before is out of the way
         states.event = event = self.lanes.copy_out(states.landed[at], gradient)
         states.arrivals[at] += 1
+        if states.shares:
+            states.unit.is_current.clear()
         if self.num_microbatches > 1:
             states.added[at] = self.adder.submit(self._add, states, at, event, states.arrivals[at])
         elif piece.is_owned:

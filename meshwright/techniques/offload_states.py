@@ -180,9 +180,11 @@ class OffloadStates(Technique):
     def _residents(self, work: Work, slot: ParameterSlot, count: Num, is_early: Num) -> list[Resident]:
         stored, wide, width = slot.stored(slot.shards), slot.element_bytes, slot.working_bytes
         common: dict[str, Any] = {"layer": slot.layer, "origin": self.name, "repeat": count}
-        # Masters, their working copy, gradients as they come and their sums; what an early update changes, as it was.
-        held = stored * (wide + width * (width < wide) + width)
-        held = held + stored * wide * (is_early * (work.size("num_microbatches") > 1))
+        # Masters, their working copy, gradients as they come (in the memory of the copy, unless they are added or used
+        # twice) and their sums; what an early update changes, as it was.
+        is_added = is_early * (work.size("num_microbatches") > 1)
+        held = stored * (wide + width * (width < wide) * (is_added | self.ahead) + width)
+        held = held + stored * wide * is_added
         held = held + (stored * wide + work.optimizer.state_bytes_of(slot)) * self.ahead
         is_tied = any(each.copy_of == f"{slot.layer}.{slot.name}" for each in work.slots)
         size = slot.stored(slot.gradient_shards) * width * is_early
