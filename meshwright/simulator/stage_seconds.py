@@ -531,8 +531,8 @@ def _in_turn(group: list[Hidden], order: list[str]) -> Iterator[tuple[str, list[
     for layer in order:
         mine = [item for item in group if item.task.layer == layer]
         if mine:
-            is_here = _sum(item.task.repeat for item in mine) > 0
-            yield layer, mine, _sum(item.each_seconds * (item.task.repeat > 0) for item in mine) * (unseen & is_here)
+            is_here = mine[0].task.repeat > 0
+            yield layer, mine, _sum(item.each_seconds for item in mine) * (unseen & is_here)
             unseen = unseen & np.logical_not(is_here)
 
 

@@ -22,13 +22,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
+
 from meshwright.core.build import Build
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import Problem, Problems
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.technique import Choice, Exactness, Option, PerLayer, Technique
-from meshwright.core.work import Circumstances, Copy, Num, Resident, Task, Work, replace
+from meshwright.core.work import Circumstances, Copy, Num, Resident, Work, replace
 
 TURN = -4
 """Of its blocks: before those that are recomputed."""
@@ -83,8 +85,10 @@ class OffloadActivations(Technique):
         for layer in work.profile.block_layers:
             count, own = work.following(self.name, "layers", layer.name), {"layer": layer.name, "origin": self.name}
             running: dict[str, Any] = own | {"category": "activations", "life": "moment"}
-            rest, moved, tasks = [], list[Resident](), list[Task]()
+            rest, moved = [], list[Resident]()
             size: Num = 0.0
+            copied: Num = 0.0
+            times = count
             for item in work.residents:
                 is_saved = item.layer == layer.name and item.life == "microbatch" and item.tier == "device"
                 is_saved = is_saved and item.category in ("activations", "gathered")
@@ -98,7 +102,7 @@ class OffloadActivations(Technique):
                     rest.append(replace(item, bytes=item.bytes - large))
                     moved.append(replace(item, bytes=large, tier="host"))
                     moved.append(Resident(**running, turn=item.turn, repeat=item.repeat, bytes=2 * large))
-                    tasks += self._copies(own, item.repeat, large)
+                    copied, times = copied + item.repeat * large, times + item.repeat
                 else:
                     rest.append(item)
             # Beside one of them, and beside the block after the last of them, there is what the one before it has saved
@@ -107,17 +111,13 @@ class OffloadActivations(Technique):
             both = 1 + (count > 1) * (1 - is_last)
             moved.append(Resident(**running, turn=TURN, repeat=count, bytes=size * both))
             moved.append(Resident(**running, repeat=(count > 0) * 1, bytes=size * is_last))
-            tasks += self._copies(own, count, size)
-            work = replace(work, residents=(*rest, *moved)).with_tasks(*tasks)
+            each = (copied + count * size) / np.maximum(times, 1)  # of an average block
+            copies: dict[str, Any] = own | {"repeat": times * (each > 0), "bytes": each, "hidden": True}
+            work = replace(work, residents=(*rest, *moved)).with_tasks(
+                Copy(**copies, source="device", target="host", phase="forward"),
+                Copy(**copies, source="host", target="device", phase="backward"),
+            )
         return work
-
-    @staticmethod
-    def _copies(own: dict[str, Any], count: Num, size: Num) -> list[Task]:
-        common: dict[str, Any] = own | {"repeat": count * (size > 0), "bytes": size, "hidden": True}
-        return [
-            Copy(**common, source="device", target="host", phase="forward"),
-            Copy(**common, source="host", target="device", phase="backward"),
-        ]
 
     def apply(self, build: Build) -> None:
         build.at("wrap", self._wrap)  # around whatever forwards have become

@@ -26,9 +26,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "scope": st.sampled_from(["block", "model"]),
         "graphs": st.booleans(),
     },
+    "compress_activations": {"bits": st.sampled_from([8, 4, 2]), "layers": layers},
     "context": {"size": sizes, "kind": st.sampled_from(["ring", "ulysses"])},
     "expert": {"size": sizes},
     "lowbit_optimizer": {"bits": st.sampled_from([4, 8])},
+    "offload_activations": {"layers": layers, "inputs": st.booleans(), "smallest": st.integers(0, 1 << 24)},
     "pipeline": {
         "size": sizes,
         "schedule": st.sampled_from(sorted(SCHEDULES)),
