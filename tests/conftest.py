@@ -37,6 +37,7 @@ LONG = (
     "tests/cli/test_bad_input.py::test_no_plan_fits_says_what_came_closest",
     "tests/cli/test_bad_models.py::test_a_folder_of_another_architecture_is_trained_exported_and_loaded",
     "tests/cli/test_train.py::test_inside_torchrun_rank_zero_plans_for_all",
+    "tests/cli/test_adapter_runs.py::test_adapters_are_trained_resumed_checked_and_exported",
     "tests/cli/test_uneven_train.py",
     "tests/house/test_docs.py::test_the_tutorials_blocks_run",
     "tests/ops/test_gpu_pieces.py",

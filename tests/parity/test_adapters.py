@@ -18,7 +18,7 @@ from meshwright.core.plan import Plan
 Run = Callable[..., list[dict[str, Any]]]
 # Rows of two blocks at least: cut in two they are whole blocks.
 WIDE: dict[str, Any] = {"num_layers": 2, "hidden_size": 128, "ffn_size": 128, "init_std": 0.08}
-BASES = {base: {"rank": 3, "base": base} for base in ("bf16", "int8", "nf4")}
+BASES = {base: {"rank": 4, "base": base} for base in ("bf16", "int8", "nf4")}
 PLANS = (
     (),
     (tiny.REPLICATE,),
