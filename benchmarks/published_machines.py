@@ -62,10 +62,10 @@ EFA = Link(
     fractions={"all_gather": 0.57, "reduce_scatter": 0.57},
     by_nodes=((1, 1.0), (2, 1.05), (4, 0.68), (8, 0.46), (16, 0.46), (32, 0.35), (64, 0.16)),
 )
-"""H100 nodes at AWS as Hugging Face measured them (Ultra-Scale Playbook): fitted to its collectives of 256 MB on 2 to 64
-nodes and, up to 32, to its calibration rows without stages whose tensor parallelism stays in a node. Each rank of a ring
-costs a step whatever the kind; gathers and scatters have 0.57 of the rate of sums. Of 64 nodes the collectives alone
-count: all its runs there but one have an MFU below 5 %."""
+"""H100 nodes at AWS as Hugging Face measured them (Ultra-Scale Playbook): fitted to its collectives of 256 MB on 2 to
+64 nodes and, up to 32, to its calibration rows without stages whose tensor parallelism stays in a node. Each rank of a
+ring costs a step whatever the kind; gathers and scatters have 0.57 of the rate of sums. Of 64 nodes the collectives
+alone count: all its runs there but one have an MFU below 5 %."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -169,7 +169,7 @@ def sweeps(rows: Iterable[ScoredPlan]) -> list[list[ScoredPlan]]:
 
 
 def steady_rows(rows: Sequence[ScoredPlan]) -> list[ScoredPlan]:
-    """Without runs whose `quality` tells of a low MFU and without pipelines that stalled. Measured times alone decide."""
+    """Without runs whose `quality` tells of a low MFU and pipelines that stalled. Measured times alone decide."""
     stalled = {id(each) for sweep in sweeps(rows) for each in sweep if any(_has_stalled(each, by) for by in sweep)}
     return [each for each in rows if id(each) not in stalled and "low_mfu" not in each.row.text("quality")]
 
