@@ -27,16 +27,17 @@ from benchmarks.published_machines import cluster
 from benchmarks.published_plans import Case, case_of, explained, guess_on
 from benchmarks.published_rows import Row, Unscored, measured, read_rows
 from meshwright.core.cluster import Cluster
-from meshwright.core.errors import MeshwrightError
 
 RESULT = Path(__file__).parent / "results" / "published_cross.json"
 STEP, MOST = math.log(1.1), math.log(1.3)
-DEVICE = ("matmul_fraction", "bandwidth_fraction", "attention_fraction", "attention_backward_fraction")
-LINK = ("bytes_per_second", "latency_seconds", "step_seconds", "sum_step_seconds")
+DEVICE = ("matmul_fraction", "bandwidth_fraction", "attention_fraction")
+LINK = ("bytes_per_second", "step_seconds", "sum_step_seconds")
 DIALECT = (
     *("launch_seconds", "traffic", "loss_traffic", "stage_wait_seconds", "far_latencies", "hidden_tensor"),
     *("expert_launches", "gathers_by_node", "flash.share", "fused_scores.passes"),
 )
+MOST_ROWS = 60
+"""Of a source in a file; of more every n-th is taken."""
 MANY_NODES = 16
 
 
@@ -56,18 +57,18 @@ class Example:
         return guess_on(case, case.plans[0], machines or cluster(case.machine), replays=False).step_seconds
 
 
-def examples(paths: Sequence[Path]) -> list[Example]:
-    found = []
-    for row in (row for path in paths for row in read_rows(path)[0]):
+def examples(path: Path) -> list[Example]:
+    by_source: dict[str, list[Example]] = defaultdict(list)
+    for row in read_rows(path)[0]:
         try:
-            real = measured(row)
-            case, source = case_of(row), row.text("file")
-            example = Example(row=row, case=case, seconds=real.step_seconds or 0.0, source=source, group="")
-            if real.step_seconds and len(case.plans) == 1 and example.forecast():
-                found.append(replace(example, group=f"{source} {row.text('model')} {row.text('gpus')}"))
-        except (Unscored, MeshwrightError):
+            real, source = measured(row), row.text("file")
+            if not real.step_seconds or len((case := case_of(row)).plans) > 1:
+                continue
+        except Unscored:
             continue
-    return found
+        group = f"{source} {row.text('model')} {row.text('gpus')}"
+        by_source[source].append(Example(row=row, case=case, seconds=real.step_seconds, source=source, group=group))
+    return [each for some in by_source.values() for each in some[:: -(-len(some) // MOST_ROWS)]]
 
 
 def effects(rows: Sequence[Example]) -> tuple[list[str], np.ndarray]:
@@ -143,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.published_cross")
     parser.add_argument("files", nargs="+", type=Path, metavar="CALIBRATE.csv", help="the last is reported by source")
     asked = parser.parse_args(arguments)
-    rows = examples(asked.files)
+    rows = [each for path in asked.files for each in examples(path)]
     reported = {row.text("row_id") for row in read_rows(asked.files[-1])[0]}
     names, slopes = effects(rows)
     now = np.array([abs(each.forecast() / each.seconds - 1) for each in rows])
