@@ -39,7 +39,7 @@ def _held_out(found: dict[str, Any]) -> list[str]:
         f"time on rows of `calibrate-more.csv` when {found['constants']} constants of devices, links and frameworks",
         "are fitted again without a group (a model on a number of devices) or without a whole source. A framework",
         "that only the source left out tells of has the costs of one that nobody measured. What is modelled at all",
-        "was chosen with all these rows in sight, so unseen sources may do worse. Of a source with more than 60 rows",
+        "was chosen with all these rows in sight, so unseen sources may do worse. Of a source with more than 40 rows",
         "every n-th counts; rows that do not tell their plan do not.",
         "Goals: 12 % for each source, 15 % beyond 16 nodes.",
         "",

@@ -36,7 +36,7 @@ DIALECT = (
     *("launch_seconds", "traffic", "loss_traffic", "stage_wait_seconds", "far_latencies", "hidden_tensor"),
     *("expert_launches", "gathers_by_node", "flash.share", "fused_scores.passes"),
 )
-MOST_ROWS = 60
+MOST_ROWS = 40
 """Of a source in a file; of more every n-th is taken."""
 MANY_NODES = 16
 
@@ -107,7 +107,11 @@ def fitted(logs: np.ndarray, slopes: np.ndarray, weights: np.ndarray) -> np.ndar
     def left(moves: np.ndarray) -> np.ndarray:
         return weights * (logs - slopes @ moves)
 
-    return least_squares(left, np.zeros(slopes.shape[1]), bounds=(-MOST, MOST), loss="soft_l1", f_scale=0.08).x
+    def jacobian(_: np.ndarray) -> np.ndarray:
+        return -weights[:, None] * slopes
+
+    start = np.zeros(slopes.shape[1])
+    return least_squares(left, start, jac=jacobian, bounds=(-MOST, MOST), loss="soft_l1", f_scale=0.08).x
 
 
 def held_out(rows: Sequence[Example], names: Sequence[str], slopes: np.ndarray, key: str) -> np.ndarray:
