@@ -6,7 +6,8 @@ counted by reason. Left out of times: steps that waited for the network (MFU bel
 anything but torch's own count. Rows that do not say whether they recompute are taken to do so only if they must to fit,
 rows that do not tell their microbatch to use the largest that fits; both are then scored on time alone. "dense" is the
 share of plain transformers of known size, measured in any way, that are scored. Kendall's tau and regret are of sweeps:
-rows of equal model, hardware, devices, sequence and batch, three or more.
+rows of equal model, hardware, devices, sequence and batch, three or more; "steady" ones are without runs that are
+flagged for their low MFU and without pipelines that took longer than other measured runs allow.
 
 Run: python -m benchmarks.published FILE.csv [--json] [--rows OUT.csv]
 """
@@ -40,6 +41,9 @@ COLUMNS = (
     ("tau", "kendall_tau"),
     ("regret", "regret_mean"),
     ("worst", "regret_max"),
+    ("s.tau", "steady_tau"),
+    ("s.regret", "steady_regret_mean"),
+    ("s.worst", "steady_regret_max"),
     ("memory", "memory_median_error"),
     ("oom ok", "oom_accuracy"),
     ("f.fit", "false_fit_fraction"),
@@ -66,7 +70,7 @@ def _cell(name: str, value: float | int | None) -> str:
         return "-"
     if name in ("rows", "scored"):
         return str(value)
-    return f"{value:.2f}" if name == "kendall_tau" else f"{value:.1%}"
+    return f"{value:.2f}" if name.endswith("_tau") else f"{value:.1%}"
 
 
 def table(found: Mapping[str, Mapping[str, Any]]) -> str:

@@ -62,6 +62,8 @@ class Dialect:
     """Stages are cut by their cost, not by counting layers."""
     stage_wait_seconds: float = 0.0
     """Of the host for each collective and rank in it, where there are stages."""
+    far_latencies: float = 0.0
+    """Of collectives inside layers that leave the node, beside the one that each has."""
     partitions_sends: bool = False
     """Of ranks that share the inside of layers each sends a part of what they all have; the others' parts are gathered
     on arrival (Megatron's scatter and gather, Narayanan et al. 2021; DeepSpeed's partitioned pipeline)."""
@@ -104,6 +106,8 @@ class Dialect:
                 yield from self._parted(task, work)
                 return
             yield from self._talk(task)
+            if self.far_latencies and task.origin == "tensor" and not task.per_step:
+                yield replace(task, bytes=0.0, repeat=task.repeat * self.far_latencies)
             if has_stages and self.stage_wait_seconds and not task.per_step and task.kind != "send":
                 yield self._wait(task, work.size(task.axis))
         elif task.name.startswith("cast") and not self.casts_weights:
@@ -226,10 +230,12 @@ NANOTRON = Dialect(
     hides_gathers=False,
     balances_stages=True,
     stage_wait_seconds=0.28e-3,
+    far_latencies=1.5,
     hidden_tensor=0.25,
 )
 """Its ZeRO-1 gathers parameters after the update, before anything else runs; the benchmark's tensor parallelism has
-`tp_linear_async_communication`, which hides some of its collectives (scripts/scaling_benchmarks.py)."""
+`tp_linear_async_communication`, which hides some of its collectives (scripts/scaling_benchmarks.py). Beyond a node
+those take 2.5 times the steps that sums of gradients do (microbatches of 1 to 16 on 16 ranks)."""
 MEGATRON = Dialect(name="megatron", launch_seconds=1.2e-5, fuses=True, partitions_sends=True, expert_launches=5.0)
 """Megatron-Core with Transformer Engine, and what is built like it. Fitted: launches for experts (Qwen3 30B with
 microbatches of 1 and of 4)."""
@@ -292,6 +298,7 @@ def as_told(dialect: Dialect, row: Row) -> Dialect:
         narrow_sums=dialect.narrow_sums or _sums_in_16_bits(row),
         hides_dispatch=dialect.hides_dispatch or _overlaps_dispatch(row),
         sends_by_node=dialect.sends_by_node or _sends_by_node(row),
+        far_latencies=dialect.far_latencies if row.whole("tp", 1) > row.whole("gpus_per_node", 8) else 0.0,
     )
     found = replace(found, dispatch_share=_dispatch_share(found, row))
     return replace(found, traffic=found.fused_norm_traffic) if "rms kernel" in told else found

@@ -214,9 +214,11 @@ def plans_of(row: Row, numerics: Numerics) -> tuple[Plan, ...]:
 
 def _batches(row: Row, replicas: int) -> Sequence[tuple[int, int]]:
     """(samples of a step, of a microbatch): as told, or all that may be, large microbatches first."""
-    if row.number("micro_batch") is not None:
-        return [(row.batch, row.whole("micro_batch"))]
     count = row.number("grad_accum")
+    if row.number("micro_batch") is not None:
+        if count and row.batch != row.whole("micro_batch") * int(count) * replicas:
+            raise Unscored("global_batch is not micro_batch x grad_accum x replicas")
+        return [(row.batch, row.whole("micro_batch"))]
     if row.number("global_batch") is None:
         sizes = [2**power for power in range(MOST_MICROBATCH.bit_length() - 1, -1, -1)]
         return [(size * replicas * int(count or 1), size) for size in sizes]

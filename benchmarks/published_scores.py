@@ -13,7 +13,11 @@ from benchmarks.published_models import is_dense, reason_of
 from benchmarks.published_plans import Case, Forecaster, Guess, case_of, explained
 from benchmarks.published_rows import Measured, Row, Unscored, measured
 from meshwright.core.errors import MeshwrightError
+from meshwright.core.plan import Plan
 
+STALL_SECONDS = 0.2
+"""For each message between stages: nanotron's runs on several nodes take 0.25 to 0.45 s more than their like, or less
+than 0.1 s."""
 LEAST_SWEEP = 3
 """Plans a sweep must have: with fewer there is hardly anything to rank."""
 
@@ -119,7 +123,8 @@ def summary(rows: Sequence[ScoredPlan]) -> dict[str, Any]:
     memory = [each.memory_error for each in rows if each.memory_error is not None]
     verdicts = Counter(each.verdict for each in rows if each.verdict)
     covered = [each.is_covered for each in rows if each.is_covered is not None]
-    regrets = [regret(sweep) for sweep in sweeps(rows)]
+    steady = steady_rows(rows)
+    regrets, steady_regrets = ([regret(sweep) for sweep in sweeps(some)] for some in (rows, steady))
     labelled = sum(verdicts.values())
     reasons = Counter(each.reason for each in rows if each.reason)
     dense = [not each.reason for each in rows if each.is_dense]
@@ -133,6 +138,9 @@ def summary(rows: Sequence[ScoredPlan]) -> dict[str, Any]:
         "kendall_tau": mean_tau(rows),
         "regret_mean": _rounded(np.mean(regrets)) if regrets else None,
         "regret_max": _rounded(max(regrets)) if regrets else None,
+        "steady_tau": mean_tau(steady),
+        "steady_regret_mean": _rounded(np.mean(steady_regrets)) if steady_regrets else None,
+        "steady_regret_max": _rounded(max(steady_regrets)) if steady_regrets else None,
         "memory_median_error": _rounded(np.median(memory)) if memory else None,
         # Of all rows that ran or ran out of memory, so that the three add up to 1.
         "oom_accuracy": _rounded(verdicts["right"] / labelled) if labelled else None,
@@ -158,6 +166,38 @@ def sweeps(rows: Iterable[ScoredPlan]) -> list[list[ScoredPlan]]:
         for members in found.values()
         if len(members) >= LEAST_SWEEP and len({each.case.plans for each in members if each.case}) > 1
     ]
+
+
+def steady_rows(rows: Sequence[ScoredPlan]) -> list[ScoredPlan]:
+    """Without runs whose `quality` tells of a low MFU and pipelines that stalled. Measured times alone decide."""
+    stalled = {id(each) for sweep in sweeps(rows) for each in sweep if any(_has_stalled(each, by) for by in sweep)}
+    return [each for each in rows if id(each) not in stalled and "low_mfu" not in each.row.text("quality")]
+
+
+def _has_stalled(each: ScoredPlan, by: ScoredPlan) -> bool:
+    """Whether a pipeline took longer than another run allows, by more for each message to a neighbour than any link
+    explains: of n times the samples, blocks or parts of a block a slot takes at most n times as long."""
+    (pp, tp, others, plan), (by_pp, by_tp, by_others, by_plan) = _shape(each), _shape(by)
+    if min(pp, by_pp) == 1 or by_tp < tp or others != by_others:
+        return False
+    assert each.real_seconds
+    assert by.real_seconds
+    slots = (plan.num_microbatches + pp - 1) / (by_plan.num_microbatches + by_pp - 1)
+    work = max(1, plan.microbatch / by_plan.microbatch) * max(1, by_pp / pp) * by_tp / tp
+    most, messages = by.real_seconds * slots * work, 2 * plan.num_microbatches * min(2, pp - 1)
+    return each.real_seconds > max(1.5 * most, most + STALL_SECONDS * messages)
+
+
+def _shape(each: ScoredPlan) -> tuple[int, int, tuple[Any, ...], Plan]:
+    """Stages, ranks that share a block, whatever else makes a step longer, and the plan."""
+    assert each.case
+    case, plan = each.case, each.case.plans[0]
+    same = tuple(one for one in plan.techniques if one.name not in ("pipeline", "tensor", "replicate", "shard"))
+    shard = plan.technique("shard")
+    whole = case.numerics, case.variant, repr(case.dialect.attention), case.dialect.traffic, same
+    pipeline, tensor = plan.technique("pipeline"), plan.technique("tensor")
+    sizes = (1 if one is None else one.size for one in (pipeline, tensor))
+    return *sizes, (*whole, shard is not None and shard.stage > 1, pipeline and pipeline.schedule), plan
 
 
 def _columns(sweep: Sequence[ScoredPlan]) -> tuple[list[float], list[float]]:

@@ -157,7 +157,9 @@ class Link:
     """Of the rate that a kind of collective reaches: all_reduce, all_gather, reduce_scatter, all_to_all, send; 1 where
     nothing is said."""
     step_seconds: float = 0.0
-    """Of one step of a ring over nodes: gathers and scatters have as many as ranks less one, sums take a tree."""
+    """Of one step of a ring over nodes: gathers and scatters have as many as ranks less one."""
+    sum_step_seconds: float = 0.0
+    """The same of sums; 0: they take a tree."""
     by_nodes: tuple[tuple[int, float], ...] = ()
     """(nodes, share of the rate left when so many talk at once), between them by logarithms; empty: all of it."""
 
@@ -165,7 +167,8 @@ class Link:
         rate = {"bytes_per_second": self.bytes_per_second}
         yield from wrong_numbers(rate, "above zero")
         yield from wrong_numbers(rate, f"at most {MOST_LINK:g}: no link has that", lambda value: not value > MOST_LINK)
-        not_negative = {name: getattr(self, name) for name in ("latency_seconds", "half_bytes", "step_seconds")}
+        names = ("latency_seconds", "half_bytes", "step_seconds", "sum_step_seconds")
+        not_negative = {name: getattr(self, name) for name in names}
         yield from wrong_numbers(not_negative, "zero or more")
         shares = {f"fractions.{kind}": share for kind, share in self.fractions.items()}
         shares |= {f"by_nodes.{nodes}": share for nodes, share in self.by_nodes}

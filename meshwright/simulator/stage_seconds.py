@@ -184,6 +184,7 @@ class Route:
     """What a rank passes on when the link reaches half its rate."""
     step_seconds: Num = 0.0
     """Of each of a ring's steps."""
+    sum_step_seconds: Num = 0.0
     fractions: Mapping[str, Num] = field(default_factory=dict)
     name: str = ""
     """Of what joins the groups, where the axis lies across them."""
@@ -199,6 +200,8 @@ class Route:
             latency = self.latency_seconds * self.latency_growth
             if kind in ("all_gather", "reduce_scatter"):
                 latency = np.maximum(latency, (self.size - 1) * self.step_seconds)
+            elif kind == "all_reduce":
+                latency = np.maximum(latency, (self.size - 1) * self.sum_step_seconds)
             is_direct = kind == "all_to_all"
             turns = 2 if kind == "all_reduce" else 1
             passed = turns * num_bytes * ((self.size - 1) / self.size)
@@ -262,6 +265,7 @@ def route(cluster: Cluster, size: Num, stride: Num) -> Route:
         near_bytes_per_second=inner_rate,
         half_bytes=_pick(is_inner, inner.half_bytes, outer.half_bytes),
         step_seconds=_pick(is_inner, inner.step_seconds, outer.step_seconds),
+        sum_step_seconds=_pick(is_inner, inner.sum_step_seconds, outer.sum_step_seconds),
         fractions={
             kind: _pick(is_inner, inner.fractions.get(kind, 1.0), outer.fractions.get(kind, 1.0))
             for kind in {*inner.fractions, *outer.fractions}
@@ -299,6 +303,7 @@ def _across(cluster: Cluster, size: int, stride: int) -> Route:
         near_bytes_per_second=min(group.inner.bytes_per_second for group in groups),
         half_bytes=slowest.half_bytes,
         step_seconds=slowest.step_seconds,
+        sum_step_seconds=slowest.sum_step_seconds,
         fractions=slowest.fractions,
         name=link.name or "the link between groups",
     )

@@ -15,7 +15,7 @@ from benchmarks.published_models import decoder, profile
 from benchmarks.published_numerics import Numerics
 from benchmarks.published_plans import Case, Guess, case_of, plans_of, remembering, simulated
 from benchmarks.published_rows import NEEDED, Row, Unscored, measured, read_rows
-from benchmarks.published_scores import kendall_tau, score_row, summary
+from benchmarks.published_scores import ScoredPlan, kendall_tau, score_row, steady_rows, summary
 
 GIB = 1024**3
 SMALL = {
@@ -125,6 +125,30 @@ def test_scores_of_a_table(table: Path, tmp_path: Path, capsys: pytest.CaptureFi
         written = list(csv.DictReader(file))
     assert [each["row_id"] for each in written[:4]] == ["a", "b", "c", "g"]
     assert {each["row_id"] for each in written[7:]} == {"h", "i", "j", "k", "l", "m"}
+
+
+def test_a_pipeline_that_others_refute_has_stalled() -> None:
+    """Eight microbatches of 1, four of 2: 9 and 5 slots, 16 and 8 messages; a slot of twice the samples takes at most
+    twice as long, and of half no longer."""
+
+    def run(seconds: float, **changes: str) -> ScoredPlan:
+        told = {"pp": "2", "dp": "4", "global_batch": "32", "step_time_s": str(seconds), **changes}
+        return score_row(row(**told), by_microbatch)
+
+    plain = [run(1.8), run(2.2, micro_batch="2"), run(2.0, tp="2", dp="2")]
+    assert steady_rows([*plain, run(1.8 * 2 * 5 / 9 + 8 * 0.19, micro_batch="2")])[3:]
+    assert not steady_rows([*plain, run(1.8 * 2 * 5 / 9 + 8 * 0.21, micro_batch="2")])[3:]
+    assert not steady_rows([*plain, run(2.2 * 9 / 5 + 16 * 0.21)])[3:]
+    # Without stages nothing is sent; with recomputation a step may take longer; more ranks in a block prove nothing.
+    for changes in ({"pp": "1", "dp": "8"}, {"recompute": "full"}, {"tp": "4", "dp": "1"}):
+        assert steady_rows([*plain, run(40.0, **changes)])[3:]
+    assert not steady_rows([run(1.8, quality="low_mfu (<5%)")])
+
+
+def test_a_batch_that_contradicts_itself_is_not_scored() -> None:
+    assert score_row(row(grad_accum="4"), by_microbatch).reason == ""
+    reason = "global_batch is not micro_batch x grad_accum x replicas"
+    assert score_row(row(grad_accum="64"), by_microbatch).reason == reason
 
 
 def test_a_source_without_a_score_has_nulls_and_comes_last(table: Path, capsys: pytest.CaptureFixture[str]) -> None:
