@@ -1,5 +1,4 @@
-"""Runs whose weights stream: evaluated, saved and resumed under other plans, after a step that failed, and built block by
-block."""
+"""Runs whose weights stream: evaluated, saved and resumed under other plans, after a failed step; built by blocks."""
 
 from __future__ import annotations
 
@@ -63,7 +62,7 @@ def test_a_step_that_is_not_finite_leaves_the_weights_as_they_were(techniques: t
     plain, streamed = session_of(), session_of(*techniques)
     assert train(streamed, range(2)) == train(plain, range(2))
     given = SAMPLES(7, 0, 1)
-    with pytest.raises(MeshwrightError, match="not finite|nan|inf"):
+    with pytest.raises(MeshwrightError, match="step was not taken"):
         streamed.loop.step(replace(given, weights=given.weights * float("inf")), resumed.RATE)
     batches = [SAMPLES(8, 0, 1)]
     assert streamed.loop.evaluate(batches) == plain.loop.evaluate(batches)
