@@ -22,6 +22,7 @@ import meshwright as mw
 from benchmarks.gpu_cases import BF16, CHUNKED, COMPILE, RECOMPUTE, Case
 from benchmarks.gpu_child import sample, weights_drawn_on
 from meshwright.optimizers.host_states import HostStatesRule
+from meshwright.optimizers.optimizer_config import OptimizerConfig
 
 GIB = 2**30
 COPY_RATE = 50e9
@@ -53,10 +54,10 @@ def timed(owner: Any, name: str, seconds: dict[str, float]) -> None:
     setattr(owner, name, call)
 
 
-def measured(case: Case, device: torch.device, warm: int, steps: int) -> str:
+def measured(case: Case, device: torch.device, clip: float, warm: int, steps: int) -> str:
     description = case.describe()
     with weights_drawn_on(device):
-        built = mw.build(case.plan, description, device=device.type)
+        built = mw.build(case.plan, description, device=device.type, optimizer=OptimizerConfig(clip=clip))
     rule = built._loop.optimizer.rule
     assert isinstance(rule, HostStatesRule)
     inputs, targets = sample(case, description, device)
@@ -90,12 +91,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("plans", nargs="*", default=["0.97:ahead", "0.97"])
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--clip", type=float, default=100.0, help="1: most steps of a new model are clipped")
     parser.add_argument("--steps", type=int, default=6)
     given = parser.parse_args()
     device = torch.device("cpu") if given.tiny else torch.device("cuda", 0)
     for text in given.plans:
         start = time.perf_counter()
-        line = measured(case_of(text, given.tiny), device, warm=3, steps=given.steps)
+        line = measured(case_of(text, given.tiny), device, given.clip, warm=3, steps=given.steps)
         print(f"{line}   ({time.perf_counter() - start:.0f} s in all)", flush=True)
         gc.collect()
         if device.type == "cuda":

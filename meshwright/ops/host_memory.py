@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -58,8 +59,14 @@ class CopyLanes:
 
 
 def pinned_empty(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Host memory that a device of this kind can copy from and to beside its work."""
-    return torch.empty(size, dtype=dtype, pin_memory=device.type == "cuda")
+    """Host memory that a device of this kind can copy from and to beside its work; ordinary memory, with a warning,
+    where the system gives no more of it."""
+    try:
+        return torch.empty(size, dtype=dtype, pin_memory=device.type == "cuda")
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[0]
+        warnings.warn(f"memory of the host could not be pinned, so copies take longer: {reason}", stacklevel=2)
+        return torch.empty(size, dtype=dtype)
 
 
 @dataclass(kw_only=True, eq=False)

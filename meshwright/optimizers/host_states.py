@@ -365,7 +365,7 @@ class HostStatesRule(UpdateRule):
         self.updated.add(piece.name)
         if self.ahead and states.is_complete and not states.counts_apart:
             states.unit.is_current.clear()
-            self.worker.submit(self._update_ahead, states, self.lr, self.count, states.arrivals)
+            self.worker.submit(self._update_ahead, states, self.lr, self.count, list(states.arrivals))
 
     @torch.no_grad()
     def _add(self, states: UnitStates, at: int, event: torch.cuda.Event | None, arrivals: int) -> None:
