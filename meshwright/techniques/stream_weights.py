@@ -47,7 +47,7 @@ class StreamWeights(Technique):
         if cluster.device.kind != "cuda" or cluster.num_nodes > 1 or not cluster.tiers["host"].bytes:
             return ()
         is_large = NARROW_BYTES * profile.num_params / cluster.num_devices > cluster.device.memory_bytes / 2
-        return (Choice("buffers", (2,) if is_large else (), rescues=() if is_large else (2,)),)
+        return (Choice("buffers", (2,)),) if is_large else ()
 
     def refusals(self, given: Circumstances) -> Iterator[tuple[Num, Problem]]:
         what = "this schedule makes weights' gradients when their block is no longer on the device."

@@ -1,4 +1,7 @@
-"""Blocks whose weights pass through a ring of buffers compute what blocks with weights of their own compute."""
+"""Blocks whose weights pass through a ring of buffers compute what blocks with weights of their own compute.
+
+Tests of `ops/host_memory.py`.
+"""
 
 from __future__ import annotations
 
@@ -45,9 +48,8 @@ def unit_of(block: nn.Module) -> HostUnit:
     flat = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
     views = flat_views(flat, parameters)
     names = tuple(name for name, _ in block.named_parameters())
-    unit = HostUnit(
-        module=block, is_block=True, names=names, parameters=parameters, masters=views, working=views, flat_working=flat
-    )
+    home = {"masters": views, "flat_masters": flat, "working": views, "flat_working": flat}
+    unit = HostUnit(module=block, is_block=True, names=names, parameters=parameters, **home)
     unit.is_streamed = True
     unit.let_go()
     return unit

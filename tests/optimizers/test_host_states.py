@@ -229,7 +229,8 @@ def test_the_forecast_has_less_on_the_device_and_charges_the_host() -> None:
     plain, after, ahead = told(), told(offload()), told(offload(ahead=True))
     assert plain.peak_bytes - after.peak_bytes > 10 * model.num_params
     assert after.peak_bytes_by_tier["host"] > 14 * model.num_params
-    assert ahead.peak_bytes_by_tier["host"] - after.peak_bytes_by_tier["host"] == 12 * model.num_params
+    more = ahead.peak_bytes_by_tier["host"] - after.peak_bytes_by_tier["host"]
+    assert 12 * model.num_params < more < 14 * model.num_params  # of blocks also gradients apart from the working copy
     assert plain.step_seconds < ahead.step_seconds < after.step_seconds
     slow = replace(machines, host=replace(machines.host, adam_elements_per_second=1e8))
     plan = Plan(techniques=(tiny.BF16, offload()), batch=4)
