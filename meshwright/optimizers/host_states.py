@@ -3,6 +3,7 @@ and the new weights are back before the layer's next forward."""
 
 from __future__ import annotations
 
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -62,7 +63,9 @@ class FlatRule(UpdateRule):
                 is_shared = self.flat_gradients is self.unit.flat_working
                 narrow = gradient if is_shared else self.unit.flat_working[here]
             old, *new = ([each[here] for each in each_set] for each_set in self.sets)
-            self.update(old, gradient, torch.tensor(numbers, dtype=old[0].dtype), narrow, *new)
+            given = (old, gradient, torch.tensor(numbers, dtype=old[0].dtype), narrow, *new)
+            while not _called(self.update, *given):
+                time.sleep(0.01)
 
     def commit(self) -> None:
         if len(self.sets) == 1:
@@ -120,10 +123,24 @@ def compiled_update(plain: Any, is_in_place: bool) -> Callable[..., None]:
     return torch.compile(in_place if is_in_place else into, dynamic=True, options=options)
 
 
+def _called(update: Callable[..., None], *given: Any) -> bool:
+    """Call a compiled update; False while another thread traces a graph, during which torch calls none."""
+    try:
+        update(*given)
+    except RuntimeError as error:
+        if "FX to symbolically trace" not in str(error):
+            raise
+        return False
+    return True
+
+
 @cache
 @torch.no_grad()
-def can_compile(plain: Any, wide: torch.dtype, narrow: torch.dtype, given: torch.dtype, has_spare: bool) -> bool:
-    """Whether the compiled update runs here and is right, compiled by the time that this returns."""
+def can_compile(
+    plain: Any, wide: torch.dtype, narrow: torch.dtype, given: torch.dtype, has_spare: bool, shares: bool
+) -> bool:
+    """Whether the compiled update runs here and is right, compiled by the time that this returns. `shares`: the working
+    copy is written over the gradients."""
     if not plain.flat_states:
         return False
     config = OptimizerConfig()
@@ -135,9 +152,10 @@ def can_compile(plain: Any, wide: torch.dtype, narrow: torch.dtype, given: torch
         for here in (slice(0, 1024), slice(1024, 4096)):
             before = [each[here] for each in old]
             wanted = plain.flat_update(before[0], gradient[here], before[1:], numbers)
-            into = copy[here] if narrow != wide else None
+            into = None if narrow == wide else gradient[here] if shares else copy[here]
             after = [[each[here] for each in new]] if has_spare else []
-            compiled_update(plain, not has_spare)(before, gradient[here], numbers, into, *after)
+            arrived = gradient[here] if into is None or not shares else into
+            compiled_update(plain, not has_spare)(before, arrived, numbers, into, *after)
             for each, value in zip(new, wanted, strict=True):
                 torch.testing.assert_close(each[here], value, rtol=1e-5, atol=1e-6)
     except Exception as error:
@@ -176,7 +194,7 @@ class UnitStates:
         on_host = [replace(piece, value=master) for piece, master in zip(pieces, unit.masters, strict=True)]
         plain: Any = make
         is_flat = isinstance(plain, type) and compiles_updates(build)
-        if is_flat and can_compile(plain, build.dtype, unit.flat_working.dtype, flat.dtype, keeps_old):
+        if is_flat and can_compile(plain, build.dtype, unit.flat_working.dtype, flat.dtype, keeps_old, self.shares):
             self.rule: UpdateRule = FlatRule(plain, unit, flat, keeps_old, config, on_host, build)
         else:
             self.rule = make(config, on_host, build, {})
