@@ -145,11 +145,12 @@ def can_compile(
         return False
     config = OptimizerConfig()
     numbers = torch.tensor(plain.flat_numbers(config, 0.1, 0.1, 1, 0.5), dtype=wide)
-    old = [torch.rand(4096, dtype=wide) for _ in (0, *plain.flat_states)]
+    size = 1 << 22  # whether the code is for several threads is decided by the first size
+    old = [torch.rand(size, dtype=wide) for _ in (0, *plain.flat_states)]
     new = [torch.empty_like(each) for each in old] if has_spare else old
-    gradient, copy = torch.rand(4096, dtype=given), torch.empty(4096, dtype=narrow)
+    gradient, copy = torch.rand(size, dtype=given), torch.empty(size, dtype=narrow)
     try:
-        for here in (slice(0, 1024), slice(1024, 4096)):
+        for here in (slice(0, size // 2), slice(size // 2, size - 1024)):
             before = [each[here] for each in old]
             wanted = plain.flat_update(before[0], gradient[here], before[1:], numbers)
             into = None if narrow == wide else gradient[here] if shares else copy[here]
