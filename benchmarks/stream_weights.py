@@ -132,6 +132,8 @@ def measure(case: StreamCase, *, is_tiny: bool, is_profiled: bool, cluster: str)
     losses = []
     for _ in range(case.warm):
         losses += [result.loss for result in built.feed(inputs, targets)]
+    losses += [result.loss for result in built.flush()]
+    list(built._loop.optimizer.rule.kept())  # the host's updates are over
     if not is_tiny:
         torch.cuda.reset_peak_memory_stats()
     began = settle()

@@ -42,11 +42,12 @@ class FlatRule(UpdateRule):
         super().__init__(config, pieces, build, {})
         self.plain, self.unit, self.flat_gradients, self.build = plain, unit, gradients, build
         masters = unit.flat_masters
-        self.sets = [[masters, *(torch.zeros_like(masters) for _ in plain.flat_states)]]
+        # Written now, so that no step waits for the system to find the memory.
+        self.sets = [[masters, *(torch.empty_like(masters).zero_() for _ in plain.flat_states)]]
         """Masters and states; the first set is the valid one."""
         if has_spare:
             spare = pinned_empty(masters.numel(), masters.dtype, build.mesh.device)
-            self.sets.append([spare, *(torch.empty_like(masters) for _ in plain.flat_states)])
+            self.sets.append([spare.zero_(), *(torch.empty_like(masters).zero_() for _ in plain.flat_states)])
         self.is_narrow = unit.flat_working.dtype != masters.dtype
         equal = groupby(pieces, key=lambda piece: (piece.lr_scale, piece.weight_decay))
         self.runs = [(*key, sum(piece.value.numel() for piece in group)) for key, group in equal]
