@@ -182,22 +182,24 @@ class BoundRows:
         self.blocks = np.maximum(blocks, 1) if grid.inputs.is_one_kind else np.full(blocks.shape, np.inf)
         choices = extreme_choices(grid.inputs.profile, len(policies))
         self.shape = (*self.counts.shape, len(choices))
-        of = np.repeat(np.arange(grid.num_candidates), self.shape[1])
-        stages = np.stack([of, starts.ravel(), firsts.ravel(), blocks.ravel()], axis=1)
+        # Columns of candidates, runs and choices that are broadcast against each other: what only candidates differ in is
+        # priced once for all runs and choices.
+        spans = [(cut[stage], None) for cut, mine in zip(grid.cuts, starts.tolist(), strict=True) for stage in mine]
+        columns = (each[:, :, None] for each in (starts, firsts, blocks))
         self.sizes = row_sizes(
-            grid,
+            grid.sizes(np.arange(grid.num_candidates)[:, None, None], *columns),
+            grid.inputs.profile,
             policies,
             named,
-            stages,
-            lambda number: grid.cuts[stages[number, 0]][stages[number, 1]],
-            np.tile(choices, (len(stages), 1, 1)),
-            np.repeat(np.arange(len(stages)), len(choices)),
+            choices,
+            spans if named else [],
+            lambda column: column.reshape(*blocks.shape, 1),
         )
         mesh = {axis: self.sizes[axis] for axis in grid.axis_order}
         self.roads = routes(cluster, mesh) if cluster.num_nodes == 1 else best_roads(cluster, mesh)
 
     def table(self, value: Num) -> np.ndarray:
-        return np.broadcast_to(np.asarray(value, dtype=float), (np.prod(self.shape),)).reshape(self.shape)
+        return np.broadcast_to(np.asarray(value, dtype=float), self.shape)
 
     def fullest(self, value: np.ndarray) -> np.ndarray:
         """Least value of the stage that has most of it, by candidate: with another split that may be another stage, and
