@@ -48,12 +48,37 @@ from meshwright.simulator.stage_seconds import (
 )
 
 
-def least_memory(memory: StageMemory, timetable: Timetable, place: tuple[Num, Num, Num]) -> StageMemory:
-    """Least memory of a stage: which of its chunks hold most depends on the policies of its blocks. `place`: its
-    number, the number of stages and of microbatches."""
-    if timetable.chunks == 1:
-        return memory
-    return replace(memory, in_flight=np.minimum(timetable.least_held(*place), memory.in_flight))
+class Held:
+    """What a stage keeps for its microbatches at one moment, at least, as far as that depends on policies. Which of its
+    chunks hold most depends on the policies of its blocks. Arrays are (candidates, runs, policies).
+
+    `place`: its number, the number of stages and of microbatches; `share`: of its blocks, those of the smallest chunk.
+    """
+
+    def __init__(
+        self,
+        table: Callable[[Num], np.ndarray],
+        memory: StageMemory,
+        timetable: Timetable,
+        place: tuple[Num, Num, Num],
+        share: np.ndarray,
+    ):
+        counts = (memory.in_flight,) if timetable.chunks == 1 else timetable.least_held(*place)
+        least = table(counts[-1])
+        if timetable.chunks > 1:
+            memory = replace(memory, in_flight=np.minimum(counts[-1], memory.in_flight))
+        self.memory, self.base, self.each = memory, table(memory.base_bytes()), table(memory.microbatch_bytes())
+        self.parts = [(share, table(count)) for count in counts[:-1]] + [(1 - (len(counts) - 1) * share, least)]
+        """(share of the blocks, microbatches held of them), the least held last."""
+        self.least_kept = self.base + least * self.each
+        """As if all were held as the least held are."""
+        self.kept, self.late = self.least_kept, table(memory.late_bytes)
+        if len(counts) > 1:
+            places = timetable.places(place[1])
+            # What the last layer keeps, whatever policies say, is held least.
+            has_last = table(places.span(place[0], timetable.chunks - 1) == places.num_spans - 1)
+            more = sum(share * (count - least) for _, count in self.parts[:-1])
+            self.kept = self.kept + more * (self.each - has_last * self.each.min(axis=2, keepdims=True))
 
 
 def best_roads(cluster: Cluster, mesh: Mapping[str, Num]) -> dict[str, Route]:
@@ -140,17 +165,17 @@ def bound_all(
                 return
             forbidden = rows.table(work.facts.forbidden).max(axis=(1, 2)) > 0
             cost = stage_cost(settled := settle(work), cluster, rows.roads, done, known)
-            timetable, place = timetable_of(settled), tuple(map(work.size, ("stage", "num_stages", "num_microbatches")))
-            memory = least_memory(stage_memory(settled, cluster.device), timetable, place)
-            forbidden |= rows.overflows(memory, cluster)
+            timetable, memory = timetable_of(settled), stage_memory(settled, cluster.device)
+            held = rows.held(memory, timetable)
+            forbidden |= rows.overflows(held.memory, cluster)
             yield BoundedGrid(
                 grid=grid,
                 techniques=chosen,
                 policies=policies,
                 required=frozenset(dial.kind.name for dial in others if dial.policies and dial.required),
                 timetable=timetable,
-                least_seconds=rows.least_seconds(cost, memory, timetable, cluster.device.memory_bytes),
-                least_bytes=rows.least_bytes(memory),
+                least_seconds=rows.least_seconds(cost, held, timetable, cluster.device.memory_bytes),
+                least_bytes=rows.least_bytes(held),
                 base_bytes=rows.base_bytes(memory),
                 is_new=is_new(chosen) & ~forbidden,
             )
@@ -212,13 +237,24 @@ class BoundRows:
         """An even share of what all stages together have, whoever has it."""
         return (self.counts * value).sum(axis=1) / self.counts.sum(axis=1)
 
-    def least_bytes(self, memory: StageMemory) -> np.ndarray:
-        kept, runs = least_bytes(self.table, memory, self.blocks)
-        least = self.table(memory.peak_bytes())[:, :, 0] if self.shape[2] == 1 else kept + runs
+    def held(self, memory: StageMemory, timetable: Timetable) -> Held:
+        place = tuple(self.sizes[name] for name in ("stage", "num_stages", "num_microbatches"))
+        return Held(self.table, memory, timetable, place, self.chunk_share(timetable)[:, :, None])
+
+    def chunk_share(self, timetable: Timetable) -> np.ndarray:
+        """Of a stage's blocks those of the smallest chunk."""
+        *_, blocks = self.grid.runs
+        spans = self.grid.columns["num_stages"] * timetable.chunks
+        return (self.grid.inputs.profile.num_blocks // spans)[:, None] / np.maximum(blocks, 1)
+
+    def least_bytes(self, held: Held) -> np.ndarray:
+        kept, runs = least_bytes(held, self.blocks)
+        least = self.table(held.memory.peak_bytes())[:, :, 0] if self.shape[2] == 1 else kept + runs
         if not self.grid.may_choose:
             return self.fullest(least)
-        base, each = self.table(memory.base_bytes())[:, :, 0], self.table(memory.microbatch_bytes()).min(axis=2)
-        return np.maximum(self.fullest(least), self.even(base + each) + self.fullest(runs))
+        return np.maximum(
+            self.fullest(least), self.even(held.base[:, :, 0] + held.each.min(axis=2)) + self.fullest(runs)
+        )
 
     def overflows(self, memory: StageMemory, cluster: Cluster) -> np.ndarray:
         """Candidates for which another tier than the device's is too small, whatever blocks follow: a mixture of
@@ -233,16 +269,14 @@ class BoundRows:
         base = self.table(memory.base_bytes())[:, :, 0]
         return self.even(base) if self.grid.may_choose else self.fullest(base)
 
-    def least_seconds(
-        self, cost: StageCost, memory: StageMemory, timetable: Timetable, memory_bytes: float
-    ) -> np.ndarray:
+    def least_seconds(self, cost: StageCost, held: Held, timetable: Timetable, memory_bytes: float) -> np.ndarray:
         """Least seconds by candidate: its runs of stages with no policy, which is fastest, plus what is forced upon
         them beside."""
         grid, table = self.grid, self.table
         forward, backward, weight = (table(cost.seconds(part))[:, :, 0] for part in ("forward", "backward", "weight"))
         seconds = forward + backward + weight
         if self.shape[2] > 1 and not grid.may_choose and grid.inputs.is_one_kind:
-            seconds = seconds + forced_seconds(table, cost, memory, memory_bytes)[0]
+            seconds = seconds + forced_seconds(table, cost, held, memory_bytes)[0]
         tails = table(cost.seconds("step")).min(axis=2)
         # With another split the stage that ends last may be a smaller one.
         tail = tails.min(axis=1) if grid.may_choose else tails.max(axis=1)
@@ -271,7 +305,7 @@ class BoundRows:
             seconds=seconds.ravel(),
             unforced=seconds.ravel(),
             pace=pace,
-            chunk_share=((num_blocks // (stages * timetable.chunks))[:, None] / np.maximum(blocks, 1)).ravel(),
+            chunk_share=self.chunk_share(timetable).ravel(),
         )
         return bound + tail
 
@@ -314,6 +348,8 @@ def pipeline_bound(
     stages = np.ones_like(microbatches) if grid.cutter is None else grid.columns["num_stages"][index]
     positive = np.maximum(unforced, 1e-30)
     own = forward / positive
+    # Of the smallest chunk, going forward and back.
+    way_in, way_out = smallest(forward * chunk_share), smallest((unforced - forward - apart) * chunk_share)
     bound = timetable.step_bound(
         PipelineTimes(
             microbatches=microbatches,
@@ -326,6 +362,7 @@ def pipeline_bound(
             most_forward=np.maximum.reduceat(own, starts),
             least_way=smallest((unforced - apart) / positive),
             later=total(apart),
+            chunk_backward=way_out,
         )
     )
     if timetable.chunks == 1:
@@ -333,59 +370,60 @@ def pipeline_bound(
     # A stage waits for the first chunks of those before it, going forward; and they for it, going back, unless it has
     # work left for then.
     of = np.repeat(np.arange(len(starts)), np.diff([*starts, len(forward)]))
-    way_in = before * smallest(forward * chunk_share)[of]
-    way_out = before * smallest((unforced - forward - apart) * chunk_share)[of]
     busy = microbatches[of] * seconds
-    after = way_in + np.maximum(busy, busy - microbatches[of] * apart + way_out)
+    after = before * way_in[of] + np.maximum(busy, busy - microbatches[of] * apart + before * way_out[of])
     return np.maximum(bound, np.maximum.reduceat(after, starts))
 
 
-def least_bytes(
-    table: Callable[[Num], np.ndarray], memory: StageMemory, blocks: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+def least_bytes(held: Held, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(candidates, runs): of a stage the least that any policies keep, and that running takes beside. `blocks`: how
     many of one kind it has; infinite where they differ.
 
     Whatever blocks follow, what is kept is a mixture, and the last block runs, and keeps, as one of the policies lets
     it."""
-    kept = table(memory.base_bytes()) + table(memory.in_flight) * table(memory.microbatch_bytes())
-    least = kept.min(axis=2)
-    return least, (table(memory.late_bytes) - kept + (kept - least[:, :, None]) / blocks[:, :, None]).min(axis=2)
+    kept = held.least_kept
+    last = (kept - kept.min(axis=2, keepdims=True)) / blocks[:, :, None]
+    return held.kept.min(axis=2), (held.late - kept + last).min(axis=2)
 
 
 def forced_seconds(
-    table: Callable[[Num], np.ndarray], cost: StageCost, memory: StageMemory, memory_bytes: float
+    table: Callable[[Num], np.ndarray], cost: StageCost, held: Held, memory_bytes: float
 ) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of a microbatch's backward that memory forces a stage to add, (candidates, runs), at least; and for each
     further byte.
 
     Every policy saves bytes and costs time in proportion to the blocks that follow it, but for what hides behind
-    compute, of which the least is taken; so mixtures lie on the lower hull of the policies' own points. That is so of
-    one kind of block only: of several, the kind that saves most for its time may go first.
+    compute, of which the least is taken; so the least time is that of a linear programme: of every chunk, which share
+    follows each policy. At any price of a byte its dual is no more; one of the prices at which a chunk may change from
+    one policy to another makes it as much. That is so of one kind of block only: of several, the kind that saves most
+    for its time may go first.
     """
-    kept = table(memory.base_bytes() + memory.in_flight * memory.microbatch_bytes())
-    bare = np.zeros_like(kept)
+    bare = np.zeros_like(held.kept)
     for charge, seconds in cost.bare.items():
         bare += table(seconds) if charge.part == "backward" else 0.0
     waits = table(cost.charges.get(Charge(LAUNCH, "", "backward"), 0.0))
     shown = table(cost.seconds("backward")) - bare - waits
     more = bare - bare[:, :, :1] + shown.min(axis=2, keepdims=True) - (shown + waits)[:, :, :1]
     more[:, :, 0] = 0.0
-    saved = kept[:, :, :1] - kept
     # What runs at the fullest moment may be of a block that follows any of them.
-    needed = kept[:, :, 0] + (table(memory.late_bytes) - kept).min(axis=2) - memory_bytes
-    ways = range(kept.shape[2])
-    low, high = np.array([(a, b) for a, b in itertools.product(ways, ways)]).T
-    span, dearer = saved[:, :, high] - saved[:, :, low], more[:, :, high] - more[:, :, low]
-    step = np.where(span > 0, span, 1.0)
-    share = np.clip((needed[:, :, None] - saved[:, :, low]) / step, 0.0, 1.0)
-    reaches = (saved[:, :, high] >= needed[:, :, None]) & ((span > 0) | (low == high))
-    mixed = np.where(reaches, more[:, :, low] + share * dearer, np.inf)
-    best = mixed.argmin(axis=2)[:, :, None]
-    rises = np.where((share > 0) & (span > 0), dearer / step, 0.0)
-    result, slope = (np.take_along_axis(each, best, axis=2)[:, :, 0] for each in (mixed, rises))
-    is_forced = np.isfinite(result) & (result > 0)
-    return np.where(is_forced, result, 0.0), np.where(is_forced, np.maximum(slope, 0.0), 0.0)
+    needed = (held.kept[:, :, 0] + (held.late - held.least_kept).min(axis=2) - memory_bytes)[:, :, None]
+    distinct = {id(count): count for _, count in held.parts}
+    saved = {
+        key: count * (held.each[:, :, :1] - held.each) + held.base[:, :, :1] - held.base
+        for key, count in distinct.items()
+    }
+    low, high = np.array([*itertools.combinations(range(more.shape[2]), 2)]).T
+    dearer, prices = more[:, :, high] - more[:, :, low], [np.zeros_like(needed)]
+    for each in saved.values():
+        span = each[:, :, high] - each[:, :, low]
+        prices.append(np.where(span * dearer > 0, dearer / np.where(span == 0, 1.0, span), 0.0))
+    price = np.concatenate(prices, axis=2)
+    dual = price * needed
+    for share, count in held.parts:
+        dual = dual + share * (more[:, :, None, :] - price[:, :, :, None] * saved[id(count)][:, :, None, :]).min(axis=3)
+    best = dual.argmax(axis=2)[:, :, None]
+    result, slope = (np.take_along_axis(each, best, axis=2)[:, :, 0] for each in (dual, price))
+    return np.maximum(result, 0.0), np.where(result > 0, slope, 0.0)
 
 
 _HALVINGS = 16
@@ -400,11 +438,12 @@ def order_bounds(leaf: BoundedGrid, picks: Sequence[OrderedCandidate]) -> np.nda
     each = [cells_of(leaf, at, pick) for at, pick in enumerate(picks)]
     cells = [cell for mine in each for cell in mine]
     starts = np.cumsum([0, *map(len, each)])[:-1]
-    spare, num_blocks = [], leaf.inputs.profile.num_blocks
-    for at, mine in enumerate(each):  # an inner stage with a block more
+    count, wider, inner_row, num_blocks = len(cells), [], [], leaf.inputs.profile.num_blocks
+    for at, mine in enumerate(each if leaf.grid.may_choose else ()):  # an inner stage with a block more
         inner = mine[min(1, len(mine) - 1)]
         blocks = min(inner.blocks + 1, num_blocks)
-        spare.append((starts[at] + inner.stage, len(cells)))
+        inner_row.append(starts[at] + inner.stage)
+        wider.append(len(cells))
         cells.append(inner._replace(first_block=min(inner.first_block, num_blocks - blocks), blocks=blocks))
     ways, inputs = 1 + len(leaf.policies), leaf.inputs
     rows = PricedRows(leaf, picks, cells, [extreme_choices(inputs.profile, len(leaf.policies))] * len(cells))
@@ -416,20 +455,22 @@ def order_bounds(leaf: BoundedGrid, picks: Sequence[OrderedCandidate]) -> np.nda
         return table(value)[0, :, 0]
 
     grid, cost, timetable = leaf.grid, rows.cost, leaf.timetable
-    memory = least_memory(rows.memory, timetable, rows.place)
+    sizes = np.diff([*starts, count])
+    of = np.repeat(np.arange(len(picks)), sizes)
+    # The smallest chunk there is, as a share of the largest stage's blocks.
+    spans = sizes * timetable.chunks
+    chunk_share = ((num_blocks // spans) / np.maximum(timetable.chunks * -(-num_blocks // spans), 1))[of]
+    shares = np.concatenate([chunk_share, np.ones(len(cells) - count)])[None, :, None]
+    held = Held(table, rows.memory, timetable, rows.place, shares)
     fast = column(cost.seconds("forward")) + column(cost.seconds("weight")) + column(cost.seconds("backward"))
     forced, slope = np.zeros_like(fast), np.zeros_like(fast)
     if ways > 1 and inputs.is_one_kind:
-        both = forced_seconds(table, cost, memory, inputs.cluster.device.memory_bytes)
+        both = forced_seconds(table, cost, held, inputs.cluster.device.memory_bytes)
         forced, slope = both[0][0], both[1][0]
-    inner_row, wider = np.array(spare).T
-    count = wider[0]  # rows of stages; those of stages with a block more come after
-    seconds = (fast + forced)[:count]
-    sizes = np.diff([*starts, count])
-    of = np.repeat(np.arange(len(picks)), sizes)
+    seconds = (fast + forced)[:count]  # of stages; those with a block more come after
     pace = np.maximum.reduceat(seconds, starts)
     alike = np.array([[cell.blocks if inputs.is_one_kind else np.inf for cell in cells]])
-    kept, runs = (each[0, :count] for each in least_bytes(table, memory, alike))
+    kept, runs = (each[0, :count] for each in least_bytes(held, alike))
     over = kept + runs - inputs.cluster.device.memory_bytes
     fits = np.maximum.reduceat(over, starts) <= 0
     if grid.may_choose:
@@ -438,8 +479,8 @@ def order_bounds(leaf: BoundedGrid, picks: Sequence[OrderedCandidate]) -> np.nda
             """What one block more adds."""
             return (value[wider] - value[inner_row])[of]
 
-        in_flight, base = column(memory.in_flight)[:count], by_block(column(memory.base_bytes()))
-        keeps = table(memory.microbatch_bytes())[0]
+        in_flight, base = column(held.memory.in_flight)[:count], by_block(held.base[0, :, 0])
+        keeps = held.each[0]
         grows = base + in_flight * by_block(keeps[:, 0])
         each = np.maximum(by_block(fast), 1e-30) + slope[:count] * np.maximum(grows, 0.0)
         pace = _least_pace(leaf, picks, seconds, each, starts)
@@ -447,9 +488,8 @@ def order_bounds(leaf: BoundedGrid, picks: Sequence[OrderedCandidate]) -> np.nda
         # they keep is certain.
         is_long = rows.place[2].reshape(-1, ways)[:count, 0] > in_flight
         adds = base + in_flight * by_block(keeps.min(axis=1))
-        saves = adds + np.maximum(by_block(column(memory.gradient_bytes())), 0.0)
+        saves = adds + np.maximum(by_block(column(held.memory.gradient_bytes())), 0.0)
         fits = _find_room(leaf, picks, np.where(is_long | (over > 0), over, over - runs), adds, saves, starts)
-    blocks, spans = inputs.profile.num_blocks, sizes * timetable.chunks
     bound = pipeline_bound(
         grid,
         timetable,
@@ -462,8 +502,7 @@ def order_bounds(leaf: BoundedGrid, picks: Sequence[OrderedCandidate]) -> np.nda
         seconds=seconds,
         unforced=fast[:count],
         pace=pace,
-        # The smallest chunk there is, as a share of the largest stage's blocks.
-        chunk_share=((blocks // spans) / np.maximum(timetable.chunks * -(-blocks // spans), 1))[of],
+        chunk_share=chunk_share,
     )
     # With another split the stage that ends last may be a smaller one.
     last = np.minimum if grid.may_choose else np.maximum

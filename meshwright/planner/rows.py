@@ -189,9 +189,7 @@ class PricedRows:
         rows = cell_of[which]
         sizes = grid.sizes(*stages[rows].T) | ({} if chunks is None else {"chunk": np.asarray(chunks)[rows]})
         spans = [spans_of(*each) for each in enumerate(cells)] if named else []
-        sizes = row_sizes(
-            sizes, inputs.profile, leaf.policies, named, every[which], spans, lambda column: column[rows]
-        )
+        sizes = row_sizes(sizes, inputs.profile, leaf.policies, named, every[which], spans, lambda column: column[rows])
         self.work = work = price_sizes(inputs.profile, leaf.techniques, sizes, optimizer=inputs.optimizer)
         orders = [picks[cell.at].axis_order for cell in cells]
         roads = _roads(inputs.cluster, grid.axis_order, sizes, orders, rows)

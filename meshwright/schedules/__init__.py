@@ -5,7 +5,7 @@ A plugin (`core/plugins.py`) adds schedules by a dictionary `SCHEDULES` of names
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
@@ -43,9 +43,9 @@ class Schedule(NamedTuple):
     stream: Callable[[int, int, int, Call], Actions] | None = None
     """(stage, num_stages, num_microbatches, call) -> what a stage computes, with the beginning and end of steps, where
     they follow each other without a flush; `orders` is then one step with a flush after it."""
-    least_held: Callable[[Any, Any, Any], Any] | None = None
-    """Where a stage has several chunks: (stage, num_stages, num_microbatches) -> microbatches of its least held chunk
-    that it holds when it holds most, at least."""
+    least_held: Callable[[Any, Any, Any, int], Sequence[Any]] | None = None
+    """Where a stage has several chunks: (stage, num_stages, num_microbatches, chunks) -> microbatches that it holds of
+    each of them at one moment, at least."""
 
     @property
     def overlaps_steps(self) -> bool:
@@ -59,7 +59,7 @@ def _greedy(places: Places, num_microbatches: int, times: Times, most_held: int)
 
 
 _LOOPED: dict[str, Any] = {"chunks": 2, "any_chunks": True}
-_VEE: dict[str, Any] = {"chunks": 2, "shape": "vee", "splits_backward": True, "least_held": bounds.one_held}
+_VEE: dict[str, Any] = {"chunks": 2, "shape": "vee", "splits_backward": True, "least_held": orders.least_held_vee}
 SCHEDULES: Mapping[str, Schedule] = {
     "gpipe": Schedule(orders.gpipe, orders.held_all, bounds.flush_bound),
     "1f1b": Schedule(orders.one_f_one_b, orders.held_by_1f1b, bounds.one_f_one_b_bound),
@@ -67,14 +67,12 @@ SCHEDULES: Mapping[str, Schedule] = {
     "interleaved": Schedule(
         orders.interleaved, orders.held_by_1f1b, bounds.flush_bound, least_held=orders.least_held_interleaved, **_LOOPED
     ),
-    "looped_bfs": Schedule(orders.gpipe, orders.held_all, bounds.flush_bound, least_held=bounds.one_held, **_LOOPED),
+    "looped_bfs": Schedule(orders.gpipe, orders.held_all, bounds.flush_bound, least_held=orders.one_of_each, **_LOOPED),
     "zero_bubble_h1": Schedule(orders.h1, orders.held_as_stages, bounds.first_wait_bound, splits_backward=True),
     "zero_bubble_h2": Schedule(orders.h2, orders.held_by_h2, bounds.flush_bound, splits_backward=True),
-    "zbv": Schedule(orders.zbv, orders.held_as_stages, bounds.flush_bound, **_VEE),
+    "zbv": Schedule(orders.zbv, orders.held_as_stages, bounds.zbv_bound, **_VEE),
     "dualpipe_v": Schedule(orders.dualpipe_v, orders.held_by_dualpipe_v, bounds.flush_bound, **_VEE),
-    "greedy": Schedule(
-        _greedy, orders.held_all, bounds.flush_bound, splits_backward=True, takes_times=True, least_held=bounds.one_held
-    ),
+    "greedy": Schedule(_greedy, orders.held_all, bounds.flush_bound, splits_backward=True, takes_times=True),
 }
 
 
@@ -160,12 +158,12 @@ class Timetable:
         most = self.schedule.held(stage, num_stages, num_microbatches, self.chunks)
         return np.minimum(self.most_held, most) if self.most_held else most
 
-    def least_held(self, stage: Any, num_stages: Any, num_microbatches: Any) -> Any:
-        """Where a stage has several chunks: microbatches that it holds of each of them at the fullest moment, at
-        least. Which of them are held most depends on what its blocks keep."""
+    def least_held(self, stage: Any, num_stages: Any, num_microbatches: Any) -> Sequence[Any]:
+        """Where a stage has several chunks: microbatches that it holds of each of them at one moment, at least. Which
+        moment is the fullest depends on what its blocks keep."""
         rule = self.schedule.least_held
         assert rule is not None, f"{self.name} has several chunks and does not say what is held of each at least"
-        return rule(stage, num_stages, num_microbatches)
+        return rule(stage, num_stages, num_microbatches, self.chunks)
 
     def step_bound(self, times: PipelineTimes) -> Any:
         """Seconds of a step that no way to split the blocks into stages beats; numbers or arrays."""

@@ -33,6 +33,8 @@ class PipelineTimes(NamedTuple):
     """Share of a stage's time without the weights' half, at least."""
     later: Any
     """Seconds of weights' halves that are apart, of all stages."""
+    chunk_backward: Any = 0.0
+    """Seconds of backward in the smallest chunk, without the weights' half where that is apart."""
 
 
 def pace_bound(times: PipelineTimes, places: Places) -> Any:
@@ -74,6 +76,10 @@ def first_wait_bound(times: PipelineTimes, places: Places) -> Any:
     return np.maximum(flush_bound(times, places), times.microbatches * times.pace + wait)
 
 
-def one_held(stage: Any, num_stages: Any, num_microbatches: Any) -> Any:
-    """One microbatch held per chunk, the one that runs: valid for every schedule."""
-    return 1
+def zbv_bound(times: PipelineTimes, places: Places) -> Any:
+    """Also, of four stages or more, from the third last on a microbatch's way back to the turn of the V and from there comes after that
+    of the microbatch before: a circle of six backward passes and four messages."""
+    m, p = times.microbatches, times.stages
+    circle = (m - 1 - p / 2) * (6 * times.chunk_backward + 4 * times.send)
+    whole = times.through - times.later + 2 * (2 * p - 2) * times.send + circle
+    return np.maximum(flush_bound(times, places), np.where((p > 3) & (m >= 2 * p), whole, 0.0) * (1 - 1e-9))
