@@ -68,7 +68,9 @@ class Held:
         if timetable.chunks > 1:
             memory = replace(memory, in_flight=np.minimum(counts[-1], memory.in_flight))
         self.memory, self.base, self.each = memory, table(memory.base_bytes()), table(memory.microbatch_bytes())
-        self.parts = [(share, table(count)) for count in counts[:-1]] + [(1 - (len(counts) - 1) * share, least)]
+        others = {id(count): (count, sum(each is count for each in counts[:-1])) for count in counts[:-1]}.values()
+        self.parts = [(times * share, table(count)) for count, times in others]
+        self.parts.append((1 - (len(counts) - 1) * share, least))
         """(share of the blocks, microbatches held of them), the least held last."""
         self.least_kept = self.base + least * self.each
         """As if all were held as the least held are."""
@@ -77,7 +79,7 @@ class Held:
             places = timetable.places(place[1])
             # What the last layer keeps, whatever policies say, is held least.
             has_last = table(places.span(place[0], timetable.chunks - 1) == places.num_spans - 1)
-            more = sum(share * (count - least) for _, count in self.parts[:-1])
+            more = sum(part * (count - least) for part, count in self.parts[:-1])
             self.kept = self.kept + more * (self.each - has_last * self.each.min(axis=2, keepdims=True))
 
 
@@ -207,8 +209,8 @@ class BoundRows:
         self.blocks = np.maximum(blocks, 1) if grid.inputs.is_one_kind else np.full(blocks.shape, np.inf)
         choices = extreme_choices(grid.inputs.profile, len(policies))
         self.shape = (*self.counts.shape, len(choices))
-        # Columns of candidates, runs and choices that are broadcast against each other: what only candidates differ in is
-        # priced once for all runs and choices.
+        # Columns of candidates, runs and choices that are broadcast against each other: what only candidates differ in
+        # is priced once for all runs and choices.
         spans = [(cut[stage], None) for cut, mine in zip(grid.cuts, starts.tolist(), strict=True) for stage in mine]
         columns = (each[:, :, None] for each in (starts, firsts, blocks))
         self.sizes = row_sizes(
@@ -276,7 +278,8 @@ class BoundRows:
         forward, backward, weight = (table(cost.seconds(part))[:, :, 0] for part in ("forward", "backward", "weight"))
         seconds = forward + backward + weight
         if self.shape[2] > 1 and not grid.may_choose and grid.inputs.is_one_kind:
-            seconds = seconds + forced_seconds(table, cost, held, memory_bytes)[0]
+            forced, _, may_fit = forced_seconds(table, cost, held, memory_bytes)
+            seconds = seconds + np.where(may_fit, forced, 0.0)
         tails = table(cost.seconds("step")).min(axis=2)
         # With another split the stage that ends last may be a smaller one.
         tail = tails.min(axis=1) if grid.may_choose else tails.max(axis=1)
@@ -308,6 +311,10 @@ class BoundRows:
             chunk_share=self.chunk_share(timetable).ravel(),
         )
         return bound + tail
+
+
+SHORT_STEP = 256
+"""Forwards of a step up to which the longest paths through its actions are looked up."""
 
 
 def pipeline_bound(
@@ -350,19 +357,20 @@ def pipeline_bound(
     own = forward / positive
     # Of the smallest chunk, going forward and back.
     way_in, way_out = smallest(forward * chunk_share), smallest((unforced - forward - apart) * chunk_share)
+    send = np.maximum.reduceat(column(cost.send_seconds), starts)
     bound = timetable.step_bound(
         PipelineTimes(
             microbatches=microbatches,
             stages=stages,
             through=total(least),
             pace=np.maximum(pace, total(least) / stages),
-            send=np.maximum.reduceat(column(cost.send_seconds), starts),
+            send=send,
             larger=smallest(np.maximum(own, 1 - own)),
             least_forward=smallest(own),
             most_forward=np.maximum.reduceat(own, starts),
             least_way=smallest((unforced - apart) / positive),
             later=total(apart),
-            chunk_backward=way_out,
+            **({} if timetable.chunks == 1 else {"chunk_forward": way_in, "chunk_backward": way_out}),
         )
     )
     if timetable.chunks == 1:
@@ -372,6 +380,20 @@ def pipeline_bound(
     of = np.repeat(np.arange(len(starts)), np.diff([*starts, len(forward)]))
     busy = microbatches[of] * seconds
     after = before * way_in[of] + np.maximum(busy, busy - microbatches[of] * apart + before * way_out[of])
+    # Of a short step, what follows each other in it: the first and the last span have more than their blocks.
+    spans = stages * timetable.chunks
+    blocks = grid.inputs.profile.num_blocks // spans  # of the smallest chunk
+    whole = np.stack([way_in, way_out, smallest(weight * chunk_share)], axis=1)
+    if not timetable.splits_backward:
+        whole[:, 1] -= whole[:, 2]
+    times = np.column_stack([whole / blocks[:, None], send])
+    short = (spans * microbatches <= SHORT_STEP) & (stages > 2)
+    for p, m in {*zip(stages[short].tolist(), microbatches[short].tolist(), strict=True)}:
+        alike, places = (stages == p) & (microbatches == m), timetable.places(p)
+        cut = grid.cuts[index[alike.argmax()]]
+        each = (cut[places.stage(span)][places.chunk(span)] for span in range(places.num_spans))
+        paths = timetable.paths(p, m, tuple(last - first for first, last in each))
+        bound[alike] = np.maximum(bound[alike], (times[alike] @ paths.T).max(axis=1) * (1 - 1e-9))
     return np.maximum(bound, np.maximum.reduceat(after, starts))
 
 
@@ -388,9 +410,9 @@ def least_bytes(held: Held, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 
 def forced_seconds(
     table: Callable[[Num], np.ndarray], cost: StageCost, held: Held, memory_bytes: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds of a microbatch's backward that memory forces a stage to add, (candidates, runs), at least; and for each
-    further byte.
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Seconds of a microbatch's backward that memory forces a stage to add, (candidates, runs), at least; for each
+    further byte; and whether policies can save enough at all.
 
     Every policy saves bytes and costs time in proportion to the blocks that follow it, but for what hides behind
     compute, of which the least is taken; so the least time is that of a linear programme: of every chunk, which share
@@ -407,23 +429,22 @@ def forced_seconds(
     more[:, :, 0] = 0.0
     # What runs at the fullest moment may be of a block that follows any of them.
     needed = (held.kept[:, :, 0] + (held.late - held.least_kept).min(axis=2) - memory_bytes)[:, :, None]
-    distinct = {id(count): count for _, count in held.parts}
-    saved = {
-        key: count * (held.each[:, :, :1] - held.each) + held.base[:, :, :1] - held.base
-        for key, count in distinct.items()
-    }
+    each, base = (own[:, :, :1] - own for own in (held.each, held.base))
+    saved = [count * each + base for _, count in held.parts]
     low, high = np.array([*itertools.combinations(range(more.shape[2]), 2)]).T
     dearer, prices = more[:, :, high] - more[:, :, low], [np.zeros_like(needed)]
-    for each in saved.values():
-        span = each[:, :, high] - each[:, :, low]
+    for bytes_each in saved:
+        span = bytes_each[:, :, high] - bytes_each[:, :, low]
         prices.append(np.where(span * dearer > 0, dearer / np.where(span == 0, 1.0, span), 0.0))
     price = np.concatenate(prices, axis=2)
     dual = price * needed
-    for share, count in held.parts:
-        dual = dual + share * (more[:, :, None, :] - price[:, :, :, None] * saved[id(count)][:, :, None, :]).min(axis=3)
+    for (share, _), bytes_each in zip(held.parts, saved, strict=True):
+        dual = dual + share * (more[:, :, None, :] - price[:, :, :, None] * bytes_each[:, :, None, :]).min(axis=3)
     best = dual.argmax(axis=2)[:, :, None]
     result, slope = (np.take_along_axis(each, best, axis=2)[:, :, 0] for each in (dual, price))
-    return np.maximum(result, 0.0), np.where(result > 0, slope, 0.0)
+    most = sum((part * own).max(axis=2) for (part, _), own in zip(held.parts, saved, strict=True))
+    is_forced = result > 0
+    return np.where(is_forced, result, 0.0), np.where(is_forced, slope, 0.0), needed[:, :, 0] <= most
 
 
 _HALVINGS = 16
@@ -457,16 +478,15 @@ def order_bounds(leaf: BoundedGrid, picks: Sequence[OrderedCandidate]) -> np.nda
     grid, cost, timetable = leaf.grid, rows.cost, leaf.timetable
     sizes = np.diff([*starts, count])
     of = np.repeat(np.arange(len(picks)), sizes)
-    # The smallest chunk there is, as a share of the largest stage's blocks.
-    spans = sizes * timetable.chunks
-    chunk_share = ((num_blocks // spans) / np.maximum(timetable.chunks * -(-num_blocks // spans), 1))[of]
+    chunk_share = (num_blocks // (sizes * timetable.chunks))[of] / np.maximum(
+        [cell.blocks for cell in cells[:count]], 1
+    )
     shares = np.concatenate([chunk_share, np.ones(len(cells) - count)])[None, :, None]
     held = Held(table, rows.memory, timetable, rows.place, shares)
     fast = column(cost.seconds("forward")) + column(cost.seconds("weight")) + column(cost.seconds("backward"))
     forced, slope = np.zeros_like(fast), np.zeros_like(fast)
     if ways > 1 and inputs.is_one_kind:
-        both = forced_seconds(table, cost, held, inputs.cluster.device.memory_bytes)
-        forced, slope = both[0][0], both[1][0]
+        (forced,), (slope,), _ = forced_seconds(table, cost, held, inputs.cluster.device.memory_bytes)
     seconds = (fast + forced)[:count]  # of stages; those with a block more come after
     pace = np.maximum.reduceat(seconds, starts)
     alike = np.array([[cell.blocks if inputs.is_one_kind else np.inf for cell in cells]])

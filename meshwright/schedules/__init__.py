@@ -18,7 +18,7 @@ from meshwright.schedules import bounds, orders
 from meshwright.schedules.actions import Action as Action
 from meshwright.schedules.actions import Actions, Places, as_step
 from meshwright.schedules.bounds import PipelineTimes
-from meshwright.schedules.events import ScheduleEvent, in_order, with_transfers
+from meshwright.schedules.events import ScheduleEvent, in_order, longest_path, with_transfers
 from meshwright.schedules.greedy import Times, best_of
 from meshwright.schedules.orders import Call
 
@@ -74,6 +74,10 @@ SCHEDULES: Mapping[str, Schedule] = {
     "dualpipe_v": Schedule(orders.dualpipe_v, orders.held_by_dualpipe_v, bounds.flush_bound, **_VEE),
     "greedy": Schedule(_greedy, orders.held_all, bounds.flush_bound, splits_backward=True, takes_times=True),
 }
+
+
+_DURATIONS = ((10, 10, 10, 0), (10, 12, 8, 1), (10, 20, 0, 0), (10, 16, 9, 4), (10, 25, 5, 1), (10, 12, 4, 20))
+"""Of forward, input half, weight half and message: longest paths through a step are found for these."""
 
 
 def _added() -> dict[str, Schedule]:
@@ -152,6 +156,19 @@ class Timetable:
         stuck = [stage for stage, at in enumerate(reached) if at < len(lists[stage])]
         assert not stuck, f"{self}: stages {stuck} wait for ever ({num_stages} x {num_microbatches})"
         return tuple(events)
+
+    @lru_cache(maxsize=1024)  # noqa: B019
+    def paths(self, num_stages: int, num_microbatches: int, blocks: tuple[int, ...]) -> np.ndarray:
+        """(paths, 4): blocks that go forward, back (input halves) and through weight halves, and messages, one after
+        the other. No step is faster than any of them; for some durations one is the longest. `blocks` of each span."""
+        events, rows = self.events(num_stages, num_microbatches), []
+        for forward, backward, weight, send in _DURATIONS:
+            seconds = {"forward": forward, "backward": backward + weight}
+            seconds |= {"backward_input": backward, "backward_weight": weight}
+            counts = longest_path(events, seconds, send, blocks)
+            halves = [counts["backward"] + counts[half] for half in ("backward_input", "backward_weight")]
+            rows.append((counts["forward"], *halves, counts["send"]))
+        return np.array(rows)
 
     def held(self, stage: Any, num_stages: Any, num_microbatches: Any) -> Any:
         """The most microbatches a stage holds at once; numbers or arrays."""

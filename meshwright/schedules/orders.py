@@ -230,9 +230,8 @@ def held_by_dualpipe_v(stage: Any, num_stages: Any, num_microbatches: Any, chunk
 def least_held_interleaved(stage: Any, num_stages: Any, num_microbatches: Any, chunks: int) -> tuple[Any, ...]:
     """When the first backward begins: chunks take turns of as many microbatches as there are stages."""
     last = 2 * (num_stages - stage - 1) + 1
-    more = np.maximum(last - num_stages, 0)
-    each = (num_stages + more, *(num_stages,) * (chunks - 2), np.minimum(last, num_stages))
-    return tuple(np.minimum(count, num_microbatches) for count in each)
+    turn, more = np.minimum(num_stages, num_microbatches), np.maximum(last - num_stages, 0)
+    return np.minimum(num_stages + more, num_microbatches), *(turn,) * (chunks - 2), np.minimum(last, turn)
 
 
 def least_held_vee(stage: Any, num_stages: Any, num_microbatches: Any, chunks: int) -> tuple[Any, Any]:

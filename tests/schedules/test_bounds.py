@@ -22,7 +22,7 @@ def missing(name: str, schedule: Schedule) -> str:
     if not callable(schedule.bound):
         return f"{name} brings no bound: set Schedule.bound, flush_bound holds for every schedule with a flush"
     if schedule.chunks > 1 and schedule.least_held is None:
-        return f"{name} has several chunks and no least_held: set Schedule.least_held, one_of_each holds for every schedule"
+        return f"{name} has several chunks and no least_held: set it, one_of_each holds for every schedule"
     return ""
 
 
@@ -70,6 +70,9 @@ def test_no_split_is_faster_than_the_bound_of_all_splits(name: str) -> None:
             least_way=way.min(axis=0),
             later=sum(apart),
         )
+        if chunks > 1:
+            back = np.array(backward) - np.array(weight) * timetable.splits_backward
+            times = times._replace(chunk_forward=np.min(forward, axis=0), chunk_backward=back.min(axis=0))
         assert np.all(timetable.step_bound(times) <= simulated * ROUNDING), (stages, microbatches)
 
 
@@ -106,7 +109,9 @@ def test_a_v_is_no_faster_than_its_circle_of_backward_passes() -> None:
         busy = (forward + backward + weight).reshape(2, stages, DRAWN)
         pace = (busy[0] + busy[1][::-1]).max(axis=0)
         times_of = PipelineTimes(count, stages, busy.sum(axis=(0, 1)), pace, send, *[0.0] * 4, weight.sum(axis=0))
-        bound = timetable.step_bound(times_of._replace(chunk_backward=backward.min(axis=0)))
+        bound = timetable.step_bound(
+            times_of._replace(chunk_forward=forward.min(axis=0), chunk_backward=backward.min(axis=0))
+        )
         assert np.all(bound <= simulated * ROUNDING), (stages, count)
         is_close = (bound / simulated)[: DRAWN // 2].max() > 0.9
         assert is_close or stages < 4 or times < 3
