@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -98,6 +99,8 @@ def best_roads(cluster: Cluster, mesh: Mapping[str, Num]) -> dict[str, Route]:
     return result
 
 
+MOST_REMEMBERED = 512
+"""Candidates of a grid whose prices are remembered for devices of another memory."""
 MOST_BOUNDED, MOST_CELLS = 4096, 1 << 15
 """Candidates of a grid, and stages of candidates with their axes in an order, that are priced at once."""
 
@@ -170,13 +173,15 @@ def bound_all(
             timetable, memory = timetable_of(settled), stage_memory(settled, cluster.device)
             held = rows.held(memory, timetable)
             forbidden |= rows.overflows(held.memory, cluster)
+            seconds = partial(rows.least_seconds, cost, held, timetable)
             yield BoundedGrid(
                 grid=grid,
                 techniques=chosen,
                 policies=policies,
                 required=frozenset(dial.kind.name for dial in others if dial.policies and dial.required),
                 timetable=timetable,
-                least_seconds=rows.least_seconds(cost, held, timetable, cluster.device.memory_bytes),
+                least_seconds=seconds(cluster.device.memory_bytes),
+                seconds_within=seconds if grid.num_candidates <= MOST_REMEMBERED else None,
                 least_bytes=rows.least_bytes(held),
                 base_bytes=rows.base_bytes(memory),
                 is_new=is_new(chosen) & ~forbidden,

@@ -42,6 +42,8 @@ class BoundedGrid:
     """No plan of the candidate has a fullest rank with less."""
     base_bytes: np.ndarray
     """Of these, what no policy can save."""
+    seconds_within: Callable[[float], np.ndarray] | None
+    """`least_seconds` for devices of another memory, where that is remembered."""
     is_new: np.ndarray
     """False where a technique is not used after all (its size is 1) and another leaf, with its other settings, has the
     same plan; or where the techniques do not go together."""
