@@ -78,7 +78,7 @@ class BestFirst:
 
     def __init__(self, inputs: SearchInputs, *, rescues: bool, bounds: Bounds | None = None):
         self.inputs = inputs
-        self.bounds: Bounds = {} if bounds is None else bounds
+        self.bounds = bounds
         self.memory_bytes = inputs.cluster.device.memory_bytes
         self.board = Scoreboard(inputs)
         self.turn(rescues=rescues)
@@ -131,9 +131,11 @@ class BestFirst:
     def _bounded(
         self, number: int, grid: Grid, dtype: str, without: Collection[tuple[Technique, ...]]
     ) -> list[BoundedGrid]:
-        key = dtype, str(self.turned), number
+        key, made = (dtype, str(self.turned), number), bound_all(self.inputs, grid, self.turned, dtype, without)
+        if self.bounds is None:  # nobody asks again: what they are made from may go
+            return [replace(leaf, seconds_within=None) for leaf in made]
         if key not in self.bounds:
-            leaves = list(bound_all(self.inputs, grid, self.turned, dtype, without))
+            leaves = list(made)
             if all(leaf.seconds_within is not None for leaf in leaves):
                 self.bounds[key] = leaves
             return leaves
