@@ -48,7 +48,7 @@ from meshwright.core.units import pretty_bytes
 from meshwright.core.work import ADAM, EachElement
 from meshwright.optimizers.optimizer_config import OptimizerConfig
 from meshwright.planner.scoreboard import TIE
-from meshwright.planner.search import ScoredPlan, SearchResult
+from meshwright.planner.search import Bounds, ScoredPlan, SearchResult
 from meshwright.planner.wishes import read_wishes
 
 AUTO = "auto"
@@ -177,7 +177,8 @@ def answers(request: PlanRequest, progress: Tell = lambda text: None) -> Iterato
     if answer.is_interrupted:
         return
     progress("searching; Ctrl-C shows the best so far")
-    result = question.ask(top=request.top, compares=not request.is_narrow, tie=TIE)
+    bounds: Bounds | None = {} if request.has_front else None
+    result = question.ask(top=request.top, compares=not request.is_narrow, tie=TIE, bounds=bounds)
     yield grown(result=result, is_interrupted=result.is_interrupted)
     if answer.is_interrupted:
         return
@@ -192,7 +193,7 @@ def answers(request: PlanRequest, progress: Tell = lambda text: None) -> Iterato
         if request.changes:
             yield grown(what_if=compare(question, request.changes, result.best))
         if request.has_front:
-            made = front(question, progress, result.best)
+            made = front(question, progress, result.best, bounds)
             yield grown(front=made, is_interrupted=made.is_interrupted)
         if request.suggests and not request.is_narrow and result.best is not None:
             changes = usual_changes(question)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from meshwright.ask.question import Question, Tell, outcome
 from meshwright.core.units import MIB
-from meshwright.planner.search import ScoredPlan
+from meshwright.planner.search import Bounds, ScoredPlan
 from meshwright.simulator.forecast import forecast
 
 MOST_POINTS = 10
@@ -49,18 +49,19 @@ class MemoryFront:
     is_interrupted: bool = False
 
 
-def front(question: Question, tell: Tell, best: ScoredPlan | None = None) -> MemoryFront:
-    """`best`: what the question itself has given, if anything fits; it is a point too."""
+def front(question: Question, tell: Tell, best: ScoredPlan | None = None, bounds: Bounds | None = None) -> MemoryFront:
+    """`best`: what the question itself has given, if anything fits; it is a point too. `bounds`: from asking it."""
     points: list[Point] = []
+    bounds = {} if bounds is None else bounds
     if best is not None:
         points.append(Point(scored=best, budget_bytes=question.machine.device.memory_bytes))
     try:
         tell("searching without a limit of memory")
-        fastest = _point(question, _UNLIMITED_BYTES)
+        fastest = _point(question, _UNLIMITED_BYTES, bounds)
         if fastest is None:
             return MemoryFront(points=())
         tell("searching for the least memory")
-        points = _added(_added(points, fastest), _least(question, fastest.budget_bytes))
+        points = _added(_added(points, fastest), _least(question, fastest.budget_bytes, bounds))
         for _ in range(_MOST_SEARCHES):
             # The middle of the stretch with most to find: memory not yet looked into, times the time between its ends.
             stretches = []
@@ -73,7 +74,7 @@ def front(question: Question, tell: Tell, best: ScoredPlan | None = None) -> Mem
                 break
             budget = max(stretches)[1]
             tell(f"searching with {budget / 1024**3:.1f} GiB, {len(points)} points so far")
-            points = _added(points, _point(question, budget))
+            points = _added(points, _point(question, budget, bounds))
             # Whatever the search gave, nothing is left to find below: the next stretch begins there.
             below = max(at for at, point in enumerate(points) if point.peak_bytes <= budget)
             points[below] = replace(points[below], budget_bytes=max(points[below].budget_bytes, budget))
@@ -82,15 +83,15 @@ def front(question: Question, tell: Tell, best: ScoredPlan | None = None) -> Mem
     return MemoryFront(points=tuple(points))
 
 
-def _point(question: Question, budget: int) -> Point | None:
-    best = outcome("", question.with_memory(budget)).best
+def _point(question: Question, budget: int, bounds: Bounds) -> Point | None:
+    best = outcome("", question.with_memory(budget), bounds).best
     return Point(scored=best, budget_bytes=budget) if best else None
 
 
-def _least(question: Question, enough_bytes: int) -> Point | None:
+def _least(question: Question, enough_bytes: int, bounds: Bounds) -> Point | None:
     """Where nothing fits, search names the plan that needs least; what an allocator loses in pieces comes on top."""
     taken = max(group.device.reserved_bytes for group in question.cluster.groups)
-    nothing = outcome("", question.with_memory(taken + MIB))
+    nothing = outcome("", question.with_memory(taken + MIB), bounds)
     if nothing.best is not None:
         return Point(scored=nothing.best, budget_bytes=nothing.question.cluster.device.memory_bytes)
     if nothing.result is None or nothing.result.nearest_miss is None:
@@ -102,7 +103,7 @@ def _least(question: Question, enough_bytes: int) -> Point | None:
         machine = question.with_memory(budget).machine
         told = forecast(question.profile, plan, machine, sequence=question.sequence, optimizer=question.optimizer)
         if told.fits:
-            return _point(question, budget) or Point(scored=ScoredPlan(plan, told), budget_bytes=budget)
+            return _point(question, budget, bounds) or Point(scored=ScoredPlan(plan, told), budget_bytes=budget)
         budget = math.ceil(budget * 1.01)
     return None
 

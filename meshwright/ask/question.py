@@ -13,7 +13,7 @@ from meshwright.core.profile import Profile
 from meshwright.core.units import pretty_bytes
 from meshwright.core.work import ADAM, EachElement
 from meshwright.optimizers.optimizer_config import OptimizerConfig
-from meshwright.planner.search import ScoredPlan, SearchResult, search
+from meshwright.planner.search import Bounds, ScoredPlan, SearchResult, search
 
 Tell = Callable[[str], None]
 """Is called with what is being searched now, for a person who waits."""
@@ -81,11 +81,13 @@ class Question:
         cluster = with_devices(self.cluster, lambda device: replace(device, memory_bytes=num_bytes))
         return replace(self, cluster=cluster, max_memory_bytes=None, headroom=0.0)
 
-    def ask(self, top: int = 1, *, compares: bool = False, tie: float = 0.0) -> SearchResult:
+    def ask(
+        self, top: int = 1, *, compares: bool = False, tie: float = 0.0, bounds: Bounds | None = None
+    ) -> SearchResult:
         """`compares`: also what each technique is worth; `tie`: of plans that differ by less, the simpler first."""
         names = ("batch", "sequence", "optimizer", "allow", "pin", "ban")
         settings: dict[str, Any] = {name: getattr(self, name) for name in names}
-        return search(self.profile, self.machine, top=top, compares=compares, tie=tie, **settings)
+        return search(self.profile, self.machine, top=top, compares=compares, tie=tie, bounds=bounds, **settings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,10 +118,10 @@ class Outcome:
         return max(rejected, key=lambda reason: rejected[reason], default="no plan uses all devices")
 
 
-def outcome(words: str, question: Question) -> Outcome:
+def outcome(words: str, question: Question, bounds: Bounds | None = None) -> Outcome:
     """Ask; what cannot be is a reason, not an error. An interrupted search ends everything that follows from it."""
     try:
-        result = question.ask()
+        result = question.ask(bounds=bounds)
     except MeshwrightError as error:
         return Outcome(words=words, question=question, refusal=" ".join(map(str, error.problems)))
     if result.is_interrupted:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -25,7 +25,7 @@ from meshwright.planner.policies import Memo
 from meshwright.planner.rows import BoundedGrid, OrderedCandidate
 from meshwright.planner.scoreboard import AS_FAST, Alternative, Scoreboard, ScoredPlan, SearchResult, simpler_first
 from meshwright.planner.solve import Solved, smallest_plan, solve
-from meshwright.planner.space import dials, grids, orders_of
+from meshwright.planner.space import Grid, dials, grids, orders_of
 from meshwright.planner.wishes import SearchInputs, pin_problems
 
 FEW_LOOKS, CLOSE_LOOKS, MOST_LOOKS = 48, 400, 1200
@@ -54,12 +54,18 @@ _Waiting = tuple[float, int, int, OrderedCandidate]
 """A candidate with any order of its axes, or a given one: (bound, number, leaf, pick)."""
 
 
-def search_uniform(inputs: SearchInputs, top: int, *, compares: bool = False, tie: float = 0.0) -> SearchResult:
+Bounds = dict[tuple[str, str, int], list[BoundedGrid]]
+"""Leaves by dtype, what may be set and the number of their grid: the same question with other memory has the same."""
+
+
+def search_uniform(
+    inputs: SearchInputs, top: int, *, compares: bool = False, tie: float = 0.0, bounds: Bounds | None = None
+) -> SearchResult:
     """Plans for devices of one kind, best first; where nothing fits, also with what techniques do as a rescue.
-    `compares`: also what each technique is worth."""
+    `compares`: also what each technique is worth. `bounds`: from the same question with other memory."""
     if problems := pin_problems(inputs):
         raise MeshwrightError(problems)
-    pool, looks = BestFirst(inputs, rescues=False), CLOSE_LOOKS if compares or top > 1 else FEW_LOOKS
+    pool, looks = BestFirst(inputs, rescues=False, bounds=bounds), CLOSE_LOOKS if compares or top > 1 else FEW_LOOKS
     pool.run(top, looks)
     if pool.board.best is None and not pool.board.is_interrupted and pool.may_be_rescued:
         pool.turn(rescues=True)
@@ -70,8 +76,9 @@ def search_uniform(inputs: SearchInputs, top: int, *, compares: bool = False, ti
 class BestFirst:
     """All candidates with their bounds, and the plans made of some."""
 
-    def __init__(self, inputs: SearchInputs, *, rescues: bool):
+    def __init__(self, inputs: SearchInputs, *, rescues: bool, bounds: Bounds | None = None):
         self.inputs = inputs
+        self.bounds = bounds
         self.memory_bytes = inputs.cluster.device.memory_bytes
         self.board = Scoreboard(inputs)
         self.turn(rescues=rescues)
@@ -107,8 +114,8 @@ class BestFirst:
     def _add(self, dtype: str) -> None:
         """Bound all that computes in a dtype."""
         known = {leaf.techniques for leaf in self.leaves}
-        for grid in self.grids:
-            for leaf in bound_all(self.inputs, grid, self.turned, dtype, known):
+        for number, grid in enumerate(self.grids):
+            for leaf in self._bounded(number, grid, dtype, known):
                 runs = leaf.is_new
                 for which, problem in leaf.sequence_problems():
                     self.board.reject(str(problem), int(np.sum(runs & which)))
@@ -120,6 +127,23 @@ class BestFirst:
         left = np.setdiff1d(np.flatnonzero(self.candidates.fits(self.memory_bytes)), seen)
         order = left[np.argsort(self.candidates.least_seconds[left], kind="stable")]
         self.order = np.concatenate([seen, order]).astype(int)
+
+    def _bounded(
+        self, number: int, grid: Grid, dtype: str, without: Collection[tuple[Technique, ...]]
+    ) -> list[BoundedGrid]:
+        key, made = (dtype, str(self.turned), number), bound_all(self.inputs, grid, self.turned, dtype, without)
+        if self.bounds is None:  # nobody asks again: what they are made from may go
+            return [replace(leaf, seconds_within=None) for leaf in made]
+        if key not in self.bounds:
+            leaves = list(made)
+            if all(leaf.seconds_within is not None for leaf in leaves):
+                self.bounds[key] = leaves
+            return leaves
+        return [
+            replace(leaf, grid=grid, least_seconds=leaf.seconds_within(self.memory_bytes))
+            for leaf in self.bounds[key]
+            if leaf.seconds_within is not None
+        ]
 
     @property
     def may_be_rescued(self) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -48,12 +49,39 @@ from meshwright.simulator.stage_seconds import (
 )
 
 
-def least_memory(memory: StageMemory, timetable: Timetable, place: tuple[Num, Num, Num]) -> StageMemory:
-    """Least memory of a stage: which of its chunks hold most depends on the policies of its blocks. `place`: its
-    number, the number of stages and of microbatches."""
-    if timetable.chunks == 1:
-        return memory
-    return replace(memory, in_flight=np.minimum(timetable.least_held(*place), memory.in_flight))
+class Held:
+    """What a stage keeps for its microbatches at one moment, at least, as far as that depends on policies. Which of its
+    chunks hold most depends on the policies of its blocks. Arrays are (candidates, runs, policies).
+
+    `place`: its number, the number of stages and of microbatches; `share`: of its blocks, those of the smallest chunk.
+    """
+
+    def __init__(
+        self,
+        table: Callable[[Num], np.ndarray],
+        memory: StageMemory,
+        timetable: Timetable,
+        place: tuple[Num, Num, Num],
+        share: np.ndarray,
+    ):
+        counts = (memory.in_flight,) if timetable.chunks == 1 else timetable.least_held(*place)
+        least = table(counts[-1])
+        if timetable.chunks > 1:
+            memory = replace(memory, in_flight=np.minimum(counts[-1], memory.in_flight))
+        self.memory, self.base, self.each = memory, table(memory.base_bytes()), table(memory.microbatch_bytes())
+        others = {id(count): (count, sum(each is count for each in counts[:-1])) for count in counts[:-1]}.values()
+        self.parts = [(times * share, table(count)) for count, times in others]
+        self.parts.append((1 - (len(counts) - 1) * share, least))
+        """(share of the blocks, microbatches held of them), the least held last."""
+        self.least_kept = self.base + least * self.each
+        """As if all were held as the least held are."""
+        self.kept, self.late = self.least_kept, table(memory.late_bytes)
+        if len(counts) > 1:
+            places = timetable.places(place[1])
+            # What the last layer keeps, whatever policies say, is held least.
+            has_last = table(places.span(place[0], timetable.chunks - 1) == places.num_spans - 1)
+            more = sum(part * (count - least) for part, count in self.parts[:-1])
+            self.kept = self.kept + more * (self.each - has_last * self.each.min(axis=2, keepdims=True))
 
 
 def best_roads(cluster: Cluster, mesh: Mapping[str, Num]) -> dict[str, Route]:
@@ -71,6 +99,8 @@ def best_roads(cluster: Cluster, mesh: Mapping[str, Num]) -> dict[str, Route]:
     return result
 
 
+MOST_REMEMBERED = 512
+"""Candidates of a grid whose prices are remembered for devices of another memory."""
 MOST_BOUNDED, MOST_CELLS = 4096, 1 << 15
 """Candidates of a grid, and stages of candidates with their axes in an order, that are priced at once."""
 
@@ -140,17 +170,19 @@ def bound_all(
                 return
             forbidden = rows.table(work.facts.forbidden).max(axis=(1, 2)) > 0
             cost = stage_cost(settled := settle(work), cluster, rows.roads, done, known)
-            timetable, place = timetable_of(settled), tuple(map(work.size, ("stage", "num_stages", "num_microbatches")))
-            memory = least_memory(stage_memory(settled, cluster.device), timetable, place)
-            forbidden |= rows.overflows(memory, cluster)
+            timetable, memory = timetable_of(settled), stage_memory(settled, cluster.device)
+            held = rows.held(memory, timetable)
+            forbidden |= rows.overflows(held.memory, cluster)
+            seconds = partial(rows.least_seconds, cost, held, timetable)
             yield BoundedGrid(
                 grid=grid,
                 techniques=chosen,
                 policies=policies,
                 required=frozenset(dial.kind.name for dial in others if dial.policies and dial.required),
                 timetable=timetable,
-                least_seconds=rows.least_seconds(cost, memory, timetable, cluster.device.memory_bytes),
-                least_bytes=rows.least_bytes(memory),
+                least_seconds=seconds(cluster.device.memory_bytes),
+                seconds_within=seconds if grid.num_candidates <= MOST_REMEMBERED else None,
+                least_bytes=rows.least_bytes(held),
                 base_bytes=rows.base_bytes(memory),
                 is_new=is_new(chosen) & ~forbidden,
             )
@@ -182,22 +214,24 @@ class BoundRows:
         self.blocks = np.maximum(blocks, 1) if grid.inputs.is_one_kind else np.full(blocks.shape, np.inf)
         choices = extreme_choices(grid.inputs.profile, len(policies))
         self.shape = (*self.counts.shape, len(choices))
-        of = np.repeat(np.arange(grid.num_candidates), self.shape[1])
-        stages = np.stack([of, starts.ravel(), firsts.ravel(), blocks.ravel()], axis=1)
+        # Columns of candidates, runs and choices that are broadcast against each other: what only candidates differ in
+        # is priced once for all runs and choices.
+        spans = [(cut[stage], None) for cut, mine in zip(grid.cuts, starts.tolist(), strict=True) for stage in mine]
+        columns = (each[:, :, None] for each in (starts, firsts, blocks))
         self.sizes = row_sizes(
-            grid,
+            grid.sizes(np.arange(grid.num_candidates)[:, None, None], *columns),
+            grid.inputs.profile,
             policies,
             named,
-            stages,
-            lambda number: grid.cuts[stages[number, 0]][stages[number, 1]],
-            np.tile(choices, (len(stages), 1, 1)),
-            np.repeat(np.arange(len(stages)), len(choices)),
+            choices,
+            spans if named else [],
+            lambda column: column.reshape(*blocks.shape, 1),
         )
         mesh = {axis: self.sizes[axis] for axis in grid.axis_order}
         self.roads = routes(cluster, mesh) if cluster.num_nodes == 1 else best_roads(cluster, mesh)
 
     def table(self, value: Num) -> np.ndarray:
-        return np.broadcast_to(np.asarray(value, dtype=float), (np.prod(self.shape),)).reshape(self.shape)
+        return np.broadcast_to(np.asarray(value, dtype=float), self.shape)
 
     def fullest(self, value: np.ndarray) -> np.ndarray:
         """Least value of the stage that has most of it, by candidate: with another split that may be another stage, and
@@ -210,13 +244,24 @@ class BoundRows:
         """An even share of what all stages together have, whoever has it."""
         return (self.counts * value).sum(axis=1) / self.counts.sum(axis=1)
 
-    def least_bytes(self, memory: StageMemory) -> np.ndarray:
-        kept, runs = least_bytes(self.table, memory, self.blocks)
-        least = self.table(memory.peak_bytes())[:, :, 0] if self.shape[2] == 1 else kept + runs
+    def held(self, memory: StageMemory, timetable: Timetable) -> Held:
+        place = tuple(self.sizes[name] for name in ("stage", "num_stages", "num_microbatches"))
+        return Held(self.table, memory, timetable, place, self.chunk_share(timetable)[:, :, None])
+
+    def chunk_share(self, timetable: Timetable) -> np.ndarray:
+        """Of a stage's blocks those of the smallest chunk."""
+        *_, blocks = self.grid.runs
+        spans = self.grid.columns["num_stages"] * timetable.chunks
+        return (self.grid.inputs.profile.num_blocks // spans)[:, None] / np.maximum(blocks, 1)
+
+    def least_bytes(self, held: Held) -> np.ndarray:
+        kept, runs = least_bytes(held, self.blocks)
+        least = self.table(held.memory.peak_bytes())[:, :, 0] if self.shape[2] == 1 else kept + runs
         if not self.grid.may_choose:
             return self.fullest(least)
-        base, each = self.table(memory.base_bytes())[:, :, 0], self.table(memory.microbatch_bytes()).min(axis=2)
-        return np.maximum(self.fullest(least), self.even(base + each) + self.fullest(runs))
+        return np.maximum(
+            self.fullest(least), self.even(held.base[:, :, 0] + held.each.min(axis=2)) + self.fullest(runs)
+        )
 
     def overflows(self, memory: StageMemory, cluster: Cluster) -> np.ndarray:
         """Candidates for which another tier than the device's is too small, whatever blocks follow: a mixture of
@@ -231,16 +276,15 @@ class BoundRows:
         base = self.table(memory.base_bytes())[:, :, 0]
         return self.even(base) if self.grid.may_choose else self.fullest(base)
 
-    def least_seconds(
-        self, cost: StageCost, memory: StageMemory, timetable: Timetable, memory_bytes: float
-    ) -> np.ndarray:
+    def least_seconds(self, cost: StageCost, held: Held, timetable: Timetable, memory_bytes: float) -> np.ndarray:
         """Least seconds by candidate: its runs of stages with no policy, which is fastest, plus what is forced upon
         them beside."""
         grid, table = self.grid, self.table
         forward, backward, weight = (table(cost.seconds(part))[:, :, 0] for part in ("forward", "backward", "weight"))
         seconds = forward + backward + weight
         if self.shape[2] > 1 and not grid.may_choose and grid.inputs.is_one_kind:
-            seconds = seconds + forced_seconds(table, cost, memory, memory_bytes)[0]
+            forced, _, may_fit = forced_seconds(table, cost, held, memory_bytes)
+            seconds = seconds + np.where(may_fit, forced, 0.0)
         tails = table(cost.seconds("step")).min(axis=2)
         # With another split the stage that ends last may be a smaller one.
         tail = tails.min(axis=1) if grid.may_choose else tails.max(axis=1)
@@ -269,9 +313,13 @@ class BoundRows:
             seconds=seconds.ravel(),
             unforced=seconds.ravel(),
             pace=pace,
-            chunk_share=((num_blocks // (stages * timetable.chunks))[:, None] / np.maximum(blocks, 1)).ravel(),
+            chunk_share=self.chunk_share(timetable).ravel(),
         )
         return bound + tail
+
+
+SHORT_STEP = 256
+"""Forwards of a step up to which the longest paths through its actions are looked up."""
 
 
 def pipeline_bound(
@@ -312,18 +360,22 @@ def pipeline_bound(
     stages = np.ones_like(microbatches) if grid.cutter is None else grid.columns["num_stages"][index]
     positive = np.maximum(unforced, 1e-30)
     own = forward / positive
+    # Of the smallest chunk, going forward and back.
+    way_in, way_out = smallest(forward * chunk_share), smallest((unforced - forward - apart) * chunk_share)
+    send = np.maximum.reduceat(column(cost.send_seconds), starts)
     bound = timetable.step_bound(
         PipelineTimes(
             microbatches=microbatches,
             stages=stages,
             through=total(least),
             pace=np.maximum(pace, total(least) / stages),
-            send=np.maximum.reduceat(column(cost.send_seconds), starts),
+            send=send,
             larger=smallest(np.maximum(own, 1 - own)),
             least_forward=smallest(own),
             most_forward=np.maximum.reduceat(own, starts),
             least_way=smallest((unforced - apart) / positive),
             later=total(apart),
+            **({} if timetable.chunks == 1 else {"chunk_forward": way_in, "chunk_backward": way_out}),
         )
     )
     if timetable.chunks == 1:
@@ -331,59 +383,73 @@ def pipeline_bound(
     # A stage waits for the first chunks of those before it, going forward; and they for it, going back, unless it has
     # work left for then.
     of = np.repeat(np.arange(len(starts)), np.diff([*starts, len(forward)]))
-    way_in = before * smallest(forward * chunk_share)[of]
-    way_out = before * smallest((unforced - forward - apart) * chunk_share)[of]
     busy = microbatches[of] * seconds
-    after = way_in + np.maximum(busy, busy - microbatches[of] * apart + way_out)
+    after = before * way_in[of] + np.maximum(busy, busy - microbatches[of] * apart + before * way_out[of])
+    # Of a short step, what follows each other in it: the first and the last span have more than their blocks.
+    spans = stages * timetable.chunks
+    blocks = grid.inputs.profile.num_blocks // spans  # of the smallest chunk
+    whole = np.stack([way_in, way_out, smallest(weight * chunk_share)], axis=1)
+    if not timetable.splits_backward:
+        whole[:, 1] -= whole[:, 2]
+    times = np.column_stack([whole / blocks[:, None], send])
+    short = (spans * microbatches <= SHORT_STEP) & (stages > 2)
+    for p, m in {*zip(stages[short].tolist(), microbatches[short].tolist(), strict=True)}:
+        alike, places = (stages == p) & (microbatches == m), timetable.places(p)
+        cut = grid.cuts[index[alike.argmax()]]
+        each = (cut[places.stage(span)][places.chunk(span)] for span in range(places.num_spans))
+        paths = timetable.paths(p, m, tuple(last - first for first, last in each))
+        bound[alike] = np.maximum(bound[alike], (times[alike] @ paths.T).max(axis=1) * (1 - 1e-9))
     return np.maximum(bound, np.maximum.reduceat(after, starts))
 
 
-def least_bytes(
-    table: Callable[[Num], np.ndarray], memory: StageMemory, blocks: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+def least_bytes(held: Held, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(candidates, runs): of a stage the least that any policies keep, and that running takes beside. `blocks`: how
     many of one kind it has; infinite where they differ.
 
     Whatever blocks follow, what is kept is a mixture, and the last block runs, and keeps, as one of the policies lets
     it."""
-    kept = table(memory.base_bytes()) + table(memory.in_flight) * table(memory.microbatch_bytes())
-    least = kept.min(axis=2)
-    return least, (table(memory.late_bytes) - kept + (kept - least[:, :, None]) / blocks[:, :, None]).min(axis=2)
+    kept = held.least_kept
+    last = (kept - kept.min(axis=2, keepdims=True)) / blocks[:, :, None]
+    return held.kept.min(axis=2), (held.late - kept + last).min(axis=2)
 
 
 def forced_seconds(
-    table: Callable[[Num], np.ndarray], cost: StageCost, memory: StageMemory, memory_bytes: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds of a microbatch's backward that memory forces a stage to add, (candidates, runs), at least; and for each
-    further byte.
+    table: Callable[[Num], np.ndarray], cost: StageCost, held: Held, memory_bytes: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Seconds of a microbatch's backward that memory forces a stage to add, (candidates, runs), at least; for each
+    further byte; and whether policies can save enough at all.
 
     Every policy saves bytes and costs time in proportion to the blocks that follow it, but for what hides behind
-    compute, of which the least is taken; so mixtures lie on the lower hull of the policies' own points. That is so of
-    one kind of block only: of several, the kind that saves most for its time may go first.
+    compute, of which the least is taken; so the least time is that of a linear programme: of every chunk, which share
+    follows each policy. At any price of a byte its dual is no more; one of the prices at which a chunk may change from
+    one policy to another makes it as much. That is so of one kind of block only: of several, the kind that saves most
+    for its time may go first.
     """
-    kept = table(memory.base_bytes() + memory.in_flight * memory.microbatch_bytes())
-    bare = np.zeros_like(kept)
+    bare = np.zeros_like(held.kept)
     for charge, seconds in cost.bare.items():
         bare += table(seconds) if charge.part == "backward" else 0.0
     waits = table(cost.charges.get(Charge(LAUNCH, "", "backward"), 0.0))
     shown = table(cost.seconds("backward")) - bare - waits
     more = bare - bare[:, :, :1] + shown.min(axis=2, keepdims=True) - (shown + waits)[:, :, :1]
     more[:, :, 0] = 0.0
-    saved = kept[:, :, :1] - kept
     # What runs at the fullest moment may be of a block that follows any of them.
-    needed = kept[:, :, 0] + (table(memory.late_bytes) - kept).min(axis=2) - memory_bytes
-    ways = range(kept.shape[2])
-    low, high = np.array([(a, b) for a, b in itertools.product(ways, ways)]).T
-    span, dearer = saved[:, :, high] - saved[:, :, low], more[:, :, high] - more[:, :, low]
-    step = np.where(span > 0, span, 1.0)
-    share = np.clip((needed[:, :, None] - saved[:, :, low]) / step, 0.0, 1.0)
-    reaches = (saved[:, :, high] >= needed[:, :, None]) & ((span > 0) | (low == high))
-    mixed = np.where(reaches, more[:, :, low] + share * dearer, np.inf)
-    best = mixed.argmin(axis=2)[:, :, None]
-    rises = np.where((share > 0) & (span > 0), dearer / step, 0.0)
-    result, slope = (np.take_along_axis(each, best, axis=2)[:, :, 0] for each in (mixed, rises))
-    is_forced = np.isfinite(result) & (result > 0)
-    return np.where(is_forced, result, 0.0), np.where(is_forced, np.maximum(slope, 0.0), 0.0)
+    needed = (held.kept[:, :, 0] + (held.late - held.least_kept).min(axis=2) - memory_bytes)[:, :, None]
+    each, base = (own[:, :, :1] - own for own in (held.each, held.base))
+    saved = [count * each + base for _, count in held.parts]
+    low, high = np.array([*itertools.combinations(range(more.shape[2]), 2)]).T
+    dearer, prices = more[:, :, high] - more[:, :, low], [np.zeros_like(needed)]
+    for bytes_each in saved:
+        span = bytes_each[:, :, high] - bytes_each[:, :, low]
+        prices.append(np.where(span * dearer > 0, dearer / np.where(span == 0, 1.0, span), 0.0))
+    price = np.concatenate(prices, axis=2)
+    dual = price * needed
+    for (share, _), bytes_each in zip(held.parts, saved, strict=True):
+        dual = dual + share * (more[:, :, None, :] - price[:, :, :, None] * bytes_each[:, :, None, :]).min(axis=3)
+    best = dual.argmax(axis=2)[:, :, None]
+    result, slope = (np.take_along_axis(each, best, axis=2)[:, :, 0] for each in (dual, price))
+    most = sum((part * own).max(axis=2) for (part, _), own in zip(held.parts, saved, strict=True))
+    is_forced = result > 0
+    return np.where(is_forced, result, 0.0), np.where(is_forced, slope, 0.0), needed[:, :, 0] <= most
 
 
 _HALVINGS = 16
@@ -398,11 +464,12 @@ def order_bounds(leaf: BoundedGrid, picks: Sequence[OrderedCandidate]) -> np.nda
     each = [cells_of(leaf, at, pick) for at, pick in enumerate(picks)]
     cells = [cell for mine in each for cell in mine]
     starts = np.cumsum([0, *map(len, each)])[:-1]
-    spare, num_blocks = [], leaf.inputs.profile.num_blocks
-    for at, mine in enumerate(each):  # an inner stage with a block more
+    count, wider, inner_row, num_blocks = len(cells), [], [], leaf.inputs.profile.num_blocks
+    for at, mine in enumerate(each if leaf.grid.may_choose else ()):  # an inner stage with a block more
         inner = mine[min(1, len(mine) - 1)]
         blocks = min(inner.blocks + 1, num_blocks)
-        spare.append((starts[at] + inner.stage, len(cells)))
+        inner_row.append(starts[at] + inner.stage)
+        wider.append(len(cells))
         cells.append(inner._replace(first_block=min(inner.first_block, num_blocks - blocks), blocks=blocks))
     ways, inputs = 1 + len(leaf.policies), leaf.inputs
     rows = PricedRows(leaf, picks, cells, [extreme_choices(inputs.profile, len(leaf.policies))] * len(cells))
@@ -414,20 +481,21 @@ def order_bounds(leaf: BoundedGrid, picks: Sequence[OrderedCandidate]) -> np.nda
         return table(value)[0, :, 0]
 
     grid, cost, timetable = leaf.grid, rows.cost, leaf.timetable
-    memory = least_memory(rows.memory, timetable, rows.place)
+    sizes = np.diff([*starts, count])
+    of = np.repeat(np.arange(len(picks)), sizes)
+    chunk_share = (num_blocks // (sizes * timetable.chunks))[of] / np.maximum(
+        [cell.blocks for cell in cells[:count]], 1
+    )
+    shares = np.concatenate([chunk_share, np.ones(len(cells) - count)])[None, :, None]
+    held = Held(table, rows.memory, timetable, rows.place, shares)
     fast = column(cost.seconds("forward")) + column(cost.seconds("weight")) + column(cost.seconds("backward"))
     forced, slope = np.zeros_like(fast), np.zeros_like(fast)
     if ways > 1 and inputs.is_one_kind:
-        both = forced_seconds(table, cost, memory, inputs.cluster.device.memory_bytes)
-        forced, slope = both[0][0], both[1][0]
-    inner_row, wider = np.array(spare).T
-    count = wider[0]  # rows of stages; those of stages with a block more come after
-    seconds = (fast + forced)[:count]
-    sizes = np.diff([*starts, count])
-    of = np.repeat(np.arange(len(picks)), sizes)
+        (forced,), (slope,), _ = forced_seconds(table, cost, held, inputs.cluster.device.memory_bytes)
+    seconds = (fast + forced)[:count]  # of stages; those with a block more come after
     pace = np.maximum.reduceat(seconds, starts)
     alike = np.array([[cell.blocks if inputs.is_one_kind else np.inf for cell in cells]])
-    kept, runs = (each[0, :count] for each in least_bytes(table, memory, alike))
+    kept, runs = (each[0, :count] for each in least_bytes(held, alike))
     over = kept + runs - inputs.cluster.device.memory_bytes
     fits = np.maximum.reduceat(over, starts) <= 0
     if grid.may_choose:
@@ -436,8 +504,8 @@ def order_bounds(leaf: BoundedGrid, picks: Sequence[OrderedCandidate]) -> np.nda
             """What one block more adds."""
             return (value[wider] - value[inner_row])[of]
 
-        in_flight, base = column(memory.in_flight)[:count], by_block(column(memory.base_bytes()))
-        keeps = table(memory.microbatch_bytes())[0]
+        in_flight, base = column(held.memory.in_flight)[:count], by_block(held.base[0, :, 0])
+        keeps = held.each[0]
         grows = base + in_flight * by_block(keeps[:, 0])
         each = np.maximum(by_block(fast), 1e-30) + slope[:count] * np.maximum(grows, 0.0)
         pace = _least_pace(leaf, picks, seconds, each, starts)
@@ -445,9 +513,8 @@ def order_bounds(leaf: BoundedGrid, picks: Sequence[OrderedCandidate]) -> np.nda
         # they keep is certain.
         is_long = rows.place[2].reshape(-1, ways)[:count, 0] > in_flight
         adds = base + in_flight * by_block(keeps.min(axis=1))
-        saves = adds + np.maximum(by_block(column(memory.gradient_bytes())), 0.0)
+        saves = adds + np.maximum(by_block(column(held.memory.gradient_bytes())), 0.0)
         fits = _find_room(leaf, picks, np.where(is_long | (over > 0), over, over - runs), adds, saves, starts)
-    blocks, spans = inputs.profile.num_blocks, sizes * timetable.chunks
     bound = pipeline_bound(
         grid,
         timetable,
@@ -460,8 +527,7 @@ def order_bounds(leaf: BoundedGrid, picks: Sequence[OrderedCandidate]) -> np.nda
         seconds=seconds,
         unforced=fast[:count],
         pace=pace,
-        # The smallest chunk there is, as a share of the largest stage's blocks.
-        chunk_share=((blocks // spans) / np.maximum(timetable.chunks * -(-blocks // spans), 1))[of],
+        chunk_share=chunk_share,
     )
     # With another split the stage that ends last may be a smaller one.
     last = np.minimum if grid.may_choose else np.maximum

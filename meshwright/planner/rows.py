@@ -42,6 +42,8 @@ class BoundedGrid:
     """No plan of the candidate has a fullest rank with less."""
     base_bytes: np.ndarray
     """Of these, what no policy can save."""
+    seconds_within: Callable[[float], np.ndarray] | None
+    """`least_seconds` for devices of another memory, where that is remembered."""
     is_new: np.ndarray
     """False where a technique is not used after all (its size is 1) and another leaf, with its other settings, has the
     same plan; or where the techniques do not go together."""
@@ -129,39 +131,33 @@ def extreme_choices(profile: Profile, policies: int) -> np.ndarray:
 
 
 def row_sizes(
-    grid: Grid,
+    sizes: dict[str, Num],
+    profile: Profile,
     policies: Sequence[tuple[str, str]],
     named: Sequence[Technique],
-    stages: np.ndarray,
-    spans_of: Callable[[int], Spans],
     choices: np.ndarray,
-    stage_of: np.ndarray,
-    chunks: Sequence[int] | None = None,
+    spans: Sequence[tuple[Spans, int | None]],
+    by_row: Callable[[np.ndarray], np.ndarray],
 ) -> dict[str, Num]:
-    """What `price` reads, one row for each entry of `choices`.
+    """What `price` reads: the `sizes` of a grid, and the blocks that follow policies.
 
-    `stages`: (candidate, stage, first block, blocks) of each, `spans_of` its number: the blocks it has; `stage_of` each
-    row: which of the stages; `named`: techniques whose blocks the user has named; `chunks`: of each stage only this
-    chunk of layers.
+    `choices`: by row, or by the last dimension of rows; `named`: techniques whose blocks the user has named; `spans`:
+    blocks of each stage, and of these which chunk alone; `by_row`: a column over these stages -> over rows.
     """
-    profile, sizes = grid.inputs.profile, grid.sizes(*stages[stage_of].T)
-    if chunks is not None:
-        sizes["chunk"] = np.asarray(chunks)[stage_of]
     for at, (name, policy) in enumerate(policies):
         for kind, layer in enumerate(profile.block_layers):
             sizes[f"{name}.{policy}.{layer.name}"] = choices[:, kind, at]
     for technique in named:
-        spans = [(spans_of(number), None if chunks is None else chunks[number]) for number in range(len(stages))]
         known = {each: technique.counts_in(profile, *each) for each in dict.fromkeys(spans)}
         for name in known[spans[0]]:
-            sizes[name] = np.array([known[each][name] for each in spans])[stage_of]
+            sizes[name] = by_row(np.array([known[each][name] for each in spans]))
     return {name: _single(value) for name, value in sizes.items()}
 
 
 def _single(value: Num) -> Num:
     """A number in the place of an array in which all are equal: most of what is priced then costs a tenth."""
-    is_one = isinstance(value, np.ndarray) and (value == value[0]).all()
-    return value[0].item() if is_one else value
+    is_one = isinstance(value, np.ndarray) and (value == value.flat[0]).all()
+    return value.flat[0].item() if is_one else value
 
 
 class PricedRows:
@@ -186,17 +182,19 @@ class PricedRows:
         groups = np.arange(len(cells)) if named else _groups(leaf, picks, cells, chunks)
         which, self.row_of = _distinct(groups[cell_of], every, inputs.profile.num_blocks)
 
-        def spans_of(number: int) -> Spans:
-            cell = cells[number]
-            if grid.may_choose:
-                return ((cell.first_block, cell.first_block + cell.blocks),)
-            return grid.cuts[picks[cell.at].candidate][cell.stage]
+        def spans_of(number: int, cell: StageCell) -> tuple[Spans, int | None]:
+            span = ((cell.first_block, cell.first_block + cell.blocks),)
+            spans = span if grid.may_choose else grid.cuts[picks[cell.at].candidate][cell.stage]
+            return spans, None if chunks is None else chunks[number]
 
         stages = np.array([(picks[cell.at].candidate, cell.stage, cell.first_block, cell.blocks) for cell in cells])
-        sizes = row_sizes(grid, leaf.policies, named, stages, spans_of, every[which], cell_of[which], chunks)
+        rows = cell_of[which]
+        sizes = grid.sizes(*stages[rows].T) | ({} if chunks is None else {"chunk": np.asarray(chunks)[rows]})
+        spans = [spans_of(*each) for each in enumerate(cells)] if named else []
+        sizes = row_sizes(sizes, inputs.profile, leaf.policies, named, every[which], spans, lambda column: column[rows])
         self.work = work = price_sizes(inputs.profile, leaf.techniques, sizes, optimizer=inputs.optimizer)
         orders = [picks[cell.at].axis_order for cell in cells]
-        roads = _roads(inputs.cluster, grid.axis_order, sizes, orders, cell_of[which])
+        roads = _roads(inputs.cluster, grid.axis_order, sizes, orders, rows)
         self.cost = stage_cost(work, inputs.cluster, roads)
         self.memory, self.cluster = stage_memory(work, inputs.cluster.device), inputs.cluster
         of, stage = stages[cell_of, :2].T

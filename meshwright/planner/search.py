@@ -37,7 +37,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.technique import Technique, is_within, technique_named, technique_names
 from meshwright.core.work import ADAM, Updating
-from meshwright.planner.best_first import search_uniform
+from meshwright.planner.best_first import Bounds, search_uniform
 from meshwright.planner.scoreboard import TABLE, Alternative, Scoreboard, ScoredPlan, SearchResult, simpler_first
 from meshwright.planner.splits import fastest_splits, layer_flops, most_even, run_sums
 from meshwright.planner.wishes import SearchInputs, Wishes, read_wishes
@@ -45,7 +45,7 @@ from meshwright.simulator.forecast import Forecast
 from meshwright.simulator.mixed_groups import replica_pipe, rests_seconds, seen_from
 from meshwright.simulator.pricing import cutter_of, stage_plan
 
-__all__ = ["EPSILON", "Alternative", "ScoredPlan", "SearchResult", "search"]
+__all__ = ["EPSILON", "Alternative", "Bounds", "ScoredPlan", "SearchResult", "search"]
 
 EPSILON = 0.01
 """Share of a step below which a faster plan is not looked for any longer, after the first looks."""
@@ -68,10 +68,12 @@ def search(
     epsilon: float = EPSILON,
     compares: bool = True,
     tie: float = 0.0,
+    bounds: Bounds | None = None,
 ) -> SearchResult:
     """The `top` fastest plans for `batch` samples of `sequence` tokens a step on the devices of `cluster`, best first:
     fewer are always the first of more. `compares`: also what each technique is worth. `tie`: of plans whose steps
-    differ by less than this share, the simpler comes first."""
+    differ by less than this share, the simpler comes first. `bounds`: what was found out when the same was asked of
+    devices with other memory, and where to remember it."""
     started = time.perf_counter()
     wishes = read_wishes(pin, ban, allow=allow, microbatch=microbatch)
     numbers = {"batch": batch, "sequence": sequence, "top": top, "microbatch": wishes.microbatch}
@@ -95,7 +97,9 @@ def search(
     )
     groups, count = uniform_groups(cluster), -(-top // TABLE) * TABLE if tie else top
     if len(groups) == 1:
-        result = search_uniform(replace(inputs, cluster=cluster.merged()), count, compares=compares, tie=tie)
+        result = search_uniform(
+            replace(inputs, cluster=cluster.merged()), count, compares=compares, tie=tie, bounds=bounds
+        )
     else:
         result = GroupSearch(inputs, groups).result(count, tie)
     return replace(result, ranked=result.ranked[:top], search_seconds=time.perf_counter() - started)

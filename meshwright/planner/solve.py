@@ -235,23 +235,34 @@ def _best_combination(leaf: BoundedGrid, pick: OrderedCandidate, stages: list[_C
     tried = combinations or [tuple(0 for _ in stages)]
     chosen = [[np.stack([values[way[i]] for way in tried]) for values in stage[:3]] for i, stage in enumerate(stages)]
     tails = [max(float(stage.tail[way[i]]) for i, stage in enumerate(stages)) for way in tried]
-    if not combinations:  # beside it, every chunk at its fastest: no combination is faster
-        for columns, stage in zip(chosen, stages, strict=True):
-            least = stage.forward.min(axis=0), stage.backward.min(axis=0), stage.weight.max(axis=0)
-            columns[:] = (np.concatenate([column, row[None]]) for column, row in zip(columns, least, strict=True))
-        tails.append(max(float(stage.tail.min()) for stage in stages))
+    # Beside it, each choice of one stage with every chunk of the others at its fastest: no combination is faster than
+    # the fastest of these, whichever stage it is. The slowest stages say most.
+    alone: dict[int, list[int]] = {}
+    slowest = sorted(range(len(stages)), key=lambda i: -float((stages[i].forward + stages[i].backward)[0].sum()))
+    for i in slowest if not combinations else ():
+        if sum(map(len, alone.values())) < FEW_COMBINATIONS:
+            alone[i] = _useful(stages[i])
+    for i, stage in enumerate(stages if alone else ()):
+        least = stage.forward.min(axis=0), stage.backward.min(axis=0), stage.weight.max(axis=0)
+        for way, (values, row) in enumerate(zip(stage[:3], least, strict=True)):
+            more = [values[own] if at == i else np.tile(row, (len(own), 1)) for at, own in alone.items()]
+            chosen[i][way] = np.concatenate([chosen[i][way], *more])
+    for i, own in alone.items():
+        others = max([float(stage.tail.min()) for at, stage in enumerate(stages) if at != i], default=0.0)
+        tails += np.maximum(stages[i].tail[own], others).tolist()
     places = leaf.timetable.places(len(stages))
     at = [(places.stage(span), places.chunk(span)) for span in range(places.num_spans)]
     forward, backward, weight = ([chosen[stage][way][:, chunk] for stage, chunk in at] for way in range(3))
     seconds = np.asarray(makespan(leaf.timetable, forward, backward, weight, send, m)) + np.array(tails)
-    best = int(np.argmin(seconds[: len(tried)]))
+    best, ends = int(np.argmin(seconds[: len(tried)])), len(tried) + np.cumsum([0, *map(len, alone.values())])
+    least_seconds = max((seconds[low:high].min() for low, high in itertools.pairwise(ends)), default=seconds[best])
     choices = [stage.choices[tried[best][i]] for i, stage in enumerate(stages)]
     slower = leaf.inputs.slower
     return Solved(
         pick=pick,
         plan=_plan(leaf, pick, leaf.grid.cuts[pick.candidate], choices),
         seconds=float(seconds[best]) * slower,
-        least_seconds=float(seconds.min()) * slower,
+        least_seconds=float(min(seconds[best], least_seconds)) * slower,
     )
 
 

@@ -5,7 +5,7 @@ A plugin (`core/plugins.py`) adds schedules by a dictionary `SCHEDULES` of names
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
@@ -18,7 +18,7 @@ from meshwright.schedules import bounds, orders
 from meshwright.schedules.actions import Action as Action
 from meshwright.schedules.actions import Actions, Places, as_step
 from meshwright.schedules.bounds import PipelineTimes
-from meshwright.schedules.events import ScheduleEvent, in_order, with_transfers
+from meshwright.schedules.events import ScheduleEvent, in_order, longest_path, with_transfers
 from meshwright.schedules.greedy import Times, best_of
 from meshwright.schedules.orders import Call
 
@@ -43,9 +43,9 @@ class Schedule(NamedTuple):
     stream: Callable[[int, int, int, Call], Actions] | None = None
     """(stage, num_stages, num_microbatches, call) -> what a stage computes, with the beginning and end of steps, where
     they follow each other without a flush; `orders` is then one step with a flush after it."""
-    least_held: Callable[[Any, Any, Any], Any] | None = None
-    """Where a stage has several chunks: (stage, num_stages, num_microbatches) -> microbatches of its least held chunk
-    that it holds when it holds most, at least."""
+    least_held: Callable[[Any, Any, Any, int], Sequence[Any]] | None = None
+    """Where a stage has several chunks: (stage, num_stages, num_microbatches, chunks) -> microbatches that it holds of
+    each of them at one moment, at least."""
 
     @property
     def overlaps_steps(self) -> bool:
@@ -59,7 +59,7 @@ def _greedy(places: Places, num_microbatches: int, times: Times, most_held: int)
 
 
 _LOOPED: dict[str, Any] = {"chunks": 2, "any_chunks": True}
-_VEE: dict[str, Any] = {"chunks": 2, "shape": "vee", "splits_backward": True, "least_held": bounds.one_held}
+_VEE: dict[str, Any] = {"chunks": 2, "shape": "vee", "splits_backward": True, "least_held": orders.least_held_vee}
 SCHEDULES: Mapping[str, Schedule] = {
     "gpipe": Schedule(orders.gpipe, orders.held_all, bounds.flush_bound),
     "1f1b": Schedule(orders.one_f_one_b, orders.held_by_1f1b, bounds.one_f_one_b_bound),
@@ -67,15 +67,17 @@ SCHEDULES: Mapping[str, Schedule] = {
     "interleaved": Schedule(
         orders.interleaved, orders.held_by_1f1b, bounds.flush_bound, least_held=orders.least_held_interleaved, **_LOOPED
     ),
-    "looped_bfs": Schedule(orders.gpipe, orders.held_all, bounds.flush_bound, least_held=bounds.one_held, **_LOOPED),
+    "looped_bfs": Schedule(orders.gpipe, orders.held_all, bounds.flush_bound, least_held=orders.one_of_each, **_LOOPED),
     "zero_bubble_h1": Schedule(orders.h1, orders.held_as_stages, bounds.first_wait_bound, splits_backward=True),
     "zero_bubble_h2": Schedule(orders.h2, orders.held_by_h2, bounds.flush_bound, splits_backward=True),
-    "zbv": Schedule(orders.zbv, orders.held_as_stages, bounds.flush_bound, **_VEE),
+    "zbv": Schedule(orders.zbv, orders.held_as_stages, bounds.zbv_bound, **_VEE),
     "dualpipe_v": Schedule(orders.dualpipe_v, orders.held_by_dualpipe_v, bounds.flush_bound, **_VEE),
-    "greedy": Schedule(
-        _greedy, orders.held_all, bounds.flush_bound, splits_backward=True, takes_times=True, least_held=bounds.one_held
-    ),
+    "greedy": Schedule(_greedy, orders.held_all, bounds.flush_bound, splits_backward=True, takes_times=True),
 }
+
+
+_DURATIONS = ((10, 10, 10, 0), (10, 12, 8, 1), (10, 20, 0, 0), (10, 16, 9, 4), (10, 25, 5, 1), (10, 12, 4, 20))
+"""Of forward, input half, weight half and message: longest paths through a step are found for these."""
 
 
 def _added() -> dict[str, Schedule]:
@@ -155,17 +157,30 @@ class Timetable:
         assert not stuck, f"{self}: stages {stuck} wait for ever ({num_stages} x {num_microbatches})"
         return tuple(events)
 
+    @lru_cache(maxsize=1024)  # noqa: B019
+    def paths(self, num_stages: int, num_microbatches: int, blocks: tuple[int, ...]) -> np.ndarray:
+        """(paths, 4): blocks that go forward, back (input halves) and through weight halves, and messages, one after
+        the other. No step is faster than any of them; for some durations one is the longest. `blocks` of each span."""
+        events, rows = self.events(num_stages, num_microbatches), []
+        for forward, backward, weight, send in _DURATIONS:
+            seconds = {"forward": forward, "backward": backward + weight}
+            seconds |= {"backward_input": backward, "backward_weight": weight}
+            counts = longest_path(events, seconds, send, blocks)
+            halves = [counts["backward"] + counts[half] for half in ("backward_input", "backward_weight")]
+            rows.append((counts["forward"], *halves, counts["send"]))
+        return np.array(rows)
+
     def held(self, stage: Any, num_stages: Any, num_microbatches: Any) -> Any:
         """The most microbatches a stage holds at once; numbers or arrays."""
         most = self.schedule.held(stage, num_stages, num_microbatches, self.chunks)
         return np.minimum(self.most_held, most) if self.most_held else most
 
-    def least_held(self, stage: Any, num_stages: Any, num_microbatches: Any) -> Any:
-        """Where a stage has several chunks: microbatches that it holds of each of them at the fullest moment, at
-        least. Which of them are held most depends on what its blocks keep."""
+    def least_held(self, stage: Any, num_stages: Any, num_microbatches: Any) -> Sequence[Any]:
+        """Where a stage has several chunks: microbatches that it holds of each of them at one moment, at least. Which
+        moment is the fullest depends on what its blocks keep."""
         rule = self.schedule.least_held
         assert rule is not None, f"{self.name} has several chunks and does not say what is held of each at least"
-        return rule(stage, num_stages, num_microbatches)
+        return rule(stage, num_stages, num_microbatches, self.chunks)
 
     def step_bound(self, times: PipelineTimes) -> Any:
         """Seconds of a step that no way to split the blocks into stages beats; numbers or arrays."""

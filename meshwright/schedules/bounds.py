@@ -33,6 +33,10 @@ class PipelineTimes(NamedTuple):
     """Share of a stage's time without the weights' half, at least."""
     later: Any
     """Seconds of weights' halves that are apart, of all stages."""
+    chunk_forward: Any = 0.0
+    """Seconds in the smallest chunk of layers where their split is given."""
+    chunk_backward: Any = 0.0
+    """The same, without the weights' half where that is apart."""
 
 
 def pace_bound(times: PipelineTimes, places: Places) -> Any:
@@ -41,10 +45,12 @@ def pace_bound(times: PipelineTimes, places: Places) -> Any:
 
 
 def flush_bound(times: PipelineTimes, places: Places) -> Any:
-    """Also, one microbatch passes through all stages and back. Holds for every schedule with a flush."""
+    """Also, one microbatch passes through all stages and back, and the last chunk runs all others between the first's
+    way in and the last's way out. Holds for every schedule with a flush."""
     turns = places.chunks - 1 if places.shape == "vee" else 0  # at the turn of a V nothing is sent
     hops = 2 * (times.stages * places.chunks - 1 - turns)
-    return np.maximum(pace_bound(times, places), times.through - times.later + hops * times.send)
+    others = (times.microbatches - 1) * (times.chunk_forward + times.chunk_backward)
+    return np.maximum(pace_bound(times, places), times.through - times.later + hops * times.send + others)
 
 
 def one_f_one_b_bound(times: PipelineTimes, places: Places) -> Any:
@@ -74,6 +80,10 @@ def first_wait_bound(times: PipelineTimes, places: Places) -> Any:
     return np.maximum(flush_bound(times, places), times.microbatches * times.pace + wait)
 
 
-def one_held(stage: Any, num_stages: Any, num_microbatches: Any) -> Any:
-    """One microbatch held per chunk, the one that runs: valid for every schedule."""
-    return 1
+def zbv_bound(times: PipelineTimes, places: Places) -> Any:
+    """Also, of four stages or more: from the third last on, a microbatch's way back to the turn of the V and from there
+    comes after that of the microbatch before it. That is a circle of six backward passes and four messages."""
+    m, p = times.microbatches, times.stages
+    circle = (m - 1 - p / 2) * (6 * times.chunk_backward + 4 * times.send)
+    whole = times.through - times.later + 2 * (2 * p - 2) * times.send + circle
+    return np.maximum(flush_bound(times, places), np.where((p > 3) & (m >= 2 * p), whole, 0.0) * (1 - 1e-9))

@@ -100,6 +100,28 @@ def sweep(
     return ends, clock
 
 
+def longest_path(
+    events: Sequence[ScheduleEvent], seconds: Mapping[str, int], send: int, blocks: Sequence[int]
+) -> dict[str, int]:
+    """How many blocks go through each kind of action, and how many messages ("send") there are, one after the other on
+    the longest path; `blocks` of each span, which each take so many `seconds`."""
+    ends, _ = sweep(events, {kind: [count * each for count in blocks] for kind, each in seconds.items()}, send)
+    before, last = [], dict[int, int]()
+    for number, event in enumerate(events):
+        before.append(last.get(event.stage))
+        last[event.stage] = number
+    at: int | None = max(range(len(ends)), key=ends.__getitem__)
+    counts = dict.fromkeys((*seconds, "send"), 0)
+    while at is not None:
+        event = events[at]
+        counts[event.kind] += blocks[event.span]
+        start = ends[at] - seconds[event.kind] * blocks[event.span]
+        sources = [each for each in event.waits_for if ends[each] + send == start]
+        counts["send"] += bool(sources)
+        at = sources[0] if sources else before[at]
+    return counts
+
+
 def halves(forward: Sequence[Any], backward: Sequence[Any], weight: Sequence[Any]) -> dict[str, Sequence[Any]]:
     """Seconds of every kind of action, given those of a whole backward and of its second half."""
     return {

@@ -227,6 +227,19 @@ def held_by_dualpipe_v(stage: Any, num_stages: Any, num_microbatches: Any, chunk
     return np.minimum(num_stages + 0.5, num_microbatches)
 
 
-def least_held_interleaved(stage: Any, num_stages: Any, num_microbatches: Any) -> Any:
-    """Microbatches of the last chunk that are held when the first backward begins."""
-    return np.minimum(np.minimum(2 * (num_stages - stage - 1) + 1, num_stages), num_microbatches)
+def least_held_interleaved(stage: Any, num_stages: Any, num_microbatches: Any, chunks: int) -> tuple[Any, ...]:
+    """When the first backward begins: chunks take turns of as many microbatches as there are stages."""
+    last = 2 * (num_stages - stage - 1) + 1
+    turn, more = np.minimum(num_stages, num_microbatches), np.maximum(last - num_stages, 0)
+    return np.minimum(num_stages + more, num_microbatches), *(turn,) * (chunks - 2), np.minimum(last, turn)
+
+
+def least_held_vee(stage: Any, num_stages: Any, num_microbatches: Any, chunks: int) -> tuple[Any, Any]:
+    """Of a V: its first chunk waits for the way to the end and back, its second for the way back alone."""
+    first = np.minimum(2 * num_stages - 1 - stage, num_microbatches)
+    return first, np.minimum(stage + 1, num_microbatches)
+
+
+def one_of_each(stage: Any, num_stages: Any, num_microbatches: Any, chunks: int) -> tuple[Any, ...]:
+    """One microbatch held per chunk, the one that runs: valid for every schedule."""
+    return (1,) * chunks

@@ -308,6 +308,6 @@ def _for_each_size(ways: Num, numbers: Callable[[int], Sequence[int]]) -> list[N
     """`numbers` of a size, each an array where sizes are."""
     if not isinstance(ways, np.ndarray):
         return list(numbers(int(ways)))
-    known = {size: numbers(size) for size in set(ways.tolist())}
-    columns = zip(*(known[size] for size in ways.tolist()), strict=True)
-    return [np.array(column) for column in columns]
+    known = {size: numbers(size) for size in set(ways.ravel().tolist())}
+    columns = zip(*(known[size] for size in ways.ravel().tolist()), strict=True)
+    return [np.array(column).reshape(ways.shape) for column in columns]
