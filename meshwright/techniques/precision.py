@@ -126,6 +126,9 @@ class Precision(Technique):
             problems.append(self.problem(what, _FP32_WEIGHTS))
         if self.weights == "master" and self.dtype != "bf16":
             problems.append(self.problem(f"weights have copies in bf16, and dtype is {self.dtype}.", _FP32_WEIGHTS))
+        if self.weights == "master" and self.matmul:
+            what = f"matmul is {self.matmul}, which rounds weights where they are used: a bf16 copy spares nothing."
+            problems.append(self.problem(what, _FP32_WEIGHTS))
         if self.weights == "master" and plan.num_ranks > 1:
             what = "weights have copies for products, which only one device's update writes."
             problems.append(self.problem(what, _FP32_WEIGHTS))

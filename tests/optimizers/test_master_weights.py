@@ -88,6 +88,7 @@ def test_what_cannot_be_is_refused() -> None:
         "one microbatch": plan_of(MASTER, microbatch=2),
         "one device": plan_of(MASTER, {"name": "replicate", "size": 2}, microbatch=2),
         'weights = "fp32"': plan_of({**MASTER, "dtype": "fp16"}),
+        "spares nothing": plan_of({**MASTER, "matmul": "fp8_tensorwise", "edge_blocks": 0}),
     }
     for words, plan in cases.items():
         assert any(words in f"{problem.what} {problem.fix}" for problem in plan.check(profile)), words

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from meshwright.core.plan import Plan
 from meshwright.core.technique import Axis, Choice, PerLayer, Technique, technique_named, technique_names
-from meshwright.core.work import Collective, Compute, Work
+from meshwright.core.work import Collective, Compute, Copy, Work
 from meshwright.machine.named_clusters import cluster
 from meshwright.models.cost_decoder import decoder_profile
 from meshwright.models.presets import PRESETS
@@ -152,9 +152,11 @@ def test_pricing_many_plans_at_once_is_pricing_each(mixture: tuple[Any, list[Pla
             assert _at(item.repeat, row) * _at(item.bytes, row) == _at(alone.repeat, 0) * _at(alone.bytes, 0)
 
 
-def _figures(task: Compute | Collective, row: int) -> tuple[Any, ...]:
+def _figures(task: Compute | Collective | Copy, row: int) -> tuple[Any, ...]:
     if isinstance(task, Compute):
         return task.layer, task.name, task.phase, *(_at(x, row) for x in (task.repeat, task.flops, task.moved_bytes))
+    if isinstance(task, Copy):
+        return task.layer, task.source, task.target, task.phase, _at(task.repeat, row), _at(task.bytes, row)
     return task.layer, task.kind, task.axis, task.phase, _at(task.repeat, row), _at(task.bytes, row)
 
 

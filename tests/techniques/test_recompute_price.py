@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 from itertools import combinations
-from typing import Any
+from typing import Any, ClassVar
 
 import foreign
 import numpy as np
@@ -91,6 +91,7 @@ def wrapped(blocks: list[nn.Module], technique: Technique, profile: Profile) -> 
 
     class Build:
         spans = ((0, len(blocks)),)
+        replayed_blocks: ClassVar[set[int]] = set()
 
         class model:
             block_modules = staticmethod(lambda: blocks)
