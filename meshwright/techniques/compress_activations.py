@@ -55,7 +55,7 @@ class CompressActivations(Technique):
 
     @classmethod
     def options(cls, profile: Profile, cluster: Cluster) -> tuple[Option, ...]:
-        return (PerLayer(("layers",)), Choice("bits", (), rescues=(8, 4)))
+        return (PerLayer(("layers",)), Choice("bits", (), rescues=(8, 4))) if profile.num_blocks else ()
 
     def refusals(self, given: Circumstances) -> Iterator[tuple[Num, Problem]]:
         what = "layers are compiled as one graph, or replayed as CUDA graphs: their activations stay inside."

@@ -58,7 +58,7 @@ class OffloadActivations(Technique):
     @classmethod
     def options(cls, profile: Profile, cluster: Cluster) -> tuple[Option, ...]:
         is_offered = cluster.device.kind == "cuda" and cluster.num_nodes == 1 and not cluster.others
-        if not is_offered or not cluster.tiers["host"].bytes:
+        if not is_offered or not cluster.tiers["host"].bytes or not profile.num_blocks:
             return ()
         return (PerLayer(("layers",)), Choice("inputs", (), rescues=(False, True)))
 

@@ -44,7 +44,8 @@ class StreamWeights(Technique):
 
     @classmethod
     def options(cls, profile: Profile, cluster: Cluster) -> tuple[Option, ...]:
-        if cluster.device.kind != "cuda" or cluster.num_nodes > 1 or not cluster.tiers["host"].bytes:
+        is_known = cluster.device.kind == "cuda" and cluster.num_nodes == 1 and cluster.tiers["host"].bytes
+        if not is_known or not profile.num_blocks:
             return ()
         is_large = NARROW_BYTES * profile.num_params / cluster.num_devices > cluster.device.memory_bytes / 2
         return (Choice("buffers", (2,)),) if is_large else ()
@@ -60,6 +61,8 @@ class StreamWeights(Technique):
 
     def check(self, plan: Plan, profile: Profile, cluster: Cluster | None) -> Problems:
         problems = list(self.refused(plan, profile))
+        if not profile.num_blocks:
+            problems.append(self.problem(f"{profile.name} has no blocks whose weights could pass through the device."))
         if self.buffers < 2:
             what = f"buffers is {self.buffers}: one for the block that runs, and one for the next."
             problems.append(self.problem(what, "Use 2 or more."))

@@ -31,6 +31,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "expert": {"size": sizes},
     "lowbit_optimizer": {"bits": st.sampled_from([4, 8])},
     "offload_activations": {"layers": layers, "inputs": st.booleans(), "smallest": st.integers(0, 1 << 24)},
+    "offload_states": {"share": st.floats(0.01, 1.0), "ahead": st.booleans()},
     "pipeline": {
         "size": sizes,
         "schedule": st.sampled_from(sorted(SCHEDULES)),
@@ -51,6 +52,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "replicate": {"size": sizes},
     "rows": {"size": sizes, "by": st.sampled_from(["rows", "tables"])},
     "shard": {"size": sizes, "stage": st.sampled_from([1, 2, 3]), "prefetch": st.integers(0, 3)},
+    "stream_weights": {"buffers": st.integers(2, 4)},
     "tensor": {"size": sizes, "sequence": st.booleans(), "overlap": st.integers(1, 3)},
     "update_in_backward": {},
 }
