@@ -203,6 +203,10 @@ class Topology:
         return 1.0 / (1.0 + (self.oversubscription - 1.0) * (1.0 - 1.0 / places) * self.rails)
 
 
+UPDATE_BYTES = 28
+"""Of host memory that AdamW moves for a parameter: weight and moments read and written, gradient read, copy written."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostResources:
     """What a node has beside its devices, for all of them together; 0: not known."""
@@ -214,6 +218,13 @@ class HostResources:
     disk_bytes: int = 0
     disk_read_bytes_per_second: float = 0.0
     disk_write_bytes_per_second: float = 0.0
+
+    @property
+    def updates_per_second(self) -> float:
+        """Parameters that all cores update, states in memory: as measured, and no more than memory allows (a host of
+        111 GB/s updates 4.2 billion a second; small tensors, in caches, nearly twice as many). 0: not known."""
+        limits = (self.adam_elements_per_second, self.memory_bytes_per_second / UPDATE_BYTES)
+        return min((limit for limit in limits if limit), default=0.0)
 
     def shared_by(self, devices: int, of: int) -> HostResources:
         """What a node of so many devices has, if this is a node `of` others: as much for each device."""

@@ -457,7 +457,7 @@ def tally(
         if isinstance(task, Copy):
             each = cluster.tiers[task.tier].copy_seconds(task.bytes, is_inward=task.is_inward)
         elif isinstance(task, HostUpdate):
-            each = task.elements * cluster.devices_per_node / (cluster.host.adam_elements_per_second or 1.0)
+            each = task.elements * cluster.devices_per_node / (cluster.host.updates_per_second or 1.0)
         else:
             road = roads[task.axis]
             if device.kind != "cpu":

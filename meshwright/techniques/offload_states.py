@@ -69,7 +69,7 @@ class OffloadStates(Technique):
     def options(cls, profile: Profile, cluster: Cluster) -> tuple[Option, ...]:
         """Only where all states on the devices would be more than half of their memory, and hosts are known."""
         each = STATE_BYTES * profile.num_params / cluster.num_devices
-        is_known = cluster.host.memory_bytes and cluster.host.adam_elements_per_second
+        is_known = cluster.host.memory_bytes and cluster.host.updates_per_second
         if cluster.device.kind != "cuda" or not is_known or each < cluster.device.memory_bytes / 2:
             return ()
         return (Choice("share", (1.0, 0.75, 0.5, 0.25)), Choice("ahead", (False, True)))
@@ -112,7 +112,7 @@ class OffloadStates(Technique):
 
     def _host_problems(self, plan: Plan, profile: Profile, cluster: Cluster) -> Iterator[Problem]:
         host = cluster.tiers["host"]
-        if not (host.bytes and host.in_bytes_per_second and cluster.host.adam_elements_per_second):
+        if not (host.bytes and host.in_bytes_per_second and cluster.host.updates_per_second):
             what = f"memory, copies or updates of the hosts of {cluster.name} are not known."
             yield self.problem(what, "Measure them: mw probe.")
             return
