@@ -40,13 +40,14 @@ class ScoredPlan(NamedTuple):
         plan = decode_into(Plan, value["plan"], f"{where}.plan", problems)
         return cls(plan, decode_into(Forecast, value["forecast"], f"{where}.forecast", problems))
 
-    def simplicity(self, per_node: int) -> tuple[int, float, int, tuple[float, str]]:
-        """Least first: techniques, nodes that the groups of its axes span, memory."""
+    def simplicity(self, per_node: int) -> tuple[int, int, float, int, tuple[float, str]]:
+        """Least first: memory beyond the devices', techniques, nodes that the groups of its axes span, memory."""
         stride, nodes = 1, 0.0
         for axis in reversed(self.plan.axis_order):
             nodes += max(1.0, self.plan.mesh[axis] * min(stride, per_node) / per_node)
             stride *= self.plan.mesh[axis]
-        return len(self.plan.techniques), nodes, self.forecast.peak_bytes, self.rank
+        elsewhere = len(self.forecast.peak_bytes_by_tier)
+        return elsewhere, len(self.plan.techniques), nodes, self.forecast.peak_bytes, self.rank
 
 
 TIE = 0.01
