@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import warnings
 import weakref
@@ -59,18 +60,26 @@ class CopyLanes:
         return done
 
 
+SMALL_BYTES = 1 << 20
+"""Of host memory below which neighbours may share a page, and rounding up costs little."""
+
+
 def pinned_empty(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Host memory that a device of this kind can copy from and to beside its work.
 
     Page-locked as it is: torch's own allocator of such memory rounds sizes up to powers of two.
     """
+    if device.type == "cuda" and size * dtype.itemsize < SMALL_BYTES:
+        return torch.empty(size, dtype=dtype, pin_memory=True)
     result = torch.empty(size, dtype=dtype)
-    if device.type == "cuda" and size:
+    if device.type == "cuda":
         runtime, address = torch.cuda.cudart(), result.data_ptr()
         if runtime.cudaHostRegister(address, result.nbytes, 0) == runtime.cudaError.success:
             weakref.finalize(result, runtime.cudaHostUnregister, address).atexit = False
         else:
             warnings.warn("host memory cannot be page-locked: copies to it are slower", stacklevel=2)
+            with contextlib.suppress(RuntimeError):  # torch would report the failure at its next launch
+                torch.zeros(1, device=device).add_(1)
     return result
 
 

@@ -213,6 +213,8 @@ class UnitStates:
         """Updated, and nobody knows yet whether by the right gradient."""
         self.counts_apart = False
         """Some parameter took no part in a step: from then on rules that count steps do so for each parameter."""
+        self.early: Future[None] | None = None
+        """An update that was begun before the norm was known."""
         self.future: Future[torch.cuda.Event | None] | None = None
         """The event of the weights' return."""
         self.begin()
@@ -365,6 +367,9 @@ class HostStatesRule(UpdateRule):
 
     def _restore(self, states: UnitStates, count: int) -> None:
         """After a step that began and was not taken."""
+        if states.event is not None:
+            states.event.synchronize()  # gradients on their way into the working copy
+        states.early = None
         states.roll_back(count)
         states.narrow()
         states.unit.renew()
@@ -392,7 +397,7 @@ class HostStatesRule(UpdateRule):
         self.updated.add(piece.name)
         if self.ahead and states.is_complete and not states.counts_apart:
             states.unit.is_current.clear()
-            self.worker.submit(self._update_ahead, states, self.lr, self.count, list(states.arrivals))
+            states.early = self.worker.submit(self._update_ahead, states, self.lr, self.count, list(states.arrivals))
 
     @torch.no_grad()
     def _add(self, states: UnitStates, at: int, event: torch.cuda.Event | None, arrivals: int) -> None:
@@ -457,6 +462,9 @@ class HostStatesRule(UpdateRule):
     def _finish(
         self, states: UnitStates, lr: float, count: int, factor: float, used: list[int]
     ) -> torch.cuda.Event | None:
+        if states.early is not None:
+            early, states.early = states.early, None
+            early.result()  # raises what it has raised
         if not states.is_ahead or factor != 1.0 or not all(used):
             states.roll_back(count)
             states.update(lr, count, factor, used)

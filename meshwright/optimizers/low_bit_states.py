@@ -107,7 +107,8 @@ class LowBitRule(UpdateRule):
             if piece.is_matrix and piece.value.numel() >= form.smallest
         }
         self.rest = make(config, [piece for piece in pieces if piece.name not in self.coded], build, shapes)
-        self.whole = torch.ones(1, device=build.mesh.device)
+        device = pieces[0].value.device if pieces else build.mesh.device  # the host's, where it makes the updates
+        self.whole = torch.ones(1, device=device)
         self.decides_on_device = self.rest.decides_on_device  # type: ignore[misc]
         self.takes_copies = True
 
@@ -122,9 +123,11 @@ class LowBitRule(UpdateRule):
         self.rest.step(lr, count)
         config, factor = self.config, self.whole
         if self.divisor is not None:
-            factor = factor / self.divisor
+            factor = factor / self.divisor.to(factor.device)
         if self.refused is not None:
-            factor = torch.where(self.refused == 1.0, torch.nan, factor)  # by which nothing is changed
+            factor = torch.where(
+                self.refused.to(factor.device) == 1.0, torch.nan, factor
+            )  # by which nothing is changed
         for piece, moments in self.coded.values():
             if piece.value.grad is None:
                 continue

@@ -128,6 +128,11 @@ class Optimizer:
             if kept.is_first and self.build.owns(kept.name):
                 yield kept.kind, kept.name, kept.value, kept.box
 
+    def reload(self) -> None:
+        """Weights, as checkpoints have them, were changed by somebody else."""
+        self.rule.reload()
+        write_copies(self.pieces)
+
     def set_num_steps(self, count: int) -> None:
         self.num_steps = count
         self.rule.set_num_steps(count)

@@ -103,7 +103,8 @@ def prepare(
     known = plan_to_run(config, given, profile, cluster) or _earlier(config, profile, cluster, report)
     result, wishes = None, {name: getattr(config.plan, name) for name in ("allow", "pin", "ban")}
     if config.train.memory_cap:
-        opaque = {name for name in technique_names() if technique_named(name).phase == _COMPILING}
+        kinds = map(technique_named, technique_names())
+        opaque = {kind.name for kind in kinds if kind.phase == _COMPILING or kind.uses_tiers}
         wishes["ban"] = (*config.plan.ban, *sorted(opaque.difference(config.plan.ban, config.plan.pin)))
     headroom = HEADROOM if config.plan.headroom is None else config.plan.headroom
     about: dict[str, Any] = {"sequence": config.sequence, "optimizer": config.train.optimizer}

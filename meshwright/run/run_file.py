@@ -142,6 +142,7 @@ class TrainSection:
                 "it makes single pieces of whole blocks, from which nothing can be evicted.": each.phase == PHASES[4],
                 "its schedule keeps what gradients of weights need longer than backward does.": each.splits_backward,
                 "its steps overlap, and a cap is for one step at a time.": each.overlaps_steps,
+                "it moves tensors out of the device's memory by itself.": each.uses_tiers,
             }
             told = [f"cannot hold with {each}: {why}" for why, applies in reasons.items() if applies]
             problems += [Problem(where="train.memory_cap", what=what, fix=fix) for what in told]

@@ -171,7 +171,7 @@ def compare(
             loss, norm = (float(reference.get_tensor(name)) for name in ("loss", "norm"))
             errors = [("loss", "loss", _relative(abs(result.loss - loss), abs(loss)))]
             errors += _tensor_errors(session.build, reference, gradients, forced=tolerance > EXACT)
-            session.loop.optimizer.rule.reload()
+            session.loop.optimizer.reload()
             errors.append(("gradient norm", "all", _relative(abs(result.gradient_norm - norm), norm)))
         for quantity, name, error in errors:
             limit = update_tolerance if quantity == "update" else tolerance

@@ -98,7 +98,7 @@ def test_search_uses_the_host_where_nothing_else_fits(plugged: RankPool) -> None
     found = search(profile("llama3.2-3b"), cluster("h100"), batch=4, sequence=1024)
     assert found.best is not None
     assert found.best.plan.technique("host_states") is None  # recomputation is enough, and cheaper
-    found = search(profile("llama3-8b"), cluster("h100"), batch=4, sequence=1024)
+    found = search(profile("llama3-8b"), cluster("h100"), batch=4, sequence=1024, ban=["offload_states"])
     assert found.best is not None
     assert found.best.plan.technique("host_states") is not None
     assert found.best.forecast.peak_bytes_by_tier["host"] == 8 * profile("llama3-8b").num_params

@@ -15,7 +15,7 @@ import torch
 from meshwright.ask.question import with_devices
 from meshwright.checkpoint.load import Reader
 from meshwright.checkpoint.step_folders import step_folder
-from meshwright.core.cluster import Cluster
+from meshwright.core.cluster import Cluster, HostResources
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.plan import Plan
 from meshwright.core.technique import Technique
@@ -212,7 +212,7 @@ def test_what_cannot_be_is_refused_with_the_reason() -> None:
     (problem,) = OptimizerConfig(name="muon").problems_with(Plan(techniques=(offload(),)))
     assert "whole parameters" in problem.what
     plan = Plan(techniques=(offload(),), batch=1)
-    (problem,) = plan.check(shape, cluster("h100"))
+    (problem,) = plan.check(shape, replace(known(), host=HostResources()))
     assert problem.fix == "Measure them: mw probe."
     assert plan.check(shape, known()) == ()
     (problem,) = plan.check(profile("llama3-70b"), known())
@@ -239,7 +239,7 @@ def test_the_forecast_has_less_on_the_device_and_charges_the_host() -> None:
 
 def test_search_uses_the_host_where_nothing_else_fits() -> None:
     common: dict[str, Any] = {"batch": 4, "sequence": 1024}
-    assert search(profile("llama3-8b"), cluster("h100"), **common).best is None
+    assert search(profile("llama3-8b"), replace(known(), host=HostResources()), **common).best is None
     found = search(profile("llama3-8b"), known(), **common)
     assert found.best is not None
     assert found.best.plan.technique("offload_states") is not None
