@@ -100,8 +100,9 @@ class Space:
                 continue
             if technique.exactness in ("lossy", "approximate"):  # which a search is not allowed by itself
                 continue
-            plan = Plan(techniques=(technique,), batch=1 << 20)
-            if not technique.check(plan, self.profile, None):
+            many = Plan(techniques=(technique,), batch=1 << 20)
+            whole = replace(many, microbatch=many.batch // many.num_replicas)  # some take one microbatch only
+            if not all(technique.check(plan, self.profile, None) for plan in (many, whole)):
                 yield technique
 
     def _splits(self, techniques: tuple[Technique, ...]) -> Ways:
