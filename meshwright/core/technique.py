@@ -200,7 +200,7 @@ class Technique:
 
     @property
     def acts_alone(self) -> bool:
-        """Of a technique with an axis: it does something on an axis of one rank too."""
+        """The technique has an effect even where its axis has one rank."""
         return False
 
     draws_alike: ClassVar[bool] = True

@@ -130,7 +130,7 @@ class StreamWeights(Technique):
 
 
 def _dealt(counts: Mapping[str, Num], total: Num) -> dict[str, Num]:
-    """So many blocks, of the layers that come first."""
+    """Distribute `total` blocks over the layers, in order."""
     result = {}
     for layer, count in counts.items():
         result[layer] = np.minimum(count, total)
