@@ -2,13 +2,16 @@
 
     python -m benchmarks.stream_weights 8b        llama3-8b, sequence 8192, at most 24 GiB allocated; goal: 40 % MFU
     python -m benchmarks.stream_weights 14b       qwen3-14b, states in both memories; goal: 35 % MFU
+    python -m benchmarks.stream_weights 40b       45 layers of llama3-70b, fewer bits, all on the device; goal: 20 % MFU
     python -m benchmarks.stream_weights context   llama3-8b, one step over 256k tokens; no warm-up: it takes minutes
+    python -m benchmarks.stream_weights longest   8 layers of it, one step over 512k tokens
     python -m benchmarks.stream_weights tiny      the same path on a CPU, to prove the script
 
-Weights are random, the optimizer is exact AdamW. MFU counts 6 N + 12 L H s flops a token, of 989 TFLOP/s. Of the copies
-between host and device, the share that runs while kernels run is taken from a profile of one step (--profile). Further
-options change a case: --microbatch, --microbatches, --sequence, --layers, --share, --buffers, --steps, and --also adds
-techniques as JSON: --also '{"name": "..."}'.
+Weights are random, the optimizer is AdamW: exact, but in the case 40b, which has bf16 weights rounded stochastically,
+moments in 4 bits and updates in backward, and whose loss must fall over 20 steps on one batch. MFU counts 6 N + 12 L H s
+flops a token, of 989 TFLOP/s. Of the copies between host and device, the share that runs while kernels run is taken from
+a profile of one step (--profile). Further options change a case: --microbatch, --microbatches, --sequence, --layers,
+--share, --buffers, --steps, and --also adds techniques as JSON: --also '{"name": "..."}'.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from torch.profiler import ProfilerActivity, profile
 import meshwright as mw
 from benchmarks.gpu_child import PEAK_FLOPS, weights_drawn_on
 from meshwright.core.plan import Plan
+from meshwright.optimizers.optimizer_config import OptimizerConfig
 
 GIB = 2**30
 
@@ -47,26 +51,37 @@ class StreamCase:
     warm: int = 1
     most_gib: float = 0.0
     goal: float = 0.0
+    is_lossy: bool = False
+    """Fewer bits, in place of host memory."""
+    lr: float = 3e-4
     also: str = ""
 
     def plan(self, is_tiny: bool) -> Plan:
-        techniques: list[dict[str, Any]] = [
-            {"name": "recompute"},
-            {"name": "chunked_loss", "chunks": self.chunks},
-            {"name": "offload_states", "share": self.share},
-            {"name": "stream_weights", "buffers": self.buffers},
-        ]
-        techniques += [] if is_tiny else [{"name": "precision"}, {"name": "compile"}]
+        techniques: list[dict[str, Any]] = [{"name": "recompute"}, {"name": "chunked_loss", "chunks": self.chunks}]
+        if self.is_lossy:
+            techniques += [{"name": "precision", "weights": "bf16"}, {"name": "compile"}]
+            techniques += [{"name": "lowbit_optimizer", "bits": 4}, {"name": "update_in_backward"}]
+        else:
+            techniques += [{"name": "offload_states", "share": self.share}]
+            techniques += [{"name": "stream_weights", "buffers": self.buffers}]
+            techniques += [] if is_tiny else [{"name": "precision"}, {"name": "compile"}]
         techniques += [json.loads(self.also)] if self.also else []
         batch = self.microbatch * self.microbatches
         value = {"version": 2, "techniques": techniques, "batch": batch, "microbatch": self.microbatch}
         return Plan.from_json(json.dumps(value))
 
 
+_ON_HOST = '{"name": "offload_activations", "layers": "none", "inputs": true}'
 CASES = {
-    "8b": StreamCase(model="llama3-8b", sequence=8192, microbatch=4, most_gib=24.0, goal=0.40),
+    "8b": StreamCase(model="llama3-8b", sequence=8192, microbatch=5, most_gib=24.0, goal=0.40),
     "14b": StreamCase(model="qwen3-14b", sequence=4096, microbatch=8, share=0.5, goal=0.35),
+    "40b": StreamCase(
+        model="llama3-70b", layers=45, sequence=4096, microbatch=3, steps=19, goal=0.20, is_lossy=True, lr=1e-4
+    ),
     "context": StreamCase(model="llama3-8b", sequence=262144, microbatch=1, chunks=128, steps=1, warm=0),
+    "longest": StreamCase(
+        model="llama3-8b", layers=8, sequence=524288, microbatch=1, chunks=256, steps=1, warm=0, also=_ON_HOST
+    ),
     "tiny": StreamCase(model="gpt2-124m", sequence=64, microbatch=2, microbatches=2, layers=4, chunks=2, steps=2),
 }
 
@@ -116,7 +131,8 @@ def measure(case: StreamCase, *, is_tiny: bool, is_profiled: bool, cluster: str)
         print(f"forecast: {said.step_seconds:.2f} s, {said.peak_allocated_bytes / GIB:.1f} GiB allocated, {tiers}")
     before, began = available_bytes(), time.perf_counter()
     with weights_drawn_on(device):
-        built = mw.build(plan, description, device=device.type)
+        optimizer = OptimizerConfig(lr=case.lr, clip=0.0 if case.is_lossy else 1.0)
+        built = mw.build(plan, description, device=device.type, optimizer=optimizer)
     print(
         f"built in {time.perf_counter() - began:.0f} s; host {(before - available_bytes()) / GIB:.1f} GiB", flush=True
     )
