@@ -8,8 +8,8 @@
     python -m benchmarks.stream_weights tiny      the same path on a CPU, to prove the script
 
 Weights are random, the optimizer is AdamW: exact, but in the case 40b, which has bf16 weights rounded stochastically,
-moments in 4 bits and updates in backward, and whose loss must fall over 20 steps on one batch. MFU counts 6 N + 12 L H s
-flops a token, of 989 TFLOP/s. Of the copies between host and device, the share that runs while kernels run is taken from
+moments in 4 bits and updates in backward, and whose loss must fall over 20 steps on one batch. MFU counts 6 N + 12 LHs
+flops a token, of 989 TFLOP/s. Of copies between host and device, the share that runs while kernels run is taken from
 a profile of one step (--profile). Further options change a case: --microbatch, --microbatches, --sequence, --layers,
 --share, --buffers, --steps, and --also adds techniques as JSON: --also '{"name": "..."}'.
 """
