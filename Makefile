@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test test-all check format bench damage fuzz zoo mutants gpu-test clean
+.PHONY: help demo test test-all check format bench damage fuzz reliability zoo mutants gpu-test clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -37,6 +37,9 @@ bench: $(STAMP) ## run the benchmarks behind the numbers in the README
 
 damage: $(STAMP) ## damaged files of every kind that mw reads
 	$(BIN)/python -m benchmarks.damage
+
+reliability: $(STAMP) ## failures of every kind provoked and counted: rows without a full result (hours)
+	$(BIN)/python -m benchmarks.reliability
 
 MINUTES ?= 10
 SEED ?= 0

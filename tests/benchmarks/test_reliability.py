@@ -1,0 +1,65 @@
+"""The scorecard's frame: rows are found, kept when they end, not run again; and a few rows for real."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import reliability
+from benchmarks.scorecard import ROWS, RowResult
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Path:
+    path = tmp_path / "page.md"
+    path.write_text(f"before\n{reliability.BEGIN}old\n{reliability.END}after\n")
+    return path
+
+
+def test_rows_are_kept_when_they_end_and_run_once(tmp_path: Path, page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, int]] = []
+
+    def good(count: int) -> RowResult:
+        calls.append(("R1", count))
+        return RowResult(passed=True, count=count, figures=f"{count} kills | 0 lost")
+
+    def broken(count: int) -> RowResult:
+        calls.append(("R2", count))
+        raise ValueError("no such thing")
+
+    monkeypatch.setattr(reliability, "functions", lambda: {"R1": [good], "R2": [good, broken]})
+    path = tmp_path / "results.json"
+    first = reliability.run(smoke=True, path=path, page=page)
+    assert calls == [("R1", 20), ("R1", 20), ("R2", 20)]
+    assert (first["R1"]["passed"], first["R2"]["passed"], first["R2"]["count"]) == (True, False, 0)
+    assert "no such thing" in first["R2"]["failures"][0]
+    assert len(path.read_text().splitlines()) == 2 + 2, "one row a line"
+    text = page.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "1 pass with fewer cases than a full run has, 1 fail, 30 were not run." in text
+    assert "| pass, part | 20 of 200 | 20 kills / 0 lost |" in text
+    calls.clear()
+    reliability.run(smoke=True, path=path, page=page)
+    assert calls == []
+    reliability.run(["R1"], path=path, page=page)
+    assert calls == [("R1", 200)]
+    reliability.run(path=path, page=page)
+    assert calls == [("R1", 200), ("R1", 186), ("R2", 186)], "R2 had no full result, R1 has"
+
+
+def test_the_page_is_what_the_kept_results_give(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(reliability.PAGE.read_text(encoding="utf-8"), encoding="utf-8")
+    reliability.render(reliability.read_results(reliability.RESULTS), page)
+    assert page.read_text(encoding="utf-8") == reliability.PAGE.read_text(encoding="utf-8")
+    assert list(ROWS) == [f"R{number}" for number in range(1, 33)]
+
+
+def test_some_rows_for_real(tmp_path: Path) -> None:
+    """`make reliability --smoke` has the others."""
+    found = reliability.functions()
+    results = {row: reliability.measure(row, found[row], count) for row, count in {"R32": 2}.items()}
+    assert [row for row, result in results.items() if not result["passed"]] == [], json.dumps(results)
