@@ -119,6 +119,8 @@ def close(console: Console, run_words: list[str], config: RunConfig, result: Run
         f"{counted(summary.steps_now, 'step')}, {seen} in {pretty_seconds(summary.seconds)}"
         f" (now at step {summary.step} of {summary.steps}){loss}",
     ]
+    if summary.time_ledger is not None:
+        lines.append(summary.time_ledger.text())
     if summary.held_out:
         lines.append(f"held-out: {held_out_text(summary.held_out)}")
     if found := summary.evicted:

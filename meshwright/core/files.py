@@ -96,6 +96,19 @@ def open_to_append(path: Path, flags: int = os.O_WRONLY) -> int:
         raise
 
 
+def append_line(file: int, line: bytes) -> None:
+    """Append a line by one call, so that writers do not mix theirs, and close the file. A line that was cut short
+    before is ended first."""
+    try:
+        size_bytes = os.fstat(file).st_size
+        if size_bytes and os.pread(file, 1, size_bytes - 1) != b"\n":
+            line = b"\n" + line
+        if os.write(file, line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    finally:
+        os.close(file)
+
+
 def refuse_link(path: Path) -> None:
     """Raise where it is a link: for what others open by name."""
     if path.is_symlink():

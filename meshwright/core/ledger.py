@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 from meshwright.core.cluster import Cluster
 from meshwright.core.codec import decode, encode, seal, unseal
 from meshwright.core.errors import MeshwrightError, error_at, wrong_numbers
+from meshwright.core.files import append_line
 
 NOT_KNOWN = "not known"
 """What a comparison says of memory while only one rank's has been seen, and that one is not the fullest."""
@@ -112,15 +113,7 @@ def append(entry: Entry, path: Path | None = None) -> str:
         path = path or ledger_path()
         path.parent.mkdir(parents=True, exist_ok=True)
         line = seal(json.dumps(encode(entry), allow_nan=False)) + b"\n"
-        file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            size = os.fstat(file).st_size
-            if size and os.pread(file, 1, size - 1) != b"\n":
-                line = b"\n" + line
-            if os.write(file, line) < len(line):
-                return "No space left on device"
-        finally:
-            os.close(file)
+        append_line(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600), line)
     except OSError as error:
         return error.strerror or str(error)
     except ValueError as error:  # a number that is none

@@ -13,6 +13,7 @@ from meshwright.core.codec import encode, load_artefact
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.files import write_whole
 from meshwright.core.ledger import Entry
+from meshwright.core.time_ledger import TimeLedger, read_marks, time_ledger
 from meshwright.core.timeline import Timeline, last_step
 from meshwright.report.timeline_lanes import compared
 from meshwright.report.timeline_svg import picture
@@ -60,6 +61,8 @@ class RunSummary:
     """Verdicts, reasons and the numbers they rest on; empty where too few steps were measured."""
     evicted: Mapping[str, float] = field(default_factory=dict)
     """What all ranks have evicted since this start; empty without `train.memory_cap`."""
+    time_ledger: TimeLedger | None = None
+    """Wall time of all starts by category; None in a summary of an earlier version."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +145,7 @@ def conclude(config: RunConfig, prepared: PreparedRun, exit_code: int) -> RunRes
         checkpoints=tuple(list_steps(folder / "checkpoints")),
         files=tuple(name for name in names if (folder / name).exists()),
         comparison={} if entry is None else entry.comparison,
+        time_ledger=time_ledger(read_marks(folder)),
     )
     warnings = []
     try:

@@ -27,6 +27,7 @@ from meshwright.checkpoint.step_folders import list_steps, newest_good, read_man
 from meshwright.core.codec import encode
 from meshwright.core.errors import MeshwrightError, error_at, raise_problems
 from meshwright.core.plan import Plan
+from meshwright.core.time_ledger import note_time
 from meshwright.data.open_data import Data
 from meshwright.launch.environment import outside_launcher
 from meshwright.launch.local_ranks import LaunchOutcome, StopRequests, launch
@@ -139,6 +140,10 @@ class Run:
         if self._lock is None:
             self._lock = preparation.open_folder(self.folder)
 
+    def note_start(self) -> None:
+        """For the time ledger: from now on this run takes time."""
+        note_time(self.folder, "start", model=self.config.model.title, steps=self.config.train.steps)
+
     @property
     def is_finished(self) -> bool:
         """Whether its last step is in a checkpoint whose every byte is right, so that there is nothing left to do.
@@ -163,6 +168,7 @@ class Run:
         if self._prepared is None:
             plan = self._given_plan
             self.open()
+            self.note_start()
             # What is wrong with a plan is told before data is made ready; what is wrong with the data before a machine
             # is measured only to search.
             known = self.config.run.cluster or preparation.measured_before(self.config, self.config.run.ranks)
@@ -232,6 +238,10 @@ class Run:
             )
         except BaseException as error:  # told by `result`, where somebody listens
             self._outcome = error
+        finally:
+            code = self._outcome.exit_code if isinstance(self._outcome, LaunchOutcome) else 1
+            told = self._outcome.message() if isinstance(self._outcome, LaunchOutcome) else str(self._outcome)
+            note_time(self.folder, "end", exit_code=code, cause=told)
 
     @property
     def is_running(self) -> bool:

@@ -102,6 +102,7 @@ def _run(run: Run, place: RankPlace, watch: PeerWatch, before: Tell, after: Call
 
     def plan() -> dict[str, Any]:
         run.open()
+        run.note_start()
         arguments = run.adopt(_prepare(run, place, kind))
         before(run)
         return arguments

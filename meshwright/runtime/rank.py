@@ -41,6 +41,7 @@ from meshwright.runtime.run_record import (
     Lines,
     Metrics,
     Progress,
+    RunClock,
     Watch,
     num_retries,
     one_line,
@@ -138,6 +139,7 @@ class RankTraining:
         self.num_skipped = 0
         self.evicted: Counter[str] = Counter()
         self.start = time.monotonic()
+        self.clock = RunClock(self.folder if self.is_first else None, trainer.step, self.progress.say)
 
     def _open(self, description: ModelDescription, plan: Plan, mesh: Mesh) -> Trainer:
         config, say = self.config, self.progress.say if self.is_first else lambda text: None
@@ -233,6 +235,7 @@ class RankTraining:
             lines.close()
 
     def _record(self, step: TrainStep, measured: bool) -> None:
+        self.clock.add(step.step + 1, step.seconds, step.data_seconds)
         # The profiler slows the steps it watches.
         is_measured = measured and step.step not in self.watch.range
         self.tally.add(step.seconds, step.data_seconds, is_measured=is_measured)
@@ -256,6 +259,7 @@ class RankTraining:
             f"{self.progress.counts}_per_second": step.tokens_per_second,
             "mfu": self.mfu * step.tokens_per_second / self.progress.forecast,
             "memory_bytes": memory,
+            "goodput": self.clock.goodput,
             **step.evicted,
         }
         if self.trainer.build.loss_scaling is not None:
@@ -295,13 +299,15 @@ class RankTraining:
         if self.evaluated_step == self.trainer.step:
             return
         self.evaluated_step = self.trainer.step
-        self.held_out = self.trainer.evaluate()
+        with self.clock.spend("evaluation"):
+            self.held_out = self.trainer.evaluate()
         if self.metrics is not None and self.held_out:
             self.metrics.write(self.trainer.step, self.held_out)
             self.progress.say(f"step {self.trainer.step}: held-out {held_out_text(self.held_out)}")
 
     def _sample(self) -> None:
-        text = self.trainer.sample()
+        with self.clock.spend("evaluation"):
+            text = self.trainer.sample()
         if self.metrics is None:
             return
         if text is None:
@@ -313,7 +319,9 @@ class RankTraining:
     def _save(self) -> None:
         if self.saved_step == self.trainer.step:
             return
-        self.save_error = self.trainer.save(self.folder / "checkpoints")
+        self.clock.mark()  # where a restart goes on, if the save succeeds
+        with self.clock.spend("checkpoint"):
+            self.save_error = self.trainer.save(self.folder / "checkpoints")
         if self.save_error and self.is_first:
             self.progress.say(f"checkpoint not written, training goes on: {self.save_error}")
         if not self.save_error:
@@ -334,6 +342,7 @@ class RankTraining:
                 "evicted": self.evicted,
             },
         )
+        self.clock.mark()
         if self.metrics is None:
             return
         most = {name: max(rank[name] for rank in gathered) for name in self._memory()}

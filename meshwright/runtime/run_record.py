@@ -12,10 +12,10 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.autograd import DeviceType
@@ -23,11 +23,13 @@ from torch.profiler import ProfilerActivity, profile
 
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.files import open_to_append, write_whole
+from meshwright.core.time_ledger import CATEGORIES, TIME_FILE, mark_now, read_marks, time_ledger
 from meshwright.core.timeline import MemoryPoint, Span, Timeline
 from meshwright.core.units import pretty_bytes, pretty_count, pretty_seconds
 from meshwright.core.wrapping import width_of, wrapped
 from meshwright.ops.device_mesh import Mesh
 from meshwright.report.timeline_lanes import united, without
+from meshwright.run.comparison import WARM_UP_STEPS
 from meshwright.run.trackers import TRACKERS, About, Board, Feed, Say, Tracker, finish_all, run_key
 
 _MOST_WAITING = 10_000
@@ -118,6 +120,70 @@ class Metrics:
         if self.samples is not None:
             self.samples.close()
         finish_all(self.feeds, summary)
+
+
+class RunClock:
+    """The time of rank 0 by category, in marks of time.jsonl: at saves, and at least every hundredth of a start's time.
+
+    `folder` is None on other ranks, which write nothing.
+    """
+
+    def __init__(self, folder: Path | None, step: int, say: Say):
+        self.folder = folder
+        self.lines = None if folder is None else Lines(folder / TIME_FILE, sys.maxsize, say)
+        self.resume(step)
+
+    def resume(self, step: int) -> None:
+        """Training goes on from a step; what was made of later ones is lost."""
+        self.step_count = step
+        self.seconds = dict.fromkeys(CATEGORIES, 0.0)
+        self.first_seconds: list[float] = []
+        self.num_usual = 0
+        self.began = self.marked = time.monotonic()
+        self._write("resume")
+        self.earlier = time_ledger(() if self.folder is None else read_marks(self.folder))
+
+    def add(self, steps_done: int, seconds: float, data_seconds: float) -> None:
+        """A step was made."""
+        self.step_count = steps_done
+        waited = min(data_seconds, seconds)
+        self.seconds["data"] += waited
+        if len(self.first_seconds) < WARM_UP_STEPS:
+            self.first_seconds.append(seconds - waited)
+        else:
+            self.num_usual += 1
+            self.seconds["productive"] += seconds - waited
+        now = time.monotonic()
+        if now - self.marked >= max(1.0, (now - self.began) / 100):
+            self.mark()
+
+    @contextlib.contextmanager
+    def spend(self, category: str) -> Iterator[None]:
+        start = time.monotonic()
+        yield
+        self.seconds[category] += time.monotonic() - start
+
+    def totals(self) -> dict[str, float]:
+        """Seconds since `resume`; of the first steps, what they take longer than later ones is compilation."""
+        first = self.first_seconds
+        usual = self.seconds["productive"] / self.num_usual if self.num_usual else min(first, default=0.0)
+        productive = sum(min(each, usual) for each in first)
+        seconds = self.seconds | {"compile": sum(first) - productive}
+        return seconds | {"productive": productive + seconds["productive"]}
+
+    @property
+    def goodput(self) -> float:
+        """Of all starts so far."""
+        wall = self.earlier.wall_seconds + time.monotonic() - self.began
+        return (self.earlier.seconds["productive"] + self.totals()["productive"]) / max(wall, 1e-9)
+
+    def mark(self) -> None:
+        self.marked = time.monotonic()
+        self._write("time", seconds=self.totals())
+
+    def _write(self, event: Literal["resume", "time"], **about: Any) -> None:
+        if self.lines is not None:
+            self.lines.write(mark_now(event, step=self.step_count, **about).to_row())
 
 
 class Progress:

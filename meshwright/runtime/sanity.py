@@ -63,12 +63,12 @@ class Trouble:
     gradient_norm: float = math.nan
     what: str = ""
 
-    def as_json(self, rows: Sequence[int]) -> dict[str, Any]:
-        """`rows`: numbers of the batch's samples. What is not finite is a text."""
+    def as_json(self, samples: Sequence[int]) -> dict[str, Any]:
+        """`samples`: numbers of the batch's samples. What is not finite is a text."""
         found = {"loss": self.loss, "gradient_norm": self.gradient_norm}
         numbers = {name: value if math.isfinite(value) else str(value) for name, value in found.items()}
         about = {"cursor": self.cursor, "reason": self.reason, "action": self.action, "what": self.what}
-        return {"step": self.step, **about, **numbers, "rows": list(rows)}
+        return {"step": self.step, **about, **numbers, "samples": list(samples)}
 
 
 class TrainingTrouble(MeshwrightError):

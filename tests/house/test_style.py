@@ -26,6 +26,8 @@ OTHER_WORDS = {
     ("core/profile.py", "rows"),  # what dim 0 of a table counts
     ("core/profile.py", "tensor"),  # how splitting divides an op: none, sequence, tensor
     ("core/technique.py", "compile"),  # a phase of `apply`
+    ("core/time_ledger.py", "compile"),  # a category of a run's time
+    ("runtime/run_record.py", "compile"),
     ("core/work.py", "recompute"),  # a phase of a step
     ("simulator/stage_seconds.py", "recompute"),
     # Still to go: what whole matrices are gathered over, and who splits heads beside context.

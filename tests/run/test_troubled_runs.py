@@ -64,7 +64,7 @@ def test_the_good_state_is_saved_before_a_run_stops_and_it_can_go_on_past_the_ba
         "action": "stop",
     }
     assert trouble["loss"] == "nan"
-    assert len(trouble["rows"]) == 4
+    assert len(trouble["samples"]) == 4
     with Run(path, changes=["train.save_every=0", "train.on_nan=skip"]) as run:
         events = list(run.start().follow())
         assert run.result().exit_code == 0
