@@ -21,6 +21,8 @@ from meshwright.optimizers.rule import OptimizerState, ParameterPiece, RuleMaker
 
 LOST_BITS = 16
 """Of a float32 that a bfloat16 has not."""
+SLICE_ELEMENTS = 1 << 25
+"""Rounded at once: rounding takes several times the memory of what is rounded."""
 
 
 def places_of(box: Box, device: torch.device) -> Tensor:
@@ -60,12 +62,14 @@ class RoundedWeights(UpdateRule):
         shapes: Mapping[str, tuple[int, ...]],
     ):
         super().__init__(config, pieces, build, shapes)
-        self.wide = [torch.empty_like(piece.value, dtype=torch.float32) for piece in pieces]
-        made = [replace(piece, value=wide) for piece, wide in zip(pieces, self.wide, strict=True)]
-        self.rules = {piece.name: make(config, [piece], build, shapes) for piece in made}
+        self.wide: list[Tensor] = []
+        self.rules: dict[str, UpdateRule] = {}
+        for piece in pieces:
+            wide = torch.empty_like(piece.value, dtype=torch.float32)
+            self.rules[piece.name] = make(config, [replace(piece, value=wide)], build, shapes)
+            wide.untyped_storage().resize_(0)  # before the next one is made: all together may not fit
+            self.wide.append(wide)
         self.rounds_states = any(rule.rounds_states for rule in self.rules.values())  # type: ignore[misc]
-        for wide in self.wide:
-            wide.untyped_storage().resize_(0)
 
     def step(self, lr: float, count: int) -> None:
         for piece, wide in zip(self.pieces, self.wide, strict=True):
@@ -77,9 +81,11 @@ class RoundedWeights(UpdateRule):
             wide.copy_(piece.value)
             wide.grad = gradient.float()
             rule.step(lr, count)
-            drawn = noise(places_of(piece.box, wide.device), piece.name, count)
-            piece.value.copy_(round_at_random(wide, drawn.view(wide.shape)))
             wide.grad = None
+            parts = max(1, min(-(-wide.numel() // SLICE_ELEMENTS), piece.box.size[0] if piece.box.size else 1))
+            for index, (target, source) in enumerate(zip(piece.value.chunk(parts), wide.chunk(parts), strict=True)):
+                box = piece.box.chunk(0, index, parts)
+                target.copy_(round_at_random(source, noise(places_of(box, wide.device), piece.name, count)))
             wide.untyped_storage().resize_(0)
 
     def kept(self) -> Iterator[OptimizerState]:

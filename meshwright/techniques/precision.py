@@ -254,7 +254,7 @@ class Precision(Technique):
 
             build.weight_dtype = torch.bfloat16
             # After whoever changes the rule's states, before whoever changes when it is called.
-            build.at("step", lambda build: build.rule_wraps.append(lambda make: partial(RoundedWeights, make)))
+            build.at("optimizer", lambda build: build.rule_wraps.append(lambda make: partial(RoundedWeights, make)))
         if self.weights == "master":
             build.at("optimizer", self._copy)
         if self.matmul:

@@ -24,7 +24,10 @@ from meshwright.verify import parity
 
 CONFIG = DecoderConfig(**tiny.GPT | {"num_layers": 2})
 UNCLIPPED = OptimizerConfig(clip=0.0)
-BESIDE: tuple[tuple[Technique, ...], ...] = ((), (tiny.RECOMPUTE,), (tiny.CHUNKED,), (tiny.BF16,), (tiny.LOW_BIT,))
+NARROW = tiny.t("precision", weights="bf16")
+BESIDE: tuple[tuple[Technique, ...], ...] = (
+    *((), (tiny.RECOMPUTE,), (tiny.CHUNKED,), (tiny.BF16,), (tiny.LOW_BIT,), (NARROW,), (NARROW, tiny.LOW_BIT)),
+)
 
 
 def session_of(optimizer: OptimizerConfig, *techniques: Technique) -> parity.Session:

@@ -73,6 +73,16 @@ def test_a_resumed_run_goes_on_bit_for_bit_and_any_plan_reads_its_weights(more: 
     assert losses[2] == pytest.approx(losses[0], rel=2e-2)
 
 
+def test_a_parameter_is_rounded_in_slices_as_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = []
+    for elements in (1 << 25, 100):
+        monkeypatch.setattr("meshwright.optimizers.rounded_weights.SLICE_ELEMENTS", elements)
+        session = _session(NARROW)
+        losses.append((_train(session, range(3)), [value for _, value in session.build.local_parameters()]))
+    assert losses[0][0] == losses[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(losses[0][1], losses[1][1], strict=True))
+
+
 def test_an_optimizer_that_looks_at_whole_parameters_is_refused() -> None:
     plan = Plan(techniques=(NARROW,), batch=4)
     (problem,) = OptimizerConfig(name="muon").problems_with(plan)
