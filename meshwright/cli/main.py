@@ -277,6 +277,11 @@ COMMANDS: dict[str, tuple[str, str, Sequence[Flag]]] = {
         "mw ckpt export runs/laptop exported",
         _CKPT_FLAGS,
     ),
+    "runs": (
+        "all runs below a folder: state, progress, time left, goodput",
+        "mw runs\n  mw runs experiments --json",
+        (_flag("folder", nargs="?", default=".", metavar="FOLDER", help="where to look (default: here)"), _JSON),
+    ),
     "data": ("make token files of text", "mw data prepare corpus/*.jsonl -o corpus/tokens", _DATA_FLAGS),
 }
 

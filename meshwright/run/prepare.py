@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -415,7 +416,14 @@ def open_folder(folder: Path) -> IO[str]:
     except OSError as error:
         raise error_at(f"run.folder {folder}", f"cannot write there: {error.strerror}.") from None
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for left in (2, 1, 0):  # `mw runs` looks for a moment
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if not left:
+                    raise
+                time.sleep(0.05)
     except OSError:
         lock.seek(0)
         owner = lock.read().strip() or "another process"
