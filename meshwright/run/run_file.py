@@ -127,10 +127,16 @@ class TrainSection:
     """What to do about a step whose loss or gradient norm is far above those of the steps before."""
     most_bad_steps: int = 5
     """Steps in a row that may be skipped, and roll backs without progress; then the run stops."""
+    compare_replicas_every: int = 50
+    """Steps between comparisons of what several ranks hold alike, beside those before each checkpoint; 0: none."""
+    on_mismatch: Literal["stop", "roll_back"] = "stop"
+    """What to do where one of them differs."""
 
     def __post_init__(self) -> None:
         problems = _below(self, 1, "batch", "steps", "evaluate_batches", "keep", "sample_tokens", "most_bad_steps")
-        problems += _below(self, 0, "save_every", "save_minutes", "evaluate_every", "sample_every")
+        problems += _below(
+            self, 0, "compare_replicas_every", "save_every", "save_minutes", "evaluate_every", "sample_every"
+        )
         if self.memory_cap:
             read_memory(self.memory_cap, "memory_cap", problems)
         raise_problems(problems)

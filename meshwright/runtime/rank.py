@@ -160,7 +160,7 @@ class RankTraining:
         """Train to the end, or until somebody asks to stop; the exit code."""
         trainer, settings = self.trainer, self.config.train
         start = trainer.step
-        if "roll_back" in (settings.on_nan, settings.on_spike) and self.saved_step < 0:
+        if "roll_back" in (settings.on_nan, settings.on_spike, settings.on_mismatch) and self.saved_step < 0:
             self._save()  # there is something to roll back to
         stopped = None
         while stopped is None:
@@ -168,10 +168,6 @@ class RankTraining:
                 stopped = self._train(stop, start)
             except TrainingTrouble as trouble:
                 self._recover(trouble)
-        stop.leave_at_once(False)
-        if not stopped:
-            self._evaluate()
-            self._save()
         self._close(stopped, trainer.step - start)
         if self.save_error:
             raise MeshwrightError(f"the last checkpoint was not written: {self.save_error}", exit_code=1)
@@ -188,6 +184,8 @@ class RankTraining:
             self.watch.after(step.step)
             self._record(step, measured=step.step >= start + WARM_UP_STEPS)
             stopped = step.must_stop
+            if is_due(trainer.step, settings.compare_replicas_every):
+                trainer.check_replicas()
             if not stopped and is_due(trainer.step, settings.evaluate_every):
                 self._evaluate()
             if not stopped and is_due(trainer.step, settings.sample_every):
@@ -195,6 +193,10 @@ class RankTraining:
             if stopped or step.must_save or is_due(trainer.step, settings.save_every):
                 self._save()
             self.watch.before(trainer.step)
+        stop.leave_at_once(False)
+        if not stopped:
+            self._evaluate()
+            self._save()
         return stopped
 
     def _recover(self, error: TrainingTrouble) -> None:

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
 from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.ops.collectives import gather_json
+from meshwright.optimizers.update import Optimizer
+from meshwright.runtime.build import RankBuild
 from meshwright.runtime.loop import NO_LIMITS, StepLimits
 
 WINDOW_STEPS = 64
@@ -79,3 +86,64 @@ class TrainingTrouble(MeshwrightError):
         passed over after a roll back."""
         self.trouble, self.is_state_good, self.moves_on = trouble, is_state_good, moves_on
         super().__init__([Problem(where="train", what=what, fix=fix)], exit_code=1, is_everywhere=True)
+
+
+class ReplicaCheck:
+    """Compares parameters and optimizer states that several ranks hold alike, by the sums of their bits as integers."""
+
+    def __init__(self, build: RankBuild, optimizer: Optimizer):
+        self.build, self.optimizer = build, optimizer
+        # Replicas that exchange something else than whole gradients differ between two exchanges.
+        is_apart = any(each.splits_samples and each.exactness == "approximate" for each in build.plan.techniques)
+        self.group = None if is_apart else build.mesh.control
+        self.keys: list[dict[str, int]] | None = None
+        """Rank -> its pieces that others hold too, with the places of their sums."""
+
+    def _pieces(self) -> Iterable[tuple[str, Tensor]]:
+        boxes = self.build.boxes
+        held = (("parameter", name, value, boxes[name]) for name, value in self.build.local_parameters())
+        for kind, name, value, box in (*held, *self.optimizer.state()):
+            if not box.is_empty:
+                yield f"{kind} {name} {box.offset} {box.size} {box.order or ''}", value
+
+    @torch.no_grad()
+    def odd_one(self) -> str:
+        """Which rank holds what others do not, the same text on every rank; empty where all agree."""
+        if self.group is None:
+            return ""
+        pieces = dict(self._pieces())
+        if self.keys is None:
+            listed = gather_json(self.group, list(pieces))
+            counts = Counter(key for keys in listed for key in keys)
+            shared = [[key for key in keys if counts[key] > 1] for keys in listed]
+            self.keys = [{key: place for place, key in enumerate(keys)} for keys in shared]
+        most, mine = max(map(len, self.keys)), self.keys[dist.get_rank()]
+        if not most:
+            return ""
+        sums = torch.zeros(most, dtype=torch.int64)
+        if mine:
+            sums[: len(mine)] = torch.stack([bit_sum(pieces[key]).to(self.build.mesh.device) for key in mine]).cpu()
+        every = [torch.empty_like(sums) for _ in self.keys]
+        dist.all_gather(every, sums, group=self.group)
+        found = [each.tolist() for each in every]
+        for key in dict.fromkeys(key for keys in self.keys for key in keys):
+            held = {rank: found[rank][keys[key]] for rank, keys in enumerate(self.keys) if key in keys}
+            (usual, count), *others = Counter(held.values()).most_common()
+            if not others:
+                continue
+            kind, name, *_ = key.split(" ")
+            if count > others[0][1]:
+                odd = [rank for rank, value in held.items() if value != usual]
+                who = f"rank {', '.join(map(str, odd))} holds other bits than the other {count}"
+            else:
+                who = f"ranks {', '.join(map(str, held))} hold different bits, and which are wrong cannot be known"
+            return f"{who}: {kind} of {name}" if kind != "parameter" else f"{who}: {name}"
+        return ""
+
+
+def bit_sum(value: Tensor) -> Tensor:
+    """The sum of a tensor's bits as integers of 8 bytes, and of the bytes left, modulo 2^64: a flipped bit changes it."""
+    bits = value.detach().contiguous().view(-1).view(torch.uint8)
+    bits = bits.clone() if bits.storage_offset() % 8 else bits  # which integers there are must not depend on its place
+    size = bits.numel() // 8 * 8
+    return bits[:size].view(torch.int64).sum() + bits[size:].sum(dtype=torch.int64)

@@ -27,7 +27,7 @@ from meshwright.run.run_file import TrainSection
 from meshwright.runtime.build import build
 from meshwright.runtime.checkpointing import restore_buffers, restore_optimizer, restore_parameters, save, source_of
 from meshwright.runtime.loop import NO_LIMITS, Loop, Samples, StepLimits, StepResult, on_device
-from meshwright.runtime.sanity import SpikeRule, TrainingTrouble, Trouble
+from meshwright.runtime.sanity import ReplicaCheck, SpikeRule, TrainingTrouble, Trouble
 from meshwright.runtime.text_samples import Sampler
 
 _MOST_FILES = 10_000
@@ -104,6 +104,7 @@ class Trainer:
         if settings.memory_cap:
             self.loop.cap_memory(settings.cap_bytes)
         self.sampler: Sampler | None = None
+        self.replicas = ReplicaCheck(self.build, self.optimizer)
         self.bad_step, self.num_bad = -1, 0
         """The furthest step that was skipped or rolled back, and how many since a step after it was taken."""
         self.part, self.num_parts = mesh.part(plan.sample_axes)
@@ -260,6 +261,18 @@ class Trainer:
         is_good = not (self.plan.overlaps_steps or any(each.updates_in_backward for each in self.plan.techniques))
         raise TrainingTrouble(trouble, what, fix, is_state_good=is_good, moves_on=True)
 
+    def check_replicas(self) -> None:
+        """Raise where ranks hold different bits of what should be the same; between two steps."""
+        settings = self.settings
+        if not settings.compare_replicas_every or self.fed or not (odd := self.replicas.odd_one()):
+            return
+        self.bad_step, self.num_bad = max(self.step, self.bad_step), self.num_bad + 1
+        action = "stop" if self.num_bad > settings.most_bad_steps else settings.on_mismatch
+        trouble = Trouble(step=self.step, cursor=self.cursor, reason="mismatch", action=action, what=odd)
+        fix = "Restart from the last checkpoint, which was compared before it was written, without the machine or the "
+        fix += 'device of that rank if it happens again; train.on_mismatch = "roll_back" does so by itself.'
+        raise TrainingTrouble(trouble, f"after step {self.step}, {odd}.", fix, is_state_good=False, moves_on=False)
+
     def _is_pause(self, step: int) -> bool:
         """Whether somebody looks at the weights after that many steps."""
         settings = self.settings
@@ -290,6 +303,7 @@ class Trainer:
 
     def save(self, root: Path) -> str:
         self.loop.require_rest()
+        self.check_replicas()
         files = self.data.file_states
         state = {
             "cursor": self.cursor,

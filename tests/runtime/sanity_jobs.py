@@ -60,8 +60,16 @@ def opened(plan: Plan, settings: dict[str, Any], factors: dict[int, float], **gi
     return Trainer(plan, open_config(DecoderConfig(**tiny.LLAMA), "tiny", 0), data, section, mesh, **given)
 
 
-def follow(trainer: Trainer, folder: str, answer: dict[str, Any]) -> None:
-    """Train, save when it is due, and roll back where the trainer asks for it."""
+def flip_bit(trainer: Trainer, kind: str) -> None:
+    """In the last of what the rank holds of this kind."""
+    held = {"parameter": [value for _, value in trainer.build.local_parameters()]}
+    for state in trainer.optimizer.state():
+        held.setdefault(state[0], []).append(state[2])
+    held[kind][-1].view(-1)[-1:].view(torch.int32).bitwise_xor_(1 << 12)
+
+
+def follow(trainer: Trainer, folder: str, answer: dict[str, Any], flip: dict[str, Any]) -> None:
+    """Train, compare replicas after every step, save when it is due, and roll back where the trainer asks for it."""
     while trainer.step < trainer.settings.steps:
         try:
             for step in trainer.steps():
@@ -69,6 +77,10 @@ def follow(trainer: Trainer, folder: str, answer: dict[str, Any]) -> None:
                 told = [step.step, step.loss, step.is_skipped, "" if trouble is None else trouble.reason]
                 is_resting = not trainer.fed
                 answer["steps"].append([*told, trainer.cursor, digest(trainer) if is_resting else ""])
+                if trainer.mesh.rank == flip.get("rank") and step.step == flip["step"]:
+                    flip_bit(trainer, flip.pop("kind"))
+                    flip.clear()
+                trainer.check_replicas()
                 if folder and is_due(trainer.step, trainer.settings.save_every):
                     assert trainer.save(Path(folder)) == ""
         except TrainingTrouble as error:
@@ -79,16 +91,17 @@ def follow(trainer: Trainer, folder: str, answer: dict[str, Any]) -> None:
             newest = newest_good(Path(folder), report=print)
             assert newest is not None
             trainer.roll_back(newest)
-            trainer.cursor = trouble.cursor + trainer.plan.batch
+            if error.moves_on:
+                trainer.cursor = trouble.cursor + trainer.plan.batch
             answer["steps"].append([trainer.step, 0.0, False, "rolled back", trainer.cursor, digest(trainer)])
     answer["last"] = [trainer.step, trainer.cursor, digest(trainer)]
 
 
 def train_job(
     *, plan: dict[str, Any], settings: dict[str, Any], factors: dict[str, float], folder: str = "", jump: int = -1,
-    rank: int, num_ranks: int, rendezvous: str,
+    flip: dict[str, Any] | None = None, rank: int, num_ranks: int, rendezvous: str,
 ) -> dict[str, Any]:  # fmt: skip
-    """`jump`: a step that is left out, as if it had been skipped."""
+    """`jump`: a step that is left out, as if it had been skipped. `flip`: a bit of a rank's state after a step."""
     if num_ranks > 1:
         parity.enter(rank, num_ranks, rendezvous)
     answer: dict[str, Any] = {"steps": [], "raised": []}
@@ -98,7 +111,7 @@ def train_job(
         whole, trainer.settings = trainer.settings, replace(trainer.settings, steps=jump)
         assert len(list(trainer.steps())) == jump
         trainer.settings, trainer.step, trainer.cursor = whole, jump + 1, (jump + 1) * chosen.batch
-    follow(trainer, folder, answer)
+    follow(trainer, folder, answer, flip or {})
     if num_ranks > 1:
         del trainer
         parity.leave()

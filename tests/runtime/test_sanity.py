@@ -12,6 +12,7 @@ import tiny
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.plan import Plan
 from meshwright.launch.rank_pool import RankPool
+from meshwright.optimizers.rule import rules
 from meshwright.run.run_file import TrainSection
 from meshwright.runtime.sanity import LEAST_STEPS, SpikeRule
 
@@ -32,14 +33,15 @@ PLANS = {
 
 def ran(
     pool: RankPool, techniques: Any, *, steps: int = 5, factors: Any = NAN, name: str = "adamw", folder: str = "",
-    jump: int = -1, **settings: Any,
+    jump: int = -1, flip: Any = None, **settings: Any,
 ) -> list[dict[str, Any]]:  # fmt: skip
     plan = tiny.plan_of(*techniques, microbatch=8 if tiny.IN_BACKWARD in techniques else 2)
     optimizer = {"name": name, "lr": 1e-2, "schedule": "constant"}
+    settings = {"on_mismatch": "roll_back"} | settings
     optimizer |= {"clip": 0.0} if plan.overlaps_steps or tiny.IN_BACKWARD in techniques else {}
     given = {"batch": plan.batch, "steps": steps, "optimizer": optimizer, **settings}
     arguments = {"plan": json.loads(plan.to_json()), "settings": given, "factors": factors, "folder": folder}
-    return pool.run("sanity_jobs:train_job", arguments | {"jump": jump}, num_ranks=plan.num_ranks)
+    return pool.run("sanity_jobs:train_job", arguments | {"jump": jump, "flip": flip}, num_ranks=plan.num_ranks)
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -126,6 +128,36 @@ def test_what_updates_early_cannot_skip(key: str, technique: Any) -> None:
     assert problem.where == f"train.{key}"
     assert technique.name in problem.what
     assert not TrainSection(batch=8, steps=1).problems_with(Plan(batch=8, techniques=(technique,)))
+
+
+@pytest.mark.parametrize(
+    ("techniques", "kind", "who"),
+    [
+        ((tiny.t("replicate", size=4),), "parameter", "rank 2 holds other bits than the other 3: "),
+        ((tiny.t("replicate", size=4),), "exp_avg_sq", "rank 2 holds other bits than the other 3: exp_avg_sq of "),
+        ((tiny.REPLICATE, tiny.TENSOR), "parameter", "hold different bits, and which are wrong cannot be known: "),
+    ],
+    ids=["parameter", "state", "two"],
+)
+def test_one_flipped_bit_is_found_and_its_rank_named(
+    techniques: Any, kind: str, who: str, pool: RankPool, tmp_path: Path
+) -> None:
+    about: dict[str, Any] = {"steps": 5, "save_every": 1, "factors": {}}
+    flip = {"rank": 2, "step": 3, "kind": kind}
+    ranks = ran(pool, techniques, flip=flip, folder=str(tmp_path), **about)
+    wanted = ran(pool, techniques, **about)
+    for rank, other in zip(ranks, wanted, strict=True):
+        ((step, reason, action, text, is_good),) = rank["raised"]
+        assert (step, reason, action, is_good) == (4, "mismatch", "roll_back", False)
+        assert who in text
+        assert rank["last"] == other["last"], "the run did not get over it"
+
+
+@pytest.mark.parametrize("name", sorted(rules()))
+def test_undisturbed_replicas_agree_whatever_the_optimizer(name: str, pool: RankPool) -> None:
+    for techniques in ((tiny.REPLICATE, tiny.SHARD1), (tiny.REPLICATE, tiny.TENSOR)):
+        for rank in ran(pool, techniques, steps=2, factors={}, name=name):
+            assert rank["raised"] == []
 
 
 def test_bad_settings_are_told() -> None:
