@@ -60,8 +60,8 @@ class RankBuild:
     exchange_owners: dict[str, str] = field(default_factory=dict)
     rule_wraps: list[Callable[[RuleMaker], RuleMaker]] = field(default_factory=list)
     late_sums: LateSums = field(init=False)
-    on_action: list[Callable[[], Any]] = field(default_factory=list)
-    """Called before every action: for whoever watches."""
+    on_action: list[Callable[[str], Any]] = field(default_factory=list)
+    """Called with the kind of every action before it: for whoever watches."""
     boxes: dict[str, Box] = field(default_factory=dict)
     cut_axes: dict[str, frozenset[str]] = field(default_factory=dict)
     canonical: dict[str, str] = field(default_factory=dict)

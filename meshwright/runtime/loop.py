@@ -172,7 +172,7 @@ class Interpreter:
         lasts = last_of_chunks(actions)
         for position, action in enumerate(actions):
             for look in build.on_action:
-                look()
+                look(action.kind)
             batch = self.batch if action.microbatch >= 0 else self.before
             assert batch is not None
             key, is_last = (action.microbatch, action.chunk), position in lasts

@@ -49,7 +49,7 @@ from meshwright.runtime.run_record import (
     reserved_bytes,
     write_timeline,
 )
-from meshwright.runtime.sanity import TrainingTrouble, Trouble
+from meshwright.runtime.sanity import StragglerWatch, TrainingTrouble, Trouble
 from meshwright.runtime.trainer import Trainer, TrainStep, is_due, samples_on
 
 
@@ -124,7 +124,8 @@ class RankTraining:
         # that are told at once, which has crashed it.
         num_watched = 0 if plan.overlaps_steps else config.run.timeline_steps
         self.watch = Watch(trainer.step + WARM_UP_STEPS, num_watched, mesh)
-        trainer.build.on_action.append(self.watch.look)
+        self.stragglers = StragglerWatch(trainer.build)
+        trainer.build.on_action += [self.watch.look, self.stragglers.look]
         if trainer.loop.reads_late:  # elsewhere a rest would change the run, or is there anyway
             # After the first step a signal is answered by saving: it must be over by then, not beside a second one.
             trainer.rests = (trainer.step + 1, self.watch.range.start, self.watch.range.stop)
@@ -221,6 +222,7 @@ class RankTraining:
         if not newest:
             raise error
         self.trainer.roll_back(Path(newest))
+        self.clock.resume(self.trainer.step)
         lost = trouble.step - 1 - self.trainer.step
         if self.is_first:
             self.progress.say(f"rolled back to step {self.trainer.step}, {lost} steps before: {error}")
@@ -249,6 +251,7 @@ class RankTraining:
         if step.trouble is not None:
             self._note(step.trouble)
         self.evicted.update(step.evicted)
+        slow = self.stragglers.end_step(step.data_seconds)
         if self.metrics is None:
             return
         memory = peak_bytes(self.trainer.mesh.device)
@@ -264,6 +267,10 @@ class RankTraining:
             "goodput": self.clock.goodput,
             **step.evicted,
         }
+        if slow is not None:
+            values |= {"slow_rank": slow.rank, "slow_rank_ratio": slow.ratio}
+            what = f"{slow.ratio:.2f} times as long as others, most of it in {slow.part}"
+            self.progress.say(f"step {step.step + 1}: rank {slow.rank} is slow: its steps take {what}")
         if self.trainer.build.loss_scaling is not None:
             values["loss_scale"] = step.loss_scale
         if self.num_skipped or self.trainer.build.loss_scaling is not None:

@@ -294,7 +294,7 @@ class Watch:
             self.profiler = profile(activities=activities)
             self.profiler.__enter__()
 
-    def look(self) -> None:
+    def look(self, kind: str) -> None:
         if self.profiler is not None:
             now = time.time_ns() / 1e9  # the profiler's clock
             self.memory.append(MemoryPoint(device=self.rank, seconds=now, bytes=current_bytes(self.device)))

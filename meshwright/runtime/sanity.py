@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -147,3 +148,78 @@ def bit_sum(value: Tensor) -> Tensor:
     bits = bits.clone() if bits.storage_offset() % 8 else bits  # which integers there are must not depend on its place
     size = bits.numel() // 8 * 8
     return bits[:size].view(torch.int64).sum() + bits[size:].sum(dtype=torch.int64)
+
+
+PARTS = ("data", "forward", "backward", "update")
+SLOW_STEPS, SLOW_TIMES, SLOW_RATIO = 4, 3, 1.2
+"""Ranks tell each other every so many steps; one is slow that was beyond the ratio so many times in a row."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Straggler:
+    rank: int
+    ratio: float
+    """Its seconds of a step outside of waiting, over the median of its peers."""
+    part: str
+    """Where it loses most."""
+
+
+class StragglerWatch:
+    """The seconds that each rank computes in a step, by part, compared between ranks that do the same work.
+
+    Actions that wait for others do not count. Where layers wait for each other inside of an action (a tensor or a
+    sequence split, sharded parameters), all of a group take as long as its slowest rank.
+    """
+
+    def __init__(self, build: RankBuild):
+        self.group, self.device = build.mesh.control, build.mesh.device
+        rows = build.mesh.part(build.plan.sample_axes)[0] if build.plan.shares else 0
+        self.work = gather_json(self.group, [build.stage, rows])
+        self.marks: list[tuple[str, Any]] = []
+        """What began when in this step: seconds, or an event on a GPU."""
+        self.before: tuple[list[tuple[str, Any]], float] | None = None
+        """Of the step before, whose events are over, and its data's seconds."""
+        self.steps: list[list[float]] = []
+        self.slow: Counter[int] = Counter()
+
+    def look(self, kind: str) -> None:
+        part = "backward" if kind.startswith("backward") else kind
+        if self.device.type == "cuda":
+            mark = torch.cuda.Event(enable_timing=True)
+            mark.record()
+            self.marks.append((part, mark))
+        else:
+            self.marks.append((part, time.perf_counter()))
+
+    def end_step(self, data_seconds: float) -> Straggler | None:
+        """After every step on every rank: the rank that is slow, where it is newly known."""
+        if self.group is None:
+            return None
+        self.look("")
+        ended, self.before, self.marks = self.before, (self.marks, data_seconds), []
+        if ended is None:
+            return None
+        spent = Counter({"data": ended[1]})
+        for (part, start), (_, end) in zip(ended[0], ended[0][1:], strict=False):
+            spent[part] += start.elapsed_time(end) / 1e3 if self.device.type == "cuda" else end - start
+        self.steps.append([spent[part] for part in PARTS])
+        if len(self.steps) < SLOW_STEPS:
+            return None
+        mine = torch.tensor([statistics.median(each) for each in zip(*self.steps, strict=True)], dtype=torch.float64)
+        self.steps.clear()
+        every = [torch.empty_like(mine) for _ in self.work]
+        dist.all_gather(every, mine, group=self.group)
+        return self._newly_slow([each.tolist() for each in every])
+
+    def _newly_slow(self, every: list[list[float]]) -> Straggler | None:
+        """`every`: seconds of each rank by part."""
+        newly: list[Straggler] = []
+        for rank, own in enumerate(every):
+            peers = [other for at, other in enumerate(every) if at != rank and self.work[at] == self.work[rank]]
+            usual = statistics.median(map(sum, peers)) if peers else math.inf
+            self.slow[rank] = self.slow[rank] + 1 if sum(own) > SLOW_RATIO * usual else 0
+            if self.slow[rank] == SLOW_TIMES:
+                excess = [mine - statistics.median(theirs) for mine, *theirs in zip(own, *peers, strict=True)]
+                part = PARTS[excess.index(max(excess))]
+                newly.append(Straggler(rank=rank, ratio=sum(own) / max(usual, 1e-9), part=part))
+        return max(newly, key=lambda each: each.ratio, default=None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from meshwright.models.presets import DecoderConfig
 from meshwright.ops.device_mesh import Mesh
 from meshwright.run.model import open_config
 from meshwright.run.run_file import TrainSection
-from meshwright.runtime.sanity import TrainingTrouble
+from meshwright.runtime.sanity import PARTS, StragglerWatch, TrainingTrouble
 from meshwright.runtime.trainer import Trainer, is_due
 from meshwright.verify import parity
 
@@ -116,6 +117,34 @@ def train_job(
         del trainer
         parity.leave()
     return answer
+
+
+def straggler_job(
+    *, plan: dict[str, Any], slow_rank: int, part: str, ratio: float, steps: int, rank: int, num_ranks: int,
+    rendezvous: str,
+) -> list[Any]:  # fmt: skip
+    """What is flagged, each with its step, where a rank computes `ratio` times as long from the 11th step on."""
+    parity.enter(rank, num_ranks, rendezvous)
+    chosen = Plan.from_json(json.dumps(plan))
+    trainer = opened(chosen, {"batch": chosen.batch, "steps": steps}, {})
+    watch, told, usual = StragglerWatch(trainer.build), [], []
+
+    def dawdle(kind: str) -> None:
+        """In one action of a step, for a share of what the whole step has taken so far."""
+        if rank == slow_rank and trainer.step >= 10 and kind == part:
+            time.sleep((ratio - 1) * float(np.median(usual)) / chosen.num_microbatches)
+
+    trainer.build.on_action += [watch.look, dawdle]
+    for step in trainer.steps():
+        if step.step < 10 and watch.before is not None:
+            marks = watch.before[0]
+            pairs = zip(marks, marks[1:], strict=False)
+            usual.append(sum(end - start for (name, start), (_, end) in pairs if name in PARTS))
+        if (found := watch.end_step(step.data_seconds)) is not None:
+            told.append([step.step, found.rank, found.part, found.ratio])
+    del trainer
+    parity.leave()
+    return told
 
 
 class Poisoned(torch.nn.Module):

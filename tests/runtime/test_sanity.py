@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 
+from meshwright.core.codec import decode
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.plan import Plan
 from meshwright.launch.rank_pool import RankPool
 from meshwright.optimizers.rule import rules
 from meshwright.run.run_file import TrainSection
-from meshwright.runtime.sanity import LEAST_STEPS, SpikeRule
+from meshwright.runtime.sanity import LEAST_STEPS, SpikeRule, Straggler, StragglerWatch
 
 NAN = {"2": "nan"}
 ASYNC = tiny.t("pipeline", size=2, schedule="async")
@@ -160,6 +162,30 @@ def test_undisturbed_replicas_agree_whatever_the_optimizer(name: str, pool: Rank
             assert rank["raised"] == []
 
 
+@pytest.mark.parametrize("part", ["forward", "backward"])
+def test_a_rank_that_dawdles_is_flagged_with_the_part_it_dawdles_in(part: str, pool: RankPool) -> None:
+    plan = json.loads(tiny.plan_of(tiny.t("replicate", size=2), microbatch=2).to_json())
+    arguments = {"plan": plan, "slow_rank": 1, "part": part, "ratio": 2.0, "steps": 32}
+    for told in pool.run("sanity_jobs:straggler_job", arguments, num_ranks=2):
+        assert [(rank, where) for _, rank, where, _ in told][:1] == [(1, part)]
+        assert 10 < told[0][0] <= 31, told
+
+
+def test_a_rank_is_slow_only_among_those_that_do_the_same_and_only_if_it_stays_so() -> None:
+    watch = StragglerWatch.__new__(StragglerWatch)
+    watch.work, watch.slow = [[0, 0], [0, 0], [0, 0], [1, 0]], Counter()
+    usual, slow = [0.0, 1.0, 2.0, 0.5], [0.0, 1.0, 3.0, 0.5]
+    other_stage = [0.0, 9.0, 9.0, 9.0]
+    assert [watch._newly_slow([usual, slow, usual, other_stage]) for _ in range(2)] == [None, None]
+    assert watch._newly_slow([usual, usual, usual, other_stage]) is None
+    found = [watch._newly_slow([usual, slow, usual, other_stage]) for _ in range(4)]
+    assert found == [None, None, Straggler(rank=1, ratio=4.5 / 3.5, part="backward"), None]
+
+
 def test_bad_settings_are_told() -> None:
+    with pytest.raises(MeshwrightError, match="compare_replicas_every: is -1"):
+        TrainSection(batch=1, steps=1, compare_replicas_every=-1)
+    with pytest.raises(MeshwrightError, match="on_nan"):
+        decode(TrainSection, {"batch": 1, "steps": 1, "on_nan": "ignore"}, "train")
     with pytest.raises(MeshwrightError, match="most_bad_steps: is 0"):
         TrainSection(batch=1, steps=1, most_bad_steps=0)
