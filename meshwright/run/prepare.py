@@ -107,6 +107,9 @@ def prepare(
         kinds = map(technique_named, technique_names())
         opaque = {kind.name for kind in kinds if kind.phase == _COMPILING or kind.uses_tiers}
         wishes["ban"] = (*config.plan.ban, *sorted(opaque.difference(config.plan.ban, config.plan.pin)))
+    if "skip" in (config.train.on_nan, config.train.on_spike):
+        early = (name for name in technique_names() if technique_named(name).updates_in_backward)
+        wishes["ban"] = (*wishes["ban"], *(name for name in early if name not in (*wishes["ban"], *config.plan.pin)))
     headroom = HEADROOM if config.plan.headroom is None else config.plan.headroom
     about: dict[str, Any] = {"sequence": config.sequence, "optimizer": config.train.optimizer}
     for turn in range(MOST_TIMINGS + 1):
@@ -257,7 +260,7 @@ def load_plan(
 def _against_training(config: RunConfig, plan: Plan) -> list[Problem]:
     problems = config.train.optimizer.problems_with(plan)
     placed = [replace(problem, where=f"train.{problem.where}") for problem in problems]
-    return placed + config.train.cap_problems(plan)
+    return placed + config.train.problems_with(plan)
 
 
 def problems_here(config: RunConfig, plan: Plan | None) -> list[Problem]:
@@ -349,7 +352,7 @@ def _earlier(config: RunConfig, profile: Profile, cluster: Cluster, report: Repo
     plan = _derived(Plan, folder / "plan.json", again, report)
     if plan is None or plan.check(profile, cluster) or plan.check_sequence(config.sequence):
         return None
-    if config.train.cap_problems(plan):
+    if config.train.problems_with(plan):
         return None
     is_same = plan.batch == config.train.batch and plan.num_ranks == placed(plan, cluster).num_devices
     return plan if is_same else None

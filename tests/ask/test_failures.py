@@ -10,7 +10,7 @@ from meshwright.ask.failures import read_failures
 from meshwright.cli.main import main
 from meshwright.core.errors import Problem
 
-QUESTION = ["plan", "--model", "gpt2-124m", "--cluster", "4x8xh100", "--batch", "64", "--seq", "1024", "--failures"]
+QUESTION = ["plan", "--model", "byte-3m", "--cluster", "4x1xh100", "--batch", "8", "--ban", "precision", "--failures"]
 
 
 def test_times_are_read_in_any_unit() -> None:
