@@ -195,6 +195,9 @@ class Technique:
     later_settings: ClassVar[tuple[str, ...]] = ()
     """Settings that earlier versions do not know: written to files only where they differ from their default."""
 
+    updates_in_backward: ClassVar[bool] = False
+    """Parameters are updated before the whole gradient is known, and cannot be restored."""
+
     uses_tiers: ClassVar[bool] = False
     """It moves tensors out of the device's memory, into the host's or onto disk."""
 

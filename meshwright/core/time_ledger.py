@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from meshwright.core.codec import decode
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.files import append_line, open_to_append
 from meshwright.core.units import pretty_seconds
 
 TIME_FILE = "time.jsonl"
+TimeEvent = Literal["start", "resume", "time", "end"]
 CATEGORIES: dict[str, str] = {
     "productive": "steps that are part of the result",
     "compile": "what the first steps of a start take longer than later ones",
@@ -37,7 +38,7 @@ CATEGORIES: dict[str, str] = {
 class TimeMark:
     """A line of time.jsonl."""
 
-    event: Literal["start", "resume", "time", "end"]
+    event: TimeEvent
     """The command or new ranks were started; training goes on from `step`; time was spent; the ranks ended."""
     unix_seconds: float
     monotonic_seconds: float
@@ -61,7 +62,7 @@ class TimeMark:
         return max(0.0, self.unix_seconds - earlier.unix_seconds)
 
 
-def mark_now(event: Literal["start", "resume", "time", "end"], **about: Any) -> TimeMark:
+def mark_now(event: TimeEvent, **about: Any) -> TimeMark:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")[:13]
     except OSError:
@@ -77,17 +78,21 @@ def note_time(folder: Path, event: Literal["start", "end"], **about: Any) -> Non
 
 
 def read_marks(folder: Path) -> list[TimeMark]:
-    """Marks in their order; lines that were damaged are left out."""
     try:
-        lines = (folder / TIME_FILE).read_bytes().splitlines()
+        return parse_marks((folder / TIME_FILE).read_bytes())
     except OSError:
         return []
+
+
+def parse_marks(data: bytes) -> list[TimeMark]:
+    """Marks in their order; lines that were damaged are left out."""
     marks = []
-    for line in lines:
-        try:
-            marks.append(decode(TimeMark, json.loads(line), TIME_FILE))
-        except (MeshwrightError, ValueError, RecursionError):
-            continue
+    for line in data.splitlines():
+        with contextlib.suppress(ValueError, TypeError, AttributeError, RecursionError):
+            mark = TimeMark(**json.loads(line))
+            numbers = (mark.unix_seconds, mark.monotonic_seconds, mark.step, *mark.seconds.values())
+            if mark.event in get_args(TimeEvent) and all(map(math.isfinite, numbers)) and isinstance(mark.about, dict):
+                marks.append(mark)
     return marks
 
 
@@ -107,12 +112,17 @@ class TimeLedger:
         """The share of wall time that was productive."""
         return self.seconds["productive"] / (self.wall_seconds or 1.0)
 
+    @property
+    def losses(self) -> str:
+        """`restart 3.2%, lost 2.0%`: largest first; shares below 0.05 % are left out."""
+        shares = {
+            name: part / (self.wall_seconds or 1.0) for name, part in self.seconds.items() if name != "productive"
+        }
+        told = sorted(((share, name) for name, share in shares.items() if share >= 5e-4), reverse=True)
+        return ", ".join(f"{name} {share:.1%}" for share, name in told) or "no loss"
+
     def text(self) -> str:
-        """`goodput 93.1 % of 2 h 10 min: restart 3.2 %, lost 2.0 %, ...`; shares below 0.1 % are left out."""
-        wall = self.wall_seconds or 1.0
-        others = sorted((name for name in CATEGORIES if name != "productive"), key=lambda name: -self.seconds[name])
-        shares = [f"{name} {self.seconds[name] / wall:.1%}" for name in others if self.seconds[name] / wall >= 5e-4]
-        return f"goodput {self.goodput:.1%} of {pretty_seconds(self.wall_seconds)}: {', '.join(shares) or 'no loss'}"
+        return f"goodput {self.goodput:.1%} of {pretty_seconds(self.wall_seconds)}: {self.losses}"
 
 
 def time_ledger(marks: Iterable[TimeMark]) -> TimeLedger:

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -106,6 +107,9 @@ def prepare(
         kinds = map(technique_named, technique_names())
         opaque = {kind.name for kind in kinds if kind.phase == _COMPILING or kind.uses_tiers}
         wishes["ban"] = (*config.plan.ban, *sorted(opaque.difference(config.plan.ban, config.plan.pin)))
+    if "skip" in (config.train.on_nan, config.train.on_spike):
+        early = (name for name in technique_names() if technique_named(name).updates_in_backward)
+        wishes["ban"] = (*wishes["ban"], *(name for name in early if name not in (*wishes["ban"], *config.plan.pin)))
     headroom = HEADROOM if config.plan.headroom is None else config.plan.headroom
     about: dict[str, Any] = {"sequence": config.sequence, "optimizer": config.train.optimizer}
     for turn in range(MOST_TIMINGS + 1):
@@ -256,7 +260,7 @@ def load_plan(
 def _against_training(config: RunConfig, plan: Plan) -> list[Problem]:
     problems = config.train.optimizer.problems_with(plan)
     placed = [replace(problem, where=f"train.{problem.where}") for problem in problems]
-    return placed + config.train.cap_problems(plan)
+    return placed + config.train.problems_with(plan)
 
 
 def problems_here(config: RunConfig, plan: Plan | None) -> list[Problem]:
@@ -348,7 +352,7 @@ def _earlier(config: RunConfig, profile: Profile, cluster: Cluster, report: Repo
     plan = _derived(Plan, folder / "plan.json", again, report)
     if plan is None or plan.check(profile, cluster) or plan.check_sequence(config.sequence):
         return None
-    if config.train.cap_problems(plan):
+    if config.train.problems_with(plan):
         return None
     is_same = plan.batch == config.train.batch and plan.num_ranks == placed(plan, cluster).num_devices
     return plan if is_same else None
@@ -412,7 +416,14 @@ def open_folder(folder: Path) -> IO[str]:
     except OSError as error:
         raise error_at(f"run.folder {folder}", f"cannot write there: {error.strerror}.") from None
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for left in (2, 1, 0):  # `mw runs` looks for a moment
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if not left:
+                    raise
+                time.sleep(0.05)
     except OSError:
         lock.seek(0)
         owner = lock.read().strip() or "another process"

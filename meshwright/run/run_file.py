@@ -121,9 +121,15 @@ class TrainSection:
     memory_cap: str = ""
     """Memory of each device that an eager step may use, such as "20GiB"; empty: all of it. Where the plan needs more,
     what blocks save for backward is evicted, and computed again or brought back from host memory."""
+    on_nan: Literal["stop", "skip", "roll_back"] = "stop"
+    """What to do about a step whose loss or gradient is not finite; nothing is updated by it in any case."""
+    on_spike: Literal["ignore", "warn", "skip", "roll_back", "stop"] = "warn"
+    """What to do about a step whose loss or gradient norm is far above those of the steps before."""
+    most_bad_steps: int = 5
+    """Steps in a row that may be skipped, and roll backs without progress; then the run stops."""
 
     def __post_init__(self) -> None:
-        problems = _below(self, 1, "batch", "steps", "evaluate_batches", "keep", "sample_tokens")
+        problems = _below(self, 1, "batch", "steps", "evaluate_batches", "keep", "sample_tokens", "most_bad_steps")
         problems += _below(self, 0, "save_every", "save_minutes", "evaluate_every", "sample_every")
         if self.memory_cap:
             read_memory(self.memory_cap, "memory_cap", problems)
@@ -134,9 +140,15 @@ class TrainSection:
         """0: there is no cap."""
         return read_memory(self.memory_cap, "", []) or 0 if self.memory_cap else 0
 
-    def cap_problems(self, plan: Plan) -> list[Problem]:
-        """Why the cap cannot hold with a plan."""
+    def problems_with(self, plan: Plan) -> list[Problem]:
+        """Why the memory cap cannot hold with a plan, and why it cannot skip steps."""
         problems, fix = [], "Leave the cap out, or plan without it (plan.ban, or another schedule)."
+        for each in plan.techniques:
+            for key in ("on_nan", "on_spike") if each.overlaps_steps or each.updates_in_backward else ():
+                if getattr(self, key) == "skip":
+                    what = f'is "skip", and with {each} a step has updated parameters before all of it is known.'
+                    other = 'Use "roll_back" or "stop", or plan without it (plan.ban, or another schedule).'
+                    problems.append(Problem(where=f"train.{key}", what=what, fix=other))
         for each in plan.techniques if self.memory_cap else ():
             reasons = {
                 "it makes single pieces of whole blocks, from which nothing can be evicted.": each.phase == PHASES[4],

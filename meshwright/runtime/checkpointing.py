@@ -85,6 +85,16 @@ def source_of(reader: Reader, first: Source, buffers: Collection[str]) -> Source
     return read
 
 
+@torch.no_grad()
+def restore_parameters(reader: Reader, build: RankBuild, optimizer: Optimizer) -> None:
+    """In place: those of a model that has been trained on since."""
+    read = source_of(reader, build.source, ())
+    for name, value in build.local_parameters():
+        for _, box, part in as_it_lies(name, build.boxes[name], value):
+            part.copy_(read(name, box, value.dtype))
+    optimizer.reload()
+
+
 def restore_buffers(reader: Reader, build: RankBuild) -> None:
     for name, value in build.lasting_buffers():
         if f"buffer.{name}" in reader.tensor_names():

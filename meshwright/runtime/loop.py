@@ -73,6 +73,8 @@ class StepResult:
     """Rank 0 wants a checkpoint."""
     is_skipped: bool = False
     """Gradients overflowed in float16: nothing was updated, and the loss's scale is lower from here on."""
+    refusal: str = ""
+    """Of a step that is not finite, or beyond the `StepLimits`: what became of it."""
     loss_scale: float = 1.0
     """What the loss of this step was multiplied by."""
     ended_seconds: float = field(default=0.0, compare=False)
@@ -81,6 +83,22 @@ class StepResult:
     """How long the GPU had nothing to do before this step; None where it is not measured."""
     evicted: Mapping[str, float] = field(default_factory=dict, compare=False)
     """What a memory cap has evicted, by `MemoryCap.take_tally`; empty where there is none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepLimits:
+    """The largest loss and gradient norm of a step that may update anything."""
+
+    loss: float = math.inf
+    gradient_norm: float = math.inf
+
+    def are_kept(self, loss: float, gradient_norm: float) -> bool:
+        """False for what is not finite."""
+        is_finite = math.isfinite(loss) and math.isfinite(gradient_norm)
+        return is_finite and loss <= self.loss and gradient_norm <= self.gradient_norm
+
+
+NO_LIMITS = StepLimits()
 
 
 @dataclass(kw_only=True, eq=False)
@@ -95,6 +113,7 @@ class BatchUnderWay:
     divisor: float = 1.0
     """What the sum of its losses is divided by, where it is reported."""
     lr: float = 0.0
+    limits: StepLimits = NO_LIMITS
     version: int = 0
     """The weights it uses, by the number of updates before."""
     total: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
@@ -103,8 +122,8 @@ class BatchUnderWay:
     """What the last layers made of the last microbatch, where no targets were given."""
     message: Tensor | None = None
     """After its exchange, what ranks agree on: sum of losses, squared norm, `requests`, whether parameters were unused.
-    Each rank's share; the sum over all ranks once it is `sent`. Where the host does not wait for them: the first two,
-    on the device, then on their way to the host."""
+    Each rank's share; the sum over all ranks once it is `sent`. Where the host does not wait for them: the first two
+    and whether the update is refused, on the device, then on their way to the host."""
     sent: dist.Work | None = None
     began: torch.cuda.Event | None = None
     after: torch.cuda.Event | None = None
@@ -269,8 +288,8 @@ class Loop(Interpreter):
     are agreed on while the next batch runs.
 
     In one process the host does not wait for the device inside a step: norm, clipping and whether all is finite stay
-    there, and `feed` reads them while the next step runs. After a step that was not finite no update changes anything
-    until the host has raised its error.
+    there, and `feed` reads them while the next step runs. After a step that was refused no update changes anything
+    until the host has read it; the step that was launched meanwhile is dropped.
     """
 
     def __init__(self, build: RankBuild, optimizer: Optimizer):
@@ -286,7 +305,10 @@ class Loop(Interpreter):
         self.unread: BatchUnderWay | None = None
         """A step that was launched, whose loss and norm the host has not read."""
         self.refused = torch.zeros((), device=build.mesh.device)
-        """1 from the first step on that was not finite."""
+        """1 from the first step on that was not finite or beyond its limits."""
+        self.buffers = [buffer for _, buffer in build.lasting_buffers()]
+        self.old_buffers: list[Tensor] = []
+        """As they were before the step: forward passes change them."""
         self.names: dict[str, int] | None = None
         """Places of all trained parameters of all stages, once some parameter took no part in a step."""
         self.num_fed = 0
@@ -311,23 +333,28 @@ class Loop(Interpreter):
         self.require_rest()
         count = self._open(samples, lr, stop=stop, save=save)
         self.run(self.build.actions(count), ends_all=self.versions is None)
-        return [*self._close(), *self.flush()][-1]
+        return [*_taken(self._close()), *self.flush()][-1]
 
-    def feed(self, samples: Samples, lr: float, *, stop: bool = False, save: bool = False) -> list[StepResult]:
-        """Begin a step; the results known since the last call, in order."""
-        count = self._open(samples, lr, stop=stop, save=save)
+    def feed(
+        self, samples: Samples, lr: float, *, stop: bool = False, save: bool = False, limits: StepLimits | None = None
+    ) -> list[StepResult]:
+        """Begin a step; the results known since the last call, in order. Without `limits` one that was refused raises;
+        with them it is the last of the results, and steps begun after it are dropped."""
+        count = self._open(samples, lr, stop=stop, save=save, limits=limits or NO_LIMITS)
         call: Call = "first" if self.before is None else "next"
         self.run(self.build.actions(count, call), ends_all=self.versions is None)
-        return self._close()
+        return _taken(self._close()) if limits is None else self._close()
 
-    def flush(self) -> list[StepResult]:
+    def flush(self, *, raises: bool = True) -> list[StepResult]:
         """Take every step to its end; the results that `feed` has not returned."""
         self.optimizer.rule.finish()
         if self.before is None:
-            return self._read()
-        self._send(self.before)
-        self.run(self.build.actions(len(self.before.microbatches), "flush"))
-        return self._close()
+            results = self._read()
+        else:
+            self._send(self.before)
+            self.run(self.build.actions(len(self.before.microbatches), "flush"))
+            results = self._close()
+        return _taken(results) if raises else results
 
     def require_rest(self) -> None:
         """Before anybody reads the weights: raise while steps are under way."""
@@ -342,7 +369,7 @@ class Loop(Interpreter):
         batch, self.unread = self.unread, None
         return [] if batch is None else [self._result(batch)]
 
-    def _open(self, samples: Samples, lr: float, *, stop: bool, save: bool) -> int:
+    def _open(self, samples: Samples, lr: float, *, stop: bool, save: bool, limits: StepLimits = NO_LIMITS) -> int:
         """The call's batch, and how many microbatches it has."""
         if not self.build.model.training:
             self.build.model.train()
@@ -350,6 +377,7 @@ class Loop(Interpreter):
             self.received, self.outputs, self.gradients = {}, {}, {}
         self.requests = 2.0 * stop + save
         self.batch = self._batch(samples, trains=True, lr=lr)
+        self.batch.limits = limits
         if self.reads_late and self.unread is None:  # a step that failed may have left the flag
             self.refused = torch.zeros_like(self.refused)
         if self.reads_late and self.refused.is_cuda:
@@ -403,12 +431,13 @@ class Loop(Interpreter):
             return [self._result(ended)]
         ended.microbatches = []  # not in memory beside those of the next step
         results = self._read()
-        self.unread = ended
+        self.unread = None if results and results[0].refusal else ended
         return results
 
     def begin(self, batch: BatchUnderWay) -> None:
         self.optimizer.zero_gradients()
         self.optimizer.rule.begin(batch.lr, self.optimizer.num_steps + 1)
+        self.old_buffers = [buffer.clone() for buffer in self.buffers]
         for exchange in self.build.exchanges:
             exchange.begin_step()
 
@@ -441,9 +470,14 @@ class Loop(Interpreter):
     def update(self, batch: BatchUnderWay) -> None:
         if self.reads_late:
             assert batch.message is not None
+            limits, norm = batch.limits, batch.message[1].sqrt()
             is_wrong = batch.message.sum().isfinite().logical_not()
+            is_wrong |= (batch.message[0] > limits.loss * batch.divisor) | (norm > limits.gradient_norm)
             self.refused = torch.maximum(self.refused, is_wrong.float())
-            self.optimizer.update(batch.lr, batch.message[1].sqrt(), self.refused)
+            batch.message = torch.cat([batch.message, self.refused.double().view(1)])
+            self.optimizer.update(batch.lr, norm, self.refused)
+            for buffer, old in zip(self.buffers, self.old_buffers, strict=True):
+                buffer.copy_(torch.where(self.refused > 0, old, buffer))
             if batch.message.is_cuda:
                 there = torch.empty(batch.message.shape, dtype=batch.message.dtype, pin_memory=True)
                 batch.message = there.copy_(batch.message, non_blocking=True)
@@ -453,7 +487,10 @@ class Loop(Interpreter):
                 batch.ended_seconds = time.perf_counter()
         elif self.versions is None:
             result, scaling = self._result(batch), self.build.loss_scaling
-            if not result.is_skipped:
+            if result.is_skipped or result.refusal:
+                for buffer, old in zip(self.buffers, self.old_buffers, strict=True):
+                    buffer.copy_(old)
+            else:
                 self.optimizer.update(batch.lr, result.gradient_norm)
             if scaling is not None:
                 scaling.update(is_finite=not result.is_skipped)
@@ -486,32 +523,37 @@ class Loop(Interpreter):
                 if batch.after is not None and batch.began is not None:
                     idle = batch.after.elapsed_time(batch.began) / 1e3
             total, square, *asked = self._agreed(batch)
-            scale, requests = self._scaled(), asked[0] if asked else batch.requests
+            scale, requests = self._scaled(), batch.requests if self.reads_late else asked[0]
             loss, norm = total / batch.divisor, square**0.5 / scale
             is_finite = math.isfinite(loss) and math.isfinite(norm)
-            if not is_finite and self.build.loss_scaling is None:  # all ranks see the same numbers and stop together
-                late = "known only after this step was taken"
-                consequence = "this step was not taken" if self.versions is None else late
-                if self.reads_late:  # the update was launched, perhaps another after it: they have changed nothing
-                    is_followed = self.optimizer.num_steps > batch.num_steps + 1
-                    consequence += ", nor the one after it, which had begun" if is_followed else ""
-                    self.refused, self.optimizer.num_steps = torch.zeros_like(self.refused), batch.num_steps
-                if self.optimizer.rule.updated and not self.optimizer.rule.rolls_back:
-                    consequence = "backward has updated parameters whose gradients are finite, and no other"
-                what = f"the loss is {loss} and the gradient norm {norm}: {consequence}."
-                fix = "Resume from the last checkpoint with a lower rate, a longer warm-up or clipping."
-                raise MeshwrightError([Problem(where="train", what=what, fix=fix)], exit_code=1)
+            # All ranks see the same numbers and refuse together.
+            is_refused = bool(asked[0]) if self.reads_late else not batch.limits.are_kept(loss, norm)
+            is_skipped = not is_finite and self.build.loss_scaling is not None
+            refusal = self._refusal(batch) if is_refused and not is_skipped else ""
             batch.result = StepResult(
                 loss=loss,
                 gradient_norm=norm,
                 must_stop=requests >= 2,
                 must_save=requests % 2 == 1,
-                is_skipped=not is_finite,
+                is_skipped=is_skipped,
+                refusal=refusal,
                 loss_scale=scale,
                 idle_seconds=idle,
             )
         ended = batch.ended_seconds or time.perf_counter()
         return replace(batch.result, ended_seconds=ended, evicted=batch.evicted)
+
+    def _refusal(self, batch: BatchUnderWay) -> str:
+        if self.versions is not None:
+            return "known only after this step was taken"
+        if self.optimizer.rule.updated and not self.optimizer.rule.rolls_back:
+            return "backward has updated parameters whose gradients are finite, and no other"
+        if not self.reads_late:
+            return "this step was not taken"
+        # The update was launched, perhaps another after it: they have changed nothing.
+        is_followed = self.optimizer.num_steps > batch.num_steps + 1
+        self.refused, self.optimizer.num_steps = torch.zeros_like(self.refused), batch.num_steps
+        return "this step was not taken" + (", nor the one after it, which had begun" if is_followed else "")
 
     def _used_by_none(self, unused: list[str]) -> set[str]:
         """Parameters that took no part in a step on any rank, of those unused here."""
@@ -568,3 +610,17 @@ class Loop(Interpreter):
         if self.build.mesh.control is not None:
             dist.all_reduce(message, group=self.build.mesh.control)
         return message.tolist()
+
+
+def refused_step(result: StepResult, where: str = "train", fix: str = "") -> MeshwrightError:
+    what = f"the loss is {result.loss} and the gradient norm {result.gradient_norm}: {result.refusal}."
+    fix = fix or "Resume from the last checkpoint with a lower rate, a longer warm-up or clipping."
+    return MeshwrightError([Problem(where=where, what=what, fix=fix)], exit_code=1)
+
+
+def _taken(results: list[StepResult]) -> list[StepResult]:
+    """The results; raises where one was refused."""
+    for result in results:
+        if result.refusal:
+            raise refused_step(result)
+    return results

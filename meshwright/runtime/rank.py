@@ -6,6 +6,7 @@ import json
 import math
 import re
 import statistics
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -18,7 +19,8 @@ from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from meshwright.checkpoint.step_folders import newest_good, step_folder
+from meshwright.checkpoint.save import discard
+from meshwright.checkpoint.step_folders import committed_folders, newest_good, read_manifest, step_folder
 from meshwright.core.codec import decode, encode
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.files import write_whole
@@ -47,6 +49,7 @@ from meshwright.runtime.run_record import (
     reserved_bytes,
     write_timeline,
 )
+from meshwright.runtime.sanity import TrainingTrouble, Trouble
 from meshwright.runtime.trainer import Trainer, TrainStep, is_due, samples_on
 
 
@@ -157,7 +160,28 @@ class RankTraining:
         """Train to the end, or until somebody asks to stop; the exit code."""
         trainer, settings = self.trainer, self.config.train
         start = trainer.step
-        stopped = False
+        if "roll_back" in (settings.on_nan, settings.on_spike) and self.saved_step < 0:
+            self._save()  # there is something to roll back to
+        stopped = None
+        while stopped is None:
+            try:
+                stopped = self._train(stop, start)
+            except TrainingTrouble as trouble:
+                self._recover(trouble)
+        stop.leave_at_once(False)
+        if not stopped:
+            self._evaluate()
+            self._save()
+        self._close(stopped, trainer.step - start)
+        if self.save_error:
+            raise MeshwrightError(f"the last checkpoint was not written: {self.save_error}", exit_code=1)
+        if trainer.mesh.control is not None:
+            dist.barrier(trainer.mesh.control)
+        return PREEMPTED_EXIT_CODE if stopped else 0
+
+    def _train(self, stop: StopFlag, start: int) -> bool:
+        """Train to the end; whether somebody asked to stop before."""
+        trainer, settings, stopped = self.trainer, self.config.train, False
         self.watch.before(trainer.step)
         for step in trainer.steps(stop):
             stop.leave_at_once(False)
@@ -171,16 +195,44 @@ class RankTraining:
             if stopped or step.must_save or is_due(trainer.step, settings.save_every):
                 self._save()
             self.watch.before(trainer.step)
-        stop.leave_at_once(False)
-        if not stopped:
-            self._evaluate()
-            self._save()
-        self._close(stopped, trainer.step - start)
-        if self.save_error:
-            raise MeshwrightError(f"the last checkpoint was not written: {self.save_error}", exit_code=1)
-        if trainer.mesh.control is not None:
-            dist.barrier(trainer.mesh.control)
-        return PREEMPTED_EXIT_CODE if stopped else 0
+        return stopped
+
+    def _recover(self, error: TrainingTrouble) -> None:
+        """Save the good state and raise the error; or roll back to the last good checkpoint, from which the run goes
+        on with the samples after the batch that was to blame."""
+        trouble, root = error.trouble, self.folder / "checkpoints"
+        cursor = trouble.cursor + self.trainer.plan.batch
+        self._note(trouble)
+        if trouble.action == "stop":
+            if error.is_state_good:
+                self._save()
+            raise error
+
+        def choose() -> str:
+            newest = newest_good(root, report=self.progress.say)
+            for step, folder in committed_folders(root).items():
+                if newest is not None and step > read_manifest(newest).step:
+                    discard(folder)  # damaged, and no longer of this run
+            return str(newest or "")
+
+        newest = on_first(self.trainer.mesh.control, choose)
+        if not newest:
+            raise error
+        self.trainer.roll_back(Path(newest))
+        lost = trouble.step - 1 - self.trainer.step
+        if self.is_first:
+            self.progress.say(f"rolled back to step {self.trainer.step}, {lost} steps before: {error}")
+        if error.moves_on:
+            self.trainer.cursor, self.saved_step = cursor, -1
+            self._save()  # a resume goes on past the batch, too
+
+    def _note(self, trouble: Trouble) -> None:
+        """Keep it for `mw replay`."""
+        if self.is_first:
+            self.progress.say(f"step {trouble.step}: {trouble.reason}, {trouble.action}: {trouble.what}")
+            lines = Lines(self.folder / TROUBLES, sys.maxsize, self.progress.say)
+            lines.write(trouble.as_json(self.trainer.data.order(trouble.cursor, self.trainer.plan.batch).tolist()))
+            lines.close()
 
     def _record(self, step: TrainStep, measured: bool) -> None:
         self.clock.add(step.step + 1, step.seconds, step.data_seconds)
@@ -192,6 +244,8 @@ class RankTraining:
         self.loss = step.loss if math.isfinite(step.loss) else self.loss
         self.num_tokens += step.num_tokens
         self.num_skipped += step.is_skipped
+        if step.trouble is not None:
+            self._note(step.trouble)
         self.evicted.update(step.evicted)
         if self.metrics is None:
             return
@@ -209,7 +263,9 @@ class RankTraining:
             **step.evicted,
         }
         if self.trainer.build.loss_scaling is not None:
-            values |= {"loss_scale": step.loss_scale, "skipped_steps": self.num_skipped}
+            values["loss_scale"] = step.loss_scale
+        if self.num_skipped or self.trainer.build.loss_scaling is not None:
+            values["skipped_steps"] = self.num_skipped
         self.metrics.write(step.step + 1, {name: value for name, value in values.items() if math.isfinite(value)})
         is_last = step.must_stop or step.step + 1 == self.config.train.steps
         if self.tally.is_enough and not self.is_compared and not is_last:
@@ -317,6 +373,9 @@ class RankTraining:
         if self.events is not None:
             self.events.close()
 
+
+TROUBLES = "troubles.jsonl"
+"""In a run's folder: see `Trouble`."""
 
 _KINDS = {"attention": re.compile(r"attention|sdp"), "matmul": re.compile(r"mm\b|mm_|linear|convolution|rnn")}
 """By the name of an operator; all others move memory."""

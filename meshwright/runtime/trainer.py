@@ -25,8 +25,9 @@ from meshwright.optimizers.update import Optimizer
 from meshwright.run.model import OpenedModel
 from meshwright.run.run_file import TrainSection
 from meshwright.runtime.build import build
-from meshwright.runtime.checkpointing import restore_buffers, restore_optimizer, save, source_of
-from meshwright.runtime.loop import Loop, Samples, StepResult, on_device
+from meshwright.runtime.checkpointing import restore_buffers, restore_optimizer, restore_parameters, save, source_of
+from meshwright.runtime.loop import NO_LIMITS, Loop, Samples, StepLimits, StepResult, on_device
+from meshwright.runtime.sanity import SpikeRule, TrainingTrouble, Trouble
 from meshwright.runtime.text_samples import Sampler
 
 _MOST_FILES = 10_000
@@ -49,11 +50,12 @@ class TrainStep:
     loss_scale: float
     """What the loss was multiplied by in backward."""
     is_skipped: bool
-    """Gradients overflowed in float16, and nothing was updated."""
+    """Nothing was updated: gradients overflowed in float16, or `trouble` says why."""
     must_save: bool
     """`train.save_minutes` have passed on rank 0 since the last checkpoint, and no step is under way."""
     evicted: Mapping[str, float]
     """What this rank's `train.memory_cap` has evicted; empty where there is none."""
+    trouble: Trouble | None = None
 
 
 @dataclass(kw_only=True)
@@ -64,6 +66,8 @@ class _Fed:
     num_tokens: float
     start_seconds: float
     data_seconds: float
+    limits: StepLimits
+    """Beyond which it is a spike."""
 
 
 class Trainer:
@@ -91,20 +95,17 @@ class Trainer:
         source = opened.source if reader is None else source_of(reader, opened.source, buffers)
         self.build = build(plan, opened.model, opened.profile, mesh, source)
         self.optimizer = Optimizer(settings.optimizer, self.build)
+        self.step = self.cursor = 0
+        self.spikes = SpikeRule()
         if reader is not None and goes_on:
-            restore_buffers(reader, self.build)
-            restore_optimizer(reader, self.build, self.optimizer)
-            # Steps that were skipped are not among the optimizer's.
-            self.optimizer.set_num_steps(int(reader.state.get("updates", reader.step)))
-            if self.build.loss_scaling is not None and reader.state.get("loss_scaling"):
-                self.build.loss_scaling = decode(LossScaling, reader.state["loss_scaling"], "loss_scaling")
+            self._restore(reader)
+        raise_problems(settings.problems_with(plan))
         self.loop = Loop(self.build, self.optimizer)
         if settings.memory_cap:
-            raise_problems(settings.cap_problems(plan))
             self.loop.cap_memory(settings.cap_bytes)
         self.sampler: Sampler | None = None
-        self.step = reader.step if reader is not None and goes_on else 0
-        self.cursor = int(reader.state["cursor"]) if reader is not None and goes_on else 0
+        self.bad_step, self.num_bad = -1, 0
+        """The furthest step that was skipped or rolled back, and how many since a step after it was taken."""
         self.part, self.num_parts = mesh.part(plan.sample_axes)
         self.rests: tuple[int, ...] = ()
         """Counts of steps after which somebody wants none under way, beside those that the settings say."""
@@ -113,6 +114,26 @@ class Trainer:
         """Steps that were begun and whose results are not known yet."""
         self.ended_seconds = 0.0
         """When the last step was over, on the clock of `time.perf_counter`."""
+
+    def _restore(self, reader: Reader) -> None:
+        """Everything of a checkpoint but the parameters."""
+        state = reader.state
+        restore_buffers(reader, self.build)
+        restore_optimizer(reader, self.build, self.optimizer)
+        # Steps that were skipped are not among the optimizer's.
+        self.optimizer.set_num_steps(int(state.get("updates", reader.step)))
+        if self.build.loss_scaling is not None and state.get("loss_scaling"):
+            self.build.loss_scaling = decode(LossScaling, state["loss_scaling"], "loss_scaling")
+        self.step, self.cursor = reader.step, int(state["cursor"])
+        self.spikes = SpikeRule(state.get("recent_steps", ()))
+
+    def roll_back(self, checkpoint: Path) -> None:
+        """Be what the checkpoint says; steps under way are given up."""
+        self.loop.flush(raises=False)
+        self.fed.clear()
+        reader = Reader(checkpoint)
+        restore_parameters(reader, self.build, self.optimizer)
+        self._restore(reader)
 
     def _check_state(self, state: Any) -> None:
         """A run goes on with what it began with; the plan, the batch and the number of steps may change."""
@@ -150,19 +171,21 @@ class Trainer:
                 batch = self.data.batch(cursor, plan.batch, self.part, self.num_parts, plan.shares)
                 waited = time.perf_counter() - start
                 lr = settings.optimizer.lr_at(at, settings.steps)
+                limits = self.spikes.limits(at)
                 # One clock decides: rank 0's.
                 save = self.mesh.rank == 0 and 0 < settings.save_minutes * 60 <= time.monotonic() - self.saved_seconds
                 is_told = stop is not None and stop.is_set
                 samples, num_tokens = samples_on(batch, self.mesh.device), batch.num_tokens
                 del batch  # two batches need not be in memory while the next one is read
-                results = self.loop.feed(samples, lr, stop=is_told, save=save)
+                refused = NO_LIMITS if settings.on_spike in ("ignore", "warn") else limits
+                results = self.loop.feed(samples, lr, stop=is_told, save=save, limits=refused)
                 del samples
             except Exception:
                 if self.loop.reads_late:  # the step before is over, and is told of first
-                    yield from self._told(self.loop.flush())
+                    yield from self._told(self.loop.flush(raises=False))
                     fed.clear()
                 raise
-            fed.append(_Fed(lr=lr, num_tokens=num_tokens, start_seconds=start, data_seconds=waited))
+            fed.append(_Fed(lr=lr, num_tokens=num_tokens, start_seconds=start, data_seconds=waited, limits=limits))
             must_stop = any(result.must_stop for result in results)
             must_save = any(result.must_save for result in results)
             # Alone, this rank's wishes are everyone's.
@@ -170,7 +193,7 @@ class Trainer:
             must_rest = is_asked or self._is_pause(self.step + len(fed))
             yield from self._told(results, must_stop=must_stop, must_save=must_save)
             if must_rest:  # what is known was told first: this may raise
-                results = self.loop.flush()
+                results = self.loop.flush(raises=False)
                 must_stop |= any(result.must_stop for result in results)
                 must_save |= any(result.must_save for result in results)
                 yield from self._told(results, must_stop=must_stop, must_save=must_save)
@@ -181,6 +204,9 @@ class Trainer:
         """Steps whose results are known, in order; requests come with the last one under way."""
         for result in results:
             known = self.fed.popleft()
+            trouble = self._trouble(result, known)
+            if result.refusal:  # the loop has dropped what began after it
+                self.fed.clear()
             # A step that the device began before the last one was told of lasts from there.
             seconds = max(result.ended_seconds - max(known.start_seconds, self.ended_seconds), 1e-9)
             waited = known.data_seconds if result.idle_seconds is None else min(known.data_seconds, result.idle_seconds)
@@ -197,11 +223,42 @@ class Trainer:
                 tokens_per_second=known.num_tokens / seconds,
                 num_tokens=known.num_tokens,
                 loss_scale=result.loss_scale,
-                is_skipped=result.is_skipped,
+                is_skipped=result.is_skipped or bool(result.refusal),
                 must_stop=must_stop and not self.fed,
                 must_save=must_save and not self.fed,
                 evicted=result.evicted,
+                trouble=trouble,
             )
+
+    def _trouble(self, result: StepResult, known: _Fed) -> Trouble | None:
+        """What is wrong with a step that goes on all the same; raises where the run does not."""
+        settings, loss, norm = self.settings, result.loss, result.gradient_norm
+        is_finite, step = math.isfinite(loss) and math.isfinite(norm), self.step
+        if result.is_skipped or known.limits.are_kept(loss, norm) or (is_finite and settings.on_spike == "ignore"):
+            self.num_bad = 0 if step > self.bad_step else self.num_bad
+            if not result.is_skipped:
+                self.spikes.add(step, loss, norm)
+            return None
+        reason, action = ("spike", settings.on_spike) if is_finite else ("not finite", settings.on_nan)
+        if action == "warn":
+            self.spikes.add(step, loss, norm)
+        else:
+            self.bad_step, self.num_bad = max(step, self.bad_step), self.num_bad + 1
+        limits = f" (no spike: up to {known.limits.loss:.4g} and {known.limits.gradient_norm:.4g})" if is_finite else ""
+        what = f"the loss is {loss:.6g} and the gradient norm {norm:.6g}{limits}"
+        is_last = self.num_bad > settings.most_bad_steps
+        told = {"step": step + 1, "cursor": self.cursor, "reason": reason, "loss": loss, "gradient_norm": norm}
+        trouble = Trouble(action="stop" if is_last else action, what=what, **told)  # type: ignore[arg-type]
+        if trouble.action in ("warn", "skip"):
+            return trouble
+        self.fed.clear()
+        what = f"step {step + 1}: {what}: {result.refusal}."
+        if is_last:
+            what += f" So it was {self.num_bad} times in a row (train.most_bad_steps is {settings.most_bad_steps})."
+        fix = f"Look at the batch (`mw replay RUN {step + 1}`); go on with a lower rate, a longer warm-up or clipping, "
+        fix += f'or past such batches with train.{"on_spike" if is_finite else "on_nan"} = "skip".'
+        is_good = not (self.plan.overlaps_steps or any(each.updates_in_backward for each in self.plan.techniques))
+        raise TrainingTrouble(trouble, what, fix, is_state_good=is_good, moves_on=True)
 
     def _is_pause(self, step: int) -> bool:
         """Whether somebody looks at the weights after that many steps."""
@@ -242,6 +299,7 @@ class Trainer:
             "model": self.model_fingerprint,
             "optimizer": self.settings.optimizer.name,
             "updates": self.optimizer.num_steps,
+            "recent_steps": list(self.spikes.steps),
             "loss_scaling": encode(self.build.loss_scaling),
             "plan": encode(self.plan),
             **self.about,

@@ -36,6 +36,7 @@ class UpdateInBackward(Technique):
     name: ClassVar[str] = "update_in_backward"
     phase: ClassVar[str] = "step"
     exactness: ClassVar[Exactness] = "exact"
+    updates_in_backward: ClassVar[bool] = True
 
     is_used: bool = True
 

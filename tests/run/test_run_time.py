@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 
@@ -11,8 +12,9 @@ from command import RUN, write_plan, write_run
 
 from meshwright.checkpoint.step_folders import list_steps
 from meshwright.core.errors import MeshwrightError
-from meshwright.core.time_ledger import read_marks, time_ledger
+from meshwright.core.time_ledger import TIME_FILE, read_marks, time_ledger
 from meshwright.run.run import Run, StepEvent
+from meshwright.run.run_list import list_runs
 
 ENDLESS = RUN.replace("steps = 8", "steps = 100000").replace("save_every = 4", "save_every = 10")
 
@@ -55,3 +57,9 @@ def test_a_killed_run_loses_what_it_makes_again(tmp_path: Path) -> None:
     assert ledger.seconds["productive"] + waits >= 0.95 * productive
     assert steps[-1]["goodput"] == pytest.approx(ledger.goodput, abs=0.05)
     assert [mark.about["exit_code"] for mark in read_marks(second.folder) if mark.event == "end"] == [1, 0]
+    (row,) = list_runs(tmp_path)
+    assert (row.state, row.model, row.step, row.loss) == ("finished", "byte-tiny", steps_in_all, steps[-1]["loss"])
+    assert row.goodput == pytest.approx(ledger.goodput)
+    assert "signal" in row.failure, "what ended the first start"
+    os.utime(second.folder / TIME_FILE)  # as if marks had come after the summary
+    assert list_runs(tmp_path)[0].goodput == pytest.approx(ledger.goodput, abs=1e-3)

@@ -111,10 +111,10 @@ def test_what_is_no_size_is_refused(cap: str) -> None:
 )
 def test_plans_it_cannot_hold_with_are_refused(technique: Any, why: str) -> None:
     settings, plan = TrainSection(batch=8, steps=1, memory_cap="1GiB"), Plan(batch=8, techniques=(technique,))
-    (problem,) = settings.cap_problems(plan)
+    (problem,) = settings.problems_with(plan)
     assert technique.name in problem.what
     assert why in problem.what
-    assert not replace(settings, memory_cap="").cap_problems(plan)
+    assert not replace(settings, memory_cap="").problems_with(plan)
 
 
 CHANGES = ("train.batch=32", "train.steps=3", "train.save_every=3", "data.sequence=64", "model.change={num_layers=6}")

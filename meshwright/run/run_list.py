@@ -1,0 +1,167 @@
+"""Runs below a folder, each in a line: state, progress, time left, loss, goodput, last failure. No torch.
+
+Only small files and the ends of long ones are read, so that hundreds of runs are listed at once.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from meshwright.checkpoint.manifest import MANIFEST
+from meshwright.checkpoint.step_folders import committed_folders
+from meshwright.core.codec import load_artefact
+from meshwright.core.errors import MeshwrightError, error_at
+from meshwright.core.time_ledger import TIME_FILE, TimeLedger, TimeMark, parse_marks, time_ledger
+from meshwright.run.result import SUMMARY, RunSummary
+
+_TAIL_BYTES = 1 << 16
+_MOST_LEVELS = 6
+"""Of folders below the one that is listed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRow:
+    folder: str
+    state: Literal["running", "finished", "stopped", "failed", "crashed", "damaged"]
+    """crashed: the process is gone and nobody noted an end."""
+    model: str = ""
+    step: int = 0
+    steps: int = 0
+    """0: not known."""
+    loss: float | None = None
+    seconds_left: float | None = None
+    """Of training at the pace of the last steps and the share of time that steps had; None unless it is running."""
+    goodput: float | None = None
+    failure: str = ""
+    """The last one, whatever came after it; for a damaged folder, what is wrong with it."""
+
+
+def list_runs(folder: Path) -> list[RunRow]:
+    """Every run folder below (or at) a folder, by name."""
+    try:
+        next(os.scandir(folder), None)
+    except OSError as error:
+        raise error_at(folder, f"cannot be listed: {error.strerror}.", "Name a folder that holds runs.") from None
+    return sorted(_below(folder, _MOST_LEVELS), key=lambda row: row.folder)
+
+
+def _below(folder: Path, levels: int) -> Iterator[RunRow]:
+    try:
+        with os.scandir(folder) as entries:
+            kinds = {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries if not entry.is_symlink()}
+    except OSError as error:
+        yield RunRow(folder=str(folder), state="damaged", failure=f"cannot be listed: {error.strerror}.")
+        return
+    if TIME_FILE in kinds or ("wishes.json" in kinds and "plan.json" in kinds):
+        try:
+            yield read_run_row(folder)
+        except (OSError, MeshwrightError, ValueError, TypeError, KeyError, RecursionError) as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            yield RunRow(folder=str(folder), state="damaged", failure=reason)
+    elif levels:
+        for name in sorted(name for name, is_folder in kinds.items() if is_folder and not name.startswith(".")):
+            yield from _below(folder / name, levels - 1)
+
+
+def read_run_row(folder: Path) -> RunRow:
+    marks, summary = parse_marks(_tail(folder / TIME_FILE)), None
+    if _changed(folder / SUMMARY) >= _changed(folder / TIME_FILE):
+        summary = load_artefact(RunSummary, folder / SUMMARY)
+    ledger = None if summary is None else summary.time_ledger
+    if ledger is None and _changed(folder / TIME_FILE):
+        marks = parse_marks((folder / TIME_FILE).read_bytes())
+        if not marks:
+            raise error_at(folder / TIME_FILE, "has no line that can be read.")
+        ledger = time_ledger(marks)
+    rows = [row for row in _json_lines(_tail(folder / "metrics.jsonl")) if "loss" in row]
+    saved = committed_folders(folder / "checkpoints")
+    if saved and not (list(saved.values())[-1] / MANIFEST).is_file():
+        raise error_at(list(saved.values())[-1], f"has no {MANIFEST}.")
+    about = next((mark.about for mark in reversed(marks) if mark.event == "start"), {})
+    steps = int(about.get("steps", summary.steps if summary else 0))
+    step = max(int(rows[-1]["step"]) if rows else 0, max(saved, default=0))
+    state, failure = _state(folder, marks, is_finished=bool(steps) and max(saved, default=0) >= steps)
+    left = None
+    if state == "running" and rows and steps and ledger is not None:
+        pace = sum(float(row["seconds"]) for row in rows) / len(rows)
+        left = (steps - step) * pace * _beside_steps(ledger)
+    return RunRow(
+        folder=str(folder),
+        state=state,
+        model=str(about.get("model", summary.model if summary else "")),
+        step=step,
+        steps=steps,
+        loss=float(rows[-1]["loss"]) if rows else None,
+        seconds_left=left,
+        goodput=ledger.goodput if ledger is not None and ledger.wall_seconds else None,
+        failure=failure,
+    )
+
+
+def _state(
+    folder: Path, marks: list[TimeMark], *, is_finished: bool
+) -> tuple[Literal["running", "finished", "stopped", "failed", "crashed"], str]:
+    """The state, and the last failure there was."""
+    ends = [mark.about for mark in marks if mark.event == "end"]
+    failures = [str(end.get("cause", "")).splitlines() for end in ends if end.get("exit_code") not in (0, 75)]
+    failure = next((lines[0] for lines in reversed(failures) if lines), "")
+    if is_locked(folder):
+        return "running", failure
+    if is_finished:
+        return "finished", failure
+    if not marks or marks[-1].event != "end":
+        return "crashed", failure or "the process is gone; nobody noted why"
+    return ("stopped" if ends[-1].get("exit_code") in (0, 75) else "failed"), failure
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether a process of this machine (or, on a shared file system, of another) has the run folder."""
+    try:
+        file = os.open(folder / ".lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(file)
+    return False
+
+
+def _beside_steps(ledger: TimeLedger) -> float:
+    """Times the seconds of steps that training takes with evaluations and saves; restarts are not expected."""
+    steps = ledger.seconds["productive"] + ledger.seconds["data"]
+    return 1 + (ledger.seconds["evaluation"] + ledger.seconds["checkpoint"]) / steps if steps else 1.0
+
+
+def _changed(path: Path) -> float:
+    """When a file was changed; 0 where there is none."""
+    return path.stat().st_mtime if path.is_file() else 0.0
+
+
+def _tail(path: Path) -> bytes:
+    """The last whole lines."""
+    if not path.is_file():
+        return b""
+    with path.open("rb") as file:
+        start = max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES)
+        file.seek(start)
+        data = file.read(_TAIL_BYTES)
+    return data[data.find(b"\n") + 1 :] if start else data
+
+
+def _json_lines(data: bytes) -> list[Mapping[str, Any]]:
+    rows = []
+    for line in data.splitlines():
+        try:
+            rows.append(json.loads(line))
+        except (ValueError, RecursionError):
+            continue
+    return [row for row in rows if isinstance(row, dict)]
