@@ -166,8 +166,9 @@ def measure(case: StreamCase, *, is_tiny: bool, is_profiled: bool, cluster: str)
     if not is_tiny:
         torch.cuda.reset_peak_memory_stats()
     began = settle()
-    for _ in range(case.steps):
+    for number in range(case.steps):
         losses += [result.loss for result in built.feed(inputs, targets)]
+        print(f"after step {number + 1}: {time.perf_counter() - began:.1f} s, losses {losses[-1:]}", flush=True)
     losses += [result.loss for result in built.flush()]
     seconds = (settle() - began) / case.steps
     tokens, layers = batch * case.sequence, config.num_layers

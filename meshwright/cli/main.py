@@ -167,6 +167,12 @@ _PLAN_FLAGS = (
         "seq=16384; all given are taken together",
     ),
     _flag("--front", action="store_true", help="the fastest plan for each memory"),
+    _flag(
+        "--failures",
+        metavar="F",
+        help="goodput, best checkpoint interval and spare nodes: mtbf=8h/node,restart=3min[,checkpoint=20s][,repair=4h]"
+        "[,interval=10min][,spares=2]",
+    ),
     _flag("--critical-batch", metavar="N", help="for --batch auto: beyond it few steps are saved (default: a guess)"),
     _flag("--target-steps", metavar="N", help="for --batch auto: steps that the largest batches need"),
     _flag("--target-tokens", metavar="N", help="tokens to train on with small batches: 15T"),
@@ -221,6 +227,7 @@ COMMANDS: dict[str, tuple[str, str, Sequence[Flag]]] = {
         "  mw plan --model llama3-8b --cluster 8xh100 --why tensor --why microbatch\n"
         "  mw plan --model llama3-8b --cluster 8xh100 --what-if memory=+20GiB --what-if inner=x2\n"
         "  mw plan --model llama3-8b --cluster 8xh100 --front\n"
+        "  mw plan --model llama3-70b --cluster 64x8xh100 --failures mtbf=1000h/node,restart=3min\n"
         "  mw plan --model llama3-8b --cluster 8xh100 --devices 8..64 --target-tokens 1T\n"
         "  mw plan --model llama3-8b --cluster 8xh100 --batch auto --critical-batch 500\n"
         "  mw plan --model gpt2-124m --cluster this.cluster.json --from-run runs/first",

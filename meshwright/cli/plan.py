@@ -8,7 +8,9 @@ from argparse import Namespace
 from dataclasses import replace
 
 from meshwright.ask.answer import AUTO, DEFAULT_BATCH, Answer, PlanRequest, answers, read_batch, read_request
+from meshwright.ask.failures import answer_failures, read_failures
 from meshwright.cli.arguments import PlanInputs, read_wanted
+from meshwright.core.codec import encode
 from meshwright.core.errors import MeshwrightError
 from meshwright.optimizers.optimizer_config import OptimizerConfig
 from meshwright.report.answer_json import answer_as_json
@@ -37,13 +39,18 @@ def run(arguments: Namespace) -> int:
                 print_answer(console, grown, answer)
             answer = grown
     assert answer is not None, "the search always says something"
+    failures, lines = None, list[str]()
+    if arguments.failures and answer.best is not None:
+        failures, lines = answer_failures(read_failures(arguments.failures, []), answer.best, answer.question.cluster)
     if console is None:
-        print(json.dumps(answer_as_json(answer)))
+        print(json.dumps(answer_as_json(answer) | ({} if failures is None else {"failures": encode(failures)})))
     if answer.is_interrupted:
         return STOPPED
     if answer.best is None:
         return 1
     if console is not None:
+        for line in lines:
+            console.print(line, markup=False)
         following = ["mw", "simulate", arguments.output, "--model", arguments.model, "--cluster", inputs.cluster_name]
         if not arguments.output:
             next_step = "add -o best.plan.json to keep it, then: mw train RUN.toml --plan best.plan.json"
@@ -66,6 +73,8 @@ def run(arguments: Namespace) -> int:
 def _read(arguments: Namespace) -> tuple[PlanInputs, PlanRequest]:
     """Flags, else the run file, else defaults; everything that is wrong is said at once."""
     problems = unwritable({"-o": arguments.output})
+    if arguments.failures:
+        read_failures(arguments.failures, problems)
     file = read_run(arguments.run) if arguments.run else None
     wishes = file.plan if file else PlanSection()
     default_batch = file.train.batch if file else DEFAULT_BATCH

@@ -8,8 +8,10 @@ the element's place in the whole parameter and the step: the same on every repli
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -34,9 +36,12 @@ def places_of(box: Box, device: torch.device) -> Tensor:
     return places
 
 
-def noise(places: Tensor, name: str, step: int) -> Tensor:
+def seed_of(name: str, step: int) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{name}/{step}".encode(), digest_size=4).digest(), "little", signed=True)
+
+
+def noise(places: Tensor, seed: int | Tensor) -> Tensor:
     """A uniform random int32 from 0 to 2^16 - 1 for each element."""
-    seed = int.from_bytes(hashlib.blake2b(f"{name}/{step}".encode(), digest_size=4).digest(), "little", signed=True)
     mixed = places * -1640531535 + seed
     for shift, factor in ((16, 2146121005), (15, -2073254261)):
         mixed = (mixed ^ (mixed >> shift)) * factor
@@ -48,6 +53,39 @@ def round_at_random(wide: Tensor, drawn: Tensor) -> Tensor:
     bits = wide.contiguous().view(torch.int32)
     rounded = ((bits + drawn) & ~0xFFFF).view(torch.float32)
     return torch.where(wide.isfinite(), rounded, wide).to(torch.bfloat16)
+
+
+def _round_rows(wide: Tensor, numbers: Tensor) -> Tensor:
+    """Round consecutive elements of a parameter; `numbers`: the place of the first one, and the seed."""
+    places = torch.arange(wide.numel(), dtype=torch.int32, device=wide.device).view(wide.shape) + numbers[0]
+    return round_at_random(wide, noise(places, numbers[1]))
+
+
+@cache
+@torch.no_grad()
+def compiled_rounding(device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
+    """`_round_rows` in one pass over memory, where the device's compiler works and gives the same numbers."""
+    wide = torch.linspace(-3, 3, 4096, device=device).view(64, 64)
+    numbers = torch.tensor([1 << 20, -12345], dtype=torch.int32, device=device)
+    compiled = torch.compile(_round_rows, dynamic=True)
+    try:
+        if torch.equal(compiled(wide, numbers), _round_rows(wide, numbers)):
+            return compiled
+        reason = "it gives other numbers"
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    warnings.warn(f"rounding of weights is not compiled, and takes longer: {reason}", stacklevel=2)
+    return _round_rows
+
+
+def write_rounded(target: Tensor, wide: Tensor, box: Box, seed: int) -> None:
+    """`target`: of bfloat16; `box`: where both lie in the parameter."""
+    if wide.is_cuda and wide.dim() == 2 and box.size[1] == box.shape[1]:
+        first = box.offset[0] * box.shape[1] & 0xFFFFFFFF
+        numbers = torch.tensor([first - (first >> 31 << 32), seed], dtype=torch.int32).to(wide.device)
+        target.copy_(compiled_rounding(wide.device)(wide, numbers))
+    else:
+        target.copy_(round_at_random(wide, noise(places_of(box, wide.device), seed)))
 
 
 class RoundedWeights(UpdateRule):
@@ -85,7 +123,7 @@ class RoundedWeights(UpdateRule):
             parts = max(1, min(-(-wide.numel() // SLICE_ELEMENTS), piece.box.size[0] if piece.box.size else 1))
             for index, (target, source) in enumerate(zip(piece.value.chunk(parts), wide.chunk(parts), strict=True)):
                 box = piece.box.chunk(0, index, parts)
-                target.copy_(round_at_random(source, noise(places_of(box, wide.device), piece.name, count)))
+                write_rounded(target, source, box, seed_of(piece.name, count))
             wide.untyped_storage().resize_(0)
 
     def kept(self) -> Iterator[OptimizerState]:

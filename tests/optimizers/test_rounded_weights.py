@@ -17,7 +17,13 @@ from meshwright.core.errors import MeshwrightError
 from meshwright.core.plan import Plan
 from meshwright.models.presets import DecoderConfig
 from meshwright.optimizers.optimizer_config import OptimizerConfig
-from meshwright.optimizers.rounded_weights import noise, places_of, round_at_random
+from meshwright.optimizers.rounded_weights import (
+    compiled_rounding,
+    noise,
+    places_of,
+    round_at_random,
+    seed_of,
+)
 from meshwright.run.model import open_config
 from meshwright.runtime.checkpointing import save
 from meshwright.verify import parity
@@ -31,7 +37,7 @@ def test_rounding_is_to_a_neighbour_with_the_right_mean() -> None:
     values = torch.tensor([1.0 + 2**-9, -3.7, 1e-30, 2.0, 0.0, 65504.0])
     places = places_of(Box.whole((4096, 6)), CPU)
     wide = values.expand(4096, 6)
-    rounded = round_at_random(wide, noise(places, "w", 1)).float()
+    rounded = round_at_random(wide, noise(places, seed_of("w", 1))).float()
     for column, value in enumerate(values.tolist()):
         found = rounded[:, column].unique()
         assert len(found) == (1 if value in (2.0, 0.0) else 2)
@@ -43,13 +49,21 @@ def test_rounding_is_to_a_neighbour_with_the_right_mean() -> None:
 
 
 def test_a_piece_draws_what_the_whole_parameter_draws_there() -> None:
-    whole = noise(places_of(Box.whole((8, 6)), CPU), "w", 3)
+    whole = noise(places_of(Box.whole((8, 6)), CPU), seed_of("w", 3))
     for dim in (0, 1):
         piece = Box.whole((8, 6)).chunk(dim, 1, 2)
-        assert torch.equal(noise(places_of(piece, CPU), "w", 3), whole[piece.slices])
-    assert not torch.equal(noise(places_of(Box.whole((8, 6)), CPU), "w", 4), whole)
-    assert not torch.equal(noise(places_of(Box.whole((8, 6)), CPU), "v", 3), whole)
+        assert torch.equal(noise(places_of(piece, CPU), seed_of("w", 3)), whole[piece.slices])
+    assert not torch.equal(noise(places_of(Box.whole((8, 6)), CPU), seed_of("w", 4)), whole)
+    assert not torch.equal(noise(places_of(Box.whole((8, 6)), CPU), seed_of("v", 3)), whole)
     assert abs(float(whole.double().mean()) / 2**15 - 1) < 0.2
+
+
+def test_compiled_rounding_is_the_plain_one() -> None:
+    box = Box((40_000, 70_000), (35_000, 0), (3, 70_000))  # places beyond the range of int32
+    wide, seed = torch.randn(3, 70_000), seed_of("w", 3)
+    first = 35_000 * 70_000 - 2**32
+    numbers = torch.tensor([first, seed], dtype=torch.int32)
+    assert torch.equal(compiled_rounding(CPU)(wide, numbers), round_at_random(wide, noise(places_of(box, CPU), seed)))
 
 
 def _session(*techniques: object, reader: Reader | None = None) -> parity.Session:
