@@ -8,6 +8,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -143,7 +144,7 @@ class ReplicaCheck:
 
 
 def bit_sum(value: Tensor) -> Tensor:
-    """The sum of a tensor's bits as integers of 8 bytes, and of the bytes left, modulo 2^64: a flipped bit changes it."""
+    """The sum of a tensor's bits as integers of 8 bytes, and of the bytes left: a flipped bit changes it."""
     bits = value.detach().contiguous().view(-1).view(torch.uint8)
     bits = bits.clone() if bits.storage_offset() % 8 else bits  # which integers there are must not depend on its place
     size = bits.numel() // 8 * 8
@@ -200,7 +201,7 @@ class StragglerWatch:
         if ended is None:
             return None
         spent = Counter({"data": ended[1]})
-        for (part, start), (_, end) in zip(ended[0], ended[0][1:], strict=False):
+        for (part, start), (_, end) in pairwise(ended[0]):
             spent[part] += start.elapsed_time(end) / 1e3 if self.device.type == "cuda" else end - start
         self.steps.append([spent[part] for part in PARTS])
         if len(self.steps) < SLOW_STEPS:

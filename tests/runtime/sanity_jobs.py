@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import time
 from dataclasses import replace
@@ -131,14 +132,14 @@ def straggler_job(
 
     def dawdle(kind: str) -> None:
         """In one action of a step, for a share of what the whole step has taken so far."""
-        if rank == slow_rank and trainer.step >= 10 and kind == part:
+        if rank == slow_rank and len(usual) >= 9 and kind == part:
             time.sleep((ratio - 1) * float(np.median(usual)) / chosen.num_microbatches)
 
     trainer.build.on_action += [watch.look, dawdle]
     for step in trainer.steps():
         if step.step < 10 and watch.before is not None:
             marks = watch.before[0]
-            pairs = zip(marks, marks[1:], strict=False)
+            pairs = itertools.pairwise(marks)
             usual.append(sum(end - start for (name, start), (_, end) in pairs if name in PARTS))
         if (found := watch.end_step(step.data_seconds)) is not None:
             told.append([step.step, found.rank, found.part, found.ratio])
