@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +42,8 @@ class MeshwrightError(Exception):
         self.problems: Problems = tuple(problems)
         self.exit_code = exit_code
         self.is_everywhere = is_everywhere
+        self.facts: Mapping[str, Any] = {}
+        """What a program may want to know of it, as JSON."""
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
 

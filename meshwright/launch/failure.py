@@ -10,7 +10,7 @@ from __future__ import annotations
 import signal
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,6 +41,8 @@ class Failure:
     is_secondary: bool
     exit_code: int = 1
     log: Path | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Of the error it raised."""
 
     def sentence(self, num_ranks: int) -> str:
         who = f"rank {self.rank} of {num_ranks}"
@@ -68,6 +70,7 @@ def error_as_json(error: BaseException) -> dict[str, Any]:
         "traceback": "".join(traceback.format_exception(error)),
         "exit_code": ours.exit_code if ours else 1,
         "is_meshwright_error": ours is not None,
+        "facts": dict(ours.facts) if ours else {},
     }
 
 
@@ -84,6 +87,7 @@ def failure_from_error(rank: int, error: Mapping[str, Any], log: Path | None) ->
         is_secondary=not is_ours and speaks_of_lost_peer(message),
         exit_code=int(error.get("exit_code", 1)),
         log=log,
+        facts=error.get("facts", {}),
     )
 
 

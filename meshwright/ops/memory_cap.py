@@ -38,8 +38,14 @@ _MARGIN, _MORE_MARGIN, _MOST_MARGIN = 0.03, 0.02, 0.3
 _PART = 1 / 16
 """Share of the cap: what operators outside of blocks save becomes entries of about this size."""
 _TIMED_BYTES = 2**25
-_ASKED = re.compile(r"Tried to allocate ([0-9.]+) (bytes|KiB|MiB|GiB)")
+_ASKED = re.compile(r"[Tt]ried to allocate ([0-9.]+) (bytes|KiB|MiB|GiB)")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def asked_bytes(text: str) -> int:
+    """What torch says that it could not have; 0 where it does not."""
+    asked = _ASKED.search(text)
+    return int(float(asked[1]) * _UNITS[asked[2]]) if asked else 0
 
 
 def _on_host(tensor: Tensor) -> Tensor:
@@ -342,8 +348,8 @@ class MemoryCap(TorchDispatchMode):
             try:
                 return func(*args, **kwargs)
             except torch.OutOfMemoryError as error:
-                asked = _ASKED.search(str(error))
-            size, freed = int(float(asked[1]) * _UNITS[asked[2]]) if asked else 2**21, 0
+                size = asked_bytes(str(error)) or 2**21
+            freed = 0
             self.margin = min(self.margin + _MORE_MARGIN, _MOST_MARGIN)
             # Operators on lists of tensors may have written into some of them.
             is_whole = "_foreach" not in str(func) and "_fused" not in str(func)

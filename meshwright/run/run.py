@@ -17,7 +17,7 @@ import contextlib
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -34,6 +34,7 @@ from meshwright.launch.local_ranks import LaunchOutcome, StopRequests, launch
 from meshwright.launch.rank_job import PREEMPTED_EXIT_CODE
 from meshwright.run import prepare as preparation
 from meshwright.run.model import ModelDescription, describe_run
+from meshwright.run.out_of_memory import PostMortem, examine, failure_of
 from meshwright.run.result import RunResult, conclude, earlier_result
 from meshwright.run.run_file import RunConfig, read_run
 from meshwright.run.trackers import require_trackers
@@ -110,6 +111,9 @@ class Run:
         report: preparation.Report | None = None,
     ):
         self.config = read_run(source, changes)
+        words = (word for change in changes for word in ("--set", change))
+        self.command = ("mw", "train", self.config.origin.path or "RUN.toml", *words)
+        """That trains it."""
         self.plan = plan if isinstance(plan, Plan) else str(plan)
         self.folder = Path(self.config.run.folder)
         self.report: preparation.Report = report or (lambda text: None)
@@ -121,6 +125,8 @@ class Run:
         self._was_finished = False
         """When it was started, so that there are no ranks to wait for."""
         self._outcome: LaunchOutcome | BaseException | None = None
+        self.post_mortem: PostMortem | None = None
+        """Of a step that ran out of memory."""
 
     @cached_property
     def description(self) -> ModelDescription:
@@ -236,12 +242,25 @@ class Run:
                 show_rank_zero=show,
                 stop=self._stop,
             )
+            if self._outcome.exit_code == 1:
+                self.examine_memory([failure.facts for failure in self._outcome.failures])
         except BaseException as error:  # told by `result`, where somebody listens
             self._outcome = error
         finally:
             code = self._outcome.exit_code if isinstance(self._outcome, LaunchOutcome) else 1
             told = self._outcome.message() if isinstance(self._outcome, LaunchOutcome) else str(self._outcome)
             note_time(self.folder, "end", exit_code=code, cause=told)
+
+    def examine_memory(self, facts: Iterable[Mapping[str, Any]]) -> PostMortem | None:
+        """Where a rank ran out of memory: why, and what would need less; `facts`: of the ranks' errors."""
+        assert self._prepared is not None
+        for failure in filter(None, map(failure_of, facts)):
+            made, plan = self._prepared, self._prepared.plan
+            self.post_mortem = examine(self.config, made.profile, made.cluster, plan, failure, self.command)
+            for line in self.post_mortem.text().splitlines():
+                self.report(line)
+            return self.post_mortem
+        return None
 
     @property
     def is_running(self) -> bool:

@@ -161,6 +161,8 @@ class Interpreter:
         self.shapes: dict[tuple[str, int], tuple[int, ...]] = {}
         """Of what comes from the stages before and after, by `RankBuild.boundaries`."""
         self.cap: MemoryCap | None = None
+        self.action: Action | None = None
+        """That is being done, or was done last."""
 
     def run(self, actions: Actions, *, ends_all: bool = True) -> None:
         """`ends_all`: nothing is under way afterwards."""
@@ -171,6 +173,7 @@ class Interpreter:
             wire.start(actions, self.shapes, build.model.boundary_dtype(build.dtype))
         lasts = last_of_chunks(actions)
         for position, action in enumerate(actions):
+            self.action = action
             for look in build.on_action:
                 look(action.kind)
             batch = self.batch if action.microbatch >= 0 else self.before

@@ -36,6 +36,8 @@ from meshwright.launch.rank_job import STOP_SIGNALS, StopFlag
 from meshwright.machine.named_clusters import preset_of_device
 from meshwright.ops.collectives import gather_json
 from meshwright.ops.device_mesh import join
+from meshwright.run.comparison import Promise
+from meshwright.run.out_of_memory import examine, failure_of
 from meshwright.run.prepare import PreparedRun, prepare
 from meshwright.run.result import RunResult
 from meshwright.run.run import Run
@@ -108,7 +110,15 @@ def _run(run: Run, place: RankPlace, watch: PeerWatch, before: Tell, after: Call
         return arguments
 
     arguments = on_first(control, plan)
-    code = RankTraining(arguments, decode(Plan, arguments["plan"], "plan"), device, stop).go(stop)
+    used = decode(Plan, arguments["plan"], "plan")
+    try:
+        code = RankTraining(arguments, used, device, stop).go(stop)
+    except MeshwrightError as error:
+        if (failure := failure_of(error.facts)) is not None:
+            machine = decode(Promise, arguments["promise"], "promise").cluster
+            told = examine(run.config, run.description.profile, machine, used, failure, run.command)
+            print(told.text(), file=sys.stderr)
+        raise
     watch.stop()
     dist.destroy_process_group()
     if place.rank == 0:

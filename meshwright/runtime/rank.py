@@ -37,12 +37,14 @@ from meshwright.run.prepare import open_data
 from meshwright.run.result import held_out_text
 from meshwright.run.run_file import RunConfig
 from meshwright.runtime.build import RankBuild
+from meshwright.runtime.out_of_memory import is_out_of_memory, out_of_memory
 from meshwright.runtime.run_record import (
     Lines,
     Metrics,
     Progress,
     RunClock,
     Watch,
+    current_bytes,
     num_retries,
     one_line,
     peak_bytes,
@@ -112,7 +114,13 @@ class RankTraining:
         self.progress = Progress(0, config.train.steps, float(arguments["tokens_per_second"]), self.events)
         self.mfu = float(arguments["mfu"])  # as forecast
         description = decode(ModelDescription, arguments["description"], "description")
-        self.trainer = trainer = self._open(description, plan, mesh)
+        self.own_bytes = current_bytes(device)
+        try:
+            self.trainer = trainer = self._open(description, plan, mesh)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise out_of_memory(error, mesh.rank, plan.num_ranks, device, self.own_bytes, None) from error
+            raise
         self.progress.first_step = self.progress.steps_done = trainer.step
         self.progress.counts = trainer.build.profile.counts
         self.metrics: Metrics | None = None
@@ -169,6 +177,11 @@ class RankTraining:
                 stopped = self._train(stop, start)
             except TrainingTrouble as trouble:
                 self._recover(trouble)
+            except Exception as error:
+                if is_out_of_memory(error):
+                    place = trainer.mesh.rank, trainer.plan.num_ranks, trainer.mesh.device
+                    raise out_of_memory(error, *place, self.own_bytes, trainer) from error
+                raise
         self._close(stopped, trainer.step - start)
         if self.save_error:
             raise MeshwrightError(f"the last checkpoint was not written: {self.save_error}", exit_code=1)

@@ -175,3 +175,20 @@ class PoisonedBlock(torch.nn.Module):
 
 def poisoned() -> torch.nn.Module:
     return Poisoned()
+
+
+class Hungry(Poisoned):
+    """Wants 16 TiB where a microbatch has two rows, from the fourth step on."""
+
+    calls = 0
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = super().forward(tokens)
+        self.calls += self.training and torch.is_grad_enabled() and type(tokens) is torch.Tensor
+        if self.calls > 3 and len(tokens) > 1:
+            x = x + torch.empty(1 << 44, dtype=torch.uint8).sum()
+        return x
+
+
+def hungry() -> torch.nn.Module:
+    return Hungry()
