@@ -30,6 +30,8 @@ class RankPlace:
     master_address: str
     master_port: int
     kind: Kind
+    is_one_host: bool = False
+    """All ranks are known to be on this machine: they meet on the loopback alone."""
 
 
 def outside_launcher(environ: Mapping[str, str]) -> RankPlace | None:
@@ -61,6 +63,10 @@ def outside_launcher(environ: Mapping[str, str]) -> RankPlace | None:
     # As the launcher says; where it does not, or the ranks do not divide into such nodes, all on one.
     given = environ.get(local, "")
     num_local = int(given) if given.isdecimal() else num_ranks
+    if kind == "slurm":
+        is_one_host = first_host(environ[host]) == environ[host].strip()
+    else:
+        is_one_host = given == str(num_ranks) or environ[host] == "localhost" or environ[host].startswith("127.")
     return RankPlace(
         rank=rank,
         num_ranks=num_ranks,
@@ -69,6 +75,7 @@ def outside_launcher(environ: Mapping[str, str]) -> RankPlace | None:
         master_address=environ[host] if kind == "torchrun" else first_host(environ[host]),
         master_port=port if kind == "torchrun" else FIRST_PORT + port % NUM_PORTS,
         kind=kind,
+        is_one_host=is_one_host or num_ranks == 1,
     )
 
 

@@ -48,8 +48,9 @@ class Job:
 def rank_environment(
     rank: int, num_ranks: int, threads_per_rank: int, changes: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Our environment, loopback for gloo, the caller's changes, then torchrun's names."""
+    """Our environment, loopback for gloo and (unless it says other) NCCL, the caller's changes, torchrun's names."""
     return {
+        "NCCL_SOCKET_IFNAME": "lo",
         **os.environ,
         "PYTHONUNBUFFERED": "1",  # a rank killed by a signal leaves its last lines in its log
         "GLOO_SOCKET_IFNAME": "lo",

@@ -103,9 +103,15 @@ class Mesh:
 
 
 def join(
-    rank: int, num_ranks: int, device: torch.device, *, rendezvous: str = "", timeout_seconds: float = 600.0
+    rank: int,
+    num_ranks: int,
+    device: torch.device,
+    *,
+    rendezvous: str = "",
+    store: dist.Store | None = None,
+    timeout_seconds: float = 600.0,
 ) -> None:
-    """Enter the process group: by a file for ranks of one machine, else by torchrun's environment."""
+    """Enter the process group: by a file for ranks of one machine, by a store, or by torchrun's environment."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     if is_shared(device):
         stage()
@@ -113,6 +119,7 @@ def join(
     timeout = timedelta(seconds=timeout_seconds)
     if rendezvous:
         store = dist.FileStore(rendezvous, num_ranks)
+    if store is not None:
         dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout)
     else:
         dist.init_process_group(backend, timeout=timeout)

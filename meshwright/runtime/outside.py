@@ -13,6 +13,8 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -21,6 +23,7 @@ import torch.distributed as dist
 from meshwright.core.codec import decode
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.plan import Plan
+from meshwright.launch.admission import Admission, code_version, group_proof, require_group, run_secret
 from meshwright.launch.cpu_bf16 import limit_isa_for_bf16
 from meshwright.launch.environment import RankPlace
 from meshwright.launch.failure import speaks_of_lost_peer
@@ -46,6 +49,8 @@ from meshwright.runtime.rank import RankTraining, device_of, on_first
 Tell = Callable[[Run], object]
 _NOTICE_SECONDS = 2.0
 """For the watch to see what a collective has just complained of."""
+MEETING_SECONDS = 600.0
+PACKAGE = Path(__file__).parents[1]
 _SOMEWHERE_ELSE = "198.51.100.1"  # an address for documents (RFC 5737): the way there is the default route
 
 
@@ -92,13 +97,16 @@ def _run(run: Run, place: RankPlace, watch: PeerWatch, before: Tell, after: Call
     if kind == "cpu":
         limit_isa_for_bf16()  # it forks, so before any tensor
     device = device_of(kind, place.local_rank)
-    own_address = _meet(place, device)
+    secret = run_secret(Path(run.config.run.folder), os.environ)
+    own_address, session = _meet(place, device, secret)
     earlier = connections()
     control = dist.new_group(backend="gloo")
     # The control group's own: nobody closes these before the end, and each rank has one to every other.
     mine = [each for each in connections() if each not in earlier]
-    about = {"host": socket.gethostname(), "address": own_address, "ends": [each.ours for each in mine]}
-    ranks = gather_json(control, about)
+    proof = group_proof(session, place.rank)
+    ends = [each.ours for each in mine]
+    ranks = gather_json(control, {"host": socket.gethostname(), "address": own_address, "ends": ends, "proof": proof})
+    require_group(session, [rank["proof"] for rank in ranks])
     hosts = [RankHost(name=rank["host"], address=rank["address"]) for rank in ranks]
     watch.start(mine, hosts, [rank["ends"] for rank in ranks], silent_seconds(os.environ))
 
@@ -149,21 +157,31 @@ def _prepare(run: Run, place: RankPlace, kind: str) -> PreparedRun:
     return prepared
 
 
-def _meet(place: RankPlace, device: torch.device) -> str:
-    """Join the others, and say our address. Slurm does not set torchrun's variables, and torch reads nothing else."""
+def _meet(place: RankPlace, device: torch.device, secret: bytes) -> tuple[str, bytes]:
+    """Join the others; our address, and the key of those who know the secret.
+
+    Slurm does not set torchrun's variables, and torch reads nothing else.
+    """
     os.environ.setdefault("MASTER_ADDR", place.master_address)
     os.environ.setdefault("MASTER_PORT", str(place.master_port))
     os.environ.setdefault("RANK", str(place.rank))
     os.environ.setdefault("WORLD_SIZE", str(place.num_ranks))
-    address = address_towards(place.master_address, place.master_port)
+    address = "127.0.0.1" if place.is_one_host else address_towards(place.master_address, place.master_port)
     if place.num_local < place.num_ranks and interface_of(address) == "lo":
         # Many machines call their own name 127.0.1.1, which no other can reach.
         address = address_towards(_SOMEWHERE_ELSE, place.master_port) or address
     interface = interface_of(address)
     if interface:  # NCCL is left alone: it finds its ways by itself, and may use several at once
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    if place.is_one_host:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    about = {"host": socket.gethostname(), "torch": torch.__version__, "meshwright": code_version(PACKAGE)}
     try:
-        join(place.rank, place.num_ranks, device)
+        store = _store(place, address)
+        admission = Admission(secret=secret, rank=place.rank, num_ranks=place.num_ranks, about=about)
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        session = admission.admit(dist.PrefixStore(f"meshwright {attempt}", store))
+        join(place.rank, place.num_ranks, device, store=dist.PrefixStore(session.decode(), store))
     except RuntimeError as error:  # torch's own distributed errors are such
         where, reason = f"{place.master_address}:{place.master_port}", str(error).splitlines()[0]
         fix = "Choose a free port (MASTER_PORT, or torchrun --master-port)."
@@ -171,4 +189,32 @@ def _meet(place: RankPlace, device: torch.device) -> str:
             used = os.environ.get("GLOO_SOCKET_IFNAME", "unset")
             fix = f"Start all {place.num_ranks} ranks; is GLOO_SOCKET_IFNAME ({used}) the interface the others reach?"
         raise MeshwrightError([Problem(where=where, what=f"cannot meet the others: {reason}.", fix=fix)]) from None
-    return address
+    return address, session
+
+
+def _store(place: RankPlace, address: str) -> dist.TCPStore:
+    """Where ranks meet: torchrun's own, which listens everywhere; else rank 0 opens one on its one address."""
+    timeout = timedelta(seconds=MEETING_SECONDS)
+    host = place.master_address
+    is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if not is_torchruns and place.is_one_host:
+        host = "127.0.0.1"
+    if is_torchruns or place.rank:
+        return dist.TCPStore(host, place.master_port, is_master=False, timeout=timeout)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((address or host, place.master_port))  # an empty address would be all of them
+            listener.listen(1024)
+            return dist.TCPStore(
+                address or host,
+                place.master_port,
+                place.num_ranks,
+                is_master=True,
+                timeout=timeout,
+                wait_for_workers=False,
+                master_listen_fd=listener.detach(),
+            )
+    except OSError as error:
+        raise RuntimeError(f"{address}: {error.strerror}") from None
