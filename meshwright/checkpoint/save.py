@@ -14,8 +14,9 @@ import errno
 import os
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -41,11 +42,13 @@ from meshwright.checkpoint.step_folders import (
     read_manifest,
     size_problems,
     step_folder,
+    usable_folders,
 )
 from meshwright.core.box import Box
 from meshwright.core.codec import decode, encode
 from meshwright.core.errors import MeshwrightError, Problem, error_at, raise_problems
-from meshwright.core.files import fsync_folder, make_folder, write_new
+from meshwright.core.files import fsync_folder, make_folder, write_new, write_whole
+from meshwright.core.units import pretty_bytes
 
 _FIXES = {
     errno.ENOSPC: "Free space on that disk, or keep fewer checkpoints.",
@@ -72,6 +75,27 @@ def disk_errors(doing: str, path: Path, tmp: Path | None = None) -> Iterator[Non
             raise
         what = f"{doing} failed: {error.strerror or error}. Earlier checkpoints are untouched."
         raise error_at(path, what, _FIXES.get(error.errno or 0, ""), exit_code=1) from error
+
+
+def space_forecast(root: Path, checkpoint_bytes: int, steps_left: int, *, keep: int, every: int = 0) -> str:
+    """Whether the disk has room for the checkpoints that a run will keep: "", or a warning with the numbers. Raises
+    where not even the next one can be written."""
+    with disk_errors("a test of the checkpoint folder", root):
+        make_folder(root)
+        write_whole(probe := root / ".write-test", b"x" * 4096, is_durable=True)
+        probe.unlink()
+    disk, held = os.statvfs(root), 0
+    for _, folder in usable_folders(root).items():
+        held += sum(each.stat().st_size for each in os.scandir(folder) if each.is_file(follow_symlinks=False))
+    free, count = disk.f_bavail * disk.f_frsize, keep + 1 + (steps_left // every if every else 0)
+    numbers = f"a checkpoint takes {pretty_bytes(checkpoint_bytes)} and {pretty_bytes(free)} are free on this disk"
+    if free < checkpoint_bytes:
+        raise error_at(root, f"{numbers}: not one can be written.", "Free space, or choose another run.folder.")
+    if free + held >= count * checkpoint_bytes:
+        return ""
+    kept = f"{count - 1} are kept and one more is being written" if every else f"{keep} are kept, and one is written"
+    fix = "train.keep_every" if every else "train.keep"
+    return f"warning: {root}: {numbers}; {kept}: {pretty_bytes(count * checkpoint_bytes)} in all. Lower {fix}."
 
 
 def temporary_name(path: Path, kind: str = "tmp") -> Path:
@@ -140,18 +164,34 @@ def write_rank_file(folder: Path, rank: int, pieces: Iterable[tuple[str, Box, to
     return encoded
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Retention:
+    """Which checkpoints stay when a newer one is durable."""
+
+    last: int
+    """So many of the newest."""
+    every: int = 0
+    """And those of steps that are multiples of it; 0: no others."""
+    spared: Callable[[int], bool] = field(default=lambda step: False, compare=False)
+    """And those somebody still reads."""
+
+    def keeps(self, step: int) -> bool:
+        return bool(self.every and step % self.every == 0) or self.spared(step)
+
+
 def commit(
-    root: Path, step: int, tmp: Path, entries: list[dict[str, Any]], state: Mapping[str, Any], keep: int
+    root: Path, step: int, tmp: Path, entries: list[dict[str, Any]], state: Mapping[str, Any], keep: int | Retention
 ) -> Path:
-    """Make the step's checkpoint real, then keep it and the `keep - 1` before it.
+    """Make the step's checkpoint real, then delete the older ones that need not stay: `keep`, or all but `keep` - 1.
 
     Rank 0 calls it, once all ranks have written. `state` is everything that is not a tensor (cursor, seed, plan, data
     fingerprint), as JSON. A folder that has the step's name already is set aside, not deleted: we may die between.
     """
     root, tmp, final, aside = Path(root), Path(tmp), step_folder(root, step), None
     with disk_errors(f"committing the checkpoint of step {step}", final, tmp=tmp):
-        if keep < 1:
-            raise error_at("keep", f"is {keep}.", "Keep at least 1 checkpoint.")
+        retention = keep if isinstance(keep, Retention) else Retention(last=keep)
+        if retention.last < 1:
+            raise error_at("keep", f"is {retention.last}.", "Keep at least 1 checkpoint.")
         manifest = _manifest(step, entries, state)
         raise_problems(size_problems(tmp, manifest), exit_code=1)
         write_new(tmp / MANIFEST, [manifest_bytes(manifest)])
@@ -170,9 +210,10 @@ def commit(
         fsync_folder(root)
         # Nothing older goes before the new one has been read back.
         raise_problems(size_problems(final, read_manifest(final)), exit_code=1)
-    older = [folder for other, folder in committed_folders(root).items() if other < step]  # newer ones are not touched
+    older = [other for other in committed_folders(root) if other < step]  # newer ones are not touched
+    due = [other for other in older[: max(0, len(older) - (retention.last - 1))] if not retention.keeps(other)]
     leftovers = [folder for kind in ("tmp", "old") for _, folder in leftover_folders(root, kind)]
-    for folder in [*older[: max(0, len(older) - (keep - 1))], *leftovers]:  # `aside` is one of the leftovers
+    for folder in [*(step_folder(root, other) for other in due), *leftovers]:  # `aside` is one of the leftovers
         discard(folder)
     return final
 

@@ -106,12 +106,17 @@ class TrainSection:
     evaluate_every: int = 0
     """Steps between evaluations on held-out data; 0: only at the end."""
     evaluate_batches: int = 8
-    save_minutes: float = 10.0
-    """Minutes between checkpoints, beside those of `save_every` and the one at the end; 0: none by time."""
+    save_minutes: float | Literal["auto"] = "auto"
+    """Minutes between checkpoints, beside those of `save_every` and the one at the end; 0: none by time; "auto": from
+    what a checkpoint is measured to cost and how often failures are expected, at most 10."""
     save_every: int = 0
     """Steps between checkpoints; 0: by time alone."""
+    save_async: bool | Literal["auto"] = "auto"
+    """Whether training goes on while a checkpoint is written, from a copy in host memory; "auto": if there is room."""
     keep: int = 2
-    """Checkpoints kept."""
+    """Newest checkpoints kept."""
+    keep_every: int = 0
+    """Checkpoints of steps that are multiples of it are kept, too; 0: none."""
     sample_every: int = 0
     """Steps between texts that the model writes, to be read by people; 0: none."""
     sample_tokens: int = 64
@@ -135,8 +140,9 @@ class TrainSection:
     def __post_init__(self) -> None:
         problems = _below(self, 1, "batch", "steps", "evaluate_batches", "keep", "sample_tokens", "most_bad_steps")
         problems += _below(
-            self, 0, "compare_replicas_every", "save_every", "save_minutes", "evaluate_every", "sample_every"
+            self, 0, "compare_replicas_every", "save_every", "keep_every", "evaluate_every", "sample_every"
         )
+        problems += _below(self, 0, "save_minutes") if self.save_minutes != "auto" else []
         if self.memory_cap:
             read_memory(self.memory_cap, "memory_cap", problems)
         raise_problems(problems)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,10 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint.load import Reader
-from meshwright.checkpoint.save import begin, commit, discard, write_rank_file
+from meshwright.checkpoint.save import Retention, begin, commit, discard, write_rank_file
 from meshwright.core.box import Box
-from meshwright.core.errors import MeshwrightError
 from meshwright.ops.collectives import gather_json, share_json
+from meshwright.ops.host_memory import CopyLanes, pinned_empty
 from meshwright.ops.initial_weights import Source
 from meshwright.optimizers.update import Optimizer
 from meshwright.runtime.build import RankBuild
@@ -40,30 +41,141 @@ def as_it_lies(name: str, box: Box, value: Tensor) -> Iterable[tuple[str, Box, T
         yield name, each, part
 
 
+def state_bytes(build: RankBuild, optimizer: Optimizer) -> int:
+    """What this rank's part of a checkpoint takes."""
+    return sum(value.numel() * value.element_size() for _, _, value in _pieces(build, optimizer))
+
+
 def save(root: Path, step: int, build: RankBuild, optimizer: Optimizer, state: Mapping[str, Any], keep: int) -> str:
     """Write a checkpoint together. Returns "" or, on every rank, why it could not be written; the run goes on."""
-    mesh = build.mesh
-    tmp = share_json(mesh.control, _attempt(lambda: str(begin(root, step))) if mesh.rank == 0 else None)
-    if "error" in tmp:
-        return tmp["error"]
-    folder = Path(tmp["value"])
-    written = _attempt(lambda: write_rank_file(folder, mesh.rank, _pieces(build, optimizer)))
-    entries = gather_json(mesh.control, written)
-    failed = [entry["error"] for entry in entries if "error" in entry]
-    done: dict[str, Any] = {"error": failed[0]} if failed else {}
-    if failed and mesh.rank == 0:
-        discard(folder)  # gives its space back
-    if not failed and mesh.rank == 0:
-        parts = [entry["value"] for entry in entries]
-        done = _attempt(lambda: str(commit(root, step, folder, parts, state, keep)))
-    return share_json(mesh.control, done).get("error", "")
+    saving = Saving(build, optimizer)
+    return saving.start(root, step, state, Retention(last=keep)) or saving.finish()
+
+
+class Saving:
+    """One checkpoint at a time, written while training goes on or while it waits.
+
+        main thread of every rank                    a thread of every rank
+        start: pieces copied to host memory  ─────>  write, hash and fsync the rank's file
+        advance: entries gathered            ─────>  rank 0: commit
+        advance: every rank learns the outcome
+
+    All collectives are made by the main threads, at the same step: `is_busy` of all ranks is part of the message that
+    ends every step. Host memory for the copies is reused.
+    """
+
+    def __init__(self, build: RankBuild, optimizer: Optimizer):
+        self.build, self.optimizer, self.mesh = build, optimizer, build.mesh
+        self.thread: threading.Thread | None = None
+        self.answer: dict[str, Any] = {}
+        """Of the thread."""
+        self.folder: Path | None = None
+        self.is_committing = False
+        self.commit: Callable[[list[Any]], Any] = list
+        self.copies: list[Tensor] = []
+        self.lanes: CopyLanes | None = None
+        self.copied: torch.cuda.Event | None = None
+        """The device has copied everything; until then nothing of it may change."""
+
+    @property
+    def is_under_way(self) -> bool:
+        """The same on all ranks."""
+        return self.folder is not None
+
+    @property
+    def is_busy(self) -> bool:
+        """This rank's thread is at work."""
+        return self.thread is not None and self.thread.is_alive()
+
+    def start(
+        self, root: Path, step: int, state: Mapping[str, Any], retention: Retention, *, copies: bool = False
+    ) -> str:
+        """Begin a checkpoint on all ranks; "" or why not. `copies`: training goes on before `finish`."""
+        assert not self.is_under_way
+        mesh, optimizer = self.mesh, self.optimizer
+        tmp = share_json(mesh.control, _attempt(lambda: str(begin(root, step))) if mesh.rank == 0 else None)
+        if "error" in tmp:
+            return str(tmp["error"])
+        folder = self.folder = Path(tmp["value"])
+        self.commit = lambda parts: str(commit(root, step, folder, parts, state, retention))
+        self.answer = _attempt(lambda: list(self._copied() if copies else _pieces(self.build, optimizer)))
+        if (pieces := self.answer.get("value")) is not None:
+            self._run(lambda: write_rank_file(folder, mesh.rank, pieces))
+        return ""
+
+    @torch.no_grad()
+    def _copied(self) -> Iterator[tuple[str, Box, Tensor]]:
+        device = self.mesh.device
+        if self.lanes is None:
+            self.lanes = CopyLanes(device)
+            self.build.on_action.append(self._before_action)
+        for index, (name, box, value) in enumerate(_pieces(self.build, self.optimizer)):
+            if index == len(self.copies):
+                self.copies.append(pinned_empty(value.numel(), value.dtype, device).view(value.shape))
+            if self.copies[index].shape != value.shape or self.copies[index].dtype != value.dtype:
+                self.copies[index] = pinned_empty(value.numel(), value.dtype, device).view(value.shape)
+            if value.is_cuda:
+                self.copied = self.lanes.copy_out(self.copies[index], value)
+            else:
+                self.copies[index].copy_(value)
+            yield name, box, self.copies[index]
+        if any(each.updates_in_backward or each.overlaps_steps for each in self.build.plan.techniques) or any(
+            True for _ in self.build.lasting_buffers()
+        ):
+            self._before_action("update")  # what a forward or backward pass changes cannot wait for the update
+
+    def _before_action(self, kind: str) -> None:
+        if kind == "update" and self.copied is not None:
+            torch.cuda.current_stream(self.mesh.device).wait_event(self.copied)
+
+    def _run(self, action: Callable[[], Any]) -> None:
+        copied = self.copied
+
+        def work() -> None:
+            if copied is not None:
+                copied.synchronize()
+            self.answer = _attempt(action)
+
+        self.thread = threading.Thread(target=work, name="checkpoint", daemon=True)
+        self.thread.start()
+
+    def advance(self, *, waits: bool = False) -> str | None:
+        """By all ranks at once, when no thread was busy or to wait for them: go on with the next part. None, or when
+        it is over "" or why it could not be written."""
+        mesh = self.mesh
+        if self.thread is not None and (waits or not self.is_committing):
+            self.thread.join()
+        if not self.is_committing:
+            entries = gather_json(mesh.control, self.answer)
+            failed = [entry["error"] for entry in entries if "error" in entry]
+            if not failed:
+                self.is_committing, parts = True, [entry["value"] for entry in entries]
+                if mesh.rank == 0:
+                    self._run(lambda: self.commit(parts))
+                return None
+            if mesh.rank == 0 and self.folder is not None:
+                discard(self.folder)  # gives its space back
+            done = {"error": failed[0]}
+        else:  # where steps overlap, "not busy" may have been said before the commit began
+            done = share_json(mesh.control, {"busy": True} if self.is_busy else self.answer)
+            if "busy" in done:
+                return None
+        self.folder, self.thread, self.is_committing, self.copied = None, None, False, None
+        return str(done.get("error", ""))
+
+    def finish(self) -> str:
+        """Wait until it is over: "" or why it could not be written."""
+        reason: str | None = None
+        while self.is_under_way and reason is None:
+            reason = self.advance(waits=True)
+        return reason or ""
 
 
 def _attempt(action: Callable[[], Any]) -> dict[str, Any]:
     try:
         return {"value": action()}
-    except (MeshwrightError, OSError) as error:
-        return {"error": str(error)}
+    except Exception as error:  # told to all ranks; a checkpoint that fails does not end training
+        return {"error": str(error) or type(error).__name__}
 
 
 def source_of(reader: Reader, first: Source, buffers: Collection[str]) -> Source:

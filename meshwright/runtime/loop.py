@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -71,6 +71,8 @@ class StepResult:
     """Some rank was told to stop."""
     must_save: bool = False
     """Rank 0 wants a checkpoint."""
+    is_busy: bool = False
+    """Some rank still writes its part of a checkpoint."""
     is_skipped: bool = False
     """Gradients overflowed in float16: nothing was updated, and the loss's scale is lower from here on."""
     refusal: str = ""
@@ -318,8 +320,10 @@ class Loop(Interpreter):
         self.num_flushed = 0
         """Steps fed up to the last flush."""
         self.requests = 0.0
-        """Of this call, as one number whose sum over all ranks says both: two for each rank that must stop, one if
-        rank 0 wants to save."""
+        """Of this call, as one number whose sum over all ranks says all: two for each rank that must stop, one if rank
+        0 wants to save, and a millionth for each rank that still writes a checkpoint."""
+        self.is_busy: Callable[[], bool] = bool
+        """Whether this rank does."""
 
     def cap_memory(self, cap_bytes: int) -> None:
         """From now on no step uses more memory of the device; to be called once."""
@@ -378,7 +382,7 @@ class Loop(Interpreter):
             self.build.model.train()
         if self.versions is None:  # whatever a step that failed has left
             self.received, self.outputs, self.gradients = {}, {}, {}
-        self.requests = 2.0 * stop + save
+        self.requests = 2.0 * stop + save + 2.0**-20 * self.is_busy()
         self.batch = self._batch(samples, trains=True, lr=lr)
         self.batch.limits = limits
         if self.reads_late and self.unread is None:  # a step that failed may have left the flag
@@ -537,7 +541,8 @@ class Loop(Interpreter):
                 loss=loss,
                 gradient_norm=norm,
                 must_stop=requests >= 2,
-                must_save=requests % 2 == 1,
+                must_save=int(requests) % 2 == 1,
+                is_busy=requests % 1 > 0,
                 is_skipped=is_skipped,
                 refusal=refusal,
                 loss_scale=scale,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import statistics
 import sys
@@ -19,16 +20,18 @@ from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from meshwright.checkpoint.save import discard
+from meshwright.checkpoint.save import discard, space_forecast
 from meshwright.checkpoint.step_folders import committed_folders, newest_good, read_manifest, step_folder
 from meshwright.core.codec import decode, encode
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.files import write_whole
 from meshwright.core.plan import Plan
+from meshwright.core.time_ledger import read_marks
 from meshwright.core.timeline import Span
 from meshwright.data.open_data import Data
 from meshwright.launch.cpu_bf16 import limit_isa_for_bf16
 from meshwright.launch.rank_job import PREEMPTED_EXIT_CODE, Job, StopFlag, run_rank
+from meshwright.machine.probe import available_host_bytes
 from meshwright.ops.collectives import gather_json, share_json
 from meshwright.ops.device_mesh import Mesh, join
 from meshwright.run.comparison import COMPARISON, WARM_UP_STEPS, Promise, StepTally, compared_entry, keep
@@ -37,6 +40,7 @@ from meshwright.run.prepare import open_data
 from meshwright.run.result import held_out_text
 from meshwright.run.run_file import RunConfig
 from meshwright.runtime.build import RankBuild
+from meshwright.runtime.checkpointing import state_bytes
 from meshwright.runtime.out_of_memory import is_out_of_memory, out_of_memory
 from meshwright.runtime.run_record import (
     Lines,
@@ -139,7 +143,7 @@ class RankTraining:
             trainer.rests = (trainer.step + 1, self.watch.range.start, self.watch.range.stop)
         self.tally = StepTally()
         self.num_early_retries = 0
-        self.saved_step = trainer.step if trainer.step else -1
+        self.saved_step = self.saving_step = trainer.step if trainer.step else -1
         self.evaluated_step = -1
         self.save_error = ""
         self.held_out: dict[str, float] = {}
@@ -149,6 +153,7 @@ class RankTraining:
         self.evicted: Counter[str] = Counter()
         self.start = time.monotonic()
         self.clock = RunClock(self.folder if self.is_first else None, trainer.step, self.progress.say)
+        self.saves_behind = self._plan_saves()
 
     def _open(self, description: ModelDescription, plan: Plan, mesh: Mesh) -> Trainer:
         config, say = self.config, self.progress.say if self.is_first else lambda text: None
@@ -164,6 +169,24 @@ class RankTraining:
         if checkpoint is not None:
             say(f"resuming from step {trainer.step} ({checkpoint})")
         return trainer
+
+    def _plan_saves(self) -> bool:
+        """Whether checkpoints are written behind training; raises or warns where the disk has no room for them."""
+        trainer, settings = self.trainer, self.config.train
+        num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        own_bytes = state_bytes(trainer.build, trainer.optimizer)
+        has_room = own_bytes * num_local <= available_host_bytes() // 2
+        told = gather_json(trainer.mesh.control, [own_bytes, has_room])
+        if self.is_first:
+            trainer.interval.expect_failures(read_marks(self.folder), max(1, len(told) // num_local))
+        needed_bytes = sum(each for each, _ in told)
+        root, about = self.folder / "checkpoints", {"keep": settings.keep, "every": settings.keep_every}
+        news = on_first(
+            trainer.mesh.control, lambda: space_forecast(root, needed_bytes, settings.steps - trainer.step, **about)
+        )
+        if news and self.is_first:
+            self.progress.say(news)
+        return settings.save_async is True or (settings.save_async == "auto" and all(each for _, each in told))
 
     def go(self, stop: StopFlag) -> int:
         """Train to the end, or until somebody asks to stop; the exit code."""
@@ -196,6 +219,8 @@ class RankTraining:
         for step in trainer.steps(stop):
             stop.leave_at_once(False)
             self.watch.after(step.step)
+            if trainer.saving.is_under_way and not step.is_busy:
+                self._note_save(trainer.saving.advance())
             self._record(step, measured=step.step >= start + WARM_UP_STEPS)
             stopped = step.must_stop
             if is_due(trainer.step, settings.compare_replicas_every):
@@ -205,7 +230,7 @@ class RankTraining:
             if not stopped and is_due(trainer.step, settings.sample_every):
                 self._sample()
             if stopped or step.must_save or is_due(trainer.step, settings.save_every):
-                self._save()
+                self._save(behind=not stopped and trainer.step < settings.steps)
             self.watch.before(trainer.step)
         stop.leave_at_once(False)
         if not stopped:
@@ -217,6 +242,7 @@ class RankTraining:
         """Save the good state and raise the error; or roll back to the last good checkpoint, from which the run goes
         on with the samples after the batch that was to blame."""
         trouble, root = error.trouble, self.folder / "checkpoints"
+        self._finish_save()
         cursor = trouble.cursor + self.trainer.plan.batch
         self._note(trouble)
         if trouble.action == "stop":
@@ -338,19 +364,39 @@ class RankTraining:
         self.metrics.sample(self.trainer.step, self.config.train.sample_prompt, text)
         self.progress.say(f"step {self.trainer.step} sample: {one_line(text)}")
 
-    def _save(self) -> None:
-        if self.saved_step == self.trainer.step:
+    def _save(self, *, behind: bool = False) -> None:
+        """`behind`: training may go on while it is written."""
+        self._finish_save()
+        trainer = self.trainer
+        if self.saved_step == trainer.step:
             return
         self.clock.mark()  # where a restart goes on, if the save succeeds
+        self.saving_step = trainer.step
         with self.clock.spend("checkpoint"):
-            self.save_error = self.trainer.save(self.folder / "checkpoints")
-        if self.save_error and self.is_first:
-            self.progress.say(f"checkpoint not written, training goes on: {self.save_error}")
-        if not self.save_error:
-            self.saved_step = self.trainer.step
+            reason = trainer.save(self.folder / "checkpoints", behind=behind and self.saves_behind)
+        self._note_save(None if trainer.saving.is_under_way else reason)
+
+    def _finish_save(self) -> None:
+        """Wait for the one that is being written."""
+        if self.trainer.saving.is_under_way:
+            with self.clock.spend("checkpoint"):
+                reason = self.trainer.saving.finish()
+            self._note_save(reason)
+
+    def _note_save(self, reason: str | None) -> None:
+        """A save is over: "" or why it could not be written; None where it is not."""
+        if reason is None:
+            return
+        self.save_error = reason
+        if reason and self.is_first:
+            self.progress.say(f"checkpoint not written, training goes on: {reason}")
+        if not reason:
+            self.saved_step = self.saving_step
             if self.events is not None:
                 path = step_folder(self.folder / "checkpoints", self.saved_step)
                 self.events.write({"event": "save", "step": self.saved_step, "path": str(path)})
+        if self.is_first and (news := self.trainer.interval.news()):
+            self.progress.say(news)
 
     def _close(self, stopped: bool, num_steps: int) -> None:
         """Gather what every rank saw; rank 0 writes it down for the report."""

@@ -6,7 +6,7 @@ import hashlib
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from meshwright.checkpoint.load import Reader
+from meshwright.checkpoint.save import Retention
 from meshwright.core.codec import decode, encode
 from meshwright.core.errors import MeshwrightError, Problem, raise_problems
 from meshwright.core.plan import Plan
@@ -24,8 +25,9 @@ from meshwright.optimizers.loss_scaling import LossScaling
 from meshwright.optimizers.update import Optimizer
 from meshwright.run.model import OpenedModel
 from meshwright.run.run_file import TrainSection
+from meshwright.run.save_interval import SaveInterval
 from meshwright.runtime.build import build
-from meshwright.runtime.checkpointing import restore_buffers, restore_optimizer, restore_parameters, save, source_of
+from meshwright.runtime.checkpointing import Saving, restore_buffers, restore_optimizer, restore_parameters, source_of
 from meshwright.runtime.loop import NO_LIMITS, Loop, Samples, StepLimits, StepResult, on_device
 from meshwright.runtime.sanity import ReplicaCheck, SpikeRule, TrainingTrouble, Trouble
 from meshwright.runtime.text_samples import Sampler
@@ -52,7 +54,9 @@ class TrainStep:
     is_skipped: bool
     """Nothing was updated: gradients overflowed in float16, or `trouble` says why."""
     must_save: bool
-    """`train.save_minutes` have passed on rank 0 since the last checkpoint, and no step is under way."""
+    """A checkpoint is due by time on rank 0's clock, and no step is under way."""
+    is_busy: bool
+    """Some rank still wrote its part of a checkpoint when the step was made."""
     evicted: Mapping[str, float]
     """What this rank's `train.memory_cap` has evicted; empty where there is none."""
     trouble: Trouble | None = None
@@ -110,7 +114,11 @@ class Trainer:
         self.part, self.num_parts = mesh.part(plan.sample_axes)
         self.rests: tuple[int, ...] = ()
         """Counts of steps after which somebody wants none under way, beside those that the settings say."""
-        self.saved_seconds = time.monotonic()
+        self.saving = Saving(self.build, self.optimizer)
+        self.loop.is_busy = lambda: self.saving.is_busy
+        self.interval = SaveInterval(settings.save_minutes)
+        self.spared: Callable[[int], bool] = lambda step: False
+        """Steps whose checkpoints somebody still reads."""
         self.fed: deque[_Fed] = deque()
         """Steps that were begun and whose results are not known yet."""
         self.ended_seconds = 0.0
@@ -174,7 +182,7 @@ class Trainer:
                 lr = settings.optimizer.lr_at(at, settings.steps)
                 limits = self.spikes.limits(at)
                 # One clock decides: rank 0's.
-                save = self.mesh.rank == 0 and 0 < settings.save_minutes * 60 <= time.monotonic() - self.saved_seconds
+                save = self.mesh.rank == 0 and not self.saving.is_under_way and self.interval.is_due
                 is_told = stop is not None and stop.is_set
                 samples, num_tokens = samples_on(batch, self.mesh.device), batch.num_tokens
                 del batch  # two batches need not be in memory while the next one is read
@@ -212,6 +220,7 @@ class Trainer:
             seconds = max(result.ended_seconds - max(known.start_seconds, self.ended_seconds), 1e-9)
             waited = known.data_seconds if result.idle_seconds is None else min(known.data_seconds, result.idle_seconds)
             self.ended_seconds = result.ended_seconds
+            self.interval.note_step(seconds - waited, is_busy=self.saving.is_under_way)
             self.cursor += self.plan.batch
             self.step += 1
             yield TrainStep(
@@ -227,6 +236,7 @@ class Trainer:
                 is_skipped=result.is_skipped or bool(result.refusal),
                 must_stop=must_stop and not self.fed,
                 must_save=must_save and not self.fed,
+                is_busy=result.is_busy,
                 evicted=result.evicted,
                 trouble=trouble,
             )
@@ -301,10 +311,12 @@ class Trainer:
             self.sampler = Sampler(self.build, self.data, self.settings)
         return self.sampler.text(self.step)
 
-    def save(self, root: Path) -> str:
+    def save(self, root: Path, *, behind: bool = False) -> str:
+        """Write a checkpoint: "" or why it could not be written. `behind`: training goes on meanwhile, and
+        `self.saving` says when it is over."""
         self.loop.require_rest()
         self.check_replicas()
-        files = self.data.file_states
+        start, files = time.monotonic(), self.data.file_states
         state = {
             "cursor": self.cursor,
             "seed": self.settings.seed,
@@ -318,8 +330,12 @@ class Trainer:
             "plan": encode(self.plan),
             **self.about,
         }
-        reason = save(root, self.step, self.build, self.optimizer, state, self.settings.keep)
-        self.saved_seconds = time.monotonic()
+        settings = self.settings
+        retention = Retention(last=settings.keep, every=settings.keep_every, spared=self.spared)
+        reason = self.saving.start(root, self.step, state, retention, copies=behind)
+        if not reason and not behind:
+            reason = self.saving.finish()
+        self.interval.note_save(time.monotonic() - start)
         return reason
 
 
