@@ -245,7 +245,7 @@ COMMANDS: dict[str, tuple[str, str, Sequence[Flag]]] = {
         "train; the same command resumes",
         "mw train examples/laptop.toml\n"
         "  mw train examples/laptop.toml --set train.save_minutes=30 --set train.save_every=500\n\n"
-        "saves every 10 minutes (train.save_minutes), every train.save_every steps and at the end; SIGTERM, SIGINT, "
+        "saves at least every 10 minutes (train.save_minutes), every train.save_every steps and at the end; SIGTERM, SIGINT, "
         "SIGHUP, SIGUSR1 and SIGUSR2 save and exit with code 75",
         _RUN_FLAGS,
     ),

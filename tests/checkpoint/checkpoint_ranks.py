@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from meshwright.checkpoint.load import Reader
-from meshwright.checkpoint.save import begin, commit, discard, write_rank_file
+from meshwright.checkpoint.save import Retention, begin, commit, discard, write_rank_file
 from meshwright.core.box import Box
 from meshwright.core.errors import MeshwrightError
 
@@ -43,7 +43,7 @@ def save(
     tensors: Mapping[str, torch.Tensor],
     counts: tuple[int, ...] = (2, 2),
     num_ranks: int = 2,
-    keep: int = 2,
+    keep: int | Retention = 2,
     state: Mapping[str, Any] | None = None,
 ) -> Path:
     tmp = begin(root, step)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from checkpoint_ranks import holds, save, toy
 
-from meshwright.checkpoint.save import begin, commit, write_rank_file
+from meshwright.checkpoint.save import Retention, begin, commit, space_forecast, write_rank_file
 from meshwright.checkpoint.step_folders import leftover_folders, list_steps, newest_good, usable_folders, verify
 from meshwright.core.box import Box
 from meshwright.core.errors import MeshwrightError
@@ -220,3 +220,25 @@ def test_state_that_is_not_json_is_refused(tmp_path: Path) -> None:
         with pytest.raises(MeshwrightError, match="checkpoint state"):
             save(tmp_path, 1, toy(1), state={"loss": bad})
     assert os.listdir(tmp_path) == []
+
+
+def test_multiples_of_keep_every_stay(tmp_path: Path) -> None:
+    for step in range(1, 12):
+        save(tmp_path, step, toy(step), keep=Retention(last=2, every=4, spared=lambda step: step == 7))
+    assert list_steps(tmp_path) == (4, 7, 8, 10, 11)
+
+
+def test_room_for_the_checkpoints_is_looked_at_before_training(tmp_path: Path) -> None:
+    disk = os.statvfs(tmp_path)
+    free = disk.f_bavail * disk.f_frsize
+    assert space_forecast(tmp_path / "run", 1000, 100, keep=2) == ""
+    assert os.listdir(tmp_path / "run") == []
+    told = space_forecast(tmp_path, int(free * 0.45), 100, keep=2)
+    assert "2 are kept, and one is written" in told
+    assert "GiB" in told
+    assert "1 more" not in told
+    told = space_forecast(tmp_path, int(free * 0.02), 100, keep=1, every=1)
+    assert "101 are kept and one more is being written" in told
+    with pytest.raises(MeshwrightError, match="not one can be written") as caught:
+        space_forecast(tmp_path, 2 * free, 100, keep=2)
+    assert caught.value.exit_code == 2
