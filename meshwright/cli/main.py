@@ -245,8 +245,8 @@ COMMANDS: dict[str, tuple[str, str, Sequence[Flag]]] = {
         "train; the same command resumes",
         "mw train examples/laptop.toml\n"
         "  mw train examples/laptop.toml --set train.save_minutes=30 --set train.save_every=500\n\n"
-        "saves at least every 10 minutes (train.save_minutes), every train.save_every steps and at the end; SIGTERM, SIGINT, "
-        "SIGHUP, SIGUSR1 and SIGUSR2 save and exit with code 75",
+        "saves at least every 10 minutes (train.save_minutes), every train.save_every steps and at the end; SIGTERM, "
+        "SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 save and exit with code 75",
         _RUN_FLAGS,
     ),
     "check": (
