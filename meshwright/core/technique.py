@@ -192,6 +192,9 @@ class Technique:
 
     makes_whole_gradients: ClassVar[bool] = False
     """Of a technique with an axis: gradients are summed over it inside of backward, none of them later."""
+    sums_layers: ClassVar[bool] = False
+    """Of a technique with an axis along which ranks hold equal parameters: it sums a layer's gradients over it as soon
+    as the last backward has made them, and hands them on where they then leave the device."""
     later_settings: ClassVar[tuple[str, ...]] = ()
     """Settings that earlier versions do not know: written to files only where they differ from their default."""
 
@@ -227,6 +230,11 @@ class Technique:
     @property
     def takes_gradients(self) -> bool:
         """Gradients are gone when backward is over: no other technique may take them."""
+        return False
+
+    @property
+    def codes_states(self) -> bool:
+        """Optimizer states are not one number for each element."""
         return False
 
     @property

@@ -312,6 +312,8 @@ class WorkFacts:
     """1 where whole gradients stay allocated from step to step."""
     frees_gradients: bool = False
     """A parameter's gradient is used up as soon as backward has made it."""
+    codes_states: bool = False
+    """Optimizer states are not one number for each element."""
     older_versions: Num = 0
     """Versions of the trained parameters kept beside the newest one."""
     forbidden: Num = False

@@ -4,7 +4,8 @@ There is a bucket for each layer, summed over the replicas. Each parameter's `.g
 bucket, so nothing is copied. All ranks sum the buckets in one order, whatever their own backward did: a bucket leaves
 as soon as its last gradient of the last microbatch has arrived and those before it have left. The order is the one in
 which the first rank's gradients arrived in the first step. A parameter that took no part in a rank's step adds zeros,
-and the rest waits for the end of the backward passes.
+and the rest waits for the end of the backward passes. A layer whose gradients leave the device has no lasting bucket:
+one is made when they are all there, and let go of once its sum has left.
 
 Late sums are of gradients that are partial for another reason, such as a norm's under a split sequence.
 """
@@ -12,7 +13,7 @@ Late sums are of gradients that are partial for another reason, such as a norm's
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,15 +22,17 @@ from torch import Tensor, nn
 
 from meshwright.core.build import Build, Exchange
 from meshwright.ops.fsdp import local
+from meshwright.ops.host_memory import HostUnit, flat_views
 from meshwright.ops.model_interface import ParameterUnit
 
 
 class Bucket:
-    def __init__(self, parameters: list[nn.Parameter], chunk: int):
-        self.parameters, self.chunk = parameters, chunk
-        sizes = [parameter.numel() for parameter in parameters]
-        self.flat = torch.zeros(sum(sizes), dtype=parameters[0].dtype, device=parameters[0].device)
-        self.views = [part.view_as(each) for part, each in zip(self.flat.split(sizes), parameters, strict=True)]
+    def __init__(self, parameters: list[nn.Parameter], chunk: int, host: HostUnit | None):
+        """`host`: where sums go as soon as they are made."""
+        self.parameters, self.chunk, self.host = parameters, chunk, host
+        size = 0 if host else sum(parameter.numel() for parameter in parameters)
+        self.flat = torch.zeros(size, dtype=parameters[0].dtype, device=parameters[0].device)
+        self.views = () if host else flat_views(self.flat, parameters)
         self.is_last = self.is_ready = False
         self.missing = 0
         self.work: dist.Work | None = None
@@ -38,8 +41,15 @@ class Bucket:
 class Buckets(Exchange):
     """The buckets of every unit that has trained parameters."""
 
-    def __init__(self, units: Iterable[ParameterUnit], group: dist.ProcessGroup, zero_filled: set[int]):
-        """`zero_filled`: as in `Build`."""
+    def __init__(
+        self,
+        units: Iterable[ParameterUnit],
+        group: dist.ProcessGroup,
+        zero_filled: set[int],
+        host_units: Sequence[HostUnit],
+    ):
+        """`zero_filled` and `host_units`: as in `Build`."""
+        leaving = {id(host.parameters[0]): host for host in host_units if host.leaves_summed}
         self.group, self.zero_filled = group, zero_filled
         self.buckets: list[Bucket] = []
         # Weakly: autograd's hooks are out of the garbage collector's sight, and would keep the group for ever.
@@ -51,7 +61,7 @@ class Buckets(Exchange):
             at = len(self.buckets)
             for parameter in trained:
                 parameter.register_post_accumulate_grad_hook(lambda p, at=at: (arrived() or _gone)(p, at))
-            self.buckets.append(Bucket(trained, unit.chunk))
+            self.buckets.append(Bucket(trained, unit.chunk, leaving.get(id(trained[0]))))
         self.order = list(reversed(range(len(self.buckets))))
         self.num_left = 0
         """Buckets of the order that are under way in this step."""
@@ -63,9 +73,9 @@ class Buckets(Exchange):
         for bucket in self.buckets:
             bucket.flat.zero_()
             bucket.is_ready = False
-            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=False):
                 parameter.grad = view
-                self.zero_filled.add(id(parameter))
+            self.zero_filled.update(map(id, bucket.parameters))
 
     def before_backward(self, chunk: int, *, is_last: bool) -> None:
         """Gradients are whole after the last backward of the chunk where the bucket's layers begin."""
@@ -85,16 +95,33 @@ class Buckets(Exchange):
 
     def _send_next(self) -> None:
         bucket = self.buckets[self.order[self.num_left]]
+        if bucket.host is not None:
+            for other in self.buckets:  # at most one is under way while the next one's gradients are made
+                if other.host is not None:
+                    self._end(other)
+            given = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket.parameters]
+            bucket.flat = torch.cat([gradient.flatten() for gradient in given])
+            for parameter in bucket.parameters:
+                parameter.grad = None
         bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
         self.num_left += 1
+
+    def _end(self, bucket: Bucket) -> None:
+        """Wait for a sum, and send it where it is to be."""
+        if bucket.work is None:
+            return
+        bucket.work.wait()
+        bucket.work = None
+        if bucket.host is not None:
+            for at, gradient in enumerate(flat_views(bucket.flat, bucket.parameters)):
+                bucket.host.take(at, gradient)
+            bucket.flat = bucket.flat.new_empty(0)
 
     def finish(self) -> None:
         while self.num_left < len(self.order):
             self._send_next()
         for bucket in self.buckets:
-            assert bucket.work is not None
-            bucket.work.wait()
-            bucket.work = None
+            self._end(bucket)
         if self.arrivals is not None and self.buckets:
             arrived = self.arrivals + [at for at in self.order if at not in self.arrivals]
             order = torch.tensor(arrived, device=self.buckets[0].flat.device)

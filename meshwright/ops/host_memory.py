@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.core.build import Build
 from meshwright.core.cluster import TierName
+from meshwright.core.errors import error_at
+from meshwright.ops.collectives import gather_json
 from meshwright.ops.fsdp import local
 from meshwright.ops.model_interface import ParameterUnit
 
@@ -64,14 +70,60 @@ SMALL_BYTES = 1 << 20
 """Of host memory below which neighbours may share a page, and rounding up costs little."""
 
 
-def pinned_empty(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+class HostShare:
+    """Replicas on one host that hold one copy of masters and states in memory of all of them. Each updates its rows of
+    every parameter. All of them call `empty` and `wait` in the same order, from one thread at a time."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group, self.index, self.count = group, group.rank(), group.size()
+        host = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+        here = [host[0].read_text(), os.readlink(host[1])] if hasattr(os, "memfd_create") else [str(os.getpid())]
+        self._require(gather_json(group, here), here)
+
+    def empty(self, size: int, dtype: torch.dtype) -> Tensor:
+        """Memory without a name: it is gone with the last rank, however that ends."""
+        file = os.memfd_create("meshwright") if self.index == 0 else -1
+        try:
+            if self.index == 0:
+                os.ftruncate(file, size * dtype.itemsize)
+            path = gather_json(self.group, f"/proc/{os.getpid()}/fd/{file}")[0]
+            try:
+                result, failure = torch.from_file(path, shared=True, size=size, dtype=dtype), ""
+            except RuntimeError as error:
+                result, failure = torch.empty(0, dtype=dtype), str(error).splitlines()[0]
+            self._require(gather_json(self.group, failure), "")
+        finally:
+            if self.index == 0:
+                os.close(file)
+        return result
+
+    def _require(self, given: list[object], expected: object) -> None:
+        other = [each for each in given if each != expected]
+        if other:
+            what = (
+                f"{self.count} ranks cannot have memory in common: they run on different hosts or in containers apart"
+            )
+            what += f" ({other[0]})." if isinstance(other[0], str) else "."
+            raise error_at("host memory", what, "Use host_ranks = 1: each rank then has a copy of its own.")
+
+    def rows(self, count: int) -> slice:
+        """Of so many, those that this rank updates."""
+        each = -(-count // self.count)
+        return slice(min(each * self.index, count), min(each * (self.index + 1), count))
+
+    def wait(self) -> None:
+        """Until all of them are here."""
+        dist.barrier(self.group)
+
+
+def pinned_empty(size: int, dtype: torch.dtype, device: torch.device, share: HostShare | None = None) -> Tensor:
     """Host memory that a device of this kind can copy from and to beside its work.
 
     Page-locked as it is: torch's own allocator of such memory rounds sizes up to powers of two.
     """
-    if device.type == "cuda" and size * dtype.itemsize < SMALL_BYTES:
+    if device.type == "cuda" and size * dtype.itemsize < SMALL_BYTES and share is None:
         return torch.empty(size, dtype=dtype, pin_memory=True)
-    result = torch.empty(size, dtype=dtype)
+    result = torch.empty(size, dtype=dtype) if share is None else share.empty(size, dtype)
     if device.type == "cuda":
         runtime, address = torch.cuda.cudart(), result.data_ptr()
         if runtime.cudaHostRegister(address, result.nbytes, 0) == runtime.cudaError.success:
@@ -109,9 +161,36 @@ class HostUnit:
     """Of `working`."""
     shapes: tuple[Tensor, ...] = ()
     """One for each parameter, of its shape and without memory."""
+    share: HostShare | None = None
+    """The flat tensors are memory of several ranks."""
+    leaves_summed: bool = False
+    """Gradients leave the device as soon as they are summed over replicas: whoever sums them calls `take`."""
+    take: Callable[[int, Tensor], object] = field(default=lambda at, gradient: None)
+    """(number of the parameter, its gradient)."""
 
     def __post_init__(self) -> None:
         self.is_current.set()
+
+    @cached_property
+    def own(self) -> tuple[slice, ...]:
+        """Of a flat tensor, the part of each parameter that this rank updates."""
+        result, start = [], 0
+        for master in self.masters:
+            rows, each = master.shape[0] if master.ndim else 1, master[0].numel() if master.ndim else 1
+            here = slice(0, rows) if self.share is None else self.share.rows(rows)
+            result.append(slice(start + here.start * each, start + here.stop * each))
+            start += master.numel()
+        return tuple(result)
+
+    def own_rows(self, flat: Tensor) -> tuple[Tensor, ...]:
+        """These parts in the shapes of their rows."""
+        pairs = zip(self.own, self.masters, strict=True)
+        return tuple(flat[own].view(-1, *like.shape[1:]) if like.ndim else flat[own].view(()) for own, like in pairs)
+
+    def wait_for_others(self) -> None:
+        """Until all ranks that share the flat tensors have written their rows."""
+        if self.share is not None:
+            self.share.wait()
 
     def renew(self) -> None:
         """`working` has the newest values."""
@@ -127,7 +206,9 @@ class HostUnit:
             parameter.data = shape
 
 
-def make_host_unit(build: Build, unit: ParameterUnit, dtype: torch.dtype | None = None) -> HostUnit:
+def make_host_unit(
+    build: Build, unit: ParameterUnit, dtype: torch.dtype | None = None, share: HostShare | None = None
+) -> HostUnit:
     """Give the trained parameters of a unit, which may still be on the meta device, a home in host memory: masters of
     the build's dtype, working copies of the compute dtype (or another); the parameters themselves have the latter from
     then on. Of parameters that are sharded already: this rank's pieces, in their own dtype."""
@@ -139,9 +220,10 @@ def make_host_unit(build: Build, unit: ParameterUnit, dtype: torch.dtype | None 
     pieces = [local(parameter.detach()) for parameter in trained]
     device, dtype = build.mesh.device, dtype or build.compute_dtype
     size, is_same = sum(piece.numel() for piece in pieces), dtype == build.dtype
-    flat = pinned_empty(size, build.dtype, device) if is_same else torch.empty(size, dtype=build.dtype)
+    flat = pinned_empty(size, build.dtype, device, share) if is_same else torch.empty(size, dtype=build.dtype)
     flat_working = flat if is_same else pinned_empty(size, dtype, device)
     masters, working = flat_views(flat, pieces), flat_views(flat_working, pieces)
+    assert is_same or share is None, "ranks share the masters themselves"
     for name, parameter, piece, master, copy in zip(own, trained, pieces, masters, working, strict=True):
         master.copy_(piece)
         copy.copy_(master)
@@ -158,7 +240,10 @@ def make_host_unit(build: Build, unit: ParameterUnit, dtype: torch.dtype | None 
         working=working,
         flat_working=flat_working,
         is_streamed=unit.is_block and build.streams_blocks,
+        share=share,
     )
+    if share is not None:
+        share.wait()
     if result.is_streamed:
         result.let_go()
     build.host_units.append(result)

@@ -3,14 +3,14 @@ and the new weights are back before the layer's next forward."""
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from meshwright.ops.fsdp import local
 from meshwright.ops.host_memory import CopyLanes, HostUnit, flat_views, pinned_empty
 from meshwright.optimizers.optimizer_config import OptimizerConfig
 from meshwright.optimizers.rule import OptimizerState, ParameterPiece, RuleMaker, UpdateRule
+
+CPU = torch.device("cpu")
 
 
 class FlatRule(UpdateRule):
@@ -42,24 +44,37 @@ class FlatRule(UpdateRule):
         super().__init__(config, pieces, build, {})
         self.plain, self.unit, self.flat_gradients, self.build = plain, unit, gradients, build
         masters = unit.flat_masters
-        # Written now, so that no step waits for the system to find the memory.
-        self.sets = [[masters, *(torch.empty_like(masters).zero_() for _ in plain.flat_states)]]
+        self.sets = [[masters, *(self._zeros() for _ in plain.flat_states)]]
         """Masters and states; the first set is the valid one."""
         if has_spare:
-            spare = pinned_empty(masters.numel(), masters.dtype, build.mesh.device)
-            self.sets.append([spare.zero_(), *(torch.empty_like(masters).zero_() for _ in plain.flat_states)])
+            self.sets.append([self._zeros(build.mesh.device), *(self._zeros() for _ in plain.flat_states)])
         self.is_narrow = unit.flat_working.dtype != masters.dtype
-        equal = groupby(pieces, key=lambda piece: (piece.lr_scale, piece.weight_decay))
-        self.runs = [(*key, sum(piece.value.numel() for piece in group)) for key, group in equal]
+        self.runs: list[tuple[float, float, slice, slice]] = []
+        """(scale of the rate, decay, where in the flat tensors, where in the gradients) of what is updated at once."""
+        at = 0
+        for piece, own in zip(pieces, unit.own, strict=True):
+            size, key = own.stop - own.start, (piece.lr_scale, piece.weight_decay)
+            if self.runs and self.runs[-1][:2] == key and self.runs[-1][2].stop == own.start:
+                _, _, before, landed = self.runs.pop()
+                self.runs.append((*key, slice(before.start, own.stop), slice(landed.start, at + size)))
+            elif size:
+                self.runs.append((*key, own, slice(at, at + size)))
+            at += size
         self.update: Any = compiled_update(plain, not has_spare)
 
+    def _zeros(self, device: torch.device = CPU) -> Tensor:
+        """As many as there are masters, for copies to and from the device; this rank's rows are written now, so that no
+        step waits for the system to find the memory."""
+        masters, share = self.unit.flat_masters, self.unit.share
+        result = pinned_empty(masters.numel(), masters.dtype, device, share)
+        for own in self.unit.own:
+            result[own].zero_()
+        return result
+
     def step(self, lr: float, count: int) -> None:
-        at = 0
-        for lr_scale, decay, size in self.runs:
-            here = slice(at, at + size)
-            at += size
+        for lr_scale, decay, here, landed in self.runs:
             numbers = self.plain.flat_numbers(self.config, lr * lr_scale, decay, count, self.factor)
-            gradient, narrow = self.flat_gradients[here], None
+            gradient, narrow = self.flat_gradients[landed], None
             if self.is_narrow:
                 is_shared = self.flat_gradients is self.unit.flat_working
                 narrow = gradient if is_shared else self.unit.flat_working[here]
@@ -72,27 +87,28 @@ class FlatRule(UpdateRule):
         if len(self.sets) == 1:
             return
         self.sets.reverse()
-        unit, values = self.unit, [piece.value for piece in self.pieces]
+        unit = self.unit
         unit.flat_masters = self.sets[0][0]
-        unit.masters = flat_views(unit.flat_masters, values)
+        unit.masters = flat_views(unit.flat_masters, unit.masters)
         self.build.masters.update(zip(unit.names, unit.masters, strict=True))
         if not self.is_narrow:
             unit.flat_working, unit.working = unit.flat_masters, unit.masters
 
     def kept(self) -> Iterator[OptimizerState]:
         for kind, flat in zip(self.plain.flat_states, self.sets[0][1:], strict=True):
-            for piece, value in zip(self.pieces, flat_views(flat, [p.value for p in self.pieces]), strict=True):
+            for piece, value in zip(self.pieces, flat_views(flat, self.unit.masters), strict=True):
                 yield OptimizerState(kind, piece.name, value, piece.box)
 
     def storage(self) -> Iterator[Tensor]:
-        yield from self.sets[0][1:]
+        for flat in self.sets[0][1:]:
+            yield from self.unit.own_rows(flat)
 
     def apart(self, count: int) -> UpdateRule:
         """The plain rule in its place."""
-        pieces = zip(self.pieces, self.unit.masters, strict=True)
+        pieces = zip(self.pieces, self.unit.own_rows(self.unit.flat_masters), strict=True)
         rule = self.plain(self.config, [replace(piece, value=value) for piece, value in pieces], self.build, {})
-        for mine, its in zip(self.kept(), rule.kept(), strict=True):
-            its.value.copy_(mine.value)
+        for mine, its in zip(self.storage(), rule.kept(), strict=True):
+            its.value.copy_(mine)
         rule.set_num_steps(count)
         return rule
 
@@ -183,23 +199,26 @@ class UnitStates:
     ):
         """`pieces`: of the device."""
         self.unit, self.pieces, self.build = unit, pieces, build
-        values = [piece.value for piece in pieces]
-        size = sum(value.numel() for value in values)
+        values = unit.own_rows(unit.flat_masters)
+        size, device = sum(value.numel() for value in values), build.mesh.device
         self.shares = unit.flat_working is not unit.flat_masters and num_microbatches == 1 and not keeps_old
         """Gradients come into the memory of the working copy, which the update writes anew."""
-        self.landing = unit.flat_working if self.shares else pinned_empty(size, values[0].dtype, build.mesh.device)
-        """Gradients as they come."""
+        self.landing = unit.flat_working if self.shares else pinned_empty(size, pieces[0].value.dtype, device)
+        """Gradients as they come, of the rows that are updated here."""
         self.landed = flat_views(self.landing, values)
         flat = torch.empty(size, dtype=build.dtype) if num_microbatches > 1 else self.landing
         self.sums = flat_views(flat, values)
         """Gradients of the step."""
-        on_host = [replace(piece, value=master) for piece, master in zip(pieces, unit.masters, strict=True)]
+        on_host = [replace(piece, value=own) for piece, own in zip(pieces, values, strict=True)]
         plain: Any = make
         is_flat = isinstance(plain, type) and compiles_updates(build)
         if is_flat and can_compile(plain, build.dtype, unit.flat_working.dtype, flat.dtype, keeps_old, self.shares):
             self.rule: UpdateRule = FlatRule(plain, unit, flat, keeps_old, config, on_host, build)
         else:
             self.rule = make(config, on_host, build, {})
+        self.whole_states: list[OptimizerState] = []
+        """Where ranks share them, and each has a rule for its rows."""
+        self._join_states()
         self.num_arrivals = len(pieces) * num_microbatches
         self.added: list[Future[None] | None] = [None] * len(pieces)
         """The last addition to each of the sums."""
@@ -219,6 +238,25 @@ class UnitStates:
         """The event of the weights' return."""
         self.begin()
 
+    @torch.no_grad()
+    def _join_states(self) -> None:
+        """What a plain rule remembers of its rows becomes a part of memory that ranks share."""
+        share = self.unit.share
+        if share is None or isinstance(self.rule, FlatRule):
+            return
+        self.whole_states.clear()
+        pieces = {piece.name: piece for piece in self.pieces}
+        for state in self.rule.kept():
+            num_rows, value = pieces[state.name].value.shape[0], state.value
+            shape = (num_rows, *value.shape[1:])
+            whole = share.empty(math.prod(shape), value.dtype).view(shape)
+            part = whole[share.rows(num_rows)].copy_(value)
+            value.set_(part)
+            self.whole_states.append(state._replace(value=whole))
+
+    def kept(self) -> Iterable[OptimizerState]:
+        return self.whole_states or self.rule.kept()
+
     def begin(self) -> None:
         self.arrivals = [0] * len(self.pieces)
 
@@ -226,8 +264,11 @@ class UnitStates:
     def is_complete(self) -> bool:
         return sum(self.arrivals) == self.num_arrivals
 
+    def _masters(self) -> tuple[Tensor, ...]:
+        return self.unit.own_rows(self.unit.flat_masters)
+
     def _changed(self) -> list[Tensor]:
-        return [*self.unit.masters, *self.rule.storage()]
+        return [*self._masters(), *self.rule.storage()]
 
     def update(self, lr: float, count: int, factor: float, used: list[int], *, is_ahead: bool = False) -> None:
         """By the gradients, each multiplied by `factor`; `used`: 0 for a parameter that has none."""
@@ -243,7 +284,8 @@ class UnitStates:
             return
         if isinstance(self.rule, FlatRule):
             self.rule = self.rule.apart(count - 1)
-        masters, dtype = self.unit.masters, self.build.dtype
+            self._join_states()
+        masters, dtype = [piece.value for piece in self.rule.pieces], self.build.dtype
         unused = {piece.name for piece, times in zip(self.pieces, used, strict=True) if not times}
         self.counts_apart |= bool(unused)
         untouched = [master for piece, master in zip(self.pieces, masters, strict=True) if piece.name in unused]
@@ -280,6 +322,7 @@ class UnitStates:
     def send(self, lanes: CopyLanes) -> torch.cuda.Event | None:
         """The update stands: the device gets the new weights."""
         self.is_ahead, event = False, None
+        self.unit.wait_for_others()
         if isinstance(self.rule, FlatRule):
             self.rule.commit()
         if not self.unit.is_streamed:
@@ -313,6 +356,8 @@ class HostStatesRule(UpdateRule):
         super().__init__(config, pieces, build, shapes)
         self.build, self.early, self.ahead = build, early, ahead
         self.num_microbatches = build.plan.num_microbatches if early else 1
+        axes = {each.axis for each in build.plan.techniques if each.makes_whole_gradients and each.axis}
+        self.is_sharded = any(build.mesh.size(axis) > 1 for axis in axes)
         self.lanes = CopyLanes(build.mesh.device)
         self.worker, self.adder = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         by_name = {piece.name: piece for piece in pieces}
@@ -334,11 +379,17 @@ class HostStatesRule(UpdateRule):
             self._hook(own_rule, states)
 
     def _hook(self, rule: weakref.ref[HostStatesRule], states: UnitStates) -> None:
-        def arrived(at: int) -> Callable[[Tensor], None]:
+        def take(at: int, gradient: Tensor) -> None:
+            here = rule()
+            assert here is not None, "a gradient arrived after its optimizer was given up"
+            with torch.no_grad():
+                here.arrive(states, at, gradient)
+
+        def made(at: int) -> Callable[[Tensor], None]:
             def call(parameter: Tensor) -> None:
-                here = rule()
-                assert here is not None, "a gradient arrived after its optimizer was given up"
-                here.take(states, at, parameter)
+                assert parameter.grad is not None
+                take(at, local(parameter.grad))
+                parameter.grad = None
 
             return call
 
@@ -346,11 +397,12 @@ class HostStatesRule(UpdateRule):
             if (here := rule()) is not None:
                 here.wait(states)
 
-        if self.early:
+        states.unit.take = take
+        if self.early and not states.unit.leaves_summed:
             for at, parameter in enumerate(states.unit.parameters):
-                parameter.register_post_accumulate_grad_hook(arrived(at))
+                parameter.register_post_accumulate_grad_hook(made(at))
         # Sharded layers are gathered ahead of their turn.
-        module = states.unit.module if self.build.plan.num_ranks == 1 else None
+        module = None if self.is_sharded else states.unit.module
         if states.unit.is_streamed:
             states.unit.wait = wait
         else:
@@ -372,21 +424,17 @@ class HostStatesRule(UpdateRule):
         states.early = None
         states.roll_back(count)
         states.narrow()
+        states.unit.wait_for_others()
         states.unit.renew()
 
-    @torch.no_grad()
-    def take(self, states: UnitStates, at: int, parameter: Tensor) -> None:
-        """A gradient of a microbatch is there, whole: take it to the host."""
-        assert parameter.grad is not None
-        self.arrive(states, at, local(parameter.grad))
-        parameter.grad = None
-
     def arrive(self, states: UnitStates, at: int, gradient: Tensor) -> None:
-        """The same for whoever has no parameter on the device that keeps it."""
-        piece = states.pieces[at]
+        """A gradient of a microbatch is there, whole: take it to the host."""
+        piece, share = states.pieces[at], states.unit.share
         if (added := states.added[at]) is not None:
             added.result()  # what came before is out of the way
-        states.event = event = self.lanes.copy_out(states.landed[at], gradient)
+        states.event = event = self._send_out(states, at, gradient)
+        for look in self.on_gradient if share else ():  # nobody has the whole afterwards
+            look(piece.name, gradient)
         states.arrivals[at] += 1
         if states.shares:
             states.unit.is_current.clear()
@@ -398,6 +446,11 @@ class HostStatesRule(UpdateRule):
         if self.ahead and states.is_complete and not states.counts_apart:
             states.unit.is_current.clear()
             states.early = self.worker.submit(self._update_ahead, states, self.lr, self.count, list(states.arrivals))
+
+    def _send_out(self, states: UnitStates, at: int, gradient: Tensor) -> torch.cuda.Event | None:
+        share = states.unit.share
+        own = gradient if share is None or not gradient.ndim else gradient[share.rows(gradient.shape[0])]
+        return self.lanes.copy_out(states.landed[at], own)
 
     @torch.no_grad()
     def _add(self, states: UnitStates, at: int, event: torch.cuda.Event | None, arrivals: int) -> None:
@@ -443,9 +496,9 @@ class HostStatesRule(UpdateRule):
             if not self.early:
                 for at, piece in enumerate(states.pieces):
                     if piece.value.grad is not None:
-                        states.event = self.lanes.copy_out(states.landed[at], piece.value.grad)
+                        states.event = self._send_out(states, at, piece.value.grad)
                         states.arrivals[at] += 1
-            for look in self.on_gradient if self.early else ():
+            for look in self.on_gradient if self.early and not states.unit.share else ():
                 self._show(states, look)
             states.unit.is_current.clear()
             factor = self.factor if self.early else 1.0  # others have been scaled on the device
@@ -493,7 +546,7 @@ class HostStatesRule(UpdateRule):
         self.finish()
         yield from self.others.kept()
         for states in self.units:
-            yield from states.rule.kept()
+            yield from states.kept()
 
     def restore(self, state: OptimizerState) -> None:
         rules = [states.rule for states in self.units if state.name in states.unit.names]

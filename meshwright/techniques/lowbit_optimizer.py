@@ -57,12 +57,18 @@ class LowbitOptimizer(Technique):
         return (Problem(where=cls.name, what=what, fix='Use name = "adamw", or leave the technique out.'),)
 
     @property
+    def codes_states(self) -> bool:
+        return True
+
+    @property
     def format(self) -> StateFormat:
         return StateFormat(bits=self.bits, smallest=self.smallest)
 
     def price(self, work: Work) -> Work:
         work = self.forbid(work)
-        return replace(work, optimizer=LowBitPrice(optimizer=work.optimizer, format=self.format))
+        return replace(
+            work.with_facts(codes_states=True), optimizer=LowBitPrice(optimizer=work.optimizer, format=self.format)
+        )
 
     def apply(self, build: Build) -> None:
         # First, next to the rule: other wraps may change what it is given to update.

@@ -5,7 +5,9 @@ those of blocks are in the compute dtype, a copy of the float32 masters. Gradien
 them, a thread updates masters and states on the host, and the new weights return before the layer's next forward. With
 `ahead` a layer is updated as soon as its gradients are there, while backward goes on; in a step whose gradients are
 clipped, the old values are restored and the update is made again. Otherwise updates begin when the norm is known, in
-the order of the next forward.
+the order of the next forward. With `host_ranks`, replicas on one host have one copy there: each takes in, updates and
+remembers its rows of every parameter. Replicas with one microbatch a step sum a layer's gradients and send them out
+while backward goes on; with more, gradients stay on the device until the step.
 When it helps: states are the peak, and steps are long enough for the copies and the update.
 When it does not: whatever fits without; few tokens in a step.
 Cost: each gradient goes out and each weight comes in once a step (gradients: once a microbatch); host memory for
@@ -16,7 +18,8 @@ Exactness: exact.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -64,6 +67,9 @@ class OffloadStates(Technique):
     """Of each stage's layers, from the end."""
     ahead: bool = False
     """Update before the norm of all gradients is known."""
+    host_ranks: int = 1
+    """Ranks of a host: the replicas among them share one copy."""
+    later_settings: ClassVar[tuple[str, ...]] = ("host_ranks",)
 
     @classmethod
     def options(cls, profile: Profile, cluster: Cluster) -> tuple[Option, ...]:
@@ -72,7 +78,8 @@ class OffloadStates(Technique):
         is_known = cluster.host.memory_bytes and cluster.host.updates_per_second
         if cluster.device.kind != "cuda" or not is_known or each < cluster.device.memory_bytes / 2:
             return ()
-        return (Choice("share", (1.0, 0.75, 0.5, 0.25)), Choice("ahead", (False, True)))
+        shared = Choice("host_ranks", (cluster.devices_per_node,))
+        return (Choice("share", (1.0, 0.75, 0.5, 0.25)), Choice("ahead", (False, True)), shared)
 
     @classmethod
     def check_optimizer(cls, optimizer: Updating) -> Problems:
@@ -102,6 +109,7 @@ class OffloadStates(Technique):
         problems = list(self.refused(plan, profile))
         if not 0 < self.share <= 1:
             problems.append(self.problem(f"share is {self.share}.", "Use more than 0 and at most 1."))
+        problems += self._sharing_problems(plan, cluster)
         if cluster is not None:
             problems += self._host_problems(plan, profile, cluster)
         for other in plan.techniques:
@@ -109,6 +117,38 @@ class OffloadStates(Technique):
                 what = f"{other.name} updates parameters by itself, on the device."
                 problems.append(self.problem(what, f"Leave out {other.name}, or this technique."))
         return tuple(problems)
+
+    def _sharing_problems(self, plan: Plan, cluster: Cluster | None) -> Iterator[Problem]:
+        if self.host_ranks < 1:
+            yield self.problem(f"host_ranks is {self.host_ranks}.", "Use the ranks of a host, or 1 for a copy each.")
+            return
+        axis, ways = self._sharing(lambda axis: plan.mesh.get(axis, 1))
+        if ways == 1:
+            return
+        if plan.mesh[axis] % ways:
+            what = f"{ways} of {plan.mesh[axis]} replicas would share a copy."
+            yield self.problem(what, f"Let host_ranks be a divisor of {self.host_ranks // ways * plan.mesh[axis]}.")
+        inside = list(plan.mesh.values())[list(plan.mesh).index(axis) + 1 :]
+        if math.prod(inside) * ways > self.host_ranks:
+            what = f"of {self.host_ranks} ranks in a row, fewer than {ways} are along {axis}."
+            yield self.problem(what, "Leave axis_order out, or use host_ranks = 1.")
+        if cluster is not None and cluster.devices_per_node % self.host_ranks:
+            what = f"host_ranks is {self.host_ranks}; a node of {cluster.name} has {cluster.devices_per_node} devices."
+            yield self.problem(what, "Use as many, or a divisor of them.")
+        for other in plan.techniques:
+            if other.codes_states:
+                what = f"{other.name} keeps states that cannot be shared by rows."
+                yield self.problem(what, f"Use host_ranks = 1, or leave out {other.name}.")
+
+    def _sharing(self, size: Callable[[str], Num]) -> tuple[str, Num]:
+        """The axis of replicas, and how many of them have one copy."""
+        kinds = [kind for name in technique_names() if (kind := technique_named(name)).axis]
+        for owner in (kind for kind in kinds if kind.sums_layers):
+            inside: Num = 1
+            for kind in kinds:
+                inside = inside * (size(kind.axis) if kind.closeness > owner.closeness else 1)
+            return owner.axis, np.minimum(size(owner.axis), np.maximum(self.host_ranks // inside, 1))
+        return "", 1
 
     def _host_problems(self, plan: Plan, profile: Profile, cluster: Cluster) -> Iterator[Problem]:
         host = cluster.tiers["host"]
@@ -127,9 +167,14 @@ class OffloadStates(Technique):
     def price(self, work: Work) -> Work:
         has_copies = any(slot.copy_bytes for slot in work.slots)
         work = self.forbid(work).forbid(work.facts.frees_gradients | has_copies)
-        ranks, late = _num_ranks(work), _num_ranks(work, late=True)
+        ranks = work.size("num_ranks")
+        sharded = _num_ranks(work, lambda kind: kind.makes_whole_gradients)
+        replicas = _num_ranks(work, lambda kind: kind.sums_layers)
+        axis, ways = self._sharing(work.size)
+        work = work.forbid((work.size(axis) % ways != 0) | ((ways > 1) & work.facts.codes_states))
         is_alone: Num = (ranks == 1) * 1
-        is_early: Num = is_alone | ((late == 1) * 1 & (work.size("num_microbatches") == 1) * 1)
+        is_once = (work.size("num_microbatches") == 1) * 1
+        is_early: Num = is_alone | (is_once & ((ranks == sharded) | (ranks == replicas)))
         widths, counts = work.facts.widths, self._counts(work)
         blocks = {layer.name for layer in work.profile.block_layers}
         narrowed = blocks if widths.compute < widths.state and self._narrows(work.profile) else set()
@@ -143,11 +188,11 @@ class OffloadStates(Technique):
             share = shares[slot.layer] = count / np.maximum(slot.repeat, 1)
             wide = slot.element_bytes
             width = wide + (widths.compute - wide) * is_alone if slot.layer in narrowed else wide
-            tiers: Any = (("device", 1 - share), ("host", share))
+            tiers: Any = (("device", 1 - share), ("host", share / ways))
             is_taken = share * is_early  # other gradients stay until the step
             slots.append(replace(slot, host_share=share, working_bytes=width, taken_share=is_taken, state_tiers=tiers))
-            residents += self._residents(work, slots[-1], count, is_early)
-            tasks += self._tasks(slots[-1], count, is_alone, is_early)
+            residents += self._residents(work, slots[-1], count, is_early, ways)
+            tasks += self._tasks(slots[-1], count, is_early, (sharded == 1) * 1, ways)
 
         def task(item: Any) -> Any:
             """Weights that are narrow already are not cast."""
@@ -177,7 +222,7 @@ class OffloadStates(Technique):
             left = left - counts[unit]
         return counts
 
-    def _residents(self, work: Work, slot: ParameterSlot, count: Num, is_early: Num) -> list[Resident]:
+    def _residents(self, work: Work, slot: ParameterSlot, count: Num, is_early: Num, ways: Num) -> list[Resident]:
         stored, wide, width = slot.stored(slot.shards), slot.element_bytes, slot.working_bytes
         common: dict[str, Any] = {"layer": slot.layer, "origin": self.name, "repeat": count}
         # Masters, their working copy, gradients as they come (in the memory of the copy, unless they are added or used
@@ -188,21 +233,22 @@ class OffloadStates(Technique):
         held = held + (stored * wide + work.optimizer.state_bytes_of(slot)) * self.ahead
         is_tied = any(each.copy_of == f"{slot.layer}.{slot.name}" for each in work.slots)
         size = slot.stored(slot.gradient_shards) * width * is_early
+        size = size * (1 + 2 * (work.facts.keeps_gradients > 0))  # as one message, and the layer's after it under way
         return [
-            Resident(**common, category="buffers", life="always", tier="host", bytes=held),
+            Resident(**common, category="buffers", life="always", tier="host", bytes=held / ways),
             Resident(**common, category="working", life="step" if is_tied else "backward", bytes=size),
         ]
 
-    def _tasks(self, slot: ParameterSlot, count: Num, is_alone: Num, is_early: Num) -> list[Task]:
+    def _tasks(self, slot: ParameterSlot, count: Num, is_early: Num, is_whole: Num, ways: Num) -> list[Task]:
         """Gradients leave during backward, weights return during forward; what cannot be so, after the step's backward
         or before the next forward, hides behind nothing."""
         common: dict[str, Any] = {"layer": slot.layer, "origin": self.name}
         size = slot.stored(slot.shards) * slot.working_bytes
-        out: dict[str, Any] = common | {"source": "device", "target": "host", "bytes": size}
+        out: dict[str, Any] = common | {"source": "device", "target": "host", "bytes": size / ways}
         back: dict[str, Any] = common | {"source": "host", "target": "device", "bytes": size, "per_step": True}
-        update: dict[str, Any] = common | {"elements": slot.stored(slot.shards)}
+        update: dict[str, Any] = common | {"elements": slot.stored(slot.shards) / ways}
         is_ahead = is_early * self.ahead
-        in_forward = is_alone * (1 - is_ahead)
+        in_forward = is_whole * (1 - is_ahead)
         launches = Compute(
             **common, name="offload", kind="memory", phase="backward", repeat=count * is_early, kernels=LAUNCHES
         )
@@ -210,8 +256,8 @@ class OffloadStates(Technique):
             launches,
             Copy(**out, phase="backward", hidden=True, repeat=count * is_early),
             Copy(**out, phase="step", per_step=True, repeat=count * (1 - is_early)),
-            Copy(**back, phase="forward", hidden=True, repeat=count * is_alone),
-            Copy(**back, phase="step", repeat=count * (1 - is_alone)),
+            Copy(**back, phase="forward", hidden=True, repeat=count * is_whole),
+            Copy(**back, phase="step", repeat=count * (1 - is_whole)),
             HostUpdate(**update, phase="backward", hidden=True, repeat=count * is_ahead),
             HostUpdate(**update, phase="forward", hidden=True, repeat=count * in_forward),
             HostUpdate(**update, phase="step", repeat=count * (1 - is_ahead) * (1 - in_forward)),
@@ -219,18 +265,31 @@ class OffloadStates(Technique):
 
     def apply(self, build: Build) -> None:
         units: list[HostUnit] = []
-        is_alone = build.plan.num_ranks == 1
-        build.at("wrap" if is_alone else "step", lambda build: units.extend(self._units(build, is_alone)))
-        build.at("step", lambda build: self._install(build, units))
+        axes = [other for other in build.plan.techniques if build.plan.mesh.get(other.axis, 1) > 1]
+        is_sharded = any(other.makes_whole_gradients for other in axes)
+        is_summed = bool(axes) and all(other.sums_layers for other in axes)
+        is_whole = is_summed or all(other.makes_whole_gradients for other in axes)
+        is_early = is_whole and (not axes or build.plan.num_microbatches == 1)
+        # Sharded layers are made by whoever shards them.
+        make = partial(self._units, not axes, is_early and is_summed)
+        build.at("step" if is_sharded else "wrap", lambda build: units.extend(make(build)))
+        build.at("step", lambda build: self._install(build, units, is_early))
 
-    def _units(self, build: Build, is_alone: bool) -> Iterator[HostUnit]:
-        from meshwright.ops.host_memory import make_host_unit
+    def _units(self, is_alone: bool, leaves_summed: bool, build: Build) -> Iterator[HostUnit]:
+        from meshwright.ops.host_memory import HostShare, make_host_unit
 
+        axis, ways = self._sharing(lambda axis: build.plan.mesh.get(axis, 1))
+        share = None
+        if ways > 1:
+            ranks = [line[at : at + ways] for line in build.mesh.along(axis) for at in range(0, len(line), ways)]
+            share = HostShare(build.mesh.control_group(ranks))
         units = [unit for unit in build.units() if any(p.requires_grad for p in unit.parameters)]
         chosen = sorted(units, key=lambda unit: unit.is_block)[len(units) - int(self.num_units(len(units))) :]
         for unit in (each for each in units if each in chosen):
             is_narrow = is_alone and unit.is_block and self._narrows(build.profile)
-            yield make_host_unit(build, unit, build.compute_dtype if is_narrow else build.dtype)
+            made = make_host_unit(build, unit, build.compute_dtype if is_narrow else build.dtype, share)
+            made.leaves_summed = leaves_summed
+            yield made
 
     def num_units(self, total: Num) -> Num:
         """Of so many here, those that live on the host."""
@@ -241,19 +300,15 @@ class OffloadStates(Technique):
         is_routed = any(op.role == "experts" for layer in profile.layers for op in layer.ops)
         return profile.stream == "compute" and not is_routed
 
-    def _install(self, build: Build, units: list[HostUnit]) -> None:
+    def _install(self, build: Build, units: list[HostUnit], is_early: bool) -> None:
         from meshwright.optimizers.host_states import HostStatesRule
 
-        plan = build.plan
-        axes = [other for other in plan.techniques if other.axis and plan.mesh[other.axis] > 1]
-        early = all(other.makes_whole_gradients for other in axes) and (not axes or plan.num_microbatches == 1)
-        build.rule_wraps.append(lambda make: partial(HostStatesRule, units, early, self.ahead, make))
+        build.rule_wraps.append(lambda make: partial(HostStatesRule, units, is_early, self.ahead, make))
 
 
-def _num_ranks(work: Work, *, late: bool = False) -> Num:
-    """Along all axes, or along those whose gradients are whole only after the backward passes."""
-    kinds = [technique_named(name) for name in technique_names()]
+def _num_ranks(work: Work, chosen: Callable[[type[Technique]], bool]) -> Num:
+    """Along the axes of some techniques."""
     ranks: Num = 1
-    for axis in {kind.axis for kind in kinds if kind.axis and not (late and kind.makes_whole_gradients)}:
-        ranks = ranks * work.size(axis)
+    for kind in map(technique_named, technique_names()):
+        ranks = ranks * (work.size(kind.axis) if kind.axis and chosen(kind) else 1)
     return ranks

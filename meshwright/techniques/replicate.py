@@ -34,6 +34,7 @@ class Replicate(Technique):
     closeness: ClassVar[int] = 1
     splits_samples: ClassVar[bool] = True
     takes_shares: ClassVar[bool] = True
+    sums_layers: ClassVar[bool] = True
 
     size: int
     """Replicas."""
@@ -109,4 +110,4 @@ class Replicate(Technique):
         if any(site.kind == "statistics" for layer in build.profile.layers for site in layer.sites):
             # Batch norms use the axis in the middle of a backward, where a bucket of another rank may not be ready.
             group = mesh.new_group(self.axis, mesh.along(self.axis))
-        build.add_exchange(self, Buckets(build.units(), group, build.zero_filled))
+        build.add_exchange(self, Buckets(build.units(), group, build.zero_filled, build.host_units))

@@ -7,7 +7,7 @@ When it helps: weights are the peak, or what is left of it once states are in ho
 device holds a few blocks and the inputs of the others, whatever the depth.
 When it does not: weights fit; or a microbatch has so few tokens that a block runs for a shorter time than its weights
 are copied (some 8,000 tokens of a dense decoder, by the rates of an H200).
-Cost: weights in the dtype of compute are copied twice for each microbatch; ranks of one host have a copy each there
+Cost: weights are copied twice for each microbatch, in the dtype of compute on one device and of the masters on several
 (Pudipeddi et al. 2020; Rajbhandari et al. 2021, ZeRO-Infinity).
 Exactness: exact.
 """
@@ -72,7 +72,8 @@ class StreamWeights(Technique):
         for other in plan.techniques:
             if other.makes_whole_gradients and plan.mesh[other.axis] > 1:
                 what = f"{other.name} gathers weights into memory of its own."
-                problems.append(self.problem(what, f"Leave out {other.name}, or this technique."))
+                fix = f"Leave out {other.name}, or this technique; replicas of a host can share one copy (host_ranks)."
+                problems.append(self.problem(what, fix))
         if cluster is not None and not cluster.tiers["host"].bytes:
             what = f"nothing is known of the hosts of {cluster.name}."
             problems.append(self.problem(what, "Measure them: mw probe."))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import rank_jobs
@@ -11,7 +13,7 @@ import torch
 
 from meshwright.core.codec import decode
 from meshwright.core.plan import Plan
-from meshwright.ops.host_memory import CopyLanes
+from meshwright.ops.host_memory import CopyLanes, HostShare
 from meshwright.optimizers.update import OptimizerConfig
 from meshwright.simulator.pricing import price
 from meshwright.verify import parity
@@ -24,10 +26,21 @@ def copies_job(
     num_ranks: int, rendezvous: str,
 ) -> dict[str, Any]:  # fmt: skip
     """Bytes copied in a step, as seen and as priced; bytes of the ring and of all other weights likewise."""
+    gc.collect()  # what a job before has left is not this one's
     parity.enter(rank, num_ranks, rendezvous)
     chosen, rates = Plan.from_json(json.dumps(plan)), decode(OptimizerConfig, optimizer, "optimizer")
     opened, samples = rank_jobs.open_tiny(config, chosen.batch, sequence, dtype)
-    session = parity.open_session(chosen, opened, rates, dtype=dtype, device=CPU)
+    shared, empty = [], HostShare.empty
+
+    def shared_empty(self: HostShare, size: int, dtype: torch.dtype) -> torch.Tensor:
+        shared.append(size * dtype.itemsize)
+        return empty(self, size, dtype)
+
+    HostShare.empty = shared_empty  # type: ignore[method-assign]
+    try:
+        session = parity.open_session(chosen, opened, rates, dtype=dtype, device=CPU)
+    finally:
+        HostShare.empty = empty  # type: ignore[method-assign]
     build, seen = session.build, []
     plain = CopyLanes.copy_in, CopyLanes.copy_out
 
@@ -59,8 +72,15 @@ def copies_job(
         priced["in" if task.is_inward else "out"] += times * int(task.bytes)
     ring = [item for item in work.residents if item.origin == "stream_weights"]
     lasting = [item for item in work.residents if item.category == "parameters" and item.tier == "device"]
+    mapped = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:meshwright" in line]
+    landed = sum(states.landing.nbytes for states in session.loop.optimizer.rule.units)
+    on_host = [item for item in work.residents if item.tier == "host"]
     parity.leave()
     return {
+        "shared_files": sorted({int(fields[4]) for fields in mapped}),
+        "shared_bytes": sum(shared),
+        "landed": landed,
+        "host": sum(int(item.bytes * item.repeat) for item in on_host),
         "seen": {way: sum(size for each, size in seen if each == way) for way in ("in", "out")},
         "priced": dict(priced),
         "held": max(held),

@@ -21,6 +21,7 @@ from meshwright.machine.named_clusters import cluster
 Run = Callable[..., list[dict[str, Any]]]
 DEEP = LLAMA | {"num_layers": 7}
 ON_HOST, AHEAD = t("offload_states"), t("offload_states", ahead=True)
+SHARED, SHARED_AHEAD = (t("offload_states", host_ranks=4, ahead=ahead) for ahead in (False, True))
 STREAMED, THREE = t("stream_weights"), t("stream_weights", buffers=3)
 
 PLANS: tuple[tuple[tuple[Technique, ...], dict[str, Any], int], ...] = (
@@ -38,6 +39,11 @@ PLANS: tuple[tuple[tuple[Technique, ...], dict[str, Any], int], ...] = (
     ((ON_HOST, STREAMED, tiny.RECOMPUTE, tiny.PIPELINE), QWEN | {"num_layers": 8}, 2),
     ((ON_HOST, STREAMED, tiny.RECOMPUTE, tiny.INTERLEAVED), QWEN | {"num_layers": 8}, 2),
     ((ON_HOST, STREAMED, tiny.RECOMPUTE, tiny.REPLICATE), DEEP, 2),
+    ((SHARED, STREAMED, tiny.RECOMPUTE, tiny.REPLICATE), DEEP, 4),
+    ((SHARED, STREAMED, tiny.RECOMPUTE, tiny.REPLICATE), QWEN, 2),
+    ((SHARED_AHEAD, STREAMED, tiny.RECOMPUTE, tiny.t("replicate", size=4)), DEEP, 2),
+    ((SHARED, STREAMED, tiny.RECOMPUTE, tiny.t("replicate", size=4)), DEEP, 1),
+    ((SHARED, STREAMED, tiny.REPLICATE, tiny.TENSOR), DEEP, 4),
     ((ON_HOST, STREAMED, tiny.RECOMPUTE, tiny.RING), DEEP, 4),
 )
 NAMES = [f"{tiny.joined(techniques)} x{tiny.BATCH // microbatch}" for techniques, _, microbatch in PLANS]
@@ -72,6 +78,20 @@ def test_what_is_copied_and_held_is_what_is_priced(
         assert answer["held"] == answer["ring"] + answer["lasting"]
 
 
+@pytest.mark.parametrize("microbatch", [2, 1])
+def test_replicas_on_a_host_have_one_copy_of_the_priced_size(microbatch: int, pool: RankPool) -> None:
+    """Two hosts of two ranks each: the same files in both ranks' memory, and no more bytes than the price says."""
+    techniques = (t("offload_states", host_ranks=2), STREAMED, t("replicate", size=4))
+    answers = copied(pool, techniques, DEEP, microbatch)
+    for one, other in (answers[:2], answers[2:]):
+        assert one["shared_files"] == other["shared_files"] != []
+        assert one["shared_bytes"] + one["landed"] + other["landed"] == one["host"] + other["host"]
+    assert not set(answers[0]["shared_files"]) & set(answers[2]["shared_files"])
+    alone = copied(pool, (ON_HOST, STREAMED, t("replicate", size=4)), DEEP, microbatch)
+    assert alone[0]["shared_files"] == []
+    assert alone[0]["host"] == 2 * answers[0]["host"]
+
+
 def test_memory_is_the_same_at_any_depth(pool: RankPool) -> None:
     techniques = (ON_HOST, STREAMED, tiny.RECOMPUTE)
     held = [copied(pool, techniques, LLAMA | {"num_layers": depth}, 4)[0]["held"] for depth in (3, 9)]
@@ -104,6 +124,21 @@ def test_what_cannot_be_is_refused_with_a_way_out(techniques: tuple[Technique, .
     assert len(problems) == 1
     for word in words:
         assert word in str(problems[0])
+
+
+@pytest.mark.parametrize(
+    ("techniques", "words"),
+    [
+        ((t("offload_states", host_ranks=3), t("replicate", size=4)), "3 of 4 replicas"),
+        ((t("offload_states", host_ranks=0),), "host_ranks is 0"),
+        ((SHARED, tiny.LOW_BIT, tiny.REPLICATE), "cannot be shared by rows"),
+    ],
+    ids=lambda value: tiny.joined(value) if isinstance(value, tuple) else "",
+)
+def test_copies_that_cannot_be_shared_are_refused(techniques: tuple[Technique, ...], words: str) -> None:
+    (problem,) = plan_of(*techniques).check(tiny.profile_of(QWEN))
+    assert words in problem.what
+    assert problem.fix
 
 
 def test_unknown_hosts_are_refused() -> None:

@@ -77,7 +77,7 @@ IN_BACKWARD = t("update_in_backward")
 OFFLOAD, OFFLOAD_ONE = (t("offload_activations", layers=layers, smallest=300) for layers in ("all", "last 1"))
 OFFLOAD_INPUTS = t("offload_activations", layers="none", inputs=True, smallest=300)
 COMPRESS, COMPRESS_ONE = (t("compress_activations", layers=layers) for layers in ("all", "last 1"))
-ON_HOST, ON_HOST_AHEAD = t("offload_states", share=0.5), t("offload_states", ahead=True)
+ON_HOST, ON_HOST_AHEAD = t("offload_states", share=0.5), t("offload_states", ahead=True, host_ranks=2)
 STREAMED = t("stream_weights")
 LOW_BIT, LOWEST_BIT = (t("lowbit_optimizer", bits=bits, smallest=100) for bits in (8, 4))
 
