@@ -41,8 +41,8 @@ from meshwright.ask.what_if import (
 )
 from meshwright.ask.why import Knob, Why, read_knobs, why
 from meshwright.core.cluster import Cluster
-from meshwright.core.codec import read_artefact, to_json
-from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.codec import Artefact
+from meshwright.core.errors import MeshwrightError, Problem, read_or_note
 from meshwright.core.profile import Profile
 from meshwright.core.units import pretty_bytes
 from meshwright.core.work import ADAM, EachElement
@@ -92,7 +92,7 @@ class PlanRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class Answer(Artefact):
     """What came of a request. A part that was not asked for, or not reached, is empty."""
 
     request: PlanRequest
@@ -137,13 +137,6 @@ class Answer:
     def beaten_run(self) -> PublishedRun | None:
         """The best published run of this kind, where the best plan's forecast is above it."""
         return beaten_run(self.question.profile, self.question.cluster, self.best) if self.best is not None else None
-
-    def to_json(self) -> str:
-        return to_json(self)
-
-    @classmethod
-    def from_json(cls, text: str, source: str = "answer") -> Answer:
-        return read_artefact(cls, text, source)
 
 
 def answer_of(request: PlanRequest, progress: Tell = lambda text: None) -> Answer:
@@ -233,11 +226,7 @@ def read_request(
     wrong = list(problems)
 
     def tried(read: Callable[[], T]) -> T | None:
-        try:
-            return read()
-        except MeshwrightError as error:
-            wrong.extend(error.problems)
-            return None
+        return read_or_note(wrong, read)
 
     is_auto = isinstance(batch, str) and batch == AUTO
     samples = default_batch if is_auto else read_batch(batch, wrong)

@@ -16,7 +16,7 @@ from operator import itemgetter
 
 from meshwright.ask.question import Outcome, Question, Tell, outcome
 from meshwright.core.cluster import MOST_DEVICES, Cluster, parse_cluster_name
-from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.errors import Problem, raise_problems
 from meshwright.core.profile import Profile
 from meshwright.core.units import pretty_count
 
@@ -176,8 +176,7 @@ def read_goal(
     if not problems and None not in given.values():
         what = "the critical batch is target tokens over target steps: all three cannot be given."
         problems.append(Problem(where="--critical-batch", what=what, fix="Take one away."))
-    if problems:
-        raise MeshwrightError(problems)
+    raise_problems(problems)
     sources = []
     if target_tokens is not None:
         samples = target_tokens / sequence

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from argparse import Namespace
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 from meshwright.core.cluster import Cluster, parse_cluster_name
 from meshwright.core.codec import decode_into
-from meshwright.core.errors import MeshwrightError, Problem, error_at, raise_problems
+from meshwright.core.errors import MeshwrightError, Problem, error_at, raise_problems, read_or_note
 from meshwright.core.profile import Profile
 from meshwright.machine.named_clusters import cluster as named_cluster
 from meshwright.machine.named_clusters import warnings_of
@@ -43,9 +42,9 @@ def read_wanted(arguments: Namespace, run: RunConfig | None = None) -> PlanInput
         for name in _COUNTS
         if (value := getattr(arguments, name, None)) is not None and value < 1
     ]
-    profile = _tried(problems, lambda: _model(arguments, run))
-    place = _tried(problems, lambda: _cluster(arguments, run))
-    optimizer = _tried(problems, lambda: _optimizer(arguments, run))
+    profile = read_or_note(problems, lambda: _model(arguments, run))
+    place = read_or_note(problems, lambda: _cluster(arguments, run))
+    optimizer = read_or_note(problems, lambda: _optimizer(arguments, run))
     sequence = 0
     if profile is not None:
         default = run.sequence if run else min(_DEFAULT_SEQUENCE, profile.max_sequence)
@@ -66,14 +65,6 @@ def read_wanted(arguments: Namespace, run: RunConfig | None = None) -> PlanInput
     for line in warnings_of(place[0]):
         progress(f"warning: {place[1]}: {line}")
     return PlanInputs(profile=profile, cluster=place[0], cluster_name=place[1], sequence=sequence, optimizer=optimizer)
-
-
-def _tried(problems: list[Problem], read: Callable[[], T]) -> T | None:
-    try:
-        return read()
-    except MeshwrightError as error:
-        problems.extend(error.problems)
-        return None
 
 
 def _model(arguments: Namespace, run: RunConfig | None) -> Profile:

@@ -34,16 +34,18 @@ def run(arguments: Namespace) -> int:
             console.print(
                 f"[bold red]departs from one device[/bold red] ({part.what}) first at step {first['step']}, "
                 f"{first['quantity']} of {first['layer']}, rank {first['rank']}: {first['error']:.2e} "
-                f"(tolerance {first['tolerance']:.1e}); {len(part.departures)} departures in all"
+                f"(tolerance {first['tolerance']:.1e}); {len(part.departures)} departures in all",
+                markup=True,
             )
             console.print(f"tolerance from: {part.tolerance_from}")
         else:
             console.print(
                 f"[bold green]trains as one device[/bold green] ({part.what}): agrees to {part.worst_error:.1e} of the "
-                f"norm (tolerance {part.tolerance:.1e}, from {part.tolerance_from})"
+                f"norm (tolerance {part.tolerance:.1e}, from {part.tolerance_from})",
+                markup=True,
             )
         for line in part.traffic[:10]:
-            console.print(f"[bold red]bytes differ from the price:[/bold red] {line}")
+            console.print(f"bytes differ from the price: {line}", style="red")
         if not part.traffic:
             console.print(f"bytes as priced: {part.num_messages:,} messages of one step, every rank, every axis")
     what = "losses, gradients, parameters and buffers"

@@ -35,7 +35,7 @@ def run(arguments: Namespace) -> int:
         for step, problems in checked.items():
             console.print(f"step {step}: {'whole' if not problems else 'DAMAGED'}")
             for problem in problems:
-                console.print(f"  {problem}", markup=False)
+                console.print(f"  {problem}")
         return 1 if any(checked.values()) else 0
     if not arguments.target:
         wanted = "OUT, the folder to write" if action == "export" else "RUN_FOLDER, the run to begin"
@@ -43,7 +43,7 @@ def run(arguments: Namespace) -> int:
     from meshwright.hf.weights_import_export import chosen_step, export, import_dcp, import_hf
 
     def say(line: str) -> None:
-        console.print(line, markup=False)
+        console.print(line)
 
     target, dtype = Path(arguments.target) / "checkpoints", arguments.dtype or "float32"
     if action == "export":

@@ -16,7 +16,7 @@ from meshwright.data.prepare import prepare
 def run(arguments: Namespace) -> int:
     if arguments.workers < 0:
         raise error_at("--workers", f"is {arguments.workers}.", "Use 1 or more; 0: one per core.")
-    console = Console(stderr=True, highlight=False)
+    console = Console(stderr=True, highlight=False, markup=False)
     start = time.perf_counter()
     columns = (TextColumn("tokenizing"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as bar:
@@ -37,13 +37,10 @@ def run(arguments: Namespace) -> int:
         console.print(f"{pretty_bytes(prepared.num_bytes_reused)} had been done by an earlier run")
     if made:
         console.print(f"{pretty_bytes(made)} in {pretty_seconds(seconds)}: {made / seconds / 1e6:.0f} MB/s")
-    console.print(
-        f"{pretty_count(facts.num_documents)} documents, {pretty_count(facts.num_tokens)} tokens", markup=False
-    )
+    console.print(f"{pretty_count(facts.num_documents)} documents, {pretty_count(facts.num_tokens)} tokens")
     console.print(
         f'use it in a run file:\n\n  [data]\n  train = "{prepared.stem}.bin"\n  sequence = 1024\n'
         '  packing = "documents"   # or "stream", the default\n',
-        markup=False,
     )
     print(f"{prepared.stem}.bin")
     return 0

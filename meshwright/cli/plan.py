@@ -50,7 +50,7 @@ def run(arguments: Namespace) -> int:
         return 1
     if console is not None:
         for line in lines:
-            console.print(line, markup=False)
+            console.print(line)
         following = ["mw", "simulate", arguments.output, "--model", arguments.model, "--cluster", inputs.cluster_name]
         if not arguments.output:
             next_step = "add -o best.plan.json to keep it, then: mw train RUN.toml --plan best.plan.json"
@@ -66,7 +66,7 @@ def run(arguments: Namespace) -> int:
                 *(word for name, each in flags for word in (f"--{name}", each)),
             ]
             next_step = shlex.join(following)
-        console.print(f"next: {next_step}", markup=False)
+        console.print(f"next: {next_step}")
     return 0
 
 

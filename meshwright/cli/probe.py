@@ -31,9 +31,9 @@ def run(arguments: Namespace) -> int:
         cluster = probe(num_devices=arguments.devices, report=timed, quick=arguments.quick)
     console = stdout()
     named, memory = cluster.sources.get("device", cluster.device.kind), pretty_bytes(cluster.device.memory_bytes)
-    console.print(f"{cluster.num_devices} x {named}, {memory} each", markup=False)
+    console.print(f"{cluster.num_devices} x {named}, {memory} each")
     for name, text in _figures(cluster):
-        console.print(f"  {name:<12}{text}", markup=False)
+        console.print(f"  {name:<12}{text}")
     for line in warnings_of(cluster):
         progress(f"warning: {line}")
     done = f"in {pretty_seconds(time.monotonic() - start)}"
@@ -43,7 +43,7 @@ def run(arguments: Namespace) -> int:
         next_step = shlex.join(["mw", "plan", "--model", "gpt2-124m", "--cluster", arguments.output])
     else:
         next_step = "mw probe -o this.cluster.json keeps it for mw plan --cluster this.cluster.json"
-    console.print(f"{done}\nnext: {next_step}", markup=False)
+    console.print(f"{done}\nnext: {next_step}")
     return 0
 
 

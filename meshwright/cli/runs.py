@@ -19,7 +19,7 @@ def run(arguments: Namespace) -> int:
         return 0
     console = stdout()
     if not rows:
-        console.print(f"no runs below {arguments.folder}", markup=False)
+        console.print(f"no runs below {arguments.folder}")
         return 0
     table = FigureTable("run", "state", "model", "step", "loss", "left", "goodput", last="last failure")
     for row in rows:

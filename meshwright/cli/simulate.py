@@ -57,9 +57,9 @@ def run(arguments: Namespace) -> int:
     console = stdout()
     print_forecast(console, plan, predicted, "forecast")
     if not predicted.fits:
-        console.print("[bold red]does not fit[/bold red]")
+        console.print("does not fit", style="bold red")
     if line := headroom_warning(predicted, HEADROOM):
-        console.print(line, markup=False)
+        console.print(line)
     console.print()
     print_timeline(console, timeline)
     if measured:
@@ -67,9 +67,9 @@ def run(arguments: Namespace) -> int:
         if measured.plan_fingerprint != plan.fingerprint:
             console.print("of another plan than the one predicted")
         print_timeline(console, measured)
-        console.print(compared(timeline, measured), markup=False)
+        console.print(compared(timeline, measured))
     if traces:
-        console.print(f"\nopen {' or '.join(traces)} in ui.perfetto.dev", markup=False)
+        console.print(f"\nopen {' or '.join(traces)} in ui.perfetto.dev")
     return 0 if predicted.fits else 1
 
 

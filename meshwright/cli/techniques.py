@@ -13,7 +13,7 @@ from meshwright.report.terminal import FigureTable, stdout
 def run(arguments: Namespace) -> int:
     console = stdout()
     if arguments.name:
-        console.print(re.sub(r"\n(?!\n|What:|When|Cost:|Exactness:)(?<!\n\n)", " ", card(arguments.name)), markup=False)
+        console.print(re.sub(r"\n(?!\n|What:|When|Cost:|Exactness:)(?<!\n\n)", " ", card(arguments.name)))
         return 0
     table = FigureTable("technique", "axis", "exactness", last="what")
     for name in technique_names():

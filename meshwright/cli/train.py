@@ -70,7 +70,7 @@ def warn(console: Console, prepared: PreparedRun) -> None:
         beside = forecast.peak_bytes - forecast.peak_allocated_bytes
         needs = pretty_bytes(max(forecast.peak_bytes, forecast.peak_reserved_bytes + beside))
         told = f"a rank needs {needs} of {pretty_bytes(forecast.memory_bytes)}"
-        console.print(f"[bold red]this plan is not expected to fit[/bold red]: {told}")
+        console.print(f"this plan is not expected to fit: {told}", style="bold red")
 
 
 def describe(console: Console, config: RunConfig, prepared: PreparedRun) -> None:
@@ -84,7 +84,7 @@ def describe(console: Console, config: RunConfig, prepared: PreparedRun) -> None
     print_forecast(console, prepared.plan, prepared.forecast, "the plan")
     for technique in prepared.plan.techniques:
         if technique.exactness == "approximate":
-            console.print(f"{technique} is approximate: one device computes other numbers", markup=False)
+            console.print(f"{technique} is approximate: one device computes other numbers")
 
 
 _NOT_COMPARED = "too few steps to compare with the forecast: none is left after those that warm up"
@@ -132,7 +132,7 @@ def close(console: Console, run_words: list[str], config: RunConfig, result: Run
     lines.append(f"checkpoints kept: {', '.join(map(str, summary.checkpoints)) or 'none'}")
     lines.append(f"written to {folder}: {', '.join(['summary.json', *summary.files])}")
     for line in (*lines, *result.warnings):
-        console.print(line, markup=False)
+        console.print(line)
     ways = {
         shlex.join(["mw", "check", *run_words, "--plan", f"{folder}/plan.json"]): "is this plan exact?",
         shlex.join(["mw", "ckpt", "verify", str(folder)]): "are the checkpoints whole?",
@@ -148,7 +148,7 @@ def close(console: Console, run_words: list[str], config: RunConfig, result: Run
     for number, (way, why) in enumerate(ways.items()):
         goes_on = " " * 8, " \\" if way.startswith("mw ") else ""
         line = wrapped(f"{'next:' if not number else '     '} {way}", console.width, *goes_on)
-        console.print(line + (f"\n        ({why})" if why else ""), markup=False)
+        console.print(line + (f"\n        ({why})" if why else ""))
     sys.stderr.flush()
 
 

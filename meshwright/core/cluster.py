@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from meshwright.core.codec import Artefact
-from meshwright.core.errors import MeshwrightError, Problem, error_at, nearest, wrong_numbers
+from meshwright.core.errors import Problem, error_at, nearest, raise_problems, wrong_numbers
 
 KINDS = ("cpu", "cuda")
 DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
@@ -375,8 +375,7 @@ class Cluster(DeviceGroup, NamedArtefact):
         jitter = {"jitter_fraction": self.jitter_fraction}
         problems += wrong_numbers(jitter, "zero or more and less than 1", lambda value: 0 <= value < 1)
         problems += self._group_problems()
-        if problems:
-            raise MeshwrightError(problems)
+        raise_problems(problems)
 
     def _group_problems(self) -> Iterator[Problem]:
         if self.num_devices > MOST_DEVICES:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +68,15 @@ def raise_problems(problems: Iterable[Problem], exit_code: int = 2) -> None:
         problems = (*problems[:MOST_PROBLEMS], more)
     if problems:
         raise MeshwrightError(problems, exit_code)
+
+
+def read_or_note(problems: list[Problem], read: Callable[[], T]) -> T | None:
+    """What `read` returns; None where it raises, after noting what is wrong."""
+    try:
+        return read()
+    except MeshwrightError as error:
+        problems.extend(error.problems)
+        return None
 
 
 RANGES: Mapping[str, Callable[[float], bool]] = {"above zero": lambda x: x > 0, "zero or more": lambda x: x >= 0}

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from meshwright.core.cluster import Cluster
 from meshwright.core.codec import decode, encode, seal, unseal
-from meshwright.core.errors import MeshwrightError, error_at, wrong_numbers
+from meshwright.core.errors import MeshwrightError, error_at, raise_problems, wrong_numbers
 from meshwright.core.files import append_line
 
 NOT_KNOWN = "not known"
@@ -93,8 +93,7 @@ class Entry:
         problems += wrong_numbers(parts, "zero or more")
         waits, most = {"measured.data_seconds": self.measured.data_seconds}, self.measured.step_seconds
         problems += wrong_numbers(waits, "zero or more and less than a step", lambda value: 0 <= value < most)
-        if problems:
-            raise MeshwrightError(problems)
+        raise_problems(problems)
 
 
 def ledger_path() -> Path:

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from meshwright.core.cluster import Cluster
 from meshwright.core.codec import Artefact, encode, fingerprint
-from meshwright.core.errors import MeshwrightError, Problem, Problems
+from meshwright.core.errors import Problem, Problems, raise_problems
 from meshwright.core.placement import group_problems, placed
 from meshwright.core.profile import Profile
 from meshwright.core.technique import PHASES, Technique, format_layers
@@ -65,8 +65,7 @@ class Plan(Artefact):
         for technique in self.techniques:
             if (size := getattr(technique, "size", 1)) < 1:
                 problems.append(technique.problem(f"size is {size}.", "An axis has at least one rank."))
-        if problems:
-            raise MeshwrightError(problems)
+        raise_problems(problems)
         if not self.axis_order:
             order = sorted(axes, key=lambda axis: (axes[axis].closeness, axis))
             object.__setattr__(self, "axis_order", tuple(order))

@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from meshwright.core.codec import Artefact, encode, fingerprint, read_artefact
-from meshwright.core.errors import MeshwrightError, Problem, wrong_numbers
+from meshwright.core.errors import Problem, raise_problems, wrong_numbers
 
 Cut = Literal["none", "sequence", "tensor"]
 """How splitting a layer's inside divides an op: never, only when the sequence is split too, or always."""
@@ -346,8 +346,7 @@ class Profile(Artefact):
     def from_json(cls, text: str, source: str = "profile") -> Profile:
         result = read_artefact(cls, text, source)
         problems = [problem.within(source) for problem in result.problems()]
-        if problems:
-            raise MeshwrightError(problems)
+        raise_problems(problems)
         return result
 
     def problems(self) -> Iterator[Problem]:

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any, ClassVar, Literal
 
 from meshwright.core.codec import Artefact
-from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.errors import Problem, raise_problems
 
 LANES = ("compute", "collective", "copy")
 MESSAGES = ("send_", "receive_")
@@ -18,8 +18,7 @@ MESSAGES = ("send_", "receive_")
 
 def _require(**values: float) -> None:
     problems = [Problem(where=name, what=f"is {value}, below zero.") for name, value in values.items() if value < 0]
-    if problems:
-        raise MeshwrightError(problems)
+    raise_problems(problems)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

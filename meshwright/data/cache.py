@@ -170,11 +170,11 @@ class CacheKey:
 
     @property
     def slot(self) -> str:
-        return _short([_CACHE_VERSION, self.question, [file.path for file in self.files]])
+        return json_digest([_CACHE_VERSION, self.question, [file.path for file in self.files]])
 
     @property
     def stamp(self) -> str:
-        return _short([[file.size_bytes, file.mtime_ns] for file in self.files])
+        return json_digest([[file.size_bytes, file.mtime_ns] for file in self.files])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -313,7 +313,7 @@ def _store(folder: Path, key: CacheKey, writer: ArrayWriter, facts: Facts) -> No
                 path.unlink()
 
 
-def _short(value: Any) -> str:
+def json_digest(value: Any) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(value).encode())
 
 

@@ -36,7 +36,7 @@ from meshwright.core.codec import decode, encode, seal, to_json, unseal
 from meshwright.core.errors import MeshwrightError, Problem, error_at, raise_problems
 from meshwright.core.files import write_whole
 from meshwright.core.process import child_command, child_environment
-from meshwright.data.cache import hash_files
+from meshwright.data.cache import hash_files, json_digest
 from meshwright.data.data_section import DataSection
 from meshwright.data.file_list import collect_problems, find_files
 from meshwright.data.records import TextKeys, open_words
@@ -116,13 +116,13 @@ def prepare(
         with collect_problems(problems, file.path):
             chunks = chunks_of(file)
         for number, chunk in enumerate(chunks):
-            name = _short([_PREPARE_VERSION, encode(file), encode(chunk), words.name, *keys.facts])
+            name = json_digest([_PREPARE_VERSION, encode(file), encode(chunk), words.name, *keys.facts])
             is_bytes = chunk.kind in ("text", "jsonl")
             num_bytes = chunk.stop - chunk.start if is_bytes else file.size_bytes // len(chunks)
             path = str(folder / f"{number:06}-{name}")
             jobs.append(PartJob(path=path, chunk=chunk, section=section, num_bytes=num_bytes))
     raise_problems(problems)
-    identity = _short([os.path.basename(job.path) for job in jobs])
+    identity = json_digest([os.path.basename(job.path) for job in jobs])
     total = sum(job.num_bytes for job in jobs)
     finished = _finished(stem, identity)
     if finished:
@@ -137,10 +137,6 @@ def prepare(
         facts = _merge(stem, jobs, results, words, identity)
         shutil.rmtree(folder, ignore_errors=True)
     return PreparedTokens(stem=stem, facts=facts, num_bytes=total, num_bytes_reused=num_reused)
-
-
-def _short(value: Any) -> str:
-    return xxhash.xxh3_64_hexdigest(json.dumps(value).encode())
 
 
 def _finished(stem: Path, identity: str) -> PreparedFacts | None:

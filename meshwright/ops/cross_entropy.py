@@ -112,21 +112,22 @@ def _losses(
     logits: Tensor, targets: Tensor, scales: Tensor | None, words: SplitVocabulary | None
 ) -> tuple[Tensor, Tensor | None]:
     """Each row's loss and, with `scales`, the gradient of scale x loss in the memory of the logits."""
-    if is_usable(KERNEL, logits) and logits.dtype != torch.float64:
 
-        def by_kernel() -> tuple[Tensor, Tensor | None]:
-            from meshwright.ops.kernels import cross_entropy as kernels
+    def by_kernel() -> tuple[Tensor, Tensor | None]:
+        from meshwright.ops.kernels import cross_entropy as kernels
 
-            if words is None:
-                log_sum, score = kernels.log_sums(logits, targets, scales=scales)
-                return log_sum - score, None if scales is None else logits
+        if words is None:
+            log_sum, score = kernels.log_sums(logits, targets, scales=scales)
+        else:
             log_sum, score = _whole(*kernels.log_sums(logits, targets, words.first), words.group)
             if scales is not None:
                 kernels.write_gradient(logits, logits, targets, words.first, scales, log_sum)
-            return log_sum - score, None if scales is None else logits
+        return log_sum - score, None if scales is None else logits
 
-        return run_or_fall_back(KERNEL, by_kernel, lambda: _plain_losses(logits, targets, scales, words))
-    return _plain_losses(logits, targets, scales, words)
+    def plain() -> tuple[Tensor, Tensor | None]:
+        return _plain_losses(logits, targets, scales, words)
+
+    return plain() if logits.dtype == torch.float64 else run_or_fall_back(KERNEL, logits, by_kernel, plain)
 
 
 def _whole(log_sum: Tensor, score: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
@@ -196,8 +197,8 @@ class TokenLoss(torch.autograd.Function):
 
             return log_sums(rows, index)
 
-        by_kernel_is_usable = is_usable(KERNEL, rows) and rows.dtype != torch.float64
-        log_sum, score = run_or_fall_back(KERNEL, by_kernel, plain) if by_kernel_is_usable else plain()
+        is_wide = rows.dtype == torch.float64
+        log_sum, score = plain() if is_wide else run_or_fall_back(KERNEL, rows, by_kernel, plain)
         ctx.save_for_backward(logits, log_sum, targets)
         return (log_sum - score).view(targets.shape)
 

@@ -22,7 +22,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from meshwright.ops.kernels import is_usable, run_or_fall_back
+from meshwright.ops.kernels import run_or_fall_back
 
 TINY = 1e-30
 """Blocks whose largest magnitude is below become zeros."""
@@ -163,17 +163,13 @@ def low_bit_adamw(value: Tensor, gradient: Tensor, moments: LowBitMoments, step:
     Nothing changes if `factor`, a tensor of one element, is not a number. On CUDA it is one kernel that decodes,
     updates and codes again; elsewhere, or where there is no Triton, the same in plain torch.
     """
-    plain = partial(plain_adamw, value, gradient, moments, step, factor)
 
     def kernel() -> None:
         from meshwright.ops.kernels.low_bit_adamw import launch
 
         launch(value, gradient.contiguous(), moments, step, factor)
 
-    if is_usable("low_bit_adamw", value):
-        run_or_fall_back("low_bit_adamw", kernel, plain)
-    else:
-        plain()
+    run_or_fall_back("low_bit_adamw", value, kernel, partial(plain_adamw, value, gradient, moments, step, factor))
 
 
 def plain_adamw(value: Tensor, gradient: Tensor, moments: LowBitMoments, step: AdamWStep, factor: Tensor) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from meshwright.core.box import Box
 from meshwright.core.profile import BLOCK_OF_WEIGHTS
 from meshwright.ops.initial_weights import Source
-from meshwright.ops.kernels import is_usable, run_or_fall_back
+from meshwright.ops.kernels import run_or_fall_back
 from meshwright.ops.routing import fresh
 
 NF4 = (
@@ -71,9 +71,7 @@ def decode(packed: Tensor, dtype: torch.dtype, is_backward: bool = False) -> Ten
 
         return launch(packed.contiguous(), dtype, _pairs(packed.device))
 
-    if is_usable("packed_weights", packed):
-        return run_or_fall_back("packed_weights", kernel, lambda: plain_decode(packed, dtype))
-    return plain_decode(packed, dtype)
+    return run_or_fall_back("packed_weights", packed, kernel, lambda: plain_decode(packed, dtype))
 
 
 @decode.register_fake

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,10 +12,10 @@ from torch import Tensor
 from meshwright.core.build import Build
 from meshwright.ops.fsdp import local
 from meshwright.optimizers.optimizer_config import OptimizerConfig
-from meshwright.optimizers.rule import OptimizerState, ParameterPiece, RuleMaker, UpdateRule, squares
+from meshwright.optimizers.rule import ParameterPiece, PieceRules, RuleMaker, squares
 
 
-class InBackwardRule(UpdateRule):
+class InBackwardRule(PieceRules):
     """One rule for each parameter, called by a hook of autograd (or of FSDP, which calls them once a shard is summed).
 
     A gradient with a number that is not finite updates nothing, nor does any gradient of a loss that is not finite: so
@@ -71,21 +71,6 @@ class InBackwardRule(UpdateRule):
 
     def squared_norm(self) -> Tensor:
         return self.square
-
-    def kept(self) -> Iterator[OptimizerState]:
-        for rule in self.rules.values():
-            yield from rule.kept()
-
-    def restore(self, state: OptimizerState) -> None:
-        self.rules[state.name].restore(state)
-
-    def storage(self) -> Iterator[Tensor]:
-        for rule in self.rules.values():
-            yield from rule.storage()
-
-    def set_num_steps(self, count: int) -> None:
-        for rule in self.rules.values():
-            rule.set_num_steps(count)
 
 
 def _hook(arrived: weakref.WeakMethod[Any], piece: ParameterPiece) -> Any:

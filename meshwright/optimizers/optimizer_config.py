@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from meshwright.core.errors import MeshwrightError, Problem, nearest
+from meshwright.core.errors import MeshwrightError, Problem, nearest, raise_problems
 from meshwright.optimizers.rule import Kind, UpdateRule, rules
 
 if TYPE_CHECKING:
@@ -34,8 +34,7 @@ class ParameterGroup:
         if not self.patterns or not all(self.patterns):
             fix = 'Write names with * and ?, such as "embed.*".'
             problems.append(Problem(where="match", what=f"is {self.match!r}.", fix=fix))
-        if problems:
-            raise MeshwrightError(problems)
+        raise_problems(problems)
 
     @property
     def patterns(self) -> tuple[str, ...]:
@@ -95,8 +94,7 @@ class OptimizerConfig:
             problems.append(
                 Problem(where="schedule", what=f"is {self.schedule!r}.", fix=nearest(str(self.schedule), _FALLS))
             )
-        if problems:
-            raise MeshwrightError(problems)
+        raise_problems(problems)
 
     @property
     def rule(self) -> type[UpdateRule]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from meshwright.core.box import Box
 from meshwright.core.build import Build
 from meshwright.optimizers.optimizer_config import OptimizerConfig
-from meshwright.optimizers.rule import OptimizerState, ParameterPiece, RuleMaker, UpdateRule
+from meshwright.optimizers.rule import ParameterPiece, PieceRules, RuleMaker, UpdateRule
 
 LOST_BITS = 16
 """Of a float32 that a bfloat16 has not."""
@@ -88,7 +88,7 @@ def write_rounded(target: Tensor, wide: Tensor, box: Box, seed: int) -> None:
         target.copy_(round_at_random(wide, noise(places_of(box, wide.device), seed)))
 
 
-class RoundedWeights(UpdateRule):
+class RoundedWeights(PieceRules):
     """A rule for each piece of 16 bits, on a float32 copy of it that exists while it is updated."""
 
     def __init__(
@@ -125,18 +125,3 @@ class RoundedWeights(UpdateRule):
                 box = piece.box.chunk(0, index, parts)
                 write_rounded(target, source, box, seed_of(piece.name, count))
             wide.untyped_storage().resize_(0)
-
-    def kept(self) -> Iterator[OptimizerState]:
-        for rule in self.rules.values():
-            yield from rule.kept()
-
-    def restore(self, state: OptimizerState) -> None:
-        self.rules[state.name].restore(state)
-
-    def storage(self) -> Iterator[Tensor]:
-        for rule in self.rules.values():
-            yield from rule.storage()
-
-    def set_num_steps(self, count: int) -> None:
-        for rule in self.rules.values():
-            rule.set_num_steps(count)

@@ -10,6 +10,7 @@ import pkgutil
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Protocol
 
 from meshwright.core.box import Box
@@ -224,6 +225,25 @@ class UpdateRule:
         torch._foreach_mul_(self.values, kept)
 
 
+class PieceRules(UpdateRule):
+    """A rule for each piece, by the name of its parameter."""
+
+    rules: dict[str, UpdateRule]
+
+    def kept(self) -> Iterable[OptimizerState]:
+        return chain.from_iterable(rule.kept() for rule in self.rules.values())
+
+    def restore(self, state: OptimizerState) -> None:
+        self.rules[state.name].restore(state)
+
+    def storage(self) -> Iterable[Tensor]:
+        return chain.from_iterable(rule.storage() for rule in self.rules.values())
+
+    def set_num_steps(self, count: int) -> None:
+        for rule in self.rules.values():
+            rule.set_num_steps(count)
+
+
 class RuleMaker(Protocol):
     """What makes a rank's optimizer: the class of a rule, or what a technique puts in its place."""
 
@@ -258,17 +278,10 @@ def squares(tensors: list[Tensor], device: torch.device) -> Tensor:
 
     if not any(tensor.numel() for tensor in tensors):
         return torch.zeros(len(tensors), dtype=torch.float64, device=device)
-    wide = _wide(tensors[0])
+    wide = torch.promote_types(tensors[0].dtype, torch.float32)
     norms = iter(torch._foreach_norm([tensor for tensor in tensors if tensor.numel()], 2, dtype=wide))
     zero = torch.zeros((), dtype=wide, device=device)
     return torch.stack([next(norms).to(device) if tensor.numel() else zero for tensor in tensors]).double().square()
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    """Norms of 16-bit numbers are float32."""
-    import torch
-
-    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 @cache

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshwright.core.box import Box
 from meshwright.core.build import Build
-from meshwright.core.errors import MeshwrightError, Problem
+from meshwright.core.errors import Problem, raise_problems
 from meshwright.ops.collectives import gather_json
 from meshwright.ops.fsdp import local
 from meshwright.optimizers.optimizer_config import OptimizerConfig
@@ -153,8 +153,7 @@ def _check_groups(config: OptimizerConfig, names: list[str]) -> None:
                 close = get_close_matches(pattern, names, n=1, cutoff=0.0)  # hundreds of names are no help
                 fix = f"There is {close[0]!r}, for example." if close else ""
                 problems.append(Problem(where=f"optimizer.groups[{index}].match", what=what, fix=fix))
-    if problems:
-        raise MeshwrightError(problems)
+    raise_problems(problems)
 
 
 def _piece(config: OptimizerConfig, build: Build, name: str, value: Tensor) -> ParameterPiece:

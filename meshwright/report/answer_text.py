@@ -47,7 +47,7 @@ def print_answer(console: Console, answer: Answer, printed: Answer | None = None
             found = f"\nIn the device's memory alone nothing fits, by {gap}. Instead of this plan:"
         elif not answer.ways_out.open:
             found = "\nNo way out was found."
-        console.print(found, markup=False)
+        console.print(found)
         for number, way in enumerate(answer.ways_out.open, start=1):
             assert way.outcome.best is not None, "a way out leads to a plan"
             plan, told = way.outcome.best
@@ -57,10 +57,10 @@ def print_answer(console: Console, answer: Answer, printed: Answer | None = None
             if answer.best is not None:
                 step += f" ({_against(way.outcome.best, answer.best)})"
             words = shlex.join(way.command(answer.request.command))
-            console.print(f"{number}. {way.cost}: {step}, {each}, {memory}\n   {short_plan(plan)}", markup=False)
-            console.print(wrapped(f"   {words}", console.width, more="  ", end=" \\"), markup=False)
+            console.print(f"{number}. {way.cost}: {step}, {each}, {memory}\n   {short_plan(plan)}")
+            console.print(wrapped(f"   {words}", console.width, more="  ", end=" \\"))
         for line in answer.ways_out.closed:
-            console.print(line, markup=False)
+            console.print(line)
     for why in answer.why[len(before.why) :]:
         _print_why(console, why)
     if answer.what_if is not None and before.what_if is None:
@@ -69,7 +69,7 @@ def print_answer(console: Console, answer: Answer, printed: Answer | None = None
         front, memory_bytes = answer.front, answer.question.machine.device.memory_bytes
         console.print("the time-memory front: the fastest plan for each memory", style="bold")
         for line in plot(front, console.width) if len(front.points) > 1 else ():
-            console.print(line, markup=False)
+            console.print(line)
         table = FigureTable("memory", "step", "")
         for point in front.points:
             slower = point.seconds / front.points[-1].seconds - 1
@@ -85,10 +85,10 @@ def print_answer(console: Console, answer: Answer, printed: Answer | None = None
     if answer.suggested and not before.suggested:
         console.print()
         for compared in answer.suggestions:
-            console.print(f"what if {compared.words}: {worth_words(compared)}", markup=False)
+            console.print(f"what if {compared.words}: {worth_words(compared)}")
         if not answer.suggestions:
             flags = ", ".join(f"--what-if {change}" for change in answer.suggested)
-            console.print(f"what if: ask {flags}", markup=False)
+            console.print(f"what if: ask {flags}")
         console.print()
 
 
@@ -105,12 +105,11 @@ def _print_result(console: Console, answer: Answer, result: SearchResult) -> Non
     console.print(
         f"{profile.name} ({size}{by}) on {cluster.name}{limit}, "
         f"{length}batch {question.batch}: {result.evaluated:,} plans in {result.search_seconds:.2f} s\n",
-        markup=False,
     )
     if answer.request.is_narrow and best is not None:  # the winner in a line, before something else about it
         held = f"{pretty_bytes(best.forecast.peak_bytes)} of {pretty_bytes(best.forecast.memory_bytes)}"
         step = pretty_seconds(best.forecast.step_seconds)
-        console.print(f"best: {short_plan(best.plan)}", markup=False)
+        console.print(f"best: {short_plan(best.plan)}")
         console.print(f"{step} a step, {_rate(best)}, {held}; {best.forecast.bottleneck}\n")
         return
     if best is not None:
@@ -134,19 +133,19 @@ def _print_result(console: Console, answer: Answer, result: SearchResult) -> Non
         whole = question.memory_of(told.memory_bytes)
         words = f"{pretty_bytes(told.memory_bytes)} of {pretty_bytes(whole)} may be used"
         out = f"; {running_out_words(told, whole)}" if cluster.device.kind == "cuda" else ""
-        console.print(f"headroom {question.headroom:g} %: {words}{out}", markup=False)
+        console.print(f"headroom {question.headroom:g} %: {words}{out}")
         console.print()
         for line in mesh_picture(plan, question.cluster, console.width):
-            console.print(line, markup=False)
+            console.print(line)
         console.print()
     if result.is_interrupted:
         console.print(f"stopped before {'the end: the best so far' if best else 'a plan was found'}\n")
         if best is None:
             return
     for line in answer.explanation:
-        console.print(line, markup=False)
+        console.print(line)
     for what in question.profile.unpriced:
-        console.print(f"not counted, or roughly: {what}", markup=False)
+        console.print(f"not counted, or roughly: {what}")
 
 
 def _rate(scored: ScoredPlan) -> str:
@@ -182,7 +181,7 @@ def _against(other: ScoredPlan, best: ScoredPlan) -> str:
 
 def _print_why(console: Console, why: Why) -> None:
     wished = f" (you asked: {why.wished})" if why.wished else ""
-    console.print(f"why {why.knob} is {why.value}{wished}", style="bold", markup=False)
+    console.print(f"why {why.knob} is {why.value}{wished}", style="bold")
     table = FigureTable("", "step", "memory", "", last="what differs, or why not")
     plan, told = why.best
     table.add_row(f"{why.value} (best)", pretty_seconds(told.step_seconds), pretty_bytes(told.peak_bytes), "", "")
@@ -196,7 +195,7 @@ def _print_why(console: Console, why: Why) -> None:
         table.add_row(other.words, pretty_seconds(step), pretty_bytes(memory), against, differs)
     console.print(table)
     for note in why.notes:
-        console.print(note, markup=False)
+        console.print(note)
     possible = [other for other in why.others if other.best is not None]
     nearest = max(possible, key=lambda other: other.best.forecast.tokens_per_second if other.best else 0, default=None)
     if nearest is None or nearest.best is None:
@@ -204,14 +203,14 @@ def _print_why(console: Console, why: Why) -> None:
         return
     memory = nearest.best.forecast.peak_bytes - why.best.forecast.peak_bytes
     more = f", with {pretty_bytes(abs(memory))} {'more' if memory > 0 else 'less'} memory" if memory else ""
-    console.print(f"The next best, {nearest.words}, is {_against(nearest.best, why.best)}{more}.\n", markup=False)
+    console.print(f"The next best, {nearest.words}, is {_against(nearest.best, why.best)}{more}.\n")
 
 
 def _print_what_if(console: Console, compared: ComparedPlans) -> None:
-    console.print(f"what if {compared.words}", style="bold", markup=False)
+    console.print(f"what if {compared.words}", style="bold")
     after, before = compared.after, compared.before
     if after.best is None:
-        console.print(f"no plan then: {after.reason}\n", markup=False)
+        console.print(f"no plan then: {after.reason}\n")
         return
     table = FigureTable("", "devices", "step", f"{after.best.forecast.counts}/s", "memory")
     for words, scored in (("now", before), ("then", after.best)):
@@ -225,8 +224,8 @@ def _print_what_if(console: Console, compared: ComparedPlans) -> None:
     console.print(table)
     if before is not None:
         for line in differences(before.plan, after.best.plan) or ("the same plan",):
-            console.print(f"  {line}", markup=False)
-    console.print(worth_words(compared) + "\n", markup=False)
+            console.print(f"  {line}")
+    console.print(worth_words(compared) + "\n")
 
 
 def worth_words(compared: ComparedPlans) -> str:
@@ -280,13 +279,12 @@ def _print_device_counts(console: Console, sizes: DeviceCounts, tokens: float) -
     console.print(
         f"Fastest: {counted(fastest.devices, 'device')}. Cheapest: {cheapest.devices}; the fastest takes "
         f"{percent(more)} more device-hours and is {fastest.rate / cheapest.rate:.2g} x as fast.\n",
-        markup=False,
     )
 
 
 def _print_goals(console: Console, goals: BatchGoals) -> None:
     for source in goals.goal.sources:
-        console.print(source, markup=False)
+        console.print(source)
     soonest, cheapest = goals.soonest, goals.cheapest
     table = FigureTable("devices", "batch", "steps", "step", "to the target", "device-hours", last="")
     for run in sorted(goals.runs, key=lambda run: (run.devices, run.batch)):
@@ -302,7 +300,7 @@ def _print_goals(console: Console, goals: BatchGoals) -> None:
     if soonest is None or cheapest is None:
         console.print("Nothing fits with any batch.\n")
         return
-    console.print(f"Batch {soonest.batch} on {counted(soonest.devices, 'device')} ends soonest.", markup=False)
+    console.print(f"Batch {soonest.batch} on {counted(soonest.devices, 'device')} ends soonest.")
     third, triple = (run.batch if run else 0 for run in map(goals.soonest_if, (1 / 3, 3)))
     unfit = sorted({run.batch for run in goals.runs if run.outcome.best is None})
     rules_out = f"rules out batches of {unfit[0]} to {unfit[-1]}" if unfit else "sets no limit on the batch"
@@ -315,7 +313,7 @@ def _print_goals(console: Console, goals: BatchGoals) -> None:
             f"training shows. With a critical batch a third as large batch {third} would end soonest, with one three "
             f"times as large batch {triple}. Losses and learning rates are not modelled."
         )
-    console.print("\n".join(lines), markup=False)
+    console.print("\n".join(lines))
     by_devices = goals.best_of_devices()
     most = max(by_devices)
     if soonest.devices < most:
@@ -325,7 +323,7 @@ def _print_goals(console: Console, goals: BatchGoals) -> None:
         if devices < soonest.devices and run.device_hours < soonest.device_hours:
             saved, later = 1 - run.device_hours / soonest.device_hours, run.seconds / soonest.seconds
             words = f"{counted(devices, 'device')} with batch {run.batch} end {later:.2f} x as late"
-            console.print(f"{words} for {percent(saved)} fewer device-hours.", markup=False)
+            console.print(f"{words} for {percent(saved)} fewer device-hours.")
     console.print()
 
 

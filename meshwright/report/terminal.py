@@ -36,7 +36,7 @@ def _console(stream: TextIO, piped: int) -> Console:
     """One that breaks lines at words and cuts none."""
     from rich.console import Console
 
-    made = Console(file=stream, highlight=False, width=width_of(stream, piped))
+    made = Console(file=stream, highlight=False, markup=False, width=width_of(stream, piped))
     plain = made.print
 
     def show(*objects: Any, **how: Any) -> None:
@@ -75,7 +75,7 @@ class Waiting:
 
 
 def print_forecast(console: Console, plan: Plan, forecast: Forecast, title: str) -> None:
-    console.print(f"[bold]{title}[/bold]")
+    console.print(title, style="bold")
     table = FigureTable("", last="")
     for technique in plan.in_phase_order():
         table.add_row("technique", str(technique))
@@ -87,7 +87,7 @@ def print_forecast(console: Console, plan: Plan, forecast: Forecast, title: str)
         f"{pretty_seconds(forecast.step_seconds)} "
         f"({pretty_seconds(forecast.step_seconds_low)} to {pretty_seconds(forecast.step_seconds_high)})",
     )
-    table.add_row("", f"[dim]90 % within, by {forecast.interval_basis}[/dim]")
+    table.add_row("", f"90 % within, by {forecast.interval_basis}", style="dim")
     table.add_row(f"{forecast.counts}/s", pretty_count(forecast.tokens_per_second))
     table.add_row("MFU", mfu_words(forecast))
     parts = ", ".join(f"{name} {pretty_bytes(size)}" for name, size in forecast.peak_bytes_by_category.items() if size)

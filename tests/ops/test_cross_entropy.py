@@ -121,5 +121,5 @@ def test_a_kernel_that_fails_gives_way_to_the_plain_form(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(kernels, "_failed", set())
     with pytest.warns(UserWarning, match=r"some_kernel does not run here.*no compiler"):
-        assert kernels.run_or_fall_back("some_kernel", fail, lambda: 3) == 3
+        assert kernels.run_or_fall_back("some_kernel", torch.ones(1), fail, lambda: 3) == 3
     assert "some_kernel" in kernels._failed

@@ -32,8 +32,11 @@ def is_usable(name: str, tensor: Tensor) -> bool:
     return on_device and tensor.numel() > 0 and name not in _failed and has_triton()
 
 
-def run_or_fall_back(name: str, kernel: Callable[[], T], plain: Callable[[], T]) -> T:
-    """The kernel, or the plain form where the kernel cannot be compiled; a kernel must not change its inputs before."""
+def run_or_fall_back(name: str, tensor: Tensor, kernel: Callable[[], T], plain: Callable[[], T]) -> T:
+    """The kernel, or the plain form where the kernel is not usable on this tensor or cannot be compiled; a kernel must
+    not change its inputs before it runs."""
+    if not is_usable(name, tensor):
+        return plain()
     try:
         return kernel()
     except Exception as error:

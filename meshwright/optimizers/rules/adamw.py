@@ -74,7 +74,7 @@ class AdamW(UpdateRule):
             # A parameter that took no part in a step counts its own steps from then on, as torch does.
             if len(gradients) == len(self.values) and self.kernel.takes(gradients):
                 given = (gradients, self.config, lr, count, self.divisor, self.refused)
-                run_or_fall_back("adamw", partial(self.kernel, *given), leave)
+                run_or_fall_back("adamw", self.values[0], partial(self.kernel, *given), leave)
             else:
                 leave()
         if self.kernel is None:
