@@ -13,9 +13,11 @@ import os
 import re
 import signal
 import sys
+import tomllib
 import warnings
 from collections.abc import Sequence
 from io import TextIOWrapper
+from pathlib import Path
 from typing import Any, NoReturn
 
 from meshwright.core.wrapping import width_of, wrapped
@@ -98,14 +100,13 @@ def parser() -> Parser:
     )
     top.add_argument("--version", action=_Version, nargs=0, help="print the versions of Meshwright, Python and torch")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
-    for name, (text, example, flags) in COMMANDS.items():
-        made = commands.add_parser(
-            name,
-            help=text,
-            description=text,
-            epilog=f"example:\n  {example}",
-            formatter_class=_Help,
-        )
+    words = tomllib.loads(Path(__file__).with_name("commands.toml").read_text(encoding="utf-8"))
+    for name, flags in COMMANDS.items():
+        about = words[name]
+        examples = "\n  ".join(["example:", *about["examples"]])
+        epilog = "\n\n".join([examples, *about.get("notes", ())])
+        texts = {"help": about["help"], "description": about["help"], "epilog": epilog}
+        made = commands.add_parser(name, **texts, formatter_class=_Help)
         for names, settings in flags:
             made.add_argument(*names, **settings)
     return top
@@ -195,6 +196,11 @@ _PROBE_FLAGS = (
     _flag("--quick", action="store_true", help="a few seconds, wider error bars"),
     _flag("--from-runs", nargs="?", const="", metavar="LEDGER", help="learn from what `mw train` has measured here"),
 )
+_CHECK_FLAGS = (
+    *_RUN_FLAGS,
+    _flag("--steps", type=int, default=4, metavar="N", help="steps to compare (default 4)"),
+    _JSON,
+)
 _CKPT_FLAGS = (
     _flag("action", choices=("list", "verify", "export", "import")),
     _flag("folder", metavar="FOLDER", help="a run folder; for import a Hugging Face or DCP folder"),
@@ -214,83 +220,22 @@ _DATA_FLAGS = (
     _flag("--prompt-key", default="prompt", metavar="KEY", help="the field or column of a prompt"),
     _flag("--chat-template", default="", metavar="FILE", help="of messages: a Jinja file, or chatml"),
 )
-# command -> (what it does, an example, its flags); the file cli/<command>.py runs it
-COMMANDS: dict[str, tuple[str, str, Sequence[Flag]]] = {
-    "plan": (
-        "find the fastest plan that fits, and why",
-        "mw plan --model llama3-8b --cluster 8xh100 --seq 8192 --batch 128 -o best.plan.json\n"
-        "  mw plan --model llama3-8b --cluster 8xh100 --pin tensor=2 --ban pipeline --max-memory 70GiB\n"
-        "  mw plan --model llama3.1-70b --cluster 8x8xh100 --seq 131072 --batch 32\n"
-        "  mw plan --model llama3-8b --cluster 8xh100 --seq 32768 --change max_sequence=32768 "
-        "--change rope_scaling=llama3\n"
-        "  mw plan --model llama3-70b --cluster 8xh100 --train 'blocks.7?.*' --train 'head.*' --optimizer lion\n"
-        "  mw plan --model llama3-8b --cluster 8xh100 --why tensor --why microbatch\n"
-        "  mw plan --model llama3-8b --cluster 8xh100 --what-if memory=+20GiB --what-if inner=x2\n"
-        "  mw plan --model llama3-8b --cluster 8xh100 --front\n"
-        "  mw plan --model llama3-70b --cluster 64x8xh100 --failures mtbf=1000h/node,restart=3min\n"
-        "  mw plan --model llama3-8b --cluster 8xh100 --devices 8..64 --target-tokens 1T\n"
-        "  mw plan --model llama3-8b --cluster 8xh100 --batch auto --critical-batch 500\n"
-        "  mw plan --model gpt2-124m --cluster this.cluster.json --from-run runs/first",
-        _PLAN_FLAGS,
-    ),
-    "simulate": (
-        "forecast one plan and draw its timeline",
-        "mw simulate P.plan.json --model llama3-8b --cluster 8xh100 --seq 8192\n"
-        "  mw simulate P.plan.json --model llama3-8b --cluster 8xh100 --svg P.svg --perfetto P.trace.json\n"
-        "  mw simulate runs/a/plan.json --model byte-3m --cluster runs/a/cluster.json "
-        "--measured runs/a/measured.timeline.json",
-        _SIMULATE_FLAGS,
-    ),
-    "train": (
-        "train; the same command resumes",
-        "mw train examples/laptop.toml\n"
-        "  mw train examples/laptop.toml --set train.save_minutes=30 --set train.save_every=500\n\n"
-        "saves at least every 10 minutes (train.save_minutes), every train.save_every steps and at the end; SIGTERM, "
-        "SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 save and exit with code 75",
-        _RUN_FLAGS,
-    ),
-    "check": (
-        "prove that a plan trains as one device would",
-        "mw check RUN.toml --plan P.plan.json",
-        (
-            *_RUN_FLAGS,
-            _flag("--steps", type=int, default=4, metavar="N", help="steps to compare (default 4)"),
-            _JSON,
-        ),
-    ),
-    "probe": (
-        "measure this machine: a minute on a CPU, three on a GPU",
-        "mw probe -o this.cluster.json\n"
-        "  mw probe --quick --devices 2\n"
-        "  mw probe --from-runs -o learned.cluster.json\n"
-        "  mw plan --model gpt2-124m --cluster this.cluster.json",
-        _PROBE_FLAGS,
-    ),
+COMMANDS: dict[str, Sequence[Flag]] = {
+    "plan": _PLAN_FLAGS,
+    "simulate": _SIMULATE_FLAGS,
+    "train": _RUN_FLAGS,
+    "check": _CHECK_FLAGS,
+    "probe": _PROBE_FLAGS,
     "profile": (
-        "what each layer of a model costs",
-        "mw profile llama3-8b",
-        (
-            _flag("model", nargs="?", metavar="M", help=f"{_MODEL}; none: a list"),
-            _flag("-o", "--output", metavar="M.profile.json"),
-        ),
+        _flag("model", nargs="?", metavar="M", help=f"{_MODEL}; none: a list"),
+        _flag("-o", "--output", metavar="M.profile.json"),
     ),
-    "techniques": (
-        "the techniques a plan can use",
-        "mw techniques tensor",
-        (_flag("name", nargs="?", help="show this one's card"),),
-    ),
-    "ckpt": (
-        "look at checkpoints; export to and import from Hugging Face folders",
-        "mw ckpt export runs/laptop exported",
-        _CKPT_FLAGS,
-    ),
-    "runs": (
-        "all runs below a folder: state, progress, time left, goodput",
-        "mw runs\n  mw runs experiments --json",
-        (_flag("folder", nargs="?", default=".", metavar="FOLDER", help="where to look (default: here)"), _JSON),
-    ),
-    "data": ("make token files of text", "mw data prepare corpus/*.jsonl -o corpus/tokens", _DATA_FLAGS),
+    "techniques": (_flag("name", nargs="?", help="show this one's card"),),
+    "ckpt": _CKPT_FLAGS,
+    "runs": (_flag("folder", nargs="?", default=".", metavar="FOLDER", help="where to look (default: here)"), _JSON),
+    "data": _DATA_FLAGS,
 }
+"""The flags of each command, which the file cli/<command>.py runs; commands.toml has the rest of its help."""
 
 
 _ASCII = {

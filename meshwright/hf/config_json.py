@@ -7,12 +7,13 @@ Dropout and expert capacity are of training only and are not counted.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from meshwright.core.codec import decode_into
+from meshwright.core.codec import decode, decode_into
 from meshwright.core.errors import MeshwrightError, Problem, error_at, raise_problems
 from meshwright.core.files import json_object, read_plain
 from meshwright.models.presets import DecoderConfig
@@ -32,101 +33,28 @@ class Family:
     has_rope: bool = True
     default_theta: float = 10_000.0
     has_mixed_windows: bool = False
+    weights: str = "llama"
+    """Which names its stored weights have. Mistral, Qwen and Mixtral differ from Llama in which of the names exist."""
 
 
-_GPT2_KEYS = {
-    "num_layers": "n_layer",
-    "hidden_size": "n_embd",
-    "num_heads": "n_head",
-    "num_kv_heads": "n_head",
-    "ffn_size": "n_inner",
-    "vocab_size": "vocab_size",
-    "max_sequence": "n_positions",
-    "norm_epsilon": "layer_norm_epsilon",
-    "tied": "tie_word_embeddings",
-    "init_std": "initializer_range",
-}
-_LLAMA_KEYS = {
-    "num_layers": "num_hidden_layers",
-    "hidden_size": "hidden_size",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "ffn_size": "intermediate_size",
-    "vocab_size": "vocab_size",
-    "max_sequence": "max_position_embeddings",
-    "head_size": "head_dim",
-    "norm_epsilon": "rms_norm_eps",
-    "tied": "tie_word_embeddings",
-    "init_std": "initializer_range",
-}
-_MIXTRAL_KEYS = {
-    **_LLAMA_KEYS,
-    "num_experts": "num_local_experts",
-    "experts_per_token": "num_experts_per_tok",
-    "expert_ffn_size": "intermediate_size",
-}
-_SILENT = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "initializer_range": 0.02, "head_dim": None}
-_ROPE_ONLY = {"hidden_act": ("silu",), "partial_rotary_factor": (1.0,)}
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KnownFamilies:
+    """What `families.json` has."""
 
-FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": Family(
-        keys=_LLAMA_KEYS,
-        defaults={**_SILENT, "num_key_value_heads": None},
-        only={**_ROPE_ONLY, "attention_bias": (False,), "mlp_bias": (False,)},
-    ),
-    "MistralForCausalLM": Family(
-        keys=_LLAMA_KEYS, defaults={**_SILENT, "num_key_value_heads": 8, "sliding_window": 4096}, only=_ROPE_ONLY
-    ),
-    "Qwen2ForCausalLM": Family(
-        keys=_LLAMA_KEYS,
-        defaults={**_SILENT, "num_key_value_heads": 32, "sliding_window": 4096},
-        only=_ROPE_ONLY,
-        implied={"qkv_bias": True},
-        has_mixed_windows=True,
-    ),
-    "Qwen3ForCausalLM": Family(
-        keys=_LLAMA_KEYS,
-        defaults={**_SILENT, "num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096},
-        only={**_ROPE_ONLY, "attention_bias": (False,)},
-        implied={"qk_norm": True},
-        has_mixed_windows=True,
-    ),
-    "MixtralForCausalLM": Family(
-        keys=_MIXTRAL_KEYS,
-        defaults={**_SILENT, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "sliding_window": None},
-        only={**_ROPE_ONLY, "router_jitter_noise": (0.0,)},
-        default_theta=1_000_000.0,
-    ),
-    "GPT2LMHeadModel": Family(
-        keys=_GPT2_KEYS,
-        defaults={"n_inner": None, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, "initializer_range": 0.02},
-        only={
-            "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
-            "scale_attn_weights": (True,),
-            "scale_attn_by_inverse_layer_idx": (False,),
-            "reorder_and_upcast_attn": (False,),
-            "add_cross_attention": (False,),
-        },
-        implied={"positions": "learned", "norm": "layer", "mlp": "gelu", "qkv_bias": True, "bias": True},
-        has_rope=False,
-    ),
-}
+    harmless: tuple[str, ...]
+    """Keys that decide nothing our decoder computes: tokens of generation, training's dropout, names, versions."""
+    families: Mapping[str, Family]
+    """By architecture."""
+    weights: Mapping[str, Mapping[str, str]]
+    """Names of stored weights, by our names of a block's layers; {}: the number of an expert."""
 
-# Keys that decide nothing our decoder computes: tokens of generation, training's dropout, names, versions.
-# fmt: off
-HARMLESS = frozenset({
-    "architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "use_cache", "_name_or_path",
-    "name_or_path", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id",
-    "decoder_start_token_id", "attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "summary_type",
-    "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout", "n_ctx",
-    "predict_special_tokens", "task_specific_params", "id2label", "label2id", "pretraining_tp", "max_window_layers",
-    "output_router_logits", "router_aux_loss_coef", "return_dict", "max_length", "min_length", "temperature", "top_k",
-    "top_p", "typical_p", "num_beams", "num_beam_groups", "num_return_sequences", "repetition_penalty",
-    "length_penalty", "diversity_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "do_sample",
-    "early_stopping", "chunk_size_feed_forward", "is_decoder", "_attn_implementation_autoset",
-    "gradient_checkpointing", "unsloth_version", "unsloth_fixed",
-})
-# fmt: on
+
+def _read_families() -> KnownFamilies:
+    return decode(KnownFamilies, json.loads(Path(__file__).with_name("families.json").read_bytes()), "families.json")
+
+
+KNOWN = _read_families()
+FAMILIES = KNOWN.families
 LLAMA3 = {
     "rope_factor": "factor",
     "rope_low_frequency": "low_freq_factor",
@@ -226,7 +154,7 @@ class _ConfigReader:
             value = self.raw.get(key, allowed[0])
             if value not in allowed and value is not None:
                 self.reasons.append(f"{key} is {_shown(value)}")
-        known = {*self.family.keys.values(), *self.family.only, *self.family.defaults, *HARMLESS}
+        known = {*self.family.keys.values(), *self.family.only, *self.family.defaults, *KNOWN.harmless}
         if self.family.has_rope:
             known |= {"rope_theta", "rope_scaling", "rope_parameters"}
         if self.family.has_mixed_windows:

@@ -31,49 +31,11 @@ from torch import Tensor, nn
 from meshwright.checkpoint.safetensors_folder import StoredTensors, open_folder
 from meshwright.core.box import Box
 from meshwright.core.errors import Problem, Problems, raise_problems
-from meshwright.hf.config_json import family_of
+from meshwright.hf.config_json import FAMILIES, KNOWN, family_of
 from meshwright.models.presets import DecoderConfig
 from meshwright.zoo.decoder import Decoder
 
 Shape = tuple[int, ...]
-_LLAMA = {
-    "blocks": "model.layers",
-    "embed.tokens.weight": "model.embed_tokens.weight",
-    "head.norm.weight": "model.norm.weight",
-    "head.output.weight": "lm_head.weight",
-    "attention_norm": "input_layernorm",
-    "mlp_norm": "post_attention_layernorm",
-    "attention.query": "self_attn.q_proj",
-    "attention.key": "self_attn.k_proj",
-    "attention.value": "self_attn.v_proj",
-    "attention.output": "self_attn.o_proj",
-    "attention.query_norm": "self_attn.q_norm",
-    "attention.key_norm": "self_attn.k_norm",
-    "mlp.gate": "mlp.gate_proj",
-    "mlp.up": "mlp.up_proj",
-    "mlp.down": "mlp.down_proj",
-    "mlp.router": "block_sparse_moe.gate",
-    "mlp.experts.gate": "block_sparse_moe.experts.{}.w1.weight",
-    "mlp.experts.up": "block_sparse_moe.experts.{}.w3.weight",
-    "mlp.experts.down": "block_sparse_moe.experts.{}.w2.weight",
-}
-"""Also of Mistral, Qwen and Mixtral: they differ in which of the names exist. {}: the number of an expert."""
-_GPT2 = {
-    "blocks": "transformer.h",
-    "embed.tokens.weight": "transformer.wte.weight",
-    "embed.positions.weight": "transformer.wpe.weight",
-    "head.norm.weight": "transformer.ln_f.weight",
-    "head.norm.bias": "transformer.ln_f.bias",
-    "head.output.weight": "lm_head.weight",
-    "attention_norm": "ln_1",
-    "mlp_norm": "ln_2",
-    "attention.query": "attn.c_attn",
-    "attention.key": "attn.c_attn",
-    "attention.value": "attn.c_attn",
-    "attention.output": "attn.c_proj",
-    "mlp.up": "mlp.c_fc",
-    "mlp.down": "mlp.c_proj",
-}
 _OURS = re.compile(r"blocks\.(\d+)\.(.+?)(\.weight|\.bias|)")
 
 
@@ -117,8 +79,8 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, Shape]:
 
 def parts_of_decoder(config: DecoderConfig, stored: Container[str] | None = None) -> dict[str, tuple[TensorPart, ...]]:
     """Parameter of ours -> its parts, named as in `stored`, or as transformers writes them."""
-    is_gpt2 = family_of(config) == "GPT2LMHeadModel"
-    parts = {name: _parts_of(name, shape, is_gpt2) for name, shape in parameter_shapes(config).items()}
+    weights = FAMILIES[family_of(config)].weights
+    parts = {name: _parts_of(name, shape, weights) for name, shape in parameter_shapes(config).items()}
     if stored is None:
         return parts
     if config.num_experts and any(f"{at}layers.0.mlp.experts.gate_up_proj" in stored for at in ("model.", "")):
@@ -133,9 +95,9 @@ def parts_of_decoder(config: DecoderConfig, stored: Container[str] | None = None
     }
 
 
-def _parts_of(name: str, shape: Shape, is_gpt2: bool) -> tuple[TensorPart, ...]:
+def _parts_of(name: str, shape: Shape, weights: str) -> tuple[TensorPart, ...]:
     """Linears of GPT-2 are stored transposed; its query, key and value are one tensor."""
-    names = _GPT2 if is_gpt2 else _LLAMA
+    names, is_gpt2 = KNOWN.weights[weights], weights == "gpt2"
     of_block = _OURS.fullmatch(name)
     stored = f"{names['blocks']}.{of_block[1]}.{names[of_block[2]]}{of_block[3]}" if of_block else names[name]
     if "{}" in stored:

@@ -165,18 +165,14 @@ def _fitted_device(typical: Reading, sheet: Cluster | None, host_bytes_each: int
         matmul_fraction=min(1.0, typical.flops_per_second[dtype] / peak),
         bandwidth_fraction=min(1.0, traffic.bytes_per_second / memory_rate),
         memory_half_bytes=traffic.half_bytes,
-        attention_fraction=attention.fraction,
-        attention_backward_fraction=attention.backward_fraction,
-        attention_half_tokens=attention.half_tokens,
-        small_head_fraction=attention.small_head_fraction,
         copy_bytes_per_second=typical.copies,
+        **attention.fields,
     )
     scatter = {"traffic": traffic.scatter_fraction, "attention": attention.scatter_fraction}
     if typical.matmuls:
         matmuls = fit_matmuls(typical.matmuls, device, dtype, 2 if on_gpu else 4)
         scatter["matmuls"] = matmuls.scatter_fraction
-        residuals = tuple((m, n, k, round(ratio, 4)) for m, n, k, ratio in matmuls.residuals)
-        device = replace(device, matmul_fraction=matmuls.fraction, k_half=matmuls.k_half, residuals=residuals)
+        device = replace(device, **matmuls.fields)
     return device, scatter
 
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import median
+from typing import Any, NamedTuple
 
 from meshwright.core.cluster import Device, Link
 from meshwright.core.errors import MeshwrightError, Problem
@@ -114,26 +115,14 @@ _ROUNDS = 4
 _LEAST_RESIDUAL, _MOST_RESIDUAL = 0.5, 8.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Matmuls:
-    fraction: float
-    k_half: float
-    residuals: tuple[Matmul, ...]
-    scatter_fraction: float
-    """Nine in ten shapes are nearer than this to what the others say of them."""
+class DeviceFit(NamedTuple):
+    """Fields of a `Device`, and how far nine in ten timings are from them at most."""
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AttentionFit:
-    fraction: float
-    backward_fraction: float
-    half_tokens: float
-    small_head_fraction: float
+    fields: dict[str, Any]
     scatter_fraction: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Traffic:
+class TrafficFit(NamedTuple):
     bytes_per_second: float
     half_bytes: float
     scatter_fraction: float
@@ -145,7 +134,7 @@ def nine_in_ten(ratios: Iterable[float]) -> float:
     return off[min(len(off) - 1, math.ceil(0.9 * len(off)) - 1)] if off else 0.0
 
 
-def fit_matmuls(points: Sequence[Matmul], plain: Device, dtype: str, element_bytes: int) -> Matmuls:
+def fit_matmuls(points: Sequence[Matmul], plain: Device, dtype: str, element_bytes: int) -> DeviceFit:
     """`plain` has the peak, the processors and the memory's rates, and neither ramp nor residuals.
 
     rate = peak x fraction x k / (k + k_half) x (share of the last wave used) / residual: 1 / rate is a line in 1 / k.
@@ -174,8 +163,9 @@ def fit_matmuls(points: Sequence[Matmul], plain: Device, dtype: str, element_byt
         / point[3]
         for point in bound
     )
-    scatter = nine_in_ten(by_others) if len(bound) > 4 else 0.0
-    return Matmuls(fraction=fraction, k_half=k_half, residuals=residuals, scatter_fraction=scatter)
+    rounded = tuple((m, n, k, round(ratio, 4)) for m, n, k, ratio in residuals)
+    fields = {"matmul_fraction": fraction, "k_half": k_half, "residuals": rounded}
+    return DeviceFit(fields, nine_in_ten(by_others) if len(bound) > 4 else 0.0)
 
 
 def _seconds(shape: tuple[float, ...], device: Device, dtype: str) -> float:
@@ -187,7 +177,7 @@ def _seconds(shape: tuple[float, ...], device: Device, dtype: str) -> float:
     return float(compute_seconds(task, device))
 
 
-def fit_attention(points: Sequence[tuple[float, float, float, float]], peak: float) -> AttentionFit:
+def fit_attention(points: Sequence[tuple[float, float, float, float]], peak: float) -> DeviceFit:
     """`points`: head size, tokens, FLOP/s forward and backward; rate = peak x fraction x tokens / (tokens + half)."""
     sizes = {size for size, *_ in points}
     large = [p for p in points if p[0] == LARGE_HEAD] or [p for p in points if p[0] == max(sizes)]
@@ -203,24 +193,19 @@ def fit_attention(points: Sequence[tuple[float, float, float, float]], peak: flo
         for size, tokens in by_place
         if size == SMALL_HEAD and (LARGE_HEAD, tokens) in by_place
     ]
-    scatter = nine_in_ten((start + slope * x) / y for x, y in whole)
-    return AttentionFit(
-        fraction=min(1.0, fraction),
-        backward_fraction=min(1.0, backward_fraction),
-        half_tokens=half,
-        small_head_fraction=min(1.0, median(pairs)) if pairs else 1.0,
-        scatter_fraction=scatter,
-    )
+    fields = {
+        "attention_fraction": min(1.0, fraction),
+        "attention_backward_fraction": min(1.0, backward_fraction),
+        "attention_half_tokens": half,
+        "small_head_fraction": min(1.0, median(pairs)) if pairs else 1.0,
+    }
+    return DeviceFit(fields, nine_in_ten((start + slope * x) / y for x, y in whole))
 
 
-def fit_traffic(points: Sequence[tuple[str, float, float]]) -> Traffic:
+def fit_traffic(points: Sequence[tuple[str, float, float]]) -> TrafficFit:
     """`points`: kernel, bytes, seconds; a kernel takes (bytes + half) / rate."""
     start, slope = line([(num_bytes, seconds) for _, num_bytes, seconds in points])
     if slope <= 0:  # one size: no ramp can be told
-        return Traffic(
-            bytes_per_second=median(num_bytes / seconds for _, num_bytes, seconds in points),
-            half_bytes=0.0,
-            scatter_fraction=0.0,
-        )
+        return TrafficFit(median(num_bytes / seconds for _, num_bytes, seconds in points), 0.0, 0.0)
     scatter = nine_in_ten((start + slope * num_bytes) / seconds for _, num_bytes, seconds in points)
-    return Traffic(bytes_per_second=1 / slope, half_bytes=start / slope, scatter_fraction=scatter)
+    return TrafficFit(1 / slope, start / slope, scatter)

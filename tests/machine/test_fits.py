@@ -32,9 +32,9 @@ SHAPES = [(2560 * a, 1280 * b, k) for a, b in ((1, 1), (2, 1), (1, 4)) for k in 
 def test_matmuls_give_back_the_asymptote_and_the_ramp() -> None:
     points = [exact_shape(m, n, k, 0.8, 300.0) for m, n, k in SHAPES]
     found = fit_matmuls(points, PLAIN, "bf16", 2)
-    assert found.fraction == pytest.approx(0.8, rel=1e-6)
-    assert found.k_half == pytest.approx(300.0, rel=1e-4)
-    assert {round(each[3], 6) for each in found.residuals} == {1.0}
+    assert found.fields["matmul_fraction"] == pytest.approx(0.8, rel=1e-6)
+    assert found.fields["k_half"] == pytest.approx(300.0, rel=1e-4)
+    assert {round(each[3], 6) for each in found.fields["residuals"]} == {1.0}
     assert found.scatter_fraction == pytest.approx(0.0, abs=1e-6)
 
 
@@ -43,9 +43,9 @@ def test_a_shape_without_a_good_kernel_is_kept_in_the_table_alone() -> None:
     m, n, k, seconds = points[5]
     points[5] = (m, n, k, 3 * seconds)
     found = fit_matmuls(points, PLAIN, "bf16", 2)
-    assert found.fraction == pytest.approx(0.8, rel=1e-3)
-    assert found.residuals[5][3] == pytest.approx(3.0, rel=1e-2)
-    assert sum(each[3] > 1.1 for each in found.residuals) == 1
+    assert found.fields["matmul_fraction"] == pytest.approx(0.8, rel=1e-3)
+    assert found.fields["residuals"][5][3] == pytest.approx(3.0, rel=1e-2)
+    assert sum(each[3] > 1.1 for each in found.fields["residuals"]) == 1
     assert found.scatter_fraction > 0.1, "its neighbours say another thing of it"
 
 
@@ -54,8 +54,8 @@ def test_shapes_that_wait_for_memory_say_nothing_of_arithmetic() -> None:
     # 2560 x 1280 outputs of 2 inputs each: 6.6 MB at 4 TB/s.
     small = (2560.0, 1280.0, 2.0, 2 * (2560 * 1280 + 2 * 1280 + 2 * 2560) / 4e12)
     found = fit_matmuls([*points, small], PLAIN, "bf16", 2)
-    assert len(found.residuals) == len(points)
-    assert found.fraction == pytest.approx(0.8, rel=1e-6)
+    assert len(found.fields["residuals"]) == len(points)
+    assert found.fields["matmul_fraction"] == pytest.approx(0.8, rel=1e-6)
 
 
 def test_attention_gives_back_both_ways_the_ramp_and_small_heads() -> None:
@@ -64,15 +64,22 @@ def test_attention_gives_back_both_ways_the_ramp_and_small_heads() -> None:
         return size, tokens, 0.6 * reached, 0.4 * reached
 
     found = fit_attention([rates(size, tokens) for size in (64, 128) for tokens in (512, 2048, 16384)], PEAK)
-    assert (found.fraction, found.backward_fraction) == (pytest.approx(0.6), pytest.approx(0.4))
-    assert found.half_tokens == pytest.approx(400, rel=1e-6)
-    assert found.small_head_fraction == pytest.approx(0.75)
+    assert (found.fields["attention_fraction"], found.fields["attention_backward_fraction"]) == (
+        pytest.approx(0.6),
+        pytest.approx(0.4),
+    )
+    assert found.fields["attention_half_tokens"] == pytest.approx(400, rel=1e-6)
+    assert found.fields["small_head_fraction"] == pytest.approx(0.75)
     assert found.scatter_fraction < 1e-6
 
 
 def test_one_length_of_attention_has_no_ramp() -> None:
     found = fit_attention([(64.0, 512.0, 0.3 * PEAK, 0.2 * PEAK)], PEAK)
-    assert (found.fraction, found.backward_fraction, found.half_tokens) == (pytest.approx(0.3), pytest.approx(0.2), 0.0)
+    assert (
+        found.fields["attention_fraction"],
+        found.fields["attention_backward_fraction"],
+        found.fields["attention_half_tokens"],
+    ) == (pytest.approx(0.3), pytest.approx(0.2), 0.0)
 
 
 def test_traffic_gives_back_its_rate_and_half() -> None:
