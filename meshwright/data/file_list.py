@@ -18,6 +18,7 @@ import sysconfig
 import zipfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -216,14 +217,14 @@ def require_plausible(where: str, num_bytes: int, stored_bytes: int) -> None:
         raise error_at(where, f"unpacks to {pretty_bytes(num_bytes)} from {pretty_bytes(stored_bytes)}.", fix)
 
 
+_readable_npz = partial(readable, kind="a readable .npz file", fix="Write it again with numpy.savez.")
+readable_parquet = partial(readable, kind="readable Parquet", fix="Write it again, or leave it out.")
+
+
 def npz_names(path: str) -> tuple[str, ...]:
     """The names of its arrays; nothing is read."""
     with _readable_npz(path), zipfile.ZipFile(path) as archive:
         return tuple(name.removesuffix(".npy") for name in archive.namelist())
-
-
-def _readable_npz(path: str) -> Any:
-    return readable(path, "a readable .npz file", "Write it again with numpy.savez.")
 
 
 def read_npz(path: str, wanted: tuple[str, ...]) -> dict[str, npt.NDArray[Any]]:
@@ -281,7 +282,3 @@ def parquet_file(path: str) -> Any:
         opened = parquet.ParquetFile(path, memory_map=True)
         assert all(isinstance(name, str) for name in opened.schema_arrow.names)  # Arrow decodes names only now
         return opened
-
-
-def readable_parquet(where: str) -> Any:
-    return readable(where, "readable Parquet", "Write it again, or leave it out.")

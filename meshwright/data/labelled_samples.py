@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ _BLOCK_BYTES = 1 << 26
 # As many decoders as cores run at once, each with a few copies of its image.
 _MAX_PIXELS = 1 << 24
 _ID_PREFIXES = ("cat", "id")
+_readable_image = partial(readable, kind="a readable image", fix="Repair it or leave it out.")
 
 Column = npt.NDArray[Any]
 _Columns = tuple[dict[str, Column], dict[str, Column], Column]
@@ -82,7 +84,7 @@ class LabelledSource(Source):
 
 
 def open_npz_images(file: SourceFile, cache: Path | None, section: DataSection) -> LabelledSource:
-    return _images("images", file, cache, lambda writer: _convert(file.path, writer))
+    return _images("images", file, cache, partial(_convert, file.path))
 
 
 def open_image_folder(folder: str, cache: Path | None, section: DataSection) -> LabelledSource:
@@ -101,7 +103,7 @@ def open_image_folder(folder: str, cache: Path | None, section: DataSection) -> 
     state = xxhash.xxh3_64_intdigest(repr([image[1:] for image in listing]).encode()) >> 1
     total_bytes = sum(size for _, _, size, _ in listing)
     file = SourceFile(path=os.path.abspath(folder), size_bytes=total_bytes, mtime_ns=state)
-    return _images("image folder", file, cache, lambda writer: _decode([image[0] for image in listing], writer))
+    return _images("image folder", file, cache, partial(_decode, [image[0] for image in listing]))
 
 
 def _images(question: str, file: SourceFile, cache: Path | None, fill: Fill) -> LabelledSource:
@@ -178,10 +180,6 @@ def _form(paths: list[str], library: Any, problems: list[Problem]) -> tuple[str,
         what = f"is {size[0]} x {size[1]} pixels, {first[0]} is {first[1][0]} x {first[1][1]}.{more}"
         problems.append(Problem(where=path, what=what, fix="Bring all images to one size."))
     return "L" if is_gray else "RGB", first[1] if first else (0, 0)
-
-
-def _readable_image(path: str) -> Any:
-    return readable(path, "a readable image", "Mend it or leave it out.")
 
 
 def _convert(path: str, writer: ArrayWriter) -> Facts:

@@ -6,6 +6,7 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -97,8 +98,5 @@ def parameters_on_meta() -> Iterator[None]:
             value = nn.Parameter(value.detach().to("meta"), requires_grad=value.requires_grad)
         register(self, name, value)
 
-    nn.Module.register_parameter = on_meta
-    try:
+    with mock.patch.object(nn.Module, "register_parameter", on_meta):
         yield
-    finally:
-        nn.Module.register_parameter = register

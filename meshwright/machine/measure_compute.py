@@ -52,11 +52,11 @@ def matmul_points(bench: Bench) -> list[tuple[float, float, float, float]]:
         dtype, grid = torch.bfloat16, _CUDA_QUICK_GRID if bench.is_quick else _CUDA_GRID
     pools = _pools(bench, dtype, grid)
     budget = bench.section_seconds / 20
-    points = []
-    for shape in grid:
-        for m, n, k, product in _products(*shape, pools):
-            points.append((float(m), float(n), float(k), bench.device_seconds(product, budget)))
-    return points
+    return [
+        (float(m), float(n), float(k), bench.device_seconds(product, budget))
+        for shape in grid
+        for m, n, k, product in _products(*shape, pools)
+    ]
 
 
 def odd_slowdown(bench: Bench) -> float:
@@ -191,11 +191,11 @@ def memory_points(bench: Bench) -> list[tuple[str, float, float]]:
         sizes = (64 * MIB if bench.is_quick else 256 * MIB,)
     pool = torch.randn(2 * max(sizes) // 4, device=bench.device)
     out = torch.empty_like(pool)
-    points = []
-    for size in sizes:
-        for name, moved, kernel in _kernels(pool, out, size, bench.on_gpu):
-            points.append((name, moved, bench.device_seconds(kernel, budget)))
-    return points
+    return [
+        (name, moved, bench.device_seconds(kernel, budget))
+        for size in sizes
+        for name, moved, kernel in _kernels(pool, out, size, bench.on_gpu)
+    ]
 
 
 def _kernels(pool: Tensor, out: Tensor, size: int, on_gpu: bool) -> Iterator[tuple[str, float, Callable[[], Any]]]:

@@ -38,10 +38,6 @@ class StateFormat:
     def block(self) -> int:
         return BLOCK[self.bits]
 
-    def coded_bytes(self, elements: Num) -> Num:
-        """Bytes of two moments: codes of whole blocks, and their scales."""
-        return 2 * -(-elements // self.block) * (self.block * self.bits // 8 + SCALE_BYTES)
-
     def wrap(self, make: RuleMaker) -> RuleMaker:
         return partial(LowBitRule, self, make)
 
@@ -71,7 +67,8 @@ class LowBitPrice:
             return wide_bytes
         elements = slot.stored(slot.shards)
         is_coded = (elements >= self.format.smallest) * 1
-        return is_coded * self.format.coded_bytes(elements) + (1 - is_coded) * wide_bytes
+        block_bytes = self.format.block * self.format.bits // 8 + SCALE_BYTES  # codes and their scale, for each moment
+        return is_coded * 2 * -(-elements // self.format.block) * block_bytes + (1 - is_coded) * wide_bytes
 
     def collectives(self, work: Work) -> tuple[Collective, ...]:
         return self.optimizer.collectives(work)
@@ -125,9 +122,8 @@ class LowBitRule(UpdateRule):
         if self.divisor is not None:
             factor = factor / self.divisor.to(factor.device)
         if self.refused is not None:
-            factor = torch.where(
-                self.refused.to(factor.device) == 1.0, torch.nan, factor
-            )  # by which nothing is changed
+            is_refused = self.refused.to(factor.device) == 1.0
+            factor = torch.where(is_refused, torch.nan, factor)  # by which nothing is changed
         for piece, moments in self.coded.values():
             if piece.value.grad is None:
                 continue

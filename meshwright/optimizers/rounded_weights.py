@@ -78,14 +78,13 @@ def compiled_rounding(device: torch.device) -> Callable[[Tensor, Tensor], Tensor
     return _round_rows
 
 
-def write_rounded(target: Tensor, wide: Tensor, box: Box, seed: int) -> None:
-    """`target`: of bfloat16; `box`: where both lie in the parameter."""
-    if wide.is_cuda and wide.dim() == 2 and box.size[1] == box.shape[1]:
-        first = box.offset[0] * box.shape[1] & 0xFFFFFFFF
-        numbers = torch.tensor([first - (first >> 31 << 32), seed], dtype=torch.int32).to(wide.device)
-        target.copy_(compiled_rounding(wide.device)(wide, numbers))
-    else:
-        target.copy_(round_at_random(wide, noise(places_of(box, wide.device), seed)))
+def rounded(wide: Tensor, box: Box, seed: int) -> Tensor:
+    """In bfloat16; `box`: where it lies in the parameter."""
+    if not (wide.is_cuda and wide.dim() == 2 and box.size[1] == box.shape[1]):
+        return round_at_random(wide, noise(places_of(box, wide.device), seed))
+    first = box.offset[0] * box.shape[1] & 0xFFFFFFFF
+    numbers = torch.tensor([first - (first >> 31 << 32), seed], dtype=torch.int32).to(wide.device)
+    return compiled_rounding(wide.device)(wide, numbers)
 
 
 class RoundedWeights(PieceRules):
@@ -123,5 +122,5 @@ class RoundedWeights(PieceRules):
             parts = max(1, min(-(-wide.numel() // SLICE_ELEMENTS), piece.box.size[0] if piece.box.size else 1))
             for index, (target, source) in enumerate(zip(piece.value.chunk(parts), wide.chunk(parts), strict=True)):
                 box = piece.box.chunk(0, index, parts)
-                write_rounded(target, source, box, seed_of(piece.name, count))
+                target.copy_(rounded(source, box, seed_of(piece.name, count)))
             wide.untyped_storage().resize_(0)

@@ -37,7 +37,14 @@ class Optimizer:
             mine = {name: build.boxes[name].shape for name, _ in trained if build.owns(name)}
             every = [item for told in gather_json(build.mesh.control, mine) for item in told.items()]
             shapes = {name: tuple(shape) for name, shape in sorted(every)}
-        _check_groups(config, list(shapes))
+        problems = []
+        for index, pattern in ((i, pattern) for i, group in enumerate(config.groups) for pattern in group.patterns):
+            if not any(fnmatchcase(name, pattern) for name in shapes):
+                what = f"{pattern!r} matches none of the {len(shapes)} parameters that train."
+                close = get_close_matches(pattern, shapes, n=1, cutoff=0.0)  # hundreds of names are no help
+                fix = f"There is {close[0]!r}, for example." if close else ""
+                problems.append(Problem(where=f"optimizer.groups[{index}].match", what=what, fix=fix))
+        raise_problems(problems)
         self.pieces = [_piece(config, build, name, local(parameter.detach())) for name, parameter in trained]
         make: RuleMaker = config.rule
         for wrap in build.rule_wraps:
@@ -142,18 +149,6 @@ def _numbers(pieces: Iterable[ParameterPiece]) -> list[Tensor]:
     """The gradients that there are; of those of some rows only, these rows."""
     gradients = [piece.value.grad for piece in pieces if piece.value.grad is not None]
     return [gradient.values() if gradient.is_sparse else gradient for gradient in gradients]
-
-
-def _check_groups(config: OptimizerConfig, names: list[str]) -> None:
-    problems = []
-    for index, group in enumerate(config.groups):
-        for pattern in group.patterns:
-            if not any(fnmatchcase(name, pattern) for name in names):
-                what = f"{pattern!r} matches none of the {len(names)} parameters that train."
-                close = get_close_matches(pattern, names, n=1, cutoff=0.0)  # hundreds of names are no help
-                fix = f"There is {close[0]!r}, for example." if close else ""
-                problems.append(Problem(where=f"optimizer.groups[{index}].match", what=what, fix=fix))
-    raise_problems(problems)
 
 
 def _piece(config: OptimizerConfig, build: Build, name: str, value: Tensor) -> ParameterPiece:

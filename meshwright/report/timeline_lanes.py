@@ -27,6 +27,14 @@ def shown_devices(timeline: Timeline, wanted: Sequence[int] = ()) -> tuple[int, 
     return tuple(chosen[round(at * last / (MOST_LANES - 1))] for at in range(MOST_LANES))
 
 
+def spans_by_device(timeline: Timeline, devices: Iterable[int]) -> dict[int, list[Span]]:
+    result: dict[int, list[Span]] = {device: [] for device in devices}
+    for span in timeline.spans:
+        if span.device in result:
+            result[span.device].append(span)
+    return result
+
+
 def kind_of(span: Span) -> str:
     """forward, backward, weight (its second half, apart), update, collective, copy or message."""
     if span.name.startswith(MESSAGES):
@@ -152,10 +160,7 @@ def spent(timeline: Timeline) -> Spent:
     window = period(timeline) or (0.0, math.inf)
     total, devices = step_seconds(timeline), timeline.devices
     compute = collective = copy = 0.0
-    by_device: dict[int, list[Span]] = {device: [] for device in devices}
-    for span in timeline.spans:
-        by_device[span.device].append(span)
-    for spans in by_device.values():
+    for spans in spans_by_device(timeline, devices).values():
         inside: dict[str, list[Interval]] = {"compute": [], "collective": [], "copy": [], "message": []}
         for span in spans:
             kind = "compute" if span.lane == "compute" else kind_of(span)

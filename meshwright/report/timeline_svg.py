@@ -146,11 +146,7 @@ class Sheet:
         self.text(16, told if len(told) <= most else told[: most - 1] + "…", is_bold=True)
         self.y += 10
         top, shade = self.y, len(self.parts)
-        by_device: dict[int, list[Span]] = {device: [] for device in lanes.shown_devices(timeline, wanted)}
-        for span in timeline.spans:
-            if span.device in by_device:
-                by_device[span.device].append(span)
-        for device, spans in by_device.items():
+        for device, spans in lanes.spans_by_device(timeline, lanes.shown_devices(timeline, wanted)).items():
             self.lanes(device, spans)
         if marked:
             start, end = map(self.x, marked)

@@ -37,17 +37,12 @@ def draw(timeline: Timeline, *, width: int = 100, plain: bool = False) -> list[L
     columns = max(8, width - _LABEL - _END)
     total = timeline.seconds or 1.0
     lines: list[Line] = [[("; ".join(lanes.said(timeline)), "dim")]] if lanes.said(timeline) else []
-    by_device: dict[int, list[Span]] = {device: [] for device in timeline.devices}
-    for span in timeline.spans:
-        by_device[span.device].append(span)
     used: set[str] = set()
-    for device in lanes.shown_devices(timeline):
-        spans = by_device[device]
+    for device, spans in lanes.spans_by_device(timeline, lanes.shown_devices(timeline)).items():
         cells = _cells(spans, total, columns)
         used |= set(cells)
-        busy = (
-            lanes.length(lanes.united((s.start_seconds, s.end_seconds) for s in spans if s.lane == "compute")) / total
-        )
+        computing = [(span.start_seconds, span.end_seconds) for span in spans if span.lane == "compute"]
+        busy = lanes.length(lanes.united(computing)) / total
         label = (f"rank {device}".ljust(_LABEL), "")
         drawn = [(LETTERS[kind][0] * len(list(run)), LETTERS[kind][1]) for kind, run in itertools.groupby(cells)]
         lines.append([label, *drawn, (f" busy {busy:4.0%}".rjust(_END), "")])

@@ -120,6 +120,9 @@ def test_a_kernel_that_fails_gives_way_to_the_plain_form(monkeypatch: pytest.Mon
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr(kernels, "_failed", set())
+    assert kernels.run_or_fall_back("some_kernel", torch.ones(0), fail, lambda: 3) == 3, "nothing to run it on"
+    assert not kernels._failed
+    monkeypatch.setattr(kernels, "is_usable", lambda name, tensor: True)
     with pytest.warns(UserWarning, match=r"some_kernel does not run here.*no compiler"):
         assert kernels.run_or_fall_back("some_kernel", torch.ones(1), fail, lambda: 3) == 3
     assert "some_kernel" in kernels._failed

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from meshwright.optimizers.rule import ParameterPiece, UpdateRule
+from meshwright.optimizers.rule import UpdateRule
 
 if TYPE_CHECKING:
     from meshwright.core.build import Build
@@ -38,7 +38,10 @@ class Lars(UpdateRule):
             return
         updates = torch._foreach_mul(self.values, [piece.weight_decay for piece in self.pieces])
         torch._foreach_add_(updates, gradients)
-        trusts = [_trust(piece, *pair) for piece, pair in zip(self.pieces, norms, strict=True)]
+        trusts = [
+            TRUST * length / (slope + piece.weight_decay * length) if piece.is_matrix and length and slope else 1.0
+            for piece, (length, slope) in zip(self.pieces, norms, strict=True)
+        ]
         torch._foreach_mul_(updates, [-rate * trust for rate, trust in zip(self.rates(lr), trusts, strict=True)])
         if self.config.momentum:
             moving = self.state["momentum_buffer"]
@@ -46,9 +49,3 @@ class Lars(UpdateRule):
             torch._foreach_add_(moving, updates)
             updates = moving
         torch._foreach_add_(self.values, updates)
-
-
-def _trust(piece: ParameterPiece, weight: float, gradient: float) -> float:
-    if not (piece.is_matrix and weight and gradient):
-        return 1.0
-    return TRUST * weight / (gradient + piece.weight_decay * weight)
