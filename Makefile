@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test test-all check format bench damage fuzz reliability zoo mutants gpu-test clean
+.PHONY: help demo test test-all check format bench damage fuzz reliability audit zoo mutants gpu-test clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -40,6 +40,11 @@ damage: $(STAMP) ## damaged files of every kind that mw reads
 
 reliability: $(STAMP) ## failures of every kind provoked and counted: rows without a full result (hours)
 	$(BIN)/python -m benchmarks.reliability
+
+audit: $(STAMP) ## known vulnerabilities of what is installed (asks a database over the network), licences, pip check
+	$(BIN)/pip install --quiet --disable-pip-version-check pip-audit
+	$(BIN)/pip-audit --skip-editable --progress-spinner off
+	$(BIN)/python -m pytest tests/house/test_dependencies.py
 
 MINUTES ?= 10
 SEED ?= 0

@@ -360,6 +360,13 @@ class Profile(Artefact):
                 for name in ("flops", "backward_flops", "moved", "backward_moved", "saved", "working"):
                     # A fitted term may be below zero; what it adds up to may not.
                     costs[f"layers[{i}].ops.{op.name}.{name}"] = getattr(op, name)(1, self.max_sequence)
+            yield from (
+                Problem(
+                    where=f"layers[{i}].ops.{op.name}.shape", what=f"has {len(op.shape)} numbers; a matmul has n and k."
+                )
+                for op in layer.ops
+                if op.kind == "matmul" and len(op.shape) != 2
+            )
         yield from wrong_numbers(counts, "above zero")
         yield from wrong_numbers({"imbalance": self.imbalance}, "at least 1", lambda value: 1 <= value < math.inf)
         yield from wrong_numbers(costs, "zero or more")

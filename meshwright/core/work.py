@@ -263,7 +263,7 @@ class ParameterSlot:
 
     def stored(self, shards: Num) -> Num:
         """Elements of the largest of `shards` equal pieces along dim 0, padding included."""
-        return -(-self.shape[0] // shards) * _product(self.shape[1:])
+        return -(-self.shape[0] // shards) * _product(self.shape[1:]) if self.shape else 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

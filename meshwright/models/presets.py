@@ -58,7 +58,8 @@ def sequence_problem(profile: Profile, sequence: float, where: str) -> Problem |
         )
         fix += "".join(f", or --model {name}" for name in longer)
         fix += f", or give it more: --change max_sequence={math.ceil(sequence)}{stretched}"
-    return Problem(where=where, what=f"{sequence:g} tokens; {profile.name} has positions for {most}.", fix=f"{fix}.")
+    what = f"{min(sequence, 1e18):g} tokens; {profile.name} has positions for {most}."
+    return Problem(where=where, what=what, fix=f"{fix}.")
 
 
 def preset(name: str) -> Config:
