@@ -225,6 +225,12 @@ COMMANDS: dict[str, Sequence[Flag]] = {
     "simulate": _SIMULATE_FLAGS,
     "train": _RUN_FLAGS,
     "check": _CHECK_FLAGS,
+    "replay": (
+        _flag("run", metavar="RUN", help="a run's folder, or its file"),
+        _flag("step", nargs="?", type=int, metavar="STEP", help="the first is 1 (default: those in trouble)"),
+        _flag("--one-rank", action="store_true", help="in one process in place of the plan's ranks"),
+        _JSON,
+    ),
     "probe": _PROBE_FLAGS,
     "profile": (
         _flag("model", nargs="?", metavar="M", help=f"{_MODEL}; none: a list"),

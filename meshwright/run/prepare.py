@@ -50,6 +50,8 @@ OF_ONE_START = (
     *("events.jsonl", "search.json"),
 )
 """Files of a run folder that speak of the latest start alone, and go when another begins."""
+RUN_FILE = "run.json"
+"""In a run's folder: the content of its run file, as of the latest start."""
 MOST_TIMINGS = 2
 """Of a model, each in another form: once its rates are known, another precision or microbatch may be the best."""
 _BYTES_PER_TOKEN = 20
@@ -367,6 +369,7 @@ def write_prepared(config: RunConfig, prepared: PreparedRun) -> None:
     for name in OF_ONE_START:
         (folder / name).unlink(missing_ok=True)
     texts = {
+        RUN_FILE: json.dumps(encode(config), indent=1),
         "profile.json": prepared.profile.to_json(),
         "cluster.json": prepared.cluster.to_json(),
         "plan.json": prepared.plan.to_json(),

@@ -37,6 +37,7 @@ from meshwright.ops.device_mesh import Mesh, join
 from meshwright.run.comparison import COMPARISON, WARM_UP_STEPS, Promise, StepTally, compared_entry, keep
 from meshwright.run.model import ModelDescription, open_model
 from meshwright.run.prepare import open_data
+from meshwright.run.replay import TROUBLES
 from meshwright.run.result import held_out_text
 from meshwright.run.run_file import RunConfig
 from meshwright.runtime.build import RankBuild
@@ -441,9 +442,6 @@ class RankTraining:
         if self.events is not None:
             self.events.close()
 
-
-TROUBLES = "troubles.jsonl"
-"""In a run's folder: see `Trouble`."""
 
 _KINDS = {"attention": re.compile(r"attention|sdp"), "matmul": re.compile(r"mm\b|mm_|linear|convolution|rnn")}
 """By the name of an operator; all others move memory."""
