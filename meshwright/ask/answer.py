@@ -233,7 +233,9 @@ def read_request(
     knobs = (tried(lambda: read_knobs(why)) if why else None) or ()
     changes = tried(lambda: read_changes(what_if)) or ()
     limit = read_memory(max_memory, "--max-memory", wrong) if isinstance(max_memory, str) else max_memory
-    wrong += _headroom_problems(headroom)
+    if not 0 <= (headroom or 0) <= MOST_HEADROOM:
+        what, fix = f"{headroom:g} percent of memory cannot stay free.", f"Use 0 to {MOST_HEADROOM:g}."
+        wrong.append(Problem(where="--headroom", what=what, fix=fix))
     range_ = _read_range(str(devices), wrong) if devices else None
     may_have_target = (is_auto, is_auto, is_auto or bool(devices))  # by tokens, ranges of devices are compared too
     flags = {"--critical-batch": critical_batch, "--target-steps": target_steps, "--target-tokens": target_tokens}
@@ -283,11 +285,6 @@ def read_batch(batch: SupportsIndex | str, wrong: list[Problem]) -> int | None:
         what, fix = f'"{batch}" is no number of samples.', f"For example --batch 128, or --batch {AUTO}."
         wrong.append(Problem(where="--batch", what=what, fix=fix))
         return None
-
-
-def _headroom_problems(percent: float | None) -> list[Problem]:
-    what, fix = f"{percent or 0:g} percent of memory cannot stay free.", f"Use 0 to {MOST_HEADROOM:g}."
-    return [] if 0 <= (percent or 0) <= MOST_HEADROOM else [Problem(where="--headroom", what=what, fix=fix)]
 
 
 def _memory_problem(question: Question, *, is_headroom_given: bool) -> Problem | None:

@@ -81,20 +81,21 @@ def answer_failures(request: FailureRequest, best: ScoredPlan, cluster: Cluster)
         checkpoint_seconds=saving,
         **about,
     )
-    told = forecast_failures(model, num_nodes, interval=given.get("interval", 0.0), spares=request.spares)
-    steps = max(1, round(told.interval_seconds / best.forecast.step_seconds))
+    failures = forecast_failures(model, num_nodes, interval=given.get("interval", 0.0), spares=request.spares)
+    steps = max(1, round(failures.interval_seconds / best.forecast.step_seconds))
     known = "" if "checkpoint" in given else " (estimated: its state copied to the host)"
     chosen = (
-        "as given" if "interval" in given else f"the best; Young's first guess {pretty_seconds(told.young_seconds)}"
+        "as given" if "interval" in given else f"the best; Young's first guess {pretty_seconds(failures.young_seconds)}"
     )
-    by_spares = [f"{share:.1%} with {count}" for count, share in told.goodput_by_spares.items()]
+    by_spares = [f"{share:.1%} with {count}" for count, share in failures.goodput_by_spares.items()]
     lines = [
         f"failures of {counted(num_nodes, 'node')}, one every {pretty_seconds(model.mtbf_seconds / num_nodes)}: "
-        f"goodput {told.ledger.goodput:.1%} with {counted(told.spares, 'spare node')} ({told.ledger.losses}); a step "
-        f"takes {pretty_seconds(best.forecast.step_seconds / max(told.ledger.goodput, 1e-9))} of wall time",
-        f"a checkpoint every {pretty_seconds(told.interval_seconds)} ({counted(steps, 'step')}; {chosen}); "
+        f"goodput {failures.ledger.goodput:.1%} with {counted(failures.spares, 'spare node')} "
+        f"({failures.ledger.losses}); a step takes "
+        f"{pretty_seconds(best.forecast.step_seconds / max(failures.ledger.goodput, 1e-9))} of wall time",
+        f"a checkpoint every {pretty_seconds(failures.interval_seconds)} ({counted(steps, 'step')}; {chosen}); "
         f"one costs {pretty_seconds(saving)}{known}",
-        f"{counted(told.best_spares, 'spare node')} pay best; goodput {', '.join(by_spares)} (each is "
+        f"{counted(failures.best_spares, 'spare node')} pay best; goodput {', '.join(by_spares)} (each is "
         f"{1 / num_nodes:.1%} of the nodes; a failed node is back after {pretty_seconds(model.repair_seconds)})",
     ]
-    return told, lines
+    return failures, lines

@@ -96,14 +96,14 @@ def _least(question: Question, enough_bytes: int, bounds: Bounds) -> Point | Non
         return Point(scored=nothing.best, budget_bytes=nothing.question.cluster.device.memory_bytes)
     if nothing.result is None or nothing.result.nearest_miss is None:
         return None
-    plan, told = nothing.result.nearest_miss
-    budget = told.peak_bytes
+    plan, predicted = nothing.result.nearest_miss
+    budget = predicted.peak_bytes
     while budget < enough_bytes:
         # What the allocator needs for that very plan is known sooner than a search is over.
         machine = question.with_memory(budget).machine
-        told = forecast(question.profile, plan, machine, sequence=question.sequence, optimizer=question.optimizer)
-        if told.fits:
-            return _point(question, budget, bounds) or Point(scored=ScoredPlan(plan, told), budget_bytes=budget)
+        predicted = forecast(question.profile, plan, machine, sequence=question.sequence, optimizer=question.optimizer)
+        if predicted.fits:
+            return _point(question, budget, bounds) or Point(scored=ScoredPlan(plan, predicted), budget_bytes=budget)
         budget = math.ceil(budget * 1.01)
     return None
 

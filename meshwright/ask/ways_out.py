@@ -152,8 +152,8 @@ def _share_needed(near: Plan, changed: Question) -> float:
         if isinstance(changed.optimizer, OptimizerConfig):
             problems += changed.optimizer.problems_with(plan)
         if not problems:
-            told = forecast(changed.profile, plan, changed.machine, **about)
-            needed.append(max(told.peak_bytes / told.memory_bytes, 0.0 if told.fits else 1.0))
+            predicted = forecast(changed.profile, plan, changed.machine, **about)
+            needed.append(max(predicted.peak_bytes / predicted.memory_bytes, 0.0 if predicted.fits else 1.0))
     return min(needed)
 
 
@@ -302,8 +302,8 @@ def _is_too_small(question: Question, result: SearchResult, devices: int) -> boo
     """Even if parameters, gradients and states were shared out evenly: then a search would be for nothing."""
     if result.nearest_miss is None:
         return False
-    told, own = result.nearest_miss.forecast, question.cluster.num_devices
-    held = sum(told.peak_bytes_by_category.get(name, 0) for name in ("parameters", "gradients", "optimizer"))
+    predicted, own = result.nearest_miss.forecast, question.cluster.num_devices
+    held = sum(predicted.peak_bytes_by_category.get(name, 0) for name in ("parameters", "gradients", "optimizer"))
     # Of several devices some may hold the same; one alone has everything once.
     together = held if own == 1 else held * own / 2
     return together / devices > _MOST_HELD * question.machine.device.memory_bytes

@@ -64,13 +64,13 @@ def _figures(cluster: Cluster) -> Iterator[tuple[str, str]]:
     if device.copy_bytes_per_second:
         ways = (f"{way} {pretty_rate(rate, 'B/s')}" for way, rate in device.copy_bytes_per_second.items())
         yield "copies", ", ".join(ways)
-    told = {
+    figures = {
         "memory": (host.memory_bytes_per_second, "B/s"),
         "Adam": (host.adam_elements_per_second, "parameters/s"),
         "disk read": (host.disk_read_bytes_per_second, "B/s"),
         "write": (host.disk_write_bytes_per_second, "B/s"),
     }
-    known = [f"{name} {pretty_rate(rate, unit)}" for name, (rate, unit) in told.items() if rate]
+    known = [f"{name} {pretty_rate(rate, unit)}" for name, (rate, unit) in figures.items() if rate]
     if known:
         yield "host", ", ".join(known)
     for name, source, link in (("in a node", "inner", cluster.inner), ("nodes", "outer", cluster.outer)):

@@ -86,8 +86,8 @@ class Entry:
 
     def __post_init__(self) -> None:
         positive: dict[str, float] = {"measured.num_steps": self.measured.num_steps, "batch": self.batch}
-        told: dict[str, Predicted | Measured] = {"predicted": self.predicted, "measured": self.measured}
-        positive |= {f"{name}.step_seconds": each.step_seconds for name, each in told.items()}
+        both: dict[str, Predicted | Measured] = {"predicted": self.predicted, "measured": self.measured}
+        positive |= {f"{name}.step_seconds": each.step_seconds for name, each in both.items()}
         problems = [*wrong_numbers(positive, "above zero")]
         parts = {f"predicted.seconds_by_cause.{k}": v for k, v in self.predicted.seconds_by_cause.items()}
         problems += wrong_numbers(parts, "zero or more")

@@ -180,8 +180,8 @@ class Plan(Artefact):
         # Each group of a mixed cluster must do for everybody.
         places = [cluster.view(i) for i in range(len(cluster.groups))] if cluster and cluster.others else [cluster]
         for technique in self.in_phase_order():
-            told = [problem for place in places for problem in technique.check(self, profile, place)]
-            problems.extend(dict.fromkeys(told))
+            found = [problem for place in places for problem in technique.check(self, profile, place)]
+            problems.extend(dict.fromkeys(found))
         return tuple(problems) or self._policy_problems(profile)
 
     def _policy_problems(self, profile: Profile) -> Problems:

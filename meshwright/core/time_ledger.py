@@ -118,8 +118,8 @@ class TimeLedger:
         shares = {
             name: part / (self.wall_seconds or 1.0) for name, part in self.seconds.items() if name != "productive"
         }
-        told = sorted(((share, name) for name, share in shares.items() if share >= 5e-4), reverse=True)
-        return ", ".join(f"{name} {share:.1%}" for share, name in told) or "no loss"
+        losses = sorted(((share, name) for name, share in shares.items() if share >= 5e-4), reverse=True)
+        return ", ".join(f"{name} {share:.1%}" for share, name in losses) or "no loss"
 
     def text(self) -> str:
         return f"goodput {self.goodput:.1%} of {pretty_seconds(self.wall_seconds)}: {self.losses}"
@@ -137,10 +137,10 @@ def time_ledger(marks: Iterable[TimeMark]) -> TimeLedger:
         gap = mark.seconds_since(before) if before is not None else 0.0
         came_from = before.event if before is not None else "end"
         if mark.event == "time":
-            told = {name: mark.seconds.get(name, 0.0) - spent.get(name, 0.0) for name in CATEGORIES}
-            for name, more in told.items():
+            added = {name: mark.seconds.get(name, 0.0) - spent.get(name, 0.0) for name in CATEGORIES}
+            for name, more in added.items():
                 seconds[name] += more
-            seconds["idle"] += max(0.0, gap - sum(told.values()))
+            seconds["idle"] += max(0.0, gap - sum(added.values()))
             spent = mark.seconds
             reached.append((mark.step, seconds["productive"]))
         elif mark.event == "resume":

@@ -697,17 +697,17 @@ def _made_gradients(work: Work) -> list[Resident]:
 def statistics(work: Work, axis: str, origin: str) -> list[Collective]:
     """What batch norms send along an axis whose ranks see different samples: means and variances gathered forward, sums
     of gradients reduced backward."""
-    width, told, again = max(4, work.facts.widths.state), [], []
+    width, sent, again = max(4, work.facts.widths.state), [], []
     sites = [(layer, site) for layer in work.profile.layers for site in layer.sites if site.kind == "statistics"]
     for layer, site in sites:
         size, repeat = site.elements(1, 1) * width, work.repeat_of(layer.name)
         common: dict[str, Any] = {"layer": layer.name, "axis": axis, "origin": origin}
         gather = common | {"kind": "all_gather", "bytes": size * work.size(axis)}
-        told.append(Collective(**gather, phase="forward", repeat=repeat))
-        told.append(Collective(**common, kind="all_reduce", phase="backward", repeat=repeat, bytes=size))
+        sent.append(Collective(**gather, phase="forward", repeat=repeat))
+        sent.append(Collective(**common, kind="all_reduce", phase="backward", repeat=repeat, bytes=size))
         if layer.name in work.facts.replays:
             again.append(Collective(**gather, phase="recompute", repeat=work.facts.replays[layer.name]))
-    return [*told, *again]
+    return [*sent, *again]
 
 
 def _product(shape: Iterable[Num]) -> Num:

@@ -117,11 +117,11 @@ class Returned:
         leaves, spec = tree_flatten(self.rest)
         if self.kind not in (None, tuple):
             raise NotImplementedError(self.kind)
-        told = [
+        values = [
             {"absent": True} if each is ABSENT else {"dtype": str(each)} if isinstance(each, torch.dtype) else each
             for each in leaves
         ]
-        return [] if self.kind is None else [treespec_dumps(spec), told]
+        return [] if self.kind is None else [treespec_dumps(spec), values]
 
     @classmethod
     def decode_any(cls, data: Any, where: str, problems: list[Problem]) -> Returned:

@@ -328,8 +328,8 @@ def _numbers(block: nn.Module, base: str, sizes: set[int]) -> tuple[list[int], l
         at = f"{base}.{path}".strip(".")
         if linear_dims(module) is None:
             own |= {(at, name): n for name, n in vars(module).items() if type(n) is int and n > 1}
-        told = vars(getattr(module, "config", None) or object) if hasattr(module, "config") else {}
-        config |= {(at, f"config.{name}"): n for name, n in told.items() if type(n) is int and n > 1}
+        settings = vars(getattr(module, "config", None) or object) if hasattr(module, "config") else {}
+        config |= {(at, f"config.{name}"): n for name, n in settings.items() if type(n) is int and n > 1}
 
     def heads(numbers: dict[tuple[str, str], int]) -> list[tuple[str, str]]:
         return [at for at in numbers if _HEADS.search(at[1]) and not _NOT_HEADS.search(at[1])]
@@ -629,5 +629,5 @@ def _polynomials(sizes: list[tuple[int, int]], has_sequence: bool, seen: list[li
         return ()
     counts = list(zip(*seen, strict=True))
     polys = tuple(fit(sizes, values, has_sequence, is_signed=True) for values in counts)
-    told = [tuple(round(poly(*size)) for size in sizes) for poly in polys]
-    return polys if told == counts else ()
+    fitted = [tuple(round(poly(*size)) for size in sizes) for poly in polys]
+    return polys if fitted == counts else ()

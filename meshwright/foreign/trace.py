@@ -333,8 +333,8 @@ def _traced(
         with examining.quiet():
             ops, unpriced = trace(subject, template.sequence, template.has_sequence)
     except Untraceable as why:
-        told = f"{why} It has no weights to run it with: nothing is counted. Make it without that, or with weights."
-        return [()] * len(places), (told,)
+        note = f"{why} It has no weights to run it with: nothing is counted. Make it without that, or with weights."
+        return [()] * len(places), (note,)
     return ops, (*unpriced, *notes)
 
 

@@ -198,10 +198,6 @@ def fit(points: Points, values: Sequence[float], has_sequence: bool, is_signed: 
     return Poly(**dict(zip(names, factors, strict=True)))
 
 
-def is_fitted(poly: Poly, points: Points, values: Sequence[float]) -> bool:
-    return all(abs(poly(b, s) - value) <= 0.05 * abs(value) + 1 for (b, s), value in zip(points, values, strict=True))
-
-
 def ops_of(
     layer: int, summaries: Sequence[Summary], points: Points, has_sequence: bool, is_block: bool, rows: Sequence[str]
 ) -> tuple[tuple[Op, ...], list[str]]:
@@ -216,9 +212,10 @@ def ops_of(
         def of(quantity: str, key: Key = key, name: str = name) -> Poly:
             values = [summary.ops.get(key, {}).get(quantity, 0.0) for summary in summaries]
             poly = fit(points, values, has_sequence)
-            matters = quantity in TOLD and values[-1] > NEGLIGIBLE * totals[quantity]
-            if matters and not is_fitted(poly, points, values):
-                unfitted.append(name)
+            if quantity in TOLD and values[-1] > NEGLIGIBLE * totals[quantity]:
+                pairs = zip(points, values, strict=True)
+                if not all(abs(poly(b, s) - value) <= 0.05 * abs(value) + 1 for (b, s), value in pairs):
+                    unfitted.append(name)
             return poly
 
         ops.append(_op(key, name, largest, of, is_block, rows))

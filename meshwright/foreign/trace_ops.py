@@ -158,16 +158,6 @@ LOG_SUMS = _define(
 LOSS_GRADIENT = _define("loss_gradient", "(Tensor logits, Tensor grad) -> Tensor", lambda x, grad: torch.empty_like(x))
 
 
-def traced_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """As the kernel: keeps the logits and one number a row."""
-
-    def run(logits: Tensor, targets: Tensor) -> Any:
-        log_sum = LOG_SUMS(logits, targets)
-        return log_sum - log_sum, (log_sum,)
-
-    return OneKernel.apply(run, lambda grad, logits, *_: (LOSS_GRADIENT(logits, grad), None), logits, targets)
-
-
 ROWS_TIMES = _define(
     "rows_times", "(Tensor x, Tensor weight) -> Tensor", lambda x, weight: x.new_empty(x.shape[0], weight.shape[2])
 )
@@ -309,9 +299,15 @@ def one_kernel_each(in_loss: Callable[[], Any]) -> Iterator[None]:
     from meshwright.ops import routing as experts
     from meshwright.zoo import layers
 
-    def in_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+        """As the kernel: keeps the logits and one number a row."""
+
+        def run(logits: Tensor, targets: Tensor) -> Any:
+            log_sum = LOG_SUMS(logits, targets)
+            return log_sum - log_sum, (log_sum,)
+
         with in_loss():
-            return traced_token_loss(logits, targets)
+            return OneKernel.apply(run, lambda grad, logits, *_: (LOSS_GRADIENT(logits, grad), None), logits, targets)
 
     def losses(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
         with in_loss():
@@ -332,7 +328,7 @@ def one_kernel_each(in_loss: Callable[[], Any]) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(_KernelMode(in_loss))
         for owner, name, stand_in in (
-            (loss.TokenLoss, "apply", in_token_loss),
+            (loss.TokenLoss, "apply", token_loss),
             (loss, "_losses", losses),
             (layers.RMSNormFunction, "apply", rms_norm),
             (experts, "_rows_times", rows_times),

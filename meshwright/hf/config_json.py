@@ -194,22 +194,18 @@ class _ConfigReader:
         width = self.raw.get("sliding_window", self.family.defaults.get("sliding_window"))
         if self.family.has_mixed_windows:
             width = width if self.raw.get("use_sliding_window", False) else None
-            kinds = self.layer_kinds(width)
+            kinds = self.raw.get("layer_types")
+            if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+                first, layers = self.raw.get("max_window_layers", 28), self.raw.get("num_hidden_layers")
+                is_full = width is None or not isinstance(first, int) or not isinstance(layers, int) or first >= layers
+                kinds = ["full_attention"] * (is_full or first > 0) + ["sliding_attention"] * (not is_full)
+            kinds = set(kinds)
             if len(kinds) > 1:
                 self.reasons.append("some layers have a sliding window and some do not")
             width = width if kinds == {"sliding_attention"} else None
         if width is None:
             return {}
         return {"sliding_window": self.number(int, "sliding_window", width, (1, MOST))}
-
-    def layer_kinds(self, width: Any) -> set[str]:
-        given = self.raw.get("layer_types")
-        if isinstance(given, list) and all(isinstance(kind, str) for kind in given):
-            return set(given)
-        first, layers = self.raw.get("max_window_layers", 28), self.raw.get("num_hidden_layers")
-        if width is None or not isinstance(first, int) or not isinstance(layers, int) or first >= layers:
-            return {"full_attention"}
-        return {"sliding_attention"} if first <= 0 else {"full_attention", "sliding_attention"}
 
     def decoder(self, fields: dict[str, Any]) -> DecoderConfig:
         fields["num_kv_heads"] = fields["num_kv_heads"] or fields["num_heads"]

@@ -185,8 +185,8 @@ class HFExport:
             fix = "Say it: --model NAME, or the Hugging Face folder it came from."
             raise error_at(where, "does not tell which model it is.", fix)
         if config is None or (stated or {}).get("adapter"):
-            told = decode(DecoderConfig, stated, "model_config")
-            config = replace(config or told, adapter=told.adapter)
+            stated_config = decode(DecoderConfig, stated, "model_config")
+            config = replace(config or stated_config, adapter=stated_config.adapter)
         adapter = config.adapter
         plain, needed = replace(config, adapter=None), parameter_shapes(config)
         wrong = []
@@ -227,8 +227,8 @@ class HFExport:
         }
         settings |= {"r": self.adapter.rank, "lora_alpha": self.adapter.scale * self.adapter.rank, "lora_dropout": 0.0}
         settings |= {"target_modules": sorted(targets), "bias": "none", "inference_mode": True}
-        told = json.dumps(settings, indent=2).encode() + b"\n"
-        return replace(self, parts=parts, config=None, dtype=given, adapter=None), told
+        content = json.dumps(settings, indent=2).encode() + b"\n"
+        return replace(self, parts=parts, config=None, dtype=given, adapter=None), content
 
     @cached_property
     def uses(self) -> dict[str, list[tuple[str, TensorPart]]]:

@@ -67,9 +67,9 @@ class Bench:
         """The largest of all ranks'. All must make as many calls of a collective: one less hangs the others."""
         if self.num_devices == 1:
             return value
-        told = torch.tensor(value)
-        dist.all_reduce(told, op=dist.ReduceOp.MAX)
-        return float(told)
+        largest = torch.tensor(value)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return float(largest)
 
     def sample_seconds(self, op: Callable[[], Any], num_calls: int) -> float:
         self.finish()

@@ -21,19 +21,6 @@ from meshwright.ops.routing import precise
 Groups = tuple[dist.ProcessGroup, ...]
 
 
-def batch_statistics(x: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
-    """Mean and variance of each channel (dim 1) over all else and over the groups."""
-    variance, mean = torch.var_mean(x, dim=_all_but_channels(x), correction=0)
-    for group in groups:
-        mine = torch.stack((mean, variance))
-        both = mine.new_empty(group.size() * 2, mean.shape[0])
-        all_gather_single(both, mine, group=group)
-        means, variances = both.view(-1, *mine.shape).unbind(1)
-        mean = means.mean(0)
-        variance = variances.mean(0) + (means - mean).square().mean(0)
-    return mean, variance
-
-
 def _all_but_channels(x: Tensor) -> list[int]:
     return [dim for dim in range(x.dim()) if dim != 1]
 
@@ -103,7 +90,14 @@ class BatchNorm(nn.Module):
             self.remember(mean.detach(), inverse.detach().pow(-2) - self.epsilon, x.numel() // x.shape[1])
             return out
         with torch.no_grad():
-            mean, variance = batch_statistics(x.to(precise(x)), self.groups)
+            variance, mean = torch.var_mean(x.to(precise(x)), dim=_all_but_channels(x), correction=0)
+            for group in self.groups:
+                mine = torch.stack((mean, variance))
+                both = mine.new_empty(group.size() * 2, mean.shape[0])
+                all_gather_single(both, mine, group=group)
+                means, variances = both.view(-1, *mine.shape).unbind(1)
+                mean = means.mean(0)
+                variance = variances.mean(0) + (means - mean).square().mean(0)
             self.remember(mean, variance, x.numel() // x.shape[1])
         return Normalize.apply(x, self.weight, self.bias, mean, variance, self.epsilon, self.groups)
 

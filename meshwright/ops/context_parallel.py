@@ -21,7 +21,6 @@ keys and values may have fewer heads than queries. A mask is added to the scores
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -257,14 +256,6 @@ def _merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor, *, is_first
     lse.copy_(both)
 
 
-def _exchanged(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Row i of dim 0 goes to rank i, and what it sends comes in its place: its own inverse, and its own backward."""
-    x = x.contiguous()
-    out = torch.empty_like(x)
-    dist.all_to_all_single(out, x, group=group)
-    return out
-
-
 class Ulysses:
     """`attend` over whole sequences, for a share of the heads."""
 
@@ -272,7 +263,14 @@ class Ulysses:
         self.group, self.attend = group, attend
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask | None) -> Tensor:
-        count, trade = self.group.size(), functools.partial(_exchanged, group=self.group)
+        def trade(x: Tensor) -> Tensor:
+            """Row i of dim 0 goes to rank i, and what it sends comes in its place: its own inverse and backward."""
+            x = x.contiguous()
+            out = torch.empty_like(x)
+            dist.all_to_all_single(out, x, group=self.group)
+            return out
+
+        count = self.group.size()
         shares = [each.unflatten(1, (count, -1)) for each in (query, key, value)]
         sent = torch.cat(shares, dim=2).transpose(0, 1)  # one message: (rank, batch, heads of all three, tokens, head)
         whole = Travel.apply(sent, trade, trade).permute(1, 2, 0, 3, 4).flatten(2, 3)

@@ -166,9 +166,9 @@ class Lookup:
             return asked, [asked[self.index]] * self.ways
         ends = torch.arange(self.ways * len(self.owners) + 1, device=key.device)
         counts = torch.searchsorted(key, ends).diff()
-        told = torch.empty_like(counts)
-        dist.all_to_all_single(told, counts, group=self.group)
-        asked, answered = torch.stack((counts, told)).view(2, self.ways, -1).tolist()
+        received = torch.empty_like(counts)
+        dist.all_to_all_single(received, counts, group=self.group)
+        asked, answered = torch.stack((counts, received)).view(2, self.ways, -1).tolist()
         return asked, answered
 
 

@@ -35,7 +35,7 @@ class Optimizer:
         """Of every trained parameter of every stage, in one order; all ranks ask for them together."""
         if config.groups or config.kind != "elementwise":
             mine = {name: build.boxes[name].shape for name, _ in trained if build.owns(name)}
-            every = [item for told in gather_json(build.mesh.control, mine) for item in told.items()]
+            every = [item for of_rank in gather_json(build.mesh.control, mine) for item in of_rank.items()]
             shapes = {name: tuple(shape) for name, shape in sorted(every)}
         problems = []
         for index, pattern in ((i, pattern) for i, group in enumerate(config.groups) for pattern in group.patterns):

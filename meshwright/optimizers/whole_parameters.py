@@ -198,9 +198,9 @@ def _divided(mesh: Mesh, axis: str, matrices: list[Matrix]) -> dict[str, list[Bo
     peers = mine.new_empty(mesh.size(axis) * len(rows), *mine.shape[1:])
     all_gather_single(peers, mine, group=mesh.group(axis))
     result = {}
-    for matrix, told in zip(matrices, peers.view(mesh.size(axis), len(rows), -1).transpose(0, 1).tolist(), strict=True):
+    for matrix, each in zip(matrices, peers.view(mesh.size(axis), len(rows), -1).transpose(0, 1).tolist(), strict=True):
         dims = len(matrix.box.shape)
-        boxes = [Box(matrix.box.shape, tuple(row[:dims]), tuple(row[dims : 2 * dims])) for row in told]
+        boxes = [Box(matrix.box.shape, tuple(row[:dims]), tuple(row[dims : 2 * dims])) for row in each]
         if len({(box.offset[-2:], box.size[-2:]) for box in boxes}) > 1:
             result[matrix.name] = boxes
     return result

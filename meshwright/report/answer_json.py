@@ -43,13 +43,13 @@ def answer_as_json(answer: Answer) -> dict[str, Any]:
         if answer.beaten_run is not None:
             parts["explain"]["beaten_run"] = encode(answer.beaten_run)
     if answer.best is not None:
-        told, question = answer.best.forecast, answer.question
-        whole = question.memory_of(told.memory_bytes)
-        likelihood = running_out(told, whole) if question.cluster.device.kind == "cuda" else None
+        forecast, question = answer.best.forecast, answer.question
+        whole = question.memory_of(forecast.memory_bytes)
+        likelihood = running_out(forecast, whole) if question.cluster.device.kind == "cuda" else None
         parts["headroom"] = {
             "percent": question.headroom,
             "memory_bytes": whole,
-            "usable_bytes": told.memory_bytes,
+            "usable_bytes": forecast.memory_bytes,
             "likelihood_of_running_out": likelihood and list(likelihood),
         }
     if answer.ways_out is not None:

@@ -50,10 +50,10 @@ def print_answer(console: Console, answer: Answer, printed: Answer | None = None
         console.print(found)
         for number, way in enumerate(answer.ways_out.open, start=1):
             assert way.outcome.best is not None, "a way out leads to a plan"
-            plan, told = way.outcome.best
-            each = f"{_rate(way.outcome.best)} ({pretty_count(told.tokens_per_second / plan.num_ranks)} a device)"
-            memory = f"{pretty_bytes(told.peak_bytes)} of {pretty_bytes(told.memory_bytes)}"
-            step = f"{'at most ' * way.is_bound}{pretty_seconds(told.step_seconds)} a step"
+            plan, forecast = way.outcome.best
+            each = f"{_rate(way.outcome.best)} ({pretty_count(forecast.tokens_per_second / plan.num_ranks)} a device)"
+            memory = f"{pretty_bytes(forecast.peak_bytes)} of {pretty_bytes(forecast.memory_bytes)}"
+            step = f"{'at most ' * way.is_bound}{pretty_seconds(forecast.step_seconds)} a step"
             if answer.best is not None:
                 step += f" ({_against(way.outcome.best, answer.best)})"
             words = shlex.join(way.command(answer.request.command))
@@ -114,13 +114,13 @@ def _print_result(console: Console, answer: Answer, result: SearchResult) -> Non
         return
     if best is not None:
         print_ranked(console, result.ranked)
-        plan, told = best
-        console.print(f"\nPlan 1: a step of {plan.batch_words}; MFU {mfu_words(told)}\n")
+        plan, forecast = best
+        console.print(f"\nPlan 1: a step of {plan.batch_words}; MFU {mfu_words(forecast)}\n")
         wide = max(4, min(_BAR, console.width - 28))
-        time = _bars("the step", told.seconds_by_origin, told.step_seconds, pretty_seconds, wide)
-        free = max(0, told.memory_bytes - told.peak_bytes)
-        kept = {name: float(size) for name, size in told.peak_bytes_by_category.items() if size}
-        memory = _bars("the fullest rank's memory", kept, told.memory_bytes, pretty_bytes, wide, free=free)
+        time = _bars("the step", forecast.seconds_by_origin, forecast.step_seconds, pretty_seconds, wide)
+        free = max(0, forecast.memory_bytes - forecast.peak_bytes)
+        kept = {name: float(size) for name, size in forecast.peak_bytes_by_category.items() if size}
+        memory = _bars("the fullest rank's memory", kept, forecast.memory_bytes, pretty_bytes, wide, free=free)
         if console.width >= _WIDE:
             both = Table.grid(padding=(0, 4, 0, 0))
             both.add_row(time, memory)
@@ -128,11 +128,11 @@ def _print_result(console: Console, answer: Answer, result: SearchResult) -> Non
         else:
             console.print(time)
             console.print(memory)
-        if told.peak_reserved_bytes > told.peak_allocated_bytes:
-            console.print(f"torch's allocator reserves {pretty_bytes(told.peak_reserved_bytes)}")
-        whole = question.memory_of(told.memory_bytes)
-        words = f"{pretty_bytes(told.memory_bytes)} of {pretty_bytes(whole)} may be used"
-        out = f"; {running_out_words(told, whole)}" if cluster.device.kind == "cuda" else ""
+        if forecast.peak_reserved_bytes > forecast.peak_allocated_bytes:
+            console.print(f"torch's allocator reserves {pretty_bytes(forecast.peak_reserved_bytes)}")
+        whole = question.memory_of(forecast.memory_bytes)
+        words = f"{pretty_bytes(forecast.memory_bytes)} of {pretty_bytes(whole)} may be used"
+        out = f"; {running_out_words(forecast, whole)}" if cluster.device.kind == "cuda" else ""
         console.print(f"headroom {question.headroom:g} %: {words}{out}")
         console.print()
         for line in mesh_picture(plan, question.cluster, console.width):
@@ -183,8 +183,10 @@ def _print_why(console: Console, why: Why) -> None:
     wished = f" (you asked: {why.wished})" if why.wished else ""
     console.print(f"why {why.knob} is {why.value}{wished}", style="bold")
     table = FigureTable("", "step", "memory", "", last="what differs, or why not")
-    plan, told = why.best
-    table.add_row(f"{why.value} (best)", pretty_seconds(told.step_seconds), pretty_bytes(told.peak_bytes), "", "")
+    plan, forecast = why.best
+    table.add_row(
+        f"{why.value} (best)", pretty_seconds(forecast.step_seconds), pretty_bytes(forecast.peak_bytes), "", ""
+    )
     for other in why.others:
         if other.best is None:
             table.add_row(other.words, "", "", "", other.reason)
@@ -217,10 +219,10 @@ def _print_what_if(console: Console, compared: ComparedPlans) -> None:
         if scored is None:
             table.add_row(words, "", "nothing fits", "", "", "")
             continue
-        plan, told = scored
-        memory = f"{pretty_bytes(told.peak_bytes)} of {pretty_bytes(told.memory_bytes)}"
-        rate = pretty_count(told.tokens_per_second)
-        table.add_row(words, str(plan.num_ranks), pretty_seconds(told.step_seconds), rate, memory, short_plan(plan))
+        plan, forecast = scored
+        memory = f"{pretty_bytes(forecast.peak_bytes)} of {pretty_bytes(forecast.memory_bytes)}"
+        rate = pretty_count(forecast.tokens_per_second)
+        table.add_row(words, str(plan.num_ranks), pretty_seconds(forecast.step_seconds), rate, memory, short_plan(plan))
     console.print(table)
     if before is not None:
         for line in differences(before.plan, after.best.plan) or ("the same plan",):

@@ -133,9 +133,9 @@ def short_technique(technique: Technique) -> str:
 
 def short_plan(plan: Plan, leaving: frozenset[str] = frozenset()) -> str:
     """A plan in a line; without the techniques in `leaving`, as they are written here."""
-    told = [short_technique(technique) for technique in plan.in_phase_order()]
-    shown = [words for words in told if words not in leaving]
-    nothing = "nothing more" if told else "one device"
+    names = [short_technique(technique) for technique in plan.in_phase_order()]
+    shown = [words for words in names if words not in leaving]
+    nothing = "nothing more" if names else "one device"
     groups = f", on groups {', '.join(map(str, plan.groups))}" if plan.groups else ""
     return f"{' + '.join(shown) or nothing}, microbatch {plan.microbatch} x {plan.microbatch_words}" + groups
 
@@ -177,8 +177,8 @@ class FigureTable:
 
 def print_ranked(console: Console, ranked: tuple[tuple[Plan, Forecast], ...]) -> None:
     """What all plans have is said once, above the table."""
-    told = [frozenset(short_technique(technique) for technique in plan.techniques) for plan, _ in ranked]
-    common = frozenset.intersection(*told) if len(told) > 1 else frozenset()
+    by_plan = [frozenset(short_technique(technique) for technique in plan.techniques) for plan, _ in ranked]
+    common = frozenset.intersection(*by_plan) if len(by_plan) > 1 else frozenset()
     if common:
         shared = [words for t in ranked[0][0].in_phase_order() if (words := short_technique(t)) in common]
         console.print(f"All plans below have {' + '.join(shared)}.")

@@ -66,8 +66,8 @@ def by_column(timeline: Timeline, device: int, total: float, columns: int) -> li
 
 def memory_bytes(timeline: Timeline) -> int:
     """What a device has; 0 where nobody says."""
-    told = timeline.environment.get("memory_bytes", "")
-    return int(told) if told.isdecimal() else 0
+    text = timeline.environment.get("memory_bytes", "")
+    return int(text) if text.isdecimal() else 0
 
 
 def is_near(limit: int, peak: int) -> bool:
@@ -77,24 +77,24 @@ def is_near(limit: int, peak: int) -> bool:
 
 def said(timeline: Timeline) -> list[str]:
     """What a drawing of it leaves out or stands for."""
-    told, words = timeline.environment, []
+    environment, words = timeline.environment, []
     shown, devices = shown_devices(timeline), timeline.devices
-    if (each := told.get("ranks_each", "1")) != "1":
-        words.append(f"each row stands for {each} equal ranks of {told.get('ranks', '?')}")
+    if (each := environment.get("ranks_each", "1")) != "1":
+        words.append(f"each row stands for {each} equal ranks of {environment.get('ranks', '?')}")
     if len(shown) < len(devices):
         words.append(f"{len(shown)} of {len(devices)} distinct ranks")
     if not is_whole(timeline):
-        words.append(f"microbatches: {told['microbatches']}")
-    if "steps" in told:
-        words.append(f"the first {told['steps']} of steps that overlap, and their way out")
+        words.append(f"microbatches: {environment['microbatches']}")
+    if "steps" in environment:
+        words.append(f"the first {environment['steps']} of steps that overlap, and their way out")
     return words
 
 
 def period(timeline: Timeline) -> Interval | None:
     """Where steps overlap: from when to when one of them is."""
     try:
-        told = timeline.environment
-        return float(told["period_start_seconds"]), float(told["period_end_seconds"])
+        environment = timeline.environment
+        return float(environment["period_start_seconds"]), float(environment["period_end_seconds"])
     except (KeyError, ValueError):
         return None
 

@@ -142,8 +142,8 @@ class Sheet:
         marked = lanes.period(timeline)
         if marked:
             words.append("shaded: one step")
-        told, most = "; ".join(words), int((WIDTH - 32) / (LETTER * 12))
-        self.text(16, told if len(told) <= most else told[: most - 1] + "…", is_bold=True)
+        heading, most = "; ".join(words), int((WIDTH - 32) / (LETTER * 12))
+        self.text(16, heading if len(heading) <= most else heading[: most - 1] + "…", is_bold=True)
         self.y += 10
         top, shade = self.y, len(self.parts)
         for device, spans in lanes.spans_by_device(timeline, lanes.shown_devices(timeline, wanted)).items():
@@ -200,12 +200,12 @@ class Sheet:
         most = max(size for _, size in peaks) or 1
         has = max(lanes.memory_bytes(each) for each in timelines)
         top = 1.05 * (max(most, has) if lanes.is_near(has, most) else most)
-        told = [
+        maxima = [
             f"{pretty_bytes(size)} {each.source} (rank {device})"
             for each, (device, size) in zip(timelines, peaks, strict=True)
         ]
         limit = f"; a device has {pretty_bytes(has)}" if has else ""
-        self.text(16, f"memory of the fullest rank: at most {', '.join(told)}{limit}", is_bold=True)
+        self.text(16, f"memory of the fullest rank: at most {', '.join(maxima)}{limit}", is_bold=True)
         self.y += 12 + _MEMORY_TALL
         bottom = self.y
 

@@ -53,11 +53,11 @@ def draw(timeline: Timeline, *, width: int = 100, plain: bool = False) -> list[L
         lines.append([(f"{'':{_LABEL + first}}|{inside}|", "")])
     if timeline.memory:
         lines += _memory(timeline, total, columns, plain)
-    told: Line = [(" " * _LABEL, "")]
+    legend: Line = [(" " * _LABEL, "")]
     for kind, (letter, style) in LETTERS.items():
         if kind in used:
-            told += [("   " if len(told) > 1 else "", ""), (letter, style), (f" {_WORDS.get(kind, kind)}", "")]
-    return [*lines, told]
+            legend += [("   " if len(legend) > 1 else "", ""), (letter, style), (f" {_WORDS.get(kind, kind)}", "")]
+    return [*lines, legend]
 
 
 def _cells(spans: Sequence[Span], total: float, columns: int) -> list[str]:

@@ -284,21 +284,15 @@ def learning_rate(optimizer: Any, step: int, steps: int) -> float:
     return lowest + (optimizer.lr - lowest) * left
 
 
-def group_of(optimizer: Any, name: str, ndim: int) -> tuple[float, float]:
-    """(factor of the rate, weight decay) of a parameter: matrices decay, and the first matching group decides."""
-    decay = optimizer.weight_decay if ndim > 1 else 0.0
-    for group in optimizer.groups:
-        patterns = [group.match] if isinstance(group.match, str) else group.match
-        if any(fnmatchcase(name, pattern) for pattern in patterns):
-            return group.lr_scale, decay if group.weight_decay is None else group.weight_decay
-    return 1.0, decay
-
-
 def update(
     optimizer: Any, name: str, w: Tensor, g: Tensor, state: Tensors, t: int, rate: float, *, in_block: bool = False
 ) -> Tensor:
     """The new value of one whole parameter; `t` is 1 in the first step. `state` gets new tensors, none is changed."""
-    scale, decay = group_of(optimizer, name, w.ndim)
+    scale, decay = 1.0, optimizer.weight_decay if w.ndim > 1 else 0.0
+    for group in optimizer.groups:  # the first that matches decides
+        if any(fnmatchcase(name, each) for each in ([group.match] if isinstance(group.match, str) else group.match)):
+            scale, decay = group.lr_scale, decay if group.weight_decay is None else group.weight_decay
+            break
     method = optimizer.name
     if method == "muon" and not (in_block and w.ndim in (2, 3)):
         method = "adamw"

@@ -44,7 +44,7 @@ class RowwiseAdagrad(UpdateRule):
         self.state["sum"] = [v.new_zeros(v.shape[:-1] if v.ndim > 1 else v.shape) for v in self.values]
         self.cut = [i for i, each in enumerate(pieces) if each.is_matrix and each.box.size[-1] < each.box.shape[-1]]
         mine = [pieces[at] for at in self.cut]
-        names = {name for told in gather_json(build.mesh.control, [piece.name for piece in mine]) for name in told}
+        names = {name for own in gather_json(build.mesh.control, [piece.name for piece in mine]) for name in own}
         rows = [piece.box.without(-1) for piece in mine]
         places = [torch.arange(math.prod(box.shape)).view(box.shape)[box.slices] for box in rows]
         cut_shapes = {name: shape for name, shape in shapes.items() if name in names}
