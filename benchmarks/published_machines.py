@@ -7,11 +7,14 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from benchmarks.published_rows import Row, Unscored
-from meshwright.core.cluster import Cluster, Link
+from meshwright.core.cluster import MOST_OF_PEAK, Cluster, Device, Link
 from meshwright.machine.named_clusters import preset
 
 MORE_MEMORY = 1.1
 """Times the usual memory of a card that a row must tell for it to be another one: GB are told for GiB, and rounded."""
+RATE_BY_POWER = 0.5
+"""Exponent of a power limit by which arithmetic slows: between a cube root (voltage falls with the clock) and
+proportional (it no longer does)."""
 NODE, RACK = 8, 72
 """GPUs that NVLink joins where a row does not say; of GB200 and GB300, a rack."""
 
@@ -141,6 +144,17 @@ def _outer_bytes_per_second(interconnect: str, devices_per_node: int) -> float |
     return None
 
 
+def capped(device: Device, watts: float) -> Device:
+    """The same card under another power limit; as it is where its own is not known. Matmuls and attention follow the
+    clock, memory does not."""
+    if not device.power_watts:
+        return device
+    slower = (watts / device.power_watts) ** RATE_BY_POWER
+    names = ("matmul_fraction", "attention_fraction", "attention_backward_fraction")
+    fractions = {name: min(getattr(device, name) * slower, MOST_OF_PEAK) for name in names}
+    return replace(device, power_watts=watts, **fractions)
+
+
 @cache
 def cluster(machine: Machine) -> Cluster:
     name = f"{machine.num_nodes}x{machine.devices_per_node}x{machine.device}"
@@ -149,7 +163,7 @@ def cluster(machine: Machine) -> Cluster:
     if "bf16" not in rates and "fp16" in rates:
         # Either 16-bit type is the same work; the plans are written in one of them.
         found = replace(found, device=replace(found.device, flops_per_second={**rates, "bf16": rates["fp16"]}))
-    device = found.device.capped(machine.watts) if machine.watts else found.device
+    device = capped(found.device, machine.watts) if machine.watts else found.device
     own = {name: value for name in ("memory_bytes_per_second", "memory_bytes") if (value := getattr(machine, name))}
     found = replace(found, device=replace(device, **own))
     if machine.is_efa:

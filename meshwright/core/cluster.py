@@ -21,9 +21,6 @@ TIERS: tuple[TierName, ...] = ("device", "host", "disk")
 """Where tensors can live, nearest to the cores of a device first."""
 MOST_OF_PEAK = 1.5
 """Shares of a data sheet's figure: a measurement may pass it a little, never by half."""
-RATE_BY_POWER = 0.5
-"""Exponent of a power limit by which arithmetic slows: between a cube root (voltage falls with the clock) and
-proportional (it no longer does)."""
 MOST_RATE, MOST_LINK = 1e18, 1e14
 """Operations or bytes in a second of one device, and bytes of one link: far above any that exist."""
 MOST_DEVICES = 1 << 20
@@ -80,16 +77,6 @@ class Device:
     """Between host and device: `in`, `out`, `both` (each way while the other runs)."""
     power_watts: float = 0.0
     """The cap under which it was measured; 0: not known."""
-
-    def capped(self, watts: float) -> Device:
-        """The same card under another power limit; as it is where its own is not known. Matmuls and attention follow
-        the clock, memory does not."""
-        if not self.power_watts:
-            return self
-        slower = (watts / self.power_watts) ** RATE_BY_POWER
-        names = ("matmul_fraction", "attention_fraction", "attention_backward_fraction")
-        fractions = {name: min(getattr(self, name) * slower, MOST_OF_PEAK) for name in names}
-        return replace(self, power_watts=watts, **fractions)
 
     def peak(self, dtype: str, role: str = "") -> float | None:
         """Operations per second of ops in a role; None where it does not compute in the dtype. GPUs run fp16 on the

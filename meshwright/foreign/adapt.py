@@ -325,22 +325,6 @@ def cut_problem(module: nn.Module, anatomy: Anatomy, template: InputTemplate) ->
     return ""
 
 
-def adopt_batch_norms(module: nn.Module) -> bool:
-    """Put our batch norm, which can see other ranks' samples, in the place of torch's. Whether there was any."""
-    for path, each in list(module.named_modules()):
-        if not isinstance(each, nn.modules.batchnorm._BatchNorm):
-            continue
-        if not each.affine or not each.track_running_stats or each.momentum is None:
-            what = f"{path} is a batch norm without weights, running statistics or momentum."
-            raise error_at("model.factory", what, "Give it affine=True, track_running_stats=True and a momentum.")
-        ours = BatchNorm(each.num_features, each.eps, each.momentum)
-        ours.weight, ours.bias = each.weight, each.bias
-        ours.running_mean, ours.running_var = each.running_mean, each.running_var
-        parent, _, name = path.rpartition(".")
-        setattr(module.get_submodule(parent), name, ours)
-    return any(isinstance(each, BatchNorm) for each in module.modules())
-
-
 @dataclass(frozen=True, kw_only=True)
 class ModuleFindings:
     """What `adapt` learned by running a module, as data: another process adapts its own copy without running it."""
@@ -375,14 +359,24 @@ LEARNED = ("block_order", "vocab_size", "num_scores", "idle")
 
 
 def _ready(module: nn.Module) -> bool:
-    """Change what of a module would not bear being cut or shared; whether it has batch norms."""
+    """Change what of a module would not bear being cut or shared; whether it has batch norms. Ours, which can see other
+    ranks' samples, take the place of torch's."""
     take_over_experts(module)
-    for each in module.modules():
+    for path, each in list(module.named_modules()):
         if hasattr(getattr(each, "config", None), "use_cache"):
             each.config.use_cache = False
         if isinstance(each, nn.RNNBase):  # would move its weights while others hold on to where they were
             each.__dict__["flatten_parameters"] = lambda: None
-    return adopt_batch_norms(module)
+        if isinstance(each, nn.modules.batchnorm._BatchNorm):
+            if not each.affine or not each.track_running_stats or each.momentum is None:
+                what = f"{path} is a batch norm without weights, running statistics or momentum."
+                raise error_at("model.factory", what, "Give it affine=True, track_running_stats=True and a momentum.")
+            ours = BatchNorm(each.num_features, each.eps, each.momentum)
+            ours.weight, ours.bias = each.weight, each.bias
+            ours.running_mean, ours.running_var = each.running_mean, each.running_var
+            parent, _, name = path.rpartition(".")
+            setattr(module.get_submodule(parent), name, ours)
+    return any(isinstance(each, BatchNorm) for each in module.modules())
 
 
 def adapt(module: nn.Module, example: Inputs, *, name: str, loss: Loss | None = None) -> tuple[Adapted, Profile]:

@@ -18,6 +18,7 @@ matrices (a sort) are dealt in turn, as many to each rank as the first gets, eve
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 
@@ -166,15 +167,21 @@ def plan_rounds(build: Build, matrices: list[Matrix], shapes: Mapping[str, tuple
     mesh, stages = build.mesh, "" if build.wire is None else build.wire.axis
     axes = [axis for axis, size in mesh.sizes.items() if size > 1 and axis != stages]
     held, zero = list(matrices), torch.zeros((), dtype=build.dtype, device=mesh.device)
-    counts: dict[Hashable, int] = {}
-    for matrix in matrices:
-        counts[matrix.sort] = counts.get(matrix.sort, 0) + 1
+    counts: dict[Hashable, int] = Counter(matrix.sort for matrix in matrices)
+    order = {name: index for index, name in enumerate(shapes)}
     rounds = []
     # Samples are split last, when what cuts the model is done: those shards are pieces of pieces.
     for axis in sorted(axes, key=lambda axis: axis not in build.plan.sample_axes):
         cut = [matrix for matrix in held if axis in build.cut_axes[matrix.name]]
         boxes = _divided(mesh, axis, cut)
-        longest = _longest(mesh, matrices, boxes, shapes)
+        # Elements of a sort's longest piece on any rank, 0 where it is not cut; also of sorts none of which came here.
+        table = torch.zeros(len(order), dtype=torch.int64)
+        for name, pieces in boxes.items():
+            table[order[name]] = max(math.prod(box.size) for box in pieces)
+        dist.all_reduce(table, op=dist.ReduceOp.MAX, group=mesh.control)
+        longest: dict[Hashable, int] = {}
+        for matrix in matrices:
+            longest[matrix.sort] = max(longest.get(matrix.sort, 0), int(table[order[matrix.name]]))
         deals, part = _deal(held, boxes, longest, counts, mesh.size(axis))
         if part:
             index = mesh.index(axis)
@@ -204,21 +211,6 @@ def _divided(mesh: Mesh, axis: str, matrices: list[Matrix]) -> dict[str, list[Bo
         if len({(box.offset[-2:], box.size[-2:]) for box in boxes}) > 1:
             result[matrix.name] = boxes
     return result
-
-
-def _longest(
-    mesh: Mesh, matrices: list[Matrix], boxes: dict[str, list[Box]], shapes: Mapping[str, tuple[int, ...]]
-) -> dict[Hashable, int]:
-    """Elements of a sort's longest piece on any rank, 0 where it is not cut; also of sorts none of which came here."""
-    order = {name: index for index, name in enumerate(shapes)}
-    table = torch.zeros(len(order), dtype=torch.int64)
-    for name, pieces in boxes.items():
-        table[order[name]] = max(math.prod(box.size) for box in pieces)
-    dist.all_reduce(table, op=dist.ReduceOp.MAX, group=mesh.control)
-    longest: dict[Hashable, int] = {}
-    for matrix in matrices:
-        longest[matrix.sort] = max(longest.get(matrix.sort, 0), int(table[order[matrix.name]]))
-    return longest
 
 
 def _deal(
