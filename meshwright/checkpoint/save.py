@@ -14,7 +14,7 @@ import errno
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -109,6 +109,7 @@ def discard(folder: Path) -> None:
         aside = temporary_name(folder.with_name(folder.name.partition(".")[0]))
         try:
             os.rename(folder, aside)
+            fsync_folder(aside.parent)  # or a power cut could bring the name back, to what is left of the files
         except OSError:
             return
         folder = aside
@@ -175,8 +176,11 @@ class Retention:
     spared: Callable[[int], bool] = field(default=lambda step: False, compare=False)
     """And those somebody still reads."""
 
-    def keeps(self, step: int) -> bool:
-        return bool(self.every and step % self.every == 0) or self.spared(step)
+    def of(self, steps: Sequence[int]) -> set[int]:
+        """Which of these stay; they ascend."""
+        newest = len(steps) - self.last
+        own = (bool(self.every and step % self.every == 0) or self.spared(step) for step in steps)
+        return {step for place, (step, stays) in enumerate(zip(steps, own, strict=True)) if stays or place >= newest}
 
 
 def commit(
@@ -210,8 +214,8 @@ def commit(
         fsync_folder(root)
         # Nothing older goes before the new one has been read back.
         raise_problems(size_problems(final, read_manifest(final)), exit_code=1)
-    older = [other for other in committed_folders(root) if other < step]  # newer ones are not touched
-    due = [other for other in older[: max(0, len(older) - (retention.last - 1))] if not retention.keeps(other)]
+    known = [other for other in committed_folders(root) if other <= step]  # newer ones are not touched
+    due = sorted({*known} - retention.of(known))
     leftovers = [folder for kind in ("tmp", "old") for _, folder in leftover_folders(root, kind)]
     for folder in [*(step_folder(root, other) for other in due), *leftovers]:  # `aside` is one of the leftovers
         discard(folder)

@@ -208,11 +208,16 @@ class RunSection:
     """Steps recorded for the measured timeline."""
     track: tuple[Literal["wandb", "mlflow", "trackio"], ...] = ()
     """Tools that follow the run, beside metrics.jsonl and TensorBoard."""
+    remote: str = ""
+    """Object storage that gets every checkpoint, too: "s3://BUCKET/PREFIX", a prefix of this run's own."""
 
     def __post_init__(self) -> None:
         problems = _below(self, 0, "ranks", "timeline_steps")
         if not self.folder.strip():
             problems.append(Problem(where="folder", what="is empty.", fix="Name a folder for this run."))
+        if self.remote and not re.fullmatch(r"s3://[a-z0-9.-]{3,63}(/[A-Za-z0-9._-]+)+/?", self.remote):
+            what = f'is "{self.remote[:100]}".'
+            problems.append(Problem(where="remote", what=what, fix="Use the form s3://BUCKET/PREFIX."))
         raise_problems(problems)
 
 

@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from meshwright.checkpoint.save import discard, space_forecast
+from meshwright.checkpoint.remote import END_SECONDS, STOP_SECONDS, ObjectFolder, Uploader, fetch_newest
+from meshwright.checkpoint.save import Retention, discard, space_forecast
 from meshwright.checkpoint.step_folders import committed_folders, newest_good, read_manifest, step_folder
 from meshwright.core.codec import decode, encode
 from meshwright.core.errors import MeshwrightError, Problem
@@ -120,6 +121,7 @@ class RankTraining:
         self.mfu = float(arguments["mfu"])  # as forecast
         description = decode(ModelDescription, arguments["description"], "description")
         self.own_bytes = current_bytes(device)
+        self.uploader: Uploader | None = None
         try:
             self.trainer = trainer = self._open(description, plan, mesh)
         except Exception as error:
@@ -162,14 +164,35 @@ class RankTraining:
         on_first(mesh.control, lambda: mine.append(open_data(config, description)))
         data = mine[0] if mine else open_data(config, description)
         config.train.require_tokenizer(data)
+        root = self.folder / "checkpoints"
+        on_first(mesh.control, lambda: self._open_remote(root))
         # Rank 0 verifies once; a damaged checkpoint is passed over, with a message.
-        newest = on_first(mesh.control, lambda: str(newest_good(self.folder / "checkpoints", report=say) or ""))
+        newest = on_first(mesh.control, lambda: str(newest_good(root, report=say) or ""))
         checkpoint = Path(newest) if newest else None
         opened = open_model(description, config.train.seed)
         trainer = Trainer(plan, opened, data, config.train, mesh, checkpoint=checkpoint, about=description.about())
         if checkpoint is not None:
             say(f"resuming from step {trainer.step} ({checkpoint})")
+        if self.uploader is not None:
+            trainer.spared = self.uploader.reads
+            if checkpoint is not None:  # the start before may not have come to it
+                self.uploader.put(checkpoint)
         return trainer
+
+    def _open_remote(self, root: Path) -> None:
+        """Rank 0: bring the newest checkpoint of object storage here, and begin to put new ones there."""
+        if not self.config.run.remote:
+            return
+        remote = ObjectFolder(self.config.run.remote)
+        try:
+            fetch_newest(remote, root, report=self.progress.say)
+        except MeshwrightError as error:
+            if not committed_folders(root):  # a second beginning could meet the first one there
+                raise
+            self.progress.say(f"object storage is not looked at: {error.problems[0]}")
+        settings = self.config.train
+        retention = Retention(last=settings.keep, every=settings.keep_every)
+        self.uploader = Uploader(remote, retention.of, self.progress.say)
 
     def _plan_saves(self) -> bool:
         """Whether checkpoints are written behind training; raises or warns where the disk has no room for them."""
@@ -396,6 +419,8 @@ class RankTraining:
             if self.events is not None:
                 path = step_folder(self.folder / "checkpoints", self.saved_step)
                 self.events.write({"event": "save", "step": self.saved_step, "path": str(path)})
+                if self.uploader is not None:
+                    self.uploader.put(path)
         if self.is_first and (news := self.trainer.interval.news()):
             self.progress.say(news)
 
@@ -411,6 +436,9 @@ class RankTraining:
                 "evicted": self.evicted,
             },
         )
+        if self.uploader is not None:
+            with self.clock.spend("checkpoint"):
+                self.uploader.close(STOP_SECONDS if stopped else END_SECONDS)
         self.clock.mark()
         if self.metrics is None:
             return

@@ -46,6 +46,11 @@ class Watch:
         for name in CALLS:
             patch.setattr(os, name, self._wrapped(name, getattr(os, name)))
 
+    def strike(self) -> None:
+        """What happens in place of the call."""
+        if self.error is not None:
+            raise self.error
+
     def _wrapped(self, name: str, real: Callable[..., Any]) -> Any:
         def call(target: Any, *rest: Any, **options: Any) -> Any:
             if name == "open" and not rest[0] & os.O_CREAT:
@@ -55,8 +60,8 @@ class Watch:
             shown = self.names.get(target, "?") if isinstance(target, int) else str(target)
             self.log.append((name, Path(shown).name))
             place = len(self.log) - 1
-            if self.error is not None and (place == self.at or (self.for_ever and place > self.at)):
-                raise self.error
+            if place == self.at or (self.for_ever and 0 <= self.at < place):
+                self.strike()
             result = real(target, *rest, **options)
             if name == "open":
                 self.names[result] = str(target)
