@@ -103,6 +103,11 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     return f"Known: {', '.join(names)}." if names else ""
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of what an error of somebody else's says."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")[:200]
+
+
 def last_line(error: BaseException) -> str:
     """What was raised, and where in the user's own code."""
     import traceback

@@ -26,7 +26,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.core.errors import MeshwrightError, Problem, error_at, nearest
+from meshwright.core.errors import MeshwrightError, Problem, error_at, first_line, nearest
 from meshwright.core.units import MIB, pretty_bytes
 
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
@@ -206,8 +206,7 @@ def readable(where: str, kind: str, fix: str = "") -> Iterator[None]:
     except PermissionError as error:
         raise error_at(where, f"cannot be read: {str(error.strerror).lower()}.") from None
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")[:200]
-        raise error_at(where, f"is not {kind}: {reason}.", fix) from None
+        raise error_at(where, f"is not {kind}: {first_line(error)}.", fix) from None
 
 
 def require_plausible(where: str, num_bytes: int, stored_bytes: int) -> None:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.core.codec import encode
-from meshwright.core.errors import error_at, last_line
+from meshwright.core.errors import error_at, first_line, last_line
 from meshwright.core.profile import Profile
 from meshwright.foreign import examine as examining
 from meshwright.foreign.examine import Anatomy, InputTemplate, run_apart, run_module
@@ -319,7 +319,7 @@ def cut_problem(module: nn.Module, anatomy: Anatomy, template: InputTemplate) ->
                     if not is_last and output.shape != hidden_shape(anatomy, index + 1, *sizes):
                         why = "does not stop after it"
                 except Exception as error:
-                    why = f"fails ({type(error).__name__}: {examining.first_line(error)})"
+                    why = f"fails ({type(error).__name__}: {first_line(error)})"
             if why:
                 return f"where only block {index} is there, its forward {why}."
     return ""

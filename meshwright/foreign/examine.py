@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import (
 from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten, treespec_dumps, treespec_loads
 
-from meshwright.core.errors import Problem
+from meshwright.core.errors import Problem, first_line
 from meshwright.foreign.trace_ops import FixedDraw
 from meshwright.ops.model_interface import Inputs, map_inputs
 
@@ -372,10 +372,6 @@ class _NoStages(Exception):
 
 class _RunAgain(_NoStages):
     pass
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [""])[0][:160]
 
 
 def _trace(module: nn.Module, blocks: list[nn.Module], inputs: Inputs, anatomy: Anatomy) -> list[tuple[int, ...]]:

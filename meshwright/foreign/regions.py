@@ -29,9 +29,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.core.errors import first_line
 from meshwright.core.profile import Poly
 from meshwright.foreign import examine as examining
-from meshwright.foreign.examine import Anatomy, InputTemplate, first_line, hooked, run_apart, tensors_in, tracing
+from meshwright.foreign.examine import Anatomy, InputTemplate, hooked, run_apart, tensors_in, tracing
 from meshwright.foreign.trace_fit import fit
 from meshwright.foreign.trace_ops import FixedDraw
 from meshwright.ops.model_interface import Inputs

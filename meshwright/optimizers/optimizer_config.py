@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from meshwright.core.errors import MeshwrightError, Problem, nearest, raise_problems
+from meshwright.core.errors import MeshwrightError, Problem, nearest, raise_problems, wrong_numbers
 from meshwright.optimizers.rule import Kind, UpdateRule, rules
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class ParameterGroup:
 
     def __post_init__(self) -> None:
         values = {"lr_scale": self.lr_scale, "weight_decay": self.weight_decay or 0.0}
-        problems = _below_zero(values)
+        problems = list(wrong_numbers(values, "zero or more"))
         if not self.patterns or not all(self.patterns):
             fix = 'Write names with * and ?, such as "embed.*".'
             problems.append(Problem(where="match", what=f"is {self.match!r}.", fix=fix))
@@ -79,17 +79,11 @@ class OptimizerConfig:
             if getattr(self, name) is None:
                 object.__setattr__(self, name, getattr(self.rule, name))
         names = ("lr", "weight_decay", "beta1", "beta2", "epsilon", "momentum", "clip", "warmup")
-        problems = _below_zero({name: getattr(self, name) for name in names})
-        problems += [
-            Problem(where=name, what=f"is {getattr(self, name)}.", fix="Use less than 1.")
-            for name in ("beta1", "beta2", "momentum")
-            if getattr(self, name) >= 1
-        ]
-        problems += [
-            Problem(where=name, what=f"is {getattr(self, name)}.", fix="Use 0 to 1.")
-            for name in ("final_fraction", "decay_fraction")
-            if not 0 <= getattr(self, name) <= 1
-        ]
+        problems = list(wrong_numbers({name: getattr(self, name) for name in names}, "zero or more"))
+        averages = {name: getattr(self, name) for name in ("beta1", "beta2", "momentum")}
+        problems += wrong_numbers(averages, "less than 1", lambda value: value < 1)
+        shares = {name: getattr(self, name) for name in ("final_fraction", "decay_fraction")}
+        problems += wrong_numbers(shares, "0 to 1", lambda value: 0 <= value <= 1)
         if self.schedule not in _FALLS:
             problems.append(
                 Problem(where="schedule", what=f"is {self.schedule!r}.", fix=nearest(str(self.schedule), _FALLS))
@@ -154,12 +148,6 @@ class OptimizerConfig:
             start = max(start, num_steps - falling)
         progress = min(1.0, max(0, step - start) / max(1, num_steps - start))
         return self.lr * (self.final_fraction + (1 - self.final_fraction) * _FALLS[self.schedule](progress))
-
-
-def _below_zero(values: Mapping[str, float]) -> list[Problem]:
-    return [
-        Problem(where=name, what=f"is {value}.", fix="Use zero or more.") for name, value in values.items() if value < 0
-    ]
 
 
 _FALLS: Mapping[str, Callable[[float], float]] = {

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from meshwright.core.box import Box
 from meshwright.core.build import Build
+from meshwright.core.errors import first_line
 from meshwright.optimizers.optimizer_config import OptimizerConfig
 from meshwright.optimizers.rule import ParameterPiece, PieceRules, RuleMaker, UpdateRule
 
@@ -73,7 +74,7 @@ def compiled_rounding(device: torch.device) -> Callable[[Tensor, Tensor], Tensor
             return compiled
         reason = "it gives other numbers"
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
     warnings.warn(f"rounding of weights is not compiled, and takes longer: {reason}", stacklevel=2)
     return _round_rows
 

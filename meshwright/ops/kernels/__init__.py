@@ -15,6 +15,8 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from meshwright.core.errors import first_line
+
 T = TypeVar("T")
 
 _failed: set[str] = set()
@@ -45,8 +47,6 @@ def run_or_fall_back(name: str, tensor: Tensor, kernel: Callable[[], T], plain: 
         if isinstance(error, torch.cuda.OutOfMemoryError):
             raise
         _failed.add(name)
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        warnings.warn(
-            f"the Triton kernel {name} does not run here, torch's own operations take its place: {reason}", stacklevel=2
-        )
+        what = f"the Triton kernel {name} does not run here, torch's own operations take its place: "
+        warnings.warn(what + first_line(error), stacklevel=2)
         return plain()
