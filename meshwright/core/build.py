@@ -7,6 +7,7 @@ outside it, implements `Exchange`. Importing this file never imports torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -109,6 +110,8 @@ class Build(Protocol):
     """Parameter -> the copy in host memory that is updated and written to checkpoints, where the device has another."""
     host_units: list[HostUnit]
     """Layers whose masters those are."""
+    disk: Path | None
+    """A folder on the disk that may hold optimizer states; None: the system's folder of temporary files."""
     streams_blocks: bool
     """Of such blocks, the device has the weights only while they run."""
 

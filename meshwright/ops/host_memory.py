@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,9 @@ from meshwright.core.errors import error_at
 from meshwright.ops.collectives import gather_json
 from meshwright.ops.fsdp import local
 from meshwright.ops.model_interface import ParameterUnit
+
+if TYPE_CHECKING:
+    from meshwright.ops.disk_memory import LayerOnDisk
 
 
 class CopyLanes:
@@ -159,6 +163,8 @@ class HostUnit:
     """Returns once `working` has the newest values, or raises what has gone wrong with them."""
     version: int = 0
     """Of `working`."""
+    on_disk: LayerOnDisk | None = None
+    """Where masters (if they are not what devices are sent) and optimizer states are; None: in host memory."""
     shapes: tuple[Tensor, ...] = ()
     """One for each parameter, of its shape and without memory."""
     share: HostShare | None = None

@@ -9,6 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -219,6 +220,9 @@ class UnitStates:
         self.whole_states: list[OptimizerState] = []
         """Where ranks share them, and each has a rule for its rows."""
         self._join_states()
+        if unit.on_disk is not None:
+            unit.on_disk.add(list(self.rule.storage()))
+            unit.on_disk.watch(unit.flat_masters, values)
         self.num_arrivals = len(pieces) * num_microbatches
         self.added: list[Future[None] | None] = [None] * len(pieces)
         """The last addition to each of the sums."""
@@ -283,8 +287,12 @@ class UnitStates:
             self.rule.step(lr, count)
             return
         if isinstance(self.rule, FlatRule):
-            self.rule = self.rule.apart(count - 1)
+            flat, self.rule = self.rule, self.rule.apart(count - 1)
             self._join_states()
+            if (layer := self.unit.on_disk) is not None:
+                layer.watch(self.unit.flat_masters, [piece.value for piece in self.rule.pieces])
+                for whole, parts in zip(flat.storage(), self.rule.state.values(), strict=True):
+                    layer.watch(whole, parts)
         masters, dtype = [piece.value for piece in self.rule.pieces], self.build.dtype
         unused = {piece.name for piece, times in zip(self.pieces, used, strict=True) if not times}
         self.counts_apart |= bool(unused)
@@ -368,6 +376,9 @@ class HostStatesRule(UpdateRule):
             if own:
                 settings: dict[str, Any] = {"num_microbatches": self.num_microbatches, "keeps_old": ahead}
                 self.units.append(UnitStates(unit, own, make, config, build, **settings))
+        self.on_disk = [states.unit.on_disk for states in self.units if states.unit.on_disk is not None]
+        for layer in self.on_disk[:1]:
+            layer.file.moved = self.lanes.moved
         self.later = frozenset(piece.name for states in self.units for piece in states.pieces)
         self.others = make(config, [piece for piece in pieces if piece.name not in self.later], build, shapes)
         rules = (self.others, *(states.rule for states in self.units))
@@ -422,6 +433,8 @@ class HostStatesRule(UpdateRule):
         if states.event is not None:
             states.event.synchronize()  # gradients on their way into the working copy
         states.early = None
+        if states.unit.on_disk is not None:
+            states.unit.on_disk.settle()
         states.roll_back(count)
         states.narrow()
         states.unit.wait_for_others()
@@ -520,8 +533,19 @@ class HostStatesRule(UpdateRule):
             early.result()  # raises what it has raised
         if not states.is_ahead or factor != 1.0 or not all(used):
             states.roll_back(count)
-            states.update(lr, count, factor, used)
+            with self._in_memory(states):
+                states.update(lr, count, factor, used)
         return states.send(self.lanes)
+
+    def _in_memory(self, states: UnitStates) -> AbstractContextManager[None]:
+        """What is on disk of a unit, while it is updated; what is needed next is read meanwhile."""
+        layers, layer = self.on_disk, states.unit.on_disk
+        if layer is None:
+            return nullcontext()
+        at = layers.index(layer)
+        for each in (layers[at:] + layers[:at])[: layer.file.num_buffers]:
+            each.prefetch()
+        return layer.in_memory()
 
     def wait(self, states: UnitStates) -> None:
         """Before somebody uses a unit's weights on the device."""
@@ -535,10 +559,13 @@ class HostStatesRule(UpdateRule):
     def finish(self) -> None:
         for states in self.units:
             self.wait(states)
+        for layer in self.on_disk:
+            layer.settle()
 
     def reload(self) -> None:
         self.finish()
         for states in self.units:
+            self._written(states)
             states.narrow()
             states.future = self.worker.submit(states.send, self.lanes)
 
@@ -546,11 +573,20 @@ class HostStatesRule(UpdateRule):
         self.finish()
         yield from self.others.kept()
         for states in self.units:
+            if states.unit.on_disk is not None:
+                states.unit.on_disk.verify()
             yield from states.kept()
 
     def restore(self, state: OptimizerState) -> None:
-        rules = [states.rule for states in self.units if state.name in states.unit.names]
-        (rules or [self.others])[0].restore(state)
+        owners = [states for states in self.units if state.name in states.unit.names]
+        (owners[0].rule if owners else self.others).restore(state)
+        for states in owners:
+            self._written(states)
+
+    def _written(self, states: UnitStates) -> None:
+        """Masters or states were changed by somebody else."""
+        if states.unit.on_disk is not None:
+            self.worker.submit(states.unit.on_disk.written_by_others).result()
 
     def storage(self) -> Iterator[Tensor]:
         yield from self.others.storage()

@@ -204,6 +204,8 @@ class RunSection:
     """A cluster by name or file; empty: this machine, measured."""
     ranks: int = 0
     """Processes to start; 0: one for each device found."""
+    disk: str = ""
+    """A folder on the disk that holds optimizer states, where a plan has them there; empty: the run's own folder."""
     timeline_steps: int = 2
     """Steps recorded for the measured timeline."""
     track: tuple[Literal["wandb", "mlflow", "trackio"], ...] = ()

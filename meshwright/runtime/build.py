@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -73,6 +74,7 @@ class RankBuild:
     wide: dict[str, Tensor] = field(default_factory=dict)
     masters: dict[str, Tensor] = field(default_factory=dict)
     host_units: list[HostUnit] = field(default_factory=list)
+    disk: Path | None = None
     streams_blocks: bool = False
     _phases: dict[str, list[Callable[[Build], None]]] = field(default_factory=dict)
 
@@ -282,12 +284,13 @@ def build(
     mesh: Mesh,
     source: Source,
     dtype: torch.dtype = torch.float32,
+    disk: Path | None = None,
 ) -> RankBuild:
     """Apply a plan to a model that lies on the meta device."""
     problems = plan.check(profile)
     if problems:
         raise MeshwrightError(problems)
-    settings: dict[str, Any] = {"mesh": mesh, "source": source, "dtype": dtype}
+    settings: dict[str, Any] = {"mesh": mesh, "source": source, "dtype": dtype, "disk": disk}
     settings |= {"weight_dtype": dtype, "compute_dtype": dtype}
     rank = RankBuild(plan=plan, profile=profile, model=model, **settings)
     rank.run()

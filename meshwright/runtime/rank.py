@@ -170,7 +170,8 @@ class RankTraining:
         newest = on_first(mesh.control, lambda: str(newest_good(root, report=say) or ""))
         checkpoint = Path(newest) if newest else None
         opened = open_model(description, config.train.seed)
-        trainer = Trainer(plan, opened, data, config.train, mesh, checkpoint=checkpoint, about=description.about())
+        about, disk = description.about(), Path(config.run.disk or self.folder)
+        trainer = Trainer(plan, opened, data, config.train, mesh, checkpoint=checkpoint, about=about, disk=disk)
         if checkpoint is not None:
             say(f"resuming from step {trainer.step} ({checkpoint})")
         if self.uploader is not None:

@@ -85,8 +85,10 @@ class Trainer:
         *,
         checkpoint: Path | None = None,
         about: Mapping[str, Any] | None = None,
+        disk: Path | None = None,
     ):
-        """Weights come from a checkpoint, or from where the model has them. `about` is kept in checkpoints."""
+        """Weights come from a checkpoint, or from where the model has them. `about` is kept in checkpoints; `disk` is a
+        folder for optimizer states, where the plan has them on disk."""
         self.plan, self.data, self.settings, self.mesh = plan, data, settings, mesh
         self.about = dict(about or {})
         self.model_fingerprint = opened.profile.fingerprint
@@ -97,7 +99,7 @@ class Trainer:
             self._check_state(reader.state)
         buffers = {name for name, _ in opened.model.named_buffers()}
         source = opened.source if reader is None else source_of(reader, opened.source, buffers)
-        self.build = build(plan, opened.model, opened.profile, mesh, source)
+        self.build = build(plan, opened.model, opened.profile, mesh, source, disk=disk)
         self.optimizer = Optimizer(settings.optimizer, self.build)
         self.step = self.cursor = 0
         self.spikes = SpikeRule()

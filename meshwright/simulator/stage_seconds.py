@@ -373,7 +373,7 @@ class Hidden(NamedTuple):
             return "collective"
         if isinstance(self.task, HostUpdate):
             return "cpu"
-        return "copy in" if self.task.is_inward else "copy out"
+        return f"{'disk' if self.task.tier == 'disk' else 'copy'} {'in' if self.task.is_inward else 'out'}"
 
     def charge(self, part: Part) -> Charge:
         return _charge(self.task, part)
@@ -488,10 +488,14 @@ def stage_cost(
     beside = cluster.beside
     messages = (beside.collective_by_compute, beside.compute_by_collective)
     copies = (beside.copy_by_compute, beside.compute_by_copy)
-    # Each kind hides behind compute by itself: the network, a copy engine for either way, cores of the host.
-    lanes = (("collective", messages), ("copy in", copies), ("copy out", copies), ("cpu", (1.0, 1.0)))
+    # Each kind hides behind compute by itself: the network, a copy engine for either way, cores of the host. A disk
+    # reads and writes while those are waited for, too.
+    alone = (1.0, 1.0)
+    lanes = [("collective", messages), ("copy in", copies), ("copy out", copies), ("cpu", alone)]
+    lanes += [("disk in", alone), ("disk out", alone)]
     parts: tuple[Part, ...] = ("forward", "backward", "weight", "step")
-    for part, (lane, slowed) in itertools.product(parts, lanes if total.hidden else ()):
+    waits: dict[Part, Num] = {"step": _waits(charges)}
+    for part, (lane, slowed) in itertools.product(parts, lanes if total.hidden else []):
         group = [item for item in total.hidden if item.part == part and item.lane == lane]
         # Those of a layer run beside its neighbours' compute; the first layer's have nothing to hide behind.
         each = [item for item in group if not item.task.per_step]
@@ -504,7 +508,11 @@ def stage_cost(
             window = _sum(seconds for (_, when), seconds in total.cover.items() if when == part)
             # Chunks end one after another: only the last one's gradients have nothing but its own pass to hide behind.
             shown = 1.0 if part == "forward" else 1.0 / work.facts.chunks
+            before = _waits(charges)
+            if lane.startswith("disk"):  # several layers are in memory: the first one is read ahead
+                window, bare = window + waits.get(part, 0.0), 0.0
             _expose(charges, once, window, bare, "step", slowed, shown)
+            waits[part] = waits.get(part, 0.0) + _waits(charges) - before
     # The device waits for its host, which runs ahead while it is the faster one; and before the update: whether the
     # gradients are finite is asked there.
     lead: Num = 0.0
@@ -524,6 +532,11 @@ def stage_cost(
         bare=total.charges,
         by_layer=total.cover,
     )
+
+
+def _waits(charges: Mapping[Charge, Num]) -> Num:
+    """Once in a step, for tiers of memory and cores of the host."""
+    return _sum(seconds for charge, seconds in charges.items() if charge.tier and charge.part == "step")
 
 
 def _add(amounts: dict[K, Num], key: K, seconds: Num) -> None:

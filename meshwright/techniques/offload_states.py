@@ -1,4 +1,4 @@
-"""Optimizer states, gradients and master weights of some layers in host memory, updated by host cores.
+"""Optimizer states, gradients and master weights of some layers in host memory or on disk, updated by host cores.
 
 What: of the last `share` of a stage's layers the device keeps only the weights it computes with; under `precision`
 those of blocks are in the compute dtype, a copy of the float32 masters. Gradients leave the device as backward makes
@@ -7,12 +7,14 @@ them, a thread updates masters and states on the host, and the new weights retur
 clipped, the old values are restored and the update is made again. Otherwise updates begin when the norm is known, in
 the order of the next forward. With `host_ranks`, replicas on one host have one copy there: each takes in, updates and
 remembers its rows of every parameter. Replicas with one microbatch a step sum a layer's gradients and send them out
-while backward goes on; with more, gradients stay on the device until the step.
+while backward goes on; with more, gradients stay on the device until the step. Of the last `disk_share` layers masters
+and states lie in a file: while a layer is updated, those after it are read and the one before it is written.
 When it helps: states are the peak, and steps are long enough for the copies and the update.
 When it does not: whatever fits without; few tokens in a step.
 Cost: each gradient goes out and each weight comes in once a step (gradients: once a microbatch); host memory for
 masters, states and what passes through, with `ahead` twice for masters and states (Ren et al. 2021, ZeRO-Offload;
-SuperOffload 2025).
+SuperOffload 2025). On disk, 12 bytes of a parameter are read and written in each step, 8 where the weight itself is of
+32 bits (Rajbhandari et al. 2021, ZeRO-Infinity).
 Exactness: exact.
 """
 
@@ -21,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -52,6 +54,8 @@ if TYPE_CHECKING:
 
 STATE_BYTES = 16
 """Of a parameter: itself, its gradient, two moments."""
+DISK_BUFFERS = 3
+"""Layers of those on disk that are in host memory at once: one is read, one updated, one written."""
 LAUNCHES = 5.0
 """Ops of the host for each gradient that leaves: norm, events, copy."""
 
@@ -62,6 +66,7 @@ class OffloadStates(Technique):
     phase: ClassVar[str] = "step"
     exactness: ClassVar[Exactness] = "exact"
     uses_tiers: ClassVar[bool] = True
+    later_settings: ClassVar[tuple[str, ...]] = ("host_ranks", "disk_share")
 
     share: float = 1.0
     """Of each stage's layers, from the end."""
@@ -69,7 +74,8 @@ class OffloadStates(Technique):
     """Update before the norm of all gradients is known."""
     host_ranks: int = 1
     """Ranks of a host: the replicas among them share one copy."""
-    later_settings: ClassVar[tuple[str, ...]] = ("host_ranks",)
+    disk_share: float = 0.0
+    """Of each stage's layers, from the end: those whose masters and states are on disk."""
 
     @classmethod
     def options(cls, profile: Profile, cluster: Cluster) -> tuple[Option, ...]:
@@ -79,7 +85,11 @@ class OffloadStates(Technique):
         if cluster.device.kind != "cuda" or not is_known or each < cluster.device.memory_bytes / 2:
             return ()
         shared = Choice("host_ranks", (cluster.devices_per_node,))
-        return (Choice("share", (1.0, 0.75, 0.5, 0.25)), Choice("ahead", (False, True)), shared)
+        offered = (Choice("share", (1.0, 0.75, 0.5, 0.25)), Choice("ahead", (False, True)), shared)
+        disk = cluster.tiers["disk"]
+        if not (disk.bytes and disk.in_bytes_per_second and disk.out_bytes_per_second):
+            return offered
+        return (*offered, Choice("disk_share", (0.0,), rescues=(1.0, 0.5), moves_base=True))
 
     @classmethod
     def check_optimizer(cls, optimizer: Updating) -> Problems:
@@ -110,6 +120,12 @@ class OffloadStates(Technique):
         if not 0 < self.share <= 1:
             problems.append(self.problem(f"share is {self.share}.", "Use more than 0 and at most 1."))
         problems += self._sharing_problems(plan, cluster)
+        if not 0 <= self.disk_share <= self.share:
+            what = f"disk_share is {self.disk_share}, and share {self.share}."
+            problems.append(self.problem(what, "Use 0 or more, and at most share."))
+        if self.disk_share and self.ahead:
+            what = "what is updated before the norm is known may have to be restored, and the disk has one set of it."
+            problems.append(self.problem(what, "Use ahead = false, or disk_share = 0."))
         if cluster is not None:
             problems += self._host_problems(plan, profile, cluster)
         for other in plan.techniques:
@@ -135,6 +151,8 @@ class OffloadStates(Technique):
         if cluster is not None and cluster.devices_per_node % self.host_ranks:
             what = f"host_ranks is {self.host_ranks}; a node of {cluster.name} has {cluster.devices_per_node} devices."
             yield self.problem(what, "Use as many, or a divisor of them.")
+        if self.disk_share:
+            yield self.problem("each rank has a file of its own.", "Use host_ranks = 1, or disk_share = 0.")
         for other in plan.techniques:
             if other.codes_states:
                 what = f"{other.name} keeps states that cannot be shared by rows."
@@ -156,13 +174,18 @@ class OffloadStates(Technique):
             what = f"memory, copies or updates of the hosts of {cluster.name} are not known."
             yield self.problem(what, "Measure them: mw probe.")
             return
+        disk = cluster.tiers["disk"]
+        if self.disk_share and not (disk.bytes and disk.in_bytes_per_second and disk.out_bytes_per_second):
+            what = f"space or rates of the disks of {cluster.name} are not known."
+            yield self.problem(what, "Measure them: mw probe.")
         # At least masters and gradients of 16 bits; what an optimizer remembers, a forecast knows.
-        least = int(self.share * profile.num_params * (2 + 4 * (1 + self.ahead))) // max(plan.num_ranks, 1)
+        width = self.share * 2 + (self.share - self.disk_share) * 4 * (1 + self.ahead)
+        least = int(profile.num_params * width) // max(plan.num_ranks, 1)
         if least > host.bytes_each:
             missing = pretty_bytes(least - host.bytes_each)
             what = f"a device's part of the host's memory is {pretty_bytes(host.bytes_each)}, {missing} too little for "
             what += "masters and gradients alone."
-            yield self.problem(what, "Use a smaller share, ahead = false, or more devices.")
+            yield self.problem(what, "Use a smaller share, a larger disk_share, ahead = false, or more devices.")
 
     def price(self, work: Work) -> Work:
         has_copies = any(slot.copy_bytes for slot in work.slots)
@@ -171,15 +194,18 @@ class OffloadStates(Technique):
         sharded = _num_ranks(work, lambda kind: kind.makes_whole_gradients)
         replicas = _num_ranks(work, lambda kind: kind.sums_layers)
         axis, ways = self._sharing(work.size)
-        work = work.forbid((work.size(axis) % ways != 0) | ((ways > 1) & work.facts.codes_states))
+        cannot_share = work.facts.codes_states | (self.disk_share > 0)
+        work = work.forbid((work.size(axis) % ways != 0) | ((ways > 1) & cannot_share))
         is_alone: Num = (ranks == 1) * 1
         is_once = (work.size("num_microbatches") == 1) * 1
         is_early: Num = is_alone | (is_once & ((ranks == sharded) | (ranks == replicas)))
-        widths, counts = work.facts.widths, self._counts(work)
+        widths = work.facts.widths
+        counts, disk_counts = (self._counts(work, share) for share in (self.share, self.disk_share))
         blocks = {layer.name for layer in work.profile.block_layers}
         narrowed = blocks if widths.compute < widths.state and self._narrows(work.profile) else set()
         shares: dict[str, Num] = {}
         slots, tasks, residents = list[ParameterSlot](), list[Task](), list[Resident]()
+        disk_bytes: dict[str, Num] = {}
         for slot in work.slots:
             if slot.frozen or slot.copy_of:
                 slots.append(slot)
@@ -188,11 +214,22 @@ class OffloadStates(Technique):
             share = shares[slot.layer] = count / np.maximum(slot.repeat, 1)
             wide = slot.element_bytes
             width = wide + (widths.compute - wide) * is_alone if slot.layer in narrowed else wide
-            tiers: Any = (("device", 1 - share), ("host", share / ways))
+            disk_count = np.minimum(disk_counts[slot.unit], slot.repeat)
+            disk_share = disk_count / np.maximum(slot.repeat, 1)
+            tiers: Any = (("device", 1 - share), ("host", share / ways - disk_share))
+            tiers += (("disk", disk_share),) if self.disk_share else ()
             is_taken = share * is_early  # other gradients stay until the step
             slots.append(replace(slot, host_share=share, working_bytes=width, taken_share=is_taken, state_tiers=tiers))
-            residents += self._residents(work, slots[-1], count, is_early, ways)
+            residents += self._residents(work, slots[-1], count, disk_count, is_early, ways)
             tasks += self._tasks(slots[-1], count, is_early, (sharded == 1) * 1, ways)
+            if self.disk_share:
+                size = self._master_bytes(slots[-1]) + work.optimizer.state_bytes_of(slots[-1])
+                disk_bytes[slot.unit] = disk_bytes.get(slot.unit, 0) + size * (disk_count > 0)
+                tasks += self._disk_copies(slot.layer, disk_count, size, (sharded == 1) * 1)
+        if self.disk_share:
+            size = np.minimum(DISK_BUFFERS, sum(disk_counts.values())) * reduce(np.maximum, disk_bytes.values(), 0)
+            common: dict[str, Any] = {"layer": work.profile.layers[0].name, "origin": self.name, "repeat": 1}
+            residents.append(Resident(**common, category="buffers", life="always", tier="host", bytes=size))
 
         def task(item: Any) -> Any:
             """Weights that are narrow already are not cast."""
@@ -209,22 +246,29 @@ class OffloadStates(Technique):
         work = replace(work.map_tasks(task).map_residents(resident), slots=tuple(slots))
         return work.with_tasks(*tasks).with_residents(*residents)
 
-    def _counts(self, work: Work) -> dict[str, Num]:
-        """Unit -> its instances that live on the host: of all units here the last ones, blocks first."""
+    def _counts(self, work: Work, share: float) -> dict[str, Num]:
+        """Unit -> its instances in a share: of all units here the last ones, blocks first."""
         repeats: dict[str, Num] = {}
         trained = [slot for slot in work.slots if not (slot.frozen or slot.copy_of)]
         for slot in sorted(trained, key=lambda slot: slot.is_block):
             repeats[slot.unit] = np.maximum(repeats.get(slot.unit, 0), slot.repeat)
-        left = self.num_units(sum(repeats.values()))
+        left = num_units(share, sum(repeats.values()))
         counts = {}
         for unit in reversed(repeats):
             counts[unit] = np.minimum(repeats[unit], left)
             left = left - counts[unit]
         return counts
 
-    def _residents(self, work: Work, slot: ParameterSlot, count: Num, is_early: Num, ways: Num) -> list[Resident]:
+    def _master_bytes(self, slot: ParameterSlot) -> Num:
+        """Of a layer whose masters are apart from what the device is sent."""
+        return slot.stored(slot.shards) * slot.element_bytes * (slot.working_bytes < slot.element_bytes)
+
+    def _residents(
+        self, work: Work, slot: ParameterSlot, count: Num, disk_count: Num, is_early: Num, ways: Num
+    ) -> list[Resident]:
         stored, wide, width = slot.stored(slot.shards), slot.element_bytes, slot.working_bytes
         common: dict[str, Any] = {"layer": slot.layer, "origin": self.name, "repeat": count}
+        lasting: dict[str, Any] = common | {"category": "buffers", "life": "always"}
         # Masters, their working copy, gradients as they come (in the memory of the copy, unless they are added or used
         # twice) and their sums; what an early update changes, as it was.
         is_added = is_early * (work.size("num_microbatches") > 1)
@@ -234,9 +278,25 @@ class OffloadStates(Technique):
         is_tied = any(each.copy_of == f"{slot.layer}.{slot.name}" for each in work.slots)
         size = slot.stored(slot.gradient_shards) * width * is_early
         size = size * (1 + 2 * (work.facts.keeps_gradients > 0))  # as one message, and the layer's after it under way
-        return [
-            Resident(**common, category="buffers", life="always", tier="host", bytes=held / ways),
+        result = [
+            Resident(**lasting | {"repeat": count - disk_count}, tier="host", bytes=held / ways),
             Resident(**common, category="working", life="step" if is_tied else "backward", bytes=size),
+        ]
+        if self.disk_share:
+            lasting, masters = lasting | {"repeat": disk_count}, self._master_bytes(slot)
+            result.append(Resident(**lasting, tier="host", bytes=held - masters))
+            result.append(Resident(**lasting, tier="disk", bytes=masters))
+        return result
+
+    def _disk_copies(self, layer: str, count: Num, size: Num, is_alone: Num) -> list[Task]:
+        """When the host updates: beside the next forward, or after backward."""
+        common: dict[str, Any] = {"layer": layer, "origin": self.name, "bytes": size, "per_step": True, "hidden": True}
+        parts: Any = (("forward", count * is_alone), ("step", count * (1 - is_alone)))
+        ways: Any = (("disk", "host"), ("host", "disk"))
+        return [
+            Copy(**common, source=source, target=target, phase=phase, repeat=repeat)
+            for phase, repeat in parts
+            for source, target in ways
         ]
 
     def _tasks(self, slot: ParameterSlot, count: Num, is_early: Num, is_whole: Num, ways: Num) -> list[Task]:
@@ -276,6 +336,7 @@ class OffloadStates(Technique):
         build.at("step", lambda build: self._install(build, units, is_early))
 
     def _units(self, is_alone: bool, leaves_summed: bool, build: Build) -> Iterator[HostUnit]:
+        from meshwright.ops.disk_memory import DiskFile, LayerOnDisk
         from meshwright.ops.host_memory import HostShare, make_host_unit
 
         axis, ways = self._sharing(lambda axis: build.plan.mesh.get(axis, 1))
@@ -284,16 +345,19 @@ class OffloadStates(Technique):
             ranks = [line[at : at + ways] for line in build.mesh.along(axis) for at in range(0, len(line), ways)]
             share = HostShare(build.mesh.control_group(ranks))
         units = [unit for unit in build.units() if any(p.requires_grad for p in unit.parameters)]
-        chosen = sorted(units, key=lambda unit: unit.is_block)[len(units) - int(self.num_units(len(units))) :]
+        chosen = sorted(units, key=lambda unit: unit.is_block)[len(units) - int(num_units(self.share, len(units))) :]
+        disk = DiskFile(build.disk, DISK_BUFFERS) if self.disk_share else None
+        first_on_disk = len(chosen) - int(num_units(self.disk_share, len(units)))
         for unit in (each for each in units if each in chosen):
             is_narrow = is_alone and unit.is_block and self._narrows(build.profile)
             made = make_host_unit(build, unit, build.compute_dtype if is_narrow else build.dtype, share)
             made.leaves_summed = leaves_summed
+            if disk is not None and chosen.index(unit) >= first_on_disk:
+                made.on_disk = LayerOnDisk(disk)
+                if made.flat_masters is not made.flat_working:
+                    made.on_disk.add([made.flat_masters])
+                    made.on_disk.watch(made.flat_masters, made.masters)
             yield made
-
-    def num_units(self, total: Num) -> Num:
-        """Of so many here, those that live on the host."""
-        return np.maximum(np.floor(self.share * total + 0.5), 1)
 
     def _narrows(self, profile: Profile) -> bool:
         """Whether blocks use their weights in the compute dtype only: under autocast norms do not, nor do routers."""
@@ -304,6 +368,11 @@ class OffloadStates(Technique):
         from meshwright.optimizers.host_states import HostStatesRule
 
         build.rule_wraps.append(lambda make: partial(HostStatesRule, units, is_early, self.ahead, make))
+
+
+def num_units(share: float, total: Num) -> Num:
+    """Of so many layers here, those of a share: at least one, if it is not zero."""
+    return np.maximum(np.floor(share * total + 0.5), 1 if share else 0)
 
 
 def _num_ranks(work: Work, chosen: Callable[[type[Technique]], bool]) -> Num:

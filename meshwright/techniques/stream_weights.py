@@ -108,7 +108,7 @@ class StreamWeights(Technique):
 
         def is_return(task: Task) -> bool:
             """A copy of new weights to where they would stay."""
-            return isinstance(task, Copy) and task.is_inward and task.per_step and task.layer in counts
+            return isinstance(task, Copy) and task.target == "device" and task.per_step and task.layer in counts
 
         others = tuple(task for task in work.tasks if not is_return(task))
         work = work.map_slots(lambda slot: replace(slot, is_streamed=slot.layer in counts))

@@ -34,6 +34,7 @@ from meshwright.verify import parity
 CONFIG = DecoderConfig(**tiny.LLAMA | {"num_layers": 2})
 SHARES = (1.0, 0.5)
 AHEAD = (False, True)
+DISK = tiny.t("offload_states", disk_share=1.0)
 
 
 def session_of(
@@ -74,7 +75,8 @@ def test_all_states_on_the_host_change_no_bit(
     """With a clip of 0.5 every step is clipped, so that updates made ahead are undone."""
     optimizer = OptimizerConfig(name=name, clip=clip)
     sessions = [session_of(optimizer, *beside, microbatch=microbatch)]
-    sessions += [session_of(optimizer, *beside, offload(ahead=ahead), microbatch=microbatch) for ahead in AHEAD]
+    ways = (offload(), offload(ahead=True), DISK)
+    sessions += [session_of(optimizer, *beside, way, microbatch=microbatch) for way in ways]
     for step in range(3):
         results = [session.loop.step(samples(step), 0.05) for session in sessions]
         assert clip != 0.5 or results[0].gradient_norm > clip
@@ -137,29 +139,46 @@ def test_a_step_that_is_not_finite_changes_nothing(
 
 @pytest.mark.parametrize("microbatch", [4, 2])
 @pytest.mark.parametrize("share", SHARES)
-@pytest.mark.parametrize("ahead", AHEAD)
-def test_what_moves_and_what_the_host_holds_are_priced(microbatch: int, share: float, ahead: bool) -> None:
-    optimizer, techniques = OptimizerConfig(), (tiny.BF16, offload(share, ahead))
+@pytest.mark.parametrize("way", ["after", "ahead", "disk", "half on disk"])
+def test_what_moves_and_what_the_host_and_the_disk_hold_are_priced(microbatch: int, share: float, way: str) -> None:
+    on_disk = {"disk": share, "half on disk": share / 2}.get(way, 0.0)
+    given = {"share": share, "ahead": way == "ahead", "disk_share": on_disk}
+    optimizer, techniques = OptimizerConfig(), (tiny.BF16, tiny.t("offload_states", **given))
     session = session_of(optimizer, *techniques, microbatch=microbatch)
     rule = session.loop.optimizer.rule
     assert isinstance(rule, HostStatesRule)
-    session.loop.step(samples(0), 0.05)
-    before = Counter(rule.lanes.moved)
-    session.loop.step(samples(1), 0.05)
+    moved = []
+    for step in range(3):
+        session.loop.step(samples(step), 0.05)
+        rule.finish()  # also what is read for the step after
+        for layer in rule.on_disk:
+            assert layer.loaded is None or layer.loaded.result()
+        moved.append(Counter(rule.lanes.moved))
     plan = session.build.plan
     work = price(session.build.profile, plan, sequence=tiny.SEQUENCE, optimizer=optimizer)
     promised: Counter[tuple[str, str]] = Counter()
     for copy in work.copies:
         times = 1 if copy.per_step else plan.num_microbatches
         promised[copy.source, copy.target] += int(copy.repeat * copy.bytes) * times
-    assert Counter(rule.lanes.moved) - before == promised
+    assert moved[2] - moved[1] == promised
     there: dict[int, int] = {}
+    on_disk_now = 0
     for states in rule.units:
+        if (layer := states.unit.on_disk) is not None:
+            on_disk_now += layer.tensor_bytes
+            states_here = [states.unit.flat_working, states.landing, *states.sums]
+            for tensor in states_here:
+                there[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            continue
         flats = [states.unit.flat_masters, states.unit.flat_working, states.landing, *states.sums]
         for tensor in (*flats, *states.rule.storage(), *states.old):
             there[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     on_host = sum(item.repeat * item.bytes for item in work.residents if item.tier == "host")
+    for layer in rule.on_disk[:1]:
+        there[0] = min(layer.file.num_buffers, len(rule.on_disk)) * max(each.tensor_bytes for each in rule.on_disk)
     assert sum(there.values()) == on_host
+    assert on_disk_now == sum(item.repeat * item.bytes for item in work.residents if item.tier == "disk")
+    assert bool(on_disk_now) == bool(on_disk)
     assert all(parameter.grad is None for states in rule.units for parameter in states.unit.parameters)
     blocks = [states.unit for states in rule.units if states.unit.is_block]
     assert blocks

@@ -38,7 +38,7 @@ SETTINGS: dict[str, tuple[Technique, ...]] = {
     "expert": (tiny.EXPERT,),
     "lowbit_optimizer": (tiny.LOW_BIT,),
     "offload_activations": (tiny.OFFLOAD,),
-    "offload_states": (tiny.ON_HOST, tiny.ON_HOST_AHEAD),
+    "offload_states": (tiny.ON_HOST, tiny.ON_HOST_AHEAD, tiny.ON_DISK),
     "pipeline": (tiny.PIPELINE, tiny.INTERLEAVED),
     "precision": (tiny.BF16,),
     "recompute": (tiny.RECOMPUTE_SOME,),

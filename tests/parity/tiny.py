@@ -78,6 +78,7 @@ OFFLOAD, OFFLOAD_ONE = (t("offload_activations", layers=layers, smallest=300) fo
 OFFLOAD_INPUTS = t("offload_activations", layers="none", inputs=True, smallest=300)
 COMPRESS, COMPRESS_ONE = (t("compress_activations", layers=layers) for layers in ("all", "last 1"))
 ON_HOST, ON_HOST_AHEAD = t("offload_states", share=0.5), t("offload_states", ahead=True, host_ranks=2)
+ON_DISK = t("offload_states", disk_share=0.5)
 STREAMED = t("stream_weights")
 LOW_BIT, LOWEST_BIT = (t("lowbit_optimizer", bits=bits, smallest=100) for bits in (8, 4))
 
