@@ -57,17 +57,33 @@ class CopyLanes:
     def _copy(
         self, target: Tensor, source: Tensor, stream: torch.cuda.Stream | None, on_device: Tensor, waits: bool
     ) -> torch.cuda.Event | None:
-        if stream is None:
-            target.copy_(source)
-            return None
-        if waits:
-            stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
-            done = torch.cuda.Event()
-            done.record(stream)
-        on_device.record_stream(stream)
+        done = copy_beside(stream, target, source, self.device, waits=waits)
+        if stream is not None:
+            on_device.record_stream(stream)
         return done
+
+
+def copy_beside(
+    stream: torch.cuda.Stream | None,
+    target: Tensor,
+    source: Tensor,
+    device: torch.device,
+    *,
+    waits: bool = True,
+    after: torch.cuda.Event | None = None,
+) -> torch.cuda.Event | None:
+    """Copy on a stream of its own: after `after`, and with `waits` after what compute has been given so far. The event
+    of its end; on a CPU, without a stream, at once."""
+    if stream is None:
+        target.copy_(source)
+        return None
+    if waits:
+        stream.wait_stream(torch.cuda.current_stream(device))
+    if after is not None:
+        stream.wait_event(after)
+    with torch.cuda.stream(stream):
+        target.copy_(source, non_blocking=True)
+    return stream.record_event()
 
 
 SMALL_BYTES = 1 << 20

@@ -23,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from meshwright.ops.host_memory import pinned_empty
+from meshwright.ops.host_memory import copy_beside, pinned_empty
 from meshwright.ops.low_bit import in_blocks
 from meshwright.ops.recompute import handed_on
 
@@ -88,20 +88,6 @@ class HostPool:
         """Each with the end of the last copy from or to it."""
         self.num_allocated = 0
 
-    def copy(
-        self, stream: torch.cuda.Stream | None, target: Tensor, source: Tensor, after: torch.cuda.Event | None = None
-    ) -> torch.cuda.Event | None:
-        """When what compute has been given so far is done, and `after`; the event of its end. On a CPU at once."""
-        if stream is None:
-            target.copy_(source)
-            return None
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        if after is not None:
-            stream.wait_event(after)
-        with torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
-        return stream.record_event()
-
     def take(self, size: int) -> tuple[Tensor, torch.cuda.Event | None]:
         """The smallest free buffer of at least `size` bytes; else a new one in the place of the largest free one."""
         self.free.sort(key=lambda each: each[0].numel())
@@ -123,7 +109,7 @@ class HostTensor:
         """On the device: until its copy out is done, and from its fetch on."""
         self.buffer, free = pool.take(flat.nbytes)
         self.home = self.buffer[: flat.nbytes].view(flat.dtype)
-        self.copied = pool.copy(pool.outward, self.home, flat, free)
+        self.copied = copy_beside(pool.outward, self.home, flat, pool.device, after=free)
         moved_bytes["out"] += flat.nbytes
 
     def wait(self) -> None:
@@ -134,7 +120,7 @@ class HostTensor:
     def fetch(self) -> Tensor:
         if self.here is None:
             self.here = torch.empty_like(self.home, device=self.pool.device)
-            self.copied = self.pool.copy(self.pool.inward, self.here, self.home)
+            self.copied = copy_beside(self.pool.inward, self.here, self.home, self.pool.device)
             moved_bytes["in"] += self.home.nbytes
         return self.here
 

@@ -102,7 +102,8 @@ class Space:
                 continue
             many = Plan(techniques=(technique,), batch=1 << 20)
             whole = replace(many, microbatch=many.batch // many.num_replicas)  # some take one microbatch only
-            if not all(technique.check(plan, self.profile, None) for plan in (many, whole)):
+            # What moves to another tier may need another technique that does.
+            if kind.uses_tiers or not all(technique.check(plan, self.profile, None) for plan in (many, whole)):
                 yield technique
 
     def _splits(self, techniques: tuple[Technique, ...]) -> Ways:

@@ -223,6 +223,46 @@ def test_blocks_follow_policies_of_two_techniques(rate: float, monkeypatch: pyte
     assert both or rate > 1e7
 
 
+JOINT = ("offload_activations", "offload_states", "recompute", "stream_weights")
+
+
+@pytest.mark.parametrize(("shape", "rate"), [("h100", 1e7), ("h100", 1e9), ("2xh100", 1e8)])
+def test_all_that_leaves_the_device_is_chosen_together(
+    shape: str, rate: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Activations, states and weights on the host or recomputed, by replicas that share a host's copy: brute force over
+    everything, and so never slower than one of them alone."""
+    replicas = 2 if shape == "2xh100" else 1
+    offered = {
+        "offload_activations": (PerLayer(("layers",)), Choice("inputs", (False, True)), Choice("smallest", (1,))),
+        "offload_states": (Choice("share", (1.0, 0.5)), Choice("host_ranks", (replicas,))),
+        "stream_weights": (Choice("buffers", (2,)),),
+        "recompute": (PerLayer(("layers",)),),
+    }
+    for name, options in offered.items():
+        monkeypatch.setattr(technique_named(name), "options", classmethod(lambda *_, options=options: options))
+    draw_from = Draw(shapes=(shape,), names=JOINT, axes=("replicate",), blocks=(2,), kinds=(1,), fewest=4, most=80)
+    used, asked = set[str](), 0
+    for seed in (9401,):
+        space, _ = draw_from.space(seed)
+        host = replace(space.machine.host, memory_bytes=1 << 40, adam_elements_per_second=30 * rate)
+        device = replace(space.machine.device, copy_bytes_per_second=dict.fromkeys(("in", "out"), rate))
+        space = replace(space, machine=replace(space.machine, host=host, device=device))
+        plans = list(space.plans())
+        told = {p: forecast(space.profile, p, space.machine, sequence=space.sequence, replays=False) for p in plans}
+        peaks = sorted({each.peak_bytes for each in told.values()})
+        for limit in (peaks[0], peaks[len(peaks) // 8], peaks[len(peaks) // 3], peaks[-1]):
+            fitting = {plan: each.step_seconds for plan, each in told.items() if each.peak_bytes <= limit}
+            best, fastest = _asked(space.with_memory(limit)).best, min(fitting, key=lambda plan: fitting[plan])
+            asked += 1
+            words = f"seed {seed}, {limit} bytes, {len(plans)} plans: {best and best[0]}, best is {fastest}"
+            assert best is not None, words
+            assert best[1].step_seconds == pytest.approx(fitting[fastest], rel=1e-9), words
+            used |= {technique.name for technique in best[0].techniques}
+    assert asked == 4
+    assert used >= {"offload_states", "stream_weights"}, used
+
+
 def _is_near(stages: tuple[int, ...], even: tuple[int, ...]) -> bool:
     return len(stages) == 1 or all(abs(a - b) <= REACH for a, b in zip(stages, even, strict=True))
 
