@@ -213,17 +213,22 @@ def _jumped(folder: Path, days: int, library: Path, wanted: dict[str, Any]) -> I
     clock = folder / "clock"
     clock.write_text("0")
     environment = clean_environment(LD_PRELOAD=str(library), SHIFTED_CLOCK=str(clock))
-    for steps in (30, 60):  # stopped half way and resumed
-        words = train_words(run_file, "--set", f"train.steps={steps}")
+    metrics = folder / "run" / "metrics.jsonl"
+    for code in (75, 0):  # stopped half way, and resumed
+        words = train_words(run_file)
         with subprocess.Popen(
             words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         ) as process:
-            metrics = folder / "run" / "metrics.jsonl"
-            while process.poll() is None and _lines(metrics) < steps - 25:
+            before = _lines(metrics)
+            while process.poll() is None and _lines(metrics) < before + 5:
                 time.sleep(0.02)
-            clock.write_text(str(days * DAY_SECONDS * (1 if steps == 30 else 2)))
+            clock.write_text(str(days * DAY_SECONDS * (1 if code else 2)))
+            while code and process.poll() is None and _lines(metrics) < before + 15:
+                time.sleep(0.02)
+            if code:
+                process.terminate()
             output = process.communicate(timeout=300)[0]
-        if process.returncode:
+        if process.returncode != code:
             yield f"exit {process.returncode}: {output[-300:]}"
             return
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]

@@ -34,6 +34,8 @@ from benchmarks.scorecard import RowResult, clean_environment, toy_run, train, t
 ROOT = Path(__file__).parents[1]
 HOSTS = ROOT / "tests" / "launch"
 MOST_DEPENDENCIES = 10
+SLOW_SECONDS = 2.0
+"""Of processor time for one input."""
 LICENCES = ("apache", "bsd", "mit", "isc", "psf", "python software foundation", "mpl")
 OURS = ("text cache", "image cache", "table cache", "index cache", "prepared")
 THEIRS = ("text", "jsonl", "parquet text", "csv", "npy", "flat bin", "megatron", "npz images", "npz table", "images")
@@ -47,6 +49,8 @@ def damaged(count: int, names: Sequence[str], seed: int) -> tuple[Counter[str], 
         for line in found
         if line["result"] in BAD
     ]
+    slow = [line for line in found if line.get("seconds", 0.0) > SLOW_SECONDS]
+    bad += [f"input {line['n']} of seed {seed} took {line['seconds']} s of CPU ({line['kind']})" for line in slow]
     return Counter(line["result"] for line in found), bad, max(line.get("seconds", 0.0) for line in found)
 
 
@@ -103,7 +107,7 @@ def r25(count: int) -> RowResult:
         if plans.returncode:
             bad.append(f"python -m benchmarks.fuzz {' '.join(words[:-2])}: {(plans.stdout + plans.stderr)[-300:]}")
     figures = f"{sum(results.values()):,} inputs: {results['TRACEBACK']} tracebacks, {results['HANG']} hangs, "
-    figures += f"{results['CRASH']} crashes, slowest {slowest:.1f} s; {num_real} real commands; "
+    figures += f"{results['CRASH']} crashes, slowest {slowest:.1f} s of CPU; {num_real} real commands; "
     figures += f"{num_plans} random plans trained or refused"
     return RowResult(passed=not bad, count=count, figures=figures, failures=tuple(bad[:10]))
 
@@ -392,7 +396,17 @@ def _modules_of_the_working_folder(root: Path, canary: Path) -> list[str]:
     if done.returncode or canary.exists():
         what = canary.read_text() if canary.exists() else done.stderr[-300:]
         return [f"mw train beside modules of known names: exit {done.returncode}: {what}"]
-    return []
+    (root / "victim").write_text("precious")
+    wrong = []
+    for name in ("metrics.tmp", "events.jsonl", "plan.json", ".secret"):
+        path = place / "run" / name
+        path.unlink(missing_ok=True)
+        path.symlink_to(root / "victim")
+        done = train(run_file, "--set", "train.steps=4")
+        path.unlink()
+        if done.returncode != 2 or "symbolic link" not in done.stderr or (root / "victim").read_text() != "precious":
+            wrong.append(f"a link {name} in the run folder: exit {done.returncode}: {done.stderr[-200:]}")
+    return wrong
 
 
 def read_hostile(root: Path) -> None:

@@ -2,8 +2,8 @@
 
     rank 0                              the others
     begin: a nonce         ──────────>  claim: a nonce, what they run, HMAC over both nonces and their rank
-    answer: every nonce, HMAC  <──────
-    ──> a session key, HMAC over all nonces; the process group meets under it
+    answer: digest of all nonces, HMAC over it and each rank's nonce
+    ──> a session key, HMAC over the digest; the process group meets under it
 
 The secret never travels. It is `MESHWRIGHT_SECRET`, or the file `.secret` of the run folder, which all hosts share and
 only its owner can read. Messages pass through the store by which torch's ranks meet, and which anybody who reaches its
@@ -129,8 +129,11 @@ class Admission:
                     problems.append(_stranger(rank))
                     claims[-1] = claims[0]
             problems += self._differences([parse_json(claim, f"rank {rank}") for rank, claim in enumerate(claims)])
-            told = json.dumps({"nonces": nonces, "problems": [[each.where, each.what, each.fix] for each in problems]})
-            store.set("answer", json.dumps({"told": told, "proof": self._proof("answer", told)}))
+            digest = hashlib.sha256(json.dumps(nonces).encode()).hexdigest()
+            told = json.dumps({"digest": digest, "problems": [[each.where, each.what, each.fix] for each in problems]})
+            for rank in range(1, self.num_ranks):
+                proof = self._proof("answer", str(rank), nonces[rank], told)
+                store.set(f"answer {rank}", json.dumps({"told": told, "proof": proof}))
             deadline, others = time.monotonic() + _LINGER_SECONDS, [f"read {rank}" for rank in range(1, self.num_ranks)]
             while problems and not store.check(others) and time.monotonic() < deadline:
                 time.sleep(0.05)
@@ -138,18 +141,16 @@ class Admission:
             first, about = store.get("begin").decode("utf-8", "replace"), json.dumps(dict(self.about))
             proof = self._proof("claim", str(self.rank), first, nonce, about)
             store.set(f"claim {self.rank}", json.dumps({"nonce": nonce, "about": about, "proof": proof}))
-            answer = _parsed(store.get("answer"), "told", "proof")
+            answer = _parsed(store.get(f"answer {self.rank}"), "told", "proof")
             store.set(f"read {self.rank}", "")
-            if not hmac.compare_digest(self._proof("answer", answer["told"]), answer["proof"]):
+            expected = self._proof("answer", str(self.rank), nonce, answer["told"])
+            if not hmac.compare_digest(expected, answer["proof"]):
                 raise MeshwrightError([_stranger(0)])
-            told = answer["told"]
-            found = parse_json(told, "rank 0")
-            nonces, problems = found["nonces"], [Problem(where=a, what=b, fix=c) for a, b, c in found["problems"]]
-            if not problems and (nonces[0], nonces[self.rank]) != (first, nonce):
-                raise MeshwrightError([_stranger(0)])
+            found = parse_json(answer["told"], "rank 0")
+            digest, problems = found["digest"], [Problem(where=a, what=b, fix=c) for a, b, c in found["problems"]]
         if problems:
             raise MeshwrightError(problems, is_everywhere=True)
-        return self._proof("session", *nonces).encode()
+        return self._proof("session", digest).encode()
 
     def _differences(self, claims: list[Mapping[str, str]]) -> list[Problem]:
         first = claims[0]

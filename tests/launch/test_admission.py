@@ -101,7 +101,8 @@ def test_a_stranger_in_place_of_a_rank_is_refused(claim: str, store: dist.TCPSto
 def test_a_stranger_in_place_of_rank_0_is_refused(answer: str, store: dist.TCPStore) -> None:
     def stranger(mine: dist.TCPStore) -> None:
         mine.set("begin", "00")
-        mine.set("answer", answer)
+        for rank in (1, 2):
+            mine.set(f"answer {rank}", answer)
 
     for error in met(store, stranger, of(1), of(2)):
         assert "rank 0: does not know" in str(error)
