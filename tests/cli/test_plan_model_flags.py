@@ -51,6 +51,7 @@ def test_flags_win_over_the_run_file(tmp_path) -> None:  # type: ignore[no-untyp
         (["--optimizer", "adamx", "--change", "num_layers=0"], ["--optimizer name: 'adamx'", "--change num_layers"]),
         (["--optimizer", "sgd,momentum=2"], ["--optimizer momentum: is 2"]),
         (["--optimizer", "sgd,foo=2"], ["--optimizer foo: unknown key"]),
+        (["--seq", "9" * 400], ["--seq: 1e+18 tokens; gpt2-124m has positions for 1024"]),
         (["--seq", "2048"], ["--seq: 2048 tokens; gpt2-124m has positions for 1024", "--change max_sequence=2048."]),
         (["--what-if", "seq=4096"], ["--what-if seq=4096: 4096 tokens", "--change max_sequence=4096."]),
     ],
