@@ -18,7 +18,9 @@ _NAMES = {
         ("check", "cluster", "forecast", "model", "plan", "probe", "simulate", "train"),
         "meshwright.api",
     ),
-    **dict.fromkeys(("EvaluationEvent", "MessageEvent", "Run", "SaveEvent", "StepEvent"), "meshwright.run.run"),
+    **dict.fromkeys(
+        ("EvaluationEvent", "MessageEvent", "RestartEvent", "Run", "SaveEvent", "StepEvent"), "meshwright.run.run"
+    ),
     **dict.fromkeys(("RunResult", "RunSummary"), "meshwright.run.result"),
     **dict.fromkeys(("OptimizerConfig", "RunConfig", "TrainSection", "read_run"), "meshwright.run.run_file"),
     **dict.fromkeys(("Built", "build", "train_steps"), "meshwright.runtime.api"),
@@ -65,6 +67,7 @@ if TYPE_CHECKING:
     from meshwright.run.result import RunSummary as RunSummary
     from meshwright.run.run import EvaluationEvent as EvaluationEvent
     from meshwright.run.run import MessageEvent as MessageEvent
+    from meshwright.run.run import RestartEvent as RestartEvent
     from meshwright.run.run import Run as Run
     from meshwright.run.run import SaveEvent as SaveEvent
     from meshwright.run.run import StepEvent as StepEvent

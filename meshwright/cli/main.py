@@ -30,7 +30,8 @@ examples:
   mw check examples/laptop.toml
   mw simulate P.plan.json --model llama3-8b --cluster 8xh100 --seq 8192
 
-exit codes: 0 done, 1 no plan fits or a check failed, 2 wrong usage or config, 75 stopped by a signal and saved
+exit codes: 0 done, 1 no plan fits or a check failed, 2 wrong usage or config, 70 a crash loop, 75 stopped by a signal
+and saved
 """
 
 
@@ -277,6 +278,11 @@ def accept_any_encoding() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    if argv is None and sys.argv[1:2] == ["train"]:
+        from meshwright.launch.guard import guard
+
+        if (code := guard()) is not None:
+            return code
     accept_any_encoding()
     top = parser()
     arguments, unknown = top.parse_known_args(argv)
@@ -298,7 +304,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 from meshwright.launch.local_ranks import stop_signals
                 from meshwright.launch.rank_job import STOP_SIGNALS
 
-                held.enter_context(stop_signals((signal.SIGHUP, *STOP_SIGNALS), raises=True))
+                arguments.stop = held.enter_context(stop_signals((signal.SIGHUP, *STOP_SIGNALS), raises=True))
             module = importlib.import_module(f"meshwright.cli.{arguments.command}")
             return int(module.run(arguments))
     except MeshwrightError as error:

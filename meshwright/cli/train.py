@@ -37,7 +37,7 @@ def run(arguments: Namespace) -> int:
             console.print(f"{made.folder} has its {steps}; raise train.steps to go on.")
             return 0
         describe(console, made.config, made.prepare(on_plan=lambda prepared: warn(console, prepared)))
-        with stop_signals() as stop:
+        with stop_signals(requests=arguments.stop) as stop:
             result = made.start(stop=stop, show=True).result()
             close(console, words, made.config, result)
             if result.summary is None and result.is_stopped:

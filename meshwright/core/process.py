@@ -68,10 +68,11 @@ class Child:
         """
         if self.exit_code is None:
             self.why_ended = why
-            self.never_began = self._blocks(signal.SIGTERM)
+            self.never_began = self.blocks(signal.SIGTERM)
             os.kill(self.process.pid, signal.SIGKILL if self.never_began else signal.SIGTERM)
 
-    def _blocks(self, number: signal.Signals) -> bool:
+    def blocks(self, number: signal.Signals) -> bool:
+        """Whether the child's main thread blocks a signal."""
         with contextlib.suppress(OSError):  # an ended one has no such file
             with open(f"/proc/{self.process.pid}/status", encoding="ascii", errors="replace") as status:
                 blocked = next((line.split()[1] for line in status if line.startswith("SigBlk:")), "0")

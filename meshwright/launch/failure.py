@@ -35,7 +35,7 @@ class Failure:
     """How one rank failed. `exit_code` is what the whole command exits with if this one is the cause."""
 
     rank: int
-    kind: Literal["exception", "signal", "exit"]
+    kind: Literal["exception", "signal", "exit", "hang"]
     message: str
     details: str
     is_secondary: bool
@@ -43,12 +43,15 @@ class Failure:
     log: Path | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     """Of the error it raised."""
+    is_ours: bool = False
+    """It was raised by this package, with what to do about it: trying again is no remedy."""
 
     def sentence(self, num_ranks: int) -> str:
         who = f"rank {self.rank} of {num_ranks}"
         if self.kind == "exception":
             return f"{who} failed: {self.message}"
-        return f"{who} was {self.message}" if self.kind == "signal" else f"{who} ended with {self.message}"
+        verb = {"signal": "was ", "exit": "ended with ", "hang": ""}[self.kind]
+        return f"{who} {verb}{self.message}"
 
 
 def cause(failures: Sequence[Failure]) -> Failure:
@@ -88,6 +91,7 @@ def failure_from_error(rank: int, error: Mapping[str, Any], log: Path | None) ->
         exit_code=int(error.get("exit_code", 1)),
         log=log,
         facts=error.get("facts", {}),
+        is_ours=is_ours,
     )
 
 

@@ -3,7 +3,8 @@
     every rank ends with 0                 -> 0
     SIGINT, SIGTERM, SIGHUP or SIGUSR1/2   -> SIGTERM to the ranks, who save and end with 75     -> 75
     a second one, or no end within grace   -> SIGKILL
-    a rank fails                           -> 1 s for the others to say why, SIGTERM, 2 s, SIGKILL -> 1 or 2
+    a rank fails                           -> 1 s for the others to say why, SIGKILL               -> 1 or 2
+    a rank hangs                           -> stacks of all ranks into their logs, SIGKILL         -> 1
 
 No rank outlives `launch`: each has its own process group, killed in a `finally`, and by the kernel if we die.
 """
@@ -20,7 +21,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -31,11 +32,12 @@ from meshwright.core.process import Child, start_child
 from meshwright.launch.failure import Failure, cause, failure_from_error, failure_from_exit, log_tail
 from meshwright.launch.rank_job import PREEMPTED_EXIT_CODE, Job, rank_environment
 from meshwright.launch.rank_job import STOP_SIGNALS as RANK_SIGNALS
+from meshwright.launch.sections import Hang, HangWatch
 
 GRACE_SECONDS = 30.0  # what Slurm and Kubernetes allow between their SIGTERM and their SIGKILL
 POLL_SECONDS = 0.02
-LAST_WORDS_SECONDS = 1.0  # after one rank failed, for the others to fail by themselves
-TERMINATE_SECONDS = 2.0  # between our SIGTERM and our SIGKILL to what is left
+LAST_WORDS_SECONDS = 1.0  # after one rank failed, for the others to fail by themselves: together they cannot save
+STACKS_SECONDS = 1.0  # for hung ranks to write where they are
 ECHO_SECONDS = 0.5  # wrappers forward a signal that the terminal also sent; that is one request, not two
 STOP_SIGNALS = (signal.SIGINT, signal.SIGHUP, *RANK_SIGNALS)
 KEPT_ATTEMPTS = 5  # whose logs stay in `attempt-N` folders
@@ -48,6 +50,12 @@ class LaunchOutcome:
     exit_code: int
     failures: tuple[Failure, ...]
     num_ranks: int
+    steps: int = 0
+    """That were made, by the rank that was ahead."""
+    noticed_seconds: float = 0.0
+    """When the first failure was seen, on the monotonic clock."""
+    advice: str = ""
+    """What was done about the failures of this launch and of those before, if anything was."""
 
     def message(self) -> str:
         """One message, about the failure that caused the others."""
@@ -57,7 +65,8 @@ class LaunchOutcome:
             return f"all {self.num_ranks} ranks finished."
         failure = cause(self.failures)
         text = failure.sentence(self.num_ranks)
-        return f"{text}\nSee {failure.log}" if failure.log is not None and failure.log.exists() else text
+        text = f"{text}\nSee {failure.log}" if failure.log is not None and failure.log.exists() else text
+        return f"{text}\n{self.advice}" if self.advice else text
 
 
 class Stopped(KeyboardInterrupt):
@@ -76,6 +85,12 @@ class StopRequests:
         self.is_urgent = self.is_urgent or is_urgent
         self.first_seconds = min(self.first_seconds, time.monotonic())
 
+    def wait(self, seconds: float) -> None:
+        """That long, or until somebody asks."""
+        end = time.monotonic() + seconds
+        while self.first_seconds == math.inf and time.monotonic() < end:
+            time.sleep(POLL_SECONDS)
+
 
 def launch(
     module: str,
@@ -88,12 +103,13 @@ def launch(
     environment: Mapping[str, str] | None = None,
     show_rank_zero: bool = True,
     stop: StopRequests | None = None,
+    patience_seconds: float = 0.0,
 ) -> LaunchOutcome:
     """Run `module` as `num_ranks` ranks (the module ends in `run_rank(main)`) and wait for the end.
 
     Rank 0 writes to our own terminal unless `show_rank_zero` is off; the others write to `log_folder/rank-K.log`. Logs
     of the launch before move to `log_folder/attempt-N`. `arguments` must be JSON. `stop`: from `stop_signals`, where
-    the caller has taken the signals already.
+    the caller has taken the signals already. `patience_seconds`: see `HangWatch`; 0: hangs are not looked for.
     """
     if num_ranks < 1:
         raise MeshwrightError(f"launch: {num_ranks} ranks cannot run anything. Use 1 or more.")
@@ -107,7 +123,8 @@ def launch(
         stop = stop or held.enter_context(stop_signals())
         if stop.first_seconds < math.inf:  # nothing has begun, so there is nothing to save
             return LaunchOutcome(exit_code=PREEMPTED_EXIT_CODE, failures=(), num_ranks=num_ranks)
-        rendezvous = held.enter_context(memory_file())
+        rendezvous, sections = held.enter_context(memory_file()), held.enter_context(memory_file())
+        hangs = HangWatch(sections, num_ranks, patience_seconds)
         try:
             for rank in range(num_ranks):
                 job = Job(
@@ -117,16 +134,18 @@ def launch(
                     rendezvous=rendezvous,
                     error_file=str(log_folder / f"rank-{rank}.error.json"),
                     log_file=str(log_folder / f"rank-{rank}.log"),
+                    sections=sections,
                 )
                 jobs.append(job)
                 job_file = held.enter_context(memory_file(json.dumps(asdict(job))))
                 variables = rank_environment(rank, num_ranks, threads, environment)
                 children.append(start_rank(module, job, job_file, variables, is_shown=show_rank_zero and rank == 0))
-            watch(children, stop, grace_seconds)
+            found = watch(children, stop, grace_seconds, hangs, [Path(job.log_file) for job in jobs])
         finally:
             for child in children:
                 child.end()
-    return judge(children, jobs, is_stopped=stop.first_seconds < math.inf)
+    outcome = judge(children, jobs, is_stopped=stop.first_seconds < math.inf, hang=found.hang)
+    return replace(outcome, steps=hangs.steps_done, noticed_seconds=found.noticed_seconds)
 
 
 def set_logs_aside(log_folder: Path) -> None:
@@ -156,10 +175,20 @@ def start_rank(module: str, job: Job, job_file: str, environment: Mapping[str, s
         return start_child(job.rank, (module, job_file), environment=environment, stdout=log, stderr=log)
 
 
-def watch(children: Sequence[Child], stop: StopRequests, grace_seconds: float) -> None:
+@dataclass(kw_only=True)
+class Found:
+    """What was seen of ranks that failed."""
+
+    noticed_seconds: float = 0.0
+    hang: Hang | None = None
+
+
+def watch(
+    children: Sequence[Child], stop: StopRequests, grace_seconds: float, hangs: HangWatch, logs: Sequence[Path]
+) -> Found:
     """Wait until every rank has ended, and see to it that they do: asked first, made to later, as the earliest end
     says."""
-    terminate_at, kill_at, why, is_asked = math.inf, math.inf, "", False
+    terminate_at, kill_at, why, is_asked, result = math.inf, math.inf, "", False, Found()
     while alive := [child for child in children if child.exit_code is None]:
         now, asked_at = time.monotonic(), stop.first_seconds
         ends = [(asked_at, asked_at + grace_seconds, f"it did not stop within {grace_seconds:g} s of the stop signal")]
@@ -167,8 +196,12 @@ def watch(children: Sequence[Child], stop: StopRequests, grace_seconds: float) -
             ends.append((now, now, "a second stop signal came before it had stopped"))
         failed = [child.rank for child in children if child.exit_code not in (None, 0, PREEMPTED_EXIT_CODE)]
         if failed:
-            words_until = now + LAST_WORDS_SECONDS
-            ends.append((words_until, words_until + TERMINATE_SECONDS, f"rank {failed[0]} had failed"))
+            result.noticed_seconds = result.noticed_seconds or now
+            ends.append((math.inf, now + LAST_WORDS_SECONDS, f"rank {failed[0]} had failed"))
+        elif len(alive) == len(children) and (hang := hangs.look([child.process.pid for child in children])):
+            result.noticed_seconds, result.hang = now, hang
+            show_stacks(children, logs)
+            ends.append((now, now, f"rank {hang.rank} {hang.text()}"))
         for asked_at, killed_at, reason in ends:
             terminate_at = min(terminate_at, asked_at)
             if killed_at < kill_at:
@@ -180,13 +213,34 @@ def watch(children: Sequence[Child], stop: StopRequests, grace_seconds: float) -
                 child.terminate(why)
         is_asked = is_asked or now >= terminate_at
         time.sleep(POLL_SECONDS)
+    return result
 
 
-def judge(children: Sequence[Child], jobs: Sequence[Job], is_stopped: bool) -> LaunchOutcome:
+def show_stacks(children: Sequence[Child], logs: Sequence[Path]) -> None:
+    """Have all ranks write the stacks of their threads into their logs; one that is stopped is woken for it."""
+    sizes = [0] * len(logs)
+    for child in children:
+        # Before it has its handlers (its stop signals are blocked until then) a rank would die of it.
+        if child.exit_code is None and not child.blocks(signal.SIGTERM):
+            os.kill(child.process.pid, signal.SIGQUIT)
+            os.kill(child.process.pid, signal.SIGCONT)
+    deadline = time.monotonic() + STACKS_SECONDS
+    while time.monotonic() < deadline:
+        time.sleep(5 * POLL_SECONDS)
+        before, sizes = sizes, [log.stat().st_size if log.exists() else 0 for log in logs]
+        if sizes == before and all("(most recent call first)" in log_tail(log) for log in logs):
+            return
+
+
+def judge(children: Sequence[Child], jobs: Sequence[Job], is_stopped: bool, hang: Hang | None = None) -> LaunchOutcome:
     """One exit code from all the ranks' codes and error files."""
     result: list[Failure] = []
     for child, job in zip(children, jobs, strict=True):
         code, log = child.exit_code, Path(job.log_file)
+        if hang is not None and hang.rank == child.rank:
+            about = {"message": hang.text(), "details": log_tail(log), "is_secondary": False}
+            result.append(Failure(rank=child.rank, kind="hang", log=log, **about))  # type: ignore[arg-type]
+            continue
         if code is None or code in (0, PREEMPTED_EXIT_CODE):
             continue
         try:
@@ -207,18 +261,24 @@ def judge(children: Sequence[Child], jobs: Sequence[Job], is_stopped: bool) -> L
 
 
 @contextlib.contextmanager
-def stop_signals(numbers: Sequence[signal.Signals] = STOP_SIGNALS, *, raises: bool = False) -> Iterator[StopRequests]:
-    """Note the stop signals instead of dying of them (or raise `Stopped`); the old handlers come back afterwards."""
-    requests = StopRequests()
+def stop_signals(
+    numbers: Sequence[signal.Signals] = STOP_SIGNALS, *, raises: bool = False, requests: StopRequests | None = None
+) -> Iterator[StopRequests]:
+    """Note the stop signals instead of dying of them (and raise `Stopped`); the old handlers come back afterwards."""
+    requests = requests or StopRequests()
     if threading.current_thread() is not threading.main_thread():
         yield requests  # only the main thread may set handlers
         return
     before = {number: signal.getsignal(number) for number in numbers}
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        if raises:
+        is_first, is_echo = (
+            requests.first_seconds == math.inf,
+            time.monotonic() <= requests.first_seconds + ECHO_SECONDS,
+        )
+        requests.request(is_urgent=not is_echo)
+        if raises and (is_first or not is_echo):
             raise Stopped
-        requests.request(is_urgent=time.monotonic() > requests.first_seconds + ECHO_SECONDS)
 
     # `nohup` sets SIGHUP to ignored, and means it.
     taken = {number: old for number, old in before.items() if old is not signal.SIG_IGN}

@@ -43,6 +43,8 @@ class Job:
     rendezvous: str
     error_file: str
     log_file: str
+    sections: str = ""
+    """The shared memory in which ranks stamp where they are."""
 
 
 def rank_environment(
@@ -104,10 +106,14 @@ class StopFlag:
             os._exit(PREEMPTED_EXIT_CODE)
 
 
-def show_stacks_on_crash() -> None:
-    """Stacks of all threads to stderr on a crash in native code, and on SIGQUIT to see where a rank hangs."""
+def show_stacks_on_crash(log_file: str = "") -> None:
+    """Stacks of all threads to stderr on a crash in native code, and on SIGQUIT, to see where a rank hangs, to its log
+    (or to stderr)."""
     faulthandler.enable(all_threads=True)
-    faulthandler.register(signal.SIGQUIT, all_threads=True)
+    if log_file:  # the descriptor stays open
+        faulthandler.register(signal.SIGQUIT, file=open_to_append(Path(log_file)), all_threads=True)
+    else:
+        faulthandler.register(signal.SIGQUIT, all_threads=True)
 
 
 def run_rank(main: Callable[[Job, StopFlag], int]) -> NoReturn:
@@ -118,7 +124,7 @@ def run_rank(main: Callable[[Job, StopFlag], int]) -> NoReturn:
     if len(sys.argv) != 2:
         raise MeshwrightError(f"a rank takes one argument, the path of its job file, and got {len(sys.argv) - 1}.")
     job = Job(**json.loads(Path(sys.argv[1]).read_text()))
-    show_stacks_on_crash()
+    show_stacks_on_crash(job.log_file)
     stop = StopFlag()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     stop.take(STOP_SIGNALS)

@@ -31,6 +31,7 @@ from meshwright.core.work import Work
 from meshwright.data.open_data import Data
 from meshwright.data.open_data import open_data as open_files
 from meshwright.launch.failure import cause
+from meshwright.launch.guard import command_pid
 from meshwright.launch.rank_pool import RankError, RankPool
 from meshwright.machine.probe import machine_name
 from meshwright.planner.scoreboard import TIE
@@ -433,6 +434,6 @@ def open_folder(folder: Path) -> IO[str]:
         raise error_at(f"run.folder {folder}", f"is in use by {owner}.", "Stop it, or choose another folder.") from None
     lock.seek(0)
     lock.truncate()
-    lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+    lock.write(f"process {command_pid()} on {socket.gethostname()}")
     lock.flush()
     return lock

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
@@ -30,11 +31,13 @@ from meshwright.core.plan import Plan
 from meshwright.core.time_ledger import note_time
 from meshwright.data.open_data import Data
 from meshwright.launch.environment import outside_launcher
+from meshwright.launch.guard import cause_of_restart, tell_guard
 from meshwright.launch.local_ranks import LaunchOutcome, StopRequests, launch
 from meshwright.launch.rank_job import PREEMPTED_EXIT_CODE
 from meshwright.run import prepare as preparation
 from meshwright.run.model import ModelDescription, describe_run
 from meshwright.run.out_of_memory import PostMortem, examine, failure_of
+from meshwright.run.recovery import Attempt, remedy_for
 from meshwright.run.result import RunResult, conclude, earlier_result
 from meshwright.run.run_file import RunConfig, read_run
 from meshwright.run.trackers import require_trackers
@@ -76,6 +79,14 @@ class SaveEvent:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RestartEvent:
+    """Ranks have failed and were started again; steps after this one are made again."""
+
+    step: int
+    cause: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class MessageEvent:
     """Rank 0 said something for people to read."""
 
@@ -83,7 +94,7 @@ class MessageEvent:
     text: str
 
 
-RunEvent = StepEvent | EvaluationEvent | SaveEvent | MessageEvent
+RunEvent = StepEvent | EvaluationEvent | SaveEvent | RestartEvent | MessageEvent
 
 
 class Run:
@@ -145,9 +156,12 @@ class Run:
         """Make the run's folder and lock it until the run is closed; a second owner is refused."""
         if self._lock is None:
             self._lock = preparation.open_folder(self.folder)
+            tell_guard(self.folder.absolute(), self.config.run.restarts)
 
     def note_start(self) -> None:
         """For the time ledger: from now on this run takes time."""
+        if (died := cause_of_restart()) and self._thread is None:
+            note_time(self.folder, "end", exit_code=1, cause=died)
         note_time(self.folder, "start", model=self.config.model.title, steps=self.config.train.steps)
 
     @property
@@ -231,25 +245,44 @@ class Run:
 
     def _launch(self, arguments: Mapping[str, Any], show: bool) -> None:
         """By a thread that outlives the ranks: they die with the thread that started them."""
-        assert self._prepared is not None
         try:
-            self._outcome = launch(
+            self._outcome = self._launch_until_done(arguments, show)
+        except BaseException as error:  # told by `result`, where somebody listens
+            self._outcome = error
+            note_time(self.folder, "end", exit_code=1, cause=str(error))
+
+    def _launch_until_done(self, arguments: Mapping[str, Any], show: bool) -> LaunchOutcome:
+        """Launch all ranks, again after failures that this may cure."""
+        assert self._prepared is not None
+        settings, attempts = self.config.run, list[Attempt]()
+        while True:
+            outcome = launch(
                 "meshwright.runtime.rank",
                 arguments,
                 self._prepared.plan.num_ranks,
                 log_folder=self.folder / "logs",
+                grace_seconds=settings.grace_seconds,
                 environment={"KINETO_LOG_LEVEL": "9"},  # the profiler's own chatter
                 show_rank_zero=show,
                 stop=self._stop,
+                patience_seconds=60 * settings.patience_minutes,
             )
-            if self._outcome.exit_code == 1:
-                self.examine_memory([failure.facts for failure in self._outcome.failures])
-        except BaseException as error:  # told by `result`, where somebody listens
-            self._outcome = error
-        finally:
-            code = self._outcome.exit_code if isinstance(self._outcome, LaunchOutcome) else 1
-            told = self._outcome.message() if isinstance(self._outcome, LaunchOutcome) else str(self._outcome)
-            note_time(self.folder, "end", exit_code=code, cause=told)
+            if outcome.exit_code == 1:
+                self.examine_memory([failure.facts for failure in outcome.failures])
+            saved = list_steps(self.folder / "checkpoints")
+            attempts.append(Attempt(outcome=outcome, saved_step=saved[-1] if saved else -1))
+            is_stopped = self._stop.first_seconds < math.inf
+            remedy = remedy_for(attempts, restarts=settings.restarts, is_stopped=is_stopped)
+            if remedy.action == "give up":
+                outcome = replace(outcome, exit_code=remedy.exit_code, advice=remedy.why)
+            about = {"exit_code": outcome.exit_code, "cause": outcome.message()}
+            note_time(self.folder, "end", **about, noticed_monotonic=outcome.noticed_seconds)
+            if remedy.action == "give up":
+                return outcome
+            self.report(remedy.why)
+            self._stop.wait(remedy.pause_seconds)
+            self.note_start()
+            arguments = {**arguments, "restart": remedy.why}
 
     def examine_memory(self, facts: Iterable[Mapping[str, Any]]) -> PostMortem | None:
         """Where a rank ran out of memory: why, and what would need less; `facts`: of the ranks' errors."""
@@ -267,18 +300,22 @@ class Run:
         return self._thread is not None and self._thread.is_alive()
 
     def follow(self) -> Iterator[RunEvent]:
-        """Events of this start as they come, from its first; ends when the ranks have."""
+        """Events of this start as they come, from its first, over all restarts; ends when the ranks have."""
         events, metrics = _Tail(self.folder / "events.jsonl"), _Tail(self.folder / "metrics.jsonl")
-        first_step: int | None = None
+        has_begun = False
         while self._thread is not None:
             is_over = not self._thread.is_alive()
-            told = events.rows()
-            if first_step is None:  # before, metrics may still hold steps that will be made again
-                first_step = next((row["step"] for row in told if row["event"] == "start"), None)
-            steps = [] if first_step is None else [row for row in metrics.rows() if row["step"] > first_step]
-            for row in sorted([*steps, *told], key=lambda row: int(row["step"])):
-                if (event := _event(row)) is not None:
-                    yield event
+            told = events.rows()  # first: a start is noted before its first step
+            while told:
+                count = next((i for i, row in enumerate(told) if row["event"] == "start"), len(told))
+                before, start, told = told[:count], told[count : count + 1], told[count + 1 :]
+                # Until a start is noted, metrics may still hold steps that will be made again.
+                end = start[0]["metrics_bytes"] if start else None
+                yield from _events([*before, *(metrics.rows(end) if has_begun else [])])
+                if start:
+                    metrics.position, has_begun = start[0]["metrics_bytes"], True
+                    yield from _events(start)
+            yield from _events(metrics.rows() if has_begun else [])
             if is_over:
                 return
             self._thread.join(_POLL_SECONDS)
@@ -344,11 +381,12 @@ class _Tail:
     def __init__(self, path: Path):
         self.path, self.position = path, 0
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self, end: int | None = None) -> list[dict[str, Any]]:
+        """Up to byte `end`, or to the last there is."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self.position)
-                data = file.read()
+                data = file.read() if end is None else file.read(max(0, end - self.position))
         except OSError:
             return []
         whole = data[: data.rfind(b"\n") + 1]
@@ -360,10 +398,18 @@ class _Tail:
         return [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int)]
 
 
+def _events(rows: Sequence[dict[str, Any]]) -> Iterator[RunEvent]:
+    for row in sorted(rows, key=lambda row: int(row["step"])):
+        if (event := _event(row)) is not None:
+            yield event
+
+
 def _event(row: Mapping[str, Any]) -> RunEvent | None:
     """A line of events.jsonl or metrics.jsonl; None for what nobody waits for."""
     if row.get("event") == "message":
         return MessageEvent(step=row["step"], text=row["text"])
+    if row.get("event") == "start" and row.get("cause"):
+        return RestartEvent(step=row["step"], cause=row["cause"])
     if row.get("event") == "save":
         return SaveEvent(step=row["step"], path=Path(row["path"]))
     if "held_out_loss" in row:

@@ -212,9 +212,16 @@ class RunSection:
     """Tools that follow the run, beside metrics.jsonl and TensorBoard."""
     remote: str = ""
     """Object storage that gets every checkpoint, too: "s3://BUCKET/PREFIX", a prefix of this run's own."""
+    restarts: int = 3
+    """After failures in a row without a new checkpoint; then the run stops. 0: it stops at the first failure."""
+    grace_seconds: float = 30.0
+    """From a stop signal until ranks that have not saved and ended are killed."""
+    patience_minutes: float = 30.0
+    """Without a sign of life, in the first steps, an evaluation or a save, until a rank counts as hung; in later steps
+    their usual time decides. 0: hangs are not looked for."""
 
     def __post_init__(self) -> None:
-        problems = _below(self, 0, "ranks", "timeline_steps")
+        problems = _below(self, 0, "ranks", "timeline_steps", "restarts", "grace_seconds", "patience_minutes")
         if not self.folder.strip():
             problems.append(Problem(where="folder", what="is empty.", fix="Name a folder for this run."))
         if self.remote and not re.fullmatch(r"s3://[a-z0-9.-]{3,63}(/[A-Za-z0-9._-]+)+/?", self.remote):

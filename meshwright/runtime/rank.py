@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -10,7 +11,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from meshwright.core.timeline import Span
 from meshwright.data.open_data import Data
 from meshwright.launch.cpu_bf16 import limit_isa_for_bf16
 from meshwright.launch.rank_job import PREEMPTED_EXIT_CODE, Job, StopFlag, run_rank
+from meshwright.launch.sections import SectionStamp
 from meshwright.machine.probe import available_host_bytes
 from meshwright.ops.collectives import gather_json, share_json
 from meshwright.ops.device_mesh import Mesh, join
@@ -84,7 +86,8 @@ def main(job: Job, stop: StopFlag) -> int:
     plan = decode(Plan, arguments["plan"], "plan")
     if plan.mesh:
         join(job.rank, job.num_ranks, device, rendezvous=job.rendezvous)
-    return RankTraining(arguments, plan, device, stop).go(stop)
+    stamp = SectionStamp(job.sections, job.rank)
+    return RankTraining(arguments, plan, device, stop, stamp).go(stop)
 
 
 def on_first(control: dist.ProcessGroup | None, action: Callable[[], Any]) -> Any:
@@ -108,15 +111,26 @@ def on_first(control: dist.ProcessGroup | None, action: Callable[[], Any]) -> An
 class RankTraining:
     """A run as one of its ranks sees it: what is due after each step, and what rank 0 writes down."""
 
-    def __init__(self, arguments: Mapping[str, Any], plan: Plan, device: torch.device, stop: StopFlag):
+    def __init__(
+        self,
+        arguments: Mapping[str, Any],
+        plan: Plan,
+        device: torch.device,
+        stop: StopFlag,
+        stamp: SectionStamp | None = None,
+    ):
         """`arguments`: see `Run.adopt`."""
+        self.stamp = stamp or SectionStamp()
         stop.leave_at_once(True)  # until there is a step to save
         self.config = config = decode(RunConfig, arguments["config"], "")
         self.folder = Path(config.run.folder)
         self.promise, self.is_compared = decode(Promise, arguments["promise"], "promise"), False
         mesh = Mesh.make(plan.mesh, device)
         self.is_first = mesh.rank == 0
-        self.events = Lines(self.folder / "events.jsonl", -1, Progress(0, 0, 0.0).say) if self.is_first else None
+        restart = str(arguments.get("restart", ""))
+        """Why ranks were started again by the same `Run`, whose events go on."""
+        last = sys.maxsize if restart else -1
+        self.events = Lines(self.folder / "events.jsonl", last, Progress(0, 0, 0.0).say) if self.is_first else None
         self.progress = Progress(0, config.train.steps, float(arguments["tokens_per_second"]), self.events)
         self.mfu = float(arguments["mfu"])  # as forecast
         description = decode(ModelDescription, arguments["description"], "description")
@@ -134,13 +148,14 @@ class RankTraining:
         if self.events is not None:
             shown = {**encode(config), "techniques": str(plan)}
             self.metrics = Metrics(self.folder, trainer.step, self.progress.say, config.run.track, shown)
-            self.events.write({"event": "start", "step": trainer.step})
+            about = {"metrics_bytes": self.metrics.lines.num_bytes, **({"cause": restart} if restart else {})}
+            self.events.write({"event": "start", "step": trainer.step, **about})
         # Where steps overlap, none begins and ends in one call: the profiler would be started and stopped between two
         # that are told at once, which has crashed it.
         num_watched = 0 if plan.overlaps_steps else config.run.timeline_steps
         self.watch = Watch(trainer.step + WARM_UP_STEPS, num_watched, mesh)
         self.stragglers = StragglerWatch(trainer.build)
-        trainer.build.on_action += [self.watch.look, self.stragglers.look]
+        trainer.build.on_action += [self.stamp.look, self.watch.look, self.stragglers.look]
         if trainer.loop.reads_late:  # elsewhere a rest would change the run, or is there anyway
             # After the first step a signal is answered by saving: it must be over by then, not beside a second one.
             trainer.rests = (trainer.step + 1, self.watch.range.start, self.watch.range.stop)
@@ -157,6 +172,7 @@ class RankTraining:
         self.start = time.monotonic()
         self.clock = RunClock(self.folder if self.is_first else None, trainer.step, self.progress.say)
         self.saves_behind = self._plan_saves()
+        self.stamp.begin(trainer.step)
 
     def _open(self, description: ModelDescription, plan: Plan, mesh: Mesh) -> Trainer:
         config, say = self.config, self.progress.say if self.is_first else lambda text: None
@@ -240,12 +256,14 @@ class RankTraining:
     def _train(self, stop: StopFlag, start: int) -> bool:
         """Train to the end; whether somebody asked to stop before."""
         trainer, settings, stopped = self.trainer, self.config.train, False
-        self.watch.before(trainer.step)
+        self._watch(self.watch.before, trainer.step)
         for step in trainer.steps(stop):
             stop.leave_at_once(False)
-            self.watch.after(step.step)
+            self.stamp.end_step(step.step + 1)
+            self._watch(self.watch.after, step.step)
             if trainer.saving.is_under_way and not step.is_busy:
-                self._note_save(trainer.saving.advance())
+                with self.stamp.within("save"):
+                    self._note_save(trainer.saving.advance())
             self._record(step, measured=step.step >= start + WARM_UP_STEPS)
             stopped = step.must_stop
             if is_due(trainer.step, settings.compare_replicas_every):
@@ -256,12 +274,23 @@ class RankTraining:
                 self._sample()
             if stopped or step.must_save or is_due(trainer.step, settings.save_every):
                 self._save(behind=not stopped and trainer.step < settings.steps)
-            self.watch.before(trainer.step)
+            self._watch(self.watch.before, trainer.step)
+            self.stamp.look("data")
         stop.leave_at_once(False)
         if not stopped:
             self._evaluate()
             self._save()
         return stopped
+
+    def _watch(self, look: Callable[[int], None], step: int) -> None:
+        """The profiler takes long to begin and to end."""
+        with self.stamp.within("start"):
+            look(step)
+
+    @contextlib.contextmanager
+    def _spend(self, category: str, section: str) -> Iterator[None]:
+        with self.clock.spend(category), self.stamp.within(section):
+            yield
 
     def _recover(self, error: TrainingTrouble) -> None:
         """Save the good state and raise the error; or roll back to the last good checkpoint, from which the run goes
@@ -285,7 +314,8 @@ class RankTraining:
         newest = on_first(self.trainer.mesh.control, choose)
         if not newest:
             raise error
-        self.trainer.roll_back(Path(newest))
+        with self.stamp.within("start"):
+            self.trainer.roll_back(Path(newest))
         self.clock.resume(self.trainer.step)
         lost = trouble.step - 1 - self.trainer.step
         if self.is_first:
@@ -372,14 +402,14 @@ class RankTraining:
         if self.evaluated_step == self.trainer.step:
             return
         self.evaluated_step = self.trainer.step
-        with self.clock.spend("evaluation"):
+        with self._spend("evaluation", "evaluation"):
             self.held_out = self.trainer.evaluate()
         if self.metrics is not None and self.held_out:
             self.metrics.write(self.trainer.step, self.held_out)
             self.progress.say(f"step {self.trainer.step}: held-out {held_out_text(self.held_out)}")
 
     def _sample(self) -> None:
-        with self.clock.spend("evaluation"):
+        with self._spend("evaluation", "evaluation"):
             text = self.trainer.sample()
         if self.metrics is None:
             return
@@ -397,14 +427,14 @@ class RankTraining:
             return
         self.clock.mark()  # where a restart goes on, if the save succeeds
         self.saving_step = trainer.step
-        with self.clock.spend("checkpoint"):
+        with self._spend("checkpoint", "save"):
             reason = trainer.save(self.folder / "checkpoints", behind=behind and self.saves_behind)
         self._note_save(None if trainer.saving.is_under_way else reason)
 
     def _finish_save(self) -> None:
         """Wait for the one that is being written."""
         if self.trainer.saving.is_under_way:
-            with self.clock.spend("checkpoint"):
+            with self._spend("checkpoint", "save"):
                 reason = self.trainer.saving.finish()
             self._note_save(reason)
 
@@ -427,6 +457,10 @@ class RankTraining:
 
     def _close(self, stopped: bool, num_steps: int) -> None:
         """Gather what every rank saw; rank 0 writes it down for the report."""
+        with self.stamp.within("save"):
+            self._write_result(stopped, num_steps)
+
+    def _write_result(self, stopped: bool, num_steps: int) -> None:
         mesh = self.trainer.mesh
         gathered = gather_json(
             mesh.control,

@@ -55,6 +55,10 @@ class Lines:
         except (OSError, MeshwrightError) as error:
             self._tell(error)
 
+    @property
+    def num_bytes(self) -> int:
+        return os.fstat(self.file).st_size if self.file >= 0 else 0
+
     def write(self, record: Mapping[str, Any]) -> None:
         with self.lock:
             if self.file >= 0:

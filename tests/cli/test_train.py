@@ -246,7 +246,7 @@ def running(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     path = write_run(tmp_path)
     plan = write_plan(tmp_path, {"name": "pipeline", "size": 2})
     words = ["train", path, "--plan", plan, "--set", "train.steps=100000", "--set", "train.save_every=0"]
-    words += ["--set", "train.save_minutes=0.01"]
+    words += ["--set", "train.save_minutes=0.01", "--set", "run.restarts=0"]
     started = subprocess.Popen(
         [sys.executable, "-m", "meshwright.cli.main", *words],
         stderr=subprocess.PIPE,
@@ -263,9 +263,14 @@ def running(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     started.communicate()
 
 
-def ranks_of(parent: int) -> list[int]:
+def children_of(parent: int) -> list[int]:
     listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(parent)], capture_output=True, text=True, check=False)
     return [int(word) for word in listed.stdout.split()]
+
+
+def ranks_of(command: int) -> list[int]:
+    (supervisor,) = children_of(command)
+    return children_of(supervisor)
 
 
 def gone(pids: list[int], seconds: float = 60.0) -> bool:

@@ -125,6 +125,33 @@ def work_until_stopped(job: Job, stop: StopFlag) -> int:
     return 75
 
 
+def train(job: Job, stop: StopFlag, hangs_in: str = "") -> int:
+    """Steps as a training makes them, until one hangs; at most 12 s."""
+    from meshwright.launch.sections import SectionStamp
+
+    folder, stamp = Path(str(job.arguments["pids"])), SectionStamp(job.sections, job.rank)
+    stamp.begin(100)
+    (folder / f"pid-{job.rank}").write_text(str(os.getpid()))
+    for step in range(100, 340):
+        for kind in ("data", "begin", "forward", "backward", "exchange", "update"):
+            stamp.look(kind)
+            time.sleep(0.008)
+            if step == 110 and kind == hangs_in:
+                while True:
+                    pass
+            while step == 110 and kind == "exchange" and hangs_in == "" and job.arguments["waits"]:
+                time.sleep(0.1)
+        stamp.end_step(step + 1)
+        if step == 105:
+            with stamp.within("save"):
+                time.sleep(4.0)
+    return 0
+
+
+def hang_in_backward(job: Job, stop: StopFlag) -> int:
+    return train(job, stop, "backward")
+
+
 def main(job: Job, stop: StopFlag) -> int:
     behaviours = job.arguments["behaviours"]
     return int(globals()[behaviours[job.rank]](job, stop))

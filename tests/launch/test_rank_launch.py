@@ -30,7 +30,7 @@ HERE = Path(__file__).parent
 
 
 def run(folder: Path, *behaviours: str, **options: object) -> LaunchOutcome:
-    arguments = {"behaviours": behaviours, "pids": str(folder)}
+    arguments = {"behaviours": behaviours, "pids": str(folder), "waits": options.pop("waits", False)}
     environment = {"PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parents[1]}"}
     options = {"environment": environment, "show_rank_zero": False} | options
     return launch("launched_rank", arguments, len(behaviours), log_folder=folder / "logs", **options)  # type: ignore[arg-type]

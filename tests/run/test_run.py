@@ -118,7 +118,7 @@ def test_what_fails_is_raised_by_result(tmp_path: Path) -> None:
     config = read_run(write_run(tmp_path))
     with pytest.raises(MeshwrightError, match="was not started"):
         Run(config).result()
-    run = Run(replace(config, run=replace(config.run, ranks=1))).start()
+    run = Run(replace(config, run=replace(config.run, ranks=1, restarts=0))).start()
     with pytest.raises(MeshwrightError, match="started before"):
         run.start()
     os.kill(_first_child(run), signal.SIGKILL)
