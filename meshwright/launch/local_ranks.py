@@ -176,7 +176,7 @@ def start_rank(module: str, job: Job, job_file: str, environment: Mapping[str, s
 
 
 @dataclass(kw_only=True)
-class Found:
+class FailureSeen:
     """What was seen of ranks that failed."""
 
     noticed_seconds: float = 0.0
@@ -185,10 +185,10 @@ class Found:
 
 def watch(
     children: Sequence[Child], stop: StopRequests, grace_seconds: float, hangs: HangWatch, logs: Sequence[Path]
-) -> Found:
+) -> FailureSeen:
     """Wait until every rank has ended, and see to it that they do: asked first, made to later, as the earliest end
     says."""
-    terminate_at, kill_at, why, is_asked, result = math.inf, math.inf, "", False, Found()
+    terminate_at, kill_at, why, is_asked, result = math.inf, math.inf, "", False, FailureSeen()
     while alive := [child for child in children if child.exit_code is None]:
         now, asked_at = time.monotonic(), stop.first_seconds
         ends = [(asked_at, asked_at + grace_seconds, f"it did not stop within {grace_seconds:g} s of the stop signal")]

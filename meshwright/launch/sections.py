@@ -104,7 +104,7 @@ class Hang:
 
 
 @dataclass(kw_only=True)
-class _Seen:
+class _RankRow:
     """A rank's row as it was at the last look."""
 
     count: int = 0
@@ -127,7 +127,7 @@ class HangWatch:
         self.memory = mmap.mmap(file, 0)
         os.close(file)
         self.rows = memoryview(self.memory).cast("Q")
-        self.seen = [_Seen() for _ in range(num_ranks)]
+        self.seen = [_RankRow() for _ in range(num_ranks)]
         self.patience_seconds = patience_seconds
         self.steps: deque[float] = deque(maxlen=_MOST_STEPS)
         self.longest: dict[str, float] = {}
@@ -156,7 +156,7 @@ class HangWatch:
                 return self._culprit(states)
         return None
 
-    def _read(self, rank: int, seen: _Seen, passed: float) -> None:
+    def _read(self, rank: int, seen: _RankRow, passed: float) -> None:
         count, code, step, position = self.rows[rank * _ROW : (rank + 1) * _ROW]
         seen.since_step += passed
         if count == seen.count:
@@ -179,7 +179,7 @@ class HangWatch:
     def _usual_limit(self) -> float:
         return FACTOR * self.median_seconds + SLACK_SECONDS
 
-    def _limit(self, seen: _Seen, state: str) -> float:
+    def _limit(self, seen: _RankRow, state: str) -> float:
         """How long a rank may be silent where it is."""
         usual = self._usual_limit()
         if state == "T":

@@ -77,10 +77,10 @@ def test_a_run_goes_on_by_itself_after_a_rank_was_killed(tmp_path: Path) -> None
     restart = events[at]
     assert isinstance(restart, RestartEvent)
     assert "rank 1 of 2 was killed by SIGKILL" in restart.cause
-    assert restart.step in (8, 12)
+    assert restart.step in (4, 8, 12), "checkpoints are written behind training"
     steps = [event.step for event in events[at:] if isinstance(event, StepEvent)]
     assert steps == list(range(restart.step + 1, 25)), "after the restart, every step once and in order"
-    assert sum(isinstance(event, SaveEvent) for event in events) >= 6
+    assert sum(isinstance(event, SaveEvent) for event in events) >= 5
     assert final_state(run.folder) == final_state(reference.folder)
     assert any("Going on from the checkpoint of step" in line for line in said)
     marks = read_marks(run.folder)
