@@ -265,7 +265,7 @@ def sources_of(
         sources["unaligned_slowdown"] = "measured: a matmul with an odd number of outputs, forward and backward"
     sources["host"] = "measured: copies and fused AdamW on this host's cores"
     if reading.disk_write_bytes_per_second:
-        sources["disk"] = "measured: a file written to the disk and read again"
+        sources["disk"] = "measured: a file written and read at once, past the cache"
         if reading.disk_read_bytes_per_second > _CACHED_BYTES_PER_SECOND:
             sources["disk"] += "; so fast that it was probably still in memory"
     if reading.copies:

@@ -4,13 +4,15 @@ optimizer, the disk."""
 from __future__ import annotations
 
 import contextlib
+import itertools
+import mmap
 import os
 import shutil
 import statistics
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ import torch.distributed as dist
 from meshwright.core.units import GIB, MIB
 from meshwright.machine.timing import Bench
 from meshwright.ops.collectives import all_gather, reduce_scatter
+from meshwright.ops.disk_memory import BLOCK_BYTES, THREADS, nameless_file
 
 _CHUNK_BYTES = 32 * MIB
 _NVIDIA_SMI = ("nvidia-smi", "--query-gpu=power.limit,driver_version", "--format=csv,noheader,nounits")
@@ -130,32 +133,44 @@ def adam_elements_per_second(bench: Bench) -> float:
 
 
 def disk_rates(bench: Bench, folder: Path) -> tuple[float, float]:
-    """(read, write) bytes a second through a file of up to 1 GiB in `folder`; zeros where none can be written.
-
-    Written to the disk and, as far as the system obeys, dropped from memory before it is read.
-    """
-    most = _CHUNK_BYTES if bench.is_quick else GIB
+    """(read, write) bytes a second of a file of up to 1 GiB in `folder`, both ways at once, past the system's cache
+    where the file system allows that; zeros where none can be written."""
+    half = _CHUNK_BYTES if bench.is_quick else GIB // 2
     with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
-        if shutil.disk_usage(folder).free <= 4 * most:
+        if shutil.disk_usage(folder).free <= 8 * half:
             return 0.0, 0.0
-        file, name = tempfile.mkstemp(prefix=".meshwright-probe-", dir=folder)
+        file = nameless_file(folder)
         stack.callback(os.close, file)
-        os.unlink(name)  # gone whatever happens to this process
-        chunk, written = os.urandom(_CHUNK_BYTES), 0
-        start = time.perf_counter()
-        while written < most and time.perf_counter() - start < bench.section_seconds:
-            written += os.write(file, chunk)
-        os.fsync(file)
-        write_seconds = time.perf_counter() - start
-        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.lseek(file, 0, os.SEEK_SET)
-        start, seen = time.perf_counter(), 0
-        while got := len(os.read(file, _CHUNK_BYTES)):
-            seen += got
-            if time.perf_counter() - start > bench.section_seconds:
-                break
-        return seen / (time.perf_counter() - start), written / write_seconds
+        return both_ways(file, half, bench.section_seconds)
     return 0.0, 0.0
+
+
+def both_ways(file: int, half: int, seconds: float) -> tuple[float, float]:
+    """Bytes a second that are read from the first half of a file while others are written into the second one, in the
+    blocks and by as many threads as states on disk are."""
+    os.posix_fallocate(file, 0, 2 * half)
+    buffer = mmap.mmap(-1, BLOCK_BYTES)
+    buffer[:] = os.urandom(MIB) * (BLOCK_BYTES // MIB)
+    for place in range(0, half, BLOCK_BYTES):  # what was never written is not read from the disk
+        os.pwritev(file, [buffer], place)
+    os.fsync(file)
+    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+    start = time.perf_counter()
+
+    def move(call: Callable[[int, list[mmap.mmap], int], int], begin: int, first: int) -> int:
+        own, done = buffer if call is os.pwritev else mmap.mmap(-1, BLOCK_BYTES), 0
+        for number in itertools.count(first, THREADS):
+            done += call(file, [own], begin + number * BLOCK_BYTES % half)
+            if time.perf_counter() - start > seconds:
+                return done
+        return done
+
+    with ThreadPoolExecutor(2 * THREADS) as pool:
+        ways = ((os.preadv, 0), (os.pwritev, half))
+        moved = [[pool.submit(move, call, begin, first) for first in range(THREADS)] for call, begin in ways]
+        read, written = (sum(each.result() for each in futures) for futures in moved)
+    elapsed = time.perf_counter() - start
+    return read / elapsed, written / elapsed
 
 
 SIZES = (4 * 1024, 32 * 1024, 256 * 1024, 2 * MIB, 8 * MIB)

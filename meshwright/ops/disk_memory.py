@@ -42,6 +42,19 @@ THREADS = 4
 """That read, and as many that write: enough blocks at once for a disk to work at its full rate."""
 
 
+def nameless_file(folder: Path) -> int:
+    """A new file for direct access, where the file system has that; its space is free again once it is closed."""
+    handle, name = tempfile.mkstemp(prefix=".meshwright-", dir=folder)
+    try:
+        direct = os.open(name, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+    except OSError:
+        return handle
+    finally:
+        os.unlink(name)
+    os.close(handle)
+    return direct
+
+
 class DiskFile:
     """A file of tensors, the buffers through which they pass, and the threads that move them."""
 
@@ -50,16 +63,10 @@ class DiskFile:
         self.folder = Path(folder or tempfile.gettempdir())
         self.num_buffers = num_buffers
         try:
-            handle, name = tempfile.mkstemp(prefix=".meshwright-", dir=self.folder)
+            self.handle = nameless_file(self.folder)
         except OSError as error:
             what = f"no file for optimizer states can be made there: {error.strerror or error}."
             raise error_at(str(self.folder), what, "Name a folder on a disk with run.disk.") from None
-        try:
-            self.handle = os.open(name, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
-            os.close(handle)
-        except OSError:  # a file system without direct access
-            self.handle = handle
-        os.unlink(name)
         weakref.finalize(self, os.close, self.handle)
         self.bytes = 0
         self.layers: list[LayerOnDisk] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -131,9 +132,33 @@ def prepare(
             break
     raise_problems(_against_training(config, plan))
     predicted = forecast(profile, plan, cluster, **about)
+    raise_problems(space_problems(config, plan, predicted, cluster.devices_per_node))
     if line := headroom_warning(predicted, headroom):
         report(line)
     return PreparedRun(description=description, cluster=cluster, plan=plan, forecast=predicted, found=result)
+
+
+def space_problems(config: RunConfig, plan: Plan, predicted: Forecast, per_node: int) -> list[Problem]:
+    """What this host has too little of at the moment, whatever its owner has said that it has."""
+    from meshwright.machine.probe import available_host_bytes
+
+    folder, problems = Path(config.run.disk or config.run.folder), []
+    if config.run.disk and not folder.is_dir():
+        problems.append(Problem(where="run.disk", what=f"{folder} is no folder.", fix="Make it, or name another."))
+    while not folder.exists():
+        folder = folder.parent
+    here: dict[str, tuple[Callable[[], int], str]] = {
+        "host": (available_host_bytes, "memory of this host"),
+        "disk": (lambda: shutil.disk_usage(folder).free, f"space in {folder}"),
+    }
+    for tier, size in predicted.peak_bytes_by_tier.items():
+        measure, words = here[tier]
+        if (needed := size * min(plan.num_ranks, per_node)) > (left := measure()):
+            what = f"the plan needs {pretty_bytes(needed)} of the {words}, of which {pretty_bytes(left)} are available "
+            what += f"now: {pretty_bytes(needed - left)} too little."
+            fix = "Free it (other runs may have it), or plan again for less (--set run.cluster to a file that says so)."
+            problems.append(Problem(where=f"the {tier}", what=what, fix=fix))
+    return problems
 
 
 def timed_part(plan: Plan) -> Plan:

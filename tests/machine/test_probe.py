@@ -16,6 +16,8 @@ from meshwright.core.cluster import Cluster
 from meshwright.core.errors import MeshwrightError
 from meshwright.launch.cpu_bf16 import survives
 from meshwright.machine import probe as machine
+from meshwright.machine.measure_host import both_ways
+from meshwright.ops.disk_memory import BLOCK_BYTES, nameless_file
 
 
 def test_a_quick_probe_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,3 +77,13 @@ def test_an_op_may_die_in_its_fork() -> None:
     assert survives(lambda: None)
     assert not survives(lambda: os.kill(os.getpid(), signal.SIGKILL))
     assert not survives(lambda: os._exit(3))
+
+
+def test_a_disk_is_read_and_written_at_once_past_the_cache(tmp_path: Path) -> None:
+    file = nameless_file(tmp_path)
+    read, write = both_ways(file, 2 * BLOCK_BYTES, 0.05)
+    assert read > 0
+    assert write > 0
+    assert os.fstat(file).st_size == 4 * BLOCK_BYTES
+    os.close(file)
+    assert list(tmp_path.iterdir()) == []
