@@ -226,6 +226,13 @@ COMMANDS: dict[str, Sequence[Flag]] = {
     "simulate": _SIMULATE_FLAGS,
     "train": _RUN_FLAGS,
     "check": _CHECK_FLAGS,
+    "replan": (
+        _flag("run", metavar="RUN", help="a run's folder, or its file"),
+        _flag("--plan", default="", metavar="P.plan.json", help="use this plan instead of searching"),
+        _list("--pin", metavar="X", help="as of mw plan: tensor=2"),
+        _list("--ban", metavar="X", help="as of mw plan: pipeline"),
+        _flag("--ranks", type=int, default=0, metavar="N", help="go on with so many ranks"),
+    ),
     "replay": (
         _flag("run", metavar="RUN", help="a run's folder, or its file"),
         _flag("step", nargs="?", type=int, metavar="STEP", help="the first is 1 (default: those in trouble)"),

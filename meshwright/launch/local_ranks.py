@@ -76,14 +76,23 @@ class Stopped(KeyboardInterrupt):
 class StopRequests:
     """Notes that somebody asks us to stop, and when; `watch` acts."""
 
-    def __init__(self) -> None:
-        self.first_seconds = math.inf
-        self.is_urgent = False
+    def __init__(self, outer: StopRequests | None = None) -> None:
+        """`outer`: whose requests are also these."""
+        self.outer = outer
+        self._first_seconds, self._is_urgent = math.inf, False
+
+    @property
+    def first_seconds(self) -> float:
+        return self._first_seconds if self.outer is None else min(self._first_seconds, self.outer.first_seconds)
+
+    @property
+    def is_urgent(self) -> bool:
+        return self._is_urgent or (self.outer is not None and self.outer.is_urgent)
 
     def request(self, *, is_urgent: bool = False) -> None:
         """Have the ranks save and end; `is_urgent`: kill them."""
-        self.is_urgent = self.is_urgent or is_urgent
-        self.first_seconds = min(self.first_seconds, time.monotonic())
+        self._is_urgent = self._is_urgent or is_urgent
+        self._first_seconds = min(self._first_seconds, time.monotonic())
 
     def wait(self, seconds: float) -> None:
         """That long, or until somebody asks."""

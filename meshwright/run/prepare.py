@@ -93,19 +93,23 @@ def prepare(
     geometry: tuple[int, int] | None = None,
     description: ModelDescription | None = None,
     ready: Callable[[], Data] | None = None,
+    *,
+    on: Cluster | None = None,
 ) -> PreparedRun:
     """Find the machine, then the plan. What an earlier start of this run decided is kept while it still holds.
 
     `given`: a plan to use as it is, or the file of one. `geometry`: (devices in a node, nodes) where somebody else has
     already started the ranks. `description`: of the model, where it has been looked at before. `ready` makes the data
-    ready; with it, the model is timed on a machine that was measured, and documents are as long as they are.
+    ready; with it, the model is timed on a machine that was measured, and documents are as long as they are. `on`: plan
+    anew for this cluster, whatever an earlier start has decided.
     """
     description = description or describe_run(config)
     profile = description.profile
-    cluster = _cluster(config, report, geometry, plan_to_run(config, given, profile))
+    cluster = on or _cluster(config, report, geometry, plan_to_run(config, given, profile))
     if config.data.packing == "documents" and cluster.device.kind == "cuda" and ready is not None:
         profile = profile.with_documents(document_length(ready()))
-    known = plan_to_run(config, given, profile, cluster) or _earlier(config, profile, cluster, report)
+    known = plan_to_run(config, given, profile, cluster)
+    known = known or (None if on is not None else _earlier(config, profile, cluster, report))
     result, wishes = None, {name: getattr(config.plan, name) for name in ("allow", "pin", "ban")}
     if config.train.memory_cap:
         kinds = map(technique_named, technique_names())
@@ -300,7 +304,8 @@ def problems_here(config: RunConfig, plan: Plan | None) -> list[Problem]:
     named = cluster(config.run.cluster) if config.run.cluster else None
     if named is not None and named.device.kind == "cuda":
         needed = plan.num_ranks if plan is not None else config.run.ranks or named.num_devices
-        if (here := count_gpus()) < needed:
+        least = config.run.min_ranks if config.run.elastic and plan is None else needed
+        if (here := count_gpus()) < least:
             what = f"{config.run.cluster} means {counted(needed, 'GPU')}; this machine has {here or 'none'}."
             fix = "Leave run.cluster out to use this machine, or start the command on every node (docs/hosts.md)."
             problems.append(Problem(where="run.cluster", what=what, fix=fix))
@@ -331,7 +336,7 @@ def document_length(data: Data, rows: int = 64) -> float:
 
 def _cluster(config: RunConfig, report: Report, geometry: tuple[int, int] | None, given: Plan | None) -> Cluster:
     from meshwright.machine.named_clusters import cluster, warnings_of
-    from meshwright.machine.probe import probe
+    from meshwright.machine.probe import count_gpus, probe
 
     ranks = config.run.ranks
     if config.run.cluster:
@@ -340,6 +345,9 @@ def _cluster(config: RunConfig, report: Report, geometry: tuple[int, int] | None
             report(f"warning: {config.run.cluster}: {line}")
         if geometry is not None:
             return named.resized(*geometry)
+        if config.run.elastic and named.device.kind == "cuda" and (here := count_gpus()) < (ranks or named.num_devices):
+            ranks = here
+            report(f"{config.run.cluster} has {counted(here, 'GPU')} here now: planning for these")
         return named.resized(ranks) if ranks and ranks != named.num_devices else named
     most = ranks or len(os.sched_getaffinity(0))
     if given is not None and given.num_ranks <= most:
@@ -386,14 +394,16 @@ def _earlier(config: RunConfig, profile: Profile, cluster: Cluster, report: Repo
     return plan if is_same else None
 
 
-def write_prepared(config: RunConfig, prepared: PreparedRun) -> None:
-    """Every artefact between two stages lies in the folder, to be read, edited and used again."""
+def write_prepared(config: RunConfig, prepared: PreparedRun, *, is_start: bool = True) -> None:
+    """Every artefact between two stages lies in the folder, to be read, edited and used again. `is_start`: no run is
+    under way, whose events go on."""
     folder = Path(config.run.folder)
     timeline = simulate(
         prepared.profile, prepared.plan, prepared.cluster, sequence=config.sequence, optimizer=config.train.optimizer
     )
     for name in OF_ONE_START:
-        (folder / name).unlink(missing_ok=True)
+        if is_start or name != "events.jsonl":
+            (folder / name).unlink(missing_ok=True)
     texts = {
         RUN_FILE: json.dumps(encode(config), indent=1),
         "profile.json": prepared.profile.to_json(),

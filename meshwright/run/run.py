@@ -31,13 +31,16 @@ from meshwright.core.plan import Plan
 from meshwright.core.time_ledger import note_time
 from meshwright.data.open_data import Data
 from meshwright.launch.environment import outside_launcher
+from meshwright.launch.failure import cause
 from meshwright.launch.guard import cause_of_restart, tell_guard
 from meshwright.launch.local_ranks import LaunchOutcome, StopRequests, launch
 from meshwright.launch.rank_job import PREEMPTED_EXIT_CODE
+from meshwright.machine.probe import count_gpus
 from meshwright.run import prepare as preparation
 from meshwright.run.model import ModelDescription, describe_run
-from meshwright.run.out_of_memory import PostMortem, examine, failure_of
-from meshwright.run.recovery import Attempt, remedy_for
+from meshwright.run.out_of_memory import PostMortem, examine, failure_of, smaller_microbatch
+from meshwright.run.recovery import CRASH_LOOP_EXIT_CODE, Attempt, Remedy, remedy_for
+from meshwright.run.replanning import ChangeWatch, PlanChange, devices_left, fewer_ranks
 from meshwright.run.result import RunResult, conclude, earlier_result
 from meshwright.run.run_file import RunConfig, read_run
 from meshwright.run.trackers import require_trackers
@@ -138,6 +141,8 @@ class Run:
         self._outcome: LaunchOutcome | BaseException | None = None
         self.post_mortem: PostMortem | None = None
         """Of a step that ran out of memory."""
+        self._left_out: list[int] = []
+        """GPUs on which ranks have failed again and again."""
 
     @cached_property
     def description(self) -> ModelDescription:
@@ -206,10 +211,10 @@ class Run:
         self.config.train.require_tokenizer(data)
         return data
 
-    def adopt(self, prepared: preparation.PreparedRun) -> dict[str, Any]:
+    def adopt(self, prepared: preparation.PreparedRun, *, is_start: bool = True) -> dict[str, Any]:
         """Write down what was decided, in the run's folder; what every rank is told."""
         self._prepared = prepared
-        preparation.write_prepared(self.config, prepared)
+        preparation.write_prepared(self.config, prepared, is_start=is_start)
         return {
             "config": encode(self.config),
             "description": encode(prepared.description),
@@ -253,36 +258,69 @@ class Run:
 
     def _launch_until_done(self, arguments: Mapping[str, Any], show: bool) -> LaunchOutcome:
         """Launch all ranks, again after failures that this may cure."""
-        assert self._prepared is not None
         settings, attempts = self.config.run, list[Attempt]()
         while True:
-            outcome = launch(
-                "meshwright.runtime.rank",
-                arguments,
-                self._prepared.plan.num_ranks,
-                log_folder=self.folder / "logs",
-                grace_seconds=settings.grace_seconds,
-                environment={"KINETO_LOG_LEVEL": "9"},  # the profiler's own chatter
-                show_rank_zero=show,
-                stop=self._stop,
-                patience_seconds=60 * settings.patience_minutes,
-            )
+            assert self._prepared is not None
+            stop, made, steps = StopRequests(self._stop), self._prepared, list_steps(self.folder / "checkpoints")
+            with ChangeWatch(self.config, made, stop, self.report, steps[-1] if steps else 0) as watch:
+                outcome = launch(
+                    "meshwright.runtime.rank",
+                    arguments,
+                    made.plan.num_ranks,
+                    log_folder=self.folder / "logs",
+                    grace_seconds=settings.grace_seconds,
+                    environment={"KINETO_LOG_LEVEL": "9", **devices_left(self._left_out)},  # the profiler's own chatter
+                    show_rank_zero=show,
+                    stop=stop,
+                    patience_seconds=60 * settings.patience_minutes,
+                )
+            self.post_mortem = None
             if outcome.exit_code == 1:
                 self.examine_memory([failure.facts for failure in outcome.failures])
             saved = list_steps(self.folder / "checkpoints")
             attempts.append(Attempt(outcome=outcome, saved_step=saved[-1] if saved else -1))
             is_stopped = self._stop.first_seconds < math.inf
             remedy = remedy_for(attempts, restarts=settings.restarts, is_stopped=is_stopped)
-            if remedy.action == "give up":
+            change = None if is_stopped else self._change_after(attempts, remedy, watch)
+            if remedy.action == "give up" and change is None:
                 outcome = replace(outcome, exit_code=remedy.exit_code, advice=remedy.why)
-            about = {"exit_code": outcome.exit_code, "cause": outcome.message()}
+            about = {"exit_code": outcome.exit_code, "cause": outcome.message() if change is None else change.why}
             note_time(self.folder, "end", **about, noticed_monotonic=outcome.noticed_seconds)
+            if change is not None:
+                self.report(change.why)
+                self.note_start()
+                attempts.clear()
+                told = self.adopt(change.prepared, is_start=False)
+                since = outcome.noticed_seconds or stop.first_seconds
+                arguments = {**told, "restart": change.why, "changed_since": since}
+                continue
             if remedy.action == "give up":
                 return outcome
             self.report(remedy.why)
             self._stop.wait(remedy.pause_seconds)
             self.note_start()
             arguments = {**arguments, "restart": remedy.why}
+
+    def _change_after(self, attempts: Sequence[Attempt], remedy: Remedy, watch: ChangeWatch) -> PlanChange | None:
+        """The plan to go on with in place of this one: it was asked for, or ranks cannot go on with this one."""
+        assert self._prepared is not None
+        config, made, outcome = self.config, self._prepared, attempts[-1].outcome
+        if watch.change is not None and outcome.exit_code == PREEMPTED_EXIT_CODE:
+            return watch.change
+        if self.post_mortem is not None and config.run.on_oom == "retry":
+            usable = self.post_mortem.usable_bytes
+            smaller = smaller_microbatch(config, made.profile, made.cluster, made.plan, usable)
+            if smaller is not None:
+                why = f"Going on in microbatches of {smaller.plan.microbatch} in place of {made.plan.microbatch}"
+                prepared = replace(made, plan=smaller.plan, forecast=smaller.forecast, found=None)
+                return PlanChange(prepared=prepared, why=why)
+        failing = {cause(each.outcome.failures).rank for each in attempts if each.outcome.failures}
+        if config.run.elastic and remedy.exit_code == CRASH_LOOP_EXIT_CODE and len(failing) == 1:
+            if made.cluster.device.kind == "cuda":
+                here = [each for each in range(count_gpus()) if each not in self._left_out]
+                self._left_out.append(here[failing.pop()])
+            return fewer_ranks(config, made, self.report)
+        return None
 
     def examine_memory(self, facts: Iterable[Mapping[str, Any]]) -> PostMortem | None:
         """Where a rank ran out of memory: why, and what would need less; `facts`: of the ranks' errors."""

@@ -220,8 +220,18 @@ class RunSection:
     """Without a sign of life, in the first steps, an evaluation or a save, until a rank counts as hung; in later steps
     their usual time decides. 0: hangs are not looked for."""
 
+    on_oom: Literal["stop", "retry"] = "stop"
+    """What to do where a step runs out of memory; retry: in smaller microbatches, with the same batch."""
+    replan: Literal["never", "when_slow"] = "never"
+    """Whether another plan is searched for, and changed to, where steps steadily take longer than forecast."""
+    elastic: bool = False
+    """Go on with fewer ranks, planned anew, where one fails again and again, or fewer devices are found at a start."""
+    min_ranks: int = 1
+    """The fewest to go on with."""
+
     def __post_init__(self) -> None:
         problems = _below(self, 0, "ranks", "timeline_steps", "restarts", "grace_seconds", "patience_minutes")
+        problems += _below(self, 1, "min_ranks")
         if not self.folder.strip():
             problems.append(Problem(where="folder", what="is empty.", fix="Name a folder for this run."))
         if self.remote and not re.fullmatch(r"s3://[a-z0-9.-]{3,63}(/[A-Za-z0-9._-]+)+/?", self.remote):

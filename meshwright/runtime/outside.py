@@ -41,7 +41,7 @@ from meshwright.ops.collectives import gather_json
 from meshwright.ops.device_mesh import join
 from meshwright.run.comparison import Promise
 from meshwright.run.out_of_memory import examine, failure_of
-from meshwright.run.prepare import PreparedRun, prepare
+from meshwright.run.prepare import PreparedRun, load_plan, prepare
 from meshwright.run.result import RunResult
 from meshwright.run.run import Run
 from meshwright.runtime.rank import RankTraining, device_of, on_first
@@ -150,7 +150,12 @@ def _prepare(run: Run, place: RankPlace, kind: str) -> PreparedRun:
         run.report(f"planning with the figures of {result}")
         config = replace(config, run=replace(config.run, cluster=result))
     geometry = (place.num_local, place.num_ranks // place.num_local)
-    prepared = prepare(config, run.plan, run.report, geometry, run.description)
+    given = run.plan
+    if config.run.elastic:
+        earlier = load_plan(config, run.plan, run.description.profile)
+        if earlier is not None and earlier.num_ranks != place.num_ranks:
+            config, given = replace(config, plan=replace(config.plan, file="")), ""
+    prepared = prepare(config, given, run.report, geometry, run.description)
     if prepared.plan.num_ranks != place.num_ranks:
         what = f"needs {prepared.plan.num_ranks} ranks, {place.kind} started {place.num_ranks}."
         raise MeshwrightError([Problem(where=f"plan {prepared.plan}", what=what)])

@@ -30,6 +30,7 @@ from meshwright.core.files import write_whole
 from meshwright.core.plan import Plan
 from meshwright.core.time_ledger import read_marks
 from meshwright.core.timeline import Span
+from meshwright.core.units import pretty_seconds
 from meshwright.data.open_data import Data
 from meshwright.launch.cpu_bf16 import limit_isa_for_bf16
 from meshwright.launch.rank_job import PREEMPTED_EXIT_CODE, Job, StopFlag, run_rank
@@ -173,6 +174,9 @@ class RankTraining:
         self.clock = RunClock(self.folder if self.is_first else None, trainer.step, self.progress.say)
         self.saves_behind = self._plan_saves()
         self.stamp.begin(trainer.step)
+        if since := float(arguments.get("changed_since", 0.0)):
+            seconds = pretty_seconds(time.monotonic() - since)
+            self.progress.say(f"the change to {plan} took {seconds}, from the last step to here (step {trainer.step})")
 
     def _open(self, description: ModelDescription, plan: Plan, mesh: Mesh) -> Trainer:
         config, say = self.config, self.progress.say if self.is_first else lambda text: None

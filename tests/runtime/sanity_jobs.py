@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import os
+import signal
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -192,3 +194,19 @@ class Hungry(Poisoned):
 
 def hungry() -> torch.nn.Module:
     return Hungry()
+
+
+class Frail(Poisoned):
+    """Its rank 1 is killed in the second step of every start."""
+
+    calls = 0
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.calls += self.training and torch.is_grad_enabled() and type(tokens) is torch.Tensor
+        if self.calls > 2 and os.environ.get("RANK") == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().forward(tokens)
+
+
+def frail() -> torch.nn.Module:
+    return Frail()
