@@ -110,7 +110,11 @@ class _Handler(BaseHTTPRequestHandler):
         return answer.status, answer.getheaders(), data
 
     def _do(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        length = int(self.headers.get("Content-Length") or 0)
+        body = self.rfile.read(length)
+        if len(body) < length:  # the client has given up; storage refuses half a request, which moto does not check
+            self.close_connection = True
+            return
         fault = self.server.fault()
         if fault == "late":
             time.sleep(0.3)
