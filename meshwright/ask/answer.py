@@ -171,7 +171,7 @@ def answers(request: PlanRequest, progress: Tell = lambda text: None) -> Iterato
         return
     progress("searching; Ctrl-C shows the best so far")
     bounds: Bounds | None = {} if request.has_front else None
-    result = question.ask(top=request.top, compares=not request.is_narrow, tie=TIE, bounds=bounds)
+    result = question.ask(top=request.top, compares=not request.is_narrow, tie=TIE, bounds=bounds, tell=progress)
     yield grown(result=result, is_interrupted=result.is_interrupted)
     if answer.is_interrupted:
         return
@@ -210,6 +210,7 @@ def read_request(
     max_memory: int | str | None = None,
     headroom: float | None = None,
     top: int = 8,
+    time_limit: float | None = None,
     why: Sequence[str] = (),
     what_if: Sequence[str] = (),
     front: bool = False,
@@ -236,6 +237,9 @@ def read_request(
     if not 0 <= (headroom or 0) <= MOST_HEADROOM:
         what, fix = f"{headroom:g} percent of memory cannot stay free.", f"Use 0 to {MOST_HEADROOM:g}."
         wrong.append(Problem(where="--headroom", what=what, fix=fix))
+    if time_limit is not None and not time_limit >= 0:
+        what = f"{time_limit:g} seconds is no time."
+        wrong.append(Problem(where="--time-limit", what=what, fix="For example --time-limit 60."))
     range_ = _read_range(str(devices), wrong) if devices else None
     may_have_target = (is_auto, is_auto, is_auto or bool(devices))  # by tokens, ranges of devices are compared too
     flags = {"--critical-batch": critical_batch, "--target-steps": target_steps, "--target-tokens": target_tokens}
@@ -257,6 +261,7 @@ def read_request(
         ban=tuple(ban),
         max_memory_bytes=limit,
         headroom=HEADROOM if headroom is None else headroom,
+        seconds=time_limit,
     )
     if problem := _memory_problem(question, is_headroom_given=headroom is not None):
         raise MeshwrightError([*wrong, problem])

@@ -54,6 +54,8 @@ class Question:
     """Memory of a device that a forecast may take; None: all of it but the headroom."""
     headroom: float = HEADROOM
     """Percent of a device's memory that a forecast leaves free."""
+    seconds: float | None = None
+    """After which a search ends with the plans it has found; None: when nothing faster can be left."""
 
     @property
     def machine(self) -> Cluster:
@@ -82,12 +84,19 @@ class Question:
         return replace(self, cluster=cluster, max_memory_bytes=None, headroom=0.0)
 
     def ask(
-        self, top: int = 1, *, compares: bool = False, tie: float = 0.0, bounds: Bounds | None = None
+        self,
+        top: int = 1,
+        *,
+        compares: bool = False,
+        tie: float = 0.0,
+        bounds: Bounds | None = None,
+        tell: Tell | None = None,
     ) -> SearchResult:
         """`compares`: also what each technique is worth; `tie`: of plans that differ by less, the simpler first."""
-        names = ("batch", "sequence", "optimizer", "allow", "pin", "ban")
+        names = ("batch", "sequence", "optimizer", "allow", "pin", "ban", "seconds")
         settings: dict[str, Any] = {name: getattr(self, name) for name in names}
-        return search(self.profile, self.machine, top=top, compares=compares, tie=tie, bounds=bounds, **settings)
+        settings |= {"top": top, "compares": compares, "tie": tie, "bounds": bounds, "tell": tell}
+        return search(self.profile, self.machine, **settings)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -161,6 +161,12 @@ _PLAN_FLAGS = (
         "approximate",
     ),
     _flag("--top", type=int, default=8, metavar="K", help="plans to show (default 8)"),
+    _flag(
+        "--time-limit",
+        type=float,
+        metavar="SECONDS",
+        help="after which a search ends with the best plan so far, and says how far it may be from the fastest",
+    ),
     _list("--why", metavar="X", help="why it has its value: tensor, tensor.size, microbatch"),
     _list(
         "--what-if",

@@ -19,7 +19,7 @@ from meshwright.run.run_file import PlanSection, read_run
 
 STOPPED = 130
 _AS_GIVEN = (
-    *("max_memory", "top", "why", "what_if", "front", "devices"),
+    *("max_memory", "top", "time_limit", "why", "what_if", "front", "devices"),
     *("critical_batch", "target_steps", "target_tokens"),
 )
 """Flags that a request takes under the same name."""

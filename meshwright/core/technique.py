@@ -339,6 +339,11 @@ class Technique:
         """The runs of blocks, (first, last + 1) each, that the stage has; None if it does not cut."""
         return None
 
+    @property
+    def timetable(self) -> Any:
+        """The `schedules.Timetable` of what cuts the model into stages; None if it does not."""
+        return None
+
     policies: ClassVar[tuple[str, ...]] = ()
     """Fields that name blocks (see `PerLayer`)."""
 

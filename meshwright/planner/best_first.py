@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import time
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
@@ -39,11 +40,12 @@ limit is known, those of the same leaves that are below it come along: pricing t
 FEW_ORDERS = 8
 """Orders of a candidate's axes that are bounded at once; more, only if it may win with each axis at its best."""
 
+TELL_SECONDS = 5.0
 _TRIED = 20
 """Candidates tried before a near miss is given up."""
-_SOLVED, _EXPANDED, _FAR = 4, 4, 1.5
-"""Of plans that decide otherwise about a technique: candidates solved at most, times that 8 are bounded closer, and
-times the best that a bound may be for one to be looked for."""
+_SOLVED, _UNFIT, _EXPANDED, _FAR = 4, 0.25, 6, 1.5
+"""Of plans that decide otherwise about a technique: candidates solved at most, as how many one counts of which nothing
+fits or can win, times that 8 are bounded closer, and times the best that a bound may be for one to be looked for."""
 _ROUNDING = 1e-9
 """Sums in another order: a bound may differ from the same plan's forecast by this share."""
 _RETRIES, _LITTLE = 4, 0.01
@@ -101,6 +103,8 @@ class BestFirst:
         """Leaf and candidate of those that cannot fit, looked at closer."""
         self.waiting: list[_Waiting] = []
         self.numbers = itertools.count()
+        self.told = time.monotonic()
+        """When it was last said how far the search is."""
         self.next = 0
         self.order = np.zeros(0, dtype=int)
         """Candidates not yet looked at, those from `next` on, in the order of their bounds."""
@@ -173,17 +177,36 @@ class BestFirst:
         self.top, self.close_looks = top, close_looks
         try:
             for dtype, floor in floors(self.inputs, self.turned):
-                if floor >= self.limit_seconds:
+                if floor >= self.limit_seconds or self.is_late:
                     self.left_out[dtype] = floor
                     continue
                 self._add(dtype)
                 sizes = itertools.chain(BATCHES, itertools.repeat(BATCHES[-1]))
-                while (len(self.solved) < MOST_LOOKS and self._look(*next(sizes))) or self._settle_fastest():
-                    pass
+                while (self.may_look and self._look(*next(sizes))) or self._settle_fastest():
+                    self._tell()
         except KeyboardInterrupt:
             self.board.is_interrupted = True
             while self.board.best is None and self._settle_fastest():
                 pass
+
+    @property
+    def is_late(self) -> bool:
+        """Whether time is up and there is a plan."""
+        has_plan = bool(self.unsettled) or self.board.best is not None
+        return has_plan and time.monotonic() >= self.inputs.deadline
+
+    @property
+    def may_look(self) -> bool:
+        return len(self.solved) < MOST_LOOKS and not self.is_late
+
+    def _tell(self) -> None:
+        """How far the search is, every few seconds."""
+        now, best = time.monotonic(), self.board.best
+        if self.inputs.tell is None or now < self.told + TELL_SECONDS or best is None:
+            return
+        self.told = now
+        step, gap = best.forecast.step_seconds, self._gap(best) or 0.0
+        self.inputs.tell(f"step {step:.3g} s so far; none is more than {gap:.1%} faster")
 
     def _settle_fastest(self) -> bool:
         """The fastest plan that is not settled, if it is among those asked for; False if there is none."""
@@ -346,7 +369,7 @@ class BestFirst:
         left = [result.least_seconds * (1 - _ROUNDING) for result, _ in self.solved]
         left += [self.waiting[0][0]] if self.waiting else []
         left += [float(self.candidates.least_seconds[self.order[self.next]])] if self.next < len(self.order) else []
-        left.append(self.board.best_seconds * (1 - _ROUNDING))
+        left += [*self.left_out.values(), self.board.best_seconds * (1 - _ROUNDING)]
         gap = 1.0 - min(left) / best.forecast.step_seconds
         return float(gap) if gap > 2 * _ROUNDING else 0.0
 
@@ -420,7 +443,8 @@ class Otherwise:
     def seconds(self) -> float:
         return np.inf if self.scored is None else self.scored.forecast.step_seconds
 
-    def look(self, at: int, pick: OrderedCandidate, result: Solved | None = None) -> None:
+    def look(self, at: int, pick: OrderedCandidate, result: Solved | None = None) -> bool:
+        """Solve a candidate; whether it has a plan that fits and may be the fastest."""
         leaf = self.pool.leaves[at]
         if self.is_solved_for and self.is_used:
             policies = tuple(each for each in leaf.policies if each[0] != self.name)
@@ -433,6 +457,7 @@ class Otherwise:
             if found is not None and (self.scored is None or found.rank < self.scored.rank):
                 self.scored = found
         self.left.append(result.least_seconds)
+        return result.plan is not None
 
     def others(self, leaf: BoundedGrid) -> tuple[Technique, ...]:
         return tuple(each for each in leaf.techniques if each.name != self.name)
@@ -443,7 +468,8 @@ class Otherwise:
 
     def result(self) -> Alternative:
         pool, columns = self.pool, self.pool.candidates
-        solves, expansions = _SOLVED, _EXPANDED
+        solves: float
+        solves, expansions = (0, 0) if pool.is_late else (_SOLVED, _EXPANDED)
         own, pick = pool.origins[self.best.plan]
         mine = pool.leaves[own]
         for at, leaf in enumerate(pool.leaves):  # twins: the same but for this technique
@@ -451,8 +477,7 @@ class Otherwise:
                 leaf.grid is mine.grid and self.masks[at][pick.candidate] and self.others(leaf) == self.others(mine)
             )
             if is_twin and solves > _SOLVED // 2:
-                self.look(at, pick)
-                solves -= 1
+                solves -= 1 if self.look(at, pick) else _UNFIT
         differs = np.concatenate(self.masks)
         rest = pool.order[pool.next :]
         rest = rest[differs[rest]]
@@ -460,7 +485,7 @@ class Otherwise:
             ahead = float(columns.least_seconds[rest[0]]) if len(rest) else np.inf
             bound = min(ahead, self.queue[0][0] if self.queue else np.inf)
             enough = min(_FAR * self.best.forecast.step_seconds, self.seconds * (1 - AS_FAST))
-            if bound >= enough or not (expansions and solves):
+            if bound >= enough or not (expansions and solves > 0):
                 break
             if ahead <= bound:
                 expansions -= 1
@@ -473,8 +498,7 @@ class Otherwise:
                 expansions -= 1
                 self.expand([(at, pick)])
             else:
-                solves -= 1
-                self.look(at, pick, self.results.get(number))
+                solves -= 1 if self.look(at, pick, self.results.get(number)) else _UNFIT
         least = min([bound, self.seconds, *self.left])
         if not np.isfinite(least):  # unless one fits by what is a rescue
             may_fit = differs & columns.runs & (columns.base_bytes <= pool.memory_bytes)

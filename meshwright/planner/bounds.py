@@ -127,7 +127,7 @@ def _bound_pieces(
             )
             for name, absent in never.items()
         }
-        yield replace(next(iter(mine.values())), grid=grid, **joined)
+        yield replace(next(iter(mine.values())), grid=grid, seconds_within=None, **joined)
 
 
 def bound_all(
@@ -162,30 +162,40 @@ def bound_all(
                 new &= grid.uses(technique)
         return new
 
-    def walk(depth: int, work: Work, chosen: tuple[Technique, ...], done: TaskTally) -> Iterator[BoundedGrid]:
-        if depth == swaps and work.facts.compute_dtype != dtype:
-            return
-        if depth == len(ordered):
-            if chosen in without:
-                return
-            forbidden = rows.table(work.facts.forbidden).max(axis=(1, 2)) > 0
-            cost = stage_cost(settled := settle(work), cluster, rows.roads, done, known)
-            timetable, memory = timetable_of(settled), stage_memory(settled, cluster.device)
-            held = rows.held(memory, timetable)
-            forbidden |= rows.overflows(held.memory, cluster)
+    def leaf(chosen: tuple[Technique, ...], work: Work, done: TaskTally) -> Iterator[BoundedGrid]:
+        """Also with the schedules that are priced alike."""
+        forbidden = rows.table(work.facts.forbidden).max(axis=(1, 2)) > 0
+        cost = stage_cost(settled := settle(work), cluster, rows.roads, done, known)
+        memory, own = stage_memory(settled, cluster.device), timetable_of(settled)
+        new, names = is_new(chosen) & ~forbidden, {own.name, *(each.timetable.name for each in grid.alike)}
+        for other in (None, *grid.alike):
+            techniques, timetable = chosen, own
+            if other is not None:
+                techniques = tuple(other if type(each) is type(other) else each for each in chosen)
+                timetable = other.timetable
+            if techniques in without:
+                continue
+            held = rows.held(memory if other is None else memory.holding(timetable.held(*rows.place)), timetable)
             seconds = partial(rows.least_seconds, cost, held, timetable)
+            repeats = timetable.goes_as(names, grid.columns["num_stages"], grid.columns["num_microbatches"])
             yield BoundedGrid(
                 grid=grid,
-                techniques=chosen,
+                techniques=techniques,
                 policies=policies,
                 required=frozenset(dial.kind.name for dial in others if dial.policies and dial.required),
                 timetable=timetable,
                 least_seconds=seconds(cluster.device.memory_bytes),
                 seconds_within=seconds if grid.num_candidates <= MOST_REMEMBERED else None,
                 least_bytes=rows.least_bytes(held),
-                base_bytes=rows.base_bytes(memory),
-                is_new=is_new(chosen) & ~forbidden,
+                base_bytes=rows.base_bytes(held.memory),
+                is_new=new & ~rows.overflows(held.memory, cluster) & np.logical_not(repeats),
             )
+
+    def walk(depth: int, work: Work, chosen: tuple[Technique, ...], done: TaskTally) -> Iterator[BoundedGrid]:
+        if depth == swaps and work.facts.compute_dtype != dtype:
+            return
+        if depth == len(ordered):
+            yield from leaf(chosen, work, done)
             return
         dial = ordered[depth]
         ways = [grid.cutter[1]] if grid.cutter is not None and dial is grid.cutter[0] else dial.settings
@@ -199,7 +209,11 @@ def bound_all(
             yield from walk(depth + 1, work, chosen, done)
         for technique, after in priced:
             if not np.all(after.facts.forbidden):
+                count = len(known)
                 yield from walk(depth + 1, after, (*chosen, technique), done)
+                mine = set(map(id, work.tasks))  # what others may ask of again
+                for task in [each for each in itertools.islice(known, count, None) if each not in mine]:
+                    del known[task]
 
     start = base_work(inputs.profile, rows.sizes, element_bytes=ELEMENT_BYTES, optimizer=inputs.optimizer)
     yield from walk(0, start, (), TaskTally())
@@ -244,9 +258,12 @@ class BoundRows:
         """An even share of what all stages together have, whoever has it."""
         return (self.counts * value).sum(axis=1) / self.counts.sum(axis=1)
 
+    @property
+    def place(self) -> tuple[Num, Num, Num]:
+        return self.sizes["stage"], self.sizes["num_stages"], self.sizes["num_microbatches"]
+
     def held(self, memory: StageMemory, timetable: Timetable) -> Held:
-        place = tuple(self.sizes[name] for name in ("stage", "num_stages", "num_microbatches"))
-        return Held(self.table, memory, timetable, place, self.chunk_share(timetable)[:, :, None])
+        return Held(self.table, memory, timetable, self.place, self.chunk_share(timetable)[:, :, None])
 
     def chunk_share(self, timetable: Timetable) -> np.ndarray:
         """Of a stage's blocks those of the smallest chunk."""

@@ -69,11 +69,14 @@ def search(
     compares: bool = True,
     tie: float = 0.0,
     bounds: Bounds | None = None,
+    seconds: float | None = None,
+    tell: Callable[[str], None] | None = None,
 ) -> SearchResult:
     """The `top` fastest plans for `batch` samples of `sequence` tokens a step on the devices of `cluster`, best first:
     fewer are always the first of more. `compares`: also what each technique is worth. `tie`: of plans whose steps
     differ by less than this share, the simpler comes first. `bounds`: what was found out when the same was asked of
-    devices with other memory, and where to remember it."""
+    devices with other memory, and where to remember it. `seconds`: after so many the search ends with the plans it has
+    found and a larger gap; it goes on until there is one. `tell`: is called now and then with how far it is."""
     started = time.perf_counter()
     wishes = read_wishes(pin, ban, allow=allow, microbatch=microbatch)
     numbers = {"batch": batch, "sequence": sequence, "top": top, "microbatch": wishes.microbatch}
@@ -94,6 +97,8 @@ def search(
         sequence=sequence,
         wishes=wishes,
         epsilon=epsilon,
+        deadline=math.inf if seconds is None else time.monotonic() + seconds,
+        tell=tell,
     )
     groups, count = uniform_groups(cluster), -(-top // TABLE) * TABLE if tie else top
     if len(groups) == 1:

@@ -172,6 +172,8 @@ class Grid:
     axis_dials: tuple[Dial, ...]
     cutter: tuple[Dial, dict[str, Any]] | None
     """Who cuts stages, and how it is set."""
+    alike: tuple[Technique, ...]
+    """It with other settings, which are priced alike but for the microbatches that a stage holds."""
     axis_order: tuple[str, ...]
     columns: Mapping[str, np.ndarray]
     """Per candidate: each axis's size, microbatch, num_microbatches, num_stages."""
@@ -257,16 +259,26 @@ def grids(inputs: SearchInputs, dials: tuple[Dial, ...], rejected: Counter[str])
             continue
         present = (*chosen, *always)
         cutter = next((dial for dial in present if dial.cuts), None)
-        for settings in cutter.settings if cutter else ({},):
-            result = _grid(inputs, present, (cutter, settings) if cutter else None, rejected)
+        for settings, *alike in _priced_alike(cutter) if cutter else [[{}]]:
+            result = _grid(inputs, present, (cutter, settings) if cutter else None, alike, rejected)
             if result is not None:
                 yield result
+
+
+def _priced_alike(cutter: Dial) -> list[list[dict[str, Any]]]:
+    """Its settings, those that differ only in the order of a step's actions together."""
+    groups: dict[Any, list[dict[str, Any]]] = {}
+    for number, settings in enumerate(cutter.settings):
+        timetable = cutter.example(settings).timetable
+        groups.setdefault(number if timetable is None else timetable.priced_as, []).append(settings)
+    return list(groups.values())
 
 
 def _grid(
     inputs: SearchInputs,
     present: tuple[Dial, ...],
     cutter: tuple[Dial, dict[str, Any]] | None,
+    alike: Sequence[dict[str, Any]],
     rejected: Counter[str],
 ) -> Grid | None:
     points: list[tuple[int, ...]] = []
@@ -293,6 +305,7 @@ def _grid(
         inputs=inputs,
         axis_dials=present,
         cutter=cutter,
+        alike=tuple(cutter[0].example(settings) for settings in alike) if cutter else (),
         axis_order=tuple(kind.axis for kind in order),
         columns=dict(zip(names, np.array(points).T, strict=True)),
         cuts=tuple(cuts),

@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from math import prod
+from math import inf, prod
 from typing import Any
 
 from meshwright.core.cluster import Cluster
@@ -53,6 +53,10 @@ class SearchInputs:
     wishes: Wishes
     epsilon: float
     """Share of a step below which a faster plan is not looked for any longer, after the first looks."""
+    deadline: float = inf
+    """On `time.monotonic`: once there is a plan, none is looked for any longer."""
+    tell: Callable[[str], None] | None = None
+    """Is called now and then with how far the search is."""
 
     @cached_property
     def kinds(self) -> Callable[[int, int], Kinds]:

@@ -5,7 +5,7 @@ A plugin (`core/plugins.py`) adds schedules by a dictionary `SCHEDULES` of names
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
@@ -46,6 +46,8 @@ class Schedule(NamedTuple):
     least_held: Callable[[Any, Any, Any, int], Sequence[Any]] | None = None
     """Where a stage has several chunks: (stage, num_stages, num_microbatches, chunks) -> microbatches that it holds of
     each of them at one moment, at least."""
+    twin: tuple[str, Callable[[Any, Any], Any]] | None = None
+    """Another schedule, priced alike, and (num_stages, num_microbatches) -> whether a step goes as in that one."""
 
     @property
     def overlaps_steps(self) -> bool:
@@ -61,18 +63,22 @@ def _greedy(places: Places, num_microbatches: int, times: Times, most_held: int)
 _LOOPED: dict[str, Any] = {"chunks": 2, "any_chunks": True}
 _VEE: dict[str, Any] = {"chunks": 2, "shape": "vee", "splits_backward": True, "least_held": orders.least_held_vee}
 SCHEDULES: Mapping[str, Schedule] = {
-    "gpipe": Schedule(orders.gpipe, orders.held_all, bounds.flush_bound),
+    "gpipe": Schedule(orders.gpipe, orders.held_all, bounds.gpipe_bound),
     "1f1b": Schedule(orders.one_f_one_b, orders.held_by_1f1b, bounds.one_f_one_b_bound),
     "async": Schedule(orders.one_f_one_b, orders.held_by_1f1b, bounds.pace_bound, stream=orders.stream),
     "interleaved": Schedule(
         orders.interleaved, orders.held_by_1f1b, bounds.flush_bound, least_held=orders.least_held_interleaved, **_LOOPED
     ),
-    "looped_bfs": Schedule(orders.gpipe, orders.held_all, bounds.flush_bound, least_held=orders.one_of_each, **_LOOPED),
+    "looped_bfs": Schedule(
+        orders.gpipe, orders.held_all, bounds.flush_bound, least_held=orders.least_held_all, **_LOOPED
+    ),
     "zero_bubble_h1": Schedule(orders.h1, orders.held_as_stages, bounds.first_wait_bound, splits_backward=True),
-    "zero_bubble_h2": Schedule(orders.h2, orders.held_by_h2, bounds.flush_bound, splits_backward=True),
+    "zero_bubble_h2": Schedule(orders.h2, orders.held_by_h2, bounds.way_in_bound, splits_backward=True),
     "zbv": Schedule(orders.zbv, orders.held_as_stages, bounds.zbv_bound, **_VEE),
-    "dualpipe_v": Schedule(orders.dualpipe_v, orders.held_by_dualpipe_v, bounds.flush_bound, **_VEE),
-    "greedy": Schedule(_greedy, orders.held_all, bounds.flush_bound, splits_backward=True, takes_times=True),
+    "dualpipe_v": Schedule(
+        orders.dualpipe_v, orders.held_by_dualpipe_v, bounds.flush_bound, twin=("zbv", orders.goes_as_zbv), **_VEE
+    ),
+    "greedy": Schedule(_greedy, orders.held_all, bounds.way_in_bound, splits_backward=True, takes_times=True),
 }
 
 
@@ -117,6 +123,11 @@ class Timetable:
     @property
     def overlaps_steps(self) -> bool:
         return self.schedule.overlaps_steps
+
+    @property
+    def priced_as(self) -> tuple[int, str, bool, bool]:
+        """All that prices of a stage depend on, but for the microbatches that it holds."""
+        return self.chunks, self.schedule.shape, self.splits_backward, self.overlaps_steps
 
     def places(self, num_stages: Any) -> Places:
         return Places(num_stages, self.chunks, self.schedule.shape)
@@ -185,6 +196,11 @@ class Timetable:
     def step_bound(self, times: PipelineTimes) -> Any:
         """Seconds of a step that no way to split the blocks into stages beats; numbers or arrays."""
         return self.schedule.bound(times, self.places(times.stages))
+
+    def goes_as(self, names: Collection[str], num_stages: Any, num_microbatches: Any) -> Any:
+        """Whether a step goes as in another of these schedules; numbers or arrays."""
+        twin = self.schedule.twin
+        return twin[1](num_stages, num_microbatches) if twin is not None and twin[0] in names else False
 
     def by_span(self, num_stages: int) -> Times:
         """The times that it is made for."""

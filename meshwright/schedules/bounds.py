@@ -68,6 +68,22 @@ def whole_bound(microbatches: Any, stages: Any, through: Any, pace: Any, larger:
     return np.where(m > stages, wide, narrow) * (1 - 1e-9)
 
 
+def gpipe_bound(times: PipelineTimes, places: Places) -> Any:
+    """With one chunk: the first microbatch passes through all stages and back, and the slowest stage, which runs all
+    forwards before all backwards, adds as much for each other one."""
+    p, m = times.stages, times.microbatches
+    return (times.through + (m - 1) * times.pace + 2 * (p - 1) * times.send) * (1 - 1e-9)
+
+
+def way_in_bound(times: PipelineTimes, places: Places) -> Any:
+    """Also, with one chunk no stage begins before the first microbatch has come through those before it, nor ends
+    before the last input half has gone back through them. So each later stage has room for a little less."""
+    p, m, low, way = times.stages, times.microbatches, times.least_forward, times.least_way
+    into = low / (1 - (1 - np.maximum(low, 1e-6) / m) ** p)
+    both = way / (1 - (1 - 1 / m) ** p)
+    return np.maximum(flush_bound(times, places), np.maximum(into, both) * times.through * (1 - 1e-8))
+
+
 def first_wait_bound(times: PipelineTimes, places: Places) -> Any:
     """Also, weights' halves cannot fill the wait for a stage's first backward: what comes before the stage, and the
     rest of the way to the end and back. Holds where a stage holds no more microbatches than there are stages."""
@@ -77,7 +93,7 @@ def first_wait_bound(times: PipelineTimes, places: Places) -> Any:
     rises = way > high
     kink = np.where(rises, low * (others - high * short / np.where(rises, way - high, 1.0)), 0.0)
     wait = np.maximum(0.0, np.minimum(kink, way * others - high * (short + others)))
-    return np.maximum(flush_bound(times, places), times.microbatches * times.pace + wait)
+    return np.maximum(way_in_bound(times, places), times.microbatches * times.pace + wait)
 
 
 def zbv_bound(times: PipelineTimes, places: Places) -> Any:

@@ -160,10 +160,14 @@ def zbv(places: Places, num_microbatches: int) -> tuple[Actions, ...]:
     return orders
 
 
+def goes_as_zbv(num_stages: Any, num_microbatches: Any) -> Any:
+    return num_microbatches < 2 * num_stages
+
+
 def dualpipe_v(places: Places, num_microbatches: int) -> tuple[Actions, ...]:
     """Fewer than two microbatches a stage are too few for its pattern: they go as in zbv."""
     p = places.num_stages
-    if num_microbatches < 2 * p:
+    if goes_as_zbv(p, num_microbatches):
         return zbv(places, num_microbatches)
 
     def order(stage: int) -> Actions:
@@ -238,6 +242,11 @@ def least_held_vee(stage: Any, num_stages: Any, num_microbatches: Any, chunks: i
     """Of a V: its first chunk waits for the way to the end and back, its second for the way back alone."""
     first = np.minimum(2 * num_stages - 1 - stage, num_microbatches)
     return first, np.minimum(stage + 1, num_microbatches)
+
+
+def least_held_all(stage: Any, num_stages: Any, num_microbatches: Any, chunks: int) -> tuple[Any, ...]:
+    """All forwards come before all backwards."""
+    return (num_microbatches,) * chunks
 
 
 def one_of_each(stage: Any, num_stages: Any, num_microbatches: Any, chunks: int) -> tuple[Any, ...]:

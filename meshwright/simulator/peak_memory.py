@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -85,6 +85,12 @@ class StageMemory:
     """What other tiers than the device's hold."""
     row_of: np.ndarray | None = None
     """Where candidates share the numbers of a row but for `in_flight` and `num_microbatches`: the row of each."""
+
+    def holding(self, in_flight: Num) -> StageMemory:
+        """The same with another order of a step's actions."""
+        result = replace(self, in_flight=in_flight)
+        result.__dict__["_sums"] = self._sums  # what one microbatch keeps, whatever the order
+        return result
 
     def _of_candidates(self, value: Num) -> Num:
         return value[self.row_of] if self.row_of is not None and isinstance(value, np.ndarray) else value

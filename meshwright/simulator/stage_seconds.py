@@ -16,11 +16,13 @@ import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Literal, NamedTuple, TypeVar
+from hashlib import blake2b
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
 from meshwright.core.cluster import Cluster, Device, Link, TierName
+from meshwright.core.units import MIB
 from meshwright.core.work import Collective, Compute, Copy, HostUpdate, Num, Task, Work
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 128, 0.8), (64, 64, 0.6))
@@ -127,13 +129,32 @@ def _used(m: Num, n: Num, k: Num, matrices: Num, processors: int) -> Num:
     elsewhere ask the same.
     """
     sizes = np.array(np.broadcast_arrays(m, n, k, matrices), dtype=float)
-    result = _used_of(sizes.tobytes(), sizes.shape, processors)
+    key = blake2b(sizes, digest_size=16).digest(), sizes.shape, processors
+    result = _used_shares.get(key)
+    if result is None:
+        result = _used_shares[key] = _used_of(sizes, processors)
     return result if sizes.ndim > 1 else float(result)
 
 
-@lru_cache(maxsize=2048)
-def _used_of(sizes: bytes, shape: tuple[int, ...], processors: int) -> np.ndarray:
-    m, n, k, matrices = np.frombuffer(sizes).reshape(*shape, 1)  # against all tiles at once
+class _Arrays(dict[Any, np.ndarray]):
+    """Up to so many bytes; then all are forgotten. Their number would be no limit: some have 80,000 rows."""
+
+    MOST_BYTES = 128 * MIB
+    num_bytes = 0
+
+    def __setitem__(self, key: Any, value: np.ndarray) -> None:
+        if self.num_bytes + value.nbytes > self.MOST_BYTES:
+            self.clear()
+            self.num_bytes = 0
+        self.num_bytes += value.nbytes
+        super().__setitem__(key, value)
+
+
+_used_shares = _Arrays()
+
+
+def _used_of(sizes: np.ndarray, processors: int) -> np.ndarray:
+    m, n, k, matrices = sizes[..., None]  # against all tiles at once
     tiles = np.ceil(m / _ROWS) * np.ceil(n / _COLUMNS) * matrices
     parts = np.maximum(1.0, np.minimum(processors // tiles, k // LEAST_PART))
     waves = np.ceil(tiles * parts / processors)

@@ -33,7 +33,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
 from meshwright.core.technique import Axis, Choice, Exactness, Option, Technique
 from meshwright.core.work import Circumstances, Collective, Compute, Num, ParameterSlot, Resident, Work, replace
-from meshwright.schedules import Places, Timetable, schedule_named, schedule_names
+from meshwright.schedules import SCHEDULES, Places, Timetable, schedule_named, schedule_names
 from meshwright.schedules.actions import BlockSpan
 
 
@@ -88,7 +88,8 @@ class Pipeline(Technique):
     def options(cls, profile: Profile, cluster: Cluster) -> tuple[Option, ...]:
         most = 1 if "stages" in profile.uncut else min(profile.num_blocks, cluster.num_devices)
         sizes = tuple(range(2, most + 1))
-        tried = ("1f1b", "interleaved", "zero_bubble_h1", "zbv")
+        # greedy as it is set by default does what zero_bubble_h1 does (docs/search.md).
+        tried = ("1f1b", *(name for name, each in SCHEDULES.items() if name != "1f1b" and not each.takes_times))
         return (Axis("size", sizes), Choice("schedule", tried), Choice("chunks", (0, 4))) if sizes else ()
 
     def check(self, plan: Plan, profile: Profile, cluster: Cluster | None) -> Problems:

@@ -52,6 +52,7 @@ def test_a_limit_of_memory_and_a_headroom_both_hold() -> None:
         ({"headroom": 20, "max_memory": "3.9GiB"}, "--headroom 20 leaves 3.2 GiB of a device, --max-memory is 3.9 GiB"),
         ({"headroom": 91}, "--headroom: 91 percent"),
         ({"headroom": -1}, "--headroom: -1 percent"),
+        ({"time_limit": -1.0}, "--time-limit: -1 seconds is no time"),
     ],
 )
 def test_what_cannot_be_is_refused(settings: dict[str, Any], words: str) -> None:

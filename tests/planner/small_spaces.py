@@ -237,8 +237,10 @@ def model(draw: random.Random, blocks: int, num_kinds: int) -> Profile:
 
 
 SHAPES = ("laptop", "2xh100", "2xlaptop", "3xh100", "4xh100", "2x2xh100", "2x2xh100")
+ONE_CHUNK = ("1f1b", "zero_bubble_h1", "gpipe", "zero_bubble_h2")
+IN_CHUNKS = ("interleaved", "zbv", "looped_bfs", "dualpipe_v")
 AXES = ("replicate", "shard", "tensor", "pipeline")
-SCHEDULES = ("1f1b", "interleaved", "zero_bubble_h1", "zbv")
+SCHEDULES = (*ONE_CHUNK, *IN_CHUNKS)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from small_spaces import Draw, Space
+from small_spaces import IN_CHUNKS, ONE_CHUNK, Draw, Space
 
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
@@ -25,8 +25,6 @@ SPACES = 7
 FEWEST = 15
 """Questions of a case, at least."""
 
-ONE_CHUNK = ("1f1b", "zero_bubble_h1")
-IN_CHUNKS = ("interleaved", "zbv")
 CASES = {
     "one device": Draw(shapes=("laptop", "h100"), names=("recompute",), most=40),
     "anything": Draw(most=40),

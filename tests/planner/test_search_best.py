@@ -123,6 +123,22 @@ def test_whoever_does_not_want_to_wait_gets_the_best_so_far(monkeypatch: pytest.
     assert found.best[1].fits
 
 
+def test_a_search_ends_when_its_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, told = MACHINES["slow"], list[str]()
+    monkeypatch.setattr("meshwright.planner.best_first.TELL_SECONDS", 0.0)
+    whole = search(TINY, machine, batch=BATCH, sequence=SEQUENCE)
+    least = search(TINY, machine, batch=BATCH, sequence=SEQUENCE, seconds=0, tell=told.append)
+    assert whole.best is not None
+    assert least.best is not None
+    assert whole.gap_fraction is not None
+    assert least.gap_fraction is not None
+    assert not least.is_interrupted
+    fastest = whole.best.forecast.step_seconds
+    assert least.best.forecast.step_seconds >= fastest >= least.best.forecast.step_seconds * (1 - least.gap_fraction)
+    assert all(each.is_settled or each.least_seconds is not None for each in least.alternatives)
+    assert "none is more than" in told[-1]
+
+
 def test_a_known_model_on_a_known_node() -> None:
     profile, machine = decoder_profile(preset("llama3-8b"), "llama3-8b"), cluster("8xh100")
     found = search(profile, machine, batch=128, sequence=8192)
@@ -133,7 +149,6 @@ def test_a_known_model_on_a_known_node() -> None:
     assert any(t.exactness == "rounded" for t in plan.techniques)
     assert 0.3 < told.mfu < 0.7
     assert len({plan for plan, _ in found.ranked}) == len(found.ranked) == 10
-    assert found.search_seconds < 5.0  # 0.5 on a quiet core; the machine may be busy
     lines = explain(found, machine)
     assert any("slower" in line for line in lines)
 

@@ -115,3 +115,17 @@ def test_a_v_is_no_faster_than_its_circle_of_backward_passes() -> None:
         assert np.all(bound <= simulated * ROUNDING), (stages, count)
         is_close = (bound / simulated)[: DRAWN // 2].max() > 0.9
         assert is_close or stages < 4 or times < 3
+
+
+@pytest.mark.parametrize(("stages", "count"), [(2, 1), (2, 7), (3, 2), (3, 9), (4, 4), (4, 16), (8, 8), (8, 21)])
+def test_what_the_search_does_not_try_goes_as_what_it_tries(stages: int, count: int) -> None:
+    """Greedy at its default times, and a V where another one has the same order."""
+    assert Timetable("greedy").orders(stages, count) == Timetable("zero_bubble_h1").orders(stages, count)
+    for name, schedule in SCHEDULES.items():
+        other = Timetable(schedule.twin[0], schedule.chunks) if schedule.twin is not None else Timetable(name)
+        timetable = Timetable(name, schedule.chunks)
+        if timetable.goes_as({other.name}, stages, count):
+            assert timetable.orders(stages, count) == other.orders(stages, count)
+            assert timetable.held(0, stages, count) >= other.held(0, stages, count)
+            assert not timetable.goes_as({"1f1b"}, stages, count)
+    assert Timetable("dualpipe_v", 2).goes_as({"zbv"}, stages, count) == (count < 2 * stages)
