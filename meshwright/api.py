@@ -117,6 +117,7 @@ def plan(
     max_memory: int | str | None = None,
     headroom: float | None = None,
     top: int = 8,
+    time_limit: float | None = None,
     why: Sequence[str] = (),
     what_if: Sequence[str] = (),
     front: bool = False,
@@ -143,6 +144,8 @@ def plan(
         Settings that must be kept ("tensor=2"), techniques that must not be used ("pipeline").
     max_memory, headroom
         Of each device that may be used: bytes, or "70GiB"; percent of it that stays free, by default 6.
+    time_limit
+        Seconds after which a search ends with the best plan so far, and a larger gap.
     top, why, what_if
         Plans to rank; settings to explain ("microbatch"); changes of the machines, taken together ("memory=+20GiB").
     front
@@ -175,6 +178,7 @@ def plan(
         max_memory=max_memory,
         headroom=headroom,
         top=top,
+        time_limit=time_limit,
         why=why,
         what_if=what_if,
         front=front,

@@ -36,7 +36,8 @@ NEAR = Link(name="near", bytes_per_second=1e10, latency_seconds=1e-6)
 ONLY = ("replicate", "pipeline")
 OTHERS = [name for name in technique_names() if name not in ONLY]
 WISHES: dict[str, Any] = {"sequence": SEQUENCE, "allow": "reordered"}
-SIMPLE = [*OTHERS, *(f"pipeline.schedule={name}" for name in ("interleaved", "zero_bubble_h1", "zbv"))]
+CHUNKED = ("interleaved", "looped_bfs", "zbv", "dualpipe_v")
+SIMPLE = [*OTHERS, *(f"pipeline.schedule={name}" for name in (*CHUNKED, "gpipe", "zero_bubble_h1", "zero_bubble_h2"))]
 
 
 def t(name: str, **settings: Any) -> Technique:
