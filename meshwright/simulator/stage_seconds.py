@@ -129,7 +129,7 @@ def _used(m: Num, n: Num, k: Num, matrices: Num, processors: int) -> Num:
     elsewhere ask the same.
     """
     sizes = np.array(np.broadcast_arrays(m, n, k, matrices), dtype=float)
-    key = blake2b(sizes, digest_size=16).digest(), sizes.shape, processors
+    key = blake2b(sizes.data, digest_size=16).digest(), sizes.shape, processors
     result = _used_shares.get(key)
     if result is None:
         result = _used_shares[key] = _used_of(sizes, processors)
