@@ -184,10 +184,26 @@ class BestFirst:
                 sizes = itertools.chain(BATCHES, itertools.repeat(BATCHES[-1]))
                 while (self.may_look and self._look(*next(sizes))) or self._settle_fastest():
                     self._tell()
+            if self.board.best is None and len(self.solved) >= MOST_LOOKS:
+                self._take_smallest()
         except KeyboardInterrupt:
             self.board.is_interrupted = True
             while self.board.best is None and self._settle_fastest():
                 pass
+
+    def _take_smallest(self) -> None:
+        """Where nothing fits of all that was looked at: plans of the candidates that need least memory."""
+        columns = self.candidates
+        candidates = np.flatnonzero(columns.fits(self.memory_bytes))
+        for candidate in candidates[np.argsort(columns.least_bytes[candidates], kind="stable")][:_TRIED].tolist():
+            at, index = int(columns.leaf_of[candidate]), int(columns.index_of[candidate])
+            scored = self._smallest(candidate)
+            if scored is not None and scored.forecast.fits:
+                scored = self.board.score(scored.plan, replays=True)
+            if scored is not None and scored.forecast.fits:
+                self.board.take(scored)
+                order = self.leaves[at].grid.axis_order
+                self.origins[scored.plan] = at, OrderedCandidate(index, order, self.memory_bytes)
 
     @property
     def is_late(self) -> bool:

@@ -123,6 +123,18 @@ def test_whoever_does_not_want_to_wait_gets_the_best_so_far(monkeypatch: pytest.
     assert found.best[1].fits
 
 
+def test_a_plan_that_fits_is_found_where_looks_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = _search(MACHINES["slow"])
+    monkeypatch.setattr("meshwright.planner.best_first.MOST_LOOKS", 0)
+    found = _search(MACHINES["slow"])
+    assert whole.best is not None
+    assert found.best is not None
+    assert found.gap_fraction is not None
+    best, fastest = found.best.forecast, whole.best.forecast.step_seconds
+    assert best.fits
+    assert best.step_seconds >= fastest >= best.step_seconds * (1 - found.gap_fraction)
+
+
 def test_a_search_ends_when_its_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
     machine, told = MACHINES["slow"], list[str]()
     monkeypatch.setattr("meshwright.planner.best_first.TELL_SECONDS", 0.0)
