@@ -144,14 +144,10 @@ def plan(
         Settings that must be kept ("tensor=2"), techniques that must not be used ("pipeline").
     max_memory, headroom
         Of each device that may be used: bytes, or "70GiB"; percent of it that stays free, by default 6.
-    time_limit
-        Seconds after which a search ends with the best plan so far, and a larger gap.
-    top, why, what_if
-        Plans to rank; settings to explain ("microbatch"); changes of the machines, taken together ("memory=+20GiB").
-    front
-        Whether the fastest plan for each memory is searched for.
-    devices
-        Numbers of devices to compare ("16..64"), or one to plan for.
+    top, time_limit, why, what_if
+        Plans to rank; seconds for a search; settings to explain ("microbatch"); changes ("memory=+20GiB").
+    front, devices
+        Whether to search for the fastest plan of each memory; devices to compare ("16..64"), or one number of them.
     critical_batch, target_steps, target_tokens
         For batch="auto", as `mw plan` takes them; `devices` are compared for so many tokens ("300B") too. What is not
         given is guessed, and `batch_goals.goal.sources` says how.

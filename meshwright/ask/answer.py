@@ -234,12 +234,7 @@ def read_request(
     knobs = (tried(lambda: read_knobs(why)) if why else None) or ()
     changes = tried(lambda: read_changes(what_if)) or ()
     limit = read_memory(max_memory, "--max-memory", wrong) if isinstance(max_memory, str) else max_memory
-    if not 0 <= (headroom or 0) <= MOST_HEADROOM:
-        what, fix = f"{headroom:g} percent of memory cannot stay free.", f"Use 0 to {MOST_HEADROOM:g}."
-        wrong.append(Problem(where="--headroom", what=what, fix=fix))
-    if time_limit is not None and not time_limit >= 0:
-        what = f"{time_limit:g} seconds is no time."
-        wrong.append(Problem(where="--time-limit", what=what, fix="For example --time-limit 60."))
+    wrong += _limit_problems(headroom, time_limit)
     range_ = _read_range(str(devices), wrong) if devices else None
     may_have_target = (is_auto, is_auto, is_auto or bool(devices))  # by tokens, ranges of devices are compared too
     flags = {"--critical-batch": critical_batch, "--target-steps": target_steps, "--target-tokens": target_tokens}
@@ -290,6 +285,15 @@ def read_batch(batch: SupportsIndex | str, wrong: list[Problem]) -> int | None:
         what, fix = f'"{batch}" is no number of samples.', f"For example --batch 128, or --batch {AUTO}."
         wrong.append(Problem(where="--batch", what=what, fix=fix))
         return None
+
+
+def _limit_problems(headroom: float | None, seconds: float | None) -> Iterator[Problem]:
+    if not 0 <= (headroom or 0) <= MOST_HEADROOM:
+        what, fix = f"{headroom:g} percent of memory cannot stay free.", f"Use 0 to {MOST_HEADROOM:g}."
+        yield Problem(where="--headroom", what=what, fix=fix)
+    if not (seconds or 0) >= 0:
+        what, fix = f"{seconds:g} seconds is no time.", "For example --time-limit 60."
+        yield Problem(where="--time-limit", what=what, fix=fix)
 
 
 def _memory_problem(question: Question, *, is_headroom_given: bool) -> Problem | None:

@@ -141,8 +141,7 @@ def bound_all(
     if grid.num_candidates > MOST_BOUNDED:
         yield from _bound_pieces(inputs, grid, dials, dtype, without)
         return
-    cluster = inputs.cluster
-    others = [dial for dial in dials if not dial.kind.axis]
+    cluster, others = inputs.cluster, [dial for dial in dials if not dial.kind.axis]
     ordered = sorted(
         (*grid.axis_dials, *others),
         key=lambda dial: (PHASES.index(dial.kind.phase), dial.kind.name),
@@ -151,8 +150,7 @@ def bound_all(
     policies = tuple((dial.kind.name, policy) for dial in others for policy in dial.policies)
     rows = BoundRows(grid, cluster, [d.example(d.settings[0]) for d in others if d.named and d.settings], policies)
     default = {dial.kind.name: dial.settings[0] for dial in ordered if dial.settings}
-    known: Known = {}
-    swaps = sum(dial.kind.phase == PHASES[0] for dial in ordered)
+    known, swaps = Known(), sum(dial.kind.phase == PHASES[0] for dial in ordered)
 
     def is_new(chosen: tuple[Technique, ...]) -> np.ndarray:
         """A technique with an axis of one rank counts once, with its first settings."""
@@ -169,15 +167,12 @@ def bound_all(
         memory, own = stage_memory(settled, cluster.device), timetable_of(settled)
         new, names = is_new(chosen) & ~forbidden, {own.name, *(each.timetable.name for each in grid.alike)}
         for other in (None, *grid.alike):
-            techniques, timetable = chosen, own
-            if other is not None:
-                techniques = tuple(other if type(each) is type(other) else each for each in chosen)
-                timetable = other.timetable
+            timetable = own if other is None else other.timetable
+            techniques = tuple(other if other and type(each) is type(other) else each for each in chosen)
             if techniques in without:
                 continue
             held = rows.held(memory if other is None else memory.holding(timetable.held(*rows.place)), timetable)
             seconds = partial(rows.least_seconds, cost, held, timetable)
-            repeats = timetable.goes_as(names, grid.columns["num_stages"], grid.columns["num_microbatches"])
             yield BoundedGrid(
                 grid=grid,
                 techniques=techniques,
@@ -188,7 +183,7 @@ def bound_all(
                 seconds_within=seconds if grid.num_candidates <= MOST_REMEMBERED else None,
                 least_bytes=rows.least_bytes(held),
                 base_bytes=rows.base_bytes(held.memory),
-                is_new=new & ~rows.overflows(held.memory, cluster) & np.logical_not(repeats),
+                is_new=new & ~rows.overflows(held.memory, cluster) & ~grid.repeats(timetable, names),
             )
 
     def walk(depth: int, work: Work, chosen: tuple[Technique, ...], done: TaskTally) -> Iterator[BoundedGrid]:
@@ -211,12 +206,17 @@ def bound_all(
             if not np.all(after.facts.forbidden):
                 count = len(known)
                 yield from walk(depth + 1, after, (*chosen, technique), done)
-                mine = set(map(id, work.tasks))  # what others may ask of again
-                for task in [each for each in itertools.islice(known, count, None) if each not in mine]:
-                    del known[task]
+                _forget(known, count, work)
 
     start = base_work(inputs.profile, rows.sizes, element_bytes=ELEMENT_BYTES, optimizer=inputs.optimizer)
     yield from walk(0, start, (), TaskTally())
+
+
+def _forget(known: Known, count: int, work: Work) -> None:
+    """All but the first `count` tasks, and those of `work`, which others may ask of again."""
+    mine = set(map(id, work.tasks))
+    for task in [each for each in itertools.islice(known, count, None) if each not in mine]:
+        del known[task]
 
 
 class BoundRows:

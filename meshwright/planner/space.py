@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
 from math import prod
@@ -32,6 +32,7 @@ from meshwright.core.technique import (
 from meshwright.core.work import Num
 from meshwright.planner.splits import balanced_stages
 from meshwright.planner.wishes import SearchInputs, alone
+from meshwright.schedules import Timetable
 from meshwright.simulator.peak_memory import stage_memory
 from meshwright.simulator.pricing import price_sizes, runs_of, straight
 from meshwright.simulator.stage_seconds import routes, stage_cost
@@ -222,6 +223,11 @@ class Grid:
         if technique.axis in self.columns:
             return (self.columns[technique.axis] > 1) | technique.acts_alone
         return np.ones(self.num_candidates, dtype=bool)
+
+    def repeats(self, timetable: Timetable, names: Collection[str]) -> np.ndarray:
+        """Candidates whose steps go as in another of these schedules."""
+        repeats = timetable.goes_as(names, self.columns["num_stages"], self.columns["num_microbatches"])
+        return np.broadcast_to(repeats, self.num_candidates)
 
     def plan(
         self, techniques: Sequence[Technique], index: int, cut: tuple[Spans, ...], axis_order: tuple[str, ...]
