@@ -49,9 +49,11 @@ def out_of_memory(
         asked_bytes=asked_bytes(str(error)),
         held_bytes=held_bytes(error, device, own_bytes, trainer),
     )
-    told = MeshwrightError(failure.sentence(), exit_code=1)
-    told.facts = {"out_of_memory": encode(failure)}
-    return told
+    # A cap that is too small says itself what a step needs.
+    what = error.problems if isinstance(error, MeshwrightError) else failure.sentence()
+    result = MeshwrightError(what, exit_code=1)
+    result.facts = {"out_of_memory": encode(failure)}
+    return result
 
 
 def held_bytes(

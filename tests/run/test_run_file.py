@@ -31,7 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 def note(what):
     with open(os.environ["WATCHED"], "a") as file:
-        file.write(f"{os.getpid()} {what}\\n")
+        file.write(f"{os.getpid()} {os.getppid()} {what}\\n")
 
 note("imported")
 
@@ -169,4 +169,7 @@ def test_a_module_is_looked_at_once_in_the_parent_and_never_in_a_rank(
     traced = {line.split()[0] for line in notes if line.endswith("traced")}
     assert len(made) == 3
     assert set(made.values()) == {1}
-    assert traced == {str(process.pid)}
+    parents = dict(line.split()[:2] for line in notes)
+    (supervisor,) = traced
+    assert parents.pop(supervisor) == str(process.pid)
+    assert set(parents.values()) == {supervisor}
