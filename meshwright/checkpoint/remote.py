@@ -175,7 +175,8 @@ class ObjectFolder:
 
 def fetch_newest(remote: ObjectFolder, root: Path, *, report: Report) -> Path | None:
     """Bring the newest good remote checkpoint here where it is newer than all that are good here; its folder."""
-    local = max((step for step, folder in usable_folders(root).items() if not verify(folder)), default=-1)
+    local = next((step for step, folder in reversed(usable_folders(root).items()) if not verify(folder)), -1)
+    failed: MeshwrightError | None = None
     for step in reversed(remote.steps()):
         if step <= local:
             return None
@@ -186,9 +187,12 @@ def fetch_newest(remote: ObjectFolder, root: Path, *, report: Report) -> Path | 
             folder = remote.download(step, root)
         except MeshwrightError as error:
             report(f"remote checkpoint of step {step} is not used: {error.problems[0]}")
+            failed = failed or error
             continue
         report(f"checkpoint of step {step} read from {remote.url}")
         return folder
+    if failed is not None and local < 0:
+        raise failed  # a second beginning would meet the first one there
     return None
 
 

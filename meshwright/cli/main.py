@@ -165,7 +165,7 @@ _PLAN_FLAGS = (
         "--time-limit",
         type=float,
         metavar="SECONDS",
-        help="after which a search ends with the best plan so far, and says how far it may be from the fastest",
+        help="after which each search ends with the best plan so far, and says how far it may be from the fastest",
     ),
     _list("--why", metavar="X", help="why it has its value: tensor, tensor.size, microbatch"),
     _list(

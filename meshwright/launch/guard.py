@@ -43,6 +43,7 @@ def guard() -> int | None:
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
     os.environ |= {_PROCESS: str(os.getpid()), _PIPE: str(writer)}
+    os.environ.pop(_CAUSE, None)
     told: dict[str, Any] = {}
     num_restarts, newest = 0, ""
     while True:

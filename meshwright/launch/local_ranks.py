@@ -20,8 +20,9 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -30,7 +31,7 @@ from meshwright.core.errors import MeshwrightError
 from meshwright.core.files import memory_file, open_to_append
 from meshwright.core.process import Child, start_child
 from meshwright.launch.failure import Failure, cause, failure_from_error, failure_from_exit, log_tail
-from meshwright.launch.rank_job import PREEMPTED_EXIT_CODE, Job, rank_environment
+from meshwright.launch.rank_job import GATE_NAME, PREEMPTED_EXIT_CODE, Job, rank_environment
 from meshwright.launch.rank_job import STOP_SIGNALS as RANK_SIGNALS
 from meshwright.launch.sections import Hang, HangWatch
 
@@ -40,6 +41,7 @@ LAST_WORDS_SECONDS = 1.0  # after one rank failed, for the others to fail by the
 STACKS_SECONDS = 1.0  # for hung ranks to write where they are
 ECHO_SECONDS = 0.5  # wrappers forward a signal that the terminal also sent; that is one request, not two
 STOP_SIGNALS = (signal.SIGINT, signal.SIGHUP, *RANK_SIGNALS)
+STANDBY_STEPS = 3  # made before processes on standby are started beside them
 KEPT_ATTEMPTS = 5  # whose logs stay in `attempt-N` folders
 
 
@@ -113,12 +115,14 @@ def launch(
     show_rank_zero: bool = True,
     stop: StopRequests | None = None,
     patience_seconds: float = 0.0,
+    standby: Standby | None = None,
 ) -> LaunchOutcome:
     """Run `module` as `num_ranks` ranks (the module ends in `run_rank(main)`) and wait for the end.
 
     Rank 0 writes to our own terminal unless `show_rank_zero` is off; the others write to `log_folder/rank-K.log`. Logs
     of the launch before move to `log_folder/attempt-N`. `arguments` must be JSON. `stop`: from `stop_signals`, where
     the caller has taken the signals already. `patience_seconds`: see `HangWatch`; 0: hangs are not looked for.
+    `standby`: processes to use, and to be started for the next launch once this one trains.
     """
     if num_ranks < 1:
         raise MeshwrightError(f"launch: {num_ranks} ranks cannot run anything. Use 1 or more.")
@@ -135,6 +139,8 @@ def launch(
         rendezvous, sections = held.enter_context(memory_file()), held.enter_context(memory_file())
         hangs = HangWatch(sections, num_ranks, patience_seconds)
         try:
+            variables = [rank_environment(rank, num_ranks, threads, environment) for rank in range(num_ranks)]
+            waiting = standby.take(variables) if standby is not None else []
             for rank in range(num_ranks):
                 job = Job(
                     arguments=dict(arguments),
@@ -144,12 +150,17 @@ def launch(
                     error_file=str(log_folder / f"rank-{rank}.error.json"),
                     log_file=str(log_folder / f"rank-{rank}.log"),
                     sections=sections,
+                    is_shown=show_rank_zero and rank == 0,
                 )
                 jobs.append(job)
-                job_file = held.enter_context(memory_file(json.dumps(asdict(job))))
-                variables = rank_environment(rank, num_ranks, threads, environment)
-                children.append(start_rank(module, job, job_file, variables, is_shown=show_rank_zero and rank == 0))
-            found = watch(children, stop, grace_seconds, hangs, [Path(job.log_file) for job in jobs])
+                if waiting:
+                    children.append(waiting[rank].begin(job))
+                else:
+                    job_file = held.enter_context(memory_file(json.dumps(asdict(job))))
+                    log = None if job.is_shown else Path(job.log_file)
+                    children.append(start_rank(module, rank, job_file, variables[rank], log))
+            refill = partial(standby.fill, module, variables, jobs) if standby is not None else None
+            found = watch(children, stop, grace_seconds, hangs, [Path(job.log_file) for job in jobs], refill)
         finally:
             for child in children:
                 child.end()
@@ -174,14 +185,66 @@ def set_logs_aside(log_folder: Path) -> None:
             path.unlink()
 
 
-def start_rank(module: str, job: Job, job_file: str, environment: Mapping[str, str], is_shown: bool) -> Child:
-    """Start one rank with its stop signals blocked; `run_rank` unblocks them once there is a flag to set."""
+def start_rank(module: str, rank: int, job_file: str, environment: Mapping[str, str], log: Path | None) -> Child:
+    """Start one rank with its stop signals blocked; `run_rank` unblocks them once there is a flag to set.
+
+    `log`: where its output goes, if not to our own terminal.
+    """
     with contextlib.ExitStack() as stack:
         # Append mode: the rank also opens the file, to add the traceback of what ended it.
-        log = None if is_shown else stack.enter_context(os.fdopen(open_to_append(Path(job.log_file)), "ab"))
+        output = None if log is None else stack.enter_context(os.fdopen(open_to_append(log), "ab"))
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, RANK_SIGNALS)
         stack.callback(signal.pthread_sigmask, signal.SIG_SETMASK, mask)
-        return start_child(job.rank, (module, job_file), environment=environment, stdout=log, stderr=log)
+        return start_child(rank, (module, job_file), environment=environment, stdout=output, stderr=output)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StandbyRank:
+    """A process that has imported everything and waits for its job."""
+
+    child: Child
+    job_file: str
+    writer: int
+    """The end of a pipe that the process reads; when it is closed, the job is there."""
+
+    def begin(self, job: Job) -> Child:
+        Path(self.job_file).write_text(json.dumps(asdict(job)), encoding="utf-8")
+        os.close(self.writer)
+        return self.child
+
+
+class Standby(contextlib.ExitStack):
+    """Processes on standby, one for each rank, so that a launch after a failure need not import anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ranks: list[StandbyRank] = []
+        self.variables: list[dict[str, str]] = []
+
+    def fill(self, module: str, variables: list[dict[str, str]], jobs: Sequence[Job]) -> None:
+        """Start them, unless they are there. By the thread that launches, which they do not outlive."""
+        if self.ranks:
+            return
+        self.variables = variables
+        for job, environment in zip(jobs, variables, strict=True):
+            job_file = self.enter_context(memory_file())
+            reader, writer = os.pipe()
+            self.callback(os.close, reader)
+            gate = {GATE_NAME: f"/proc/{os.getpid()}/fd/{reader}"}
+            log = None if job.is_shown else Path(os.devnull)
+            child = start_rank(module, job.rank, job_file, environment | gate, log)
+            self.callback(child.end)
+            self.ranks.append(StandbyRank(child=child, job_file=job_file, writer=writer))
+
+    def take(self, variables: list[dict[str, str]]) -> list[StandbyRank]:
+        """All of them; none where they are not for these ranks, or where one has ended."""
+        ranks, self.ranks = self.ranks, []
+        if variables == self.variables and all(each.child.exit_code is None for each in ranks):
+            return ranks
+        for each in ranks:
+            os.close(each.writer)
+            each.child.end()
+        return []
 
 
 @dataclass(kw_only=True)
@@ -193,7 +256,12 @@ class FailureSeen:
 
 
 def watch(
-    children: Sequence[Child], stop: StopRequests, grace_seconds: float, hangs: HangWatch, logs: Sequence[Path]
+    children: Sequence[Child],
+    stop: StopRequests,
+    grace_seconds: float,
+    hangs: HangWatch,
+    logs: Sequence[Path],
+    when_training: Callable[[], None] | None = None,
 ) -> FailureSeen:
     """Wait until every rank has ended, and see to it that they do: asked first, made to later, as the earliest end
     says."""
@@ -211,6 +279,9 @@ def watch(
             result.noticed_seconds, result.hang = now, hang
             show_stacks(children, logs)
             ends.append((now, now, f"rank {hang.rank} {hang.text()}"))
+        elif when_training is not None and hangs.steps_done >= STANDBY_STEPS:
+            when_training()
+            when_training = None
         for asked_at, killed_at, reason in ends:
             terminate_at = min(terminate_at, asked_at)
             if killed_at < kill_at:

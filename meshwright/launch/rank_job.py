@@ -31,6 +31,8 @@ from meshwright.launch.failure import error_as_json
 PREEMPTED_EXIT_CODE = 75
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """What asks a rank to stop. Slurm sends the latter two (`--signal`), to every process of a step."""
+GATE_NAME = "MESHWRIGHT_GATE"
+"""The variable that names a pipe: a rank on standby has its job when the pipe is closed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +47,8 @@ class Job:
     log_file: str
     sections: str = ""
     """The shared memory in which ranks stamp where they are."""
+    is_shown: bool = False
+    """It writes to the terminal of the command, instead of its log."""
 
 
 def rank_environment(
@@ -123,7 +127,14 @@ def run_rank(main: Callable[[Job, StopFlag], int]) -> NoReturn:
     """
     if len(sys.argv) != 2:
         raise MeshwrightError(f"a rank takes one argument, the path of its job file, and got {len(sys.argv) - 1}.")
+    gate = os.environ.pop(GATE_NAME, "")
+    if gate:
+        Path(gate).read_bytes()
     job = Job(**json.loads(Path(sys.argv[1]).read_text()))
+    if gate and not job.is_shown:
+        log = open_to_append(Path(job.log_file))
+        for number in (sys.stdout.fileno(), sys.stderr.fileno()):
+            os.dup2(log, number)
     show_stacks_on_crash(job.log_file)
     stop = StopFlag()
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -18,12 +18,14 @@ from pathlib import Path
 
 SECTIONS = (
     *("start", "data", "forward", "backward", "exchange", "update", "send", "receive"),
-    *("evaluation", "save", "records"),
+    *("evaluation", "save", "records", "end"),
 )
 _WAITS = ("exchange", "send", "receive")
 """Where a rank waits for others."""
-_WIDE = ("start", "evaluation", "save")
-"""Where a rank may be for long: reading, compiling, writing."""
+_WIDE = ("start", "evaluation")
+"""Where a rank may be for long: reading, compiling."""
+_UNBOUNDED = (*_WIDE, "save", "end")
+"""Earlier saves say nothing of the last one, which waits for its files to be written, and uploaded."""
 _ROW = 4
 FACTOR, SLACK_SECONDS = 3.0, 2.0
 _FIRST_STEPS = 3
@@ -153,7 +155,9 @@ class HangWatch:
         states = {rank: process_state(pids[rank]) for rank in range(len(self.seen))}
         for rank in late:
             if self.seen[rank].age > self._limit(self.seen[rank], states[rank]):
-                return self._culprit(states)
+                found = self._culprit(states)  # those that wait for it are late as well
+                if self.seen[found.rank].age > self._limit(self.seen[found.rank], states[found.rank]):
+                    return found
         return None
 
     def _read(self, rank: int, seen: _RankRow, passed: float) -> None:
@@ -188,7 +192,7 @@ class HangWatch:
         if seen.section in _WIDE and longest and seen.step > max(seen.first_step, 0):
             return max(usual, _STORAGE_SECONDS, _STORAGE_FACTOR * longest)
         # A process that waits for a disk (D) is not to blame.
-        if not self.steps or seen.section in _WIDE or state == "D":
+        if not self.steps or seen.section in _UNBOUNDED or state == "D":
             return max(usual, self.patience_seconds)
         return max(usual, 1.5 * longest)
 

@@ -85,7 +85,7 @@ class DiskFile:
             os.posix_fallocate(self.handle, start, size)
         except OSError as error:
             left = pretty_bytes(shutil.disk_usage(self.folder).free)
-            what = f"there is no space for {pretty_bytes(size)} more of optimizer states beside {pretty_bytes(start)}: "
+            what = f"{pretty_bytes(size)} more of optimizer states cannot be reserved beside {pretty_bytes(start)}: "
             what += f"{error.strerror or error} ({left} are free)."
             fix = "Free space, name another disk with run.disk, or use a smaller share."
             raise error_at(str(self.folder), what, fix, exit_code=1) from None

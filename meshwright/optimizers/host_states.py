@@ -104,6 +104,11 @@ class FlatRule(UpdateRule):
         for flat in self.sets[0][1:]:
             yield from self.unit.own_rows(flat)
 
+    @property
+    def flat_values(self) -> list[Tensor]:
+        """The states of all parameters, a flat tensor of each kind."""
+        return self.sets[0][1:]
+
     def apart(self, count: int) -> UpdateRule:
         """The plain rule in its place."""
         pieces = zip(self.pieces, self.unit.own_rows(self.unit.flat_masters), strict=True)
@@ -221,7 +226,8 @@ class UnitStates:
         """Where ranks share them, and each has a rule for its rows."""
         self._join_states()
         if unit.on_disk is not None:
-            unit.on_disk.add(list(self.rule.storage()))
+            rule = self.rule
+            unit.on_disk.add(rule.flat_values if isinstance(rule, FlatRule) else list(rule.storage()))
             unit.on_disk.watch(unit.flat_masters, values)
         self.num_arrivals = len(pieces) * num_microbatches
         self.added: list[Future[None] | None] = [None] * len(pieces)
@@ -291,7 +297,7 @@ class UnitStates:
             self._join_states()
             if (layer := self.unit.on_disk) is not None:
                 layer.watch(self.unit.flat_masters, [piece.value for piece in self.rule.pieces])
-                for whole, parts in zip(flat.storage(), self.rule.state.values(), strict=True):
+                for whole, parts in zip(flat.flat_values, self.rule.state.values(), strict=True):
                     layer.watch(whole, parts)
         masters, dtype = [piece.value for piece in self.rule.pieces], self.build.dtype
         unused = {piece.name for piece, times in zip(self.pieces, used, strict=True) if not times}
@@ -327,11 +333,11 @@ class UnitStates:
             for working, master in zip(self.unit.working, self.unit.masters, strict=True):
                 working.copy_(master)
 
-    def send(self, lanes: CopyLanes) -> torch.cuda.Event | None:
-        """The update stands: the device gets the new weights."""
+    def send(self, lanes: CopyLanes, *, commits: bool = True) -> torch.cuda.Event | None:
+        """The device gets the weights; with `commits` those of an update, which stands."""
         self.is_ahead, event = False, None
         self.unit.wait_for_others()
-        if isinstance(self.rule, FlatRule):
+        if commits and isinstance(self.rule, FlatRule):
             self.rule.commit()
         if not self.unit.is_streamed:
             for piece, working in zip(self.pieces, self.unit.working, strict=True):
@@ -567,7 +573,7 @@ class HostStatesRule(UpdateRule):
         for states in self.units:
             self._written(states)
             states.narrow()
-            states.future = self.worker.submit(states.send, self.lanes)
+            states.future = self.worker.submit(states.send, self.lanes, commits=False)
 
     def kept(self) -> Iterator[OptimizerState]:
         self.finish()

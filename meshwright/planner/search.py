@@ -397,6 +397,8 @@ class GroupSearch:
         for within in parts:
             looked, more = self._looks(groups, ranks_each, within, inner)
             is_coarse = within in whole_parts and all(plan.num_microbatches < FINE for plan in more)
+            if self.board.best is not None and time.monotonic() >= self.inputs.deadline:
+                break
             if within >= FINE and more and is_coarse and ranks_each <= EACH_KIND:
                 parts += largest_parts(batch, within // FINE)[-1:]  # too few to be dealt out by speed
             # Per sample: a part may be less than a replica's share.

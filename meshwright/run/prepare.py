@@ -8,6 +8,7 @@ import os
 import shutil
 import socket
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -465,10 +466,30 @@ def open_folder(folder: Path) -> IO[str]:
                 time.sleep(0.05)
     except OSError:
         lock.seek(0)
-        owner = lock.read().strip() or "another process"
+        owner = lock.read().partition(_TOKEN)[0].strip() or "another process"
         raise error_at(f"run.folder {folder}", f"is in use by {owner}.", "Stop it, or choose another folder.") from None
     lock.seek(0)
     lock.truncate()
-    lock.write(f"process {command_pid()} on {socket.gethostname()}")
+    since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    lock.write(f"process {command_pid()} on {socket.gethostname()} since {since}{_TOKEN}{uuid.uuid4().hex}")
     lock.flush()
     return lock
+
+
+_TOKEN = ", token "
+
+
+def owner_of(folder: Path) -> str:
+    """Who has taken a run folder last, and a token that nobody had before; empty where nobody has."""
+    try:
+        return (folder / ".lock").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def require_owner(folder: Path, owner: str) -> None:
+    """Raise where somebody else has taken the run folder since: where locks are lost (a network file system, a host
+    that was cut off), an owner that comes back must not commit what belongs to another history."""
+    if owner and (now := owner_of(folder)) and now != owner:
+        what = f"now belongs to {now.partition(_TOKEN)[0]}."
+        raise error_at(f"run.folder {folder}", what, "This process must end; the other one goes on.", exit_code=1)

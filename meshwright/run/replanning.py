@@ -163,11 +163,18 @@ def take_request(config: RunConfig, description: ModelDescription, report: Repor
         return None
 
 
+_TAIL_BYTES = 1 << 16
+"""Of the metrics: more than the steps that are looked at."""
+
+
 def is_slow(folder: Path, prepared: PreparedRun, first_step: int) -> bool:
     """Whether steps since `first_step` take steadily longer than the interval of their forecast."""
     seconds = []
     with contextlib.suppress(OSError):
-        for line in (folder / "metrics.jsonl").read_bytes().splitlines():
+        with (folder / "metrics.jsonl").open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
+            lines = file.readlines()
+        for line in lines:  # a first one that is cut is no JSON
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 row = json.loads(line)
                 seconds += [float(row["seconds"])] if row["step"] > first_step else []

@@ -33,7 +33,7 @@ from meshwright.data.open_data import Data
 from meshwright.launch.environment import outside_launcher
 from meshwright.launch.failure import cause
 from meshwright.launch.guard import cause_of_restart, tell_guard
-from meshwright.launch.local_ranks import LaunchOutcome, StopRequests, launch
+from meshwright.launch.local_ranks import LaunchOutcome, Standby, StopRequests, launch
 from meshwright.launch.rank_job import PREEMPTED_EXIT_CODE
 from meshwright.machine.probe import count_gpus
 from meshwright.run import prepare as preparation
@@ -223,6 +223,7 @@ class Run:
             "tokens_per_second": prepared.forecast.tokens_per_second,
             "mfu": prepared.forecast.mfu,
             "promise": encode(preparation.promise_of(self.config, prepared)),
+            "owner": preparation.owner_of(self.folder),
         }
 
     def start(self, *, stop: StopRequests | None = None, show: bool = False) -> Run:
@@ -258,6 +259,10 @@ class Run:
 
     def _launch_until_done(self, arguments: Mapping[str, Any], show: bool) -> LaunchOutcome:
         """Launch all ranks, again after failures that this may cure."""
+        with Standby() as standby:
+            return self._launch_with(standby if self.config.run.standby else None, arguments, show)
+
+    def _launch_with(self, standby: Standby | None, arguments: Mapping[str, Any], show: bool) -> LaunchOutcome:
         settings, attempts = self.config.run, list[Attempt]()
         while True:
             assert self._prepared is not None
@@ -273,6 +278,7 @@ class Run:
                     show_rank_zero=show,
                     stop=stop,
                     patience_seconds=60 * settings.patience_minutes,
+                    standby=standby,
                 )
             self.post_mortem = None
             if outcome.exit_code == 1:
@@ -299,13 +305,13 @@ class Run:
             self.report(remedy.why)
             self._stop.wait(remedy.pause_seconds)
             self.note_start()
-            arguments = {**arguments, "restart": remedy.why}
+            arguments = {**arguments, "restart": remedy.why, "changed_since": 0.0}
 
     def _change_after(self, attempts: Sequence[Attempt], remedy: Remedy, watch: ChangeWatch) -> PlanChange | None:
         """The plan to go on with in place of this one: it was asked for, or ranks cannot go on with this one."""
         assert self._prepared is not None
         config, made, outcome = self.config, self._prepared, attempts[-1].outcome
-        if watch.change is not None and outcome.exit_code == PREEMPTED_EXIT_CODE:
+        if watch.change is not None and (outcome.exit_code == PREEMPTED_EXIT_CODE or remedy.action == "restart"):
             return watch.change
         if self.post_mortem is not None and config.run.on_oom == "retry":
             usable = self.post_mortem.usable_bytes
@@ -314,7 +320,8 @@ class Run:
                 why = f"Going on in microbatches of {smaller.plan.microbatch} in place of {made.plan.microbatch}"
                 prepared = replace(made, plan=smaller.plan, forecast=smaller.forecast, found=None)
                 return PlanChange(prepared=prepared, why=why)
-        failing = {cause(each.outcome.failures).rank for each in attempts if each.outcome.failures}
+        recent = [each for each in attempts if each.saved_step == attempts[-1].saved_step]
+        failing = {cause(each.outcome.failures).rank for each in recent if each.outcome.failures}
         if config.run.elastic and remedy.exit_code == CRASH_LOOP_EXIT_CODE and len(failing) == 1:
             if made.cluster.device.kind == "cuda":
                 here = [each for each in range(count_gpus()) if each not in self._left_out]

@@ -219,6 +219,8 @@ class RunSection:
     patience_minutes: float = 30.0
     """Without a sign of life, in the first steps, an evaluation or a save, until a rank counts as hung; in later steps
     their usual time decides. 0: hangs are not looked for."""
+    standby: bool = False
+    """Processes that have imported everything wait beside the ranks, so that a restart takes a second or two."""
 
     on_oom: Literal["stop", "retry"] = "stop"
     """What to do where a step runs out of memory; retry: in smaller microbatches, with the same batch."""

@@ -72,6 +72,8 @@ class Saving:
         self.folder: Path | None = None
         self.is_committing = False
         self.commit: Callable[[list[Any]], Any] = list
+        self.fence: Callable[[], None] = lambda: None
+        """Rank 0 calls it before a commit; it raises where this run may not commit any more."""
         self.copies: list[Tensor] = []
         self.lanes: CopyLanes | None = None
         self.copied: torch.cuda.Event | None = None
@@ -97,7 +99,12 @@ class Saving:
         if "error" in tmp:
             return str(tmp["error"])
         folder = self.folder = Path(tmp["value"])
-        self.commit = lambda parts: str(commit(root, step, folder, parts, state, retention))
+
+        def commit_parts(parts: list[Any]) -> str:
+            self.fence()
+            return str(commit(root, step, folder, parts, state, retention))
+
+        self.commit = commit_parts
         self.answer = _attempt(lambda: list(self._copied() if copies else _pieces(self.build, optimizer)))
         if (pieces := self.answer.get("value")) is not None:
             self._run(lambda: write_rank_file(folder, mesh.rank, pieces))

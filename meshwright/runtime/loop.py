@@ -602,6 +602,10 @@ class Loop(Interpreter):
         """The sum over the batch of a number that each rank has computed from its whole samples."""
         return self._agree(self._counted(value, self.build.plan.sample_axes))[0]
 
+    def any_rank(self, flag: bool) -> bool:
+        """Whether a flag is set on some rank; all ranks call it."""
+        return self._agree(float(flag))[0] > 0
+
     def _share(self, loss: Tensor) -> Tensor:
         """What this rank adds to the sum of losses: a part along `loss_axes`, and nothing but on the last stage."""
         wire = self.build.wire

@@ -6,6 +6,7 @@ Nobody stands above the ranks here who sees one die, perhaps on another machine:
 from __future__ import annotations
 
 import contextlib
+import hmac
 import os
 import signal
 import socket
@@ -171,6 +172,7 @@ def _meet(place: RankPlace, device: torch.device, secret: bytes) -> tuple[str, b
     os.environ.setdefault("MASTER_PORT", str(place.master_port))
     os.environ.setdefault("RANK", str(place.rank))
     os.environ.setdefault("WORLD_SIZE", str(place.num_ranks))
+    os.environ.setdefault("LOCAL_WORLD_SIZE", str(place.num_local))
     address = "127.0.0.1" if place.is_one_host else address_towards(place.master_address, place.master_port)
     if place.num_local < place.num_ranks and interface_of(address) == "lo":
         # Many machines call their own name 127.0.1.1, which no other can reach.
@@ -186,7 +188,8 @@ def _meet(place: RankPlace, device: torch.device, secret: bytes) -> tuple[str, b
         admission = Admission(secret=secret, rank=place.rank, num_ranks=place.num_ranks, about=about)
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         session = admission.admit(dist.PrefixStore(f"meshwright {attempt}", store))
-        join(place.rank, place.num_ranks, device, store=dist.PrefixStore(session.decode(), store))
+        prefix = hmac.new(session, b"store", "sha256").hexdigest()  # whoever reaches the store can list its keys
+        join(place.rank, place.num_ranks, device, store=dist.PrefixStore(prefix, store))
     except RuntimeError as error:  # torch's own distributed errors are such
         where, reason = f"{place.master_address}:{place.master_port}", str(error).splitlines()[0]
         fix = "Choose a free port (MASTER_PORT, or torchrun --master-port)."

@@ -40,7 +40,7 @@ from meshwright.ops.collectives import gather_json, share_json
 from meshwright.ops.device_mesh import Mesh, join
 from meshwright.run.comparison import COMPARISON, WARM_UP_STEPS, Promise, StepTally, compared_entry, keep
 from meshwright.run.model import ModelDescription, open_model
-from meshwright.run.prepare import open_data
+from meshwright.run.prepare import open_data, require_owner
 from meshwright.run.replay import TROUBLES
 from meshwright.run.result import held_out_text
 from meshwright.run.run_file import RunConfig
@@ -121,7 +121,7 @@ class RankTraining:
         stamp: SectionStamp | None = None,
     ):
         """`arguments`: see `Run.adopt`."""
-        self.stamp = stamp or SectionStamp()
+        self.stamp, self.stop = stamp or SectionStamp(), stop
         stop.leave_at_once(True)  # until there is a step to save
         self.config = config = decode(RunConfig, arguments["config"], "")
         self.folder = Path(config.run.folder)
@@ -173,6 +173,7 @@ class RankTraining:
         self.start = time.monotonic()
         self.clock = RunClock(self.folder if self.is_first else None, trainer.step, self.progress.say)
         self.saves_behind = self._plan_saves()
+        trainer.saving.fence = lambda: require_owner(self.folder, str(arguments.get("owner", "")))
         self.stamp.begin(trainer.step)
         if since := float(arguments.get("changed_since", 0.0)):
             seconds = pretty_seconds(time.monotonic() - since)
@@ -253,8 +254,6 @@ class RankTraining:
         self._close(stopped, trainer.step - start)
         if self.save_error:
             raise MeshwrightError(f"the last checkpoint was not written: {self.save_error}", exit_code=1)
-        if trainer.mesh.control is not None:
-            dist.barrier(trainer.mesh.control)
         return PREEMPTED_EXIT_CODE if stopped else 0
 
     def _train(self, stop: StopFlag, start: int) -> bool:
@@ -320,6 +319,7 @@ class RankTraining:
             raise error
         with self.stamp.within("start"):
             self.trainer.roll_back(Path(newest))
+        self.saved_step = self.trainer.step
         self.clock.resume(self.trainer.step)
         lost = trouble.step - 1 - self.trainer.step
         if self.is_first:
@@ -407,7 +407,7 @@ class RankTraining:
             return
         self.evaluated_step = self.trainer.step
         with self._spend("evaluation", "evaluation"):
-            self.held_out = self.trainer.evaluate()
+            self.held_out = self.trainer.evaluate(self.stop)
         if self.metrics is not None and self.held_out:
             self.metrics.write(self.trainer.step, self.held_out)
             self.progress.say(f"step {self.trainer.step}: held-out {held_out_text(self.held_out)}")
@@ -461,8 +461,10 @@ class RankTraining:
 
     def _close(self, stopped: bool, num_steps: int) -> None:
         """Gather what every rank saw; rank 0 writes it down for the report."""
-        with self.stamp.within("save"):
+        with self.stamp.within("end"):  # uploads and trackers take their time
             self._write_result(stopped, num_steps)
+            if self.trainer.mesh.control is not None:
+                dist.barrier(self.trainer.mesh.control)
 
     def _write_result(self, stopped: bool, num_steps: int) -> None:
         mesh = self.trainer.mesh

@@ -8,6 +8,7 @@ import errno
 import json
 import os
 import resource
+import select
 import sys
 import threading
 import time
@@ -207,7 +208,8 @@ class Progress:
         now = time.monotonic()
         self.steps_done = step + 1
         is_last = step + 1 == self.num_steps
-        if not is_last and now - self.shown < (0.1 if self.is_terminal else 5.0) and step > self.first_step:
+        is_early = not is_last and now - self.shown < (0.1 if self.is_terminal else 5.0) and step > self.first_step
+        if is_early or self._is_paused():
             return
         self.shown = now
         done = step + 1 - self.first_step
@@ -225,10 +227,16 @@ class Progress:
         else:
             print(lines, file=sys.stderr, flush=True)
 
+    def _is_paused(self) -> bool:
+        """Whether the terminal takes nothing (Ctrl-S, a lost connection): training does not wait for it."""
+        return self.is_terminal and not select.select((), (sys.stderr,), (), 0)[1]
+
     def say(self, text: str) -> None:
         """A line that stays."""
         if self.events is not None:
             self.events.write({"event": "message", "step": self.steps_done, "text": text})
+        if self._is_paused():
+            return
         clear = "\r\x1b[2K" if self.is_terminal else ""
         print(f"{clear}{wrapped(text, width_of(sys.stderr))}", file=sys.stderr, flush=True)
 

@@ -291,13 +291,25 @@ class Trainer:
         every = (settings.save_every, settings.evaluate_every, settings.sample_every)
         return step == settings.steps or step in self.rests or any(is_due(step, each) for each in every)
 
-    def evaluate(self) -> dict[str, float]:
-        """Held-out loss by the names people know it by: bits per byte of text, top-1 of images."""
+    def evaluate(self, stop: Any = None) -> dict[str, float]:
+        """Held-out loss by the names people know it by: bits per byte of text, top-1 of images. Nothing once some
+        rank's stop flag is set."""
         if not self.data.num_held_out:
             return {}
         place = (self.plan.batch, self.part, self.num_parts)
         batches = self.data.held_out_batches(*place, limit=self.settings.evaluate_batches, shares=self.plan.shares)
-        total, tokens, hits = self.loop.evaluate(samples_on(batch, self.mesh.device) for batch in batches)
+        is_stopped = False
+
+        def samples() -> Iterator[Samples]:
+            nonlocal is_stopped
+            for batch in batches:
+                if stop is not None and (is_stopped := self.loop.any_rank(stop.is_set)):
+                    return
+                yield samples_on(batch, self.mesh.device)
+
+        total, tokens, hits = self.loop.evaluate(samples())
+        if is_stopped:
+            return {}
         mean = total / (tokens or 1.0)
         result = {"held_out_loss": mean}
         if self.data.info.num_bytes_per_token:

@@ -141,12 +141,9 @@ class OffloadStates(Technique):
         axis, ways = self._sharing(lambda axis: plan.mesh.get(axis, 1))
         if ways == 1:
             return
-        if plan.mesh[axis] % ways:
-            what = f"{ways} of {plan.mesh[axis]} replicas would share a copy."
-            yield self.problem(what, f"Let host_ranks be a divisor of {self.host_ranks // ways * plan.mesh[axis]}.")
         inside = list(plan.mesh.values())[list(plan.mesh).index(axis) + 1 :]
-        if math.prod(inside) * ways > self.host_ranks:
-            what = f"of {self.host_ranks} ranks in a row, fewer than {ways} are along {axis}."
+        if self.host_ranks % (math.prod(inside) * ways):
+            what = f"{ways} ranks along {axis} are not {self.host_ranks} ranks in a row, or a part of them."
             yield self.problem(what, "Leave axis_order out, or use host_ranks = 1.")
         if cluster is not None and cluster.devices_per_node % self.host_ranks:
             what = f"host_ranks is {self.host_ranks}; a node of {cluster.name} has {cluster.devices_per_node} devices."
@@ -159,13 +156,15 @@ class OffloadStates(Technique):
                 yield self.problem(what, f"Use host_ranks = 1, or leave out {other.name}.")
 
     def _sharing(self, size: Callable[[str], Num]) -> tuple[str, Num]:
-        """The axis of replicas, and how many of them have one copy."""
+        """The axis of replicas, and how many of them have one copy: a divisor of all that lies on one host."""
         kinds = [kind for name in technique_names() if (kind := technique_named(name)).axis]
         for owner in (kind for kind in kinds if kind.sums_layers):
             inside: Num = 1
             for kind in kinds:
                 inside = inside * (size(kind.axis) if kind.closeness > owner.closeness else 1)
-            return owner.axis, np.minimum(size(owner.axis), np.maximum(self.host_ranks // inside, 1))
+            here = np.where(self.host_ranks % inside == 0, self.host_ranks // inside, 1)
+            ways = np.gcd(size(owner.axis), here)
+            return owner.axis, int(ways) if ways.ndim == 0 else ways
         return "", 1
 
     def _host_problems(self, plan: Plan, profile: Profile, cluster: Cluster) -> Iterator[Problem]:
@@ -193,9 +192,9 @@ class OffloadStates(Technique):
         ranks = work.size("num_ranks")
         sharded = _num_ranks(work, lambda kind: kind.makes_whole_gradients)
         replicas = _num_ranks(work, lambda kind: kind.sums_layers)
-        axis, ways = self._sharing(work.size)
+        _, ways = self._sharing(work.size)
         cannot_share = work.facts.codes_states | (self.disk_share > 0)
-        work = work.forbid((work.size(axis) % ways != 0) | ((ways > 1) & cannot_share))
+        work = work.forbid((ways > 1) & cannot_share)
         is_alone: Num = (ranks == 1) * 1
         is_once = (work.size("num_microbatches") == 1) * 1
         is_early: Num = is_alone | (is_once & ((ranks == sharded) | (ranks == replicas)))
@@ -350,7 +349,9 @@ class OffloadStates(Technique):
         first_on_disk = len(chosen) - int(num_units(self.disk_share, len(units)))
         for unit in (each for each in units if each in chosen):
             is_narrow = is_alone and unit.is_block and self._narrows(build.profile)
-            made = make_host_unit(build, unit, build.compute_dtype if is_narrow else build.dtype, share)
+            has_rows = all(each.ndim for each in unit.parameters if each.requires_grad)
+            dtype = build.compute_dtype if is_narrow else build.dtype
+            made = make_host_unit(build, unit, dtype, share if has_rows else None)
             made.leaves_summed = leaves_summed
             if disk is not None and chosen.index(unit) >= first_on_disk:
                 made.on_disk = LayerOnDisk(disk)

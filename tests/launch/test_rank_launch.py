@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from meshwright.launch.local_ranks import (
     KEPT_ATTEMPTS,
     STOP_SIGNALS,
     LaunchOutcome,
+    Standby,
     StopRequests,
     launch,
     set_logs_aside,
@@ -309,3 +311,27 @@ def test_a_stop_before_the_ranks_start_ends_as_preempted(tmp_path: Path) -> None
     stop.request(is_urgent=True)
     outcome = launch("no.such.module", {}, 2, log_folder=tmp_path, stop=stop)
     assert outcome.exit_code == 75
+
+
+@pytest.mark.parametrize("are_alive", [True, False])
+def test_a_launch_after_a_failure_uses_the_processes_on_standby_if_all_are_alive(
+    are_alive: bool, tmp_path: Path
+) -> None:
+    def end() -> None:
+        wait_until(lambda: len(standby.ranks) == 2)
+        (tmp_path / "enough").touch()
+
+    with Standby() as standby:
+        thread = threading.Thread(target=end)
+        thread.start()
+        assert run(tmp_path, "train_and_die", "train_and_die", standby=standby).exit_code == 1
+        thread.join()
+        waiting = [each.child for each in standby.ranks]
+        if not are_alive:
+            os.kill(waiting[1].process.pid, signal.SIGKILL)
+            assert wait_until(lambda: waiting[1].exit_code is not None)
+        assert run(tmp_path, "ok", "ok", standby=standby).exit_code == 0
+        assert [each.exit_code for each in waiting] == ([0, 0] if are_alive else [-signal.SIGKILL] * 2)
+        for rank in range(2):
+            assert f"rank {rank} says hello" in (tmp_path / f"logs/rank-{rank}.log").read_text()
+    assert not any(is_running(each.process.pid) for each in waiting)

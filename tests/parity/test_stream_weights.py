@@ -129,7 +129,6 @@ def test_what_cannot_be_is_refused_with_a_way_out(techniques: tuple[Technique, .
 @pytest.mark.parametrize(
     ("techniques", "words"),
     [
-        ((t("offload_states", host_ranks=3), t("replicate", size=4)), "3 of 4 replicas"),
         ((t("offload_states", host_ranks=0),), "host_ranks is 0"),
         ((SHARED, tiny.LOW_BIT, tiny.REPLICATE), "cannot be shared by rows"),
     ],

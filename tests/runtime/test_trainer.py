@@ -189,3 +189,24 @@ def test_a_scale_that_cannot_help_ends_the_run() -> None:
     with pytest.raises(MeshwrightError, match="17 steps in a row, and the loss scale has fallen") as caught:
         run(trainer)
     assert caught.value.exit_code == 1
+
+
+def test_an_evaluation_ends_when_somebody_asks_to_stop() -> None:
+    seen: list[int] = []
+
+    class Held(MadeData):
+        num_held_out = 8
+
+        def held_out_batches(self, *place: Any, **about: Any) -> Any:
+            for number in range(8):
+                seen.append(number)
+                yield self.batch(number, BATCH)
+
+    trainer = trainer_of(Held())
+    run(trainer)
+    stop = SimpleNamespace(is_set=False)
+    assert trainer.evaluate(stop)["held_out_loss"] > 0
+    assert seen == list(range(8))
+    stop.is_set = True
+    assert trainer.evaluate(stop) == {}
+    assert seen == [*range(8), 0]

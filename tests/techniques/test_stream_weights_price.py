@@ -62,3 +62,14 @@ def test_each_microbatch_copies_all_but_what_the_pass_before_has_left() -> None:
             ("backward", False): blocks - stays,
         }
         assert all(task.hidden and task.is_inward and task.tier == "host" for task in copies)
+
+
+def test_replicas_share_a_copy_in_groups_that_lie_on_one_host() -> None:
+    def ways(replicas: int, inside: int) -> int:
+        sizes = {technique_named("replicate").axis: replicas, technique_named("tensor").axis: inside}
+        return int(ON_HOST(host_ranks=8)._sharing(lambda axis: sizes.get(axis, 1))[1])  # type: ignore[attr-defined]
+
+    found = {(replicas, inside): ways(replicas, inside) for replicas in (1, 2, 3, 4, 6, 16) for inside in (1, 2, 3, 8)}
+    assert all(8 % (inside * ways) == 0 or ways == 1 for (_, inside), ways in found.items())
+    assert all(replicas % ways == 0 for (replicas, _), ways in found.items())
+    assert (found[4, 1], found[16, 1], found[16, 2], found[6, 2], found[3, 1]) == (4, 8, 4, 2, 1)
