@@ -74,7 +74,7 @@ def test_what_is_damaged_between_steps_is_never_used(damage: Callable[..., None]
 
 
 def test_a_disk_that_fills_up_is_an_error_and_checkpoints_stay() -> None:
-    with full_disk.files_of_at_most(1 << 14), pytest.raises(MeshwrightError, match=r"no space for .* run\.disk"):
+    with full_disk.files_of_at_most(1 << 14), pytest.raises(MeshwrightError, match=r"cannot be reserved .* run\.disk"):
         opened_session()
     session, rule = opened_session()
     resumed.train(session, range(2), CONFIG.vocab_size)
