@@ -144,8 +144,12 @@ def answer_of(request: PlanRequest, progress: Tell = lambda text: None) -> Answe
     return whole
 
 
-def answers(request: PlanRequest, progress: Tell = lambda text: None) -> Iterator[Answer]:
-    """The answer as it grows, after each part; the last one is the whole."""
+def answers(
+    request: PlanRequest,
+    progress: Tell = lambda text: None,
+    adapted: Callable[[], Profile | None] = lambda: None,
+) -> Iterator[Answer]:
+    """The answer as it grows, after each part; the last one is the whole. `adapted`: see `ways_out`."""
     question = request.question
     answer = Answer(request=request, question=question)
 
@@ -177,9 +181,9 @@ def answers(request: PlanRequest, progress: Tell = lambda text: None) -> Iterato
         return
     try:  # what is asked about the best plan; where nothing is, what people ask next
         if result.best is None and not (request.changes or request.has_front):
-            yield grown(ways_out=ways_out(question, result, progress, request.command))
+            yield grown(ways_out=ways_out(question, result, progress, request.command, adapted))
         elif result.best is not None and result.best.forecast.peak_bytes_by_tier and not request.is_narrow:
-            yield grown(ways_out=without_tiers(question, progress, request.command))
+            yield grown(ways_out=without_tiers(question, progress, request.command, adapted))
         for knob in request.knobs:
             if result.best is not None:
                 yield grown(why=(*answer.why, why(question, result.best, knob, progress)))

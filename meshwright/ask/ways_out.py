@@ -7,6 +7,7 @@ time, and the plan that the command itself finds is at least as fast.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from typing import Any
 from meshwright.ask.question import Outcome, Question, Tell, outcome
 from meshwright.ask.sizes import larger_sizes, with_count
 from meshwright.core.plan import Plan
+from meshwright.core.profile import Profile
 from meshwright.core.technique import EXACTNESS, Technique, technique_named, technique_names
 from meshwright.core.units import pretty_bytes, pretty_count
 from meshwright.models.frozen_parameters import freeze, frozen_by
@@ -36,13 +38,17 @@ _SHORTEST = 128
 """Tokens: a sequence below is no training."""
 _OPTIMIZERS: tuple[dict[str, Any], ...] = ({"name": "lion"}, {"name": "adafactor"}, {"name": "sgd", "momentum": 0})
 """Those that keep less, most of it first."""
+ADAPTER_WORDS = "rank=16,base=nf4"
+"""As `--adapter` takes them."""
+_PACKED_BYTES = 0.5
+"""Of a frozen parameter with such adapters, at least."""
 WISHES = ("--pin", "--ban", "--max-memory")
 
 
 @dataclass(frozen=True, kw_only=True)
 class WayOut:
     what: str
-    """devices, sequence, batch, optimizer, freeze, numerics, wishes."""
+    """devices, sequence, batch, optimizer, freeze, adapter, numerics, wishes."""
     flags: tuple[str, ...]
     """Of `mw plan`, in place of those of the same name; none: without the wishes."""
     cost: str
@@ -83,8 +89,15 @@ Changed = tuple[tuple[str, ...], str, Question]
 """Flags, what they cost, and the question with them."""
 
 
-def ways_out(question: Question, result: SearchResult, tell: Tell, asked: Sequence[str] = ()) -> WaysOut:
-    """`result`: of the search that came back empty; `asked`: the command, where there is one."""
+def ways_out(
+    question: Question,
+    result: SearchResult,
+    tell: Tell,
+    asked: Sequence[str] = (),
+    adapted: Callable[[], Profile | None] = lambda: None,
+) -> WaysOut:
+    """`result`: of the search that came back empty; `asked`: the command, where there is one; `adapted`: the model with
+    adapters as `ADAPTER_WORDS` has them, if it can have them."""
     ways: list[WayOut] = []
     closed: list[str] = []
     near = result.nearest_miss.plan if result.nearest_miss is not None else None
@@ -105,19 +118,32 @@ def ways_out(question: Question, result: SearchResult, tell: Tell, asked: Sequen
                 break
         way = None if chosen is None else _searched(what, chosen, tell, is_sure=share < 1)
         ways += [] if way is None else [way]
+    if (profile := adapted()) is not None and not _is_packed_too_large(question, profile):
+        part, whole = pretty_count(profile.num_trained_params), pretty_count(question.profile.num_params)
+        cost = f"low-rank adapters of {part} parameters on {whole} frozen ones in 4 bits"
+        changed = ("--adapter", ADAPTER_WORDS), cost, replace(question, profile=profile)
+        way = _searched("adapter", changed, tell)
+        ways += [] if way is None else [way]
     for look in (_other_numerics, _fewer_wishes, _more_devices):
         found = look(question, result, tell, asked)
         if isinstance(found, WayOut):
             ways.append(found)
         elif found:
             closed.append(found)
+    if question.cluster.device.kind == "cuda" and not question.cluster.host.memory_bytes:
+        closed.append("The memory of these hosts is not known: --host-memory 128GiB, say, lets a plan use it.")
     miss = result.nearest_miss.forecast if result.nearest_miss is not None else None
     missing = max(0, miss.peak_bytes - miss.memory_bytes) if miss is not None else 0
     ranked = tuple(sorted(ways, key=lambda way: way.device_seconds))
     return WaysOut(open=ranked, closed=tuple(closed), missing_bytes=missing)
 
 
-def without_tiers(question: Question, tell: Tell, asked: Sequence[str] = ()) -> WaysOut | None:
+def without_tiers(
+    question: Question,
+    tell: Tell,
+    asked: Sequence[str] = (),
+    adapted: Callable[[], Profile | None] = lambda: None,
+) -> WaysOut | None:
     """What there is in place of memory beyond the device's; None where a plan fits without it, or it is pinned."""
     names = _names(lambda kind: kind.uses_tiers)
     if any(pin.partition(".")[0].partition("=")[0] in names for pin in question.pin):
@@ -125,7 +151,7 @@ def without_tiers(question: Question, tell: Tell, asked: Sequence[str] = ()) -> 
     plain = replace(question, ban=(*question.ban, *(name for name in names if name not in question.ban)))
     tell("searching without host memory and disk")
     result = plain.ask(top=1, compares=False)
-    return None if result.best is not None or result.is_interrupted else ways_out(plain, result, tell, asked)
+    return None if result.best is not None or result.is_interrupted else ways_out(plain, result, tell, asked, adapted)
 
 
 def _names(is_wanted: Callable[[type[Technique]], bool]) -> list[str]:
@@ -186,14 +212,15 @@ def _other_optimizers(question: Question, near: Plan) -> Iterator[Changed]:
 
 
 def _less_trained(question: Question, near: Plan) -> Iterator[Changed]:
-    """The last half of the blocks, or a quarter, an eighth, ... of them, and what comes after."""
+    """The last half of the blocks, or a quarter, an eighth, ... of them, with what comes after or without."""
     profile = question.profile
     count, last = profile.num_blocks, profile.layers[-1]
     if count < 2 or "," in profile.block_path or profile.num_trained_params < profile.num_params:
         return
-    kept = [f"{last.name}.*"] if any(not param.tied for param in last.params) and not last.unit else []
-    for trained in sorted({max(1, count >> bits) for bits in range(1, count.bit_length())}, reverse=True):
-        patterns = [*numbered(profile.block_path, count - trained, count), *kept]
+    ends = [[f"{last.name}.*"]] if any(not param.tied for param in last.params) and not last.unit else []
+    counts = sorted({max(1, count >> bits) for bits in range(1, count.bit_length())}, reverse=True)
+    for end, trained in itertools.product([*ends, []], counts):
+        patterns = [*numbered(profile.block_path, count - trained, count), *end]
         changed = replace(question, profile=freeze(profile, frozen_by((), patterns)))
         part = pretty_count(changed.profile.num_trained_params)
         cost = f"{part} of {pretty_count(profile.num_params)} parameters are trained, the rest frozen"
@@ -206,6 +233,11 @@ def numbered(path: str, first: int, end: int) -> Iterator[str]:
         low, high = max(first, 10 * ten) % 10, (min(end, 10 * ten + 10) - 1) % 10
         digit = str(low) if low == high else f"[{low}-{high}]"
         yield f"{path}.{ten or ''}{digit}.*".lstrip(".")
+
+
+def _is_packed_too_large(question: Question, profile: Profile) -> bool:
+    held = _PACKED_BYTES * profile.num_params / question.cluster.num_devices
+    return held > _MOST_HELD * question.machine.device.memory_bytes
 
 
 def _shorter(question: Question, near: Plan) -> Iterator[Changed]:
@@ -277,7 +309,7 @@ def _more_devices(question: Question, result: SearchResult, tell: Tell, asked: S
             short = middle
         else:
             enough, is_bound = fewer, is_fewer_bound
-    cost = f"{most / question.cluster.num_devices:g} times the devices; {short} are too few"
+    cost = f"{most / question.cluster.num_devices:g} times the devices; {short} {'is' if short == 1 else 'are'} too few"
     flags = tuple(enough.words.split())
     return WayOut(what="devices", flags=flags, cost=cost, outcome=enough, is_bound=is_bound)
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
+from meshwright.ask.ways_out import ADAPTER_WORDS
+from meshwright.ask.what_if import read_memory
 from meshwright.core.cluster import Cluster, parse_cluster_name
 from meshwright.core.codec import decode_into
 from meshwright.core.errors import MeshwrightError, Problem, error_at, raise_problems, read_or_note
 from meshwright.core.profile import Profile
 from meshwright.machine.named_clusters import cluster as named_cluster
-from meshwright.machine.named_clusters import warnings_of
+from meshwright.machine.named_clusters import warnings_of, with_host_memory
 from meshwright.models.dimensions import Adapter
 from meshwright.models.presets import sequence_problem
 from meshwright.optimizers.optimizer_config import OptimizerConfig
@@ -33,6 +37,8 @@ class PlanInputs:
     """What --cluster takes to mean the same machines."""
     sequence: int
     optimizer: OptimizerConfig
+    adapted: Callable[[], Profile | None] = lambda: None
+    """The model with low-rank adapters on packed weights; None where it cannot have them, or trains only parts."""
 
 
 def read_wanted(arguments: Namespace, run: RunConfig | None = None) -> PlanInputs:
@@ -44,6 +50,8 @@ def read_wanted(arguments: Namespace, run: RunConfig | None = None) -> PlanInput
     ]
     profile = read_or_note(problems, lambda: _model(arguments, run))
     place = read_or_note(problems, lambda: _cluster(arguments, run))
+    if (size := arguments.host_memory) is not None and (given := read_memory(size, "--host-memory", problems)):
+        place = place and (with_host_memory(place[0], given), place[1])
     optimizer = read_or_note(problems, lambda: _optimizer(arguments, run))
     sequence = 0
     if profile is not None:
@@ -64,7 +72,16 @@ def read_wanted(arguments: Namespace, run: RunConfig | None = None) -> PlanInput
     assert optimizer is not None
     for line in warnings_of(place[0]):
         progress(f"warning: {place[1]}: {line}")
-    return PlanInputs(profile=profile, cluster=place[0], cluster_name=place[1], sequence=sequence, optimizer=optimizer)
+    made: dict[str, Any] = {"cluster": place[0], "cluster_name": place[1], "optimizer": optimizer}
+    return PlanInputs(profile=profile, sequence=sequence, adapted=lambda: _adapted(arguments, run), **made)
+
+
+def _adapted(arguments: Namespace, run: RunConfig | None) -> Profile | None:
+    if run is not None or any((arguments.adapter, arguments.train, arguments.freeze, arguments.documents)):
+        return None
+    with contextlib.suppress(MeshwrightError):  # no decoder of ours, experts, or sizes that cannot be packed
+        return _model(Namespace(**(vars(arguments) | {"adapter": ADAPTER_WORDS})), run)
+    return None
 
 
 def _model(arguments: Namespace, run: RunConfig | None) -> Profile:

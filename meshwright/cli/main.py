@@ -131,6 +131,7 @@ _MODEL = "a named model, a Hugging Face folder or package.module:function"
 _MODEL_FLAGS = (
     _flag("--model", metavar="M", help=_MODEL),
     _flag("--cluster", metavar="C", help="8xh100, 64x8xh100, or a .cluster.json"),
+    _flag("--host-memory", metavar="SIZE", help="of each host, where states and weights may live: 128GiB"),
     _flag("--seq", type=int, metavar="N", help="sequence length (default: at most 4096)"),
     _flag("--documents", type=int, metavar="N", help="tokens of a packed document, each of which attention sees alone"),
     _list("--change", metavar="KEY=N", help="a dimension of a named model: num_layers=40, max_sequence=32768"),

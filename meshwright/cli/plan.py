@@ -23,6 +23,8 @@ _AS_GIVEN = (
     *("critical_batch", "target_steps", "target_tokens"),
 )
 """Flags that a request takes under the same name."""
+_SCALARS = ("host_memory", "optimizer", "documents", "adapter", "imbalance")
+"""Flags that say what is planned for, besides those that may be given several times."""
 
 
 def run(arguments: Namespace) -> int:
@@ -30,7 +32,7 @@ def run(arguments: Namespace) -> int:
     console = None if arguments.json else stdout()
     answer: Answer | None = None
     with Waiting("searching") as waiting:
-        for grown in answers(request, waiting.tell):
+        for grown in answers(request, waiting.tell, inputs.adapted):
             if arguments.output and grown.best is not None and (answer is None or answer.best is None):
                 write_output(arguments.output, grown.best.plan.to_json())
             if console is not None:
@@ -58,8 +60,8 @@ def run(arguments: Namespace) -> int:
             next_step = shlex.join(["mw", "train", arguments.run, "--plan", arguments.output])
         else:
             flags = [(name, each) for name in ("change", "freeze", "train") for each in getattr(arguments, name)]
-            given = [(name, getattr(arguments, name)) for name in ("optimizer", "documents", "adapter", "imbalance")]
-            flags += [(name, str(each)) for name, each in given if each]
+            given = [(name, getattr(arguments, name)) for name in _SCALARS]
+            flags += [(name.replace("_", "-"), str(each)) for name, each in given if each]
             following += [
                 "--seq",
                 str(inputs.sequence),

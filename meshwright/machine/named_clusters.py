@@ -12,13 +12,15 @@ from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 
-from meshwright.core.cluster import Cluster, Device, Errors, parse_cluster_name
+from meshwright.core.cluster import Cluster, Device, Errors, HostResources, parse_cluster_name
 from meshwright.core.codec import load_artefact
 from meshwright.core.errors import Problem, nearest, raise_problems
 from meshwright.core.units import pretty_bytes, pretty_rate
 
 PRESETS_FOLDER = Path(__file__).parent / "presets"
 ALIASES = {"a100": "a100-80", "a100-pcie": "a100-pcie-80", "v100-32": "v100", "rtx-a6000": "a6000"}
+
+_HOST_BYTES_PER_SECOND = 4e10
 
 
 def preset_names() -> tuple[str, ...]:
@@ -92,6 +94,17 @@ _LEAST_SPARSE, _MOST_SPARSE = 1.9, 2.1
 _MOST_OF_SHEET = 1.25
 _MOST_OF_MEMORY = 1.02
 _SAME_CARD = 1.1
+
+
+def with_host_memory(cluster: Cluster, num_bytes: int) -> Cluster:
+    """Every host with so much memory; where nobody measured its rate, that of two channels of DDR4 is taken."""
+
+    def changed(host: HostResources) -> HostResources:
+        rate = host.memory_bytes_per_second or _HOST_BYTES_PER_SECOND
+        return replace(host, memory_bytes=num_bytes, memory_bytes_per_second=rate)
+
+    others = tuple(replace(group, host=changed(group.host)) for group in cluster.others)
+    return replace(cluster, host=changed(cluster.host), others=others)
 
 
 def warnings_of(cluster: Cluster) -> Iterator[str]:

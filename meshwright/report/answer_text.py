@@ -175,7 +175,7 @@ def _against(other: ScoredPlan, best: ScoredPlan) -> str:
     if abs(ratio - 1) < _AS_FAST:
         return "as fast"
     if ratio < 1:
-        return f"{percent(1 / ratio - 1)} faster"
+        return f"{percent(1 / ratio - 1)} faster" if ratio > 0.5 else f"{1 / ratio:.1f} x faster"
     return f"{percent(ratio - 1)} slower" if ratio < 2 else f"{ratio:.1f} x slower"
 
 

@@ -24,7 +24,7 @@ COMMANDS = {
     "several": "plan --model gpt2-xl --cluster 2xl4 --max-memory 12GiB --batch 4 --seq 1024 --ban compile",
 }
 EXPECTED = {
-    "wishes": {"optimizer", "freeze", "numerics", "devices", "wishes"},
+    "wishes": {"optimizer", "freeze", "adapter", "numerics", "devices", "wishes"},
     "several": {"freeze", "devices"},
 }
 
@@ -46,6 +46,22 @@ def test_every_command_finds_a_plan_with_the_forecast_shown(name: str) -> None:
         assert found["step_seconds"] <= way["forecast"]["step_seconds"] * 1.0101
         assert way["at_most"] or found["step_seconds"] >= way["forecast"]["step_seconds"] * (1 - 1e-9)
         assert way["cost"]
+
+
+def test_a_card_whose_host_nobody_knows_is_helped_by_adapters_and_by_its_host() -> None:
+    words = ("--model", "llama3.2-3b", "--cluster", "rtx4090", "--seq", "2048", "--batch", "4")
+    command = ("plan", *words, "--top", "1", "--json")
+    told = mw(*command)
+    assert told.returncode == 1
+    ways = json.loads(told.stdout)["ways_out"]
+    assert "adapter" in {way["what"] for way in ways["open"]}
+    assert any("--host-memory" in line for line in ways["closed"])
+    done = mw(*command, "--host-memory", "128GiB")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["best"]["forecast"]["peak_bytes_by_tier"]["host"] > 0
+    wrong = mw(*command, "--host-memory", "much")
+    assert wrong.returncode == 2
+    assert "--host-memory" in wrong.stderr
 
 
 def silent(text: str) -> None:
