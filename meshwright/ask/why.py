@@ -16,6 +16,7 @@ from meshwright.core.codec import field_types
 from meshwright.core.errors import Problem, nearest, raise_problems
 from meshwright.core.plan import Plan
 from meshwright.core.technique import Axis, Choice, Option, PerLayer, technique_named, technique_names
+from meshwright.optimizers.optimizer_config import OptimizerConfig
 from meshwright.planner.search import ScoredPlan
 from meshwright.planner.wishes import MICROBATCH
 
@@ -90,6 +91,10 @@ def why(question: Question, best: ScoredPlan, knob: Knob, tell: Tell) -> Why:
         for count in (batch // 2 if batch % 2 == 0 else 0, batch * 2):
             if count:
                 ask(f"batch {count}", replace(without, batch=count))
+        used = question.optimizer
+        if isinstance(used, OptimizerConfig) and used.rule.batch_exponent is not None:
+            rate = f"{2**used.rule.batch_exponent:.3g} times the learning rate with {used.name}"
+            notes.append(f"Twice the batch: {rate}, up to the critical batch ({used.rule.batch_source}).")
     elif not knob.technique:  # the next microbatches that divide the batch
         small = [n for n in range(1, math.isqrt(batch) + 1) if batch % n == 0]
         for count in _neighbours({*small, *(batch // n for n in small)}, best.plan.microbatch):

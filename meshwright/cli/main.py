@@ -182,6 +182,11 @@ _PLAN_FLAGS = (
         help="goodput, best checkpoint interval and spare nodes: mtbf=8h/node,restart=3min[,checkpoint=20s][,repair=4h]"
         "[,interval=10min][,spares=2]",
     ),
+    _flag(
+        "--stragglers",
+        metavar="SHARExTIMES",
+        help="what slow devices cost: 0.1x2 are devices that compute twice as long in a tenth of their steps",
+    ),
     _flag("--critical-batch", metavar="N", help="for --batch auto: beyond it few steps are saved (default: a guess)"),
     _flag("--target-steps", metavar="N", help="for --batch auto: steps that the largest batches need"),
     _flag("--target-tokens", metavar="N", help="tokens to train on with small batches: 15T"),

@@ -6,9 +6,11 @@ import json
 import shlex
 from argparse import Namespace
 from dataclasses import replace
+from typing import Any
 
 from meshwright.ask.answer import AUTO, DEFAULT_BATCH, Answer, PlanRequest, answers, read_batch, read_request
 from meshwright.ask.failures import answer_failures, read_failures
+from meshwright.ask.stragglers import forecast_stragglers, read_stragglers, straggler_lines
 from meshwright.cli.arguments import PlanInputs, read_wanted
 from meshwright.core.codec import encode
 from meshwright.core.errors import MeshwrightError
@@ -41,11 +43,16 @@ def run(arguments: Namespace) -> int:
                 print_answer(console, grown, answer)
             answer = grown
     assert answer is not None, "the search always says something"
-    failures, lines = None, list[str]()
+    more, lines = dict[str, Any](), list[str]()
+    question = answer.question
     if arguments.failures and answer.best is not None:
-        failures, lines = answer_failures(read_failures(arguments.failures, []), answer.best, answer.question.cluster)
+        found = answer_failures(read_failures(arguments.failures, []), answer.best, question.cluster)
+        more["failures"], lines = found
+    if arguments.stragglers and answer.best is not None:
+        slow = forecast_stragglers(read_stragglers(arguments.stragglers, []), answer.best.plan, question)
+        more["stragglers"], lines = slow, [*lines, *straggler_lines(slow, answer.best.plan.num_ranks)]
     if console is None:
-        print(json.dumps(answer_as_json(answer) | ({} if failures is None else {"failures": encode(failures)})))
+        print(json.dumps(answer_as_json(answer) | encode(more)))
     if answer.is_interrupted:
         return STOPPED
     if answer.best is None:
@@ -77,6 +84,8 @@ def _read(arguments: Namespace) -> tuple[PlanInputs, PlanRequest]:
     problems = unwritable({"-o": arguments.output})
     if arguments.failures:
         read_failures(arguments.failures, problems)
+    if arguments.stragglers:
+        read_stragglers(arguments.stragglers, problems)
     file = read_run(arguments.run) if arguments.run else None
     wishes = file.plan if file else PlanSection()
     default_batch = file.train.batch if file else DEFAULT_BATCH

@@ -70,6 +70,9 @@ class UpdateRule:
     momentum: ClassVar[float] = 0.9
     weight_decay: ClassVar[float] = 0.1
     """Where a run file does not say otherwise, as the three above."""
+    batch_exponent: ClassVar[float | None] = None
+    """The learning rate grows with the batch to this power, as `batch_source` has published."""
+    batch_source: ClassVar[str] = ""
     needs_momentum: ClassVar[bool] = False
     """Without momentum nothing is remembered."""
     has_low_bit_form: ClassVar[bool] = False

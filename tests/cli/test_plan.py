@@ -134,6 +134,8 @@ def test_what_is_printed_for_one_thing_is_short(told: Told) -> None:
     assert code == 0
     assert "why microbatch is" in out
     assert "node 0" not in out
+    code, out, _ = told("--why", "batch")
+    assert "1.41 times the learning rate with adamw" in out
     code, out, _ = told("--what-if", "nodes=+1")
     assert "what if nodes=+1" in out
     assert "more devices" in out

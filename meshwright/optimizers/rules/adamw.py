@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 class AdamW(UpdateRule):
     states = 2
+    batch_exponent = 0.5
+    batch_source = "square root rule, Malladi et al. 2022"
     has_low_bit_form = True
     decides_on_device = True
     flat_states = ("exp_avg", "exp_avg_sq")

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 class Lamb(UpdateRule):
     kind = "norm"
     states = 2
+    batch_exponent = 0.5
+    batch_source = "square root rule with warm-up, You et al. 2020"
     beta2 = 0.999
     epsilon = 1e-6
 

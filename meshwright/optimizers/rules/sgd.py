@@ -10,6 +10,8 @@ from meshwright.optimizers.rules.adamw import torch_groups, torch_step
 
 class SGD(UpdateRule):
     states = 1
+    batch_exponent = 1.0
+    batch_source = "linear rule with warm-up, Goyal et al. 2017"
     needs_momentum = True
     decides_on_device = True
 
