@@ -208,7 +208,8 @@ class StandbyRank:
     """The end of a pipe that the process reads; when it is closed, the job is there."""
 
     def begin(self, job: Job) -> Child:
-        Path(self.job_file).write_text(json.dumps(asdict(job)), encoding="utf-8")
+        with open(self.job_file, "r+b") as file:  # in memory
+            file.write(json.dumps(asdict(job)).encode())
         os.close(self.writer)
         return self.child
 

@@ -47,7 +47,8 @@ class StreamWeights(Technique):
         is_known = cluster.device.kind == "cuda" and cluster.num_nodes == 1 and cluster.tiers["host"].bytes
         if not is_known or not profile.num_blocks:
             return ()
-        is_large = NARROW_BYTES * profile.num_params / cluster.num_devices > cluster.device.memory_bytes / 2
+        usable = cluster.device.memory_bytes - cluster.device.reserved_bytes
+        is_large = NARROW_BYTES * profile.num_params / cluster.num_devices > usable / 2
         return (Choice("buffers", (2,)),) if is_large else ()
 
     def refusals(self, given: Circumstances) -> Iterator[tuple[Num, Problem]]:

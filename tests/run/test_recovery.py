@@ -17,7 +17,7 @@ from meshwright.launch.local_ranks import LaunchOutcome
 from meshwright.run.recovery import CRASH_LOOP_EXIT_CODE, Attempt, remedy_for
 from meshwright.run.run import RestartEvent, Run, SaveEvent, StepEvent
 
-LONGER = RUN.replace("steps = 8", "steps = 24").replace("timeline_steps = 1", "timeline_steps = 0")
+LONGER = RUN.replace("steps = 8", "steps = 48").replace("timeline_steps = 1", "timeline_steps = 0")
 
 
 def attempt(saved_step: int = 5, steps: int = 9, *, exit_code: int = 1, **about: object) -> Attempt:
@@ -71,15 +71,18 @@ def test_a_run_goes_on_by_itself_after_a_rank_was_killed(tmp_path: Path) -> None
                 and event.step == 9
                 and not any(isinstance(e, RestartEvent) for e in events)
             ):
-                os.kill(rank_of_run(1), signal.SIGKILL)
+                rank = rank_of_run(1)
+                assert rank, "os.kill(0) would kill this process"
+                os.kill(rank, signal.SIGKILL)
         assert run.result().exit_code == 0
     (at,) = (place for place, event in enumerate(events) if isinstance(event, RestartEvent))
     restart = events[at]
     assert isinstance(restart, RestartEvent)
     assert "rank 1 of 2 was killed by SIGKILL" in restart.cause
-    assert restart.step in (4, 8, 12), "checkpoints are written behind training"
+    assert restart.step % 4 == 0, "checkpoints are written behind training"
+    assert restart.step >= 4
     steps = [event.step for event in events[at:] if isinstance(event, StepEvent)]
-    assert steps == list(range(restart.step + 1, 25)), "after the restart, every step once and in order"
+    assert steps == list(range(restart.step + 1, 49)), "after the restart, every step once and in order"
     assert sum(isinstance(event, SaveEvent) for event in events) >= 5
     assert final_state(run.folder) == final_state(reference.folder)
     assert any("Going on from the checkpoint of step" in line for line in said)
@@ -92,7 +95,7 @@ def test_a_run_goes_on_by_itself_after_a_rank_was_killed(tmp_path: Path) -> None
 
 
 def rank_of_run(rank: int) -> int:
-    """The process id of a rank among this process's children."""
+    """The process id of a rank among this process's living children; 0: there is none."""
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             words = path.read_text(encoding="utf-8").rpartition(")")[2].split()
@@ -101,21 +104,21 @@ def rank_of_run(rank: int) -> int:
             continue
         if int(words[1]) == os.getpid() and f"\0RANK={rank}\0".encode() in about:
             return int(path.parent.name)
-    raise AssertionError("there is no such rank")
+    return 0
 
 
 def test_a_crash_loop_ends_the_run(tmp_path: Path) -> None:
     text = RUN.replace("steps = 8", "steps = 100000").replace("save_every = 4", "").replace("ranks = 2", "restarts = 1")
     path = write_run(tmp_path, text)
-    num_kills = 0
-    with Run(path, changes=["run.ranks=1"]) as run:
+    killed = set[int]()
+    with Run(path, changes=["run.ranks=1", "train.save_minutes=0"]) as run:
         for event in run.start().follow():
-            if isinstance(event, StepEvent) and event.step == 3:
-                num_kills += 1
-                os.kill(rank_of_run(0), signal.SIGKILL)
+            if isinstance(event, StepEvent) and event.step >= 3 and (rank := rank_of_run(0)) not in killed | {0}:
+                killed.add(rank)
+                os.kill(rank, signal.SIGKILL)
         with pytest.raises(MeshwrightError) as caught:
             run.result()
-    assert num_kills == 2
+    assert len(killed) == 2
     assert caught.value.exit_code == CRASH_LOOP_EXIT_CODE
     assert "This is a crash loop: 2 failures in a row without a new checkpoint" in str(caught.value)
     assert "rank 0 of 1 was killed by SIGKILL (often the out-of-memory killer) (2 times)" in str(caught.value)
