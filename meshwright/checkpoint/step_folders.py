@@ -19,7 +19,7 @@ from pathlib import Path
 
 import xxhash
 
-from meshwright.checkpoint.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, parse_manifest
+from meshwright.checkpoint.manifest import MANIFEST, MAX_MANIFEST_BYTES, FileEntry, Manifest, parse_manifest
 from meshwright.core.errors import MeshwrightError, Problem, Problems, error_at
 from meshwright.core.files import BLOCK_BYTES, refuse_link, unreadable
 
@@ -131,20 +131,24 @@ def verify(folder: Path) -> Problems:
     wrong_size = {problem.where for problem in problems}
     for name, entry in sorted(manifest.files.items()):
         path = Path(folder) / name
-        if str(path) in wrong_size:
-            continue
-        digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(min(BLOCK_BYTES, max(1, entry.bytes))))
-        try:
-            with open(path, "rb", buffering=0) as file:
-                while count := file.readinto(buffer):
-                    digest.update(buffer[:count])
-        except OSError as error:
-            problems.append(unreadable(path, error))
-            continue
-        if digest.hexdigest() != entry.xxh3:
-            what = f"has changed since it was written: xxh3 {digest.hexdigest()}, its manifest says {entry.xxh3}."
-            problems.append(Problem(where=str(path), what=what))
+        if str(path) not in wrong_size and (problem := changed_file(path, entry)) is not None:
+            problems.append(problem)
     return tuple(problems)
+
+
+def changed_file(path: Path, entry: FileEntry) -> Problem | None:
+    """What is wrong with a file whose bytes are not those that were written; None where they are."""
+    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(min(BLOCK_BYTES, max(1, entry.bytes))))
+    try:
+        with open(path, "rb", buffering=0) as file:
+            while count := file.readinto(buffer):
+                digest.update(buffer[:count])
+    except OSError as error:
+        return unreadable(path, error)
+    if digest.hexdigest() == entry.xxh3:
+        return None
+    what = f"has changed since it was written: xxh3 {digest.hexdigest()}, its manifest says {entry.xxh3}."
+    return Problem(where=str(path), what=what)
 
 
 def newest_good(root: Path, *, report: Callable[[str], None]) -> Path | None:
