@@ -7,8 +7,8 @@
       supervisor's is all that holds them           rank 0: write the manifest
     restart: the newest set with a manifest  ───> every hash is checked, as of any checkpoint; else the disk's
 
-Only a set with a manifest counts, so one is whole while the other is written. The kernel frees all of it with the last
-process of the run, however that ends. No torch.
+Only a set with a manifest counts, so one is whole while the other is written. Where the run is given up, the newest is
+written to disk. The kernel frees all of it with the last process of the run, however that ends. No torch.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.checkpoint.manifest import MANIFEST, Manifest, parse_manifest
-from meshwright.checkpoint.step_folders import changed_file, rank_file
+from meshwright.checkpoint.manifest import MANIFEST, FileEntry, Manifest, parse_manifest
+from meshwright.checkpoint.step_folders import changed_file, rank_file, write_checkpoint
 from meshwright.core.errors import MeshwrightError, Problems
-from meshwright.core.files import memory_file
+from meshwright.core.files import BLOCK_BYTES, memory_file
 from meshwright.launch.guard import leave_files, left_files
 
 
@@ -47,6 +47,15 @@ class MemoryFolder:
         """Every file that has changed since it was written."""
         found = (changed_file(self / name, entry) for name, entry in sorted(manifest.files.items()))
         return tuple(problem for problem in found if problem is not None)
+
+    def write_to_disk(self, root: Path) -> None:
+        """As a checkpoint like any other."""
+
+        def chunks_of(name: str, entry: FileEntry) -> Iterator[bytes]:
+            with open(self / name, "rb", buffering=0) as file:
+                yield from iter(lambda: file.read(BLOCK_BYTES), b"")
+
+        write_checkpoint(root, (self / MANIFEST).read_bytes(), "the copy in memory", chunks_of)
 
     @property
     def held_bytes(self) -> int:

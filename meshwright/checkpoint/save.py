@@ -13,7 +13,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -38,11 +37,13 @@ from meshwright.checkpoint.memory_folder import MemoryFolder
 from meshwright.checkpoint.safetensors_folder import safetensors_chunks
 from meshwright.checkpoint.step_folders import (
     committed_folders,
+    discard,
     leftover_folders,
     rank_file,
     read_manifest,
     size_problems,
     step_folder,
+    temporary_name,
     usable_folders,
 )
 from meshwright.core.box import Box
@@ -97,24 +98,6 @@ def space_forecast(root: Path, checkpoint_bytes: int, steps_left: int, *, keep: 
     kept = f"{count - 1} are kept and one more is being written" if every else f"{keep} are kept, and one is written"
     fix = "train.keep_every" if every else "train.keep"
     return f"warning: {root}: {numbers}; {kept}: {pretty_bytes(count * checkpoint_bytes)} in all. Lower {fix}."
-
-
-def temporary_name(path: Path, kind: str = "tmp") -> Path:
-    """`path` with a suffix of its own, for a folder that is being written ("tmp") or replaced ("old")."""
-    return path.with_name(f"{path.name}.{kind}-{uuid.uuid4().hex[:12]}")
-
-
-def discard(folder: Path) -> None:
-    """Delete a folder, best effort; renamed first, so a crash half-way leaves no half checkpoint behind."""
-    if ".tmp-" not in folder.name:
-        aside = temporary_name(folder.with_name(folder.name.partition(".")[0]))
-        try:
-            os.rename(folder, aside)
-            fsync_folder(aside.parent)  # or a power cut could bring the name back, to what is left of the files
-        except OSError:
-            return
-        folder = aside
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def begin(root: Path, step: int) -> Path:

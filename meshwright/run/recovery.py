@@ -58,11 +58,11 @@ def remedy_for(attempts: Sequence[Attempt], *, restarts: int, is_stopped: bool) 
     in_vain = without_progress(attempts)
     text = first.sentence(outcome.num_ranks)
     where = f"the checkpoint of step {saved}" if saved >= 0 else "the beginning, as there is no checkpoint yet"
+    where = f"the copy of step {copied} in memory" if copied > saved else where
     if len(in_vain) <= restarts:
         pause = min(2.0 ** (len(in_vain) - 2), _LONGEST_PAUSE_SECONDS) if len(in_vain) > 1 else 0.0
         count = f"restart {len(in_vain)} of {restarts} without a new checkpoint"
-        there = f"the copy of step {copied} in memory" if copied > saved else where
-        return Remedy(action="restart", why=f"{text}. Going on from {there} ({count}).", pause_seconds=pause)
+        return Remedy(action="restart", why=f"{text}. Going on from {where} ({count}).", pause_seconds=pause)
     causes = Counter(cause(each.outcome.failures).sentence(each.outcome.num_ranks) for each in in_vain)
     listed = "; ".join(f"{each} ({number} times)" if number > 1 else each for each, number in causes.most_common())
     why = f"This is a crash loop: {len(in_vain)} failures in a row without a new checkpoint "

@@ -260,8 +260,21 @@ class Run:
 
     def _launch_until_done(self, arguments: Mapping[str, Any], show: bool) -> LaunchOutcome:
         """Launch all ranks, again after failures that this may cure."""
-        with Standby() as standby, CheckpointMemory() as memory:
-            return self._launch_with(standby if self.config.run.standby else None, memory, arguments, show)
+        with CheckpointMemory() as memory:
+            with Standby() as standby:
+                outcome = self._launch_with(standby if self.config.run.standby else None, memory, arguments, show)
+            saved, copies = list_steps(self.folder / "checkpoints"), copies_in_memory(memory.folders)
+            for step, copy in copies.items() if outcome.exit_code and not self._stop.is_urgent else ():
+                if saved and step <= saved[-1]:
+                    break
+                try:
+                    preparation.require_owner(self.folder, str(arguments.get("owner", "")))
+                    copy.write_to_disk(self.folder / "checkpoints")
+                    self.report(f"The copy of step {step} in memory was written to disk.")
+                    break
+                except MeshwrightError as error:
+                    self.report(f"The copy of step {step} in memory was not written to disk: {error}")
+            return outcome
 
     def _launch_with(
         self, standby: Standby | None, memory: CheckpointMemory, arguments: Mapping[str, Any], show: bool

@@ -14,7 +14,8 @@ from torch import Tensor
 from meshwright.checkpoint.load import Reader
 from meshwright.checkpoint.manifest import MANIFEST
 from meshwright.checkpoint.memory_folder import MemoryFolder, copies_in_memory
-from meshwright.checkpoint.save import Retention, begin, commit, commit_in_memory, discard, write_rank_file
+from meshwright.checkpoint.save import Retention, begin, commit, commit_in_memory, write_rank_file
+from meshwright.checkpoint.step_folders import discard
 from meshwright.core.box import Box
 from meshwright.ops.collectives import gather_json, share_json
 from meshwright.ops.host_memory import CopyLanes, pinned_empty

@@ -23,8 +23,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from meshwright.checkpoint.memory_folder import MemoryFolder, copies_in_memory
 from meshwright.checkpoint.remote import END_SECONDS, STOP_SECONDS, ObjectFolder, Uploader, fetch_newest
-from meshwright.checkpoint.save import Retention, discard, space_forecast
-from meshwright.checkpoint.step_folders import committed_folders, newest_good, read_manifest, step_folder
+from meshwright.checkpoint.save import Retention, space_forecast
+from meshwright.checkpoint.step_folders import committed_folders, discard, newest_good, read_manifest, step_folder
 from meshwright.core.codec import decode, encode
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.files import write_whole

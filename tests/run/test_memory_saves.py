@@ -23,7 +23,8 @@ from test_trainer import MadeData, assert_same, run, trainer_of
 
 from benchmarks.scorecard import final_state
 from meshwright.checkpoint.memory_folder import CheckpointMemory, MemoryFolder, copies_in_memory
-from meshwright.checkpoint.step_folders import list_steps
+from meshwright.checkpoint.step_folders import list_steps, verify_all
+from meshwright.core.errors import MeshwrightError
 from meshwright.launch.rank_job import StopFlag
 from meshwright.run.run import MessageEvent, RestartEvent, Run, StepEvent
 from meshwright.runtime import rank
@@ -122,6 +123,20 @@ def test_a_killed_supervisor_costs_as_little(tmp_path: Path) -> None:
     assert resumed, errors
     assert 0 < int(resumed[1]) < 500
     assert sorted(losses(tmp_path / "run")) == list(range(1, 501))
+
+
+def test_a_run_that_is_given_up_leaves_its_copy_on_disk(tmp_path: Path) -> None:
+    path = write_run(tmp_path, LONGER)
+    said: list[str] = []
+    with Run(path, changes=["run.ranks=1", "run.restarts=0", "train.save_every=0"], report=said.append) as given_up:
+        for event in given_up.start().follow():
+            if isinstance(event, StepEvent) and event.step == 150:
+                os.kill(rank_of_run(0), signal.SIGKILL)
+        with pytest.raises(MeshwrightError, match="was killed by SIGKILL"):
+            given_up.result()
+    ((step, problems),) = verify_all(given_up.folder / "checkpoints").items()
+    assert problems == ()
+    assert f"The copy of step {step} in memory was written to disk." in said
 
 
 def test_only_whole_copies_count_and_the_older_one_makes_room(tmp_path: Path) -> None:
