@@ -231,7 +231,8 @@ class RankTraining:
         self.uploader = Uploader(remote, retention.of, self.progress.say)
 
     def _plan_saves(self) -> bool:
-        """Whether checkpoints are written behind training; raises or warns where the disk has no room for them."""
+        """Whether checkpoints are written behind training; raises or warns where the disk has no room for them, or the
+        host for copies in memory."""
         trainer, settings = self.trainer, self.config.train
         num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         own_bytes = state_bytes(trainer.build, trainer.optimizer)
@@ -254,7 +255,7 @@ class RankTraining:
             if self.memory and 6 * needed_bytes <= most_bytes:
                 self.progress.say(f"a copy of the state in host memory every {seconds}: at most {numbers}")
                 return True
-            why = f"they would take {numbers}; half may be" if self.memory else "only ranks that `mw train` starts can"
+            why = f"they would take {numbers}; half may be" if self.memory else "only for ranks that `mw train` starts"
             self.progress.say(f"warning: train.memory_save_seconds: no copies in memory are made: {why}")
             return False
 

@@ -30,9 +30,9 @@ from meshwright.run.run import MessageEvent, RestartEvent, Run, StepEvent
 from meshwright.runtime import rank
 from meshwright.runtime.rank import RankTraining
 
-SECONDS = 0.3
+SECONDS = 0.05
 LONGER = (
-    RUN.replace("steps = 8", "steps = 900")
+    RUN.replace("steps = 8", "steps = 800")
     .replace("save_every = 4", f"save_every = 200\nmemory_save_seconds = {SECONDS}")
     .replace("timeline_steps = 1", "timeline_steps = 0")
 )
@@ -75,10 +75,10 @@ def test_a_killed_rank_costs_the_steps_since_the_last_copy_and_damaged_copies_ar
                     lost_seconds = sum(each.seconds for each in steps if each.step > event.step)
             elif isinstance(event, StepEvent):
                 steps.append(event)
-                if not restarts and event.step == 150:
+                if not restarts and event.step == 60:
                     assert list_steps(killed.folder / "checkpoints") == ()
                     os.kill(rank_of_run(1), signal.SIGKILL)
-                if len(restarts) == 1 and event.step == 600:
+                if len(restarts) == 1 and event.step == 450:
                     damage_copies()
         assert killed.result().exit_code == 0
     first, second = restarts
@@ -86,8 +86,7 @@ def test_a_killed_rank_costs_the_steps_since_the_last_copy_and_damaged_copies_ar
     assert 0 < first.step < 200, "nothing was on disk"
     assert lost_seconds <= SECONDS + 5 * usual + 0.3
     assert any(f"Going on from the copy of step {first.step} in memory" in line for line in said)
-    assert second.step % 200 == 0
-    assert second.step >= 400
+    assert second.step in (200, 400)
     assert sum("in memory is damaged and is not used" in line for line in said) >= 1
     assert final_state(killed.folder) == final_state(reference.folder)
     assert memory_files() == files_before
@@ -130,7 +129,7 @@ def test_a_run_that_is_given_up_leaves_its_copy_on_disk(tmp_path: Path) -> None:
     said: list[str] = []
     with Run(path, changes=["run.ranks=1", "run.restarts=0", "train.save_every=0"], report=said.append) as given_up:
         for event in given_up.start().follow():
-            if isinstance(event, StepEvent) and event.step == 150:
+            if isinstance(event, StepEvent) and event.step == 60:
                 os.kill(rank_of_run(0), signal.SIGKILL)
         with pytest.raises(MeshwrightError, match="was killed by SIGKILL"):
             given_up.result()
@@ -194,7 +193,7 @@ def test_without_room_no_copies_are_made_and_it_is_said(tmp_path: Path, monkeypa
 
         training = RankTraining(arguments, plan, device, StopFlag())
         assert training.trainer.saving.memory
-        assert "a copy of the state in host memory every 300.0 ms: at most " in said()
+        assert "a copy of the state in host memory every 50.0 ms: at most " in said()
         monkeypatch.setattr(rank, "available_host_bytes", lambda: 1 << 20)
         training = RankTraining(arguments, plan, device, StopFlag())
         assert not training.trainer.saving.memory
@@ -202,4 +201,4 @@ def test_without_room_no_copies_are_made_and_it_is_said(tmp_path: Path, monkeypa
         assert "of the 1.0 MiB available on this host; half may be" in said()
         monkeypatch.undo()
         RankTraining({**arguments, "memory": []}, plan, device, StopFlag())
-        assert "only ranks that `mw train` starts can" in said()
+        assert "only for ranks that `mw train` starts" in said()
