@@ -47,7 +47,8 @@ def guard() -> int | None:
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
     # What a supervisor sends stays in the socket, and alive, until the next one receives it.
-    take, leave = (str(end.detach()) for end in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+    kind = socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK  # `recv_fds` does not pass its flags on
+    take, leave = (str(end.detach()) for end in socket.socketpair(socket.AF_UNIX, kind))
     os.environ |= {_PROCESS: str(os.getpid()), _PIPE: str(writer), _TAKE: take, _LEAVE: leave}
     os.environ.pop(_CAUSE, None)
     told: dict[str, Any] = {}
@@ -136,19 +137,20 @@ def leave_files(about: str, files: Sequence[int]) -> None:
     """Have open files outlive this process, for the one that its guard would start after it."""
     if _is_guarded():
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(os.environ[_LEAVE]))) as end:
-            socket.send_fds(end, [about.encode()], files, socket.MSG_DONTWAIT)
+            socket.send_fds(end, [about.encode()], files)
 
 
 def left_files() -> tuple[str, list[int]]:
     """What the process before this one has left, the last time that it did."""
     about, files = "", list[int]()
     if cause_of_restart():
-        flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(os.environ[_TAKE]))) as end:
             while True:
-                data, received, *_ = socket.recv_fds(end, 1 << 16, _MOST_FILES, flags)
+                data, received, *_ = socket.recv_fds(end, 1 << 16, _MOST_FILES)
                 for each in files:
                     os.close(each)
+                for each in received:
+                    os.set_inheritable(each, False)
                 about, files = data.decode(), received
     return about, files
 
