@@ -325,10 +325,12 @@ def r16(count: int) -> RowResult:
 
 
 def r23(count: int) -> RowResult:
-    """Blocks of steps with and without checkpoints at the interval chosen, in turn, on one rank. Failures are taken to
-    come every ten minutes, so that the interval is short enough to be measured."""
+    """Blocks of steps with checkpoints at the interval chosen, with copies in memory besides, ten times as often, and
+    without either, in turn, on one rank. Failures are taken to come every ten minutes, so that the interval is short
+    enough to be measured."""
     from test_trainer import MadeData
 
+    from meshwright.checkpoint.memory_folder import CheckpointMemory, MemoryFolder
     from meshwright.models.presets import DecoderConfig
     from meshwright.ops.device_mesh import Mesh
     from meshwright.run.model import open_config
@@ -349,44 +351,54 @@ def r23(count: int) -> RowResult:
     trainer = Trainer(plan, open_config(config, "toy", 0), data, settings, Mesh.make({}, torch.device("cpu")))
     interval = trainer.interval
     interval.mtbf_seconds, interval.saved_seconds = 600.0, time.monotonic()
-    seconds: dict[bool, list[float]] = {True: [], False: []}
-    num_saves, waited = 0, 0.0
-    with scratch() as folder:
+    seconds: dict[str, list[float]] = {"disk": [], "": [], "disk and memory": []}
+    num_saves, waited, num_copies = 0, 0.0, 0
+    with scratch() as folder, CheckpointMemory() as memory:
         steps = trainer.steps()
+        trainer.saving.use_memory(tuple(map(MemoryFolder, memory.fit(1))))
 
-        def step(*, saves: bool) -> None:
-            nonlocal num_saves, waited
+        def step(*, saves: str) -> None:
+            nonlocal num_saves, waited, num_copies
             if not saves:
                 interval.saved_seconds = time.monotonic()
+            if "memory" not in saves:
+                trainer.memory_interval.saved_seconds = time.monotonic()
             made = next(steps)
             if trainer.saving.is_under_way and not made.is_busy:
                 trainer.saving.advance()
             if made.must_save and not trainer.saving.is_under_way:
                 before = time.monotonic()
-                assert trainer.save(folder, behind=True) == ""
-                waited, num_saves = waited + time.monotonic() - before, num_saves + 1
+                assert trainer.save(folder, behind=True, may_be_in_memory=True) == ""
+                if trainer.saving.is_in_memory:
+                    num_copies += 1
+                else:
+                    waited, num_saves = waited + time.monotonic() - before, num_saves + 1
 
         for _ in range(20):
-            step(saves=False)
+            step(saves="")
         for _ in range(3):  # what one costs
             interval.saved_seconds = -math.inf
             before = num_saves
             while num_saves == before or trainer.saving.is_under_way:
-                step(saves=True)
+                step(saves="disk")
         num_saves, waited = 0, 0.0
+        trainer.memory_interval.minutes = interval.seconds / 600
         for _ in range(count):
-            for saves in (True, False):
+            for saves in seconds:
                 interval.saved_seconds, start, done = time.monotonic(), time.monotonic(), 0
                 block = 2.2 * interval.seconds
                 while time.monotonic() - start < block or trainer.saving.is_under_way:
                     step(saves=saves)
                     done += 1
                 seconds[saves].append((time.monotonic() - start) / done)
-    pairs = list(zip(seconds[True], seconds[False], strict=True))
-    slower = statistics.median(with_saves / without - 1 for with_saves, without in pairs)
+    slower, slower_in_memory = (
+        statistics.median(saved / bare - 1 for saved, bare in zip(seconds[name], seconds[""], strict=True))
+        for name in ("disk", "disk and memory")
+    )
     figures = (
         f"steps {slower:+.1%} with a checkpoint every {interval.seconds:.2f} s (median of {count} pairs of blocks; "
-        f"{num_saves} checkpoints, each waited for {waited / max(1, num_saves) * 1e3:.1f} ms)"
+        f"{num_saves} checkpoints, each waited for {waited / max(1, num_saves) * 1e3:.1f} ms); {slower_in_memory:+.1%} "
+        f"with a copy in memory every {60 * trainer.memory_interval.minutes:.2f} s besides ({num_copies} copies)"
     )
     return RowResult(passed=slower <= 0.035 and num_saves >= count, count=count, figures=figures)
 

@@ -15,20 +15,22 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from meshwright.checkpoint.manifest import DTYPES, Manifest, StoredPiece
+from meshwright.checkpoint.memory_folder import MemoryFolder
 from meshwright.checkpoint.step_folders import read_manifest
 from meshwright.core.box import Box
 from meshwright.core.errors import error_at
 
 
 class Reader:
-    """One committed folder, open for reading; shards are mapped, and only what is asked for is read.
+    """A committed folder, or a copy in memory, open for reading: shards are mapped, only what is asked for is read.
 
-    It checks the manifest, not the hashes of the shards: `newest_good` does that, once, for all ranks.
+    It checks the manifest, not the hashes of the shards: `newest_good` or `MemoryFolder.verify` does that, once, for
+    all ranks.
     """
 
-    def __init__(self, folder: Path):
-        self.folder = Path(folder)
-        self.manifest: Manifest = read_manifest(self.folder)
+    def __init__(self, folder: Path | MemoryFolder):
+        self.folder = folder
+        self.manifest: Manifest = folder.read_manifest() if isinstance(folder, MemoryFolder) else read_manifest(folder)
         self._pieces: dict[str, list[tuple[Box, StoredPiece]]] = {name: [] for name in self.manifest.tensors}
         for piece in self.manifest.pieces:
             self._pieces[piece.tensor].append((self.manifest.box(piece), piece))

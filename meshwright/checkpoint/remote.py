@@ -15,16 +15,22 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.manifest import MANIFEST, MAX_MANIFEST_BYTES, parse_manifest
-from meshwright.checkpoint.save import discard, temporary_name
-from meshwright.checkpoint.step_folders import committed_folders, read_manifest, step_folder, usable_folders, verify
+from meshwright.checkpoint.manifest import MANIFEST, MAX_MANIFEST_BYTES, FileEntry, parse_manifest
+from meshwright.checkpoint.step_folders import (
+    committed_folders,
+    read_manifest,
+    step_folder,
+    temporary_name,
+    usable_folders,
+    verify,
+    write_checkpoint,
+)
 from meshwright.core.errors import MeshwrightError, error_at
-from meshwright.core.files import fsync_folder, make_folder, write_new
 from meshwright.core.units import pretty_seconds
 
 REQUEST_SECONDS = 60.0
@@ -129,28 +135,15 @@ class ObjectFolder:
         manifest = parse_manifest(got[0], f"{self.url}/{self._key(step)}")
         if manifest.step != step:
             raise error_at(self.url, f"the manifest of step {step} is of step {manifest.step}.", exit_code=1)
-        make_folder(root)
-        final = step_folder(root, step)
-        tmp = temporary_name(final)
-        os.mkdir(tmp)
-        try:
-            for name, entry in manifest.files.items():
-                where = f"{self.url}/files/{entry.xxh3}"
-                try:
-                    with self._errors(f"reading {name} of step {step}"):
-                        found = write_new(tmp / name, self.api.get(self.store, f"files/{entry.xxh3}").stream())
-                except FileNotFoundError:
-                    raise error_at(where, "is missing.", exit_code=1) from None
-                if found != (entry.bytes, entry.xxh3):
-                    raise error_at(where, f"has changed: {found}, its manifest says {entry}.", exit_code=1)
-            write_new(tmp / MANIFEST, [got[0]])
-            fsync_folder(tmp)
-            os.rename(tmp, final)
-            fsync_folder(root)
-        except BaseException:
-            discard(tmp)
-            raise
-        return final
+
+        def chunks_of(name: str, entry: FileEntry) -> Iterator[Any]:
+            try:
+                with self._errors(f"reading {name} of step {step}"):
+                    yield from self.api.get(self.store, f"files/{entry.xxh3}").stream()
+            except FileNotFoundError:
+                raise error_at(f"{self.url}/files/{entry.xxh3}", "is missing.", exit_code=1) from None
+
+        return write_checkpoint(root, got[0], self.url, chunks_of)
 
     def retain(self, keeps: Callable[[list[int]], set[int]]) -> None:
         """Delete older checkpoints, manifests first, and older files that no manifest names any more."""

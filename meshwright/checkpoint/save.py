@@ -13,7 +13,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,14 +33,17 @@ from meshwright.checkpoint.manifest import (
     manifest_bytes,
     manifest_problems,
 )
+from meshwright.checkpoint.memory_folder import MemoryFolder
 from meshwright.checkpoint.safetensors_folder import safetensors_chunks
 from meshwright.checkpoint.step_folders import (
     committed_folders,
+    discard,
     leftover_folders,
     rank_file,
     read_manifest,
     size_problems,
     step_folder,
+    temporary_name,
     usable_folders,
 )
 from meshwright.core.box import Box
@@ -98,24 +100,6 @@ def space_forecast(root: Path, checkpoint_bytes: int, steps_left: int, *, keep: 
     return f"warning: {root}: {numbers}; {kept}: {pretty_bytes(count * checkpoint_bytes)} in all. Lower {fix}."
 
 
-def temporary_name(path: Path, kind: str = "tmp") -> Path:
-    """`path` with a suffix of its own, for a folder that is being written ("tmp") or replaced ("old")."""
-    return path.with_name(f"{path.name}.{kind}-{uuid.uuid4().hex[:12]}")
-
-
-def discard(folder: Path) -> None:
-    """Delete a folder, best effort; renamed first, so a crash half-way leaves no half checkpoint behind."""
-    if ".tmp-" not in folder.name:
-        aside = temporary_name(folder.with_name(folder.name.partition(".")[0]))
-        try:
-            os.rename(folder, aside)
-            fsync_folder(aside.parent)  # or a power cut could bring the name back, to what is left of the files
-        except OSError:
-            return
-        folder = aside
-    shutil.rmtree(folder, ignore_errors=True)
-
-
 def begin(root: Path, step: int) -> Path:
     """The folder this step is written into until it is committed. Rank 0 calls it and tells the others."""
     root = Path(root)
@@ -130,7 +114,9 @@ def begin(root: Path, step: int) -> Path:
     return tmp
 
 
-def write_rank_file(folder: Path, rank: int, pieces: Iterable[tuple[str, Box, torch.Tensor]]) -> dict[str, Any]:
+def write_rank_file(
+    folder: Path | MemoryFolder, rank: int, pieces: Iterable[tuple[str, Box, torch.Tensor]]
+) -> dict[str, Any]:
     """Write the pieces this rank owns; returns its index entry, plain JSON, for `commit`.
 
     Each piece of a tensor must be given by exactly one rank. Empty pieces are recorded by name only. After a failure
@@ -151,17 +137,17 @@ def write_rank_file(folder: Path, rank: int, pieces: Iterable[tuple[str, Box, to
     raise_problems(problems)
     # Widest elements first keeps every tensor aligned in the file, as safetensors' own writer does.
     owned = sorted((piece for piece in owned if not piece[1].is_empty), key=lambda piece: -piece[2].element_size())
-    path = Path(folder) / rank_file(rank)
+    name, is_in_memory = rank_file(rank), isinstance(folder, MemoryFolder)
+    path = folder / name
     entries = {f"k{index}": (dtype, tuple(box.size)) for index, (_, box, _, dtype) in enumerate(owned)}
     with disk_errors(f"writing the checkpoint of rank {rank}", path):
-        num_bytes, xxh3 = write_new(path, safetensors_chunks(entries, (tensor.cpu() for _, _, tensor, _ in owned)))
+        chunks = safetensors_chunks(entries, (tensor.cpu() for _, _, tensor, _ in owned))
+        num_bytes, xxh3 = write_new(path, chunks, replaces=is_in_memory)
     listed = tuple(
-        StoredPiece(tensor=name, offset=tuple(box.offset), size=tuple(box.size), file=path.name, key=f"k{index}")
-        for index, (name, box, _, _) in enumerate(owned)
+        StoredPiece(tensor=tensor, offset=tuple(box.offset), size=tuple(box.size), file=name, key=f"k{index}")
+        for index, (tensor, box, _, _) in enumerate(owned)
     )
-    encoded: dict[str, Any] = encode(
-        RankEntry(file=path.name, bytes=num_bytes, xxh3=xxh3, pieces=listed, tensors=tensors)
-    )
+    encoded: dict[str, Any] = encode(RankEntry(file=name, bytes=num_bytes, xxh3=xxh3, pieces=listed, tensors=tensors))
     return encoded
 
 
@@ -220,6 +206,11 @@ def commit(
     for folder in [*(step_folder(root, other) for other in due), *leftovers]:  # `aside` is one of the leftovers
         discard(folder)
     return final
+
+
+def commit_in_memory(folder: MemoryFolder, step: int, entries: list[dict[str, Any]], state: Mapping[str, Any]) -> None:
+    """Make a copy in memory count; rank 0 calls it, once all ranks have written."""
+    write_new(folder / MANIFEST, [manifest_bytes(_manifest(step, entries, state))], replaces=True)
 
 
 def _manifest(step: int, entries: list[dict[str, Any]], state: Mapping[str, Any]) -> Manifest:

@@ -12,16 +12,19 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import stat
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
-from meshwright.checkpoint.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, parse_manifest
+from meshwright.checkpoint.manifest import MANIFEST, MAX_MANIFEST_BYTES, FileEntry, Manifest, parse_manifest
 from meshwright.core.errors import MeshwrightError, Problem, Problems, error_at
-from meshwright.core.files import BLOCK_BYTES, refuse_link, unreadable
+from meshwright.core.files import BLOCK_BYTES, fsync_folder, make_folder, refuse_link, unreadable, write_new
 
 _FOLDER = re.compile(r"step-([0-9]{8,18})(\.(?:tmp|old)-[A-Za-z0-9-]+)?")
 
@@ -131,20 +134,24 @@ def verify(folder: Path) -> Problems:
     wrong_size = {problem.where for problem in problems}
     for name, entry in sorted(manifest.files.items()):
         path = Path(folder) / name
-        if str(path) in wrong_size:
-            continue
-        digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(min(BLOCK_BYTES, max(1, entry.bytes))))
-        try:
-            with open(path, "rb", buffering=0) as file:
-                while count := file.readinto(buffer):
-                    digest.update(buffer[:count])
-        except OSError as error:
-            problems.append(unreadable(path, error))
-            continue
-        if digest.hexdigest() != entry.xxh3:
-            what = f"has changed since it was written: xxh3 {digest.hexdigest()}, its manifest says {entry.xxh3}."
-            problems.append(Problem(where=str(path), what=what))
+        if str(path) not in wrong_size and (problem := changed_file(path, entry)) is not None:
+            problems.append(problem)
     return tuple(problems)
+
+
+def changed_file(path: Path, entry: FileEntry) -> Problem | None:
+    """What is wrong with a file whose bytes are not those that were written; None where they are."""
+    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(min(BLOCK_BYTES, max(1, entry.bytes))))
+    try:
+        with open(path, "rb", buffering=0) as file:
+            while count := file.readinto(buffer):
+                digest.update(buffer[:count])
+    except OSError as error:
+        return unreadable(path, error)
+    if digest.hexdigest() == entry.xxh3:
+        return None
+    what = f"has changed since it was written: xxh3 {digest.hexdigest()}, its manifest says {entry.xxh3}."
+    return Problem(where=str(path), what=what)
 
 
 def newest_good(root: Path, *, report: Callable[[str], None]) -> Path | None:
@@ -166,6 +173,50 @@ def newest_good(root: Path, *, report: Callable[[str], None]) -> Path | None:
         all_bad = Problem(where=str(root), what="every checkpoint here is damaged.", fix=fix)
         raise MeshwrightError([all_bad, *damaged], exit_code=1)
     return None
+
+
+def temporary_name(path: Path, kind: str = "tmp") -> Path:
+    """`path` with a suffix of its own, for a folder that is being written ("tmp") or replaced ("old")."""
+    return path.with_name(f"{path.name}.{kind}-{uuid.uuid4().hex[:12]}")
+
+
+def discard(folder: Path) -> None:
+    """Delete a folder, best effort; renamed first, so a crash half-way leaves no half checkpoint behind."""
+    if ".tmp-" not in folder.name:
+        aside = temporary_name(folder.with_name(folder.name.partition(".")[0]))
+        try:
+            os.rename(folder, aside)
+            fsync_folder(aside.parent)  # or a power cut could bring the name back, to what is left of the files
+        except OSError:
+            return
+        folder = aside
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_checkpoint(
+    root: Path, data: bytes, source: str, chunks_of: Callable[[str, FileEntry], Iterable[Any]]
+) -> Path:
+    """Write a checkpoint that lies elsewhere, with the manifest `data`, every byte of it checked; its folder."""
+    manifest = parse_manifest(data, source)
+    final = step_folder(root, manifest.step)
+    tmp = temporary_name(final)
+    try:
+        make_folder(root)
+        os.mkdir(tmp)
+        for name, entry in manifest.files.items():
+            found = write_new(tmp / name, chunks_of(name, entry))
+            if found != (entry.bytes, entry.xxh3):
+                raise error_at(f"{source}: {name}", f"has changed: {found}, its manifest says {entry}.", exit_code=1)
+        write_new(tmp / MANIFEST, [data])
+        fsync_folder(tmp)
+        os.rename(tmp, final)
+        fsync_folder(root)
+    except BaseException as error:
+        discard(tmp)
+        if isinstance(error, OSError):
+            raise error_at(final, f"cannot be written: {error.strerror or error}.", exit_code=1) from None
+        raise
+    return final
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

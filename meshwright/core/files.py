@@ -45,10 +45,13 @@ def write_whole(path: Path, content: str | bytes | Callable[[BinaryIO], object],
         raise
 
 
-def write_new(path: Path, chunks: Iterable[Any]) -> tuple[int, str]:
-    """Write the chunks (flat bytes) to a new file and fsync it; how many bytes, and their XXH3-128 in hex."""
+def write_new(path: Path, chunks: Iterable[Any], *, replaces: bool = False) -> tuple[int, str]:
+    """Write the chunks (flat bytes) to a new file and fsync it; how many bytes, and their XXH3-128 in hex.
+
+    `replaces`: to a file that is there already, in place of what it holds.
+    """
     digest, num_bytes = xxhash.xxh3_128(), 0
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    file = os.open(path, os.O_WRONLY | os.O_CLOEXEC | (0 if replaces else os.O_CREAT | os.O_EXCL), 0o666)
     try:
         for chunk in chunks:
             view = memoryview(chunk)
@@ -58,6 +61,8 @@ def write_new(path: Path, chunks: Iterable[Any]) -> tuple[int, str]:
                 while len(block):
                     block = block[os.write(file, block) :]
             num_bytes += len(view)
+        if replaces:  # only now: pages that are written again need not be taken again
+            os.ftruncate(file, num_bytes)
         os.fsync(file)
     finally:
         os.close(file)

@@ -32,8 +32,8 @@ from meshwright.checkpoint.safetensors_folder import (
     open_folder,
     safetensors_chunks,
 )
-from meshwright.checkpoint.save import begin, commit, discard, disk_errors, temporary_name, write_rank_file
-from meshwright.checkpoint.step_folders import list_steps, newest_good, usable_folders, verify
+from meshwright.checkpoint.save import begin, commit, disk_errors, write_rank_file
+from meshwright.checkpoint.step_folders import discard, list_steps, newest_good, temporary_name, usable_folders, verify
 from meshwright.core.box import Box
 from meshwright.core.codec import decode, encode
 from meshwright.core.errors import Problem, error_at, raise_problems

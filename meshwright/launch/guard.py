@@ -2,6 +2,7 @@
 
     `mw train` (guard) ──fork──> supervisor: plans, starts ranks, restarts them ──> ranks
     killed: supervisor and ranks die with it        killed: the guard forks another one, which resumes
+                                                    (and finds the open files that were left for it)
 
 The guard has imported nothing when it forks, so a new supervisor begins as the first one did. Signals reach the guard
 alone (the supervisor has a session of its own), which passes them on.
@@ -13,6 +14,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +27,8 @@ from meshwright.launch.environment import outside_launcher
 from meshwright.launch.rank_job import PREEMPTED_EXIT_CODE, STOP_SIGNALS
 
 _PROCESS, _PIPE, _CAUSE = "MESHWRIGHT_GUARD", "MESHWRIGHT_GUARD_PIPE", "MESHWRIGHT_RESTARTED"
+_TAKE, _LEAVE = "MESHWRIGHT_GUARD_TAKE", "MESHWRIGHT_GUARD_LEAVE"
+_MOST_FILES = 253  # of one message; linux/net/scm.h
 _MOST_RESTARTS = 3  # until the supervisor has read the run file
 
 
@@ -42,7 +46,10 @@ def guard() -> int | None:
     watched = _Forwarder(numbers)
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
-    os.environ |= {_PROCESS: str(os.getpid()), _PIPE: str(writer)}
+    # What a supervisor sends stays in the socket, and alive, until the next one receives it.
+    kind = socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK  # `recv_fds` does not pass its flags on
+    take, leave = (str(end.detach()) for end in socket.socketpair(socket.AF_UNIX, kind))
+    os.environ |= {_PROCESS: str(os.getpid()), _PIPE: str(writer), _TAKE: take, _LEAVE: leave}
     os.environ.pop(_CAUSE, None)
     told: dict[str, Any] = {}
     num_restarts, newest = 0, ""
@@ -124,6 +131,28 @@ def tell_guard(folder: Path, restarts: int) -> None:
     if _is_guarded():
         with contextlib.suppress(OSError):
             os.write(int(os.environ[_PIPE]), json.dumps({"folder": str(folder), "restarts": restarts}).encode() + b"\n")
+
+
+def leave_files(about: str, files: Sequence[int]) -> None:
+    """Have open files outlive this process, for the one that its guard would start after it."""
+    if _is_guarded():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(os.environ[_LEAVE]))) as end:
+            socket.send_fds(end, [about.encode()], files)
+
+
+def left_files() -> tuple[str, list[int]]:
+    """What the process before this one has left, the last time that it did."""
+    about, files = "", list[int]()
+    if cause_of_restart():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(os.environ[_TAKE]))) as end:
+            while True:
+                data, received, *_ = socket.recv_fds(end, 1 << 16, _MOST_FILES)
+                for each in files:
+                    os.close(each)
+                for each in received:
+                    os.set_inheritable(each, False)
+                about, files = data.decode(), received
+    return about, files
 
 
 def cause_of_restart() -> str:

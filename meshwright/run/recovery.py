@@ -14,6 +14,7 @@ from meshwright.launch.rank_job import PREEMPTED_EXIT_CODE
 
 CRASH_LOOP_EXIT_CODE = 70
 _LONGEST_PAUSE_SECONDS = 30.0
+_SAME_STEPS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +23,9 @@ class Attempt:
 
     outcome: LaunchOutcome
     saved_step: int
-    """Of the newest checkpoint; -1: there is none."""
+    """Of the newest checkpoint on disk; -1: there is none."""
+    copied_step: int = -1
+    """Of the newest copy in memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +54,11 @@ def remedy_for(attempts: Sequence[Attempt], *, restarts: int, is_stopped: bool) 
     is_at_start = first.kind == "exception" and outcome.steps == 0 and len(attempts) == 1
     if first.is_ours or is_same_again or is_at_start or not restarts:
         return Remedy(action="give up", exit_code=outcome.exit_code)
-    saved = attempts[-1].saved_step
-    in_vain = [each for each in attempts if each.saved_step == saved]
+    saved, copied = attempts[-1].saved_step, attempts[-1].copied_step
+    in_vain = without_progress(attempts)
     text = first.sentence(outcome.num_ranks)
     where = f"the checkpoint of step {saved}" if saved >= 0 else "the beginning, as there is no checkpoint yet"
+    where = f"the copy of step {copied} in memory" if copied > saved else where
     if len(in_vain) <= restarts:
         pause = min(2.0 ** (len(in_vain) - 2), _LONGEST_PAUSE_SECONDS) if len(in_vain) > 1 else 0.0
         count = f"restart {len(in_vain)} of {restarts} without a new checkpoint"
@@ -68,6 +72,17 @@ def remedy_for(attempts: Sequence[Attempt], *, restarts: int, is_stopped: bool) 
     )
     why += f"goes on from {where}."
     return Remedy(action="give up", why=why, exit_code=CRASH_LOOP_EXIT_CODE)
+
+
+def without_progress(attempts: Sequence[Attempt]) -> list[Attempt]:
+    """The last attempts, in order, none of which has brought the run forward: no new checkpoint on disk, and no copy in
+    memory but of a step or two later. Crashes at the same step, or soon after each start, are a loop all the same."""
+    result = [attempts[-1]]
+    for each in reversed(attempts[:-1]):
+        if each.saved_step != result[-1].saved_step or result[-1].copied_step > each.copied_step + _SAME_STEPS:
+            break
+        result.append(each)
+    return result[::-1]
 
 
 def _log_folder(outcome: LaunchOutcome) -> str:

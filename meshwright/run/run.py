@@ -24,6 +24,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
 
+from meshwright.checkpoint.memory_folder import CheckpointMemory, copies_in_memory
 from meshwright.checkpoint.step_folders import list_steps, newest_good, read_manifest
 from meshwright.core.codec import encode
 from meshwright.core.errors import MeshwrightError, error_at, raise_problems
@@ -39,7 +40,7 @@ from meshwright.machine.probe import count_gpus
 from meshwright.run import prepare as preparation
 from meshwright.run.model import ModelDescription, describe_run
 from meshwright.run.out_of_memory import PostMortem, examine, failure_of, smaller_microbatch
-from meshwright.run.recovery import CRASH_LOOP_EXIT_CODE, Attempt, Remedy, remedy_for
+from meshwright.run.recovery import CRASH_LOOP_EXIT_CODE, Attempt, Remedy, remedy_for, without_progress
 from meshwright.run.replanning import ChangeWatch, PlanChange, devices_left, fewer_ranks
 from meshwright.run.result import RunResult, conclude, earlier_result
 from meshwright.run.run_file import RunConfig, read_run
@@ -259,14 +260,31 @@ class Run:
 
     def _launch_until_done(self, arguments: Mapping[str, Any], show: bool) -> LaunchOutcome:
         """Launch all ranks, again after failures that this may cure."""
-        with Standby() as standby:
-            return self._launch_with(standby if self.config.run.standby else None, arguments, show)
+        with CheckpointMemory() as memory:
+            with Standby() as standby:
+                outcome = self._launch_with(standby if self.config.run.standby else None, memory, arguments, show)
+            saved, copies = list_steps(self.folder / "checkpoints"), copies_in_memory(memory.folders)
+            for step, copy in copies.items() if outcome.exit_code and not self._stop.is_urgent else ():
+                if saved and step <= saved[-1]:
+                    break
+                try:
+                    preparation.require_owner(self.folder, str(arguments.get("owner", "")))
+                    copy.write_to_disk(self.folder / "checkpoints")
+                    self.report(f"The copy of step {step} in memory was written to disk.")
+                    break
+                except MeshwrightError as error:
+                    self.report(f"The copy of step {step} in memory was not written to disk: {error}")
+            return outcome
 
-    def _launch_with(self, standby: Standby | None, arguments: Mapping[str, Any], show: bool) -> LaunchOutcome:
+    def _launch_with(
+        self, standby: Standby | None, memory: CheckpointMemory, arguments: Mapping[str, Any], show: bool
+    ) -> LaunchOutcome:
         settings, attempts = self.config.run, list[Attempt]()
         while True:
             assert self._prepared is not None
             stop, made, steps = StopRequests(self._stop), self._prepared, list_steps(self.folder / "checkpoints")
+            if self.config.train.memory_save_seconds:
+                arguments = {**arguments, "memory": memory.fit(made.plan.num_ranks)}
             with ChangeWatch(self.config, made, stop, self.report, steps[-1] if steps else 0) as watch:
                 outcome = launch(
                     "meshwright.runtime.rank",
@@ -284,7 +302,8 @@ class Run:
             if outcome.exit_code == 1:
                 self.examine_memory([failure.facts for failure in outcome.failures])
             saved = list_steps(self.folder / "checkpoints")
-            attempts.append(Attempt(outcome=outcome, saved_step=saved[-1] if saved else -1))
+            copied_step = max(copies_in_memory(memory.folders), default=-1)
+            attempts.append(Attempt(outcome=outcome, saved_step=saved[-1] if saved else -1, copied_step=copied_step))
             is_stopped = self._stop.first_seconds < math.inf
             remedy = remedy_for(attempts, restarts=settings.restarts, is_stopped=is_stopped)
             change = None if is_stopped else self._change_after(attempts, remedy, watch)
@@ -320,7 +339,7 @@ class Run:
                 why = f"Going on in microbatches of {smaller.plan.microbatch} in place of {made.plan.microbatch}"
                 prepared = replace(made, plan=smaller.plan, forecast=smaller.forecast, found=None)
                 return PlanChange(prepared=prepared, why=why)
-        recent = [each for each in attempts if each.saved_step == attempts[-1].saved_step]
+        recent = without_progress(attempts)
         failing = {cause(each.outcome.failures).rank for each in recent if each.outcome.failures}
         if config.run.elastic and remedy.exit_code == CRASH_LOOP_EXIT_CODE and len(failing) == 1:
             if made.cluster.device.kind == "cuda":

@@ -113,6 +113,8 @@ class TrainSection:
     """Steps between checkpoints; 0: by time alone."""
     save_async: bool | Literal["auto"] = "auto"
     """Whether training goes on while a checkpoint is written, from a copy in host memory; "auto": if there is room."""
+    memory_save_seconds: float = 0.0
+    """Seconds between copies of the state in host memory, which a restart after a crash goes on from; 0: none."""
     keep: int = 2
     """Newest checkpoints kept."""
     keep_every: int = 0
@@ -142,6 +144,7 @@ class TrainSection:
         problems += _below(
             self, 0, "compare_replicas_every", "save_every", "keep_every", "evaluate_every", "sample_every"
         )
+        problems += _below(self, 0, "memory_save_seconds")
         problems += _below(self, 0, "save_minutes") if self.save_minutes != "auto" else []
         if self.memory_cap:
             read_memory(self.memory_cap, "memory_cap", problems)

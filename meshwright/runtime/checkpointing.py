@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -11,7 +12,10 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint.load import Reader
-from meshwright.checkpoint.save import Retention, begin, commit, discard, write_rank_file
+from meshwright.checkpoint.manifest import MANIFEST
+from meshwright.checkpoint.memory_folder import MemoryFolder, copies_in_memory
+from meshwright.checkpoint.save import Retention, begin, commit, commit_in_memory, write_rank_file
+from meshwright.checkpoint.step_folders import discard
 from meshwright.core.box import Box
 from meshwright.ops.collectives import gather_json, share_json
 from meshwright.ops.host_memory import CopyLanes, pinned_empty
@@ -69,7 +73,13 @@ class Saving:
         self.thread: threading.Thread | None = None
         self.answer: dict[str, Any] = {}
         """Of the thread."""
-        self.folder: Path | None = None
+        self.folder: Path | MemoryFolder | None = None
+        self.memory: tuple[MemoryFolder, ...] = ()
+        """Two, where copies in memory are made."""
+        self.turn = 0
+        """Rank 0: the one of them that is written next."""
+        self.is_in_memory = False
+        """What is under way, or was last."""
         self.is_committing = False
         self.commit: Callable[[list[Any]], Any] = list
         self.fence: Callable[[], None] = lambda: None
@@ -89,20 +99,53 @@ class Saving:
         """This rank's thread is at work."""
         return self.thread is not None and self.thread.is_alive()
 
+    def use_memory(self, memory: tuple[MemoryFolder, ...]) -> None:
+        """Copies in memory may be made; by all ranks."""
+        self.memory = memory
+        whole = list(copies_in_memory(memory).values()) if self.mesh.rank == 0 else []
+        self.turn = 1 - memory.index(whole[0]) if whole else 0
+
+    def forget_memory(self) -> None:
+        """The copies in memory are of a history that is given up; by rank 0."""
+        for each in self.memory:
+            os.truncate(each / MANIFEST, 0)
+
     def start(
-        self, root: Path, step: int, state: Mapping[str, Any], retention: Retention, *, copies: bool = False
+        self,
+        root: Path,
+        step: int,
+        state: Mapping[str, Any],
+        retention: Retention,
+        *,
+        copies: bool = False,
+        in_memory: bool = False,
     ) -> str:
-        """Begin a checkpoint on all ranks; "" or why not. `copies`: training goes on before `finish`."""
+        """Begin a checkpoint on all ranks; "" or why not. `copies`: training goes on before `finish`. `in_memory`: a
+        copy in host memory, in place of the older one there; rank 0 decides."""
         assert not self.is_under_way
         mesh, optimizer = self.mesh, self.optimizer
-        tmp = share_json(mesh.control, _attempt(lambda: str(begin(root, step))) if mesh.rank == 0 else None)
-        if "error" in tmp:
-            return str(tmp["error"])
-        folder = self.folder = Path(tmp["value"])
 
-        def commit_parts(parts: list[Any]) -> str:
-            self.fence()
-            return str(commit(root, step, folder, parts, state, retention))
+        def open_folder() -> str | int:
+            if not in_memory:
+                return str(begin(root, step))
+            os.truncate(self.memory[self.turn] / MANIFEST, 0)
+            return self.turn
+
+        opened = {"in_memory": in_memory, **_attempt(open_folder)} if mesh.rank == 0 else None
+        opened = share_json(mesh.control, opened)
+        self.is_in_memory = opened["in_memory"]
+        if "error" in opened:
+            return str(opened["error"])
+        place = opened["value"]
+        folder = self.folder = self.memory[place] if self.is_in_memory else Path(place)
+
+        def commit_parts(parts: list[Any]) -> None:
+            if isinstance(folder, MemoryFolder):
+                commit_in_memory(folder, step, parts, state)
+                self.turn = 1 - self.turn
+            else:
+                self.fence()
+                commit(root, step, folder, parts, state, retention)
 
         self.commit = commit_parts
         self.answer = _attempt(lambda: list(self._copied() if copies else _pieces(self.build, optimizer)))
@@ -160,7 +203,7 @@ class Saving:
                 if mesh.rank == 0:
                     self._run(lambda: self.commit(parts))
                 return None
-            if mesh.rank == 0 and self.folder is not None:
+            if mesh.rank == 0 and isinstance(self.folder, Path):
                 discard(self.folder)  # gives its space back
             done = {"error": failed[0]}
         else:  # where steps overlap, "not busy" may have been said before the commit began

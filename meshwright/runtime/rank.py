@@ -21,16 +21,17 @@ from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from meshwright.checkpoint.memory_folder import MemoryFolder, copies_in_memory
 from meshwright.checkpoint.remote import END_SECONDS, STOP_SECONDS, ObjectFolder, Uploader, fetch_newest
-from meshwright.checkpoint.save import Retention, discard, space_forecast
-from meshwright.checkpoint.step_folders import committed_folders, newest_good, read_manifest, step_folder
+from meshwright.checkpoint.save import Retention, space_forecast
+from meshwright.checkpoint.step_folders import committed_folders, discard, newest_good, read_manifest, step_folder
 from meshwright.core.codec import decode, encode
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.files import write_whole
 from meshwright.core.plan import Plan
 from meshwright.core.time_ledger import read_marks
 from meshwright.core.timeline import Span
-from meshwright.core.units import pretty_seconds
+from meshwright.core.units import pretty_bytes, pretty_seconds
 from meshwright.data.open_data import Data
 from meshwright.launch.cpu_bf16 import limit_isa_for_bf16
 from meshwright.launch.rank_job import PREEMPTED_EXIT_CODE, Job, StopFlag, run_rank
@@ -138,7 +139,7 @@ class RankTraining:
         self.own_bytes = current_bytes(device)
         self.uploader: Uploader | None = None
         try:
-            self.trainer = trainer = self._open(description, plan, mesh)
+            self.trainer = trainer = self._open(arguments, description, plan, mesh)
         except Exception as error:
             if is_out_of_memory(error):
                 raise out_of_memory(error, mesh.rank, plan.num_ranks, device, self.own_bytes, None) from error
@@ -162,7 +163,6 @@ class RankTraining:
             trainer.rests = (trainer.step + 1, self.watch.range.start, self.watch.range.stop)
         self.tally = StepTally()
         self.num_early_retries = 0
-        self.saved_step = self.saving_step = trainer.step if trainer.step else -1
         self.evaluated_step = -1
         self.save_error = ""
         self.held_out: dict[str, float] = {}
@@ -179,7 +179,7 @@ class RankTraining:
             seconds = pretty_seconds(time.monotonic() - since)
             self.progress.say(f"the change to {plan} took {seconds}, from the last step to here (step {trainer.step})")
 
-    def _open(self, description: ModelDescription, plan: Plan, mesh: Mesh) -> Trainer:
+    def _open(self, arguments: Mapping[str, Any], description: ModelDescription, plan: Plan, mesh: Mesh) -> Trainer:
         config, say = self.config, self.progress.say if self.is_first else lambda text: None
         mine: list[Data] = []  # rank 0 tokenizes if nobody has; the others map the same file
         on_first(mesh.control, lambda: mine.append(open_data(config, description)))
@@ -188,8 +188,20 @@ class RankTraining:
         root = self.folder / "checkpoints"
         on_first(mesh.control, lambda: self._open_remote(root))
         # Rank 0 verifies once; a damaged checkpoint is passed over, with a message.
-        newest = on_first(mesh.control, lambda: str(newest_good(root, report=say) or ""))
-        checkpoint = Path(newest) if newest else None
+        self.memory = tuple(map(MemoryFolder, arguments.get("memory", ())))
+
+        def choose() -> str | int:
+            newest = max(committed_folders(root), default=-1)
+            for step, folder in copies_in_memory(self.memory).items():
+                if step <= newest:
+                    break
+                if not (problems := folder.verify(folder.read_manifest())):
+                    return self.memory.index(folder)
+                say(f"the copy of step {step} in memory is damaged and is not used: {problems[0].what}")
+            return str(newest_good(root, report=say) or "")
+
+        chosen = on_first(mesh.control, choose)
+        checkpoint = self.memory[chosen] if isinstance(chosen, int) else Path(chosen) if chosen else None
         opened = open_model(description, config.train.seed)
         about, disk = description.about(), Path(config.run.disk or self.folder)
         trainer = Trainer(plan, opened, data, config.train, mesh, checkpoint=checkpoint, about=about, disk=disk)
@@ -197,8 +209,10 @@ class RankTraining:
             say(f"resuming from step {trainer.step} ({checkpoint})")
         if self.uploader is not None:
             trainer.spared = self.uploader.reads
-            if checkpoint is not None:  # the start before may not have come to it
+            if isinstance(checkpoint, Path):  # the start before may not have come to it
                 self.uploader.put(checkpoint)
+        self.saved_step = self.saving_step = trainer.step if isinstance(checkpoint, Path) and trainer.step else -1
+        self.stop.leave_at_once(not isinstance(checkpoint, MemoryFolder))  # whose steps are on no disk yet
         return trainer
 
     def _open_remote(self, root: Path) -> None:
@@ -217,7 +231,8 @@ class RankTraining:
         self.uploader = Uploader(remote, retention.of, self.progress.say)
 
     def _plan_saves(self) -> bool:
-        """Whether checkpoints are written behind training; raises or warns where the disk has no room for them."""
+        """Whether checkpoints are written behind training; raises or warns where the disk has no room for them, or the
+        host for copies in memory."""
         trainer, settings = self.trainer, self.config.train
         num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         own_bytes = state_bytes(trainer.build, trainer.optimizer)
@@ -227,11 +242,25 @@ class RankTraining:
             trainer.interval.expect_failures(read_marks(self.folder), max(1, len(told) // num_local))
         needed_bytes = sum(each for each, _ in told)
         root, about = self.folder / "checkpoints", {"keep": settings.keep, "every": settings.keep_every}
-        news = on_first(
-            trainer.mesh.control, lambda: space_forecast(root, needed_bytes, settings.steps - trainer.step, **about)
-        )
-        if news and self.is_first:
-            self.progress.say(news)
+
+        def look() -> bool:
+            if news := space_forecast(root, needed_bytes, settings.steps - trainer.step, **about):
+                self.progress.say(news)
+            if not settings.memory_save_seconds:
+                return False
+            # The copy that is written from, and two sets of files, which a restart finds there.
+            most_bytes = available_host_bytes() + sum(folder.held_bytes for folder in self.memory)
+            numbers = f"{pretty_bytes(3 * needed_bytes)} of the {pretty_bytes(most_bytes)} available on this host"
+            seconds = pretty_seconds(settings.memory_save_seconds)
+            if self.memory and 6 * needed_bytes <= most_bytes:
+                self.progress.say(f"a copy of the state in host memory every {seconds}: at most {numbers}")
+                return True
+            why = f"they would take {numbers}; half may be" if self.memory else "only for ranks that `mw train` starts"
+            self.progress.say(f"warning: train.memory_save_seconds: no copies in memory are made: {why}")
+            return False
+
+        if on_first(trainer.mesh.control, look):
+            trainer.saving.use_memory(self.memory)
         return settings.save_async is True or (settings.save_async == "auto" and all(each for _, each in told))
 
     def go(self, stop: StopFlag) -> int:
@@ -276,7 +305,8 @@ class RankTraining:
             if not stopped and is_due(trainer.step, settings.sample_every):
                 self._sample()
             if stopped or step.must_save or is_due(trainer.step, settings.save_every):
-                self._save(behind=not stopped and trainer.step < settings.steps)
+                is_last = stopped or trainer.step == settings.steps
+                self._save(behind=not is_last, on_disk=is_last or is_due(trainer.step, settings.save_every))
             self._watch(self.watch.before, trainer.step)
             self.stamp.look("data")
         stop.leave_at_once(False)
@@ -298,7 +328,7 @@ class RankTraining:
     def _recover(self, error: TrainingTrouble) -> None:
         """Save the good state and raise the error; or roll back to the last good checkpoint, from which the run goes
         on with the samples after the batch that was to blame."""
-        trouble, root = error.trouble, self.folder / "checkpoints"
+        trouble, root, trainer = error.trouble, self.folder / "checkpoints", self.trainer
         self._finish_save()
         cursor = trouble.cursor + self.trainer.plan.batch
         self._note(trouble)
@@ -308,6 +338,7 @@ class RankTraining:
             raise error
 
         def choose() -> str:
+            trainer.saving.forget_memory()  # of a history that is given up
             newest = newest_good(root, report=self.progress.say)
             for step, folder in committed_folders(root).items():
                 if newest is not None and step > read_manifest(newest).step:
@@ -423,8 +454,8 @@ class RankTraining:
         self.metrics.sample(self.trainer.step, self.config.train.sample_prompt, text)
         self.progress.say(f"step {self.trainer.step} sample: {one_line(text)}")
 
-    def _save(self, *, behind: bool = False) -> None:
-        """`behind`: training may go on while it is written."""
+    def _save(self, *, behind: bool = False, on_disk: bool = True) -> None:
+        """`behind`: training may go on while it is written. Not `on_disk`: a copy in memory will do."""
         self._finish_save()
         trainer = self.trainer
         if self.saved_step == trainer.step:
@@ -432,7 +463,8 @@ class RankTraining:
         self.clock.mark()  # where a restart goes on, if the save succeeds
         self.saving_step = trainer.step
         with self._spend("checkpoint", "save"):
-            reason = trainer.save(self.folder / "checkpoints", behind=behind and self.saves_behind)
+            root = self.folder / "checkpoints"
+            reason = trainer.save(root, behind=behind and self.saves_behind, may_be_in_memory=not on_disk)
         self._note_save(None if trainer.saving.is_under_way else reason)
 
     def _finish_save(self) -> None:
@@ -445,6 +477,11 @@ class RankTraining:
     def _note_save(self, reason: str | None) -> None:
         """A save is over: "" or why it could not be written; None where it is not."""
         if reason is None:
+            return
+        if self.trainer.saving.is_in_memory:
+            self.trainer.saving.memory = self.trainer.saving.memory if not reason else ()
+            if reason and self.is_first:
+                self.progress.say(f"no more copies in memory are made, training goes on: {reason}")
             return
         self.save_error = reason
         if reason and self.is_first:

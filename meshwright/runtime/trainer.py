@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from meshwright.checkpoint.load import Reader
+from meshwright.checkpoint.memory_folder import MemoryFolder
 from meshwright.checkpoint.save import Retention
 from meshwright.core.codec import decode, encode
 from meshwright.core.errors import MeshwrightError, Problem, raise_problems
@@ -83,7 +84,7 @@ class Trainer:
         settings: TrainSection,
         mesh: Mesh,
         *,
-        checkpoint: Path | None = None,
+        checkpoint: Path | MemoryFolder | None = None,
         about: Mapping[str, Any] | None = None,
         disk: Path | None = None,
     ):
@@ -119,6 +120,8 @@ class Trainer:
         self.saving = Saving(self.build, self.optimizer)
         self.loop.is_busy = lambda: self.saving.is_busy
         self.interval = SaveInterval(settings.save_minutes)
+        self.memory_interval = SaveInterval(settings.memory_save_seconds / 60)
+        """Between copies in memory, where `saving` makes any."""
         self.spared: Callable[[int], bool] = lambda step: False
         """Steps whose checkpoints somebody still reads."""
         self.fed: deque[_Fed] = deque()
@@ -184,7 +187,8 @@ class Trainer:
                 lr = settings.optimizer.lr_at(at, settings.steps)
                 limits = self.spikes.limits(at)
                 # One clock decides: rank 0's.
-                save = self.mesh.rank == 0 and not self.saving.is_under_way and self.interval.is_due
+                is_time = self.interval.is_due or (bool(self.saving.memory) and self.memory_interval.is_due)
+                save = self.mesh.rank == 0 and not self.saving.is_under_way and is_time
                 is_told = stop is not None and stop.is_set
                 samples, num_tokens = samples_on(batch, self.mesh.device), batch.num_tokens
                 del batch  # two batches need not be in memory while the next one is read
@@ -222,7 +226,8 @@ class Trainer:
             seconds = max(result.ended_seconds - max(known.start_seconds, self.ended_seconds), 1e-9)
             waited = known.data_seconds if result.idle_seconds is None else min(known.data_seconds, result.idle_seconds)
             self.ended_seconds = result.ended_seconds
-            self.interval.note_step(seconds - waited, is_busy=self.saving.is_under_way)
+            is_busy = self.saving.is_under_way and not self.saving.is_in_memory
+            self.interval.note_step(seconds - waited, is_busy=is_busy)
             self.cursor += self.plan.batch
             self.step += 1
             yield TrainStep(
@@ -325,9 +330,9 @@ class Trainer:
             self.sampler = Sampler(self.build, self.data, self.settings)
         return self.sampler.text(self.step)
 
-    def save(self, root: Path, *, behind: bool = False) -> str:
+    def save(self, root: Path, *, behind: bool = False, may_be_in_memory: bool = False) -> str:
         """Write a checkpoint: "" or why it could not be written. `behind`: training goes on meanwhile, and
-        `self.saving` says when it is over."""
+        `self.saving` says when it is over. `may_be_in_memory`: a copy in memory will do, unless one on disk is due."""
         self.loop.require_rest()
         self.check_replicas()
         start, files = time.monotonic(), self.data.file_states
@@ -346,10 +351,13 @@ class Trainer:
         }
         settings = self.settings
         retention = Retention(last=settings.keep, every=settings.keep_every, spared=self.spared)
-        reason = self.saving.start(root, self.step, state, retention, copies=behind)
+        in_memory = may_be_in_memory and bool(self.saving.memory) and not self.interval.is_due
+        reason = self.saving.start(root, self.step, state, retention, copies=behind, in_memory=in_memory)
         if not reason and not behind:
             reason = self.saving.finish()
-        self.interval.note_save(time.monotonic() - start)
+        self.memory_interval.note_save(time.monotonic() - start)
+        if not self.saving.is_in_memory:
+            self.interval.note_save(time.monotonic() - start)
         return reason
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from meshwright.checkpoint.load import Reader
-from meshwright.checkpoint.save import Retention, begin, commit, discard, write_rank_file
+from meshwright.checkpoint.save import Retention, begin, commit, write_rank_file
+from meshwright.checkpoint.step_folders import discard
 from meshwright.core.box import Box
 from meshwright.core.errors import MeshwrightError
 

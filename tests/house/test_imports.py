@@ -30,7 +30,7 @@ TORCH_FREE = (
         "optimizers/rules/",
         "optimizers/low_bit_states.py",
     ),
-    *(f"checkpoint/{name}.py" for name in ("step_folders", "manifest")),
+    *(f"checkpoint/{name}.py" for name in ("step_folders", "manifest", "memory_folder")),
 )
 """What the command line imports of packages that use torch."""
 

@@ -14,18 +14,20 @@ from meshwright.core.errors import MeshwrightError
 from meshwright.core.time_ledger import read_marks, time_ledger
 from meshwright.launch.failure import Failure
 from meshwright.launch.local_ranks import LaunchOutcome
-from meshwright.run.recovery import CRASH_LOOP_EXIT_CODE, Attempt, remedy_for
+from meshwright.run.recovery import CRASH_LOOP_EXIT_CODE, Attempt, Remedy, remedy_for
 from meshwright.run.run import RestartEvent, Run, SaveEvent, StepEvent
 
 LONGER = RUN.replace("steps = 8", "steps = 48").replace("timeline_steps = 1", "timeline_steps = 0")
 
 
-def attempt(saved_step: int = 5, steps: int = 9, *, exit_code: int = 1, **about: object) -> Attempt:
+def attempt(
+    saved_step: int = 5, steps: int = 9, *, copied_step: int = -1, exit_code: int = 1, **about: object
+) -> Attempt:
     told = {"rank": 1, "kind": "signal", "message": "killed by SIGKILL", "details": "", "is_secondary": False}
     failure = Failure(**(told | about))  # type: ignore[arg-type]
     failures = (failure,) if exit_code else ()
     outcome = LaunchOutcome(exit_code=exit_code, failures=failures, num_ranks=2, steps=steps)
-    return Attempt(outcome=outcome, saved_step=saved_step)
+    return Attempt(outcome=outcome, saved_step=saved_step, copied_step=copied_step)
 
 
 def test_what_a_restart_may_cure() -> None:
@@ -53,6 +55,19 @@ def test_a_crash_loop_is_given_up_with_its_causes() -> None:
     assert "rank 1 of 2 was killed by SIGKILL (3 times); rank 1 of 2 was killed by SIGSEGV." in remedy.why
     assert "from the checkpoint of step 10" in remedy.why
     assert remedy_for([*attempts, attempt(15)], restarts=3, is_stopped=False).action == "restart"
+
+
+def test_copies_in_memory_are_progress_unless_they_are_of_nearly_the_same_step() -> None:
+    def remedy(*copied_steps: int) -> Remedy:
+        attempts = [attempt(5, copied_step=each) for each in copied_steps]
+        return remedy_for(attempts, restarts=2, is_stopped=False)
+
+    assert "Going on from the copy of step 40 in memory (restart 1 of 2" in remedy(40).why
+    assert "Going on from the checkpoint of step 5" in remedy(4).why
+    assert "restart 1 of 2" in remedy(10, 20, 30, 40).why
+    assert "restart 2 of 2" in remedy(10, 39, 40).why
+    for creeping in ((40, 40, 40), (38, 39, 40), (36, 38, 40)):
+        assert remedy(*creeping).exit_code == CRASH_LOOP_EXIT_CODE
 
 
 def test_a_run_goes_on_by_itself_after_a_rank_was_killed(tmp_path: Path) -> None:

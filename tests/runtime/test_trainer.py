@@ -12,6 +12,7 @@ import pytest
 import tiny
 import torch
 
+from meshwright.checkpoint.memory_folder import MemoryFolder
 from meshwright.checkpoint.step_folders import list_steps, step_folder
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.plan import Plan
@@ -43,7 +44,12 @@ class MadeData:
 
 
 def trainer_of(
-    data: MadeData, *, dtype: str = "fp32", steps: int = STEPS, name: str = "adamw", checkpoint: Path | None = None
+    data: MadeData,
+    *,
+    dtype: str = "fp32",
+    steps: int = STEPS,
+    name: str = "adamw",
+    checkpoint: Path | MemoryFolder | None = None,
 ) -> Trainer:
     plan = Plan(batch=BATCH, microbatch=2, techniques=(technique_named("precision")(dtype=dtype),))
     optimizer = OptimizerConfig(name=name, lr=1e-2, schedule="constant")
