@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,8 @@ class Saving:
         self.lanes: CopyLanes | None = None
         self.copied: torch.cuda.Event | None = None
         """The device has copied everything; until then nothing of it may change."""
+        self.seconds = 0.0
+        """That this rank's thread has taken for this checkpoint, or the last one."""
 
     @property
     def is_under_way(self) -> bool:
@@ -94,6 +97,7 @@ class Saving:
     ) -> str:
         """Begin a checkpoint on all ranks; "" or why not. `copies`: training goes on before `finish`."""
         assert not self.is_under_way
+        self.seconds = 0.0
         mesh, optimizer = self.mesh, self.optimizer
         tmp = share_json(mesh.control, _attempt(lambda: str(begin(root, step))) if mesh.rank == 0 else None)
         if "error" in tmp:
@@ -141,7 +145,9 @@ class Saving:
         def work() -> None:
             if copied is not None:
                 copied.synchronize()
+            start = time.monotonic()
             self.answer = _attempt(action)
+            self.seconds += time.monotonic() - start
 
         self.thread = threading.Thread(target=work, name="checkpoint", daemon=True)
         self.thread.start()
