@@ -451,13 +451,7 @@ class RankTraining:
             return True
         if self.is_first:
             what = f"step {self.trainer.step} is not saved: that takes {pretty_seconds(self.save_seconds)}, of which "
-            what += f"the grace (run.grace_seconds) leaves {pretty_seconds(max(left, 0.0))}"
-            last = (
-                f"the last checkpoint is of step {self.saved_step}"
-                if self.saved_step >= 0
-                else "there is no checkpoint"
-            )
-            self.progress.say(f"{what}; {last}")
+            self.progress.say(f"{what}the grace (run.grace_seconds) leaves {pretty_seconds(max(left, 0.0))}")
         return False
 
     def _judge_grace(self, seconds: float) -> None:
@@ -465,12 +459,10 @@ class RankTraining:
         grace = self.stop.grace_seconds
         if self.is_first and not self.is_grace_said and seconds + self.trainer.interval.step_seconds > 0.8 * grace:
             self.is_grace_said = True
-            what = (
-                f"warning: a checkpoint takes about {pretty_seconds(seconds)}, and a stop has {pretty_seconds(grace)} "
-            )
+            what = f"a checkpoint takes about {pretty_seconds(seconds)}, and a stop has {pretty_seconds(grace)} "
             what += "(run.grace_seconds) for it and for the step under way: it may leave the last checkpoint as it is"
             fix = "Raise run.grace_seconds, and what the scheduler gives (Slurm: --signal=USR1@T), or save more often."
-            self.progress.say(f"{what}. {fix}")
+            self.progress.say(f"warning: {what}. {fix}")
 
     def _finish_save(self) -> None:
         """Wait for the one that is being written."""
