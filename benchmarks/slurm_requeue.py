@@ -229,6 +229,17 @@ def interrupted(case: Case, folder: Path, expected: Any) -> dict[str, Any]:
     }
 
 
+def cancelled(folder: Path) -> str:
+    """A plain scancel: it saves, and is not started again."""
+    job = Job(folder)
+    job.wait(lambda facts: in_training(job), "training")
+    slurm("scancel", job.number)
+    ended = job.wait_for_end()
+    time.sleep(10)
+    made = job.num_steps()
+    return f"{job.facts()['JobState']}, requeued {ended['Restarts']} times, {made - job.saved()} of {made} steps lost"
+
+
 def twice(folder: Path) -> str:
     """The same run, submitted by two schedulers at once: what the second says."""
     first = Job(folder)
@@ -264,8 +275,9 @@ def measure(folder: Path, words: Sequence[str]) -> int:
         print("|", " | ".join(map(str, cells)), "|", "yes" if row["is_equal"] else "NO", "|", flush=True)
         if not is_right:
             print(row["told"][-6000:], flush=True)
-    if not words:
-        print(f"the same run submitted twice: {twice(folder / 'twice')}")
+    for name, told in (("scancel without a signal", cancelled), ("the same run submitted twice", twice)):
+        if not words or any(word in name for word in words):
+            print(f"{name}: {told(folder / told.__name__)}", flush=True)
     return 1 if failures else 0
 
 
