@@ -13,8 +13,9 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -64,9 +65,12 @@ _FIXES = {
     errno.ENOENT: "The run folder was moved or deleted while the run was under way.",
 }
 
+_TEST_BYTES = 16 << 20
+"""Of a test of how fast a disk is written."""
+
 
 @contextmanager
-def disk_errors(doing: str, path: Path, tmp: Path | None = None) -> Iterator[None]:
+def disk_errors(doing: str, path: Path, tmp: Path | None = None, exit_code: int = 1) -> Iterator[None]:
     """An error of the disk as one problem with its fix; the unfinished `tmp` folder goes, to give its space back."""
     try:
         yield
@@ -76,13 +80,13 @@ def disk_errors(doing: str, path: Path, tmp: Path | None = None) -> Iterator[Non
         if isinstance(error, MeshwrightError):
             raise
         what = f"{doing} failed: {error.strerror or error}. Earlier checkpoints are untouched."
-        raise error_at(path, what, _FIXES.get(error.errno or 0, ""), exit_code=1) from error
+        raise error_at(path, what, _FIXES.get(error.errno or 0, ""), exit_code=exit_code) from error
 
 
 def space_forecast(root: Path, checkpoint_bytes: int, steps_left: int, *, keep: int, every: int = 0) -> str:
     """Whether the disk has room for the checkpoints that a run will keep: "", or a warning with the numbers. Raises
     where not even the next one can be written."""
-    with disk_errors("a test of the checkpoint folder", root):
+    with disk_errors("a test of the checkpoint folder", root, exit_code=2):
         make_folder(root)
         write_whole(probe := root / ".write-test", b"x" * 4096, is_durable=True)
         probe.unlink()
@@ -98,6 +102,17 @@ def space_forecast(root: Path, checkpoint_bytes: int, steps_left: int, *, keep: 
     kept = f"{count - 1} are kept and one more is being written" if every else f"{keep} are kept, and one is written"
     fix = "train.keep_every" if every else "train.keep"
     return f"warning: {root}: {numbers}; {kept}: {pretty_bytes(count * checkpoint_bytes)} in all. Lower {fix}."
+
+
+def write_seconds(root: Path, num_bytes: int) -> float:
+    """What it takes to write so much there, by a file of `_TEST_BYTES` at most; 0 where that fails."""
+    content = os.urandom(min(max(num_bytes, 1), _TEST_BYTES))  # which no file system makes smaller
+    start, seconds = time.monotonic(), 0.0
+    with suppress(OSError):  # a checkpoint says why
+        write_whole(probe := root / ".write-test", content, is_durable=True)
+        seconds = time.monotonic() - start
+        probe.unlink()
+    return seconds * max(1.0, num_bytes / len(content))
 
 
 def begin(root: Path, step: int) -> Path:

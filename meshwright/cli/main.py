@@ -337,8 +337,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"mw {arguments.command}: {error.filename or 'a file'}: {error.strerror or error}.", file=sys.stderr)
         return 1
     except KeyboardInterrupt as stopped:
-        if type(stopped) is not KeyboardInterrupt:  # `Stopped`, of a run that had nothing to save
-            print(f"mw {arguments.command}: stopped, nothing is lost; the same command goes on", file=sys.stderr)
+        if type(stopped) is not KeyboardInterrupt:  # `Stopped`, of a run that has not saved
+            from meshwright.launch.environment import how_to_go_on
+
+            what = stopped.args[0] if stopped.args else "nothing is lost"
+            print(f"mw {arguments.command}: stopped, {what}; {how_to_go_on(os.environ)}", file=sys.stderr)
             return 75
         print(f"mw {arguments.command}: stopped", file=sys.stderr)
         return 130

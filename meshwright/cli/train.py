@@ -13,8 +13,9 @@ from rich.console import Console
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.units import counted, pretty_bytes, pretty_count, pretty_seconds
 from meshwright.core.wrapping import wrapped
-from meshwright.launch.environment import RankPlace, outside_launcher
+from meshwright.launch.environment import RankPlace, how_to_go_on, outside_launcher
 from meshwright.launch.local_ranks import Stopped, stop_signals
+from meshwright.launch.rank_job import GRACE_IS_OVER
 from meshwright.models.dimensions import DecoderConfig
 from meshwright.report.terminal import FigureTable, print_forecast, progress, stderr
 from meshwright.run.prepare import PreparedRun
@@ -41,7 +42,7 @@ def run(arguments: Namespace) -> int:
             result = made.start(stop=stop, show=True).result()
             close(console, words, made.config, result)
             if result.summary is None and result.is_stopped:
-                raise Stopped
+                raise Stopped(*([GRACE_IS_OVER] if made.steps_made else []))
     return result.exit_code
 
 
@@ -128,7 +129,9 @@ def close(console: Console, run_words: list[str], config: RunConfig, result: Run
         told += f"{pretty_bytes(found['dropped_bytes'])} computed again and {pretty_bytes(found['swapped_bytes'])} "
         lines.append(f"{told}copied to the host, about {pretty_seconds(found['eviction_seconds'])}")
     if summary.stopped:
-        lines.append(f"stopped at step {summary.step} and saved; the same command goes on from there")
+        is_saved = summary.step in summary.checkpoints
+        how = "and saved" if is_saved else "without time to save; steps since the last checkpoint are made again"
+        lines.append(f"stopped at step {summary.step} {how}; {how_to_go_on(os.environ)}")
     lines.append(f"checkpoints kept: {', '.join(map(str, summary.checkpoints)) or 'none'}")
     lines.append(f"written to {folder}: {', '.join(['summary.json', *summary.files])}")
     for line in (*lines, *result.warnings):

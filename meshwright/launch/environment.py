@@ -79,6 +79,21 @@ def outside_launcher(environ: Mapping[str, str]) -> RankPlace | None:
     )
 
 
+def restarts_so_far(environ: Mapping[str, str]) -> int:
+    """How often Slurm has requeued this job, or torchrun started its ranks again."""
+    counts = (environ.get(name, "") for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"))
+    return max((int(count) for count in counts if count.isdecimal()), default=0)
+
+
+def how_to_go_on(environ: Mapping[str, str]) -> str:
+    """What to do after exit code 75, under the launcher or scheduler that this is."""
+    if job := environ.get("SLURM_JOB_ID"):
+        return f"the same command goes on (in a batch job: scontrol requeue {job})"
+    if "TORCHELASTIC_RUN_ID" in environ:
+        return "torchrun calls this a failure (exit code 75); the same command, on every host, goes on"
+    return "the same command goes on"
+
+
 def first_host(nodelist: str) -> str:
     """The first host of Slurm's short form: `gpu[007-009,12],cpu1` is gpu007, `r[1-2]n[3-4]` is r1n3."""
     match = re.match(r"(?:[^,\[\]]|\[[^\[\]]+\])+", nodelist.strip())

@@ -23,7 +23,7 @@ from typing import Any
 
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.process import die_with_process
-from meshwright.launch.environment import outside_launcher
+from meshwright.launch.environment import how_to_go_on, outside_launcher
 from meshwright.launch.rank_job import PREEMPTED_EXIT_CODE, STOP_SIGNALS
 
 _PROCESS, _PIPE, _CAUSE = "MESHWRIGHT_GUARD", "MESHWRIGHT_GUARD_PIPE", "MESHWRIGHT_RESTARTED"
@@ -72,7 +72,7 @@ def guard() -> int | None:
         num_restarts, newest = (num_restarts + 1, newest) if saved == newest else (1, saved)
         cause = f"the supervising process was killed by {signal.Signals(-code).name}"
         if watched.has_passed and -code in numbers:  # before it could take them
-            print("mw train: stopped, nothing is lost; the same command goes on", file=sys.stderr)
+            print(f"mw train: stopped, nothing is lost; {how_to_go_on(os.environ)}", file=sys.stderr)
             return PREEMPTED_EXIT_CODE
         if watched.has_passed or num_restarts > told.get("restarts", _MOST_RESTARTS):
             print(f"mw train: {cause}; the same command resumes from the last checkpoint", file=sys.stderr)

@@ -72,7 +72,7 @@ class LaunchOutcome:
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal asked us to stop before there was anything to save."""
+    """A signal asked us to stop, before there was anything to save or time to; its argument says what that means."""
 
 
 class StopRequests:

@@ -14,10 +14,13 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
+import math
 import os
+import select
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +34,7 @@ from meshwright.launch.failure import error_as_json
 PREEMPTED_EXIT_CODE = 75
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """What asks a rank to stop. Slurm sends the latter two (`--signal`), to every process of a step."""
+GRACE_IS_OVER = "the grace (run.grace_seconds) was over; steps that no checkpoint has are made again"
 GATE_NAME = "MESHWRIGHT_GATE"
 """The variable that names a pipe: a rank on standby has its job when the pipe is closed."""
 
@@ -77,26 +81,50 @@ def rank_names(rank: int, num_ranks: int) -> dict[str, str]:
 
 
 class StopFlag:
-    """Set by a signal, polled by the loop. While there is nothing to save, a signal ends the process instead."""
+    """Set by a signal, polled by the loop. While there is nothing to save, a signal ends the process instead; later
+    its grace does."""
 
     def __init__(self) -> None:
         self.is_set = False
-        self._leaves_at_once = False
+        self.grace_seconds = math.inf
+        """From a signal until somebody kills this process."""
+        self.say: Callable[[str], object] = lambda text: None
+        """Is told what the end of this process means, from a thread, just before it."""
+        self._leaves_at_once, self._asked_seconds, self._writer = False, math.inf, -1
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         self.is_set = True
+
+    def note(self) -> None:
+        """Another rank has got a signal."""
+        self.is_set = True
+        if self._writer >= 0:
+            os.write(self._writer, b"\0")
+
+    @property
+    def left_seconds(self) -> float:
+        """Until this process leaves, with or without a save; infinite before a signal."""
+        return self._asked_seconds + max(self.grace_seconds - 1, self.grace_seconds / 2) - time.monotonic()
 
     def take(self, numbers: Iterable[signal.Signals]) -> None:
         """Have these signals set the flag; those that are ignored (`nohup`) stay so."""
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
+        self._writer = writer
         taken = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
 
         def watch() -> None:
             """Sees a signal even while the main thread is inside native code (a collective), where no handler runs."""
             while True:
-                if os.read(reader, 1)[0] in taken and self._leaves_at_once:
-                    os._exit(PREEMPTED_EXIT_CODE)
+                left = self.left_seconds
+                if not select.select([reader], [], [], None if left == math.inf else max(left, 0.0))[0]:
+                    self._leave(GRACE_IS_OVER)
+                number = os.read(reader, 1)[0]
+                if number and number not in taken:
+                    continue
+                self._asked_seconds = min(self._asked_seconds, time.monotonic())
+                if number and self._leaves_at_once:
+                    self._leave("there was nothing to save")
 
         threading.Thread(target=watch, name="stop signals", daemon=True).start()
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -107,7 +135,12 @@ class StopFlag:
         """From now on a signal may end this process where it stands: since the last checkpoint, no step was made."""
         self._leaves_at_once = is_allowed
         if is_allowed and self.is_set:
-            os._exit(PREEMPTED_EXIT_CODE)
+            self._leave("there was nothing to save")
+
+    def _leave(self, why: str) -> NoReturn:
+        with contextlib.suppress(Exception):
+            self.say(why)
+        os._exit(PREEMPTED_EXIT_CODE)
 
 
 def show_stacks_on_crash(log_file: str = "") -> None:

@@ -57,6 +57,8 @@ RUN_FILE = "run.json"
 """In a run's folder: the content of its run file, as of the latest start."""
 MOST_TIMINGS = 2
 """Of a model, each in another form: once its rates are known, another precision or microbatch may be the best."""
+REQUEUE_SECONDS = 60.0
+"""That a job which was started again waits for its earlier self to save and end."""
 _BYTES_PER_TOKEN = 20
 """Of a batch in host memory: input and target as int64, the weight as float32."""
 _SAME = ("step_seconds", "step_seconds_low", "step_seconds_high", "seconds_by_origin", "seconds_by_cause")
@@ -445,29 +447,38 @@ def promise_of(config: RunConfig, prepared: PreparedRun) -> Promise:
     )
 
 
-def open_folder(folder: Path) -> IO[str]:
-    """Make the run folder and lock it for this process. The lock goes when the process does."""
+def open_folder(folder: Path, wait_seconds: float = 0.0, report: Report = lambda text: None) -> IO[str]:
+    """Make the run folder and lock it for this process. The lock goes when the process does.
+
+    `wait_seconds`: that its owner may take to end.
+    """
+    place, checkpoints = folder, folder / "checkpoints"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         raise_problems(link_problems(folder))
-        write_whole(folder / ".write-test", "x" * 4096)
-        (folder / ".write-test").unlink()
+        for place in (checkpoints, folder) if checkpoints.exists() else (folder,):  # they may be on two disks
+            write_whole(place / ".write-test", "x" * 4096, is_durable=True)
+            (place / ".write-test").unlink()
         lock = os.fdopen(open_to_append(folder / ".lock", os.O_RDWR), "r+", encoding="utf-8", errors="replace")
     except OSError as error:
-        raise error_at(f"run.folder {folder}", f"cannot write there: {error.strerror}.") from None
-    try:
-        for left in (2, 1, 0):  # `mw runs` looks for a moment
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError:
-                if not left:
-                    raise
-                time.sleep(0.05)
-    except OSError:
+        fix = "Free space there, make it writable, or choose another run.folder."
+        raise error_at(f"run.folder {place}", f"cannot write there: {error.strerror}.", fix) from None
+    start, is_said = time.monotonic(), False
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError:
+            waited = time.monotonic() - start
         lock.seek(0)
         owner = lock.read().partition(_TOKEN)[0].strip() or "another process"
-        raise error_at(f"run.folder {folder}", f"is in use by {owner}.", "Stop it, or choose another folder.") from None
+        if waited > max(wait_seconds, 0.1):  # `mw runs` looks for a moment
+            fix = "Stop it, or choose another folder."
+            raise error_at(f"run.folder {folder}", f"is in use by {owner}.", fix)
+        if waited > 1.0 and not is_said:
+            report(f"{folder} is in use by {owner}; waiting {pretty_seconds(wait_seconds)} at most for it to end")
+            is_said = True
+        time.sleep(0.05)
     lock.seek(0)
     lock.truncate()
     since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())

@@ -37,7 +37,7 @@ class RunSummary:
     steps_now: int
     """Steps made since this start."""
     stopped: bool
-    """It was asked to stop, and has saved."""
+    """It was asked to stop, and has saved if its grace was long enough."""
     seconds: float
     counts: str
     """tokens, or samples where these have no sequence."""
@@ -73,7 +73,7 @@ class RunResult:
     """0, or 75 where it was stopped: the same run, started again, goes on."""
     folder: Path
     summary: RunSummary | None
-    """None where it was stopped before the first step."""
+    """None where it was stopped before the first step, or killed before it had saved."""
     comparison: Entry | None
     """The run beside its forecast; None where no step was measured."""
     overlay: str = ""

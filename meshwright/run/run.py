@@ -31,7 +31,7 @@ from meshwright.core.errors import MeshwrightError, error_at, raise_problems
 from meshwright.core.plan import Plan
 from meshwright.core.time_ledger import note_time
 from meshwright.data.open_data import Data
-from meshwright.launch.environment import outside_launcher
+from meshwright.launch.environment import outside_launcher, restarts_so_far
 from meshwright.launch.failure import cause
 from meshwright.launch.guard import cause_of_restart, tell_guard
 from meshwright.launch.local_ranks import LaunchOutcome, Standby, StopRequests, launch
@@ -161,7 +161,9 @@ class Run:
     def open(self) -> None:
         """Make the run's folder and lock it until the run is closed; a second owner is refused."""
         if self._lock is None:
-            self._lock = preparation.open_folder(self.folder)
+            is_again = restarts_so_far(os.environ) > 0  # what was there before may still be saving
+            wait_seconds = preparation.REQUEUE_SECONDS if is_again else 0.0
+            self._lock = preparation.open_folder(self.folder, wait_seconds, self.report)
             tell_guard(self.folder.absolute(), self.config.run.restarts)
 
     def note_start(self) -> None:
@@ -358,6 +360,11 @@ class Run:
                 self.report(line)
             return self.post_mortem
         return None
+
+    @property
+    def steps_made(self) -> int:
+        """By the latest ranks, once they have ended."""
+        return self._outcome.steps if isinstance(self._outcome, LaunchOutcome) else 0
 
     @property
     def is_running(self) -> bool:

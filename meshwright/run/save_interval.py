@@ -48,12 +48,17 @@ class SaveInterval:
         if not is_busy:
             self.usual.append(seconds)
         elif self.costs and self.usual:
-            self.costs[-1] += seconds - statistics.median(self.usual)
+            self.costs[-1] += seconds - self.step_seconds
 
     def note_save(self, waited_seconds: float) -> None:
         """A checkpoint was begun, or written, and training has waited so long."""
         self.costs.append(waited_seconds)
         self.saved_seconds = time.monotonic()
+
+    @property
+    def step_seconds(self) -> float:
+        """Of a usual step; 0 before the first."""
+        return statistics.median(self.usual) if self.usual else 0.0
 
     @property
     def cost_seconds(self) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,8 @@ class Saving:
         self.lanes: CopyLanes | None = None
         self.copied: torch.cuda.Event | None = None
         """The device has copied everything; until then nothing of it may change."""
+        self.seconds = 0.0
+        """That this rank's thread has taken for this checkpoint, or the last one."""
 
     @property
     def is_under_way(self) -> bool:
@@ -123,6 +126,7 @@ class Saving:
         """Begin a checkpoint on all ranks; "" or why not. `copies`: training goes on before `finish`. `in_memory`: a
         copy in host memory, in place of the older one there; rank 0 decides."""
         assert not self.is_under_way
+        self.seconds = 0.0
         mesh, optimizer = self.mesh, self.optimizer
 
         def open_folder() -> str | int:
@@ -184,7 +188,9 @@ class Saving:
         def work() -> None:
             if copied is not None:
                 copied.synchronize()
+            start = time.monotonic()
             self.answer = _attempt(action)
+            self.seconds += time.monotonic() - start
 
         self.thread = threading.Thread(target=work, name="checkpoint", daemon=True)
         self.thread.start()

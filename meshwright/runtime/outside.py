@@ -26,7 +26,7 @@ from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.core.plan import Plan
 from meshwright.launch.admission import Admission, code_version, group_proof, require_group, run_secret
 from meshwright.launch.cpu_bf16 import limit_isa_for_bf16
-from meshwright.launch.environment import RankPlace
+from meshwright.launch.environment import RankPlace, how_to_go_on
 from meshwright.launch.failure import speaks_of_lost_peer
 from meshwright.launch.peers import (
     PeerWatch,
@@ -36,7 +36,7 @@ from meshwright.launch.peers import (
     interface_of,
     silent_seconds,
 )
-from meshwright.launch.rank_job import STOP_SIGNALS, StopFlag
+from meshwright.launch.rank_job import PREEMPTED_EXIT_CODE, STOP_SIGNALS, StopFlag
 from meshwright.machine.named_clusters import preset_of_device
 from meshwright.ops.collectives import gather_json
 from meshwright.ops.device_mesh import join
@@ -57,9 +57,10 @@ _SOMEWHERE_ELSE = "198.51.100.1"  # an address for documents (RFC 5737): the way
 
 def run_outside(run: Run, place: RankPlace, before: Tell, after: Callable[[RunResult], object]) -> int:
     """Train as one rank; `before` and `after` tell the user, on rank 0. A failure ends the process where it stands."""
-    watch = PeerWatch(place.rank, give_up=lambda: _leave_without(watch))
+    stop = StopFlag()
+    watch = PeerWatch(place.rank, give_up=lambda: _leave_without(watch, stop))
     try:
-        return _run(run, place, watch, before, after)
+        return _run(run, place, stop, watch, before, after)
     except MeshwrightError as error:
         if place.rank == 0 or not error.is_everywhere:
             for problem in error.problems:
@@ -67,15 +68,17 @@ def run_outside(run: Run, place: RankPlace, before: Tell, after: Callable[[RunRe
         _leave(error.exit_code)
     except Exception as error:
         if speaks_of_lost_peer(str(error)) and watch.lost(wait_seconds=_NOTICE_SECONDS):
-            _leave_without(watch)
+            _leave_without(watch, stop)
         print(f"mw train: rank {place.rank} of {place.num_ranks} failed:", file=sys.stderr)
         traceback.print_exc()
         _leave(1)
 
 
-def _leave_without(watch: PeerWatch) -> NoReturn:
+def _leave_without(watch: PeerWatch, stop: StopFlag) -> NoReturn:
     """Some are gone, so this run is over. One rank of each machine says so."""
     lost = watch.lost()
+    if stop.is_set:  # all were asked to stop, and some have left at once
+        _leave(PREEMPTED_EXIT_CODE)
     if watch.is_teller(lost):
         fix = "The same command, or another plan on what is left, resumes from the last checkpoint."
         print(f"mw train: {watch.sentence(lost)} {fix}", file=sys.stderr)
@@ -90,8 +93,12 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _run(run: Run, place: RankPlace, watch: PeerWatch, before: Tell, after: Callable[[RunResult], object]) -> int:
-    stop = StopFlag()
+def _run(
+    run: Run, place: RankPlace, stop: StopFlag, watch: PeerWatch, before: Tell, after: Callable[[RunResult], object]
+) -> int:
+    if place.rank == 0:
+        how = how_to_go_on(os.environ)
+        stop.say = lambda why: print(f"mw train: stopped, {why}; {how}", file=sys.stderr, flush=True)
     stop.take((signal.SIGINT, signal.SIGHUP, *STOP_SIGNALS))
     stop.leave_at_once(True)
     kind = "cuda" if torch.cuda.is_available() else "cpu"

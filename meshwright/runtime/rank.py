@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from meshwright.checkpoint.memory_folder import MemoryFolder, copies_in_memory
 from meshwright.checkpoint.remote import END_SECONDS, STOP_SECONDS, ObjectFolder, Uploader, fetch_newest
-from meshwright.checkpoint.save import Retention, space_forecast
+from meshwright.checkpoint.save import Retention, space_forecast, write_seconds
 from meshwright.checkpoint.step_folders import committed_folders, discard, newest_good, read_manifest, step_folder
 from meshwright.core.codec import decode, encode
 from meshwright.core.errors import MeshwrightError, Problem
@@ -125,6 +125,7 @@ class RankTraining:
         self.stamp, self.stop = stamp or SectionStamp(), stop
         stop.leave_at_once(True)  # until there is a step to save
         self.config = config = decode(RunConfig, arguments["config"], "")
+        stop.grace_seconds = config.run.grace_seconds
         self.folder = Path(config.run.folder)
         self.promise, self.is_compared = decode(Promise, arguments["promise"], "promise"), False
         mesh = Mesh.make(plan.mesh, device)
@@ -165,6 +166,9 @@ class RankTraining:
         self.num_early_retries = 0
         self.evaluated_step = -1
         self.save_error = ""
+        self.save_seconds = 0.0
+        """The least that a checkpoint has taken to be written, on rank 0; 0 before the first."""
+        self.is_grace_said = False
         self.held_out: dict[str, float] = {}
         self.loss: float | None = None
         self.num_tokens = 0.0
@@ -261,6 +265,7 @@ class RankTraining:
 
         if on_first(trainer.mesh.control, look):
             trainer.saving.use_memory(self.memory)
+        self._judge_grace(on_first(trainer.mesh.control, lambda: write_seconds(root, own_bytes * num_local)))
         return settings.save_async is True or (settings.save_async == "auto" and all(each for _, each in told))
 
     def go(self, stop: StopFlag) -> int:
@@ -298,13 +303,16 @@ class RankTraining:
                     self._note_save(trainer.saving.advance())
             self._record(step, measured=step.step >= start + WARM_UP_STEPS)
             stopped = step.must_stop
+            if stopped:
+                stop.note()
             if is_due(trainer.step, settings.compare_replicas_every):
                 trainer.check_replicas()
             if not stopped and is_due(trainer.step, settings.evaluate_every):
                 self._evaluate()
             if not stopped and is_due(trainer.step, settings.sample_every):
                 self._sample()
-            if stopped or step.must_save or is_due(trainer.step, settings.save_every):
+            is_save_due = step.must_save or is_due(trainer.step, settings.save_every)
+            if self._has_time_to_save() if stopped else is_save_due:
                 is_last = stopped or trainer.step == settings.steps
                 self._save(behind=not is_last, on_disk=is_last or is_due(trainer.step, settings.save_every))
             self._watch(self.watch.before, trainer.step)
@@ -467,6 +475,27 @@ class RankTraining:
             reason = trainer.save(root, behind=behind and self.saves_behind, may_be_in_memory=not on_disk)
         self._note_save(None if trainer.saving.is_under_way else reason)
 
+    def _has_time_to_save(self) -> bool:
+        """Whether the rest of the grace is as long as a checkpoint takes; the one that is being written is ended."""
+        self._finish_save()
+        left = self.stop.left_seconds
+        if on_first(self.trainer.mesh.control, lambda: self.save_seconds <= left):
+            return True
+        if self.is_first:
+            what = f"step {self.trainer.step} is not saved: that takes {pretty_seconds(self.save_seconds)}, of which "
+            self.progress.say(f"{what}the grace (run.grace_seconds) leaves {pretty_seconds(max(left, 0.0))}")
+        return False
+
+    def _judge_grace(self, seconds: float) -> None:
+        """Say once that a stop leaves too little time for a checkpoint that is written in so many seconds."""
+        grace = self.stop.grace_seconds
+        if self.is_first and not self.is_grace_said and seconds + self.trainer.interval.step_seconds > 0.8 * grace:
+            self.is_grace_said = True
+            what = f"a checkpoint takes about {pretty_seconds(seconds)}, and a stop has {pretty_seconds(grace)} "
+            what += "(run.grace_seconds) for it and for the step under way: it may leave the last checkpoint as it is"
+            fix = "Raise run.grace_seconds, and what the scheduler gives (Slurm: --signal=USR1@T), or save more often."
+            self.progress.say(f"warning: {what}. {fix}")
+
     def _finish_save(self) -> None:
         """Wait for the one that is being written."""
         if self.trainer.saving.is_under_way:
@@ -487,7 +516,9 @@ class RankTraining:
         if reason and self.is_first:
             self.progress.say(f"checkpoint not written, training goes on: {reason}")
         if not reason:
-            self.saved_step = self.saving_step
+            self.saved_step, taken = self.saving_step, self.trainer.saving.seconds
+            self.save_seconds = min(self.save_seconds or taken, taken)
+            self._judge_grace(self.save_seconds)
             if self.events is not None:
                 path = step_folder(self.folder / "checkpoints", self.saved_step)
                 self.events.write({"event": "save", "step": self.saved_step, "path": str(path)})
@@ -516,7 +547,8 @@ class RankTraining:
         )
         if self.uploader is not None:
             with self.clock.spend("checkpoint"):
-                self.uploader.close(STOP_SECONDS if stopped else END_SECONDS)
+                limit = max(0.0, min(STOP_SECONDS, self.stop.left_seconds - 1)) if stopped else END_SECONDS
+                self.uploader.close(limit)
         self.clock.mark()
         if self.metrics is None:
             return

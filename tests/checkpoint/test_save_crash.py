@@ -13,7 +13,7 @@ import pytest
 import torch
 from checkpoint_ranks import holds, save, toy
 
-from meshwright.checkpoint.save import Retention, begin, commit, space_forecast, write_rank_file
+from meshwright.checkpoint.save import Retention, begin, commit, space_forecast, write_rank_file, write_seconds
 from meshwright.checkpoint.step_folders import leftover_folders, list_steps, newest_good, usable_folders, verify
 from meshwright.core.box import Box
 from meshwright.core.errors import MeshwrightError
@@ -237,6 +237,8 @@ def test_room_for_the_checkpoints_is_looked_at_before_training(tmp_path: Path) -
     disk = os.statvfs(tmp_path)
     free = disk.f_bavail * disk.f_frsize
     assert space_forecast(tmp_path / "run", 1000, 100, keep=2) == ""
+    few, many = (write_seconds(tmp_path / "run", size) for size in (1000, 1 << 40))
+    assert 0 < few < 60 < many  # of which 16 MiB were written
     assert os.listdir(tmp_path / "run") == []
     told = space_forecast(tmp_path, int(free * 0.45), 100, keep=2)
     assert "2 are kept, and one is written" in told

@@ -105,15 +105,21 @@ def show_imports(job: Job, stop: StopFlag) -> int:
     return 0
 
 
-def stick_in_native_code(job: Job, stop: StopFlag) -> int:
+def stick_in_native_code(job: Job, stop: StopFlag, may_leave: bool = True) -> int:
     """With nothing to save, where no handler of Python's can run: on a mutex that is never unlocked."""
     import ctypes
 
-    stop.leave_at_once(True)
+    stop.leave_at_once(may_leave)
     libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
     libc.pthread_mutex_lock(mutex)
     (Path(str(job.arguments["pids"])) / f"pid-{job.rank}").write_text(str(os.getpid()))
     return int(libc.pthread_mutex_lock(mutex))
+
+
+def save_for_ever(job: Job, stop: StopFlag) -> int:
+    """Where a grace ends, whatever the main thread waits for: a mutex that is never unlocked."""
+    stop.grace_seconds = 2.0
+    return stick_in_native_code(job, stop, may_leave=False)
 
 
 def work_until_stopped(job: Job, stop: StopFlag) -> int:
