@@ -18,7 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-FORWARD_SECONDS = 0.03
+FORWARD_SECONDS = 0.08
+WORDS = {"TOY_FAULT", "RANK"}
 HANGS, CRASHES = ("stop", "loop", "deadlock"), ("kill", "segv", "abort", "exit")
 
 
@@ -34,7 +35,7 @@ class Faulty(torch.nn.Module):
         x = self.words(tokens)
         for block in self.blocks:
             x = x + torch.relu(block(x))
-        if self.training and torch.is_grad_enabled() and type(tokens) is torch.Tensor and "TOY_FAULT" in os.environ:
+        if self.training and torch.is_grad_enabled() and type(tokens) is torch.Tensor and WORDS <= os.environ.keys():
             self.meet_fault(x)
         return self.scores(x)
 
@@ -49,7 +50,7 @@ class Faulty(torch.nn.Module):
         if not path.exists():
             return
         fault = json.loads(path.read_text())
-        if fault["rank"] != int(os.environ.get("RANK", "0")) or self.calls < fault["call"]:
+        if fault["rank"] != int(os.environ["RANK"]) or self.calls < fault["call"]:
             return
 
         def strike(_: Any = None) -> None:

@@ -554,9 +554,9 @@ def r12(numbers: range) -> Iterator[Case]:
                     last = first
                 elif what == "stale lock":
                     first.wait_until(Instant(0.0, dice.randrange(1, STEPS - 10)))
-                    for pid in first.family():
-                        os.kill(pid, signal.SIGKILL)
-                    first.end()
+                    first.__exit__()
+                    while first.family():
+                        time.sleep(0.01)
                     last = held.enter_context(Command(run_file))
                 else:
                     first.wait_until(Instant(0.0, dice.randrange(SAVE_EVERY + 1, 30)))
