@@ -35,7 +35,7 @@ class Faulty(torch.nn.Module):
         x = self.words(tokens)
         for block in self.blocks:
             x = x + torch.relu(block(x))
-        if self.training and torch.is_grad_enabled() and type(tokens) is torch.Tensor and WORDS <= os.environ.keys():
+        if self.training and torch.is_grad_enabled() and type(tokens) is torch.Tensor and os.environ.keys() >= WORDS:
             self.meet_fault(x)
         return self.scores(x)
 
