@@ -24,7 +24,16 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.scorecard import RowResult, clean_environment, final_state, toy_run, train_words
+from benchmarks.scorecard import (
+    Case,
+    RowResult,
+    Values,
+    case_by_case,
+    clean_environment,
+    final_state,
+    toy_run,
+    train_words,
+)
 
 TESTS = Path(__file__).parents[1] / "tests"
 sys.path[:0] = [str(TESTS / folder) for folder in ("checkpoint", "parity", "runtime", "released")]
@@ -419,7 +428,13 @@ def r30(count: int) -> RowResult:
     return RowResult(passed=not failures, count=number, figures=figures, failures=tuple(failures[:5]))
 
 
-def r31(count: int) -> RowResult:
+def judge_uploads(values: Values) -> tuple[str, list[str]]:
+    requests, faults, told = (int(sum(values[name])) for name in ("requests", "faults", "said to be there"))
+    return f"{faults:,} faults in {requests:,} requests, {told} uploads said to be complete", []
+
+
+@case_by_case(judge_uploads)
+def r31(numbers: range) -> Iterator[Case]:
     """Uploads through a proxy that answers late, twice, never or not at all; some are given up half-way. Whatever is
     committed in the store is whole, and what was said to be there is there."""
     from s3_server import BUCKET, FaultyProxy, environment, s3_server
@@ -427,32 +442,29 @@ def r31(count: int) -> RowResult:
     from meshwright.checkpoint import remote
     from meshwright.checkpoint.remote import ObjectFolder, Uploader, fetch_newest
 
-    failures, faults, num_done = [], Counter[str](), 0
     with scratch() as folder, s3_server() as address, pytest.MonkeyPatch.context() as patch:
         patch.setattr(remote, "RETRY_SECONDS", (0.05,) * 12)
         for step in (1, 2, 3):
             save(folder / "here", step, toy(step), keep=3)
-        for number in range(count):
-            proxy = FaultyProxy(address, share=(0.1, 0.3, 0.5)[number % 3], seed=number)
+        for number in numbers:
+            share, gives_up, problems = (0.1, 0.3, 0.5)[number % 3], number % 5 == 4, list[str]()
+            proxy = FaultyProxy(address, share=share, seed=number)
             for name, value in environment(proxy.address).items():
                 patch.setenv(name, value)
             url = f"s3://{BUCKET}/case-{number}"
             uploader = Uploader(ObjectFolder(url, request_seconds=0.5), lambda steps: set(steps[-2:]), quiet)
-            gives_up = number % 5 == 4
             for step, path in committed_folders(folder / "here").items():
                 uploader.put(path)
                 if step < 3 and number % 2:
                     uploader.close(0.3)
             is_there = uploader.close(random.Random(number).uniform(0.0, 0.5) if gives_up else 60.0)
             proxy.is_dead = True  # what is under way reaches nobody any more
-            faults += proxy.seen
             for name, value in environment(address).items():
                 patch.setenv(name, value)
             direct, root = ObjectFolder(url), folder / f"there-{number}"
             try:
-                lines: list[str] = []
-                found = fetch_newest(direct, root, report=lines.append)
-                failures += [f"case {number}: {line}" for line in lines if "is not used" in line]
+                found = fetch_newest(direct, root, report=problems.append)
+                problems = [line for line in problems if "is not used" in line]
                 steps = direct.steps()
                 good = found is None or any(holds(found, toy(step)) for step in steps)
                 good = good and (3 in steps or not is_there)
@@ -460,14 +472,11 @@ def r31(count: int) -> RowResult:
                     shutil.rmtree(root, ignore_errors=True)
                     good = good and holds(direct.download(step, root), toy(step))
                 if not good:
-                    failures.append(f"case {number}: {steps} there, said to be there: {is_there}")
+                    problems.append(f"{steps} there, said to be there: {is_there}")
             except MeshwrightError as error:
-                failures.append(f"case {number}: {error}")
-            num_done += is_there
+                problems.append(str(error))
             proxy.shutdown()
-    count_of_faults = sum(faults.values()) - faults[""]
-    figures = (
-        f"{count - len(failures)} of {count} correct ({count_of_faults:,} faults in {sum(faults.values()):,} requests"
-    )
-    figures += f"; {num_done} uploads said to be complete)"
-    return RowResult(passed=not failures, count=count, figures=figures, failures=tuple(failures[:5]))
+            requests = sum(proxy.seen.values())
+            told = {"requests": requests, "faults": requests - proxy.seen[""], "said to be there": is_there}
+            what = f"{share:.0%} faults, " + ("given up" if gives_up else "to the end")
+            yield Case(what=what, problem="; ".join(problems), values=told)

@@ -1,15 +1,22 @@
 """Rows of the reliability scorecard, the result of one, and toy runs for the functions that measure them.
 
 A row R<n> is measured by functions `r<n>(count: int) -> RowResult` in `benchmarks/reliability_*.py`; several modules
-may have a part of the same row. `benchmarks/reliability.py` finds and runs them.
+may have a part of the same row. Or its cases are kept one by one and later runs add to them:
+
+    @case_by_case(judge)
+    def r1(numbers: range) -> Iterator[Case]: ...
+
+`benchmarks/reliability.py` finds and runs them.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +47,40 @@ class RowResult:
     """What was measured, in one line for the table."""
     failures: tuple[str, ...] = field(default=())
     """The first few cases that failed, each with what is needed to repeat it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One case of a row whose cases are kept."""
+
+    what: str
+    """What was done, in words."""
+    problem: str = ""
+    values: Mapping[str, float] = field(default_factory=dict)
+    """What was measured, by name."""
+
+
+Values = Mapping[str, Sequence[float]]
+"""Name -> what all cases have measured so far."""
+Judge = Callable[[Values], tuple[str, list[str]]]
+"""From all values, figures for the table and what they fall short of."""
+
+
+@dataclass(frozen=True)
+class CaseByCase:
+    """How a row is measured whose cases are kept one by one; a case is the same whenever its number is."""
+
+    run: Callable[[range], Iterator[Case]]
+    judge: Judge
+
+
+def case_by_case(judge: Judge) -> Callable[[Callable[[range], Iterator[Case]]], CaseByCase]:
+    return lambda run: CaseByCase(run, judge)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least this share of them does not exceed; 0 without any."""
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)] if values else 0.0
 
 
 ROWS: dict[str, ScorecardRow] = {

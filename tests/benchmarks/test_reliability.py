@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from namespaces import why_there_are_none
 
 from benchmarks import reliability
-from benchmarks.scorecard import ROWS, RowResult
+from benchmarks.scorecard import ROWS, Case, RowResult, Values, case_by_case
 
 
 @pytest.fixture
@@ -49,6 +50,46 @@ def test_rows_are_kept_when_they_end_and_run_once(tmp_path: Path, page: Path, mo
     assert calls == [("R1", 200)]
     reliability.run(path=path, page=page)
     assert calls == [("R1", 200), ("R1", 186), ("R2", 186)], "R2 had no full result, R1 has"
+
+
+def test_cases_are_kept_one_by_one_and_later_runs_add_to_them(
+    tmp_path: Path, page: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+
+    def judge(values: Values) -> tuple[str, list[str]]:
+        return f"{sum(values['seconds']):g} s", ["too slow"] if max(values["seconds"]) > 90 else []
+
+    @case_by_case(judge)
+    def r1(numbers: range) -> Iterator[Case]:
+        for number in numbers:
+            if number == ends_at:
+                raise KeyboardInterrupt
+            seen.append(number)
+            yield Case(what="made", problem="lost" if number == 12 else "", values={"seconds": number})
+
+    ends_at, path, version = 3, tmp_path / "results.json", "a"
+    monkeypatch.setattr(reliability, "functions", lambda: {"R1": [r1]})
+    monkeypatch.setattr(reliability, "code_digest", lambda made: version)
+    with pytest.raises(KeyboardInterrupt):
+        reliability.run(["R1"], count=5, path=path, page=page)
+    kept = reliability.read_results(path)["R1"]
+    assert (kept["count"], kept["values"], kept["code"]) == (3, {"seconds": [0, 1, 2]}, {"a": 3})
+    ends_at, version = -1, "b"
+    kept = reliability.run(["R1"], count=5, path=path, page=page)["R1"]
+    assert (seen, kept["count"], kept["passed"]) == ([*range(8)], 8, True)
+    assert kept["figures"] == "8 of 8 as they should be; 28 s; by 2 versions of the code"
+    kept = reliability.run(["R1"], count=5, path=path, page=page)["R1"]
+    assert (kept["count"], kept["passed"], kept["failures"]) == (13, False, ["case 12, made: lost"])
+    kept = reliability.run(["R1"], count=1, path=path, page=page)["R1"]
+    assert (kept["count"], kept["passed"]) == (14, False), "by the same code it stays as it is"
+    version = "c"
+    kept = reliability.run(["R1"], count=2, path=path, page=page)["R1"]
+    assert (kept["count"], kept["passed"], kept["code"]) == (2, True, {"c": 2})
+    kept = reliability.run(["R1"], path=path, page=page)["R1"]
+    assert (kept["count"], kept["passed"], seen[-1]) == (200, False, 199), "until there are as many as a full run has"
+    assert "too slow" in kept["figures"]
+    assert reliability.run(["R1"], count=1, fresh=True, path=path, page=page)["R1"]["count"] == 1
 
 
 def test_the_page_is_what_the_kept_results_give(tmp_path: Path) -> None:

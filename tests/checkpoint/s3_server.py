@@ -14,6 +14,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -96,10 +97,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: Any) -> None: ...
 
-    def _pass_on(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
+    def _pass_on(
+        self, command: str, path: str, headers: Message, body: bytes
+    ) -> tuple[int, list[tuple[str, str]], bytes]:
         connection = http.client.HTTPConnection(self.server.target, timeout=60)
-        connection.putrequest(self.command, self.path, skip_accept_encoding=True, skip_host=True)
-        for name, value in self.headers.items():
+        connection.putrequest(command, path, skip_accept_encoding=True, skip_host=True)
+        for name, value in headers.items():
             if name.lower() not in ("connection", "transfer-encoding", "content-length"):
                 connection.putheader(name, value)
         connection.putheader("Content-Length", str(len(body)))
@@ -115,6 +118,8 @@ class _Handler(BaseHTTPRequestHandler):
         if len(body) < length:  # the client has given up; storage refuses half a request, which moto does not check
             self.close_connection = True
             return
+        # When it is passed on later again, the connection may have another one already.
+        request = (self.command, self.path, self.headers, body)
         fault = self.server.fault()
         if fault == "late":
             time.sleep(0.3)
@@ -127,10 +132,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(503, [], b"<Error><Code>SlowDown</Code></Error>")
             return
         if fault == "twice":
-            self._pass_on(body)
+            self._pass_on(*request)
         if fault == "later again":
-            threading.Timer(1.0, self._pass_on, (body,)).start()
-        status, headers, data = self._pass_on(body)
+            threading.Timer(1.0, self._pass_on, request).start()
+        status, headers, data = self._pass_on(*request)
         if fault == "answer lost":
             self.close_connection = True
             return
