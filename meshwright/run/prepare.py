@@ -445,7 +445,7 @@ def promise_of(config: RunConfig, prepared: PreparedRun) -> Promise:
     )
 
 
-def open_folder(folder: Path) -> IO[str]:
+def open_folder(folder: Path, wait_seconds: float = 0.0) -> IO[str]:
     """Make the run folder and lock it for this process. The lock goes when the process does."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -456,12 +456,13 @@ def open_folder(folder: Path) -> IO[str]:
     except OSError as error:
         raise error_at(f"run.folder {folder}", f"cannot write there: {error.strerror}.") from None
     try:
-        for left in (2, 1, 0):  # `mw runs` looks for a moment
+        deadline = time.monotonic() + max(wait_seconds, 0.1)  # `mw runs` looks for a moment
+        while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except OSError:
-                if not left:
+                if time.monotonic() > deadline:
                     raise
                 time.sleep(0.05)
     except OSError:

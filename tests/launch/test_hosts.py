@@ -6,6 +6,8 @@ Tests of `runtime/outside.py`.
 from __future__ import annotations
 
 import contextlib
+import json
+import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -148,3 +150,78 @@ def test_a_rank_that_dies_under_torchrun_ends_both_hosts(make_hosts: MakeHosts, 
     lines = [[line for line in output.splitlines() if line.startswith("mw train:")] for _, output in outcomes]
     assert len(lines[0]) == 1, outcomes[0][1]
     assert "rank 3 of 4 on node1 (10.77.0.2) is gone" in lines[0][0]
+
+
+def supervised(path: str, hosts: str, *changes: str) -> tuple[str, ...]:
+    """`mw train` to be started once on each host, with a rank on each."""
+    settings = (f"run.hosts={hosts}", "run.rendezvous=10.77.0.1:29511", "run.ranks=1", *changes)
+    return ("meshwright.cli.main", "train", path, *(word for each in settings for word in ("--set", each)))
+
+
+def wait_for_step(folder: Path, step: int, started: list[subprocess.Popen[str]]) -> None:
+    deadline, metrics = time.monotonic() + 240, folder / "run" / "metrics.jsonl"
+    while time.monotonic() < deadline and (not metrics.exists() or max(losses(folder / "run"), default=0) < step):
+        assert all(process.poll() is None for process in started), ended(started)
+        time.sleep(0.1)
+
+
+def restarts(folder: Path) -> list[dict[str, object]]:
+    rows = [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [row for row in rows if row["event"] == "start" and row.get("cause")]
+
+
+@pytest.mark.slow
+def test_hosts_join_and_die_and_the_run_goes_on_with_what_is_left(make_hosts: MakeHosts, tmp_path: Path) -> None:
+    hosts, path = make_hosts(2), write_run(tmp_path, SMALL)
+    every = ("train.steps=600", "train.save_every=20", "train.keep_every=20")
+    quick = {"MESHWRIGHT_SILENT_SECONDS": str(SILENT_SECONDS)}
+    first = hosts.start(0, *supervised(path, "1:2", *every), **quick)
+    wait_for_step(tmp_path, 20, [first])
+    (code, output), *_ = ended([hosts.start(1, *supervised(path, "1:3", *every), **quick)])
+    assert code == 2
+    assert "host node1: has run.hosts 1:3 (the run: 1:2)" in output
+    hosts.start(1, *supervised(path, "1:2", *every), **quick)
+    while not restarts(tmp_path):
+        wait_for_step(tmp_path, 0, [first])
+        time.sleep(0.1)
+    joined = restarts(tmp_path)[-1]
+    assert "Going on with 2 hosts (2 ranks) in place of 1 host (1 rank)" in str(joined["cause"])
+    wait_for_step(tmp_path, int(str(joined["step"])) + 40, [first])
+    hosts.kill(1)
+    (code, output), *_ = ended([first])
+    assert code == 0, output
+    assert "Traceback" not in output
+    died = restarts(tmp_path)[-1]
+    assert "Going on with 1 host (1 rank) in place of 2 hosts (2 ranks)" in str(died["cause"])
+    assert "rank 1 of 2 on node1 (10.77.0.2) is gone" in str(died["cause"])
+    assert "the change to" in output  # what it took
+    # The same from the same checkpoint on one host, by hand.
+    step, alone = int(str(died["step"])), tmp_path / "alone"
+    write_run(alone, SMALL)
+    shutil.copytree(tmp_path / "run" / "checkpoints" / f"step-{step}", alone / "run" / "checkpoints" / f"step-{step}")
+    changes = ("train.steps=600", "train.save_every=20", "run.ranks=1")
+    words = [word for change in changes for word in ("--set", change)]
+    done = mw("train", str(alone / "run.toml"), "--plan", str(tmp_path / "run" / "plan.json"), *words)
+    assert done.returncode == 0, done.stderr
+    here, there = losses(alone / "run"), losses(tmp_path / "run")
+    assert sorted(there) == list(range(1, 601))
+    assert here == {number: loss for number, loss in there.items() if number > step}
+
+
+@pytest.mark.slow
+def test_a_rank_that_crashes_restarts_all_hosts_until_it_is_a_crash_loop(make_hosts: MakeHosts, tmp_path: Path) -> None:
+    hosts, path = make_hosts(2), write_run(tmp_path, SMALL)
+    words = ("run.restarts=1", "train.steps=1000000", "train.save_every=20", "train.keep=100000")
+    quick = {"MESHWRIGHT_SILENT_SECONDS": str(SILENT_SECONDS)}
+    started = [hosts.start(host, *supervised(path, "2", *words), **quick) for host in range(2)]
+    wait_for_checkpoint(tmp_path, started)
+    hosts.kill_rank(1)
+    while not restarts(tmp_path):
+        wait_for_step(tmp_path, 0, started)
+        time.sleep(0.1)
+    step = int(str(restarts(tmp_path)[-1]["step"]))
+    assert step > 0
+    before = losses(tmp_path / "run")
+    wait_for_step(tmp_path, step + 40, started)
+    assert before.items() <= losses(tmp_path / "run").items()
+    (tmp_path / "run" / "checkpoints").chmod(0o500)
