@@ -36,7 +36,7 @@ from meshwright.run.recovery import Attempt, remedy_for
 from meshwright.run.run import Run
 
 _POLL_SECONDS = 0.1
-_STOPPED = {"exit_code": PREEMPTED_EXIT_CODE, "text": "a host was stopped, and too few are left"}
+_STOPPED: dict[str, Any] = {"exit_code": PREEMPTED_EXIT_CODE, "text": "a host was stopped, and too few are left"}
 
 
 class Agent:
@@ -76,13 +76,13 @@ class Agent:
         except BrokenPipeError:  # the thread sees its end
             pass
 
-    def hear(self) -> dict[str, Any] | None:
-        """What it says next; raises where somebody asks to stop before."""
+    def hear(self, *, is_ending: bool = False) -> dict[str, Any] | None:
+        """What it says next; raises where somebody asks to stop before: if it `is_ending` anyway, only if it is urgent."""
         while True:
             try:
                 return self.said.get(timeout=_POLL_SECONDS)
             except queue.Empty:
-                if self._outer.first_seconds < math.inf:
+                if self._outer.is_urgent or (self._outer.first_seconds < math.inf and not is_ending):
                     raise Stopped from None
 
 
@@ -120,12 +120,15 @@ class HostSupervisor:
             agent, in_vain = Agent(told, self.logs / "agent.log", self.stop), in_vain + 1
             try:
                 with Standby() as standby:
-                    while (heard := agent.hear()) is not None:
+                    is_ending = False
+                    while (heard := agent.hear(is_ending=is_ending)) is not None:
                         if heard["event"] == "end":
                             return self._end(heard)
                         in_vain = 0
                         outcome = self._launch(agent, heard, standby if self.settings.standby else None)
-                        agent.tell(self._judge(outcome, heard))
+                        verdict = self._judge(outcome, heard)
+                        is_ending = verdict.get("state", "SUCCEEDED") == "SUCCEEDED"
+                        agent.tell(verdict)
             finally:
                 agent.child.end()
             self.why = f"{self.name} has lost the others"
@@ -141,6 +144,8 @@ class HostSupervisor:
         if before[0] and before != self.shape:
             told = [f"{counted(hosts, 'host')} ({counted(ranks, 'rank')})" for hosts, ranks in (self.shape, before)]
             self.why, changed_since = f"Going on with {told[0]} in place of {told[1]}. {self.why}", self.noticed_seconds
+        elif not (before[0] or place["is_first_round"]):
+            self.why = f"{self.name} has joined"
         first = place["first_rank"]
         where = {"num_local": self.num_local, "is_one_host": place["num_hosts"] == 1}
         where |= {name: place[name] for name in ("master_address", "master_port")}
@@ -170,7 +175,9 @@ class HostSupervisor:
         if outcome.exit_code == 0:
             return {"state": "SUCCEEDED"}
         if self.stop.first_seconds < math.inf:
-            return {"end": {**_STOPPED, "is_for_all": place["num_hosts"] <= self.least}}
+            has_failed = any(not failure.is_secondary for failure in outcome.failures)
+            about = {"exit_code": outcome.exit_code, "text": outcome.message()} if has_failed else _STOPPED
+            return {"end": {**about, "is_for_all": place["num_hosts"] <= self.least}}
         if outcome.exit_code == PREEMPTED_EXIT_CODE:
             self.why = "Hosts have come or gone"
             return {"state": "UNHEALTHY"}

@@ -126,9 +126,9 @@ class SealedBackend(RendezvousBackend):
 class HostAgent(SimpleElasticAgent):
     """torch's agent; its workers are ranks that the supervisor starts and watches."""
 
-    def __init__(self, spec: WorkerSpec, channel: Channel):
+    def __init__(self, spec: WorkerSpec, channel: Channel, store: dist.Store):
         super().__init__(spec, exit_barrier_timeout=_READ_SECONDS)
-        self.channel, self.is_under_way = channel, False
+        self.channel, self.is_under_way, self.rounds = channel, False, store
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         workers = worker_group.workers
@@ -137,6 +137,7 @@ class HostAgent(SimpleElasticAgent):
             first_rank=workers[0].global_rank,
             num_ranks=workers[0].world_size,
             num_hosts=worker_group.group_world_size,
+            is_first_round=worker_group.group_rank == 0 and self.rounds.add("rounds", 1) == 1,
             master_address=worker_group.master_addr,
             master_port=worker_group.master_port,
         )
@@ -144,7 +145,7 @@ class HostAgent(SimpleElasticAgent):
         return {worker.local_rank: worker.global_rank for worker in workers}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        if self.is_under_way and not self.channel.has_answer():
+        if not self.channel.has_answer():
             return RunResult(state=WorkerState.HEALTHY)
         told = self.channel.read()
         self.is_under_way = False
@@ -248,7 +249,7 @@ def follow(channel: Channel, settings: Mapping[str, Any]) -> dict[str, Any]:
         max_restarts=_ENDLESS,
         monitor_interval=_POLL_SECONDS,
     )
-    agent, end = HostAgent(spec, channel), {"exit_code": 0, "text": ""}
+    agent, end = HostAgent(spec, channel, store), {"exit_code": 0, "text": ""}
     try:
         agent.run()
     except RunOver as over:
