@@ -77,7 +77,7 @@ class Agent:
             pass
 
     def hear(self, *, is_ending: bool = False) -> dict[str, Any] | None:
-        """What it says next; raises where somebody asks to stop before: if it `is_ending` anyway, only if it is urgent."""
+        """What it says next; raises at a stop; where it `is_ending` anyway, only if that is urgent."""
         while True:
             try:
                 return self.said.get(timeout=_POLL_SECONDS)

@@ -173,7 +173,7 @@ def restarts(folder: Path) -> list[dict[str, object]]:
 @pytest.mark.slow
 def test_hosts_join_and_die_and_the_run_goes_on_with_what_is_left(make_hosts: MakeHosts, tmp_path: Path) -> None:
     hosts, path = make_hosts(2), write_run(tmp_path, SMALL)
-    every = ("train.steps=600", "train.save_every=20", "train.keep_every=20")
+    every = ("train.steps=600", "train.save_every=20", "train.save_minutes=0", "train.keep_every=20")
     quick = {"MESHWRIGHT_SILENT_SECONDS": str(SILENT_SECONDS)}
     first = hosts.start(0, *supervised(path, "1:2", *every), **quick)
     wait_for_step(tmp_path, 20, [first])
@@ -198,8 +198,9 @@ def test_hosts_join_and_die_and_the_run_goes_on_with_what_is_left(make_hosts: Ma
     # The same from the same checkpoint on one host, by hand.
     step, alone = int(str(died["step"])), tmp_path / "alone"
     write_run(alone, SMALL)
-    shutil.copytree(tmp_path / "run" / "checkpoints" / f"step-{step}", alone / "run" / "checkpoints" / f"step-{step}")
-    changes = ("train.steps=600", "train.save_every=20", "run.ranks=1")
+    name = Path("run") / "checkpoints" / f"step-{step:08d}"
+    shutil.copytree(tmp_path / name, alone / name)
+    changes = ("train.steps=600", "train.save_every=0", "run.ranks=1")
     words = [word for change in changes for word in ("--set", change)]
     done = mw("train", str(alone / "run.toml"), "--plan", str(tmp_path / "run" / "plan.json"), *words)
     assert done.returncode == 0, done.stderr
