@@ -131,8 +131,8 @@ class HostSupervisor:
                         agent.tell(verdict)
             finally:
                 agent.child.end()
-            self.why = f"{self.name} has lost the others"
-            self.run.report(f"{self.why} (see {self.logs / 'agent.log'}); meeting them again")
+            self.why = self.why or f"{self.name} has lost the others"
+            self.run.report(f"{self.name} has lost the others (see {self.logs / 'agent.log'}); meeting them again")
         raise error_at(
             "run.rendezvous", f"the agent of this host ends by itself, see {self.logs / 'agent.log'}.", "", 1
         )

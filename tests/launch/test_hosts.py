@@ -17,6 +17,9 @@ import pytest
 from command import RUN, losses, mw, write_plan, write_run
 from namespaces import Hosts, hosts_made, why_there_are_none
 
+from meshwright.core.codec import load_artefact
+from meshwright.core.plan import Plan
+
 SMALL = RUN.replace('name = "byte-tiny"', 'name = "byte-tiny"\nchange = {{ num_layers = 3 }}').replace(
     "timeline_steps = 1", "timeline_steps = 0"
 )
@@ -229,3 +232,37 @@ def test_a_rank_that_crashes_restarts_all_hosts_until_it_is_a_crash_loop(make_ho
         assert "Traceback" not in output
         assert "node1: rank 1 of 2 was killed by SIGKILL" in output
         assert "This is a crash loop: 2 failures in a row" in output
+
+
+@pytest.mark.slow
+def test_where_the_host_of_the_rendezvous_dies_the_next_endpoint_takes_over(
+    make_hosts: MakeHosts, tmp_path: Path
+) -> None:
+    hosts, path = make_hosts(2), write_run(tmp_path, SMALL)
+    places = "run.rendezvous=10.77.0.1:29511,10.77.0.2:29511"
+    words = supervised(path, "1:2", "train.steps=1000000", "train.save_every=20", places)
+    quick = {"MESHWRIGHT_SILENT_SECONDS": str(SILENT_SECONDS)}
+    started = [hosts.start(host, *words, **quick) for host in range(2)]
+    wait_for_checkpoint(tmp_path, started)
+    while load_artefact(Plan, tmp_path / "run" / "plan.json").num_ranks < 2:  # one may have begun alone
+        wait_for_step(tmp_path, 0, started)
+        time.sleep(0.1)
+    wait_for_step(tmp_path, max(losses(tmp_path / "run"), default=0) + 20, started)
+    hosts.kill(0)
+    while not any("in place of 2 hosts" in str(row["cause"]) for row in restarts(tmp_path)):
+        wait_for_step(tmp_path, 0, started[1:])
+        time.sleep(0.1)
+    step = int(str(restarts(tmp_path)[-1]["step"]))
+    wait_for_step(tmp_path, step + 5, started[1:])
+    started[1].terminate()
+    code, output = ended(started[1:])[0]
+    assert code == 75, output
+    assert "node1 has lost the others" in output
+    assert mw("ckpt", "verify", str(tmp_path / "run")).returncode == 0
+
+
+def test_hosts_that_are_missing_are_waited_for_and_then_told(make_hosts: MakeHosts, tmp_path: Path) -> None:
+    words = supervised(write_run(tmp_path, SMALL), "2:3", "run.wait_minutes=0.05")
+    (code, output), *_ = ended([make_hosts(1).start(0, *words)])
+    assert code == 1
+    assert "run.hosts: 1 host of at least 2 came within 3.0 s" in " ".join(output.split())
