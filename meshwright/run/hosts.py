@@ -28,7 +28,7 @@ from meshwright.core.process import start_child
 from meshwright.core.time_ledger import note_time
 from meshwright.core.units import counted
 from meshwright.launch.failure import cause
-from meshwright.launch.guard import tell_guard
+from meshwright.launch.guard import cause_of_restart, tell_guard
 from meshwright.launch.local_ranks import LaunchOutcome, Standby, Stopped, StopRequests, launch
 from meshwright.launch.rank_job import PREEMPTED_EXIT_CODE
 from meshwright.machine.probe import count_gpus
@@ -96,7 +96,7 @@ class HostSupervisor:
         self.least, self.most = self.settings.host_range
         self.num_local = self.settings.ranks or count_gpus() or len(os.sched_getaffinity(0))
         self.attempts: list[Attempt] = []
-        self.why, self.noticed_seconds, self.shape = "", 0.0, (0, 0)
+        self.why, self.noticed_seconds, self.shape = cause_of_restart(), 0.0, (0, 0)
         """Of the launch before: how it ended and when, its hosts and ranks."""
         self.logs = run.folder / "logs" / "".join(each if each.isalnum() or each in ".-" else "_" for each in self.name)
 
@@ -120,7 +120,7 @@ class HostSupervisor:
             agent, in_vain = Agent(told, self.logs / "agent.log", self.stop), in_vain + 1
             try:
                 with Standby() as standby:
-                    is_ending = False
+                    verdict, is_ending = dict[str, Any](), False
                     while (heard := agent.hear(is_ending=is_ending)) is not None:
                         if heard["event"] == "end":
                             return self._end(heard)
@@ -131,6 +131,8 @@ class HostSupervisor:
                         agent.tell(verdict)
             finally:
                 agent.child.end()
+            if is_ending:
+                return self._end(verdict.get("end", {"exit_code": 0}))
             self.why = self.why or f"{self.name} has lost the others"
             self.run.report(f"{self.name} has lost the others (see {self.logs / 'agent.log'}); meeting them again")
         raise error_at(
@@ -145,7 +147,7 @@ class HostSupervisor:
             told = [f"{counted(hosts, 'host')} ({counted(ranks, 'rank')})" for hosts, ranks in (self.shape, before)]
             self.why, changed_since = f"Going on with {told[0]} in place of {told[1]}. {self.why}", self.noticed_seconds
         elif not (before[0] or place["is_first_round"]):
-            self.why = f"{self.name} has joined"
+            self.why = self.why or f"{self.name} has joined"
         first = place["first_rank"]
         where = {"num_local": self.num_local, "is_one_host": place["num_hosts"] == 1}
         where |= {name: place[name] for name in ("master_address", "master_port")}

@@ -86,7 +86,7 @@ def run_supervised(run: Run, job: Job, stop: StopFlag, before: Tell, after: Call
     place = RankPlace(kind="hosts", **own, **job.arguments["place"])
 
     def lost() -> ConnectionError:
-        return ConnectionError(watch.sentence(watch.lost()))
+        return ConnectionError(watch.sentence(watch.lost()).removesuffix("."))
 
     watch = PeerWatch(place.rank, give_up=lambda: os._exit(report_error(job, lost())))
     try:
