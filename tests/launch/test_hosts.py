@@ -184,7 +184,8 @@ def wait_for_restart(folder: Path, why: str, started: list[subprocess.Popen[str]
 @pytest.mark.slow
 def test_hosts_join_and_die_and_the_run_goes_on_with_what_is_left(make_hosts: MakeHosts, tmp_path: Path) -> None:
     hosts, path = make_hosts(2), write_run(tmp_path, SMALL)
-    every = ("train.steps=1000000", "train.save_every=20", "train.save_minutes=0", "train.keep_every=20")
+    rate = "train.optimizer.schedule=constant"  # whatever the number of steps
+    every = ("train.steps=1000000", "train.save_every=20", "train.save_minutes=0", "train.keep_every=20", rate)
     quick = {"MESHWRIGHT_SILENT_SECONDS": str(SILENT_SECONDS)}
     first = hosts.start(0, *supervised(path, "1:2", *every), **quick)
     wait_for_step(tmp_path, 20, [first])
@@ -213,7 +214,7 @@ def test_hosts_join_and_die_and_the_run_goes_on_with_what_is_left(make_hosts: Ma
     write_run(alone, SMALL)
     name = Path("run") / "checkpoints" / f"step-{step:08d}"
     shutil.copytree(tmp_path / name, alone / name)
-    changes = (f"train.steps={step + 30}", "train.save_every=0", "run.ranks=1")
+    changes = (f"train.steps={step + 30}", "train.save_every=0", "run.ranks=1", rate)
     words = [word for change in changes for word in ("--set", change)]
     done = mw("train", str(alone / "run.toml"), "--plan", str(tmp_path / "run" / "plan.json"), *words)
     assert done.returncode == 0, done.stderr
