@@ -16,6 +16,7 @@ import queue
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -165,11 +166,10 @@ class HostSupervisor:
             first_rank=first,
             num_in_all=place["num_ranks"],
         )
-        self.noticed_seconds = outcome.noticed_seconds or agent.stop.first_seconds
-        self.noticed_seconds = self.noticed_seconds if self.noticed_seconds < math.inf else 0.0
+        self.noticed_seconds = outcome.noticed_seconds or min(agent.stop.first_seconds, time.monotonic())
         if first == 0:
             about = {"exit_code": outcome.exit_code, "cause": outcome.message()}
-            note_time(self.run.folder, "end", **about, noticed_monotonic=outcome.noticed_seconds)
+            note_time(self.run.folder, "end", **about, noticed_monotonic=self.noticed_seconds)
         return outcome
 
     def _judge(self, outcome: LaunchOutcome, place: Mapping[str, Any]) -> dict[str, Any]:
