@@ -7,6 +7,7 @@ import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 
 from rich.console import Console
 
@@ -15,9 +16,10 @@ from meshwright.core.units import counted, pretty_bytes, pretty_count, pretty_se
 from meshwright.core.wrapping import wrapped
 from meshwright.launch.environment import RankPlace, how_to_go_on, outside_launcher
 from meshwright.launch.local_ranks import Stopped, stop_signals
-from meshwright.launch.rank_job import GRACE_IS_OVER
+from meshwright.launch.rank_job import GRACE_IS_OVER, Job, StopFlag, run_rank
 from meshwright.models.dimensions import DecoderConfig
 from meshwright.report.terminal import FigureTable, print_forecast, progress, stderr
+from meshwright.run.hosts import HostSupervisor
 from meshwright.run.prepare import PreparedRun
 from meshwright.run.result import RunResult, held_out_text
 from meshwright.run.run import Run
@@ -31,6 +33,10 @@ def run(arguments: Namespace) -> int:
     # The run as another command takes it: its file and what the command line changed.
     words = [arguments.run, *(word for change in arguments.changes for word in ("--set", change))]
     with Run(arguments.run, changes=arguments.changes, plan=arguments.plan, report=progress) as made:
+        if made.config.run.hosts and (place is None or place.kind == "slurm"):  # a task on each host
+            told = {"run": arguments.run, "changes": arguments.changes, "plan": arguments.plan}
+            with stop_signals(requests=arguments.stop) as stop:
+                return HostSupervisor(made, "meshwright.cli.train", told, stop).supervise()
         if place is not None:
             return _run_outside(made, place, console, words)
         if made.is_finished:
@@ -51,18 +57,30 @@ def _run_outside(made: Run, place: RankPlace, console: Console, words: list[str]
     from meshwright.runtime.outside import run_outside
 
     require_trackers(made.config.run.track)
-
-    def before(made: Run) -> None:
-        prepared = made.prepare()
-        warn(console, prepared)
-        describe(console, made.config, prepared)
-
-    code = run_outside(made, place, before, lambda result: close(console, words, made.config, result))
+    code = run_outside(made, place, _tell_plan, lambda result: close(console, words, made.config, result))
     if made.config.run.track:  # what a tracker has left running in this process must not hold up the end of the run
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
     return code
+
+
+def _tell_plan(made: Run) -> None:
+    prepared = made.prepare()
+    warn(stderr(), prepared)
+    describe(stderr(), made.config, prepared)
+
+
+def rank_of_hosts(job: Job, stop: StopFlag) -> int:
+    """As one rank of several hosts, started by the supervisor of this one."""
+    from meshwright.runtime.outside import run_supervised
+
+    told = job.arguments
+    words = [told["run"], *(word for change in told["changes"] for word in ("--set", change))]
+    with Run(told["run"], changes=told["changes"], plan=told["plan"], report=progress) as made:
+        require_trackers(made.config.run.track)
+        end = partial(close, stderr(), words, made.config)
+        return run_supervised(made, job, stop, _tell_plan, end)
 
 
 def warn(console: Console, prepared: PreparedRun) -> None:
@@ -167,3 +185,7 @@ def _can_export(config: RunConfig) -> bool:
     except MeshwrightError:
         return False
     return True
+
+
+if __name__ == "__main__":
+    run_rank(rank_of_hosts)

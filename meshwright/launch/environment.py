@@ -15,7 +15,8 @@ from meshwright.core.errors import MeshwrightError, Problem, error_at, raise_pro
 # Below Linux's ephemeral ports (32768 and up), so that no outgoing connection sits on it already.
 FIRST_PORT, NUM_PORTS = 20_000, 10_000
 
-Kind = Literal["torchrun", "slurm"]
+Kind = Literal["torchrun", "slurm", "hosts"]
+"""The last: the supervisors of several hosts (`run/hosts.py`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

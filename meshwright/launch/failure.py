@@ -18,7 +18,9 @@ from meshwright.core.errors import MeshwrightError
 
 TAIL_BYTES = 4096
 # Lower-case pieces of what gloo, NCCL and the stores say when a peer is gone.
+GONE = "gone: the process ended"
 LOST_PEER = (
+    GONE,
     *("connection closed by peer", "connection reset", "connection was closed", "connection refused", "broken pipe"),
     *("timed out", "wait timeout", "gloo", "nccl"),
 )

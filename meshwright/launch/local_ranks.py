@@ -116,13 +116,16 @@ def launch(
     stop: StopRequests | None = None,
     patience_seconds: float = 0.0,
     standby: Standby | None = None,
+    first_rank: int = 0,
+    num_in_all: int = 0,
 ) -> LaunchOutcome:
     """Run `module` as `num_ranks` ranks (the module ends in `run_rank(main)`) and wait for the end.
 
     Rank 0 writes to our own terminal unless `show_rank_zero` is off; the others write to `log_folder/rank-K.log`. Logs
     of the launch before move to `log_folder/attempt-N`. `arguments` must be JSON. `stop`: from `stop_signals`, where
     the caller has taken the signals already. `patience_seconds`: see `HangWatch`; 0: hangs are not looked for.
-    `standby`: processes to use, and to be started for the next launch once this one trains.
+    `standby`: processes to use, and to be started for the next launch once this one trains. `first_rank`: of those
+    here, where there are `num_in_all` ranks on several machines.
     """
     if num_ranks < 1:
         raise MeshwrightError(f"launch: {num_ranks} ranks cannot run anything. Use 1 or more.")
@@ -137,15 +140,21 @@ def launch(
         if stop.first_seconds < math.inf:  # nothing has begun, so there is nothing to save
             return LaunchOutcome(exit_code=PREEMPTED_EXIT_CODE, failures=(), num_ranks=num_ranks)
         rendezvous, sections = held.enter_context(memory_file()), held.enter_context(memory_file())
-        hangs = HangWatch(sections, num_ranks, patience_seconds)
+        hangs = HangWatch(sections, num_ranks, patience_seconds, first_rank, has_others=num_in_all > num_ranks)
         try:
             variables = [rank_environment(rank, num_ranks, threads, environment) for rank in range(num_ranks)]
+            for local, names in enumerate(variables) if num_in_all else ():
+                names |= {"RANK": str(first_rank + local), "WORLD_SIZE": str(num_in_all)}
+                for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # not the loopback
+                    names.pop(name)
+                    names |= {name: os.environ[name]} if name in os.environ else {}
             waiting = standby.take(variables) if standby is not None else []
-            for rank in range(num_ranks):
+            for local in range(num_ranks):
+                rank = first_rank + local
                 job = Job(
                     arguments=dict(arguments),
                     rank=rank,
-                    num_ranks=num_ranks,
+                    num_ranks=num_in_all or num_ranks,
                     rendezvous=rendezvous,
                     error_file=str(log_folder / f"rank-{rank}.error.json"),
                     log_file=str(log_folder / f"rank-{rank}.log"),
@@ -154,11 +163,11 @@ def launch(
                 )
                 jobs.append(job)
                 if waiting:
-                    children.append(waiting[rank].begin(job))
+                    children.append(waiting[local].begin(job))
                 else:
                     job_file = held.enter_context(memory_file(json.dumps(asdict(job))))
                     log = None if job.is_shown else Path(job.log_file)
-                    children.append(start_rank(module, rank, job_file, variables[rank], log))
+                    children.append(start_rank(module, rank, job_file, variables[local], log))
             refill = partial(standby.fill, module, variables, jobs) if standby is not None else None
             found = watch(children, stop, grace_seconds, hangs, [Path(job.log_file) for job in jobs], refill)
         finally:
@@ -338,7 +347,7 @@ def judge(children: Sequence[Child], jobs: Sequence[Job], is_stopped: bool, hang
         exit_code = PREEMPTED_EXIT_CODE
     else:
         exit_code = cause(failures).exit_code if failures else 0
-    return LaunchOutcome(exit_code=exit_code, failures=failures, num_ranks=len(children))
+    return LaunchOutcome(exit_code=exit_code, failures=failures, num_ranks=jobs[0].num_ranks)
 
 
 @contextlib.contextmanager

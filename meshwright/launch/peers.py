@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from meshwright.launch.failure import GONE
+
 POLL_SECONDS = 0.2
 _SECONDS_OF_A_CONNECTION = 1e-3
 """Waited for each that is looked at, so that looking at thousands takes a hundredth of the time."""
@@ -33,6 +35,7 @@ SILENT_SECONDS = 30.0
 SILENT_SECONDS_NAME = "MESHWRIGHT_SILENT_SECONDS"
 TOGETHER_SECONDS = 1.0
 """Ranks lost this soon after the first went with it; later ones left because of it."""
+_SOMEWHERE_ELSE = "198.51.100.1"  # an address for documents (RFC 5737): the way there is the default route
 _ESTABLISHED = 1  # the first byte of TCP_INFO, linux/tcp.h
 _V4_IN_V6 = "::ffff:"
 _SIOCGIFCONF = 0x8912  # linux/sockios.h
@@ -173,7 +176,7 @@ class PeerWatch:
         who = f"rank{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost))} of {len(self.hosts)}"
         where = ", ".join(sorted({str(self.hosts[rank]) for rank in lost}))
         verb = "are" if len(lost) > 1 else "is"
-        return f"{who} on {where} {verb} gone: the process ended, or the machine does not answer."
+        return f"{who} on {where} {verb} {GONE}, or the machine does not answer."
 
     def _watch(self) -> None:
         while not self._is_over.wait(self.poll_seconds):
@@ -195,6 +198,12 @@ def address_towards(host: str, port: int) -> str:
             return str(probe.getsockname()[0])
     except OSError:
         return ""
+
+
+def outward_address(host: str, port: int) -> str:
+    """Our own address towards `host` as others reach it: many machines call their own name 127.0.1.1."""
+    address = address_towards(host, port)
+    return address_towards(_SOMEWHERE_ELSE, port) or address if interface_of(address) == "lo" else address
 
 
 def interface_of(address: str) -> str:

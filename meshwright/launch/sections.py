@@ -28,6 +28,8 @@ _UNBOUNDED = (*_WIDE, "save", "end")
 """Earlier saves say nothing of the last one, which waits for its files to be written, and uploaded."""
 _ROW = 4
 FACTOR, SLACK_SECONDS = 3.0, 2.0
+ELSEWHERE_SECONDS = 10.0
+"""More for ranks that seem to wait: what they wait for is found, and ended, on its own machine first."""
 _FIRST_STEPS = 3
 """Of an attempt, while kernels are compiled and memory is taken."""
 _MOST_STEPS = 64
@@ -122,8 +124,12 @@ class _RankRow:
 class HangWatch:
     """Watches the rows of all ranks of a launch."""
 
-    def __init__(self, path: str, num_ranks: int, patience_seconds: float):
-        """`patience_seconds`: without a sign of life, where no usual time is known; 0: no hang is ever found."""
+    def __init__(
+        self, path: str, num_ranks: int, patience_seconds: float, first_rank: int = 0, *, has_others: bool = False
+    ):
+        """`patience_seconds`: without a sign of life, where no usual time is known; 0: no hang is ever found.
+        `has_others`: there are ranks on other machines, which are watched there."""
+        self.first_rank, self.elsewhere_seconds = first_rank, ELSEWHERE_SECONDS if has_others else 0.0
         os.truncate(path, num_ranks * _ROW * 8)
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self.memory = mmap.mmap(file, 0)
@@ -156,7 +162,8 @@ class HangWatch:
         for rank in late:
             if self.seen[rank].age > self._limit(self.seen[rank], states[rank]):
                 found = self._culprit(states)  # those that wait for it are late as well
-                if self.seen[found.rank].age > self._limit(self.seen[found.rank], states[found.rank]):
+                local = found.rank - self.first_rank
+                if self.seen[local].age > self._limit(self.seen[local], states[local]):
                     return found
         return None
 
@@ -188,6 +195,8 @@ class HangWatch:
         usual = self._usual_limit()
         if state == "T":
             return usual
+        if seen.section in _WAITS or state == "S":
+            usual += self.elsewhere_seconds
         longest = self.longest.get(seen.section, 0.0)
         if seen.section in _WIDE and longest and seen.step > max(seen.first_step, 0):
             return max(usual, _STORAGE_SECONDS, _STORAGE_FACTOR * longest)
@@ -206,7 +215,7 @@ class HangWatch:
         rank = min(range(len(self.seen)), key=blame)
         seen = self.seen[rank]
         return Hang(
-            rank=rank,
+            rank=self.first_rank + rank,
             section=seen.section,
             step=seen.step + 1,
             seconds=seen.age,

@@ -51,7 +51,7 @@ def remedy_for(attempts: Sequence[Attempt], *, restarts: int, is_stopped: bool) 
     first = cause(outcome.failures)
     # Where a remedy other than the same again is known, it is chosen here, before the failures are counted.
     is_same_again = any("out_of_memory" in each.facts for each in outcome.failures)  # the same plan needs as much
-    is_at_start = first.kind == "exception" and outcome.steps == 0 and len(attempts) == 1
+    is_at_start = first.kind == "exception" and not first.is_secondary and outcome.steps == 0 and len(attempts) == 1
     if first.is_ours or is_same_again or is_at_start or not restarts:
         return Remedy(action="give up", exit_code=outcome.exit_code)
     saved, copied = attempts[-1].saved_step, attempts[-1].copied_step

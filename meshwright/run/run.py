@@ -158,11 +158,11 @@ class Run:
         raise_problems(preparation.problems_here(self.config, plan))
         return plan
 
-    def open(self) -> None:
-        """Make the run's folder and lock it until the run is closed; a second owner is refused."""
+    def open(self, wait_seconds: float = 0.0) -> None:
+        """Make the run's folder and lock it until the run is closed; a second owner is refused, after that long."""
         if self._lock is None:
-            is_again = restarts_so_far(os.environ) > 0  # what was there before may still be saving
-            wait_seconds = preparation.REQUEUE_SECONDS if is_again else 0.0
+            if restarts_so_far(os.environ) > 0:  # what was there before may still be saving
+                wait_seconds = max(wait_seconds, preparation.REQUEUE_SECONDS)
             self._lock = preparation.open_folder(self.folder, wait_seconds, self.report)
             tell_guard(self.folder.absolute(), self.config.run.restarts)
 
@@ -241,6 +241,8 @@ class Run:
             what = f"this process is rank {place.rank} of {place.num_ranks} of {place.kind}; a Run starts ranks itself."
             fix = f"Start `mw train` by {place.kind}, or this program without it."
             raise error_at("Run", what, fix)
+        if self.config.run.hosts:
+            raise error_at("run.hosts", "is for the command.", "Start `mw train` on each host, or leave it out.")
         self._stop = stop or self._stop
         self.open()
         self._was_finished = self.is_finished

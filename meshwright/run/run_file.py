@@ -233,16 +233,39 @@ class RunSection:
     """Go on with fewer ranks, planned anew, where one fails again and again, or fewer devices are found at a start."""
     min_ranks: int = 1
     """The fewest to go on with."""
+    hosts: str | int = ""
+    """Several hosts, on each of which `mw train` is started once: "4", or "2:4" to go on with as few as 2."""
+    rendezvous: str = ""
+    """Where they meet: "HOST:PORT" of one of them, or several by commas, which take over in this order."""
+    wait_minutes: float = 10.0
+    """For hosts that are missing; then the run ends."""
 
     def __post_init__(self) -> None:
         problems = _below(self, 0, "ranks", "timeline_steps", "restarts", "grace_seconds", "patience_minutes")
         problems += _below(self, 1, "min_ranks")
+        least, most = self.host_range
+        if self.hosts and not 1 <= least <= most:
+            problems.append(Problem(where="hosts", what=f'is "{self.hosts}".', fix='Use the form "4" or "2:4".'))
+        if self.hosts and not all(re.fullmatch(r"\S+:\d{1,5}", each) for each in self.endpoints):
+            what, fix = f'is "{self.rendezvous}".', 'Name where hosts meet: "10.0.0.1:29500".'
+            problems.append(Problem(where="rendezvous", what=what, fix=fix))
+        problems += _below(self, 0, "wait_minutes")
         if not self.folder.strip():
             problems.append(Problem(where="folder", what="is empty.", fix="Name a folder for this run."))
         if self.remote and not re.fullmatch(r"s3://[a-z0-9.-]{3,63}(/[A-Za-z0-9._-]+)+/?", self.remote):
             what = f'is "{self.remote[:100]}".'
             problems.append(Problem(where="remote", what=what, fix="Use the form s3://BUCKET/PREFIX."))
         raise_problems(problems)
+
+    @property
+    def host_range(self) -> tuple[int, int]:
+        """The fewest hosts and the most; zeros where `hosts` says neither."""
+        found = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", str(self.hosts))
+        return (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+
+    @property
+    def endpoints(self) -> list[str]:
+        return [each.strip() for each in self.rendezvous.split(",")]
 
 
 @dataclass(frozen=True, kw_only=True)

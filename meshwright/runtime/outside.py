@@ -34,9 +34,11 @@ from meshwright.launch.peers import (
     address_towards,
     connections,
     interface_of,
+    outward_address,
     silent_seconds,
 )
-from meshwright.launch.rank_job import PREEMPTED_EXIT_CODE, STOP_SIGNALS, StopFlag
+from meshwright.launch.rank_job import PREEMPTED_EXIT_CODE, STOP_SIGNALS, Job, StopFlag, report_error
+from meshwright.launch.sections import SectionStamp
 from meshwright.machine.named_clusters import preset_of_device
 from meshwright.ops.collectives import gather_json
 from meshwright.ops.device_mesh import join
@@ -51,8 +53,11 @@ Tell = Callable[[Run], object]
 _NOTICE_SECONDS = 2.0
 """For the watch to see what a collective has just complained of."""
 MEETING_SECONDS = 600.0
+_ROUND_SECONDS = 120.0
+"""To meet, for ranks whose hosts have met already."""
+_LOCK_SECONDS = 120.0
+"""A network file system keeps the lock of a host that is gone, for a while."""
 PACKAGE = Path(__file__).parents[1]
-_SOMEWHERE_ELSE = "198.51.100.1"  # an address for documents (RFC 5737): the way there is the default route
 
 
 def run_outside(run: Run, place: RankPlace, before: Tell, after: Callable[[RunResult], object]) -> int:
@@ -60,7 +65,11 @@ def run_outside(run: Run, place: RankPlace, before: Tell, after: Callable[[RunRe
     stop = StopFlag()
     watch = PeerWatch(place.rank, give_up=lambda: _leave_without(watch, stop))
     try:
-        return _run(run, place, stop, watch, before, after)
+        if place.rank == 0:
+            how = how_to_go_on(os.environ)
+            stop.say = lambda why: print(f"mw train: stopped, {why}; {how}", file=sys.stderr, flush=True)
+        stop.take((signal.SIGINT, signal.SIGHUP, *STOP_SIGNALS))
+        return _run(run, place, watch, before, after, stop)
     except MeshwrightError as error:
         if place.rank == 0 or not error.is_everywhere:
             for problem in error.problems:
@@ -72,6 +81,24 @@ def run_outside(run: Run, place: RankPlace, before: Tell, after: Callable[[RunRe
         print(f"mw train: rank {place.rank} of {place.num_ranks} failed:", file=sys.stderr)
         traceback.print_exc()
         _leave(1)
+
+
+def run_supervised(run: Run, job: Job, stop: StopFlag, before: Tell, after: Callable[[RunResult], object]) -> int:
+    """Train as one rank of several hosts, whose supervisors see how it ends (`run/hosts.py`)."""
+    own = {"rank": job.rank, "num_ranks": job.num_ranks, "local_rank": int(os.environ["LOCAL_RANK"])}
+    place = RankPlace(kind="hosts", **own, **job.arguments["place"])
+
+    def lost() -> ConnectionError:
+        return ConnectionError(watch.sentence(watch.lost()).removesuffix("."))
+
+    watch = PeerWatch(place.rank, give_up=lambda: os._exit(report_error(job, lost())))
+    try:
+        return _run(run, place, watch, before, after, stop, job)
+    except Exception as error:
+        is_lost = not isinstance(error, MeshwrightError) and speaks_of_lost_peer(str(error))
+        if is_lost and watch.lost(wait_seconds=_NOTICE_SECONDS):
+            raise lost() from error
+        raise
 
 
 def _leave_without(watch: PeerWatch, stop: StopFlag) -> NoReturn:
@@ -94,12 +121,15 @@ def _leave(code: int) -> NoReturn:
 
 
 def _run(
-    run: Run, place: RankPlace, stop: StopFlag, watch: PeerWatch, before: Tell, after: Callable[[RunResult], object]
+    run: Run,
+    place: RankPlace,
+    watch: PeerWatch,
+    before: Tell,
+    after: Callable[[RunResult], object],
+    stop: StopFlag,
+    job: Job | None = None,
 ) -> int:
-    if place.rank == 0:
-        how = how_to_go_on(os.environ)
-        stop.say = lambda why: print(f"mw train: stopped, {why}; {how}", file=sys.stderr, flush=True)
-    stop.take((signal.SIGINT, signal.SIGHUP, *STOP_SIGNALS))
+    """`job`: of a rank that is supervised."""
     stop.leave_at_once(True)
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cpu":
@@ -118,17 +148,20 @@ def _run(
     hosts = [RankHost(name=rank["host"], address=rank["address"]) for rank in ranks]
     watch.start(mine, hosts, [rank["ends"] for rank in ranks], silent_seconds(os.environ))
 
+    again = {name: job.arguments[name] for name in ("restart", "changed_since")} if job is not None else {}
+
     def plan() -> dict[str, Any]:
-        run.open()
+        run.open(wait_seconds=_LOCK_SECONDS if again else 0.0)
         run.note_start()
-        arguments = run.adopt(_prepare(run, place, kind))
+        arguments = run.adopt(_prepare(run, place, kind), is_start=not again.get("restart"))
         before(run)
-        return arguments
+        return {**arguments, **again}
 
     arguments = on_first(control, plan)
     used = decode(Plan, arguments["plan"], "plan")
     try:
-        code = RankTraining(arguments, used, device, stop).go(stop)
+        stamp = SectionStamp(job.sections, place.local_rank) if job is not None else None
+        code = RankTraining(arguments, used, device, stop, stamp).go(stop)
     except MeshwrightError as error:
         if (failure := failure_of(error.facts)) is not None:
             machine = decode(Promise, arguments["promise"], "promise").cluster
@@ -159,7 +192,7 @@ def _prepare(run: Run, place: RankPlace, kind: str) -> PreparedRun:
         config = replace(config, run=replace(config.run, cluster=result))
     geometry = (place.num_local, place.num_ranks // place.num_local)
     given = run.plan
-    if config.run.elastic:
+    if config.run.elastic or (place.kind == "hosts" and len(set(config.run.host_range)) > 1):
         earlier = load_plan(config, run.plan, run.description.profile)
         if earlier is not None and earlier.num_ranks != place.num_ranks:
             config, given = replace(config, plan=replace(config.plan, file="")), ""
@@ -181,9 +214,8 @@ def _meet(place: RankPlace, device: torch.device, secret: bytes) -> tuple[str, b
     os.environ.setdefault("WORLD_SIZE", str(place.num_ranks))
     os.environ.setdefault("LOCAL_WORLD_SIZE", str(place.num_local))
     address = "127.0.0.1" if place.is_one_host else address_towards(place.master_address, place.master_port)
-    if place.num_local < place.num_ranks and interface_of(address) == "lo":
-        # Many machines call their own name 127.0.1.1, which no other can reach.
-        address = address_towards(_SOMEWHERE_ELSE, place.master_port) or address
+    if place.num_local < place.num_ranks:
+        address = outward_address(place.master_address, place.master_port)
     interface = interface_of(address)
     if interface:  # NCCL is left alone: it finds its ways by itself, and may use several at once
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -198,6 +230,8 @@ def _meet(place: RankPlace, device: torch.device, secret: bytes) -> tuple[str, b
         prefix = hmac.new(session, b"store", "sha256").hexdigest()  # whoever reaches the store can list its keys
         join(place.rank, place.num_ranks, device, store=dist.PrefixStore(prefix, store))
     except RuntimeError as error:  # torch's own distributed errors are such
+        if place.kind == "hosts":  # the next round is the remedy
+            raise
         where, reason = f"{place.master_address}:{place.master_port}", str(error).splitlines()[0]
         fix = "Choose a free port (MASTER_PORT, or torchrun --master-port)."
         if "address already in use" not in reason.lower():
@@ -209,25 +243,30 @@ def _meet(place: RankPlace, device: torch.device, secret: bytes) -> tuple[str, b
 
 def _store(place: RankPlace, address: str) -> dist.TCPStore:
     """Where ranks meet: torchrun's own, which listens everywhere; else rank 0 opens one on its one address."""
-    timeout = timedelta(seconds=MEETING_SECONDS)
+    seconds = _ROUND_SECONDS if place.kind == "hosts" else MEETING_SECONDS
     host = place.master_address
     is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if not is_torchruns and place.is_one_host:
         host = "127.0.0.1"
     if is_torchruns or place.rank:
-        return dist.TCPStore(host, place.master_port, is_master=False, timeout=timeout)
+        return dist.TCPStore(host, place.master_port, is_master=False, timeout=timedelta(seconds=seconds))
+    return listening_store(address or host, place.master_port, place.num_ranks, seconds)
+
+
+def listening_store(address: str, port: int, num_ranks: int | None, timeout_seconds: float) -> dist.TCPStore:
+    """A store that listens on one address alone."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((address or host, place.master_port))  # an empty address would be all of them
+            listener.bind((address, port))
             listener.listen(1024)
             return dist.TCPStore(
-                address or host,
-                place.master_port,
-                place.num_ranks,
+                address,
+                port,
+                num_ranks,
                 is_master=True,
-                timeout=timeout,
+                timeout=timedelta(seconds=timeout_seconds),
                 wait_for_workers=False,
                 master_listen_fd=listener.detach(),
             )

@@ -77,3 +77,16 @@ def test_limits_come_from_observed_steps(monkeypatch: pytest.MonkeyPatch) -> Non
             assert not hangs(1000)
             stamp.look("forward")
             assert not hangs(0.1)
+    with memory_file() as path:
+        watch, stamp = HangWatch(path, 1, 600.0, first_rank=4, has_others=True), SectionStamp(path, 0)
+        stamp.begin(0)
+        for step in range(8):
+            assert not hangs(1.0)
+            stamp.end_step(step + 1)
+        stamp.look("exchange")
+        assert not hangs(14.8), "it waits for a rank on another machine, which is found there"
+        stamp.look("backward")
+        assert not hangs(4.8)
+        assert hangs(0.4)
+        assert (found := watch.look([os.getpid()])) is not None
+        assert found.rank == 4
