@@ -249,7 +249,7 @@ def follow(channel: Channel, settings: Mapping[str, Any]) -> dict[str, Any]:
         max_restarts=_ENDLESS,
         monitor_interval=_POLL_SECONDS,
     )
-    agent, end = HostAgent(spec, channel, store), {"exit_code": 0, "text": ""}
+    agent, end = HostAgent(spec, channel, store), dict[str, Any](exit_code=0, text="")
     try:
         agent.run()
     except RunOver as over:

@@ -85,7 +85,7 @@ def run_outside(run: Run, place: RankPlace, before: Tell, after: Callable[[RunRe
 
 def run_supervised(run: Run, job: Job, stop: StopFlag, before: Tell, after: Callable[[RunResult], object]) -> int:
     """Train as one rank of several hosts, whose supervisors see how it ends (`run/hosts.py`)."""
-    own = {"rank": job.rank, "num_ranks": job.num_ranks, "local_rank": int(os.environ["LOCAL_RANK"])}
+    own: dict[str, Any] = {"rank": job.rank, "num_ranks": job.num_ranks, "local_rank": int(os.environ["LOCAL_RANK"])}
     place = RankPlace(kind="hosts", **own, **job.arguments["place"])
 
     def lost() -> ConnectionError:

@@ -1,6 +1,6 @@
 """Two and three hosts: one plan across them trains as on one host, and what happens when a host goes away.
 
-Tests of `runtime/outside.py`.
+Tests of `runtime/outside.py`, `runtime/host_agent.py`, `run/hosts.py`.
 """
 
 from __future__ import annotations
