@@ -71,7 +71,7 @@ def measure_cases(
     """Add so many cases to those that are kept, or until there are so many; the row's line, which `keep` is given after
     each of them."""
     code, start = code_digest(made), time.monotonic()
-    if kept is None or "code" not in kept or (not kept["passed"] and set(kept["code"]) != {code}):
+    if kept is None or "code" not in kept or (not kept["passed"] and list(kept["code"])[-1] != code):
         kept = {"count": 0, "wrong": 0, "failures": [], "seconds": 0.0, "code": {}, "values": {}}
     wrong, failures, values = kept["wrong"], list(kept["failures"]), {k: list(v) for k, v in kept["values"].items()}
     codes, line = dict(kept["code"]), dict(kept)
@@ -80,7 +80,7 @@ def measure_cases(
         nonlocal wrong, line
         wrong += bool(problem)
         failures.extend([problem[:500]] if problem else [])
-        codes[code] = codes.get(code, 0) + 1
+        codes[code] = codes.pop(code, 0) + 1  # the latest is last
         done = sum(codes.values())
         figures, short = made.judge(values)
         texts = [f"{done - wrong} of {done} as they should be", figures, *short]
