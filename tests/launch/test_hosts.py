@@ -273,4 +273,4 @@ def test_hosts_that_are_missing_are_waited_for_and_then_told(make_hosts: MakeHos
     words = supervised(write_run(tmp_path, SMALL), "2:3", "run.wait_minutes=0.05")
     (code, output), *_ = ended([make_hosts(1).start(0, *words)])
     assert code == 1
-    assert "run.hosts: 1 host of at least 2 came within 3.0 s" in " ".join(output.split())
+    assert "run.hosts: 1 host of at least 2 came within 3.00 s" in " ".join(output.split())
