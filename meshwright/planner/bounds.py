@@ -68,7 +68,7 @@ class Held:
         least = table(counts[-1])
         if timetable.chunks > 1:
             memory = replace(memory, in_flight=np.minimum(counts[-1], memory.in_flight))
-        self.memory, self.base, self.each = memory, table(memory.base_bytes()), table(memory.microbatch_bytes())
+        self.memory, self.base, self.each = memory, table(memory.base_bytes), table(memory.microbatch_bytes)
         others = {id(count): (count, sum(each is count for each in counts[:-1])) for count in counts[:-1]}.values()
         self.parts = [(times * share, table(count)) for count, times in others]
         self.parts.append((1 - (len(counts) - 1) * share, least))
@@ -290,7 +290,7 @@ class BoundRows:
 
     def base_bytes(self, memory: StageMemory) -> np.ndarray:
         """What is always there, of the fullest stage, at least."""
-        base = self.table(memory.base_bytes())[:, :, 0]
+        base = self.table(memory.base_bytes)[:, :, 0]
         return self.even(base) if self.grid.may_choose else self.fullest(base)
 
     def least_seconds(self, cost: StageCost, held: Held, timetable: Timetable, memory_bytes: float) -> np.ndarray:
@@ -372,7 +372,7 @@ def pipeline_bound(
     forward, weight = column(cost.seconds("forward")), column(cost.seconds("weight"))
     apart = weight if timetable.splits_backward else np.zeros_like(weight)
     # What shows of hidden collectives may be less with another split.
-    least = column(cost.bare_seconds()) if grid.may_choose else unforced
+    least = column(cost.bare_seconds) if grid.may_choose else unforced
     microbatches = grid.columns["num_microbatches"][index]
     stages = np.ones_like(microbatches) if grid.cutter is None else grid.columns["num_stages"][index]
     positive = np.maximum(unforced, 1e-30)
