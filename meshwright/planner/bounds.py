@@ -9,6 +9,7 @@ with what its memory forces on it. docs/search.md derives the bounds.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -82,6 +83,12 @@ class Held:
             has_last = table(places.span(place[0], timetable.chunks - 1) == places.num_spans - 1)
             more = sum(part * (count - least) for part, count in self.parts[:-1])
             self.kept = self.kept + more * (self.each - has_last * self.each.min(axis=2, keepdims=True))
+
+    def without_tasks(self) -> Held:
+        """What seconds follow from alone: a front keeps it of thousands of leaves."""
+        result = copy.copy(self)
+        del result.memory
+        return result
 
 
 def best_roads(cluster: Cluster, mesh: Mapping[str, Num]) -> dict[str, Route]:
@@ -163,7 +170,7 @@ def bound_all(
     def leaf(chosen: tuple[Technique, ...], work: Work, done: TaskTally) -> Iterator[BoundedGrid]:
         """Also with the schedules that are priced alike."""
         forbidden = rows.table(work.facts.forbidden).max(axis=(1, 2)) > 0
-        cost = stage_cost(settled := settle(work), cluster, rows.roads, done, known)
+        cost = stage_cost(settled := settle(work), cluster, rows.roads, done, known).without_tasks()
         memory, own = stage_memory(settled, cluster.device), timetable_of(settled)
         new, names = is_new(chosen) & ~forbidden, {own.name, *(each.timetable.name for each in grid.alike)}
         for other in (None, *grid.alike):
@@ -172,7 +179,7 @@ def bound_all(
             if techniques in without:
                 continue
             held = rows.held(memory if other is None else memory.holding(timetable.held(*rows.place)), timetable)
-            seconds = partial(rows.least_seconds, cost, held, timetable)
+            seconds = partial(rows.least_seconds, cost, held.without_tasks(), timetable)
             yield BoundedGrid(
                 grid=grid,
                 techniques=techniques,

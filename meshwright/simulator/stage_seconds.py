@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from hashlib import blake2b
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -435,6 +435,10 @@ class StageCost:
     def bare_seconds(self) -> Num:
         """Seconds of one microbatch without exposed collectives and without waiting for the host."""
         return _sum(seconds for charge, seconds in self.bare.items() if charge.part != "step")
+
+    def without_tasks(self) -> StageCost:
+        """The same seconds of the parts, and not where they come from."""
+        return replace(self, roads={}, hidden=(), by_layer={})
 
 
 @dataclass(frozen=True, kw_only=True)
