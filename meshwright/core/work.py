@@ -625,6 +625,8 @@ def settle(work: Work) -> Work:
     has_older_versions = bool(np.any(work.facts.older_versions))
     keeps_gradients = bool(np.any(work.facts.keeps_gradients))
     updating: dict[str, Any] = {"kind": "memory", "role": "optimizer", "phase": "step"}
+    # A tied weight's gradient is first made where the weight is used last.
+    last_layers = {slot.copy_of: slot.layer for slot in work.slots if slot.copy_of}
     for slot in work.slots:
         if slot.copy_of:
             continue
@@ -638,7 +640,7 @@ def settle(work: Work) -> Work:
         state_bytes = work.optimizer.state_bytes_of(slot)
         for tier, share in slot.state_tiers or (("device", 1),):
             residents.append(Resident(category="optimizer", bytes=state_bytes * share, tier=tier, **common))
-        residents += _gradients(work, slot, keeps_gradients)
+        residents += _gradients(work, slot, last_layers.get(f"{slot.layer}.{slot.name}"), keeps_gradients)
         older_bytes: Num = 0
         if has_older_versions:
             older_bytes = work.facts.older_versions * stored * slot.element_bytes
@@ -655,14 +657,11 @@ def settle(work: Work) -> Work:
     return work.with_tasks(*tasks).with_residents(*residents, *_made_gradients(work))
 
 
-def _gradients(work: Work, slot: ParameterSlot, is_kept: bool) -> list[Resident]:
+def _gradients(work: Work, slot: ParameterSlot, last_layer: str | None, is_kept: bool) -> list[Resident]:
     """Kept from step to step where somebody keeps them in one place to be summed, else made anew in each."""
-    common: dict[str, Any] = {"category": "gradients", "layer": slot.layer, "repeat": slot.repeat}
-    # A tied weight's is first made where it is used last.
-    last = [each.layer for each in work.slots if each.copy_of == f"{slot.layer}.{slot.name}"]
-    common["layer"] = [slot.layer, *last][-1]
+    common: dict[str, Any] = {"category": "gradients", "layer": last_layer or slot.layer, "repeat": slot.repeat}
     size = slot.stored(slot.gradient_shards) * slot.gradient_bytes * (1 - slot.taken_share)
-    if work.facts.frees_gradients and not last:
+    if work.facts.frees_gradients and last_layer is None:
         return [Resident(**common, bytes=size, life="backward")]
     if not is_kept:
         return [Resident(**common, bytes=size, life="step")]

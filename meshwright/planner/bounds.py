@@ -9,6 +9,7 @@ with what its memory forces on it. docs/search.md derives the bounds.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -68,7 +69,7 @@ class Held:
         least = table(counts[-1])
         if timetable.chunks > 1:
             memory = replace(memory, in_flight=np.minimum(counts[-1], memory.in_flight))
-        self.memory, self.base, self.each = memory, table(memory.base_bytes()), table(memory.microbatch_bytes())
+        self.memory, self.base, self.each = memory, table(memory.base_bytes), table(memory.microbatch_bytes)
         others = {id(count): (count, sum(each is count for each in counts[:-1])) for count in counts[:-1]}.values()
         self.parts = [(times * share, table(count)) for count, times in others]
         self.parts.append((1 - (len(counts) - 1) * share, least))
@@ -82,6 +83,12 @@ class Held:
             has_last = table(places.span(place[0], timetable.chunks - 1) == places.num_spans - 1)
             more = sum(part * (count - least) for part, count in self.parts[:-1])
             self.kept = self.kept + more * (self.each - has_last * self.each.min(axis=2, keepdims=True))
+
+    def without_tasks(self) -> Held:
+        """What seconds follow from alone: a front keeps it of thousands of leaves."""
+        result = copy.copy(self)
+        del result.memory
+        return result
 
 
 def best_roads(cluster: Cluster, mesh: Mapping[str, Num]) -> dict[str, Route]:
@@ -163,7 +170,7 @@ def bound_all(
     def leaf(chosen: tuple[Technique, ...], work: Work, done: TaskTally) -> Iterator[BoundedGrid]:
         """Also with the schedules that are priced alike."""
         forbidden = rows.table(work.facts.forbidden).max(axis=(1, 2)) > 0
-        cost = stage_cost(settled := settle(work), cluster, rows.roads, done, known)
+        cost = stage_cost(settled := settle(work), cluster, rows.roads, done, known).without_tasks()
         memory, own = stage_memory(settled, cluster.device), timetable_of(settled)
         new, names = is_new(chosen) & ~forbidden, {own.name, *(each.timetable.name for each in grid.alike)}
         for other in (None, *grid.alike):
@@ -172,7 +179,7 @@ def bound_all(
             if techniques in without:
                 continue
             held = rows.held(memory if other is None else memory.holding(timetable.held(*rows.place)), timetable)
-            seconds = partial(rows.least_seconds, cost, held, timetable)
+            seconds = partial(rows.least_seconds, cost, held.without_tasks(), timetable)
             yield BoundedGrid(
                 grid=grid,
                 techniques=techniques,
@@ -290,7 +297,7 @@ class BoundRows:
 
     def base_bytes(self, memory: StageMemory) -> np.ndarray:
         """What is always there, of the fullest stage, at least."""
-        base = self.table(memory.base_bytes())[:, :, 0]
+        base = self.table(memory.base_bytes)[:, :, 0]
         return self.even(base) if self.grid.may_choose else self.fullest(base)
 
     def least_seconds(self, cost: StageCost, held: Held, timetable: Timetable, memory_bytes: float) -> np.ndarray:
@@ -372,7 +379,7 @@ def pipeline_bound(
     forward, weight = column(cost.seconds("forward")), column(cost.seconds("weight"))
     apart = weight if timetable.splits_backward else np.zeros_like(weight)
     # What shows of hidden collectives may be less with another split.
-    least = column(cost.bare_seconds()) if grid.may_choose else unforced
+    least = column(cost.bare_seconds) if grid.may_choose else unforced
     microbatches = grid.columns["num_microbatches"][index]
     stages = np.ones_like(microbatches) if grid.cutter is None else grid.columns["num_stages"][index]
     positive = np.maximum(unforced, 1e-30)

@@ -31,6 +31,8 @@ REFINED = 2
 """Times that points between are priced."""
 BETWEEN = 12
 """How many of them."""
+_BINS = 1024
+"""Intervals of seconds by which points that others beat are found before all are sorted."""
 
 
 def is_listed(kinds: Kinds, policies: int) -> bool:
@@ -95,7 +97,13 @@ def _front(kinds: Kinds, amounts: _Amounts) -> np.ndarray:
 
 def _unbeaten(spent: np.ndarray, saved: np.ndarray) -> np.ndarray:
     """Points that no other beats, the least spent first; of more than `MOST`, evenly many of them, ends included."""
-    order = np.lexsort((-saved, spent))
+    points, least, most = np.arange(len(spent)), spent.min(), spent.max()
+    if len(spent) > _BINS and 0 < most - least < np.inf:
+        # Without those that a point of fewer seconds beats: sorting what is left takes a tenth.
+        bins, best = ((spent - least) * ((_BINS - 1) / (most - least))).astype(int), np.full(_BINS, -np.inf)
+        np.maximum.at(best, bins, saved)
+        points = np.flatnonzero(saved > np.concatenate([[-np.inf], np.maximum.accumulate(best)[:-1]])[bins])
+    order = points[np.lexsort((-saved[points], spent[points]))]
     so_far = np.maximum.accumulate(saved[order])
     gains = np.diff(so_far) > 1e-9 * np.abs(so_far[:-1])
     kept = order[np.concatenate([[True], gains])]

@@ -214,7 +214,7 @@ class PricedRows:
             tail=self.column(self.cost.seconds("step")),
             send=self.column(self.cost.send_seconds),
             peak_bytes=self.peak_bytes(self.memory),
-            kept_bytes=self.column(self.memory.microbatch_bytes() * self.memory.in_flight),
+            kept_bytes=self.column(self.memory.microbatch_bytes * self.memory.in_flight),
             late_bytes=self.column(self.memory.late_bytes),
         )
 

@@ -185,7 +185,7 @@ def _solve_chunks(leaf: BoundedGrid, picks: Sequence[OrderedCandidate]) -> list[
     weight = every.column(every.cost.seconds("weight"))
     forward = every.column(every.cost.seconds("forward"))
     columns = forward, every.column(every.cost.seconds("backward")) + weight, weight
-    kept, send = every.column(every.memory.microbatch_bytes()), every.column(every.cost.send_seconds)
+    kept, send = every.column(every.memory.microbatch_bytes), every.column(every.cost.send_seconds)
     ends = [*itertools.accumulate(map(len, choices))]
     rows_of = [slice(end - len(each), end) for end, each in zip(ends, choices, strict=True)]
 

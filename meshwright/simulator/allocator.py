@@ -38,6 +38,12 @@ Pool = tuple[bool, int]
 """Whether of small blocks, and the stream."""
 
 
+def rounded(size: int, stream: int) -> tuple[int, Pool]:
+    """Size and pool of a block."""
+    size = -(-size // LEAST_BLOCK) * LEAST_BLOCK or LEAST_BLOCK
+    return size, (size <= SMALL, stream)
+
+
 class OutOfMemory(Exception):
     """Not even after giving back what was cached."""
 
@@ -66,9 +72,13 @@ class CachingAllocator:
     _next_address: int = 0
 
     def allocate(self, size: int, stream: int = 0) -> AllocatorBlock:
-        size = -(-size // LEAST_BLOCK) * LEAST_BLOCK or LEAST_BLOCK
-        pool = (size <= SMALL, stream)
-        free = self._free.setdefault(pool, [])
+        return self.take(*rounded(size, stream))
+
+    def take(self, size: int, pool: Pool) -> AllocatorBlock:
+        """A block of a size that is rounded up already."""
+        free = self._free.get(pool)
+        if free is None:
+            free = self._free[pool] = []
         at = bisect_left(free, size << ADDRESS_BITS)
         if at < len(free):  # the smallest free block that is large enough
             block = self._blocks.pop(free.pop(at))
@@ -107,6 +117,10 @@ class CachingAllocator:
         block.is_free = True
         self._blocks[key := block.size << ADDRESS_BITS | block.address] = block
         insort(free, key)
+
+    def state(self) -> tuple[Any, ...]:
+        """What it will do depends on this and on the blocks in use."""
+        return self.reserved_bytes, self._next_address, {pool: tuple(free) for pool, free in self._free.items()}
 
     def _new(self, pool: Pool, size: int) -> AllocatorBlock:
         if size <= SMALL:
@@ -240,12 +254,24 @@ class _Replay:
     """By microbatch, place and instance."""
     made: dict[Any, list[AllocatorBlock]] = field(default_factory=dict)
     """Gradients, by place and instance."""
+    sizes: dict[tuple[int, int], list[tuple[int, Pool]]] = field(default_factory=dict)
+    """What is allocated for the program's tensors, by their identity and how many times as large."""
+    instances: dict[int, list[tuple[tuple[int, int], _Place, int]]] = field(default_factory=dict)
+    """By chunk."""
 
     def run(self) -> None:
         self._hold(self.program.setup)
+        # Whether one microbatch ends before the next begins, all of it at once.
+        kinds = [action.kind for action in self.program.actions]
+        takes_turns = self.program.chunks == 1 and kinds == ["forward", "backward"] * (len(kinds) // 2)
         for step in range(NUM_STEPS):
+            state: Any = None
             for action in self.program.actions:
                 self._do(action)
+                if takes_turns and action.kind == "backward":
+                    before, state = state, self.allocator.state()
+                    if state == before:  # all further microbatches of the step leave it so
+                        break
             if step == 0:  # two tensors of each, as Adam has
                 for size, repeat, stream in self.program.states:
                     self._hold([(size / 2, repeat, stream)] * 2)
@@ -254,7 +280,9 @@ class _Replay:
             self.made.clear()
 
     def _do(self, action: Action) -> None:
-        instances = list(self._instances(action.chunk))
+        if action.chunk not in self.instances:
+            self.instances[action.chunk] = list(self._instances(action.chunk))
+        instances = self.instances[action.chunk]
         for key, place, times in instances if action.kind == "forward" else ():
             self.kept[action.microbatch, *key] = self._some(place.kept, times)
             self._free(self._some(place.forward, 1))
@@ -281,7 +309,11 @@ class _Replay:
                 yield (index, instance), place, times
 
     def _some(self, tensors: _Tensors, times: int) -> list[AllocatorBlock]:
-        return [self.allocator.allocate(int(size * times), stream) for size, _, stream in tensors]
+        sizes = self.sizes.get((id(tensors), times))
+        if sizes is None:
+            sizes = self.sizes[id(tensors), times] = [rounded(int(size * times), stream) for size, _, stream in tensors]
+        take = self.allocator.take
+        return [take(size, pool) for size, pool in sizes]
 
     def _hold(self, tensors: Sequence[tuple[float, int, int]]) -> None:
         for size, repeat, stream in tensors:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -53,19 +53,52 @@ class LayerInstances(NamedTuple):
         return np.minimum(item.repeat, self.count) * item.bytes
 
 
-class PlaceSums(NamedTuple):
-    """Bytes at one place, summed over what is there."""
+class PlaceSums:
+    """Bytes at one place, summed over what is there; each sum is made when it is first asked for."""
 
+    def __init__(self, place: LayerInstances, row_of: np.ndarray | None):
+        self._place, self._row_of = place, row_of
+
+    @cached_property
+    def kept(self) -> Num:
+        """Of all instances, by one microbatch; `_once`: of one."""
+        return _by_candidate(sum(_bytes(item) for item in self._place.kept), self._row_of)
+
+    @cached_property
+    def kept_once(self) -> Num:
+        return _by_candidate(_sum_once(self._place.kept), self._row_of)
+
+    @cached_property
+    def gradients(self) -> Num:
+        return _by_candidate(sum(self._place.gradient_bytes(item) for item in self._place.gradients), self._row_of)
+
+    @cached_property
+    def gradients_once(self) -> Num:
+        return _by_candidate(_sum_once(self._place.gradients), self._row_of)
+
+    @cached_property
+    def forward(self) -> Num:
+        """Beside that while an instance runs, on the way forward; or back."""
+        return _by_candidate(_sum_once(item for item in self._place.running if _is_there(item, True)), self._row_of)
+
+    @cached_property
+    def backward(self) -> Num:
+        return _by_candidate(_sum_once(item for item in self._place.running if _is_there(item, False)), self._row_of)
+
+    @cached_property
+    def is_here(self) -> Num:
+        """1 where the stage has any instance of it."""
+        return _by_candidate((self._place.count > 0) * 1, self._row_of)
+
+
+class StageSums(NamedTuple):
+    """What every moment is made of."""
+
+    places: tuple[PlaceSums, ...]
+    later_gradients: tuple[Num, ...]
+    """Of the places after each."""
     kept: Num
-    """Of all instances, by one microbatch; `_once`: of one."""
-    kept_once: Num
     gradients: Num
-    gradients_once: Num
-    forward: Num
-    """Beside that while an instance runs, on the way forward; or back."""
-    backward: Num
-    is_here: Num
-    """1 where the stage has any instance of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,16 +125,13 @@ class StageMemory:
         result.__dict__["_sums"] = self._sums  # what one microbatch keeps, whatever the order
         return result
 
-    def _of_candidates(self, value: Num) -> Num:
-        return value[self.row_of] if self.row_of is not None and isinstance(value, np.ndarray) else value
-
     def tier_bytes(self) -> dict[TierName, Num]:
         """What a rank has of each other tier that is used, counted as if all of it were there at one moment."""
         result: dict[TierName, Num] = {}
         for item in self.elsewhere:
             size = _once(item) if item.life in _MOMENTS else _bytes(item)
             times = self.in_flight if item.life == "microbatch" else 1
-            result[item.tier] = result.get(item.tier, 0) + self._of_candidates(size) * times
+            result[item.tier] = result.get(item.tier, 0) + _by_candidate(size, self.row_of) * times
         return result
 
     def overflows(self, cluster: Cluster) -> Num:
@@ -111,15 +141,17 @@ class StageMemory:
             full = full | (size > cluster.tiers[tier].bytes_each)
         return full
 
+    @cached_property
     def base_bytes(self) -> Num:
-        return self._of_candidates(sum(self.always.values()))
+        return _by_candidate(sum(self.always.values()), self.row_of)
 
+    @cached_property
     def microbatch_bytes(self) -> Num:
-        return self._of_candidates(sum(_bytes(item) for place in self.places for item in place.kept))
+        return _by_candidate(sum(_bytes(item) for place in self.places for item in place.kept), self.row_of)
 
     def gradient_bytes(self) -> Num:
         """Made anew in each step."""
-        return sum(place.gradients for place in self._sums)
+        return self._sums.gradients
 
     def peak_bytes(self) -> Num:
         return self._peak_bytes
@@ -130,19 +162,21 @@ class StageMemory:
         for held, is_forward, gradients in self._fullest_actions():
             for _, _, size in self._moments(held, is_forward, gradients):
                 largest = np.maximum(largest, size)
-        return np.ceil(self.base_bytes() + largest)
+        return np.ceil(self.base_bytes + largest)
 
     @cached_property
     def late_bytes(self) -> Num:
         """While the last layer instance there is runs: everything kept is there then. Never above the peak."""
         last: Num = 0
+        places = self._sums.places
+        # Of places that every candidate has, only the last one can be it.
+        since = max((at for at, place in enumerate(places) if np.all(place.is_here)), default=0)
         for held, is_forward, gradients in self._fullest_actions():
             here: Num = 0
-            for place, is_last, size in self._moments(held, is_forward, gradients):
-                if is_last:
-                    here = np.where(self._sums[place].is_here > 0, size, here)
+            for place, _, size in self._moments(held, is_forward, gradients, since=since, turns=(True,)):
+                here = np.where(places[place].is_here > 0, size, here)
             last = np.maximum(last, here)
-        return self.base_bytes() + last
+        return self.base_bytes + last
 
     def allocated_bytes(self) -> Num:
         """At the peak, as torch counts: without what it does not know of."""
@@ -229,42 +263,33 @@ class StageMemory:
         )
 
     @cached_property
-    def _sums(self) -> tuple[PlaceSums, ...]:
-        """By place: every moment is made of these."""
-        sums = (
-            PlaceSums(
-                kept=sum(_bytes(item) for item in place.kept),
-                kept_once=_sum_once(place.kept),
-                gradients=sum(place.gradient_bytes(item) for item in place.gradients),
-                gradients_once=_sum_once(place.gradients),
-                forward=_sum_once(item for item in place.running if _is_there(item, True)),
-                backward=_sum_once(item for item in place.running if _is_there(item, False)),
-                is_here=(place.count > 0) * 1,
-            )
-            for place in self.places
-        )
-        return tuple(PlaceSums._make(map(self._of_candidates, each)) for each in sums)
+    def _sums(self) -> StageSums:
+        places = tuple(PlaceSums(place, self.row_of) for place in self.places)
+        each = [place.gradients for place in places]
+        later = tuple(sum(each[at + 1 :]) for at in range(len(each)))
+        return StageSums(places, later, sum(place.kept for place in places), sum(each))
 
-    def _moments(self, held: Num, is_forward: bool, gradients: Num) -> Iterator[tuple[int, bool, Num]]:
+    def _moments(
+        self, held: Num, is_forward: bool, gradients: Num, *, since: int = 0, turns: Sequence[bool] = (True, False)
+    ) -> Iterator[tuple[int, bool, Num]]:
         """While an instance of a place runs: (place, whether its last instance, which backward takes first, or else its
-        first, bytes beside those that are always there)."""
+        first, bytes beside those that are always there). `since`: the first place that is asked for."""
         sums = self._sums
-        whole, all_made = sum(place.kept for place in sums), self.gradient_bytes()
-        others, earlier = (held - 1) * whole, gradients * all_made
+        others, earlier = (held - 1) * sums.kept, gradients * sums.gradients
         before: Num = 0
-        for at, place in enumerate(sums):
-            runs = (place.forward if is_forward else place.backward) + others
-            if not self.is_by_place:
-                yield at, True, place.is_here * (runs + (whole + all_made))
-            elif is_forward:
-                yield at, True, place.is_here * (runs + (before + place.kept + earlier))
-            else:
-                later = sum(each.gradients for each in sums[at + 1 :])
-                for is_last in (True, False):
-                    here = before + (place.kept if is_last else place.kept_once)
-                    so_far = later + (place.gradients_once if is_last else place.gradients)
-                    size = here + earlier + (1 - gradients) * so_far
-                    yield at, is_last, place.is_here * (runs + size)
+        for at, place in enumerate(sums.places):
+            if at >= since:
+                runs = (place.forward if is_forward else place.backward) + others
+                if not self.is_by_place:
+                    yield at, True, place.is_here * (runs + (sums.kept + sums.gradients))
+                elif is_forward:
+                    yield at, True, place.is_here * (runs + (before + place.kept + earlier))
+                else:
+                    for is_last in turns:
+                        here = before + (place.kept if is_last else place.kept_once)
+                        so_far = sums.later_gradients[at] + (place.gradients_once if is_last else place.gradients)
+                        size = here + earlier + (1 - gradients) * so_far
+                        yield at, is_last, place.is_here * (runs + size)
             before = before + place.kept
 
 
@@ -310,6 +335,10 @@ def _places(layer: str, items: list[Resident]) -> list[LayerInstances]:
 
 def _is_there(item: Resident, is_forward: bool) -> bool:
     return item.life == "moment" or (item.life == "forward") == is_forward
+
+
+def _by_candidate(value: Num, row_of: np.ndarray | None) -> Num:
+    return value[row_of] if row_of is not None and isinstance(value, np.ndarray) else value
 
 
 def _bytes(item: Resident) -> Num:

@@ -300,7 +300,7 @@ def _in_chunks(staged: Staged, profile: Profile, sequence: int, priced: PricedAt
         if keys[-1] not in sizes:
             sizes[keys[-1]] = sizes_of(plan, profile, sequence=sequence, stage=stage, chunk=chunk)
     _, costs, memory = priced(sizes.values())
-    numbers = (*_seconds(costs), memory.microbatch_bytes())
+    numbers = (*_seconds(costs), memory.microbatch_bytes)
     each = {key: [float(number) for number in picked(numbers, at)] for at, key in enumerate(sizes)}
 
     def held(stage: Stage) -> Stage:

@@ -14,8 +14,8 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from hashlib import blake2b
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -421,11 +421,24 @@ class StageCost:
     """Seconds of compute."""
 
     def seconds(self, part: Part) -> Num:
-        return _sum(seconds for charge, seconds in self.charges.items() if charge.part == part)
+        return self.seconds_by_part.get(part, 0.0)
 
+    @cached_property
+    def seconds_by_part(self) -> Mapping[Part, Num]:
+        """Of all charges."""
+        result: dict[Part, Num] = {}
+        for charge, seconds in self.charges.items():
+            _add(result, charge.part, seconds)
+        return result
+
+    @cached_property
     def bare_seconds(self) -> Num:
         """Seconds of one microbatch without exposed collectives and without waiting for the host."""
         return _sum(seconds for charge, seconds in self.bare.items() if charge.part != "step")
+
+    def without_tasks(self) -> StageCost:
+        """The same seconds of the parts, and not where they come from."""
+        return replace(self, roads={}, hidden=(), by_layer={})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -459,7 +472,7 @@ def tally(
 ) -> TaskTally:
     """Go through the tasks of `work` that `done` has not; a tally of other tasks is no help and is left. What is known
     of a task, from another work that has it too, is not asked again."""
-    known, device = {} if known is None else known, cluster.device
+    known, device, tiers = {} if known is None else known, cluster.device, cluster.tiers
     done = done if done is not None and done.begins(work.tasks) else TaskTally()
     charges, cover, host, hidden = dict(done.charges), dict(done.cover), dict(done.host), list(done.hidden)
     send = done.send_seconds
@@ -476,7 +489,7 @@ def tally(
             continue
         shared: Num = False
         if isinstance(task, Copy):
-            each = cluster.tiers[task.tier].copy_seconds(task.bytes, is_inward=task.is_inward)
+            each = tiers[task.tier].copy_seconds(task.bytes, is_inward=task.is_inward)
         elif isinstance(task, HostUpdate):
             each = task.elements * cluster.devices_per_node / (cluster.host.updates_per_second or 1.0)
         else:
@@ -516,8 +529,13 @@ def stage_cost(
     lanes += [("disk in", alone), ("disk out", alone)]
     parts: tuple[Part, ...] = ("forward", "backward", "weight", "step")
     waits: dict[Part, Num] = {"step": _waits(charges)}
-    for part, (lane, slowed) in itertools.product(parts, lanes if total.hidden else []):
-        group = [item for item in total.hidden if item.part == part and item.lane == lane]
+    groups: dict[tuple[Part, str], list[Hidden]] = {}
+    for item in total.hidden:
+        groups.setdefault((item.part, item.lane), []).append(item)
+    for part, (lane, slowed) in itertools.product(parts, lanes):
+        group = groups.get((part, lane))
+        if group is None:
+            continue
         # Those of a layer run beside its neighbours' compute; the first layer's have nothing to hide behind.
         each = [item for item in group if not item.task.per_step]
         for layer, mine, bare in _in_turn(each, order if part in ("forward", "step") else order[::-1]):
@@ -567,9 +585,11 @@ def _add(amounts: dict[K, Num], key: K, seconds: Num) -> None:
 def _in_turn(group: list[Hidden], order: list[str]) -> Iterator[tuple[str, list[Hidden], Num]]:
     """Layer, its collectives, and their seconds where it is the first that this stage has (else none)."""
     unseen: Num = True
-    for layer in order:
-        mine = [item for item in group if item.task.layer == layer]
-        if mine:
+    by_layer: dict[str, list[Hidden]] = {}
+    for item in group:
+        by_layer.setdefault(item.task.layer, []).append(item)
+    for layer in order if group else ():
+        if mine := by_layer.get(layer):
             is_here = mine[0].task.repeat > 0
             yield layer, mine, _sum(item.each_seconds for item in mine) * (unseen & is_here)
             unseen = unseen & np.logical_not(is_here)
