@@ -79,15 +79,16 @@ class OffloadStates(Technique):
 
     @classmethod
     def options(cls, profile: Profile, cluster: Cluster) -> tuple[Option, ...]:
-        """Only where all states on the devices would be more than half of their memory, and hosts are known."""
+        """Only where all states on the devices would be more than half of their memory, and hosts are known; on disk
+        only where they would be more than half of a host's."""
         each = STATE_BYTES * profile.num_params / cluster.num_devices
         is_known = cluster.host.memory_bytes and cluster.host.updates_per_second
         if cluster.device.kind != "cuda" or not is_known or each < cluster.device.memory_bytes / 2:
             return ()
         shared = Choice("host_ranks", (cluster.devices_per_node,))
         offered = (Choice("share", (1.0, 0.75, 0.5, 0.25)), Choice("ahead", (False, True)), shared)
-        disk = cluster.tiers["disk"]
-        if not (disk.bytes and disk.in_bytes_per_second and disk.out_bytes_per_second):
+        disk, is_small = cluster.tiers["disk"], each * cluster.devices_per_node > cluster.host.memory_bytes / 2
+        if not (is_small and disk.bytes and disk.in_bytes_per_second and disk.out_bytes_per_second):
             return offered
         return (*offered, Choice("disk_share", (0.0,), rescues=(1.0, 0.5), moves_base=True))
 
