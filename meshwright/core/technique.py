@@ -190,6 +190,8 @@ class Technique:
     """It exchanges what it does not cut over its axis itself, by late sums or an `Exchange` of its own: whoever sums
     gradients over replicas leaves this axis alone."""
 
+    keeps_islands: ClassVar[bool] = False
+    """Ranks along its axis are islands: each trains parameters of its own, which meet now and then."""
     makes_whole_gradients: ClassVar[bool] = False
     """Of a technique with an axis: gradients are summed over it inside of backward, none of them later."""
     sums_layers: ClassVar[bool] = False

@@ -183,6 +183,7 @@ class Trainer:
                 waited = time.perf_counter() - start
                 lr = settings.optimizer.lr_at(at, settings.steps)
                 limits = self.spikes.limits(at)
+                self.build.is_last_step = at + 1 == settings.steps
                 # One clock decides: rank 0's.
                 save = self.mesh.rank == 0 and not self.saving.is_under_way and self.interval.is_due
                 is_told = stop is not None and stop.is_set
