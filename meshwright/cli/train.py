@@ -36,7 +36,7 @@ def run(arguments: Namespace) -> int:
             steps = counted(made.config.train.steps, "step")
             console.print(f"{made.folder} has its {steps}; raise train.steps to go on.")
             return 0
-        describe(console, made.config, made.prepare(on_plan=lambda prepared: warn(console, prepared)))
+        describe(console, made.config, made.prepare(on_plan=lambda prepared: warn(console, made.config, prepared)))
         with stop_signals(requests=arguments.stop) as stop:
             result = made.start(stop=stop, show=True).result()
             close(console, words, made.config, result)
@@ -53,7 +53,7 @@ def _run_outside(made: Run, place: RankPlace, console: Console, words: list[str]
 
     def before(made: Run) -> None:
         prepared = made.prepare()
-        warn(console, prepared)
+        warn(console, made.config, prepared)
         describe(console, made.config, prepared)
 
     code = run_outside(made, place, before, lambda result: close(console, words, made.config, result))
@@ -64,8 +64,10 @@ def _run_outside(made: Run, place: RankPlace, console: Console, words: list[str]
     return code
 
 
-def warn(console: Console, prepared: PreparedRun) -> None:
+def warn(console: Console, config: RunConfig, prepared: PreparedRun) -> None:
     forecast = prepared.forecast
+    for line in (line for each in prepared.plan.techniques for line in each.warnings_for(config.train.steps)):
+        console.print(f"warning: {line}")
     if not forecast.fits:
         beside = forecast.peak_bytes - forecast.peak_allocated_bytes
         needs = pretty_bytes(max(forecast.peak_bytes, forecast.peak_reserved_bytes + beside))

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from meshwright.optimizers.loss_scaling import LossScaling
     from meshwright.optimizers.rule import OptimizerState, RuleMaker
     from meshwright.schedules import Places, Timetable
+    from meshwright.techniques.compress_gradients import CompressGradients
 
 
 class Exchange:
@@ -118,6 +119,8 @@ class Build(Protocol):
     them in fewer bits."""
     evaluated: dict[str, torch.Tensor]
     """Parameter -> the values that are evaluated and written to checkpoints, where training goes on with others."""
+    coding: CompressGradients | None
+    """How the next technique that asks codes what it sums; it leaves None."""
     is_last_step: bool
     """The step under way is known to be the last of the run."""
     masters: dict[str, torch.Tensor]

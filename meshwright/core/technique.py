@@ -322,6 +322,10 @@ class Technique:
         """The same with these settings."""
         return self.check_optimizer(optimizer)
 
+    def warnings_for(self, steps: int) -> tuple[str, ...]:
+        """What to know of a run of so many steps."""
+        return ()
+
     def check_sequence(self, sequence: int) -> Problems:
         """What is wrong for samples of this length (which a plan does not know)."""
         return ()

@@ -22,10 +22,12 @@ from torch import Tensor
 
 from meshwright.core.build import Build, Exchange
 from meshwright.ops.fsdp import local
+from meshwright.ops.gradient_codecs import CodedSum
 from meshwright.ops.host_memory import flat_views
 from meshwright.optimizers.rule import OptimizerState
 
 if TYPE_CHECKING:
+    from meshwright.techniques.compress_gradients import CompressGradients
     from meshwright.techniques.local_steps import LocalSteps
 
 
@@ -58,16 +60,19 @@ class IslandLayer:
 
 
 class LocalAverages(Exchange):
-    def __init__(self, build: Build, settings: LocalSteps):
+    def __init__(self, build: Build, settings: LocalSteps, coding: CompressGradients | None):
         self.build, self.settings = build, settings
         self.group = build.mesh.group(settings.axis)
         names = {id(parameter): name for name, parameter in build.named_parameters()}
-        self.layers = []
+        self.layers: list[IslandLayer] = []
+        self.sums: list[CodedSum] = []
         for unit in build.units():
             trained = [(names[id(p)], local(p.detach())) for p in unit.parameters if p.requires_grad]
             if trained:
                 named = [(name, build.wide.get(name, value), value) for name, value in trained]
-                self.layers.append(IslandLayer(named, settings))
+                self.layers.append(layer := IslandLayer(named, settings))
+                if coding is not None:
+                    self.sums.append(CodedSum(build, coding, settings.axis, layer.names, layer.values))
         for layer in self.layers:
             build.evaluated.update(zip(layer.names, layer.shared, strict=True))
 
@@ -86,18 +91,24 @@ class LocalAverages(Exchange):
                 layer.is_pending = False
                 layer.flat.zero_()
             if meets:
-                self._meet(layer, waits=is_last or not settings.overlap)
+                coded = self.sums[at] if self.sums else None
+                self._meet(layer, coded, waits=is_last or not settings.overlap)
 
-    def _meet(self, layer: IslandLayer, *, waits: bool) -> None:
+    def _meet(self, layer: IslandLayer, coded: CodedSum | None, *, waits: bool) -> None:
         differences = torch._foreach_sub(layer.shared, layer.values)
+        if coded is not None:
+            coded(differences)
+            coded.commit()
         flat = torch.cat([each.flatten() for each in differences])
         if waits:
-            dist.all_reduce(flat, group=self.group)
+            if coded is None:
+                dist.all_reduce(flat, group=self.group)
             self._use(layer, flat_views(flat, layer.values))
-        else:
-            layer.flat.copy_(flat)
+            return
+        layer.flat.copy_(flat)
+        layer.is_pending = True
+        if coded is None:
             layer.work = dist.all_reduce(layer.flat, group=self.group, async_op=True)
-            layer.is_pending = True
 
     def _use(self, layer: IslandLayer, sums: Sequence[Tensor]) -> None:
         """Take the islands' sum of differences into the shared model, and the shared model into this island's."""
@@ -143,3 +154,5 @@ class LocalAverages(Exchange):
                 for kind, values in of_all.items():
                     if values:
                         yield OptimizerState(kind, name, values[at], boxes[name], is_mine and island == 0)
+        for coded in self.sums:
+            yield from coded.kept()

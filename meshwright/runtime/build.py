@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,9 @@ from meshwright.ops.stage_transport import Wire
 from meshwright.optimizers.loss_scaling import LossScaling
 from meshwright.optimizers.rule import RuleMaker
 from meshwright.schedules import Actions, Call, Places, Timetable
+
+if TYPE_CHECKING:
+    from meshwright.techniques.compress_gradients import CompressGradients
 
 
 @dataclass(kw_only=True)
@@ -73,6 +76,7 @@ class RankBuild:
     replayed_blocks: set[int] = field(default_factory=set)
     wide: dict[str, Tensor] = field(default_factory=dict)
     evaluated: dict[str, Tensor] = field(default_factory=dict)
+    coding: CompressGradients | None = None
     is_last_step: bool = False
     masters: dict[str, Tensor] = field(default_factory=dict)
     host_units: list[HostUnit] = field(default_factory=list)

@@ -10,12 +10,13 @@ then move to the shared model by the share `blend` (streaming DiLoCo).
 When it helps: islands are joined by a link that is slow beside the compute of `every` steps: another site, or Ethernet.
 When it does not: links that carry a step's gradients while backward runs; few steps, or a large `every` without an
 outer optimizer (above about 10 plain averages learn less from each sample).
-Cost: what an all_reduce of the parameters sends, divided by `every`; memory for the shared model, and for its momentum
-and a sum under way where there are any. What evaluates, writes checkpoints and exports sees the shared model, as of the
-last meeting; after the run's last step all have met once more. Checkpoints also have each island's parameters and
-states: with more islands, new ones begin at the shared model with the first island's states. Batch norms, and
-parameters on the host, are refused. Search does not choose it by itself: seconds of a step say nothing of what is
-learnt in it, and would favour islands that never meet.
+Cost: what an all_reduce of the parameters sends, divided by `every` (a few numbers that all ranks agree on still cross
+the link in each step, unpriced); memory for the shared model, and for its momentum and a sum under way where there are
+any. What evaluates, writes checkpoints and exports sees the shared model, as of the last meeting; after the run's last
+step all have met once more. The loss of a step is the mean over the islands, each with its own parameters. Checkpoints
+also have each island's parameters and states: with more islands, new ones begin at the shared model with the first
+island's states. Batch norms, and parameters on the host, are refused. Search does not choose it by itself: seconds of a
+step say nothing of what is learnt in it, and would favour islands that never meet.
 Exactness: approximate. With every = 1, plain averages and SGD without momentum or clipping it is one device's. Axis:
 local.
 """
@@ -112,6 +113,13 @@ class LocalSteps(Technique):
             what = f"overlap is {self.overlap}, and a layer meets again after {self.every}."
             yield self.problem(what, "Use 0 or more, and less than every.")
 
+    def warnings_for(self, steps: int) -> tuple[str, ...]:
+        if self.size == 1 or self.every <= steps:
+            return ()
+        return (
+            f"{self.name}: every is {self.every}, and the run has {steps} steps: islands meet after the last alone.",
+        )
+
     @classmethod
     def check_optimizer(cls, optimizer: Updating) -> Problems:
         if optimizer.is_elementwise:
@@ -120,7 +128,8 @@ class LocalSteps(Technique):
         return (Problem(where=cls.name, what=what, fix="Use adamw, lion or sgd, or leave the technique out."),)
 
     def price(self, work: Work) -> Work:
-        work, is_used = self.forbid(work), (work.size(self.axis) > 1) * 1
+        coding, is_used = work.facts.coding, (work.size(self.axis) > 1) * 1
+        work = self.forbid(work.with_facts(coding=None))
 
         def size_of(slot: ParameterSlot) -> Num:
             return slot.stored(slot.shards) * slot.element_bytes
@@ -134,20 +143,25 @@ class LocalSteps(Technique):
         for layer, repeat, size in work.units(size_of, trained=True):
             message: dict[str, Any] = {"layer": layer, "kind": "all_reduce", "axis": self.axis, "bytes": size}
             message |= {"repeat": repeat / self.every, "per_step": True, "phase": "backward"}
-            tasks.append(Collective(**message, **common, hidden=self.overlap > 0))
+            if coding is None:
+                tasks.append(Collective(**message, **common, hidden=self.overlap > 0))
             made: dict[str, Any] = {"kind": "memory", "role": "optimizer", "phase": "step", "name": self.name}
             made |= {"repeat": repeat * is_used / self.every, "moved_bytes": passes * size, "kernels": float(passes)}
             tasks.append(Compute(**made, **common, layer=layer))
             kept: dict[str, Any] = {"category": "buffers", "life": "always", "layer": layer}
             residents.append(Resident(**kept, **common, repeat=repeat, bytes=copies * size * is_used))
+        if coding is not None:
+            place = lambda slot: slot.shards, lambda slot: slot.element_bytes
+            work = coding.priced(work, self.axis, *place, self.every, self.name)
         return work.with_tasks(*tasks).with_residents(*residents)
 
     def apply(self, build: Build) -> None:
         if self.size > 1:
             build.loss_scale *= self.size  # an island's gradient is that of its own mean loss
-            build.at("step", self._install)
+            coding, build.coding = build.coding, None
+            build.at("step", lambda build: self._install(build, coding))
 
-    def _install(self, build: Build) -> None:
+    def _install(self, build: Build, coding: Any) -> None:
         from meshwright.ops.local_averages import LocalAverages
 
-        build.add_exchange(self, LocalAverages(build, self))
+        build.add_exchange(self, LocalAverages(build, self, coding))

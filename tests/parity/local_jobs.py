@@ -14,6 +14,7 @@ from meshwright.checkpoint.step_folders import step_folder
 from meshwright.core.codec import decode
 from meshwright.core.plan import Plan
 from meshwright.models.presets import DecoderConfig
+from meshwright.ops.gradient_codecs import CodedSum
 from meshwright.ops.traffic import TrafficRecorder
 from meshwright.optimizers.update import OptimizerConfig
 from meshwright.run.model import open_config
@@ -63,3 +64,30 @@ def trained_job(
     answer["held"] = {name: value.flatten().tolist() for name, value in session.build.local_parameters()}
     parity.leave()
     return answer
+
+
+def repeated_sum_job(
+    *, settings: dict[str, Any], rounds: int, rank: int, num_ranks: int, rendezvous: str
+) -> dict[str, float]:
+    """How far the mean of equal sums, again and again, is from the sum: with and without feedback."""
+    parity.enter(rank, num_ranks, rendezvous)
+    found = {}
+    plan = tiny.plan_of(tiny.REPLICATE)
+    for feedback in (True, False):
+        opened = open_config(decode(DecoderConfig, tiny.LLAMA, "config"), "tiny", 0)
+        rates = decode(OptimizerConfig, tiny.ADAMW, "optimizer")
+        build = parity.open_session(plan, opened, rates, dtype="float64", device=CPU).build
+        name = "blocks.0.mlp.up.weight"
+        given = torch.randn(24, 16, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+        coding: Any = tiny.t("compress_gradients", **settings, feedback=feedback)
+        coded, total = CodedSum(build, coding, "dp", [name], [given]), torch.zeros_like(given)
+        for _ in range(rounds):
+            values = [given.clone()]
+            coded(values)
+            coded.commit()
+            total += values[0] / rounds
+        wanted = given.clone()
+        torch.distributed.all_reduce(wanted)
+        found["with" if feedback else "without"] = float((total - wanted).norm() / wanted.norm())
+    parity.leave()
+    return found

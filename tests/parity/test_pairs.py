@@ -34,6 +34,7 @@ SETTINGS: dict[str, tuple[Technique, ...]] = {
     "chunked_loss": (tiny.CHUNKED,),
     "compile": (tiny.COMPILE,),
     "compress_activations": (tiny.COMPRESS,),
+    "compress_gradients": (tiny.KEEP_ALL,),
     "context": (tiny.RING,),
     "expert": (tiny.EXPERT,),
     "local_steps": (tiny.ISLANDS,),
