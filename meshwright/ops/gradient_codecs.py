@@ -58,7 +58,7 @@ def decode(codec: str, coded: Tensor, size: int, block: int, dtype: torch.dtype)
     if codec == "bf16":
         return coded.view(torch.bfloat16).to(dtype)
     scale_bytes = 4 * -(-size // block)
-    scales = coded[:, -scale_bytes:].clone().view(torch.float32).to(dtype).unsqueeze(-1)
+    scales = coded[:, -scale_bytes:].flatten().clone().view(torch.float32).view(len(coded), -1, 1).to(dtype)
     codes = coded[:, :-scale_bytes]
     if codec == "int8":
         numbers = codes.contiguous().view(torch.int8).to(dtype)

@@ -30,7 +30,7 @@ from meshwright.core.cluster import Cluster
 from meshwright.core.errors import Problem, Problems
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
-from meshwright.core.technique import Exactness, Technique
+from meshwright.core.technique import Exactness, Technique, technique_named, technique_names
 from meshwright.core.work import Collective, Compute, Num, ParameterSlot, Resident, Work
 
 
@@ -90,7 +90,8 @@ class CompressGradients(Technique):
         for name in own:
             what = f"{name} sums gradients by itself, in the bits of its own messages."
             yield self.problem(what, f"Use replicas without {name}, or islands of it.")
-        if not own and not any(each.sums_layers for each in used):
+        # Alone it changes nothing: search asks first whether a technique could run by itself.
+        if not own and not any(each.sums_layers for each in used) and len(plan.techniques) > 1:
             what = "no replicas or islands sum anything that could be compressed."
             yield self.problem(what, "Add one of these, or leave this technique out.")
         if plan.overlaps_steps:
@@ -106,7 +107,17 @@ class CompressGradients(Technique):
                 yield self.problem(what, f"Leave out {other.name}, or this technique.")
 
     def price(self, work: Work) -> Work:
-        return work.with_facts(coding=self)
+        kinds = [kind for kind in map(technique_named, technique_names()) if kind.axis]
+        islands, sums, own = (
+            math.prod(work.size(kind.axis) for kind in kinds if is_meant(kind))
+            for is_meant in (
+                lambda kind: kind.keeps_islands,
+                lambda kind: kind.sums_layers,
+                lambda kind: kind.splits_samples and kind.makes_whole_gradients,
+            )
+        )
+        # What `check` says of axes.
+        return work.forbid((islands == 1) & ((sums == 1) | (own > 1))).with_facts(coding=self)
 
     def priced(
         self, work: Work, axis: str, shards: Callable[[ParameterSlot], Num], width: Callable[[ParameterSlot], Num],

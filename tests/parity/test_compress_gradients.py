@@ -198,7 +198,7 @@ def test_a_streaming_meeting_in_int8_is_a_hundredth_of_an_all_reduce() -> None:
 @pytest.mark.parametrize(
     ("techniques", "words"),
     [
-        ((t("compress_gradients"),), "no replicas or islands"),
+        ((t("compress_gradients"), tiny.TENSOR), "no replicas or islands"),
         ((t("compress_gradients"), tiny.SHARD3), "shard sums gradients by itself"),
         ((t("compress_gradients"), tiny.SHARD3, tiny.REPLICATE), "shard sums gradients by itself"),
         ((t("compress_gradients", keep=0.0), tiny.REPLICATE), "keep is 0"),
