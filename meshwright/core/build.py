@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -25,9 +25,21 @@ if TYPE_CHECKING:
     from meshwright.ops.split_backward import Later
     from meshwright.ops.stage_transport import Wire
     from meshwright.optimizers.loss_scaling import LossScaling
-    from meshwright.optimizers.rule import OptimizerState, RuleMaker
+    from meshwright.optimizers.rule import RuleMaker
     from meshwright.schedules import Places, Timetable
     from meshwright.techniques.compress_gradients import CompressGradients
+
+
+class OptimizerState(NamedTuple):
+    """Something that an update or an exchange remembers between steps."""
+
+    kind: str
+    name: str
+    value: torch.Tensor
+    box: Box
+    """Where the value lies in the whole of what is remembered of this kind for this parameter."""
+    is_first: bool = True
+    """Of the pieces of a parameter that remember this same value, the one that writes it."""
 
 
 class Exchange:

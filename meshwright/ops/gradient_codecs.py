@@ -22,10 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.core.box import Box
-from meshwright.core.build import Build
+from meshwright.core.build import Build, OptimizerState
 from meshwright.ops.collectives import all_gather
 from meshwright.ops.host_memory import flat_views
-from meshwright.optimizers.rule import OptimizerState
 
 if TYPE_CHECKING:
     from meshwright.techniques.compress_gradients import CompressGradients

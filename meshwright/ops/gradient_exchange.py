@@ -21,12 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.core.build import Build, Exchange
+from meshwright.core.build import Build, Exchange, OptimizerState
 from meshwright.ops.fsdp import local
 from meshwright.ops.gradient_codecs import CodedSum
 from meshwright.ops.host_memory import HostUnit, flat_views
 from meshwright.ops.model_interface import ParameterUnit
-from meshwright.optimizers.rule import OptimizerState
 
 if TYPE_CHECKING:
     from meshwright.techniques.compress_gradients import CompressGradients

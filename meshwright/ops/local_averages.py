@@ -20,11 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.core.build import Build, Exchange
+from meshwright.core.build import Build, Exchange, OptimizerState
 from meshwright.ops.fsdp import local
 from meshwright.ops.gradient_codecs import CodedSum
 from meshwright.ops.host_memory import flat_views
-from meshwright.optimizers.rule import OptimizerState
 
 if TYPE_CHECKING:
     from meshwright.techniques.compress_gradients import CompressGradients
