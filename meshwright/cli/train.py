@@ -43,7 +43,7 @@ def run(arguments: Namespace) -> int:
             steps = counted(made.config.train.steps, "step")
             console.print(f"{made.folder} has its {steps}; raise train.steps to go on.")
             return 0
-        describe(console, made.config, made.prepare(on_plan=lambda prepared: warn(console, prepared)))
+        describe(console, made.config, made.prepare(on_plan=lambda prepared: warn(console, made.config, prepared)))
         with stop_signals(requests=arguments.stop) as stop:
             result = made.start(stop=stop, show=True).result()
             close(console, words, made.config, result)
@@ -67,7 +67,7 @@ def _run_outside(made: Run, place: RankPlace, console: Console, words: list[str]
 
 def _tell_plan(made: Run) -> None:
     prepared = made.prepare()
-    warn(stderr(), prepared)
+    warn(stderr(), made.config, prepared)
     describe(stderr(), made.config, prepared)
 
 
@@ -83,8 +83,10 @@ def rank_of_hosts(job: Job, stop: StopFlag) -> int:
         return run_supervised(made, job, stop, _tell_plan, end)
 
 
-def warn(console: Console, prepared: PreparedRun) -> None:
+def warn(console: Console, config: RunConfig, prepared: PreparedRun) -> None:
     forecast = prepared.forecast
+    for line in (line for each in prepared.plan.techniques for line in each.warnings_for(config.train.steps)):
+        console.print(f"warning: {line}")
     if not forecast.fits:
         beside = forecast.peak_bytes - forecast.peak_allocated_bytes
         needs = pretty_bytes(max(forecast.peak_bytes, forecast.peak_reserved_bytes + beside))

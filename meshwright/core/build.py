@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +27,19 @@ if TYPE_CHECKING:
     from meshwright.optimizers.loss_scaling import LossScaling
     from meshwright.optimizers.rule import RuleMaker
     from meshwright.schedules import Places, Timetable
+    from meshwright.techniques.compress_gradients import CompressGradients
+
+
+class OptimizerState(NamedTuple):
+    """Something that an update or an exchange remembers between steps."""
+
+    kind: str
+    name: str
+    value: torch.Tensor
+    box: Box
+    """Where the value lies in the whole of what is remembered of this kind for this parameter."""
+    is_first: bool = True
+    """Of the pieces of a parameter that remember this same value, the one that writes it."""
 
 
 class Exchange:
@@ -52,11 +65,19 @@ class Exchange:
     def finish(self) -> None:
         """All backward passes of the step are over: gradients must be as the optimizer needs them when this returns."""
 
-    def after_update(self) -> None:
-        """The optimizer has updated this rank's parameters."""
+    def after_update(self, count: int) -> None:
+        """The optimizer has updated this rank's parameters, for the `count`-th time; not called where a step was
+        refused."""
+
+    def before_evaluation(self) -> None:
+        """Forward passes without a backward are about to begin."""
 
     def after_evaluation(self) -> None:
-        """Forward passes without a backward have ended."""
+        """They have ended."""
+
+    def kept(self) -> Iterable[OptimizerState]:
+        """What it remembers between steps, for checkpoints."""
+        return ()
 
 
 class Build(Protocol):
@@ -95,6 +116,8 @@ class Build(Protocol):
     """Name here -> the one name a parameter has in every plan (tied weights have two names)."""
     zero_filled: set[int]
     """Ids of parameters whose gradient is only the zeros it began the step with: nothing was added so far."""
+    exchanges: list[Exchange]
+    """Called in this order at every place of a step."""
     exchange_owners: dict[str, str]
     """Axis -> the technique that exchanges over it."""
     rule_wraps: list[Callable[[RuleMaker], RuleMaker]]
@@ -106,6 +129,12 @@ class Build(Protocol):
     wide: dict[str, torch.Tensor]
     """Parameter -> its values as they are updated and written to checkpoints, where the parameter itself is a copy of
     them in fewer bits."""
+    evaluated: dict[str, torch.Tensor]
+    """Parameter -> the values that are evaluated and written to checkpoints, where training goes on with others."""
+    coding: CompressGradients | None
+    """How the next technique that asks codes what it sums; it leaves None."""
+    is_last_step: bool
+    """The step under way is known to be the last of the run."""
     masters: dict[str, torch.Tensor]
     """Parameter -> the copy in host memory that is updated and written to checkpoints, where the device has another."""
     host_units: list[HostUnit]
@@ -121,6 +150,11 @@ class Build(Protocol):
     @property
     def first_block(self) -> int:
         """Blocks of the whole model before this stage's first."""
+        ...
+
+    @property
+    def island(self) -> int:
+        """Which of the islands this rank belongs to."""
         ...
 
     def at(self, phase: str, change: Callable[[Build], None]) -> None:
@@ -148,8 +182,9 @@ class Build(Protocol):
     def materialise(self, parameters: Iterable[nn.Parameter], device: torch.device | None = None) -> None:
         """Allocate and fill the parameters that are still on the meta device; None: on the mesh's."""
 
-    def owns(self, name: str) -> bool:
-        """Whether this rank answers for its piece: exactly one of the replicas does."""
+    def owns(self, name: str, *axes: str) -> bool:
+        """Whether this rank answers for its piece: exactly one of the replicas (of an island) does, or, along `axes`,
+        each of them."""
         ...
 
     def add_exchange(self, technique: Technique, exchange: Exchange, *more_axes: str) -> None:

@@ -102,6 +102,11 @@ class Plan(Artefact):
         return tuple(axis for axis in self.sample_axes if not self._owner(axis).sums_late)
 
     @property
+    def island_axes(self) -> tuple[str, ...]:
+        """Axes along which ranks train parameters of their own."""
+        return tuple(axis for axis in self.axis_order if self._owner(axis).keeps_islands)
+
+    @property
     def num_replicas(self) -> int:
         return math.prod(self.mesh[axis] for axis in self.sample_axes)
 

@@ -190,6 +190,8 @@ class Technique:
     """It exchanges what it does not cut over its axis itself, by late sums or an `Exchange` of its own: whoever sums
     gradients over replicas leaves this axis alone."""
 
+    keeps_islands: ClassVar[bool] = False
+    """Ranks along its axis are islands: each trains parameters of its own, which meet now and then."""
     makes_whole_gradients: ClassVar[bool] = False
     """Of a technique with an axis: gradients are summed over it inside of backward, none of them later."""
     sums_layers: ClassVar[bool] = False
@@ -319,6 +321,10 @@ class Technique:
     def refused_optimizer(self, optimizer: Updating) -> Problems:
         """The same with these settings."""
         return self.check_optimizer(optimizer)
+
+    def warnings_for(self, steps: int) -> tuple[str, ...]:
+        """What to know of a run of so many steps."""
+        return ()
 
     def check_sequence(self, sequence: int) -> Problems:
         """What is wrong for samples of this length (which a plan does not know)."""

@@ -316,6 +316,8 @@ class WorkFacts:
     """Optimizer states are not one number for each element."""
     older_versions: Num = 0
     """Versions of the trained parameters kept beside the newest one."""
+    coding: Coding | None = None
+    """How the next technique that sums gradients or parameters codes them; it leaves None."""
     forbidden: Num = False
     """Candidates that search need not look at."""
 
@@ -345,6 +347,15 @@ class Circumstances:
     replays_blocks: bool
     scales_loss: bool
     joins_gradients: bool
+
+
+class Coding(Protocol):
+    """Sums in few bits."""
+
+    def priced(
+        self, work: Work, axis: str, shards: Callable[[ParameterSlot], Num], width: Callable[[ParameterSlot], Num],
+        every: int, origin: str,
+    ) -> Work: ...  # fmt: skip
 
 
 class Updating(Protocol):

@@ -14,16 +14,21 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.core.build import Build, Exchange
+from meshwright.core.build import Build, Exchange, OptimizerState
 from meshwright.ops.fsdp import local
+from meshwright.ops.gradient_codecs import CodedSum
 from meshwright.ops.host_memory import HostUnit, flat_views
 from meshwright.ops.model_interface import ParameterUnit
+
+if TYPE_CHECKING:
+    from meshwright.techniques.compress_gradients import CompressGradients
 
 
 class Bucket:
@@ -127,6 +132,32 @@ class Buckets(Exchange):
             order = torch.tensor(arrived, device=self.buckets[0].flat.device)
             dist.broadcast(order, group=self.group, group_src=0)
             self.order, self.arrivals = order.tolist(), None
+
+
+class CodedBuckets(Buckets):
+    """Each bucket's sum in few bits, when the backward passes are over."""
+
+    def __init__(self, build: Build, coding: CompressGradients, axis: str):
+        super().__init__(build.units(), build.mesh.group(axis), build.zero_filled, ())
+        names = {id(parameter): name for name, parameter in build.named_parameters()}
+        self.sums = [
+            CodedSum(build, coding, axis, [names[id(p)] for p in bucket.parameters], bucket.views)
+            for bucket in self.buckets
+        ]
+
+    def _arrived(self, parameter: Tensor, at: int) -> None:
+        self.zero_filled.discard(id(parameter))
+
+    def finish(self) -> None:
+        for bucket, coded in zip(self.buckets, self.sums, strict=True):
+            coded(bucket.views)
+
+    def after_update(self, count: int) -> None:
+        for coded in self.sums:
+            coded.commit()
+
+    def kept(self) -> Iterable[OptimizerState]:
+        return chain.from_iterable(coded.kept() for coded in self.sums)
 
 
 def _gone(*_: Any) -> None:

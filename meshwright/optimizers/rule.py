@@ -11,9 +11,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 from meshwright.core.box import Box
+from meshwright.core.build import OptimizerState as OptimizerState
 from meshwright.core.errors import error_at
 
 if TYPE_CHECKING:
@@ -45,18 +46,6 @@ class ParameterPiece:
     @property
     def is_matrix(self) -> bool:
         return self.value.ndim >= 2
-
-
-class OptimizerState(NamedTuple):
-    """Something remembered between steps."""
-
-    kind: str
-    name: str
-    value: Tensor
-    box: Box
-    """Where the value lies in the whole of what is remembered of this kind for this parameter."""
-    is_first: bool = True
-    """Of the pieces of a parameter that remember this same value, the one that writes it."""
 
 
 class UpdateRule:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -126,14 +127,23 @@ class Optimizer:
             write_copies(self.pieces)
 
     def state(self) -> Iterable[tuple[str, str, Tensor, Box]]:
-        """(kind, parameter, this rank's piece, its place) of everything the update remembers, but its step count."""
-        return ((kept.kind, kept.name, kept.value, kept.box) for kept in self.rule.kept())
+        """(kind, parameter, this rank's piece, its place) of everything that updates and exchanges remember, but the
+        count of steps."""
+        exchanged = (kept for exchange in self.build.exchanges for kept in exchange.kept())
+        for kept in chain((each._replace(kind=self.kind_here(each.kind)) for each in self.rule.kept()), exchanged):
+            yield kept.kind, kept.name, kept.value, kept.box
 
     def owned_state(self) -> Iterable[tuple[str, str, Tensor, Box]]:
         """What this rank writes of it: every element is one rank's."""
         for kept in self.rule.kept():
             if kept.is_first and self.build.owns(kept.name):
-                yield kept.kind, kept.name, kept.value, kept.box
+                yield self.kind_here(kept.kind), kept.name, kept.value, kept.box
+        for kept in (kept for exchange in self.build.exchanges for kept in exchange.kept() if kept.is_first):
+            yield kept.kind, kept.name, kept.value, kept.box
+
+    def kind_here(self, kind: str) -> str:
+        """The name of what the update remembers on this rank's island: the first one's is that of a plan without."""
+        return f"{kind}@{self.build.island}" if self.build.island else kind
 
     def reload(self) -> None:
         """Weights, as checkpoints have them, were changed by somebody else."""

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,9 @@ from meshwright.ops.stage_transport import Wire
 from meshwright.optimizers.loss_scaling import LossScaling
 from meshwright.optimizers.rule import RuleMaker
 from meshwright.schedules import Actions, Call, Places, Timetable
+
+if TYPE_CHECKING:
+    from meshwright.techniques.compress_gradients import CompressGradients
 
 
 @dataclass(kw_only=True)
@@ -57,7 +60,7 @@ class RankBuild:
     loss_scale: float = 1.0
     loss_scaling: LossScaling | None = None
     exchanges: list[Exchange] = field(default_factory=list)
-    """Called in this order at every place of a step; late sums are the last."""
+    """Late sums are the last."""
     exchange_owners: dict[str, str] = field(default_factory=dict)
     rule_wraps: list[Callable[[RuleMaker], RuleMaker]] = field(default_factory=list)
     late_sums: LateSums = field(init=False)
@@ -72,6 +75,9 @@ class RankBuild:
     tied: tuple[str, ...] = ()
     replayed_blocks: set[int] = field(default_factory=set)
     wide: dict[str, Tensor] = field(default_factory=dict)
+    evaluated: dict[str, Tensor] = field(default_factory=dict)
+    coding: CompressGradients | None = None
+    is_last_step: bool = False
     masters: dict[str, Tensor] = field(default_factory=dict)
     host_units: list[HostUnit] = field(default_factory=list)
     disk: Path | None = None
@@ -248,10 +254,15 @@ class RankBuild:
         axis = "" if self.wire is None else self.wire.axis
         return all(self.mesh.index(each) == 0 for each in self.mesh.sizes if each != axis)
 
-    def owns(self, name: str) -> bool:
+    def owns(self, name: str, *axes: str) -> bool:
         if name in self.copies:
             return False
-        return all(self.mesh.index(axis) == 0 for axis in self.mesh.sizes if axis not in self.cut_axes[name])
+        each = {*axes, *self.plan.island_axes, *self.cut_axes[name]}
+        return all(self.mesh.index(axis) == 0 for axis in self.mesh.sizes if axis not in each)
+
+    @property
+    def island(self) -> int:
+        return self.mesh.part(self.plan.island_axes)[0]
 
     def boundaries(self, inputs: Inputs) -> dict[tuple[str, int], tuple[int, ...]]:
         """Shapes of what comes from the stages before and after into each chunk, for a microbatch of inputs."""

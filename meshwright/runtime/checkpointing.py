@@ -21,14 +21,15 @@ from meshwright.core.box import Box
 from meshwright.ops.collectives import gather_json, share_json
 from meshwright.ops.host_memory import CopyLanes, pinned_empty
 from meshwright.ops.initial_weights import Source
+from meshwright.optimizers.rule import OptimizerState
 from meshwright.optimizers.update import Optimizer
 from meshwright.runtime.build import RankBuild
 
 
 def _pieces(build: RankBuild, optimizer: Optimizer) -> Iterable[tuple[str, Box, Tensor]]:
-    for name, value in build.local_parameters():
+    for name, value in build.local_parameters() if build.island == 0 else ():
         if build.owns(name):
-            yield from as_it_lies(f"parameter.{name}", build.boxes[name], value)
+            yield from as_it_lies(f"parameter.{name}", build.boxes[name], build.evaluated.get(name, value))
     for kind, name, value, box in optimizer.owned_state():
         yield from as_it_lies(f"optimizer.{kind}.{name}", box, value)
     if build.answers_for_buffers():
@@ -260,6 +261,8 @@ def restore_parameters(reader: Reader, build: RankBuild, optimizer: Optimizer) -
     for name, value in build.local_parameters():
         for _, box, part in as_it_lies(name, build.boxes[name], value):
             part.copy_(read(name, box, value.dtype))
+        if name in build.evaluated:
+            build.evaluated[name].copy_(value)
     optimizer.reload()
 
 
@@ -272,11 +275,23 @@ def restore_buffers(reader: Reader, build: RankBuild) -> None:
 
 
 def restore_optimizer(reader: Reader, build: RankBuild, optimizer: Optimizer) -> None:
+    def read(kind: str, state: OptimizerState) -> None:
+        for _, each, part in as_it_lies(state.name, state.box, state.value):
+            staged = torch.empty(each.size, dtype=state.value.dtype)
+            reader.read_into(f"optimizer.{kind}.{state.name}", each, staged)
+            part.copy_(staged)
+
+    known = set(reader.tensor_names())
     for state in optimizer.rule.kept():
         if not state.box.is_empty:
-            for _, each, part in as_it_lies(state.name, state.box, state.value):
-                staged = torch.empty(each.size, dtype=state.value.dtype)
-                reader.read_into(f"optimizer.{state.kind}.{state.name}", each, staged)
-                part.copy_(staged)
+            # An island that is new goes on with what the first one remembers.
+            own = optimizer.kind_here(state.kind)
+            read(own if f"optimizer.{own}.{state.name}" in known else state.kind, state)
             optimizer.rule.restore(state)
+    exchanged = [state for exchange in build.exchanges for state in exchange.kept() if not state.box.is_empty]
+    for state in exchanged:
+        if f"optimizer.{state.kind}.{state.name}" in known:
+            read(state.kind, state)
+    if exchanged:
+        optimizer.reload()
     optimizer.set_num_steps(reader.step)

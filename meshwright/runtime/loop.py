@@ -123,9 +123,10 @@ class BatchUnderWay:
     scores: Tensor | None = None
     """What the last layers made of the last microbatch, where no targets were given."""
     message: Tensor | None = None
-    """After its exchange, what ranks agree on: sum of losses, squared norm, `requests`, whether parameters were unused.
-    Each rank's share; the sum over all ranks once it is `sent`. Where the host does not wait for them: the first two
-    and whether the update is refused, on the device, then on their way to the host."""
+    """After its exchange, what ranks agree on: sum of losses, squared norm, `requests`, whether parameters were unused,
+    and of several islands the squared norm of each. Each rank's share; the sum over all ranks once it is `sent`. Where
+    the host does not wait for them: the first two and whether the update is refused, on the device, then on their way
+    to the host."""
     sent: dist.Work | None = None
     began: torch.cuda.Event | None = None
     after: torch.cuda.Event | None = None
@@ -135,6 +136,8 @@ class BatchUnderWay:
     requests: float = 0.0
     num_steps: int = 0
     """Updates before this one."""
+    norm: float = 0.0
+    """Of this island's gradients."""
     result: StepResult | None = None
     ended_seconds: float = 0.0
     evicted: Mapping[str, float] = field(default_factory=dict)
@@ -316,6 +319,8 @@ class Loop(Interpreter):
         """As they were before the step: forward passes change them."""
         self.names: dict[str, int] | None = None
         """Places of all trained parameters of all stages, once some parameter took no part in a step."""
+        islands = build.mesh.part(build.plan.island_axes)[1]
+        self.num_islands = islands if islands > 1 else 0
         self.num_fed = 0
         self.num_flushed = 0
         """Steps fed up to the last flush."""
@@ -462,7 +467,9 @@ class Loop(Interpreter):
             if unused:
                 self.optimizer.skip(unused)
             return
-        shares = (self._share(batch.total), self.optimizer.squared_norm(), self.requests, bool(unused))
+        square = float(self.optimizer.squared_norm())
+        of_islands = [square * (island == self.build.island) for island in range(self.num_islands)]
+        shares = (self._share(batch.total), square, self.requests, bool(unused), *of_islands)
         batch.message = torch.tensor([float(share) for share in shares], dtype=torch.float64)
         if self.versions is None:
             self._send(batch)
@@ -498,14 +505,14 @@ class Loop(Interpreter):
                 for buffer, old in zip(self.buffers, self.old_buffers, strict=True):
                     buffer.copy_(old)
             else:
-                self.optimizer.update(batch.lr, result.gradient_norm)
+                self.optimizer.update(batch.lr, batch.norm)
             if scaling is not None:
                 scaling.update(is_finite=not result.is_skipped)
         else:
             with self.versions.updating():
                 self.optimizer.update(batch.lr, 0.0)
-        for exchange in self.build.exchanges:
-            exchange.after_update()
+        for exchange in self.build.exchanges if self.optimizer.num_steps > batch.num_steps else ():
+            exchange.after_update(self.optimizer.num_steps)
 
     def _send(self, batch: BatchUnderWay) -> None:
         """Tell the others, once. Where steps overlap in the same call on every stage, so that all messages of the loop
@@ -531,6 +538,10 @@ class Loop(Interpreter):
                     idle = batch.after.elapsed_time(batch.began) / 1e3
             total, square, *asked = self._agreed(batch)
             scale, requests = self._scaled(), batch.requests if self.reads_late else asked[0]
+            of_islands = asked[2:] or [square]
+            batch.norm = of_islands[self.build.island] ** 0.5 / scale
+            if math.isfinite(square):
+                square = max(of_islands)
             loss, norm = total / batch.divisor, square**0.5 / scale
             is_finite = math.isfinite(loss) and math.isfinite(norm)
             # All ranks see the same numbers and refuse together.
@@ -583,6 +594,8 @@ class Loop(Interpreter):
         self.require_rest()
         build = self.build
         build.model.eval()
+        for exchange in build.exchanges:
+            exchange.before_evaluation()
         total, tokens = torch.zeros((), dtype=torch.float64, device=build.mesh.device), 0.0
         for samples in batches:
             self.batch = batch = self._batch(samples, trains=False)

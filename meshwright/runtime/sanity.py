@@ -95,15 +95,15 @@ class ReplicaCheck:
 
     def __init__(self, build: RankBuild, optimizer: Optimizer):
         self.build, self.optimizer = build, optimizer
-        # Replicas that exchange something else than whole gradients differ between two exchanges.
-        is_apart = any(each.splits_samples and each.exactness == "approximate" for each in build.plan.techniques)
-        self.group = None if is_apart else build.mesh.control
+        self.group = build.mesh.control
         self.keys: list[dict[str, int]] | None = None
         """Rank -> its pieces that others hold too, with the places of their sums."""
 
     def _pieces(self) -> Iterable[tuple[str, Tensor]]:
         boxes = self.build.boxes
-        held = (("parameter", name, value, boxes[name]) for name, value in self.build.local_parameters())
+        # Islands are not alike.
+        here = self.optimizer.kind_here("parameter")
+        held = ((here, name, value, boxes[name]) for name, value in self.build.local_parameters())
         for kind, name, value, box in (*held, *self.optimizer.state()):
             if not box.is_empty:
                 yield f"{kind} {name} {box.offset} {box.size} {box.order or ''}", value
@@ -139,7 +139,7 @@ class ReplicaCheck:
                 who = f"rank {', '.join(map(str, odd))} holds other bits than the other {count}"
             else:
                 who = f"ranks {', '.join(map(str, held))} hold different bits, and which are wrong cannot be known"
-            return f"{who}: {kind} of {name}" if kind != "parameter" else f"{who}: {name}"
+            return f"{who}: {name}" if kind.startswith("parameter") else f"{who}: {kind} of {name}"
         return ""
 
 

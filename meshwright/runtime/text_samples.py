@@ -46,6 +46,8 @@ class Sampler:
         """What follows the prompt, up to the end of the document. All ranks call this together."""
         build = self.build
         build.model.eval()
+        for exchange in build.exchanges:
+            exchange.before_evaluation()
         text, written = self.prompt or [self.tokenizer.separator], list[int]()
         for _ in range(self.settings.sample_tokens):
             inputs, place = self._window([*text, *written])

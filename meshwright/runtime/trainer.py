@@ -186,6 +186,7 @@ class Trainer:
                 waited = time.perf_counter() - start
                 lr = settings.optimizer.lr_at(at, settings.steps)
                 limits = self.spikes.limits(at)
+                self.build.is_last_step = at + 1 == settings.steps
                 # One clock decides: rank 0's.
                 is_time = self.interval.is_due or (bool(self.saving.memory) and self.memory_interval.is_due)
                 save = self.mesh.rank == 0 and not self.saving.is_under_way and is_time

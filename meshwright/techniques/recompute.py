@@ -72,9 +72,7 @@ class Recompute(Technique):
 
     @classmethod
     def options(cls, profile: Profile, cluster: Cluster) -> tuple[Option, ...]:
-        # Inputs in host memory are the other way to fewer of them; all of both would be many to try.
-        tried = (8, 2) if cluster.device.kind == "cuda" and cluster.tiers["host"].bytes else (16, 8, 4, 3, 2, 1)
-        fewer = tuple(slots for slots in tried if slots < profile.num_blocks)
+        fewer = tuple(slots for slots in (16, 8, 4, 3, 2, 1) if slots < profile.num_blocks)
         attends = any(op.kind == "attention" for layer in profile.block_layers for op in layer.ops)
         fields = cls.policies if attends else ("layers", "selective")
         return (PerLayer(fields), Choice("slots", (0,), rescues=() if "stages" in profile.uncut else fewer))

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from meshwright.core.build import Build
 from meshwright.core.cluster import Cluster
@@ -79,6 +79,11 @@ class Replicate(Technique):
             # Where gradients are shared out first, in whatever dtype those sums are made.
             return slot.stored(slot.gradient_shards) * work.facts.widths.reduce
 
+        coding, work = work.facts.coding, work.with_facts(coding=None)
+        sums = work.units(gradient_bytes, trained=True) if coding is None else []
+        if coding is not None:
+            reduce = work.facts.widths.reduce
+            work = coding.priced(work, self.axis, lambda slot: slot.gradient_shards, lambda slot: reduce, 1, self.name)
         reductions = [
             Collective(
                 layer=layer,
@@ -91,23 +96,27 @@ class Replicate(Technique):
                 per_step=True,
                 hidden=not work.facts.joins_gradients,
             )
-            for layer, repeat, size in work.units(gradient_bytes, trained=True)
+            for layer, repeat, size in sums
         ]
         work = work.with_facts(keeps_gradients=(work.size(self.axis) > 1) * 1)  # in buckets
         return work.with_tasks(*reductions, *statistics(work, self.axis, self.name))
 
     def apply(self, build: Build) -> None:
         build.at("split", lambda build: build.model.share_statistics(build.mesh.group(self.axis), self.size))
-        build.at("optimizer", self._install)
+        coding, build.coding = build.coding, None
+        build.at("optimizer", lambda build: self._install(build, coding))
 
-    def _install(self, build: Build) -> None:
+    def _install(self, build: Build, coding: Any) -> None:
         if self.axis in build.exchange_owners:  # by shards that are summed over replicas
             return
-        from meshwright.ops.gradient_exchange import Buckets
+        from meshwright.ops.gradient_exchange import Buckets, CodedBuckets
 
         mesh = build.mesh
         group = mesh.group(self.axis)
         if any(site.kind == "statistics" for layer in build.profile.layers for site in layer.sites):
             # Batch norms use the axis in the middle of a backward, where a bucket of another rank may not be ready.
             group = mesh.new_group(self.axis, mesh.along(self.axis))
+        if coding is not None:
+            build.add_exchange(self, CodedBuckets(build, coding, self.axis))
+            return
         build.add_exchange(self, Buckets(build.units(), group, build.zero_filled, build.host_units))

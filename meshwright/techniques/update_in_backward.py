@@ -81,7 +81,8 @@ class UpdateInBackward(Technique):
     def check(self, plan: Plan, profile: Profile, cluster: Cluster | None) -> Problems:
         problems = list(self.refused(plan, profile))
         for other in plan.techniques if self.is_used else ():
-            if other.axis and plan.mesh[other.axis] > 1 and not other.makes_whole_gradients:
+            is_whole = other.makes_whole_gradients or other.keeps_islands
+            if other.axis and plan.mesh[other.axis] > 1 and not is_whole:
                 what = f"with {other.name}, gradients are whole only after the backward passes."
                 problems.append(self.problem(what, f"Leave out {other.name}, or this technique."))
         return tuple(problems)

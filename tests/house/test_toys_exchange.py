@@ -57,8 +57,8 @@ def test_parameters_are_averaged_every_few_steps(every: int, plugged: RankPool) 
 
 def test_the_average_is_priced(plugged: RankPool) -> None:
     profile = decoder_profile(DecoderConfig(**tiny.LLAMA), "tiny")
-    plan = Plan(techniques=(technique_named("local_steps")(size=2, every=4),), batch=8)
-    (message,) = [task for task in price(profile, plan, sequence=16).collectives if task.axis == "local"]
+    plan = Plan(techniques=(technique_named("toy_average")(size=2, every=4),), batch=8)
+    (message,) = [task for task in price(profile, plan, sequence=16).collectives if task.axis == "toy"]
     elements = sum(slot.repeat * slot.elements for slot in price(profile, Plan(batch=8), sequence=16).slots)
     assert message.repeat * message.bytes == elements * 4 / 4
 
@@ -69,9 +69,9 @@ def test_a_second_exchange_over_an_axis_is_refused(plugged: RankPool) -> None:
 
     build = RankBuild.__new__(RankBuild)
     build.exchanges, build.exchange_owners = [], {}
-    first, second = technique_named("replicate")(size=2), technique_named("local_steps")(size=2)
+    first, second = technique_named("replicate")(size=2), technique_named("toy_average")(size=2)
     build.add_exchange(first, Exchange())
-    with pytest.raises(MeshwrightError, match=r"local_steps: replicate already exchanges .* axis dp"):
+    with pytest.raises(MeshwrightError, match=r"toy_average: replicate already exchanges .* axis dp"):
         build.add_exchange(second, Exchange(), "dp")
 
 

@@ -16,7 +16,7 @@ def local_steps_job(
     """In every rank: the parameters after each step."""
     join(rank, num_ranks, torch.device("cpu"), rendezvous=rendezvous)
     plan = Plan(
-        techniques=(technique_named("local_steps")(size=num_ranks, every=every),),
+        techniques=(technique_named("toy_average")(size=num_ranks, every=every),),
         batch=batch,
         microbatch=batch // num_ranks,
     )

@@ -24,14 +24,13 @@ class ParameterAverage(Exchange):
     """The mean of the replicas' parameters, after every `every`-th update."""
 
     def __init__(self, build: Build, group: dist.ProcessGroup, every: int):
-        self.build, self.group, self.every, self.num_updates = build, group, every, 0
+        self.build, self.group, self.every = build, group, every
 
-    def after_update(self) -> None:
+    def after_update(self, count: int) -> None:
         import torch
         import torch.distributed as dist
 
-        self.num_updates += 1
-        if self.num_updates % self.every:
+        if count % self.every:
             return
         values = [value.data for _, value in self.build.named_parameters() if value.requires_grad]
         flat = torch.cat([value.flatten() for value in values])
@@ -42,11 +41,12 @@ class ParameterAverage(Exchange):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalSteps(Technique):
-    name: ClassVar[str] = "local_steps"
+class ToyAverage(Technique):
+    name: ClassVar[str] = "toy_average"
     phase: ClassVar[str] = "optimizer"
     exactness: ClassVar[Exactness] = "approximate"
-    axis: ClassVar[str] = "local"
+    axis: ClassVar[str] = "toy"
+    keeps_islands: ClassVar[bool] = True
     splits_samples: ClassVar[bool] = True
     sums_late: ClassVar[bool] = True  # nobody else sums over its axis
 

@@ -29,6 +29,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "compress_activations": {"bits": st.sampled_from([8, 4, 2]), "layers": layers},
     "context": {"size": sizes, "kind": st.sampled_from(["ring", "ulysses"])},
     "expert": {"size": sizes},
+    "compress_gradients": {"codec": st.sampled_from(["int8", "topk"]), "keep": st.sampled_from([0.01, 1.0])},
+    "local_steps": {"size": sizes, "every": st.integers(1, 64)},
     "lowbit_optimizer": {"bits": st.sampled_from([4, 8])},
     "offload_activations": {"layers": layers, "inputs": st.booleans(), "smallest": st.integers(0, 1 << 24)},
     "offload_states": {"share": st.floats(0.01, 1.0), "ahead": st.booleans()},

@@ -1,0 +1,95 @@
+"""Claims: what islands that seldom meet, and sums in few bits, cost in loss after equal samples.
+
+Measured: the byte-level decoder of `benchmarks/loss_gap.py`, the same weights and batches in every case; the loss on
+bytes that no case has trained on, beside that of replicas that sum every gradient in float32. Another seed of the
+weights says what a gap of chance is.
+
+Run: python -m benchmarks.exchange_gap [--steps 500] [--lr 2e-3] [--ranks 2] [--whole] [CASE ...]
+
+`--whole`: 0.9 M parameters and 2048 tokens a step, in place of 0.2 M and 512.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+import torch
+
+from benchmarks.loss_gap import BATCH, EVALUATED, MODEL, SMALL, bytes_of_the_package, samples
+from meshwright.core.codec import decode, encode
+from meshwright.core.plan import Plan
+from meshwright.core.technique import technique_named
+from meshwright.launch.rank_pool import RankPool
+from meshwright.optimizers.update import OptimizerConfig
+from meshwright.run.model import open_config
+from meshwright.verify import parity
+
+SYNCHRONOUS = "all_reduce"
+CASES: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
+    SYNCHRONOUS: (("replicate", {}),),
+    "another seed": (("replicate", {}),),
+    "DiLoCo H = 16": (("local_steps", {"every": 16}),),
+    "average H = 16": (("local_steps", {"every": 16, "outer": "average"}),),
+    "streaming H = 16": (("local_steps", {"every": 16, "fragments": 3, "overlap": 2, "blend": 0.5}),),
+    "elastic H = 16": (("local_steps", {"every": 16, "outer": "elastic"}),),
+    "DiLoCo H = 16, int8": (("local_steps", {"every": 16}), ("compress_gradients", {"codec": "int8"})),
+    "int8": (("replicate", {}), ("compress_gradients", {"codec": "int8"})),
+    "sign": (("replicate", {}), ("compress_gradients", {"codec": "sign"})),
+    "sign, no feedback": (("replicate", {}), ("compress_gradients", {"codec": "sign", "feedback": False})),
+    "topk 1 %": (("replicate", {}), ("compress_gradients", {"codec": "topk"})),
+    "powersgd r = 4": (("replicate", {}), ("compress_gradients", {"codec": "powersgd"})),
+}
+
+
+def case_job(
+    *, plan: str, optimizer: dict[str, Any], steps: int, seed: int, is_small: bool, rank: int, num_ranks: int,
+    rendezvous: str,
+) -> float:  # fmt: skip
+    """Held-out loss after the last step."""
+    parity.enter(rank, num_ranks, rendezvous)
+    chosen, rates = Plan.from_json(plan), decode(OptimizerConfig, optimizer, "optimizer")
+    text = bytes_of_the_package()
+    cut = len(text) * 19 // 20
+    opened = open_config(SMALL if is_small else MODEL, "bytes", seed)
+    session = parity.open_session(chosen, opened, rates, dtype="float32", device=torch.device("cpu"))
+    part, num_parts = session.mesh.part(chosen.sample_axes)
+    rows = slice(part * chosen.batch // num_parts, (part + 1) * chosen.batch // num_parts)
+    for step in range(steps):
+        session.build.is_last_step = step + 1 == steps
+        given = samples(text[:cut], step, chosen.batch, "cpu").rows(rows)
+        session.loop.step(given, rates.lr_at(step, steps))
+    held_out = (samples(text[cut:], step, chosen.batch, "cpu").rows(rows) for step in range(EVALUATED))
+    total, tokens, _ = session.loop.evaluate(held_out)
+    parity.leave()
+    return total / tokens
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--whole", action="store_true")
+    parser.add_argument("cases", nargs="*", default=[*CASES])
+    given = parser.parse_args()
+    batch = BATCH if given.whole else BATCH // 2
+    first = None
+    with RankPool(given.ranks, threads_per_rank=1) as pool:
+        for case in given.cases:
+            techniques = []
+            for name, settings in CASES[case]:
+                kind = technique_named(name)
+                techniques.append(kind(**settings, **({"size": given.ranks} if kind.axis else {})))
+            plan = Plan(techniques=tuple(techniques), batch=batch, microbatch=batch // given.ranks)
+            question = {"plan": json.dumps(encode(plan)), "steps": given.steps, "is_small": not given.whole}
+            question |= {"optimizer": encode(OptimizerConfig(lr=given.lr, warmup=20)), "seed": case == "another seed"}
+            loss, *_ = pool.run("benchmarks.exchange_gap:case_job", question, given.ranks, timeout_seconds=3600)
+            first = loss if first is None else first
+            gap = f"gap {loss - first:+.4f} ({(loss / first - 1) * 100:+.2f} %)"
+            print(f"{case:24} held-out loss {loss:.4f}   {gap}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""Islands that take steps of their own and meet every few of them, over a slow link.
+
+What: ranks along `local` are islands. Each trains parameters of its own on its own samples, in any mesh (the same in
+all), and clips by its own gradients' norm; every `every`-th update they meet, in one message for each layer. A model
+that all share moves by the mean of what islands have moved (`outer` = average: to their mean; nesterov: by SGD with
+Nesterov momentum, rate `outer_lr` and `outer_momentum`, which is DiLoCo), and islands go on from it with the optimizer
+states that they have. elastic: islands move towards a centre by `pull`, and the centre towards them by `push`. With
+`fragments` layers meet in turns within a period; with `overlap` a sum is under way for so many updates, and islands
+then move to the shared model by the share `blend` (streaming DiLoCo).
+When it helps: islands are joined by a link that is slow beside the compute of `every` steps: another site, or Ethernet.
+When it does not: links that carry a step's gradients while backward runs; few steps, or a large `every` without an
+outer optimizer (above about 10 plain averages learn less from each sample).
+Cost: what an all_reduce of the parameters sends, divided by `every` (a few numbers that all ranks agree on still cross
+the link in each step, unpriced); memory for the shared model, and for its momentum and a sum under way where there are
+any. What evaluates, writes checkpoints and exports sees the shared model, as of the last meeting; after the run's last
+step all have met once more. The loss of a step is the mean over the islands, each with its own parameters. Checkpoints
+also have each island's parameters and states: with more islands, new ones begin at the shared model with the first
+island's states. Batch norms, and parameters on the host, are refused. Search does not choose it by itself: seconds of a
+step say nothing of what is learnt in it, and would favour islands that never meet.
+Exactness: approximate. With every = 1, plain averages and SGD without momentum or clipping it is one device's. Axis:
+local.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from meshwright.core.build import Build
+from meshwright.core.cluster import Cluster
+from meshwright.core.errors import Problem, Problems
+from meshwright.core.plan import Plan
+from meshwright.core.profile import Profile
+from meshwright.core.technique import Exactness, Technique
+from meshwright.core.work import Circumstances, Collective, Compute, Num, ParameterSlot, Resident, Updating, Work
+
+MOST_STEPS = 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSteps(Technique):
+    name: ClassVar[str] = "local_steps"
+    phase: ClassVar[str] = "optimizer"
+    exactness: ClassVar[Exactness] = "approximate"
+    axis: ClassVar[str] = "local"
+    closeness: ClassVar[int] = -1
+    splits_samples: ClassVar[bool] = True
+    sums_late: ClassVar[bool] = True
+    keeps_islands: ClassVar[bool] = True
+
+    size: int
+    """Islands."""
+    every: int = 32
+    """Updates from one meeting to the next."""
+    outer: Literal["nesterov", "average", "elastic"] = "nesterov"
+    """How the shared model moves."""
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    pull: float = 0.25
+    """Share of the way to the centre that an elastic island moves."""
+    push: float = 0.25
+    """Share of the way to each island that the centre moves."""
+    fragments: int = 1
+    """Parts of the layers that meet one after the other within a period."""
+    overlap: int = 0
+    """Updates between the beginning of a meeting and its use."""
+    blend: float = 1.0
+    """Share of the way to the shared model that islands move in a meeting."""
+
+    def refusals(self, given: Circumstances) -> Iterator[tuple[Num, Problem]]:
+        what = "parameters of two versions cannot meet those of other islands."
+        yield (given.size > 1) & given.overlaps_steps, self.problem(what, "Use another schedule.")
+
+    def check(self, plan: Plan, profile: Profile, cluster: Cluster | None) -> Problems:
+        problems = [*self.refused(plan, profile), *self._setting_problems()]
+        if any(site.kind == "statistics" for layer in profile.layers for site in layer.sites):
+            what = f"batch norms of {profile.name} would keep statistics of each island apart."
+            problems.append(self.problem(what, "Use replicate, or a model without batch norms."))
+        for other in plan.techniques:
+            if other.hosts_states:
+                what = f"{other.name} has parameters in host memory, where islands cannot exchange them."
+                problems.append(self.problem(what, f"Leave out {other.name}, or this technique."))
+        return tuple(problems)
+
+    def _setting_problems(self) -> Iterator[Problem]:
+        if not 1 <= self.every <= MOST_STEPS:
+            yield self.problem(f"every is {self.every}.", f"Use 1 to {MOST_STEPS} updates.")
+        for name, least, most in (
+            ("outer_lr", 0.0, 10.0),
+            ("outer_momentum", 0.0, 1.0),
+            ("pull", 0.0, 0.5),
+            ("push", 0.0, 0.5),
+            ("blend", 0.0, 1.0),
+        ):
+            value = getattr(self, name)
+            if not least <= value <= most or (value == 0 and name in ("outer_lr", "blend")):
+                fix = f"Use {'more than ' * (name in ('outer_lr', 'blend'))}{least:g} to {most:g}."
+                yield self.problem(f"{name} is {value:g}.", fix)
+        if self.outer == "elastic":
+            if self.pull + self.size * self.push >= 2:
+                what = (
+                    f"pull + {self.size} islands x push is {self.pull + self.size * self.push:g}: islands and centre "
+                )
+                yield self.problem(f"{what}would pass each other by more than they were apart.", "Use less than 2.")
+            if self.overlap or self.blend != 1:
+                what = "an elastic centre moves at once, and pull says how far islands go."
+                yield self.problem(what, "Use overlap = 0 and blend = 1.")
+        if not 1 <= self.fragments <= max(self.every, 1):
+            what = f"fragments is {self.fragments}, with {self.every} updates in which to meet one after the other."
+            yield self.problem(what, "Use 1 to every.")
+        if not 0 <= self.overlap < max(self.every, 1):
+            what = f"overlap is {self.overlap}, and a layer meets again after {self.every}."
+            yield self.problem(what, "Use 0 or more, and less than every.")
+
+    def warnings_for(self, steps: int) -> tuple[str, ...]:
+        if self.size == 1 or self.every <= steps:
+            return ()
+        return (
+            f"{self.name}: every is {self.every}, and the run has {steps} steps: islands meet after the last alone.",
+        )
+
+    @classmethod
+    def check_optimizer(cls, optimizer: Updating) -> Problems:
+        if optimizer.is_elementwise:
+            return ()
+        what = "this optimizer looks at whole parameters of all ranks at once, and islands have their own."
+        return (Problem(where=cls.name, what=what, fix="Use adamw, lion or sgd, or leave the technique out."),)
+
+    def price(self, work: Work) -> Work:
+        coding, is_used = work.facts.coding, (work.size(self.axis) > 1) * 1
+        work = self.forbid(work.with_facts(coding=None))
+
+        def size_of(slot: ParameterSlot) -> Num:
+            return slot.stored(slot.shards) * slot.element_bytes
+
+        common: dict[str, Any] = {"origin": self.name}
+        copies = 1 + (self.outer == "nesterov") + (self.overlap > 0)
+        # Differences are made and joined; the sum, the shared model and the island's are read and written.
+        passes = 5 + 2 * copies + 2
+        tasks: list[Any] = []
+        residents = []
+        for layer, repeat, size in work.units(size_of, trained=True):
+            message: dict[str, Any] = {"layer": layer, "kind": "all_reduce", "axis": self.axis, "bytes": size}
+            message |= {"repeat": repeat / self.every, "per_step": True, "phase": "backward"}
+            if coding is None:
+                tasks.append(Collective(**message, **common, hidden=self.overlap > 0))
+            made: dict[str, Any] = {"kind": "memory", "role": "optimizer", "phase": "step", "name": self.name}
+            made |= {"repeat": repeat * is_used / self.every, "moved_bytes": passes * size, "kernels": float(passes)}
+            tasks.append(Compute(**made, **common, layer=layer))
+            kept: dict[str, Any] = {"category": "buffers", "life": "always", "layer": layer}
+            residents.append(Resident(**kept, **common, repeat=repeat, bytes=copies * size * is_used))
+        if coding is not None:
+            place = lambda slot: slot.shards, lambda slot: slot.element_bytes
+            work = coding.priced(work, self.axis, *place, self.every, self.name)
+        return work.with_tasks(*tasks).with_residents(*residents)
+
+    def apply(self, build: Build) -> None:
+        if self.size > 1:
+            build.loss_scale *= self.size  # an island's gradient is that of its own mean loss
+            coding, build.coding = build.coding, None
+            build.at("step", lambda build: self._install(build, coding))
+
+    def _install(self, build: Build, coding: Any) -> None:
+        from meshwright.ops.local_averages import LocalAverages
+
+        build.add_exchange(self, LocalAverages(build, self, coding))
