@@ -558,14 +558,21 @@ def r12(numbers: range) -> Iterator[Case]:
                     while first.family():
                         time.sleep(0.01)
                     last = held.enter_context(Command(run_file))
-                else:
+                else:  # as of a host that was cut off and comes back when the other run is over
                     first.wait_until(Instant(0.0, dice.randrange(SAVE_EVERY + 1, 30)))
+                    stopped = first.family()
+                    for pid in stopped:
+                        os.kill(pid, signal.SIGSTOP)
                     lock.unlink()
                     last = held.enter_context(Command(run_file))
+                problem = problem or whole.difference(last, last.end())
+                if what == "lost lock":
+                    for pid in stopped:
+                        os.kill(pid, signal.SIGCONT)
                     code = first.end()
                     if code != 1 or f"now belongs to process {last.process.pid}" not in first.said():
-                        problem = f"the first ended with {code}: {first.said()[-400:]}"
-                problem = problem or whole.difference(last, last.end())
+                        problem = problem or f"the first ended with {code}: {first.said()[-400:]}"
+                    problem = problem or whole.difference(last, 0)
             yield Case(what=what, problem=problem, values=values)
 
 
