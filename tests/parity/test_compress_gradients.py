@@ -1,6 +1,6 @@
 """Sums in few bits against a loop of one process that codes and decodes by itself.
 
-Tests of `techniques/compress_gradients.py` and `ops/gradient_codecs.py`.
+Tests of `techniques/compress_gradients.py`, `ops/gradient_codecs.py`.
 """
 
 from __future__ import annotations

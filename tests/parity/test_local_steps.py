@@ -1,6 +1,6 @@
 """Islands against a loop of one process that shares nothing with them but the model's forward.
 
-Tests of `techniques/local_steps.py` and `ops/local_averages.py`.
+Tests of `techniques/local_steps.py`, `ops/local_averages.py`.
 """
 
 from __future__ import annotations
