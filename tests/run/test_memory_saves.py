@@ -54,6 +54,7 @@ def children(process: int) -> set[str]:
     return set(Path(f"/proc/{process}/task/{process}/children").read_text().split())
 
 
+@pytest.mark.slow
 def test_a_killed_rank_costs_the_steps_since_the_last_copy_and_damaged_copies_are_not_used(tmp_path: Path) -> None:
     plan = write_plan(tmp_path, {"name": "replicate", "size": 2})
     whole = write_run(tmp_path / "whole", LONGER)
@@ -105,6 +106,7 @@ def damage_copies() -> None:
     os.kill(rank_of_run(1), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_killed_supervisor_costs_as_little(tmp_path: Path) -> None:
     changes = ("train.save_every=0", "run.ranks=1")
     words = ["train", write_run(tmp_path, LONGER), *(word for change in changes for word in ("--set", change))]
