@@ -10,12 +10,13 @@ from pathlib import Path
 from meshwright.checkpoint.step_folders import list_steps
 from meshwright.core.cluster import Cluster
 from meshwright.core.codec import load_artefact
+from meshwright.core.files import is_locked
 from meshwright.core.plan import Plan
 from meshwright.core.units import pretty_seconds
 from meshwright.report.terminal import print_forecast, progress, stdout
 from meshwright.run.model import describe_run
 from meshwright.run.prepare import open_folder, write_prepared
-from meshwright.run.replanning import REQUEST, PlanChange, is_under_way, leave_request, reason, search_again
+from meshwright.run.replanning import REQUEST, PlanChange, leave_request, reason, search_again
 from meshwright.run.replay import config_of_run
 
 _WAIT_SECONDS = 30.0
@@ -47,7 +48,7 @@ def run(arguments: Namespace) -> int:
     if found.prepared.plan == plan or not (is_wanted or found.is_worth(steps_left)):
         console.print("no plan is clearly better: nothing is changed")
         return 0
-    if is_under_way(folder):
+    if is_locked(folder):
         leave_request(folder, PlanChange(prepared=found.prepared, why=reason(found)))
         end = time.monotonic() + _WAIT_SECONDS
         while (folder / REQUEST).exists() and time.monotonic() < end:

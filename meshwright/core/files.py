@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import secrets
@@ -149,6 +150,21 @@ def memory_file(text: str = "") -> Iterator[str]:
         yield f"/proc/{os.getpid()}/fd/{file}"
     finally:
         os.close(file)
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether a process of this machine (or, on a shared file system, of another) has the run folder."""
+    try:
+        file = os.open(folder / ".lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(file)
+    return False
 
 
 def unreadable(path: Path, error: OSError) -> Problem:

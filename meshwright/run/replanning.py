@@ -7,7 +7,6 @@ does, so that they save, and starts them with the new plan. Batch and data order
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import stat
@@ -116,18 +115,6 @@ def devices_left(left_out: Sequence[int]) -> dict[str, str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else list(map(str, range(count_gpus())))
     return {"CUDA_VISIBLE_DEVICES": ",".join(name for i, name in enumerate(names) if i not in left_out)}
-
-
-def is_under_way(folder: Path) -> bool:
-    """Whether a process has the run."""
-    try:
-        with open(folder / ".lock", "rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
-    return False
 
 
 def leave_request(folder: Path, change: PlanChange) -> None:

@@ -28,6 +28,7 @@ from meshwright.checkpoint.memory_folder import CheckpointMemory, copies_in_memo
 from meshwright.checkpoint.step_folders import list_steps, newest_good, read_manifest
 from meshwright.core.codec import encode
 from meshwright.core.errors import MeshwrightError, error_at, raise_problems
+from meshwright.core.files import is_locked
 from meshwright.core.plan import Plan
 from meshwright.core.time_ledger import note_time
 from meshwright.data.open_data import Data
@@ -152,7 +153,10 @@ class Run:
 
     @cached_property
     def _given_plan(self) -> Plan | None:
-        """The plan to use as it is. What keeps the run from starting here is raised before the folder is touched."""
+        """The plan to use as it is. What keeps the run from starting here is raised before the folder is touched; first
+        of all that somebody has it, as looking at the model may take long."""
+        if self._lock is None and is_locked(self.folder):
+            self.open()
         require_trackers(self.config.run.track)
         plan = preparation.plan_to_run(self.config, self.plan, self.description.profile)
         raise_problems(preparation.problems_here(self.config, plan))

@@ -5,7 +5,6 @@ Only small files and the ends of long ones are read, so that hundreds of runs ar
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -17,6 +16,7 @@ from meshwright.checkpoint.manifest import MANIFEST
 from meshwright.checkpoint.step_folders import committed_folders
 from meshwright.core.codec import load_artefact
 from meshwright.core.errors import MeshwrightError, error_at
+from meshwright.core.files import is_locked
 from meshwright.core.time_ledger import TIME_FILE, TimeLedger, TimeMark, parse_marks, time_ledger
 from meshwright.run.result import SUMMARY, RunSummary
 
@@ -118,21 +118,6 @@ def _state(
     if not marks or marks[-1].event != "end":
         return "crashed", failure or "the process is gone; nobody noted why"
     return ("stopped" if ends[-1].get("exit_code") in (0, 75) else "failed"), failure
-
-
-def is_locked(folder: Path) -> bool:
-    """Whether a process of this machine (or, on a shared file system, of another) has the run folder."""
-    try:
-        file = os.open(folder / ".lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(file)
-    return False
 
 
 def _beside_steps(ledger: TimeLedger) -> float:

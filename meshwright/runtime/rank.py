@@ -64,6 +64,9 @@ from meshwright.runtime.run_record import (
 from meshwright.runtime.sanity import StragglerWatch, TrainingTrouble, Trouble
 from meshwright.runtime.trainer import Trainer, TrainStep, is_due, samples_on
 
+OWNER_SECONDS = 1.0
+"""Between two looks at whose the run folder is. A process that was stopped for long looks before it writes."""
+
 
 def device_of(kind: str, local_rank: int) -> torch.device:
     """This rank's device. A launcher may show each task one GPU only, or all of the node's."""
@@ -178,6 +181,7 @@ class RankTraining:
         self.clock = RunClock(self.folder if self.is_first else None, trainer.step, self.progress.say)
         self.saves_behind = self._plan_saves()
         trainer.saving.fence = lambda: require_owner(self.folder, str(arguments.get("owner", "")))
+        self.owned_seconds = time.monotonic()
         self.stamp.begin(trainer.step)
         if since := float(arguments.get("changed_since", 0.0)):
             seconds = pretty_seconds(time.monotonic() - since)
@@ -376,6 +380,9 @@ class RankTraining:
             lines.close()
 
     def _record(self, step: TrainStep, measured: bool) -> None:
+        if self.is_first and time.monotonic() > self.owned_seconds + OWNER_SECONDS:
+            self.trainer.saving.fence()  # before a line is added to what may be another run's by now
+            self.owned_seconds = time.monotonic()
         self.clock.add(step.step + 1, step.seconds, step.data_seconds)
         # The profiler slows the steps it watches.
         is_measured = measured and step.step not in self.watch.range

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import clean_environment, write_plan, write_run
+from command import RUN, clean_environment, write_plan, write_run
 
 from meshwright.cli.main import main
 from meshwright.core.cluster import Cluster
@@ -129,6 +129,17 @@ def test_an_unreadable_lock_names_no_owner(tmp_path: Path, capsys: pytest.Captur
         (tmp_path / "run" / ".lock").write_bytes(b"\xff\xfe\x00")
         assert main(["train", write_run(tmp_path), "--plan", write_plan(tmp_path, REPLICATE)]) == 2
     assert "is in use by" in capsys.readouterr().err
+
+
+def test_a_folder_in_use_is_refused_before_the_model_is_looked_at(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_run(tmp_path, RUN.replace('name = "byte-tiny"', 'factory = "there_is_none:such"'))
+    with open_folder(tmp_path / "run"):
+        assert main(["train", path]) == 2
+    assert f"is in use by process {os.getpid()} on" in " ".join(capsys.readouterr().err.split())
+    assert main(["train", path]) == 2
+    assert "there_is_none" in capsys.readouterr().err
 
 
 def start(*words: str, **options: Any) -> subprocess.Popen[str]:

@@ -18,6 +18,7 @@ from test_troubled_runs import found_by_ranks
 from meshwright.checkpoint.step_folders import newest_good, read_manifest, step_folder
 from meshwright.cli.main import main
 from meshwright.core.codec import encode, load_artefact
+from meshwright.core.files import is_locked
 from meshwright.core.plan import Plan
 from meshwright.core.time_ledger import read_marks, time_ledger
 from meshwright.launch.local_ranks import StopRequests
@@ -28,7 +29,6 @@ from meshwright.run.replanning import (
     PlanChange,
     devices_left,
     is_slow,
-    is_under_way,
     leave_request,
     search_again,
     take_request,
@@ -89,7 +89,7 @@ def test_a_stopped_run_gets_the_plan_of_its_next_start(
 ) -> None:
     config, made = begun
     folder = Path(config.run.folder)
-    assert not is_under_way(folder)
+    assert not is_locked(folder)
     path = str(config.origin.path)
     assert main(["replan", str(folder), "--plan", write_plan(tmp_path, SHARD)]) == 0
     assert "the next start of the run uses it" in capsys.readouterr().out
@@ -177,7 +177,7 @@ def test_a_run_under_way_changes_its_plan_and_makes_every_step_once(tmp_path: Pa
             if isinstance(event, StepEvent):
                 told["steps"].append(event.step)
                 if event.step == 5:
-                    assert is_under_way(run.folder)
+                    assert is_locked(run.folder)
                     assert main(["replan", path, "--plan", write_plan(tmp_path, SHARD)]) == 0
             elif isinstance(event, RestartEvent):
                 told["restarts"].append(event)
