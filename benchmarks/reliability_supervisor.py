@@ -478,13 +478,10 @@ def r11(numbers: range) -> Iterator[Case]:
                             os.kill(roles["supervisor"], signal.SIGKILL)
                         command.process.kill()
                 code, ended = command.end(), time.monotonic()
-                while (left := command.family()) and time.monotonic() < ended + 5.0:
+                # A process that is ending has no environment any more, but still its ports.
+                while (problem := _left_of(command, held)) and time.monotonic() < ended + 5.0:
                     time.sleep(0.02)
                 values = {"seconds": time.monotonic() - ended}
-                problem = (
-                    f"{len(left)} processes are left: {[command.role(*each) for each in left.items()]}" if left else ""
-                )
-                problem = problem or _left_of(held, command.temporary)
                 allowed = {"Ctrl-C": (0, 75, 130), "SIGHUP": (0, 75)}.get(how)
                 if allowed is not None and code not in allowed:
                     problem = problem or f"exit code {code}: {command.said()[-400:]}"
@@ -508,17 +505,19 @@ def _held(command: Command) -> tuple[set[str], set[str]]:
     return sockets, shared
 
 
-def _left_of(held: tuple[set[str], set[str]], temporary: Path) -> str:
+def _left_of(command: Command, held: tuple[set[str], set[str]]) -> str:
+    if left := command.family():
+        return f"{len(left)} processes are left: {[command.role(*each) for each in left.items()]}"
     sockets, shared = held
     lines = [
         line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
     ]
     if ports := [words[1] for words in lines if words[3] == "0A" and words[9] in sockets]:
         return f"ports are open: {ports}"
-    if names := [name for name in shared if (Path("/dev/shm") / name).exists()]:
+    if names := sorted(name for name in shared if (Path("/dev/shm") / name).exists()):
         return f"shared memory is left: {names}"
-    left = sorted(path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor"))
-    return f"temporary files are left: {left}" if left else ""
+    names = sorted(path.name for path in command.temporary.iterdir() if not path.name.startswith("torchinductor"))
+    return f"temporary files are left: {names}" if names else ""
 
 
 # R12
