@@ -13,6 +13,9 @@ Cost: bytes of an all_reduce as all_to_all and all_gather of 1/2, 1/4 or 1/28 of
 each rank to all; powersgd: `rank` x (rows + columns). Feedback is as large as gradients in float32, twice so within a
 step. Refused with shard, whose sums FSDP makes, but for islands of shards. Search does not choose it by itself: seconds
 of a step say nothing of what is learnt in it.
+Loss after 500 steps of AdamW from random weights, against float32: int8 -0.7 %, powersgd of rank 4 +5 %, topk of 1 %
++31 %, sign +35 % (+18 % without feedback, which AdamW's second moments take for noise); another seed +2.2 %
+(`benchmarks/exchange_gap.py`).
 Exactness: approximate; reordered with topk and keep = 1.
 """
 

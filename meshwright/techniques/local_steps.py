@@ -17,6 +17,9 @@ step all have met once more. The loss of a step is the mean over the islands, ea
 also have each island's parameters and states: with more islands, new ones begin at the shared model with the first
 island's states. Batch norms, and parameters on the host, are refused. Search does not choose it by itself: seconds of a
 step say nothing of what is learnt in it, and would favour islands that never meet.
+Loss after 500 steps of 512 tokens from random weights, two islands that meet every 16, against replicas: averages
++7.4 %, nesterov +20 % (+6 % with outer_momentum = 0.5; its published rates are for runs of many more meetings), three
+fragments +9 %, elastic +10 %; another seed +2.2 % (`benchmarks/exchange_gap.py`).
 Exactness: approximate. With every = 1, plain averages and SGD without momentum or clipping it is one device's. Axis:
 local.
 """
