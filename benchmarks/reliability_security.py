@@ -590,12 +590,11 @@ def _outside_one_host(hosts: Any, folder: Path) -> Iterator[str]:
 def _two_hosts(hosts: Any, folder: Path) -> Iterator[str]:
     """Ranks of two hosts listen on their one address; a third host sends random bytes to all of it, and they finish."""
     hosts.count = 2
-    words = train_words(toy_run(folder, steps=300, save_every=100))[3:]
+    words = train_words(toy_run(folder, steps=600, save_every=100))[3:]
     ranks = [hosts.start_rank(host, *words) for host in range(2)]
     hosts.count = 3
     _when_training(folder, ranks)
-    for host, rank in enumerate(ranks):
-        ports = listeners(rank.pid)
+    for host, ports in enumerate([listeners(rank.pid) for rank in ranks]):  # all of them while the run goes on
         wrong = [each for each in ports if each[0] != hosts.address(host) and not each[0].startswith(("127.", "::1"))]
         yield from (f"{address}:{port} of host {host} listens" for address, port in wrong)
         script = folder / "probe.py"
