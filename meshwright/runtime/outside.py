@@ -104,12 +104,11 @@ def run_supervised(run: Run, job: Job, stop: StopFlag, before: Tell, after: Call
 def _leave_without(watch: PeerWatch, stop: StopFlag) -> NoReturn:
     """Some are gone, so this run is over. One rank of each machine says so."""
     lost = watch.lost()
-    if stop.is_set:  # all were asked to stop, and some have left at once
-        _leave(PREEMPTED_EXIT_CODE)
     if watch.is_teller(lost):
         fix = "The same command, or another plan on what is left, resumes from the last checkpoint."
         print(f"mw train: {watch.sentence(lost)} {fix}", file=sys.stderr)
-    _leave(1)
+    # Where all were asked to stop, some have left at once; a launcher also asks once it has seen one fail.
+    _leave(PREEMPTED_EXIT_CODE if stop.is_set else 1)
 
 
 def _leave(code: int) -> NoReturn:
