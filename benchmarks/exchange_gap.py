@@ -31,6 +31,7 @@ CASES: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
     SYNCHRONOUS: (("replicate", {}),),
     "another seed": (("replicate", {}),),
     "DiLoCo H = 16": (("local_steps", {"every": 16}),),
+    "DiLoCo H = 16, momentum 0.5": (("local_steps", {"every": 16, "outer_momentum": 0.5}),),
     "average H = 16": (("local_steps", {"every": 16, "outer": "average"}),),
     "streaming H = 16": (("local_steps", {"every": 16, "fragments": 3, "overlap": 2, "blend": 0.5}),),
     "elastic H = 16": (("local_steps", {"every": 16, "outer": "elastic"}),),
@@ -88,7 +89,7 @@ def main() -> None:
             loss, *_ = pool.run("benchmarks.exchange_gap:case_job", question, given.ranks, timeout_seconds=3600)
             first = loss if first is None else first
             gap = f"gap {loss - first:+.4f} ({(loss / first - 1) * 100:+.2f} %)"
-            print(f"{case:24} held-out loss {loss:.4f}   {gap}", flush=True)
+            print(f"{case:28} held-out loss {loss:.4f}   {gap}", flush=True)
 
 
 if __name__ == "__main__":

@@ -90,9 +90,8 @@ def forecast_stragglers(stragglers: Stragglers, plan: Plan, question: Question) 
 
 def _slowed(pipe: Staged, slow: tuple[bool, ...], factor: float) -> Staged:
     """With so many times the seconds of compute in stages that are `slow`; each stage stands by itself."""
-    places = pipe.timetable.places(len(slow))
-    stages = []
-    for stage, is_slow in zip(pipe.unfolded, slow, strict=True):
+    places, unfolded, stages = pipe.timetable.places(len(slow)), pipe.unfolded, []
+    for stage, is_slow in zip(unfolded, slow, strict=True):
         charges = {
             charge: seconds * (factor if is_slow and charge.lane == "compute" else 1.0)
             for charge, seconds in stage.cost.charges.items()
@@ -102,7 +101,7 @@ def _slowed(pipe: Staged, slow: tuple[bool, ...], factor: float) -> Staged:
     spans = []
     for at, each in enumerate(pipe.spans):
         stage = places.stage(at)
-        before, after = pipe.unfolded[stage].all_seconds, stages[stage].all_seconds
+        before, after = unfolded[stage].all_seconds, stages[stage].all_seconds
         spans.append(Seconds(*(a * (y / x if x else 1.0) for a, x, y in zip(each, before, after, strict=True))))
     groups = tuple(group for stage, group in zip(pipe.stages, pipe.groups, strict=True) for _ in range(stage.run.count))
     return replace(pipe, stages=tuple(stages), spans=tuple(spans), groups=groups)

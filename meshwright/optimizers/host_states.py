@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.core.build import Build
+from meshwright.core.build import Build, OptimizerState
 from meshwright.ops.fsdp import local
 from meshwright.ops.host_memory import CopyLanes, HostUnit, flat_views, pinned_empty
 from meshwright.optimizers.optimizer_config import OptimizerConfig
-from meshwright.optimizers.rule import OptimizerState, ParameterPiece, RuleMaker, UpdateRule
+from meshwright.optimizers.rule import ParameterPiece, RuleMaker, UpdateRule
 
 CPU = torch.device("cpu")
 

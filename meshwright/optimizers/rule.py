@@ -14,7 +14,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 from meshwright.core.box import Box
-from meshwright.core.build import OptimizerState as OptimizerState
+from meshwright.core.build import OptimizerState
 from meshwright.core.errors import error_at
 
 if TYPE_CHECKING:

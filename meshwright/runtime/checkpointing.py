@@ -18,10 +18,10 @@ from meshwright.checkpoint.memory_folder import MemoryFolder, copies_in_memory
 from meshwright.checkpoint.save import Retention, begin, commit, commit_in_memory, write_rank_file
 from meshwright.checkpoint.step_folders import discard
 from meshwright.core.box import Box
+from meshwright.core.build import OptimizerState
 from meshwright.ops.collectives import gather_json, share_json
 from meshwright.ops.host_memory import CopyLanes, pinned_empty
 from meshwright.ops.initial_weights import Source
-from meshwright.optimizers.rule import OptimizerState
 from meshwright.optimizers.update import Optimizer
 from meshwright.runtime.build import RankBuild
 

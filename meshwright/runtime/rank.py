@@ -340,7 +340,7 @@ class RankTraining:
     def _recover(self, error: TrainingTrouble) -> None:
         """Save the good state and raise the error; or roll back to the last good checkpoint, from which the run goes
         on with the samples after the batch that was to blame."""
-        trouble, root, trainer = error.trouble, self.folder / "checkpoints", self.trainer
+        trouble, root = error.trouble, self.folder / "checkpoints"
         self._finish_save()
         cursor = trouble.cursor + self.trainer.plan.batch
         self._note(trouble)
@@ -350,7 +350,7 @@ class RankTraining:
             raise error
 
         def choose() -> str:
-            trainer.saving.forget_memory()  # of a history that is given up
+            self.trainer.saving.forget_memory()  # of a history that is given up
             newest = newest_good(root, report=self.progress.say)
             for step, folder in committed_folders(root).items():
                 if newest is not None and step > read_manifest(newest).step:
@@ -515,9 +515,10 @@ class RankTraining:
         if reason is None:
             return
         if self.trainer.saving.is_in_memory:
-            self.trainer.saving.memory = self.trainer.saving.memory if not reason else ()
-            if reason and self.is_first:
-                self.progress.say(f"no more copies in memory are made, training goes on: {reason}")
+            if reason:
+                self.trainer.saving.memory = ()
+                if self.is_first:
+                    self.progress.say(f"no more copies in memory are made, training goes on: {reason}")
             return
         self.save_error = reason
         if reason and self.is_first:

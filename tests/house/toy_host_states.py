@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from meshwright.core.build import Build
+from meshwright.core.build import Build, OptimizerState
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import Problems
 from meshwright.core.plan import Plan
@@ -20,7 +20,7 @@ from meshwright.core.profile import Profile
 from meshwright.core.technique import Choice, Exactness, Option, Technique
 from meshwright.core.work import Copy, Num, ParameterSlot, Resident, Task, Work, replace
 from meshwright.optimizers.optimizer_config import OptimizerConfig
-from meshwright.optimizers.rule import OptimizerState, ParameterPiece, RuleMaker, UpdateRule
+from meshwright.optimizers.rule import ParameterPiece, RuleMaker, UpdateRule
 
 
 class StreamedRule(UpdateRule):

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from meshwright.core.box import Box
-from meshwright.optimizers.rule import OptimizerState, ParameterPiece, UpdateRule
+from meshwright.core.build import OptimizerState
+from meshwright.optimizers.rule import ParameterPiece, UpdateRule
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,8 +12,9 @@ from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from meshwright.core.build import OptimizerState
 from meshwright.core.work import Collective
-from meshwright.optimizers.rule import OptimizerState, ParameterPiece, UpdateRule
+from meshwright.optimizers.rule import ParameterPiece, UpdateRule
 from meshwright.optimizers.rules.adamw import AdamW
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from meshwright.optimizers.rule import OptimizerState, ParameterPiece, UpdateRule
+from meshwright.core.build import OptimizerState
+from meshwright.optimizers.rule import ParameterPiece, UpdateRule
 
 if TYPE_CHECKING:
     from torch import Tensor
