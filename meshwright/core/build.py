@@ -6,7 +6,7 @@ outside it, implements `Exchange`. Importing this file never imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -74,6 +74,13 @@ class Exchange:
 
     def after_evaluation(self) -> None:
         """They have ended."""
+
+    def before_saving(self) -> None:
+        """All ranks are about to write a checkpoint: `Build.evaluated` must be whole when this returns."""
+
+    def take_figures(self) -> Mapping[str, float]:
+        """What is newly known about the step before, to be recorded beside its loss; the same on all ranks."""
+        return {}
 
     def kept(self) -> Iterable[OptimizerState]:
         """What it remembers between steps, for checkpoints."""

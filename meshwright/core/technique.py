@@ -192,6 +192,8 @@ class Technique:
 
     keeps_islands: ClassVar[bool] = False
     """Ranks along its axis are islands: each trains parameters of its own, which meet now and then."""
+    codes_sums: ClassVar[bool] = False
+    """It codes what others sum (`Build.coding`)."""
     makes_whole_gradients: ClassVar[bool] = False
     """Of a technique with an axis: gradients are summed over it inside of backward, none of them later."""
     sums_layers: ClassVar[bool] = False

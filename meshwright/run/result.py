@@ -176,7 +176,9 @@ def earlier_result(folder: Path, steps: int) -> RunResult:
 
 def held_out_text(found: Mapping[str, float]) -> str:
     """`0.412 bits per byte`, or `loss 0.31, 97.2 % right`."""
-    if "held_out_bits_per_byte" in found:
-        return f"{found['held_out_bits_per_byte']:.3f} bits per byte"
     text = f"loss {found['held_out_loss']:.4f}"
-    return f"{text}, {found['held_out_top1']:.1%} right" if "held_out_top1" in found else text
+    if "held_out_bits_per_byte" in found:
+        text = f"{found['held_out_bits_per_byte']:.3f} bits per byte"
+    elif "held_out_top1" in found:
+        text += f", {found['held_out_top1']:.1%} right"
+    return text + (f", consensus distance {found['consensus_distance']:.3g}" if "consensus_distance" in found else "")

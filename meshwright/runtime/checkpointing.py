@@ -129,6 +129,8 @@ class Saving:
         assert not self.is_under_way
         self.seconds = 0.0
         mesh, optimizer = self.mesh, self.optimizer
+        for exchange in self.build.exchanges:
+            exchange.before_saving()
 
         def open_folder() -> str | int:
             if not in_memory:

@@ -419,6 +419,8 @@ class RankTraining:
             values["loss_scale"] = step.loss_scale
         if self.num_skipped or self.trainer.build.loss_scaling is not None:
             values["skipped_steps"] = self.num_skipped
+        for exchange in self.trainer.build.exchanges:
+            values |= exchange.take_figures()
         self.metrics.write(step.step + 1, {name: value for name, value in values.items() if math.isfinite(value)})
         is_last = step.must_stop or step.step + 1 == self.config.train.steps
         if self.tally.is_enough and not self.is_compared and not is_last:

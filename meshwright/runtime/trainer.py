@@ -322,6 +322,8 @@ class Trainer:
             result["held_out_bits_per_byte"] = mean / math.log(2) / self.data.info.num_bytes_per_token
         if hits is not None:
             result["held_out_top1"] = hits / (tokens or 1.0)
+        for exchange in self.build.exchanges:
+            result |= exchange.take_figures()
         return result
 
     def sample(self) -> str | None:

@@ -498,7 +498,7 @@ def tally(
                 calls = (not task.per_step) * (road.size > 1) * task.repeat * COLLECTIVE_LAUNCHES
                 _add(host, part, calls * device.launch_seconds)
             each, shared = road.seconds(task.kind, task.bytes), road.shared
-            if task.kind == "send":
+            if task.kind == "send" and not task.per_step:
                 send = np.maximum(send, each * (task.repeat > 0))
                 continue
         if task.hidden:

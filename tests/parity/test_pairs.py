@@ -37,6 +37,7 @@ SETTINGS: dict[str, tuple[Technique, ...]] = {
     "compress_gradients": (tiny.KEEP_ALL,),
     "context": (tiny.RING,),
     "expert": (tiny.EXPERT,),
+    "gossip": (tiny.PEERS,),
     "local_steps": (tiny.ISLANDS,),
     "lowbit_optimizer": (tiny.LOW_BIT,),
     "offload_activations": (tiny.OFFLOAD,),
@@ -63,7 +64,7 @@ BESIDE: dict[tuple[str, str], tuple[tuple[Technique, ...], ...]] = {
 """Other settings of those that both name blocks: each block follows one of them."""
 
 
-APPROXIMATE = (tiny.ISLANDS,)
+APPROXIMATE = (tiny.ISLANDS, tiny.PEERS)
 """Approximate techniques in settings that give one device's losses and parameters, with plain SGD for islands."""
 
 

@@ -82,6 +82,7 @@ ON_DISK = t("offload_states", disk_share=0.5)
 STREAMED = t("stream_weights")
 KEEP_ALL = t("compress_gradients", codec="topk", keep=1.0)
 ISLANDS = t("local_steps", size=2, every=1, outer="average")
+PEERS = t("gossip", size=2)
 LOW_BIT, LOWEST_BIT = (t("lowbit_optimizer", bits=bits, smallest=100) for bits in (8, 4))
 
 ALONE = (
