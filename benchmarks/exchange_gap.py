@@ -32,6 +32,7 @@ CASES: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
     "another seed": (("replicate", {}),),
     "DiLoCo H = 16": (("local_steps", {"every": 16}),),
     "DiLoCo H = 16, momentum 0.5": (("local_steps", {"every": 16, "outer_momentum": 0.5}),),
+    "average H = 1": (("local_steps", {"every": 1, "outer": "average"}),),
     "average H = 16": (("local_steps", {"every": 16, "outer": "average"}),),
     "streaming H = 16": (("local_steps", {"every": 16, "fragments": 3, "overlap": 2, "blend": 0.5}),),
     "elastic H = 16": (("local_steps", {"every": 16, "outer": "elastic"}),),

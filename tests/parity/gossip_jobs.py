@@ -30,7 +30,7 @@ def apart_job(
     session = parity.open_session(chosen, opened, rates, dtype="float64", device=torch.device("cpu"))
     samples = parity.random_samples(config["vocab_size"], chosen.batch, tiny.SEQUENCE)
     build, (exchange,) = session.build, session.build.exchanges
-    generator = torch.Generator().manual_seed(77 + rank)
+    generator = torch.Generator().manual_seed(77 + session.mesh.index("gossip"))
     with torch.no_grad():
         for _, value in build.local_parameters():
             value += torch.randn(value.shape, generator=generator, dtype=value.dtype)
