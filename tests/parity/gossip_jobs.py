@@ -11,6 +11,7 @@ import torch
 from meshwright.core.codec import decode
 from meshwright.core.plan import Plan
 from meshwright.models.presets import DecoderConfig
+from meshwright.ops.gossip import NeighbourAverages
 from meshwright.ops.traffic import TrafficRecorder
 from meshwright.optimizers.update import OptimizerConfig
 from meshwright.run.model import open_config
@@ -29,7 +30,8 @@ def apart_job(
     opened = open_config(decode(DecoderConfig, config, "config"), "tiny", 0)
     session = parity.open_session(chosen, opened, rates, dtype="float64", device=torch.device("cpu"))
     samples = parity.random_samples(config["vocab_size"], chosen.batch, tiny.SEQUENCE)
-    build, (exchange,) = session.build, session.build.exchanges
+    build = session.build
+    (exchange,) = (each for each in build.exchanges if isinstance(each, NeighbourAverages))
     generator = torch.Generator().manual_seed(77 + session.mesh.index("gossip"))
     with torch.no_grad():
         for _, value in build.local_parameters():
