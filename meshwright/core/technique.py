@@ -234,6 +234,9 @@ class Technique:
         """Gradients are gone when backward is over: no other technique may take them."""
         return False
 
+    codes_gradients: ClassVar[bool] = False
+    """Sums of gradients go in a code of its own."""
+
     @property
     def codes_states(self) -> bool:
         """Optimizer states are not one number for each element."""

@@ -42,6 +42,7 @@ class CompressGradients(Technique):
     name: ClassVar[str] = "compress_gradients"
     phase: ClassVar[str] = "wrap"  # before whoever makes the sums
     exactness: ClassVar[Exactness] = "approximate"
+    codes_gradients: ClassVar[bool] = True
     block: ClassVar[int] = 256
     """Elements that share a scale."""
 
