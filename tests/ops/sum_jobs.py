@@ -12,13 +12,14 @@ from meshwright.ops.collectives import all_reduce_by_sends
 from meshwright.ops.traffic import TrafficRecorder
 from meshwright.verify import parity
 
-DTYPES = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 2**-5}
+BOUNDS = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 2**-5}
 """dtype -> largest error, relative to the sum of magnitudes."""
 
 
 def sums_job(
-    *, algorithms: list[tuple[Any, int]], lengths: list[int], counted: int, rank: int, num_ranks: int, rendezvous: str
-) -> dict[str, Any]:
+    *, algorithms: list[tuple[Any, int]], cases: list[tuple[str, int]], counted: int, rank: int, num_ranks: int,
+    rendezvous: str,
+) -> dict[str, Any]:  # fmt: skip
     """What was wrong, and the bytes of each message of this rank in sums of `counted` float64 numbers."""
     parity.enter(rank, num_ranks, rendezvous)
     group = dist.group.WORLD
@@ -27,22 +28,21 @@ def sums_job(
     for name, node_size in algorithms:
         algorithm = AllReduce(algorithm=name, node_size=node_size)
         generator = torch.Generator().manual_seed(rank)
-        for dtype, bound in DTYPES.items():
-            for length in lengths:
-                mine = torch.randn(length, generator=generator, dtype=torch.float64).to(getattr(torch, dtype))
-                given, found = [torch.empty_like(mine) for _ in range(num_ranks)], mine.clone()
-                dist.all_gather(given, mine)
-                all_reduce_by_sends(found, group, algorithm)
-                whole = torch.stack(given).double()
-                error = (found.double() - whole.sum(0)).abs() / whole.abs().sum(0)
-                results = [torch.empty_like(found) for _ in range(num_ranks)]
-                dist.all_gather(results, found)
-                what = f"{name}, nodes of {node_size}: {length} x {dtype} on {num_ranks} ranks"
-                if not bool((error <= bound).all()):
-                    wrong.append(f"{what}: off by {float(error.max()):.1e}")
-                if any(not torch.equal(each.view(torch.uint8), found.view(torch.uint8)) for each in results):
-                    wrong.append(f"{what}: other bits on another rank")
-                compared += length
+        for dtype, length in cases:
+            mine = torch.randn(length, generator=generator, dtype=torch.float64).to(getattr(torch, dtype))
+            given, found = [torch.empty_like(mine) for _ in range(num_ranks)], mine.clone()
+            dist.all_gather(given, mine)
+            all_reduce_by_sends(found, group, algorithm)
+            whole = torch.stack(given).double()
+            error = (found.double() - whole.sum(0)).abs() / whole.abs().sum(0)
+            results = [torch.empty_like(found) for _ in range(num_ranks)]
+            dist.all_gather(results, found)
+            what = f"{name}, nodes of {node_size}: {length} x {dtype} on {num_ranks} ranks"
+            if not bool((error <= BOUNDS[dtype]).all()):
+                wrong.append(f"{what}: off by {float(error.max()):.1e}")
+            if any(not torch.equal(each.view(torch.uint8), found.view(torch.uint8)) for each in results):
+                wrong.append(f"{what}: other bits on another rank")
+            compared += length
         with TrafficRecorder({group.group_name: "all"}) as recorder:
             all_reduce_by_sends(torch.ones(counted, dtype=torch.float64), group, algorithm)
         assert {key[:2] for key in recorder.traffic} <= {("send", "all")}, recorder.traffic

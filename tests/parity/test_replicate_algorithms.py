@@ -24,7 +24,7 @@ PLANS = (
     *((t("replicate", size=4, algorithm=name),) for name in FLAT),
     (t("replicate", size=4, algorithm="hierarchical", node_size=2),),
     (t("replicate", size=8, algorithm="hierarchical", node_size=3),),
-    (t("replicate", size=2, algorithm="tree", shares=(1, 3)),),
+    (t("replicate", size=2, algorithm="tree", shares=(2, 6)),),
     (t("replicate", size=2, algorithm="doubling"), tiny.INTERLEAVED, tiny.RECOMPUTE_ONE),
     (t("replicate", size=2, algorithm="scatter_gather"), tiny.ZBV),
 )
