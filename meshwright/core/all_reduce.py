@@ -58,18 +58,6 @@ def _ring(ranks: Sequence[int]) -> Iterator[list[Transfer]]:
             ]
 
 
-def _up(count: int, nodes: Sequence[int], pieces: int) -> Iterator[list[Transfer]]:
-    """Sums of up to `count` ranks at its first rank, for each of `nodes`, which says how many ranks are there."""
-    distance = 1
-    while distance < count:
-        yield [
-            Transfer(at * count + i + distance, at * count + i, 0, pieces, True)
-            for at, size in enumerate(nodes)
-            for i in range(0, size - distance, 2 * distance)
-        ]
-        distance *= 2
-
-
 def _down(rounds: Sequence[Sequence[Transfer]]) -> Iterator[list[Transfer]]:
     """The same ways back, with the results."""
     for each in reversed(rounds):
@@ -88,7 +76,14 @@ def rounds(algorithm: Algorithm, ranks: int, node_size: int) -> tuple[int, Round
         node = ranks if algorithm == "tree" else node_size
         leaders = range(0, ranks, node)
         pieces = len(leaders)
-        up = [*_up(node, [min(node, ranks - first) for first in leaders], pieces)]
+        up = [
+            [
+                Transfer(first + i + distance, first + i, 0, pieces, True)
+                for first in leaders
+                for i in range(0, min(node, ranks - first) - distance, 2 * distance)
+            ]
+            for distance in (1 << at for at in range((node - 1).bit_length()))
+        ]
         made = [*up, *_ring(leaders), *_down(up)]
     else:
         pieces = power if algorithm == "scatter_gather" else 1

@@ -2,12 +2,16 @@
 
 What: ranks along `dp` run different samples and sum their gradients, one bucket per layer, each on its way while the
 backward of earlier layers goes on. With shares, replicas on faster devices run more microbatches than others; a step is
-the slowest one's.
+the slowest one's. With an `algorithm` the sums are made of sends between ranks, when backward is over: ring, tree
+(binomial), doubling (recursive), scatter_gather (recursive halving, then doubling: Rabenseifner), or hierarchical (a
+tree inside each `node_size` ranks, a ring between their first ones). `mw plan --why replicate.algorithm` says what the
+largest sum takes by each on a cluster; search leaves it at auto.
 When it helps: the model and its optimizer fit on a device, and the batch is large enough to share.
 When it does not: memory is the limit (nothing shrinks), or the batch is smaller than the replicas. On links that the
 compute cores themselves drive (gloo), overlap gains little.
 Cost: an all_reduce of every gradient per step, 2 (n-1)/n of its bytes over each link; exposed beyond the backward pass
-it hides behind (Li et al. 2020, "PyTorch Distributed").
+it hides behind (Li et al. 2020, "PyTorch Distributed"). With an `algorithm` nothing is hidden: latency and bytes of
+each round over the slowest link in it (`core/all_reduce.py`; measured in docs/collectives.md).
 Exactness: reordered: the order of the sum over samples changes. Axis: dp.
 """
 
@@ -53,27 +57,22 @@ class Replicate(Technique):
 
     def check(self, plan: Plan, profile: Profile, cluster: Cluster | None) -> Problems:
         problems = [*self.refused(plan, profile), *(self._share_problems(plan, profile) if self.shares else ())]
-        return (*problems, *self._algorithm_problems(plan))
+        if self.algorithm == "hierarchical" and not 1 <= self.node_size <= self.size:
+            what = f"node_size is {self.node_size}, of {self.size} replicas."
+            problems.append(self.problem(what, f"Use 1 to {self.size}: replicas in one node."))
+        elif self.algorithm != "hierarchical" and self.node_size:
+            problems.append(self.problem(f"node_size says nothing to {self.algorithm}.", "Leave it out."))
+        for other in plan.techniques if self.algorithm != "auto" and self.size > 1 else ():
+            owns = other.makes_whole_gradients and other.splits_samples and plan.mesh.get(other.axis, 1) > 1
+            if owns or other.codes_gradients or other.hosts_states:
+                what = f"{other.name} takes or sums gradients layer by layer, not when {self.algorithm} has summed all."
+                problems.append(self.problem(what, f"Use algorithm = auto, or leave out {other.name}."))
+        return tuple(problems)
 
     def refusals(self, given: Circumstances) -> Iterator[tuple[Num, Problem]]:
         if self.algorithm != "auto":
             what = f"{self.algorithm} sums gradients when a step's backward is over, and steps that overlap go on."
             yield (given.size > 1) & given.overlaps_steps, self.problem(what, "Use algorithm = auto.")
-
-    def _algorithm_problems(self, plan: Plan) -> Iterator[Problem]:
-        if self.algorithm == "hierarchical" and not 1 <= self.node_size <= self.size:
-            what = f"node_size is {self.node_size}, of {self.size} replicas."
-            yield self.problem(what, f"Use 1 to {self.size}: replicas in one node.")
-        elif self.algorithm != "hierarchical" and self.node_size:
-            yield self.problem(f"node_size says nothing to {self.algorithm}.", "Leave it out.")
-        for other in plan.techniques if self.algorithm != "auto" and self.size > 1 else ():
-            owns = other.makes_whole_gradients and other.splits_samples and plan.mesh.get(other.axis, 1) > 1
-            if owns or other.codes_gradients:
-                what = f"{other.name} sums gradients in messages of its own, not by {self.algorithm}."
-                yield self.problem(what, f"Use algorithm = auto, or leave out {other.name}.")
-            elif other.hosts_states:
-                what = f"{other.name} takes each layer's sum as soon as it is made; {self.algorithm} waits for all."
-                yield self.problem(what, f"Use algorithm = auto, or leave out {other.name}.")
 
     def _share_problems(self, plan: Plan, profile: Profile) -> Iterator[Problem]:
         if len(self.shares) != self.size or min(self.shares) < 1:

@@ -61,9 +61,9 @@ def test_plans_without_an_algorithm_are_written_as_before() -> None:
 @pytest.mark.parametrize(
     ("techniques", "said"),
     [
-        ((t("replicate", size=2, algorithm="ring"), tiny.SHARD2), "shard sums gradients in messages of its own"),
-        ((t("replicate", size=2, algorithm="ring"), tiny.KEEP_ALL), "compress_gradients sums gradients in messages"),
-        ((t("replicate", size=2, algorithm="ring"), tiny.ON_HOST), "takes each layer's sum as soon as it is made"),
+        ((t("replicate", size=2, algorithm="ring"), tiny.SHARD2), "shard takes or sums gradients layer by layer"),
+        ((t("replicate", size=2, algorithm="ring"), tiny.KEEP_ALL), "compress_gradients takes or sums gradients"),
+        ((t("replicate", size=2, algorithm="ring"), tiny.ON_HOST), "offload_states takes or sums gradients"),
         ((t("replicate", size=2, algorithm="tree"), t("pipeline", size=2, schedule="async")), "steps that overlap"),
         ((t("replicate", size=2, algorithm="hierarchical"),), "node_size is 0, of 2 replicas"),
         ((t("replicate", size=2, algorithm="hierarchical", node_size=3),), "node_size is 3, of 2 replicas"),
