@@ -7,21 +7,27 @@ gives up another takes.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from meshwright.ask.question import Outcome, Question, Tell, outcome
+from meshwright.core.all_reduce import ALGORITHMS, AllReduce
 from meshwright.core.codec import field_types
 from meshwright.core.errors import Problem, nearest, raise_problems
 from meshwright.core.plan import Plan
 from meshwright.core.technique import Axis, Choice, Option, PerLayer, technique_named, technique_names
+from meshwright.core.units import pretty_bytes, pretty_seconds
 from meshwright.optimizers.optimizer_config import OptimizerConfig
 from meshwright.planner.search import ScoredPlan
 from meshwright.planner.wishes import MICROBATCH
+from meshwright.simulator.pricing import price
+from meshwright.simulator.stage_seconds import routes
 
 BATCH = "batch"
 ABSENT = "absent"
+ALGORITHM = "algorithm"
+"""A setting that says which sends make an all_reduce."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +113,9 @@ def why(question: Question, best: ScoredPlan, knob: Knob, tell: Tell) -> Why:
             around = made.best.plan if made.best is not None else None
         for words, changed in _other_values(without, around, knob, notes) if around is not None else ():
             ask(words, changed)
+        kind: type = technique_named(knob.technique)
+        if knob.field in ("", ALGORITHM) and ALGORITHM in field_types(kind):
+            notes.extend(largest_sum(question, best.plan, knob.technique))
         if is_used:
             ask(f"no {knob.technique}", replace(without, ban=(*without.ban, knob.technique)))
     return Why(
@@ -119,6 +128,22 @@ def why(question: Question, best: ScoredPlan, knob: Knob, tell: Tell) -> Why:
     )
 
 
+def largest_sum(question: Question, plan: Plan, technique: str) -> Iterator[str]:
+    """Seconds of a technique's largest all_reduce by each algorithm, the fastest first."""
+    work = price(question.profile, plan, sequence=question.sequence, optimizer=question.optimizer)
+    sums = [each for each in work.collectives if (each.origin, each.kind) == (technique, "all_reduce") and each.repeat]
+    if not sums:
+        return
+    largest = max(sums, key=lambda each: float(each.bytes))
+    road = routes(question.cluster, plan.mesh)[largest.axis]
+    every: dict[str, AllReduce | None] = {"auto": None}
+    every |= {name: AllReduce(algorithm=name, node_size=int(road.per_node)) for name in ALGORITHMS}
+    seconds = {name: float(road.seconds("all_reduce", largest.bytes, one)) for name, one in every.items()}
+    ranked = ", ".join(f"{name} {pretty_seconds(seconds[name])}" for name in sorted(seconds, key=seconds.__getitem__))
+    size = f"{pretty_bytes(float(largest.bytes))} over {int(road.size)} ranks, {int(road.per_node)} in a node"
+    yield f"Its largest all_reduce, {size}: {ranked}. Only auto goes on beside backward."
+
+
 def _other_values(question: Question, plan: Plan, knob: Knob, notes: list[str]) -> list[tuple[str, Question]]:
     """Other values of a setting that the plan uses: the neighbours of an ordered one, else all of them."""
     kind = technique_named(knob.technique)
@@ -126,6 +151,10 @@ def _other_values(question: Question, plan: Plan, knob: Knob, notes: list[str]) 
     profile = replace(question.profile, max_sequence=question.sequence)
     options = {field: option for option in kind.options(profile, question.cluster) for field in _fields(option)}
     field = knob.field or (_main_field(tuple(options.values())) if options else "")
+    declared: type = kind
+    hint = field_types(declared).get(field)
+    if field not in options and get_origin(hint) is Literal:
+        options[field] = Choice(field, get_args(hint))
     if field not in options:
         notes.append(
             f"Search does not turn {Knob(technique=knob.technique, field=field)}; pin it to try another value."

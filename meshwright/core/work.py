@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
+from meshwright.core.all_reduce import AllReduce
 from meshwright.core.cluster import TIERS, TierName
 from meshwright.core.profile import Cut, CutDim, Layer, Op, Poly, Profile, Role
 
@@ -130,6 +131,8 @@ class Collective:
     cut: Cut = "none"
     at_most: bool = False
     """Fewer bytes go where the data decides so."""
+    algorithm: AllReduce | None = None
+    """Of an all_reduce that sends of ranks make; None: the backend's own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from meshwright.core.all_reduce import AllReduce
+
 _SMALL_GATHER_BYTES = 1 << 16
 """Up to here gloo's own gather is as quick."""
 _MOST_AT_ONCE_BYTES = 1 << 18
@@ -90,6 +92,27 @@ def _sum_of_all(part: Tensor, whole: Tensor, group_name: str) -> None:
         part.copy_(total)
     for work in sent:
         work.wait()
+
+
+@torch.no_grad()
+def all_reduce_by_sends(flat: Tensor, group: dist.ProcessGroup, algorithm: AllReduce) -> None:
+    """Sum a flat tensor over a group, in place. All ranks have the same bits afterwards."""
+    rank = group.rank()
+    for turn in algorithm.sends(group.size(), flat.numel()):
+        sums, messages = [], []
+        for transfer, part in turn:
+            if transfer.source == rank:
+                messages.append(dist.P2POp(dist.isend, flat[part], group=group, group_peer=transfer.target))
+            elif transfer.target == rank:
+                piece = arrived = flat[part]
+                if transfer.adds:
+                    arrived = torch.empty_like(piece)
+                    sums.append((piece, arrived))
+                messages.append(dist.P2POp(dist.irecv, arrived, group=group, group_peer=transfer.source))
+        for work in dist.batch_isend_irecv(messages) if messages else ():
+            work.wait()
+        for piece, arrived in sums:  # which may have been sent, too
+            piece.add_(arrived)
 
 
 def swap(rows: Tensor, given: list[int], taken: list[int], group: dist.ProcessGroup) -> Tensor:

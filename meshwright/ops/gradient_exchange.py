@@ -21,7 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshwright.core.all_reduce import AllReduce
 from meshwright.core.build import Build, Exchange, OptimizerState
+from meshwright.ops.collectives import all_reduce_by_sends
 from meshwright.ops.fsdp import local
 from meshwright.ops.gradient_codecs import CodedSum
 from meshwright.ops.host_memory import HostUnit, flat_views
@@ -52,10 +54,12 @@ class Buckets(Exchange):
         group: dist.ProcessGroup,
         zero_filled: set[int],
         host_units: Sequence[HostUnit],
+        algorithm: AllReduce | None = None,
     ):
-        """`zero_filled` and `host_units`: as in `Build`."""
+        """`zero_filled` and `host_units`: as in `Build`. With an `algorithm`, which waits for other ranks round by
+        round, sums are made when the backward passes are over."""
         leaving = {id(host.parameters[0]): host for host in host_units if host.leaves_summed}
-        self.group, self.zero_filled = group, zero_filled
+        self.group, self.zero_filled, self.algorithm = group, zero_filled, algorithm
         self.buckets: list[Bucket] = []
         # Weakly: autograd's hooks are out of the garbage collector's sight, and would keep the group for ever.
         arrived = weakref.WeakMethod(self._arrived)
@@ -95,7 +99,11 @@ class Buckets(Exchange):
             bucket.is_ready = True
             if self.arrivals is not None:
                 self.arrivals.append(at)
-            while self.num_left < len(self.order) and self.buckets[self.order[self.num_left]].is_ready:
+            while (
+                self.algorithm is None
+                and self.num_left < len(self.order)
+                and self.buckets[self.order[self.num_left]].is_ready
+            ):
                 self._send_next()
 
     def _send_next(self) -> None:
@@ -108,7 +116,10 @@ class Buckets(Exchange):
             bucket.flat = torch.cat([gradient.flatten() for gradient in given])
             for parameter in bucket.parameters:
                 parameter.grad = None
-        bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
+        if self.algorithm is None:
+            bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
+        else:
+            all_reduce_by_sends(bucket.flat, self.group, self.algorithm)
         self.num_left += 1
 
     def _end(self, bucket: Bucket) -> None:

@@ -102,7 +102,7 @@ def best_roads(cluster: Cluster, mesh: Mapping[str, Num]) -> dict[str, Route]:
         }
         best = {name: each(getattr(near, name), getattr(far, name)) for name, each in choose.items()}
         fractions = {kind: np.maximum(share, far.fractions[kind]) for kind, share in near.fractions.items()}
-        result[axis] = replace(near, **best, fractions=fractions)
+        result[axis] = replace(near, **best, fractions=fractions, per_node=size)
     return result
 
 

@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
+from meshwright.core.all_reduce import AllReduce, Hop
 from meshwright.core.cluster import Cluster, Device, Link, TierName
 from meshwright.core.units import MIB
 from meshwright.core.work import Collective, Compute, Copy, HostUpdate, Num, Task, Work
@@ -197,6 +198,10 @@ class Route:
     shared: Num
     """Driven by the compute cores: nothing hides behind compute."""
     is_inner: Num
+    near: Hop
+    """A message to a rank of the same node."""
+    per_node: Num
+    """Ranks in a row that share a node."""
     crossing: Num = 1.0
     """Share of a rank's partners that a message to them leaves the node for."""
     near_bytes_per_second: Num = np.inf
@@ -210,10 +215,14 @@ class Route:
     name: str = ""
     """Of what joins the groups, where the axis lies across them."""
 
-    def seconds(self, kind: str, num_bytes: Num) -> Num:
+    def seconds(self, kind: str, num_bytes: Num, algorithm: AllReduce | None = None) -> Num:
         """Latency once, then the bytes each rank must pass on (nccl-tests, PERFORMANCE.md), at a rate that grows with
-        them."""
+        them. An `algorithm` is a number of messages, one after the other."""
         talks = self.size > 1
+        if algorithm is not None:
+            share = self.fractions.get("send", 1.0)
+            far = _hop(self.latency_seconds, self.direct_bytes_per_second * share, self.half_bytes)
+            return talks * algorithm.seconds(self.size, self.per_node, self.near, far, num_bytes)
         if kind in ("send", "ring"):  # the slowest of a ring's pairs is two devices in two nodes
             talks, passed, rate = True, num_bytes, self.direct_bytes_per_second
             latency = self.latency_seconds
@@ -232,6 +241,14 @@ class Route:
                 rate = 1 / np.maximum(far, (1 - self.crossing) / self.near_bytes_per_second)
         rate = rate * self.fractions.get("send" if kind == "ring" else kind, 1.0)
         return talks * (latency + (passed + self.half_bytes) / rate)
+
+
+def _hop(latency: Num, rate: Num, half_bytes: Num) -> Hop:
+    return Hop(latency + half_bytes / rate, 1 / rate)
+
+
+def _near(link: Link) -> Hop:
+    return _hop(link.latency_seconds, link.bytes_per_second * link.fractions.get("send", 1.0), link.half_bytes)
 
 
 def routes(cluster: Cluster, mesh: Mapping[str, Num]) -> dict[str, Route]:
@@ -284,6 +301,8 @@ def route(cluster: Cluster, size: Num, stride: Num) -> Route:
         is_inner=is_inner,
         crossing=_pick(is_inner, 1.0, (size - per_node) / np.maximum(size - 1, 1)),
         near_bytes_per_second=inner_rate,
+        near=_near(inner),
+        per_node=per_node,
         half_bytes=_pick(is_inner, inner.half_bytes, outer.half_bytes),
         step_seconds=_pick(is_inner, inner.step_seconds, outer.step_seconds),
         sum_step_seconds=_pick(is_inner, inner.sum_step_seconds, outer.sum_step_seconds),
@@ -322,6 +341,8 @@ def _across(cluster: Cluster, size: int, stride: int) -> Route:
         is_inner=False,
         crossing=(size - min(per_node)) / max(size - 1, 1),
         near_bytes_per_second=min(group.inner.bytes_per_second for group in groups),
+        near=max((_near(group.inner) for group in groups), key=lambda hop: hop.seconds_per_byte),
+        per_node=min(per_node),
         half_bytes=slowest.half_bytes,
         step_seconds=slowest.step_seconds,
         sum_step_seconds=slowest.sum_step_seconds,
@@ -497,7 +518,7 @@ def tally(
             if device.kind != "cpu":
                 calls = (not task.per_step) * (road.size > 1) * task.repeat * COLLECTIVE_LAUNCHES
                 _add(host, part, calls * device.launch_seconds)
-            each, shared = road.seconds(task.kind, task.bytes), road.shared
+            each, shared = road.seconds(task.kind, task.bytes, task.algorithm), road.shared
             if task.kind == "send" and not task.per_step:
                 send = np.maximum(send, each * (task.repeat > 0))
                 continue

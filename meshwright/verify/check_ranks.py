@@ -240,7 +240,10 @@ def promised(
     for task in work.collectives:
         count = int(task.repeat) * (1 if task.per_step else num_microbatches)
         assert float(task.bytes).is_integer(), f"{task} has a part of a byte"
-        if count:
+        if task.algorithm is not None:
+            for sent in task.algorithm.sent_bytes(mesh.size(task.axis), mesh.index(task.axis), int(task.bytes)):
+                traffic["send", task.axis, sent] += count
+        elif count:
             message = (task.kind, task.axis, int(task.bytes))
             traffic[message] += count
             at_most |= {message} if task.at_most else set()

@@ -358,6 +358,19 @@ def test_values_around_what_is_absent_are_those_of_the_best_with_it(monkeypatch:
     assert [each["pin"] for each in asked] == [("pipeline",), ("pipeline.size=2",), ("pipeline.size=8",)]
 
 
+def test_a_setting_of_few_values_is_asked_value_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Plan(techniques=(technique_named("replicate")(size=8),), batch=128)
+    asked = made_up(monkeypatch, lambda machine, **_: found_of(made(2.0, plan=plan)))
+    told = why(ask(), made(1.0, plan=plan), read_knobs(["replicate.algorithm"])[0], silent)
+    assert told.value == "auto"
+    others = ["ring", "tree", "doubling", "scatter_gather", "hierarchical"]
+    assert [each["pin"] for each in asked if each["pin"]] == [(f"replicate.algorithm={name}",) for name in others]
+    (note,) = told.notes
+    ranked = [words.split()[0] for words in note.partition(": ")[2].partition(". Only")[0].split(", ")]
+    assert sorted(ranked) == sorted(["auto", *others])
+    assert "over 8 ranks" in note
+
+
 def test_own_wishes_about_a_knob_make_way(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = made_up(monkeypatch, lambda machine, **_: found_of(made(2.0)))
     pinned = ask(pin=("shard=4", "microbatch=2"), ban=("shard.stage=1", "pipeline"))
