@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, TrainingState
 
 from meshwright.core.build import Build, Exchange
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.ops.collectives import all_gather, reduce_scatter
+from meshwright.ops.device_mesh import Mesh
 
 
 class _GlooCollective:
@@ -51,10 +53,12 @@ class ShardedUnits(Exchange):
         stage: int,
         prefetch: int,
         reduce_dtype: torch.dtype,
+        secondary: int,
         problem: Callable[[str, str], Problem],
     ):
         """Gradients are shared out over `axis` and then summed over the axis of `replicas`, where there is one."""
         self.build, self.stage, self.has_replicas = build, stage, bool(replicas)
+        self.secondary = _neighbours(build.mesh, axis, secondary) if secondary else None
         mesh = build.mesh
         assert len(replicas) <= 1, "hybrid sharding sums over one axis of replicas"
         grid = mesh.submesh(*replicas, axis)
@@ -78,6 +82,8 @@ class ShardedUnits(Exchange):
             # The ends stay gathered from forward to backward: the head's come one after the other, and the embedding's
             # backward needs no weight, but FSDP would gather it all the same.
             module = fully_shard(unit.module, reshard_after_forward=stage == 3 and unit.is_block, **options)
+            if self.secondary is not None and unit.is_block and has_backward[unit.chunk]:
+                _keep_secondary(module, self.secondary)
             self.wrapped.append(module)
             goes_back.append(has_backward[unit.chunk])
             chunks.append(unit.chunk)
@@ -86,7 +92,7 @@ class ShardedUnits(Exchange):
         self.wrapped.append(fully_shard(build.model, reshard_after_forward=False, **options))
         self.ends.append(self.wrapped[-1])
         set_prefetch(self.wrapped, goes_back, chunks, prefetch)
-        for module in build.model.modules():
+        for module in build.model.modules() if self.secondary is None else ():
             if (gather := getattr(getattr(module, "product", None), "gather_narrow", None)) is not None:
                 gather(module.weight, mesh.size(axis))
         self.forward_only = [
@@ -188,6 +194,31 @@ class ShardedUnits(Exchange):
         """A forward without a backward leaves layers gathered, and their parameters whole."""
         for module in self.wrapped:
             module.reshard()
+            for each in [each for group in _groups(module) for each in group.fsdp_params]:
+                each._sharded_post_forward_param = each._sharded_post_forward_param_data = None
+
+
+def _neighbours(mesh: Mesh, axis: str, count: int) -> HSDPMeshInfo:
+    """Groups of `count` neighbours of an axis, in which FSDP shares out what it keeps from forward to backward. One for
+    all units: given only the number, FSDP makes process groups for each of them, of this rank's row of the mesh."""
+    rows = mesh.along(axis)
+    groups = [ranks[start : start + count] for ranks in rows for start in range(0, len(ranks), count)]
+    group = mesh.new_group(f"{axis}/{count}", groups)
+    assert group is not None
+    mine = next(ranks for ranks in rows if mesh.rank in ranks)
+    # Nothing is sent over the first dim: any group will do.
+    names, grid = (axis, f"{axis}_neighbours"), torch.tensor(mine).view(-1, count)
+    grid = DeviceMesh.from_group([mesh.group(axis), group], mesh.device.type, grid, mesh_dim_names=names)
+    return HSDPMeshInfo(grid, shard_mesh_dim=1, replicate_mesh_dim=0)
+
+
+def _keep_secondary(module: Any, among: HSDPMeshInfo) -> None:
+    """As `fully_shard(..., reshard_after_forward=N)` would, among these ranks."""
+    for group in _groups(module):
+        group.post_forward_mesh_info = among
+        for each in group.fsdp_params:
+            each.post_forward_mesh_info = among
+            each._init_sharded_post_forward_param_metadata(torch.empty(each._orig_size, device="meta"))
 
 
 def _groups(module: Any) -> list[Any]:

@@ -241,7 +241,7 @@ def promised(
         count = int(task.repeat) * (1 if task.per_step else num_microbatches)
         assert float(task.bytes).is_integer(), f"{task} has a part of a byte"
         if count:
-            message = (task.kind, task.axis, int(task.bytes))
+            message = (task.kind, task.where, int(task.bytes))
             traffic[message] += count
             at_most |= {message} if task.at_most else set()
     sizes: dict[str, int] = {"parameters": 0, "gradients": 0, "optimizer": 0}

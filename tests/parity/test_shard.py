@@ -124,3 +124,28 @@ def test_the_dtype_of_sums_decides_how_exact_it_is() -> None:
 def test_a_layer_behind_cannot_be_fetched_ahead() -> None:
     (problem,) = plan_of(t("shard", size=2, prefetch=-1)).check(decoder_profile(DecoderConfig(**LLAMA), "tiny"))
     assert "prefetch is -1" in str(problem)
+
+
+SECOND = t("shard", size=4, secondary=2)
+BESIDE_SECOND = (
+    (SECOND,),
+    (SECOND, tiny.RECOMPUTE),
+    (SECOND, tiny.RECOMPUTE_SOME, tiny.CHUNKED),
+    (t("shard", size=4, secondary=2, prefetch=0),),
+    (t("shard", size=4, secondary=2, prefetch=2), tiny.OFFLOAD_ONE),
+    pytest.param((SECOND, tiny.REPLICATE), marks=pytest.mark.slow),
+    pytest.param((SECOND, tiny.TENSOR), marks=pytest.mark.slow),
+    pytest.param((SECOND, tiny.COMPILE), marks=pytest.mark.slow),
+    pytest.param((t("shard", size=8, secondary=4),), marks=pytest.mark.slow),
+)
+
+
+@pytest.mark.parametrize("techniques", BESIDE_SECOND, ids=tiny.joined)
+def test_a_second_copy_keeps_the_gathers_of_backward_among_neighbours(techniques: tuple[Any, ...], ran: Run) -> None:
+    """Two microbatches a rank."""
+    plan = plan_of(*techniques, batch=16, microbatch=1)
+    plan = plan_of(*techniques, batch=16, microbatch=8 // plan.num_replicas)
+    answers = exact(plan, UNEVEN, ran)
+    without = ran(plan_of(*(replace(techniques[0], secondary=0), *techniques[1:]), batch=16, microbatch=plan.microbatch), UNEVEN)
+    for answer, before in zip(answers, without, strict=True):
+        print(answer["observed"], before["observed"])
