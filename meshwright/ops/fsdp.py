@@ -194,8 +194,9 @@ class ShardedUnits(Exchange):
         """A forward without a backward leaves layers gathered, and their parameters whole."""
         for module in self.wrapped:
             module.reshard()
-            for each in [each for group in _groups(module) for each in group.fsdp_params]:
-                each._sharded_post_forward_param = each._sharded_post_forward_param_data = None
+            for group in _groups(module) if self.secondary is not None else ():
+                for each in group.fsdp_params:
+                    each._sharded_post_forward_param = each._sharded_post_forward_param_data = None
 
 
 def _neighbours(mesh: Mesh, axis: str, count: int) -> HSDPMeshInfo:

@@ -3,13 +3,14 @@
 What: ranks along `fsdp` see different samples and each keep 1/n of every parameter and its optimizer state (FSDP2).
 Stage 3 gathers a block for its forward and again for its backward (embedding and head stay between the two); stage 2
 gathers once a step and keeps all until the last backward ends; stage 1 also keeps whole gradients until the last
-microbatch. `secondary` ranks, in stage 3 the neighbours inside a node, keep a second copy of the blocks between them
-from forward to backward, whose gathers then stay inside the node (hpZ of ZeRO++). With `replicate` it is hybrid
-sharding: shards inside a group, sums between groups. `prefetch` blocks are
-asked for ahead of the one at work, forward and backward, never across the chunks of a pipeline. `reduce` is the dtype
-in which gradients are summed (and, in stage 1 or between groups, kept over microbatches). Under schedules that make
-weight gradients later, stages 1 and 2 sum them when the second half is done; stage 3 is refused.
-When it helps: optimizer and parameters are the peak, and a layer's compute covers its gather.
+microbatch. `secondary` neighbours (stage 3; as many as are in a node) share a second copy of the blocks from forward to
+backward, whose gathers then stay among them (ZeRO++ hpZ). With `replicate` it is hybrid sharding: shards inside a
+group, sums between groups. `prefetch` blocks are asked for ahead of the one at work, forward and backward, never across
+the chunks of a pipeline. `reduce` is the dtype in which gradients are summed (and, in stage 1 or between groups, kept
+over microbatches). Under schedules that make weight gradients later, stages 1 and 2 sum them when the second half is
+done; stage 3 is refused.
+When it helps: optimizer and parameters are the peak, and a layer's compute covers its gather. `secondary`: the gathers
+of backward do not hide between nodes, and there is memory for the copy.
 When it does not: small batches per rank over slow links (the gathers do not hide), or a model that fits anyway.
 Cost: stage 3: per microbatch 2 all_gathers and 1 reduce_scatter of the parameters; stage 2: 1 all_gather per step and a
 reduce_scatter per microbatch; stage 1: one of each per step (Rajbhandari et al. 2020; Zhao et al. 2023). 1 + `prefetch`
@@ -106,7 +107,7 @@ class Shard(Technique):
             yield is_used & np.logical_not(is_group), self.problem(what, fix)
             what = f"stage {self.stage} lets go of no weights from forward to backward, so a second copy saves nothing."
             yield is_used & (self.stage < 3), self.problem(what, "Use stage 3, or secondary = 0.")
-            what = "stages run forwards of other microbatches before a backward; one second copy does not last for it."
+            what = "a stage runs forwards of other microbatches before a backward; a second copy lasts until the first."
             yield is_used & (given.num_stages > 1), self.problem(what, "Use secondary = 0, or do not cut the model.")
 
     def price(self, work: Work) -> Work:

@@ -211,7 +211,7 @@ REFUSED = {
     "Use 0.": ({"size": 2, "secondary": 2}, ()),
     "stage 2 lets go of no weights": ({"size": 4, "secondary": 2, "stage": 2}, ()),
     "stage 1 lets go of no weights": ({"size": 4, "secondary": 2, "stage": 1}, ()),
-    "stages run forwards of other microbatches": ({"size": 4, "secondary": 2}, (tiny.PIPELINE,)),
+    "a stage runs forwards of other microbatches": ({"size": 4, "secondary": 2}, (tiny.PIPELINE,)),
 }
 
 
