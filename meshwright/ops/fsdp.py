@@ -41,6 +41,37 @@ class _GlooCollective:
             assert op == dist.ReduceOp.SUM, f"FSDP asks gloo for {op}"
 
 
+class SecondaryCopies:
+    """Copies of units that each `count` neighbours of an axis share out from forward to backward, as FSDP does with
+    `reshard_after_forward=count`. One process group for all units: FSDP makes some for each, and of this rank's row of
+    the mesh only."""
+
+    def __init__(self, mesh: Mesh, axis: str, count: int):
+        rows = mesh.along(axis)
+        groups = [ranks[start : start + count] for ranks in rows for start in range(0, len(ranks), count)]
+        group = mesh.new_group(f"{axis}/{count}", groups)
+        assert group is not None
+        mine = torch.tensor(next(ranks for ranks in rows if mesh.rank in ranks)).view(-1, count)
+        # Nothing is sent over the first dim: any group will do.
+        names = (axis, f"{axis}_neighbours")
+        grid = DeviceMesh.from_group([mesh.group(axis), group], mesh.device.type, mine, mesh_dim_names=names)
+        self.neighbours = HSDPMeshInfo(grid, shard_mesh_dim=1, replicate_mesh_dim=0)
+
+    def keep(self, module: Any) -> None:
+        """From its forward to its backward."""
+        for group in _groups(module):
+            group.post_forward_mesh_info = self.neighbours
+            for each in group.fsdp_params:
+                each.post_forward_mesh_info = self.neighbours
+                each._init_sharded_post_forward_param_metadata(torch.empty(each._orig_size, device="meta"))
+
+    def free(self, module: Any) -> None:
+        """After a forward without a backward."""
+        for group in _groups(module):
+            for each in group.fsdp_params:
+                each._sharded_post_forward_param = each._sharded_post_forward_param_data = None
+
+
 class ShardedUnits(Exchange):
     """Every unit of a build sharded by FSDP: it sums gradients itself, and is told here which backward is the last."""
 
@@ -58,7 +89,7 @@ class ShardedUnits(Exchange):
     ):
         """Gradients are shared out over `axis` and then summed over the axis of `replicas`, where there is one."""
         self.build, self.stage, self.has_replicas = build, stage, bool(replicas)
-        self.secondary = _neighbours(build.mesh, axis, secondary) if secondary else None
+        self.secondary = SecondaryCopies(build.mesh, axis, secondary) if secondary else None
         mesh = build.mesh
         assert len(replicas) <= 1, "hybrid sharding sums over one axis of replicas"
         grid = mesh.submesh(*replicas, axis)
@@ -83,7 +114,7 @@ class ShardedUnits(Exchange):
             # backward needs no weight, but FSDP would gather it all the same.
             module = fully_shard(unit.module, reshard_after_forward=stage == 3 and unit.is_block, **options)
             if self.secondary is not None and unit.is_block and has_backward[unit.chunk]:
-                _keep_secondary(module, self.secondary)
+                self.secondary.keep(module)
             self.wrapped.append(module)
             goes_back.append(has_backward[unit.chunk])
             chunks.append(unit.chunk)
@@ -194,32 +225,8 @@ class ShardedUnits(Exchange):
         """A forward without a backward leaves layers gathered, and their parameters whole."""
         for module in self.wrapped:
             module.reshard()
-            for group in _groups(module) if self.secondary is not None else ():
-                for each in group.fsdp_params:
-                    each._sharded_post_forward_param = each._sharded_post_forward_param_data = None
-
-
-def _neighbours(mesh: Mesh, axis: str, count: int) -> HSDPMeshInfo:
-    """Groups of `count` neighbours of an axis, in which FSDP shares out what it keeps from forward to backward. One for
-    all units: given only the number, FSDP makes process groups for each of them, of this rank's row of the mesh."""
-    rows = mesh.along(axis)
-    groups = [ranks[start : start + count] for ranks in rows for start in range(0, len(ranks), count)]
-    group = mesh.new_group(f"{axis}/{count}", groups)
-    assert group is not None
-    mine = next(ranks for ranks in rows if mesh.rank in ranks)
-    # Nothing is sent over the first dim: any group will do.
-    names, grid = (axis, f"{axis}_neighbours"), torch.tensor(mine).view(-1, count)
-    grid = DeviceMesh.from_group([mesh.group(axis), group], mesh.device.type, grid, mesh_dim_names=names)
-    return HSDPMeshInfo(grid, shard_mesh_dim=1, replicate_mesh_dim=0)
-
-
-def _keep_secondary(module: Any, among: HSDPMeshInfo) -> None:
-    """As `fully_shard(..., reshard_after_forward=N)` would, among these ranks."""
-    for group in _groups(module):
-        group.post_forward_mesh_info = among
-        for each in group.fsdp_params:
-            each.post_forward_mesh_info = among
-            each._init_sharded_post_forward_param_metadata(torch.empty(each._orig_size, device="meta"))
+            if self.secondary is not None:
+                self.secondary.free(module)
 
 
 def _groups(module: Any) -> list[Any]:

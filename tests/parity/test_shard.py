@@ -203,6 +203,13 @@ def test_runs_with_a_second_copy_are_evaluated_saved_and_resumed(pool: RankPool,
     assert one["losses"][3] != pytest.approx(one["losses"][0], rel=1e-3)
 
 
+@pytest.mark.slow
+def test_a_second_copy_of_weights_of_8_bit_products_is_gathered_in_16(ran: Run) -> None:
+    answers = ran(plan_of(SECOND, tiny.FP8, microbatch=1), tiny.WIDE, dtype="float32")
+    assert tiny.departures(answers, tiny.LOSSY) == []
+    assert tiny.price_differences(answers) == []
+
+
 REFUSED = {
     "divides size, 4": ({"size": 4, "secondary": 3}, ()),
     "Use 2 or 4, as many": ({"size": 8, "secondary": 8}, ()),
