@@ -295,6 +295,7 @@ class Technique:
         given = Circumstances(
             size=plan.mesh.get(self.axis, 1),
             num_microbatches=plan.num_microbatches,
+            num_stages=next((plan.mesh.get(each.axis, 1) for each in plan.techniques if each.timetable is not None), 1),
             num_blocks=profile.num_blocks,
             splits_backward=plan.splits_backward,
             overlaps_steps=plan.overlaps_steps,

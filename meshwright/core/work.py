@@ -133,6 +133,13 @@ class Collective:
     """Fewer bytes go where the data decides so."""
     algorithm: AllReduce | None = None
     """Of an all_reduce that sends of ranks make; None: the backend's own."""
+    within: int = 0
+    """Each so many neighbours of the axis among themselves; 0: all its ranks."""
+
+    @property
+    def where(self) -> str:
+        """The axis, or `fsdp/8`: 8 neighbours of it."""
+        return f"{self.axis}/{self.within}" if self.within else self.axis
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -344,6 +351,7 @@ class Circumstances:
     size: Num
     """Ranks along the technique's axis."""
     num_microbatches: Num
+    num_stages: Num
     num_blocks: int
     splits_backward: bool
     overlaps_steps: bool
@@ -434,6 +442,7 @@ class Work:
         return Circumstances(
             size=self.size(axis),
             num_microbatches=self.size("num_microbatches"),
+            num_stages=self.size("num_stages"),
             num_blocks=self.profile.num_blocks,
             splits_backward=self.facts.splits_backward,
             overlaps_steps=self.facts.overlaps_steps,

@@ -22,7 +22,7 @@ class Mesh:
     control: dist.ProcessGroup | None = None
     """All ranks, on the CPU: what the loop itself agrees on, apart from every axis's traffic."""
     extra: dict[str, tuple[dist.ProcessGroup, ...]] = field(default_factory=dict)
-    """Groups beyond one per axis, by the axis their traffic is counted under."""
+    """Groups beyond one per axis, by what their traffic is counted under: an axis, or neighbours of it (`fsdp/8`)."""
 
     @classmethod
     def make(cls, sizes: Mapping[str, int], device: torch.device) -> Mesh:
@@ -104,7 +104,8 @@ class Mesh:
         named = {self.group(axis).group_name: axis for axis in self.sizes}
         for axis, groups in self.extra.items():
             named |= {group.group_name: axis for group in groups}
-        return {name: axis for name, axis in named.items() if self.sizes[axis] > 1}  # one rank alone sends nothing
+        # One rank alone sends nothing.
+        return {name: axis for name, axis in named.items() if self.sizes[axis.partition("/")[0]] > 1}
 
 
 def join(

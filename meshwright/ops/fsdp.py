@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, TrainingState
 
 from meshwright.core.build import Build, Exchange
 from meshwright.core.errors import MeshwrightError, Problem
 from meshwright.ops.collectives import all_gather, reduce_scatter
+from meshwright.ops.device_mesh import Mesh
 
 
 class _GlooCollective:
@@ -39,6 +41,37 @@ class _GlooCollective:
             assert op == dist.ReduceOp.SUM, f"FSDP asks gloo for {op}"
 
 
+class SecondaryCopies:
+    """Copies of units that each `count` neighbours of an axis share out from forward to backward, as FSDP does with
+    `reshard_after_forward=count`. One process group for all units: FSDP makes some for each, and of this rank's row of
+    the mesh only."""
+
+    def __init__(self, mesh: Mesh, axis: str, count: int):
+        rows = mesh.along(axis)
+        groups = [ranks[start : start + count] for ranks in rows for start in range(0, len(ranks), count)]
+        group = mesh.new_group(f"{axis}/{count}", groups)
+        assert group is not None
+        mine = torch.tensor(next(ranks for ranks in rows if mesh.rank in ranks)).view(-1, count)
+        # Nothing is sent over the first dim: any group will do.
+        names = (axis, f"{axis}_neighbours")
+        grid = DeviceMesh.from_group([mesh.group(axis), group], mesh.device.type, mine, mesh_dim_names=names)
+        self.neighbours = HSDPMeshInfo(grid, shard_mesh_dim=1, replicate_mesh_dim=0)
+
+    def keep(self, module: Any) -> None:
+        """From its forward to its backward."""
+        for group in _groups(module):
+            group.post_forward_mesh_info = self.neighbours
+            for each in group.fsdp_params:
+                each.post_forward_mesh_info = self.neighbours
+                each._init_sharded_post_forward_param_metadata(torch.empty(each._orig_size, device="meta"))
+
+    def free(self, module: Any) -> None:
+        """After a forward without a backward."""
+        for group in _groups(module):
+            for each in group.fsdp_params:
+                each._sharded_post_forward_param = each._sharded_post_forward_param_data = None
+
+
 class ShardedUnits(Exchange):
     """Every unit of a build sharded by FSDP: it sums gradients itself, and is told here which backward is the last."""
 
@@ -51,10 +84,12 @@ class ShardedUnits(Exchange):
         stage: int,
         prefetch: int,
         reduce_dtype: torch.dtype,
+        secondary: int,
         problem: Callable[[str, str], Problem],
     ):
         """Gradients are shared out over `axis` and then summed over the axis of `replicas`, where there is one."""
         self.build, self.stage, self.has_replicas = build, stage, bool(replicas)
+        self.secondary = SecondaryCopies(build.mesh, axis, secondary) if secondary else None
         mesh = build.mesh
         assert len(replicas) <= 1, "hybrid sharding sums over one axis of replicas"
         grid = mesh.submesh(*replicas, axis)
@@ -78,6 +113,8 @@ class ShardedUnits(Exchange):
             # The ends stay gathered from forward to backward: the head's come one after the other, and the embedding's
             # backward needs no weight, but FSDP would gather it all the same.
             module = fully_shard(unit.module, reshard_after_forward=stage == 3 and unit.is_block, **options)
+            if self.secondary is not None and unit.is_block and has_backward[unit.chunk]:
+                self.secondary.keep(module)
             self.wrapped.append(module)
             goes_back.append(has_backward[unit.chunk])
             chunks.append(unit.chunk)
@@ -86,7 +123,7 @@ class ShardedUnits(Exchange):
         self.wrapped.append(fully_shard(build.model, reshard_after_forward=False, **options))
         self.ends.append(self.wrapped[-1])
         set_prefetch(self.wrapped, goes_back, chunks, prefetch)
-        for module in build.model.modules():
+        for module in build.model.modules() if self.secondary is None else ():
             if (gather := getattr(getattr(module, "product", None), "gather_narrow", None)) is not None:
                 gather(module.weight, mesh.size(axis))
         self.forward_only = [
@@ -188,6 +225,8 @@ class ShardedUnits(Exchange):
         """A forward without a backward leaves layers gathered, and their parameters whole."""
         for module in self.wrapped:
             module.reshard()
+            if self.secondary is not None:
+                self.secondary.free(module)
 
 
 def _groups(module: Any) -> list[Any]:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from meshwright.ops.device_mesh import Mesh
 
 Traffic = Counter[tuple[str, str, int]]
-"""(kind, axis, bytes of the whole message) -> how often."""
+"""(kind, axis or `fsdp/8`: 8 neighbours of it, bytes of the whole message) -> how often."""
 
 _SPLITS = 3, 4
 """Positions in an all_to_all of the lengths of what each rank takes and gives; empty where they are equal."""

@@ -40,6 +40,7 @@ from meshwright.simulator.stage_seconds import (
     LAUNCH,
     Charge,
     Known,
+    Roads,
     Route,
     StageCost,
     TaskTally,
@@ -91,18 +92,21 @@ class Held:
         return result
 
 
-def best_roads(cluster: Cluster, mesh: Mapping[str, Num]) -> dict[str, Route]:
+def best_roads(cluster: Cluster, mesh: Mapping[str, Num]) -> Roads:
     """Each axis's route as if it were the innermost, and no worse than outside of all others."""
-    result = {}
-    for axis, size in mesh.items():
+
+    def best(size: Num) -> Route:
         near, far = route(cluster, size, 1), route(cluster, size, cluster.devices_per_node)
         choose: dict[str, Callable[..., Num]] = {
             **dict.fromkeys(("ring_bytes_per_second", "direct_bytes_per_second"), np.maximum),
             **dict.fromkeys(("latency_seconds", "latency_growth", "half_bytes", "crossing", "shared"), np.minimum),
         }
-        best = {name: each(getattr(near, name), getattr(far, name)) for name, each in choose.items()}
+        chosen = {name: each(getattr(near, name), getattr(far, name)) for name, each in choose.items()}
         fractions = {kind: np.maximum(share, far.fractions[kind]) for kind, share in near.fractions.items()}
-        result[axis] = replace(near, **best, fractions=fractions, per_node=size)
+        return replace(near, **chosen, fractions=fractions, per_node=size)
+
+    result = Roads(lambda axis, count: best(count))
+    result.update((axis, best(size)) for axis, size in mesh.items())
     return result
 
 

@@ -19,7 +19,7 @@ from meshwright.planner.wishes import Kinds, SearchInputs
 from meshwright.schedules import Timetable
 from meshwright.simulator.peak_memory import StageMemory, stage_memory
 from meshwright.simulator.pricing import price_sizes
-from meshwright.simulator.stage_seconds import route, stage_cost
+from meshwright.simulator.stage_seconds import Roads, Route, route, stage_cost
 
 ALL = 1 << 30
 """Blocks that follow a policy, where all do."""
@@ -274,14 +274,15 @@ def _roads(
     sizes: Mapping[str, Num],
     orders: Sequence[tuple[str, ...] | None],
     cell_of: np.ndarray,
-) -> dict[str, Any]:
+) -> Mapping[str, Route]:
     """Routes by row; rows may differ in the order of their axes. `orders`: of each cell; `cell_of` each row."""
     if not axes:
         return {}
     distinct = list(dict.fromkeys(orders))
     number = {order: at for at, order in enumerate(distinct)}
     which = np.array([number[order] for order in orders])[cell_of]
-    result = {}
+    stride_of: dict[str, Num] = {}
+    result = Roads(lambda axis, count: route(cluster, count, stride_of[axis]))
     for axis in axes:
         # Ranks of the axes inside this one; any order: none.
         inside = [() if order is None else order[order.index(axis) + 1 :] for order in distinct]
@@ -290,5 +291,6 @@ def _roads(
         if len(distinct) > 1:
             table = np.stack([np.broadcast_to(each, which.shape) for each in strides])
             stride = table[which, np.arange(len(which))]
+        stride_of[axis] = stride
         result[axis] = route(cluster, sizes[axis], stride)
     return result

@@ -123,8 +123,8 @@ def _dial(kind: type[Technique], inputs: SearchInputs, rescues: bool) -> Dial | 
     if len(ways) < 2 and not pinned:
         return dial
     # Without the settings that rule each other out, or that what is pinned does: chunks leave the schedules that have
-    # them. Where nothing is pinned, the smallest size will do wherever any does.
-    tried = (sizes if pinned else sizes[:1]) or [1]
+    # them. Where nothing is pinned, the smallest size or the largest will do wherever any does.
+    tried = (sizes if pinned else [*sizes[:1], *sizes[1:][-1:]]) or [1]
     kept = [way for way in ways if not all(alone(dial.example(way, size), inputs) for size in tried)]
     return replace(dial, settings=tuple(kept))
 

@@ -295,9 +295,9 @@ class StageMemory:
 
 def stage_memory(work: Work, device: Device) -> StageMemory:
     timetable = timetable_of(work)
-    # A communicator for each axis along which ranks talk.
-    axes = {task.axis for task in work.collectives} if device.kind == "cuda" else set()
-    communicators = sum((work.size(axis) > 1) * NCCL_BYTES for axis in axes)
+    # A communicator for each axis along which ranks talk, and for neighbours of it among themselves.
+    groups = {(task.axis, task.within) for task in work.collectives} if device.kind == "cuda" else set()
+    communicators = sum((work.size(axis) > 1) * NCCL_BYTES for axis, _ in groups)
     always: dict[str, Num] = {"non_torch": device.reserved_bytes + communicators}
     by_layer: dict[str, list[Resident]] = {layer.name: [] for layer in work.profile.layers}
     setup, elsewhere = [], []

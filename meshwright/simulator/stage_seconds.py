@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from hashlib import blake2b
@@ -251,7 +251,21 @@ def _near(link: Link) -> Hop:
     return _hop(link.latency_seconds, link.bytes_per_second * link.fractions.get("send", 1.0), link.half_bytes)
 
 
-def routes(cluster: Cluster, mesh: Mapping[str, Num]) -> dict[str, Route]:
+class Roads(dict[str, Route]):
+    """Route by axis; that of 8 neighbours of an axis, `fsdp/8`, from `within` when it is first asked for."""
+
+    def __init__(self, within: Callable[[str, int], Route]):
+        self.within = within
+
+    def __missing__(self, where: str) -> Route:
+        axis, slash, count = where.partition("/")
+        if not slash:
+            raise KeyError(where)
+        result = self[where] = self.within(axis, int(count))
+        return result
+
+
+def routes(cluster: Cluster, mesh: Mapping[str, Num]) -> Roads:
     """How fast the ranks along each axis of a mesh can talk, from where the axis lies on the machines: axis -> route;
     `mesh` is axis -> size, outermost first.
 
@@ -264,14 +278,16 @@ def routes(cluster: Cluster, mesh: Mapping[str, Num]) -> dict[str, Route]:
     each node once per card, so it moves per_node times one card's bytes (and never more than the inner link).
     Groups of the other axes run at the same time and use their own devices' cards.
     """
-    result: dict[str, Route] = {}
+    strides: dict[str, Num] = {}
     stride: Num = 1
     for axis in reversed(tuple(mesh)):
-        result[axis] = route(cluster, mesh[axis], stride)
+        strides[axis] = stride
         stride = stride * mesh[axis]
+    result = Roads(lambda axis, count: route(cluster, count, strides[axis]))
+    result.update((axis, route(cluster, mesh[axis], strides[axis])) for axis in mesh)
     if cluster.others and (outermost := next((axis for axis in mesh if mesh[axis] > 1), "")):
-        result[outermost] = _across(cluster, mesh[outermost], stride // mesh[outermost])
-    return {axis: result[axis] for axis in mesh}
+        result[outermost] = _across(cluster, mesh[outermost], strides[outermost])
+    return result
 
 
 def route(cluster: Cluster, size: Num, stride: Num) -> Route:
@@ -383,8 +399,8 @@ _PART: dict[str, Part] = {
 
 
 class Charge(NamedTuple):
-    """Why time passes: the technique (empty: the model itself), the axis it talks over or the tier it copies from or
-    to (both empty: compute), when. `cpu`: what cores of the host do."""
+    """Why time passes: the technique (empty: the model itself), the axis it talks over (`Collective.where`) or the tier
+    it copies from or to (both empty: compute), when. `cpu`: what cores of the host do."""
 
     origin: str
     axis: str
@@ -424,7 +440,7 @@ class Hidden(NamedTuple):
 def _charge(task: Collective | Copy | HostUpdate, part: Part) -> Charge:
     if isinstance(task, Copy | HostUpdate):
         return Charge(task.origin, "", part, task.tier if isinstance(task, Copy) else "cpu")
-    return Charge(task.origin, task.axis, part)
+    return Charge(task.origin, task.where, part)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -514,7 +530,7 @@ def tally(
         elif isinstance(task, HostUpdate):
             each = task.elements * cluster.devices_per_node / (cluster.host.updates_per_second or 1.0)
         else:
-            road = roads[task.axis]
+            road = roads[task.where]
             if device.kind != "cpu":
                 calls = (not task.per_step) * (road.size > 1) * task.repeat * COLLECTIVE_LAUNCHES
                 _add(host, part, calls * device.launch_seconds)

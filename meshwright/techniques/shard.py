@@ -3,15 +3,19 @@
 What: ranks along `fsdp` see different samples and each keep 1/n of every parameter and its optimizer state (FSDP2).
 Stage 3 gathers a block for its forward and again for its backward (embedding and head stay between the two); stage 2
 gathers once a step and keeps all until the last backward ends; stage 1 also keeps whole gradients until the last
-microbatch. With `replicate` it is hybrid sharding: shards inside a group, sums between groups. `prefetch` blocks are
-asked for ahead of the one at work, forward and backward, never across the chunks of a pipeline. `reduce` is the dtype
-in which gradients are summed (and, in stage 1 or between groups, kept over microbatches). Under schedules that make
-weight gradients later, stages 1 and 2 sum them when the second half is done; stage 3 is refused.
-When it helps: optimizer and parameters are the peak, and a layer's compute covers its gather.
+microbatch. `secondary` neighbours (stage 3; as many as are in a node) share a second copy of the blocks from forward to
+backward, whose gathers then stay among them (ZeRO++ hpZ). With `replicate` it is hybrid sharding: shards inside a
+group, sums between groups. `prefetch` blocks are asked for ahead of the one at work, forward and backward, never across
+the chunks of a pipeline. `reduce` is the dtype in which gradients are summed (and, in stage 1 or between groups, kept
+over microbatches). Under schedules that make weight gradients later, stages 1 and 2 sum them when the second half is
+done; stage 3 is refused.
+When it helps: optimizer and parameters are the peak, and a layer's compute covers its gather. `secondary`: the gathers
+of backward do not hide between nodes, and there is memory for the copy.
 When it does not: small batches per rank over slow links (the gathers do not hide), or a model that fits anyway.
 Cost: stage 3: per microbatch 2 all_gathers and 1 reduce_scatter of the parameters; stage 2: 1 all_gather per step and a
 reduce_scatter per microbatch; stage 1: one of each per step (Rajbhandari et al. 2020; Zhao et al. 2023). 1 + `prefetch`
-blocks are whole at once; with 0, a gather hides behind nothing. bf16 halves the bytes of sums.
+blocks are whole at once; with 0, a gather hides behind nothing. bf16 halves the bytes of sums. A second copy is
+1/`secondary` of all blocks in the dtype of gathers, never 8 bits (Wang et al. 2023).
 Exactness: reordered: the order of sums over samples changes; rounded with reduce = "bf16", which search does not choose
 by itself. Axis: fsdp.
 """
@@ -29,7 +33,7 @@ from meshwright.core.cluster import Cluster
 from meshwright.core.errors import Problem, Problems
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Profile
-from meshwright.core.technique import Axis, Choice, Exactness, Option, Technique, axis_sizes
+from meshwright.core.technique import Axis, Choice, Exactness, Option, Technique, axis_sizes, listed
 from meshwright.core.work import (
     FP8_MULTIPLE,
     Circumstances,
@@ -52,6 +56,7 @@ class Shard(Technique):
     closeness: ClassVar[int] = 2
     splits_samples: ClassVar[bool] = True
     makes_whole_gradients: ClassVar[bool] = True
+    later_settings: ClassVar[tuple[str, ...]] = ("secondary",)
 
     size: int
     """Ranks a parameter is shared between."""
@@ -60,13 +65,18 @@ class Shard(Technique):
     """Blocks gathered ahead of the one at work."""
     reduce: Literal["fp32", "bf16"] = "fp32"
     """Dtype in which gradients are summed over ranks."""
+    secondary: int = 0
+    """Ranks that share a second copy of the blocks from forward to backward; 0: there is none."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "exactness", self.exactness_with({"reduce": self.reduce}))
 
     @classmethod
     def options(cls, profile: Profile, cluster: Cluster) -> tuple[Option, ...]:
-        return (Axis("size", axis_sizes(cluster)), Choice("stage", (3, 2, 1)))
+        options: tuple[Option, ...] = (Axis("size", axis_sizes(cluster)), Choice("stage", (3, 2, 1)))
+        if cluster.num_nodes > 1 and cluster.devices_per_node > 1 and not cluster.others:
+            options += (Choice("secondary", (0, cluster.devices_per_node)),)
+        return options
 
     @classmethod
     def exactness_with(cls, settings: Mapping[str, Any]) -> Exactness:
@@ -76,9 +86,8 @@ class Shard(Technique):
         return replace(self, reduce="fp32")
 
     def check(self, plan: Plan, profile: Profile, cluster: Cluster | None) -> Problems:
-        if self.prefetch < 0:
-            return (self.problem(f"prefetch is {self.prefetch}.", "Use 0 or more blocks ahead."),)
-        return self.refused(plan, profile)
+        behind = [self.problem(f"prefetch is {self.prefetch}.", "Use 0 or more blocks ahead.")]
+        return (*behind * (self.prefetch < 0), *self.refused(plan, profile))
 
     def refusals(self, given: Circumstances) -> Iterator[tuple[Num, Problem]]:
         is_used = given.size > 1
@@ -90,6 +99,16 @@ class Shard(Technique):
             yield is_used & given.splits_backward, self.problem(what, fix)
             what = "slots runs blocks again whose weights shard has let go of by then."
             yield is_used & given.replays_blocks, self.problem(what, "Use recompute.slots = 0, or stage 2.")
+        if self.secondary:
+            is_group = (self.secondary > 1) & (given.size > self.secondary) & (given.size % self.secondary == 0)
+            fits = [each for each in range(2, self.size) if self.size % each == 0]
+            fix = f"Use {listed(fits)}, as many as are in a node, or 0." if fits else "Use 0."
+            what = f"secondary is {self.secondary}: it divides size, {self.size}, and lies between 1 and size."
+            yield is_used & np.logical_not(is_group), self.problem(what, fix)
+            what = f"stage {self.stage} lets go of no weights from forward to backward, so a second copy saves nothing."
+            yield is_used & (self.stage < 3), self.problem(what, "Use stage 3, or secondary = 0.")
+            what = "a stage runs forwards of other microbatches before a backward; a second copy lasts until the first."
+            yield is_used & (given.num_stages > 1), self.problem(what, "Use secondary = 0, or do not cut the model.")
 
     def price(self, work: Work) -> Work:
         ways = work.size(self.axis)
@@ -111,7 +130,7 @@ class Shard(Technique):
         def sent(slot: ParameterSlot) -> Num:
             """Bytes: 8 bits an element and a scale of each shard where the products read 8 bits."""
             size = gathered(slot)
-            if not slot.is_narrow:
+            if not slot.is_narrow or self.secondary:
                 return size
             n, k = slot.shape
             is_narrow = (n % FP8_MULTIPLE == 0) & (k % FP8_MULTIPLE == 0) & (n % ways == 0)
@@ -132,7 +151,12 @@ class Shard(Technique):
                 tasks.append(Collective(**common, **whole, repeat=count, phase="forward", per_step=once))
                 if not once and layer in blocks:
                     goes_back = count * work.has_backward(layer)
-                    tasks.append(Collective(**common, **whole, repeat=goes_back, phase="backward"))
+                    tasks.append(
+                        Collective(**common, **whole, repeat=goes_back, phase="backward", within=self.secondary)
+                    )
+            if self.secondary and layer in blocks:
+                held = self._gathered(layer, repeat * work.has_backward(layer), size // self.secondary, "microbatch")
+                residents.append(held)
             if layer in blocks:
                 largest = np.maximum(largest, size * (repeat > 0))
                 num_blocks = num_blocks + repeat
@@ -197,6 +221,7 @@ class Shard(Technique):
             stage=self.stage,
             prefetch=self.prefetch,
             reduce_dtype=reduce_dtype,
+            secondary=self.secondary,
             problem=self.problem,
         )
         build.add_exchange(self, units, *axes)

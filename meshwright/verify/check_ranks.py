@@ -244,7 +244,7 @@ def promised(
             for sent in task.algorithm.sent_bytes(mesh.size(task.axis), mesh.index(task.axis), int(task.bytes)):
                 traffic["send", task.axis, sent] += count
         elif count:
-            message = (task.kind, task.axis, int(task.bytes))
+            message = (task.kind, task.where, int(task.bytes))
             traffic[message] += count
             at_most |= {message} if task.at_most else set()
     sizes: dict[str, int] = {"parameters": 0, "gradients": 0, "optimizer": 0}

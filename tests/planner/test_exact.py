@@ -76,6 +76,7 @@ CASES = {
     "rescues": Draw(
         names=("recompute",), shapes=("laptop", "2xh100"), axes=("replicate",), blocks=(4,), rescues=True, most=400
     ),
+    "second copies": Draw(shapes=("2x2xh100",), names=("shard",), num_axes=(0, 1), most=80, fewest=8),
 }
 
 

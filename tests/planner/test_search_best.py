@@ -19,6 +19,8 @@ from small_spaces import Space, bare
 from meshwright.ask.explain import explain
 from meshwright.core.cluster import Cluster
 from meshwright.core.plan import Plan
+from meshwright.core.technique import technique_named
+from meshwright.core.work import ADAM
 from meshwright.machine.named_clusters import cluster
 from meshwright.models.cost_decoder import decoder_profile
 from meshwright.models.presets import PRESETS, preset
@@ -26,6 +28,7 @@ from meshwright.planner.search import SearchResult, search
 from meshwright.planner.splits import balanced_stages
 from meshwright.report.answer_json import result_as_json
 from meshwright.simulator.forecast import Forecast, forecast
+from meshwright.simulator.pricing import stage_plan
 
 TINY = decoder_profile(PRESETS["byte-tiny"], "byte-tiny")
 SEQUENCE, BATCH = 32, 8
@@ -268,3 +271,26 @@ def test_what_fits_in_pieces_when_all_blocks_are_recomputed_is_found() -> None:
     assert best is not None
     assert best.forecast.fits
     assert best.forecast.step_seconds <= told.step_seconds
+
+
+def test_a_second_copy_is_taken_where_nodes_are_far_apart_and_there_is_room() -> None:
+    """Replicas of nodes need more; whole shards, which need less, are slower."""
+    machine = _slow(_with_memory(cluster("2x2xh100"), 700_000))
+    machine = replace(machine, inner=replace(machine.inner, bytes_per_second=1e10, latency_seconds=1e-7))
+    space = Space(profile=TINY, machine=machine, batch=BATCH, sequence=SEQUENCE, names=("replicate", "shard"))
+    told = {plan: forecast(TINY, plan, machine, sequence=SEQUENCE) for plan in space.plans()}
+    best = min((plan for plan in told if told[plan].fits), key=lambda plan: told[plan].step_seconds)
+    assert [getattr(each, "secondary", 0) for each in best.techniques] == [2]
+    found = search(TINY, machine, **space.question, epsilon=0.0)
+    assert found.best == (best, told[best])
+    assert found.gap_fraction == 0.0
+    # Of what a copy costs in time, nothing is between nodes: with a faster network the gathers of backward are as long.
+    backward = [_backward_gathers(replace(machine, outer=link)) for link in (machine.outer, machine.inner)]
+    assert backward[0] == backward[1] > 0
+
+
+def _backward_gathers(machine: Cluster) -> float:
+    plan = Plan(techniques=(technique_named("shard")(size=4, secondary=2),), batch=BATCH, microbatch=2)
+    staged = stage_plan(TINY, plan, machine, sequence=SEQUENCE, optimizer=ADAM)
+    hidden = staged.stages[0].cost.hidden
+    return float(sum(item.total_seconds for item in hidden if item.task.within))
