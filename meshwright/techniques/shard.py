@@ -100,7 +100,7 @@ class Shard(Technique):
         reduce_bytes = 2 if self.reduce == "bf16" else work.facts.widths.state
         common: dict[str, Any] = {"axis": self.axis, "origin": self.name}
         tasks, residents = statistics(work, self.axis, self.name), []
-        largest, num_blocks = 0, 0
+        largest, num_blocks, rests = 0, 0, work.facts.rests
 
         def padded(slot: ParameterSlot) -> Num:
             return slot.stored(ways) * ways
@@ -131,7 +131,7 @@ class Shard(Technique):
                 whole: dict[str, Any] = {"layer": layer, "bytes": each, "kind": "all_gather", "hidden": is_hidden}
                 tasks.append(Collective(**common, **whole, repeat=count, phase="forward", per_step=once))
                 if not once and layer in blocks:
-                    goes_back = count * work.has_backward(layer)
+                    goes_back = rests.passed(layer, count * work.has_backward(layer), repeat)
                     tasks.append(Collective(**common, **whole, repeat=goes_back, phase="backward"))
             if layer in blocks:
                 largest = np.maximum(largest, size * (repeat > 0))
@@ -147,7 +147,8 @@ class Shard(Technique):
                 "layer": layer,
                 "hidden": True,
             }
-            tasks.append(Collective(**common, **summed, repeat=repeat, phase="backward", per_step=self.stage == 1))
+            summed["repeat"] = rests.trained(layer, repeat)
+            tasks.append(Collective(**common, **summed, phase="backward", per_step=self.stage == 1))
             # As they are made, and the message they leave in; that of the layer before waits meanwhile.
             residents.append(self._gathered(layer, repeat, elements * (gather_bytes + reduce_bytes), "backward"))
         for layer in sorted(blocks) if self.stage == 3 else ():  # the block in use and those fetched ahead

@@ -39,6 +39,7 @@ SETTINGS: dict[str, tuple[Technique, ...]] = {
     "expert": (tiny.EXPERT,),
     "local_steps": (tiny.ISLANDS,),
     "lowbit_optimizer": (tiny.LOW_BIT,),
+    "multi_rate": (tiny.EVERY_STEP,),
     "offload_activations": (tiny.OFFLOAD,),
     "offload_states": (tiny.ON_HOST, tiny.ON_HOST_AHEAD, tiny.ON_DISK),
     "pipeline": (tiny.PIPELINE, tiny.INTERLEAVED),
@@ -63,7 +64,7 @@ BESIDE: dict[tuple[str, str], tuple[tuple[Technique, ...], ...]] = {
 """Other settings of those that both name blocks: each block follows one of them."""
 
 
-APPROXIMATE = (tiny.ISLANDS,)
+APPROXIMATE = (tiny.ISLANDS, tiny.EVERY_STEP)
 """Approximate techniques in settings that give one device's losses and parameters, with plain SGD for islands."""
 
 
