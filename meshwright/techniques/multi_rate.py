@@ -8,12 +8,15 @@ AdamW's moments and count of steps, and weight decay, advance for a block when i
 of the step; gradients are clipped by the norm of those that were made in the step.
 When it helps: backward, or the sums of gradients, take most of a step, and early blocks change slowly: fine-tuning, the
 late part of a run. The first half of the blocks at `every` = 2 saves up to a sixth of the flops of a step.
-When it does not: training from random weights, where all blocks move; memory, since a step that updates all must fit.
-Pipelines: stages whose blocks rest wait for those that do not.
+When it does not: training from random weights, where all blocks move; memory, since a step that updates all must fit;
+pipelines, whose stages wait for the one with most left to do.
 Cost: of the chosen blocks 1 / `every` of the weight gradients, of the messages that sum them and of updates; where
 backward ends above them, of their whole backward with its messages, and of recomputation. Handing gradients on between
 stages costs what it did (zeros are sent). Checkpoints have nothing more: the number of the step says which blocks it
 updates. Search does not choose it by itself: seconds of a step say nothing of what is learnt in it.
+Loss after 500 steps of AdamW from random weights, against updates of all: the first half of the blocks and the
+embedding every 2nd step +11 %, every 4th +33 %, the last half every 2nd +4.6 %; another seed +2.7 %
+(`benchmarks/exchange_gap.py`).
 Exactness: approximate; with every = 1 it changes nothing.
 """
 
