@@ -64,15 +64,15 @@ def freeze(profile: Profile, is_frozen: IsFrozen) -> Profile:
         return profile
     layers, arrives = [], False
     for layer in profile.layers:
-        first, passes = needed_ops(layer, arrives)
-        others, arrives = needed_ops(layer, passes)
+        first, passes = _needed_ops(layer, arrives)
+        others, arrives = _needed_ops(layer, passes)
         share = 1.0 / layer.repeat
         ops = [replace(one, **_mean(one, other, share)) for one, other in zip(first, others, strict=True)]
         layers.append(replace(layer, ops=tuple(ops)))
     return replace(profile, layers=tuple(layers), unfrozen=profile.fingerprint)
 
 
-def needed_ops(layer: Layer, arrives: bool) -> tuple[list[Op], bool]:
+def _needed_ops(layer: Layer, arrives: bool) -> tuple[list[Op], bool]:
     """A layer's ops as far as they are needed, and whether anything up to its end is trained (`arrives`: before it)."""
     ops, later, used = [], arrives, [_used_by(op, layer) for op in layer.ops]
     is_product = [op.kind == "matmul" and bool(own) for op, own in zip(layer.ops, used, strict=True)]

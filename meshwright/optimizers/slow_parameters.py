@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from itertools import chain
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from meshwright.core.build import Build, OptimizerState
-from meshwright.optimizers.rule import ParameterPiece, RuleMaker, UpdateRule, widen_gradients, write_copies
+from meshwright.optimizers.rule import ParameterPiece, PieceRules, RuleMaker, UpdateRule, widen_gradients, write_copies
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
     from meshwright.optimizers.optimizer_config import OptimizerConfig
 
 
-class SlowParametersRule(UpdateRule):
+class SlowParametersRule(PieceRules):
     """Slow parameters require a gradient, and are updated, in steps 1, 1 + every, 1 + 2 every, ...
 
     The number of a step is that of the optimizer's update, so nothing else has to be remembered.
@@ -37,11 +36,12 @@ class SlowParametersRule(UpdateRule):
         """`trained_from`: as in `Build`, in steps that leave `slow` parameters out."""
         super().__init__(config, pieces, build, shapes)
         self.slow, self.trained_from, self.every, self.build = slow, trained_from, every, build
-        self.fast_rule = make(config, [piece for piece in pieces if piece.name not in slow], build, shapes)
-        self.slow_rule = make(config, [piece for piece in pieces if piece.name in slow], build, shapes)
-        self.rules = self.fast_rule, self.slow_rule
-        self.decides_on_device = all(rule.decides_on_device for rule in self.rules)  # type: ignore[misc]
-        self.rounds_states = any(rule.rounds_states for rule in self.rules)  # type: ignore[misc]
+        self.rules: dict[str, UpdateRule] = {
+            which: make(config, [piece for piece in pieces if (piece.name in slow) == (which == "slow")], build, shapes)
+            for which in ("fast", "slow")
+        }
+        self.decides_on_device = all(rule.decides_on_device for rule in self.rules.values())  # type: ignore[misc]
+        self.rounds_states = any(rule.rounds_states for rule in self.rules.values())  # type: ignore[misc]
         self.takes_copies = True
 
     def is_due(self, count: int) -> bool:
@@ -62,35 +62,19 @@ class SlowParametersRule(UpdateRule):
         self.later = frozenset(self.updated)
 
     def step(self, lr: float, count: int) -> None:
-        self._step(self.fast_rule, lr, count)
-        if self.is_due(count):
-            self._step(self.slow_rule, lr, self.num_updates(count))
-
-    def _step(self, rule: UpdateRule, lr: float, count: int) -> None:
-        rule.divisor, rule.refused, rule.factor = self.divisor, self.refused, self.factor
-        if not rule.takes_copies:
-            widen_gradients(rule.pieces)
-        rule.step(lr, count)
-        if not rule.takes_copies:
-            write_copies(rule.pieces)
+        for which, rule in self.rules.items():
+            if which == "slow" and not self.is_due(count):
+                continue
+            rule.divisor, rule.refused, rule.factor = self.divisor, self.refused, self.factor
+            if not rule.takes_copies:
+                widen_gradients(rule.pieces)
+            rule.step(lr, self.num_updates(count) if which == "slow" else count)
+            if not rule.takes_copies:
+                write_copies(rule.pieces)
 
     def set_num_steps(self, count: int) -> None:
-        self.fast_rule.set_num_steps(count)
-        self.slow_rule.set_num_steps(self.num_updates(count))
-
-    def kept(self) -> Iterable[OptimizerState]:
-        return chain.from_iterable(rule.kept() for rule in self.rules)
+        self.rules["fast"].set_num_steps(count)
+        self.rules["slow"].set_num_steps(self.num_updates(count))
 
     def restore(self, state: OptimizerState) -> None:
-        (self.slow_rule if state.name in self.slow else self.fast_rule).restore(state)
-
-    def storage(self) -> Iterable[Tensor]:
-        return chain.from_iterable(rule.storage() for rule in self.rules)
-
-    def finish(self) -> None:
-        for rule in self.rules:
-            rule.finish()
-
-    def reload(self) -> None:
-        for rule in self.rules:
-            rule.reload()
+        self.rules["slow" if state.name in self.slow else "fast"].restore(state)

@@ -37,7 +37,6 @@ from meshwright.core.plan import Plan
 from meshwright.core.profile import Layer, Profile
 from meshwright.core.technique import Exactness, Spans, Technique
 from meshwright.core.work import Circumstances, Collective, Compute, Num, Rests, Updating, Work
-from meshwright.models.frozen_parameters import needed_ops
 
 MOST_STEPS = 1_000_000
 
@@ -65,23 +64,25 @@ class MultiRate(Technique):
         yield given.replays_blocks, self.problem(what, "Use slots = 0 for recomputed blocks.")
 
     def check(self, plan: Plan, profile: Profile, cluster: Cluster | None) -> Problems:
-        return (*self.refused(plan, profile), *self.policy_problems(profile), *self._problems(plan, profile))
+        problems = [*self.refused(plan, profile), *self.policy_problems(profile)]
 
-    def _problems(self, plan: Plan, profile: Profile) -> Iterator[Problem]:
+        def refuse(what: str, fix: str) -> None:
+            problems.append(self.problem(what, fix))
+
         if not 1 <= self.every <= MOST_STEPS:
-            yield self.problem(f"every is {self.every}.", f"Use 1 to {MOST_STEPS} steps.")
+            refuse(f"every is {self.every}.", f"Use 1 to {MOST_STEPS} steps.")
         if self.layers == "none":
-            yield self.problem("no block is chosen.", 'Name some, as in layers = "first 3", or leave it out.')
+            refuse("no block is chosen.", 'Name some, as in layers = "first 3", or leave it out.')
         if any(param.frozen for layer in profile.block_layers for param in layer.params):
             what = f"blocks of {profile.name} have frozen parameters, which leave little of a backward to save."
-            yield self.problem(what, "Train all parameters of blocks, or leave this out.")
+            refuse(what, "Train all parameters of blocks, or leave this out.")
         if any(site.kind == "statistics" for layer in profile.layers for site in layer.sites):
             what = f"batch norms of {profile.name} exchange sums in backward, also for blocks that have none."
-            yield self.problem(what, "Use a model without batch norms.")
+            refuse(what, "Use a model without batch norms.")
         for other in plan.techniques:
             if other.uses_tiers or other.hosts_states or other.updates_in_backward:
-                what = f"{other.name} takes tensors of every block in every step."
-                yield self.problem(what, f"Leave out {other.name}, or this technique.")
+                refuse(f"{other.name} takes tensors of every block in every step.", f"Leave out {other.name}, or this.")
+        return tuple(problems)
 
     @classmethod
     def check_optimizer(cls, optimizer: Updating) -> Problems:
@@ -126,13 +127,15 @@ class MultiRate(Technique):
         share, weights, passes = 1 - 1 / self.every, dict[str, Num](), dict[str, Num]()
         for layer in self._first_layers(work.profile):
             weights[layer.name] = passes[layer.name] = work.repeat_of(layer.name)
-        left: dict[tuple[str, str], float] = {}
+        left = dict[tuple[str, str], float]()
+        """Of an op's backward, without its weight's gradient."""
         for layer in work.profile.block_layers:
             weights[layer.name] = work.following(self.name, "layers", layer.name)
             passes[layer.name] = work.following(self.name, "ended", layer.name)
-            frozen = replace(layer, params=tuple(replace(param, frozen=True) for param in layer.params))
-            for op, needed in zip(layer.ops, needed_ops(frozen, True)[0], strict=True):
-                left[layer.name, op.name] = needed.backward_kernels / op.backward_kernels if op.backward_kernels else 1
+            for op in layer.ops:
+                has_weight = any(f"{param.name}.".startswith(f"{op.name}.") for param in layer.params)
+                is_product = op.kind == "matmul" and (has_weight or op.role in ("linear", "convolution"))
+                left[layer.name, op.name] = 0.5 if is_product else 0.0 if op.role == "bias" else 1.0
         rests = Rests(share=share, weights=weights, passes=passes)
         tasks: list[Any] = []
         for task in work.tasks:
@@ -156,18 +159,15 @@ class MultiRate(Technique):
         return replace(work, tasks=tuple(tasks)).with_facts(rests=rests)
 
     def apply(self, build: Build) -> None:
-        build.at("step", self._install)
+        def install(build: Build) -> None:
+            from meshwright.optimizers.slow_parameters import SlowParametersRule
 
-    def _install(self, build: Build) -> None:
-        from meshwright.optimizers.slow_parameters import SlowParametersRule
+            profile = build.profile
+            begins = [f"{profile.block_name(block)}." for block in self.blocks_of(profile)]
+            begins += [f"{layer.name}." for layer in self._first_layers(profile)]
+            trained = {name: parameter for name, parameter in build.named_parameters() if parameter.requires_grad}
+            slow = {name: parameter for name, parameter in trained.items() if name.startswith(tuple(begins))}
+            trained_from = self._num_ended(profile) or -1
+            build.rule_wraps.append(lambda make: partial(SlowParametersRule, slow, trained_from, self.every, make))
 
-        profile = build.profile
-        names = [f"{profile.block_name(block)}." for block in self.blocks_of(profile)]
-        names += [f"{layer.name}." for layer in self._first_layers(profile)]
-        slow = {
-            name: parameter
-            for name, parameter in build.named_parameters()
-            if parameter.requires_grad and name.startswith(tuple(names))
-        }
-        trained_from = self._num_ended(profile) or -1
-        build.rule_wraps.append(lambda make: partial(SlowParametersRule, slow, trained_from, self.every, make))
+        build.at("step", install)
