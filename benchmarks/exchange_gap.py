@@ -1,4 +1,5 @@
-"""Claims: what islands that seldom meet, and sums in few bits, cost in loss after equal samples.
+"""Claims: what islands that seldom meet, sums in few bits, and blocks that are updated seldom cost in loss after equal
+samples.
 
 Measured: the byte-level decoder of `benchmarks/loss_gap.py`, the same weights and batches in every case; the loss on
 bytes that no case has trained on, beside that of replicas that sum every gradient in float32. Another seed of the
@@ -46,6 +47,9 @@ CASES: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
     "sign, no feedback": (("replicate", {}), ("compress_gradients", {"codec": "sign", "feedback": False})),
     "topk 1 %": (("replicate", {}), ("compress_gradients", {"codec": "topk"})),
     "powersgd r = 4": (("replicate", {}), ("compress_gradients", {"codec": "powersgd"})),
+    "first half every 2nd": (("replicate", {}), ("multi_rate", {"layers": "first 2"})),
+    "first half every 4th": (("replicate", {}), ("multi_rate", {"layers": "first 2", "every": 4})),
+    "last half every 2nd": (("replicate", {}), ("multi_rate", {"layers": "last 2"})),
 }
 
 

@@ -140,6 +140,8 @@ class Build(Protocol):
     """Parameter -> the values that are evaluated and written to checkpoints, where training goes on with others."""
     coding: CompressGradients | None
     """How the next technique that asks codes what it sums; it leaves None."""
+    trained_from: int
+    """Nothing before the block of this number has a gradient in the step under way; -1: as the profile says."""
     is_last_step: bool
     """The step under way is known to be the last of the run."""
     masters: dict[str, torch.Tensor]

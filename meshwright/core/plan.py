@@ -192,7 +192,7 @@ class Plan(Artefact):
     def _policy_problems(self, profile: Profile) -> Problems:
         """Blocks that follow policies of several techniques."""
         found: dict[str, list[int]] = {}
-        following = [technique for technique in self.techniques if technique.policies]
+        following = [each for each in self.techniques if each.policies and not each.shares_blocks]
         for spans in self.spans_of_stages(profile) if len(following) > 1 else ():
             for block in (block for span in spans for block in range(*span)):
                 names = [t.name for t in following if t.policy_of(block, spans)]

@@ -184,6 +184,10 @@ class Technique:
     """Ranks along its axis see different samples, so gradients are summed over it."""
     splits_sequence: ClassVar[bool] = False
     """Ranks along its axis see different parts of every sample, so losses and gradients are summed over it."""
+    rests_layers: ClassVar[bool] = False
+    """Some steps make no gradients of some layers."""
+    shares_blocks: ClassVar[bool] = False
+    """Blocks that follow its policies may follow those of other techniques too."""
     takes_shares: ClassVar[bool] = False
     """Ranks along its axis may run different numbers of microbatches: its field `shares`, empty where they do not."""
     sums_late: ClassVar[bool] = False

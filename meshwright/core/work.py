@@ -293,6 +293,28 @@ class Widths:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Rests:
+    """Instances of layers that some steps do not train."""
+
+    share: float = 0.0
+    """Of all steps."""
+    weights: Mapping[str, Num] = field(default_factory=dict)
+    """Layer -> its instances whose weights have no gradient in such a step."""
+    passes: Mapping[str, Num] = field(default_factory=dict)
+    """Of these, those that have no backward at all."""
+
+    def trained(self, layer: str, repeat: Num) -> Num:
+        """Instances whose weights have a gradient, on average over steps."""
+        return repeat - self.share * self.weights[layer] if layer in self.weights else repeat
+
+    def passed(self, layer: str, count: Num, repeat: Num) -> Num:
+        """Of something that backward does `count` times for `repeat` instances: how often, on average over steps."""
+        if layer not in self.passes:
+            return count
+        return count - self.share * self.passes[layer] * count / np.maximum(repeat, 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class WorkFacts:
     """What the techniques priced so far have decided, for those that are priced after them."""
 
@@ -326,6 +348,7 @@ class WorkFacts:
     """Optimizer states are not one number for each element."""
     older_versions: Num = 0
     """Versions of the trained parameters kept beside the newest one."""
+    rests: Rests = Rests()
     coding: Coding | None = None
     """How the next technique that sums gradients or parameters codes them; it leaves None."""
     forbidden: Num = False
@@ -639,12 +662,16 @@ def settle(work: Work) -> Work:
     """After the last technique: what a rank holds of parameters, gradients and optimizer, and what updating them asks,
     as it follows from the slots."""
     tasks: list[Task] = [*work.optimizer.collectives(work)]
-    residents = []
+    residents, rests = [], work.facts.rests
     for axis, origin in sorted({late for slot in work.slots for late in slot.late}):
         owed = [s for s in work.slots if (axis, origin) in s.late and not (s.copy_of or s.frozen)]
-        size = sum(s.repeat * s.stored(s.gradient_shards) * s.element_bytes for s in owed)
-        late: dict[str, Any] = {"kind": "all_reduce", "axis": axis, "origin": origin, "bytes": size}
-        tasks.append(Collective(**late, layer="", phase="step", repeat=(size > 0) * 1, per_step=True))
+        late: dict[str, Any] = {"kind": "all_reduce", "axis": axis, "origin": origin}
+        for share, left_out in ((1 - rests.share, {}), (rests.share, rests.weights)) if rests.share else ((1, {}),):
+            size = sum(
+                (s.repeat - left_out.get(s.layer, 0)) * s.stored(s.gradient_shards) * s.element_bytes for s in owed
+            )
+            here = (size > 0) * share
+            tasks.append(Collective(**late, bytes=size, layer="", phase="step", repeat=here, per_step=True))
     has_older_versions = bool(np.any(work.facts.older_versions))
     keeps_gradients = bool(np.any(work.facts.keeps_gradients))
     updating: dict[str, Any] = {"kind": "memory", "role": "optimizer", "phase": "step"}
@@ -673,7 +700,8 @@ def settle(work: Work) -> Work:
         widths = 2 * slot.gradient_bytes + 2 * slot.element_bytes + slot.copy_bytes
         moved = (stored * widths + 2 * state_bytes) * here + 2 * older_bytes
         moved = moved + stored * slot.working_bytes * slot.host_share  # the norm alone
-        about: dict[str, Any] = {"layer": slot.layer, "name": slot.name, "repeat": slot.repeat}
+        updated = rests.trained(slot.layer, slot.repeat)
+        about: dict[str, Any] = {"layer": slot.layer, "name": slot.name, "repeat": updated}
         tasks.append(Compute(**updating, **about, moved_bytes=moved, kernels=0.0))
     trained = sum(slot.repeat for slot in work.slots if not (slot.frozen or slot.copy_of))
     tasks.append(Compute(**updating, layer="", name="update", repeat=1, kernels=UPDATE_LAUNCHES * trained))

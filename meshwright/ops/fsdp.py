@@ -100,12 +100,10 @@ class ShardedUnits(Exchange):
             )
             if mesh.device.type == "cpu":
                 _match_norms(build.model)
-        self.wrapped, self.ends = [], []
-        goes_back, chunks = [], []
+        self.wrapped: list[Any] = []
+        self.ends, self.prefetch, self.chunks = list[Any](), prefetch, list[int]()
         self.root_chunk = len(build.spans) - 1
-        has_backward = [build.profile.trains_before(first) for first, _ in build.spans]
         for unit in build.units():
-            has_backward[unit.chunk] |= any(parameter.requires_grad for parameter in unit.parameters)
             build.materialise(unit.parameters)
             if unit.module is None:
                 self.root_chunk = min(self.root_chunk, unit.chunk)
@@ -113,26 +111,24 @@ class ShardedUnits(Exchange):
             # The ends stay gathered from forward to backward: the head's come one after the other, and the embedding's
             # backward needs no weight, but FSDP would gather it all the same.
             module = fully_shard(unit.module, reshard_after_forward=stage == 3 and unit.is_block, **options)
-            if self.secondary is not None and unit.is_block and has_backward[unit.chunk]:
-                self.secondary.keep(module)
             self.wrapped.append(module)
-            goes_back.append(has_backward[unit.chunk])
-            chunks.append(unit.chunk)
+            self.chunks.append(unit.chunk)
             self.ends += [] if unit.is_block else [module]
         # The root takes what no unit took: the layers that share a weight.
         self.wrapped.append(fully_shard(build.model, reshard_after_forward=False, **options))
         self.ends.append(self.wrapped[-1])
-        set_prefetch(self.wrapped, goes_back, chunks, prefetch)
+        self.forward_only: list[Any] = []
+        """Units without a backward, at the end of which FSDP would let go of what was gathered."""
+        self.trained = self._look_ahead()
+        if self.secondary is not None:
+            for module in self.wrapped:
+                if module not in self.ends and module not in self.forward_only:
+                    self.secondary.keep(module)
         for module in build.model.modules() if self.secondary is None else ():
             if (gather := getattr(getattr(module, "product", None), "gather_narrow", None)) is not None:
                 gather(module.weight, mesh.size(axis))
-        self.forward_only = [
-            module for module, is_needed in zip(self.wrapped, goes_back, strict=False) if not is_needed
-        ]
-        """Units without a backward, at the end of which FSDP would let go of what was gathered."""
         for module in self.wrapped:
             _fill_unused(module, build.zero_filled)
-        self.trained = [id(parameter) for parameter in build.model.parameters() if parameter.requires_grad]
         if build.model.block_order is not None:
             _require_order(build.model, build.model.block_order, problem)
         if mesh.device.type == "cpu":
@@ -146,7 +142,7 @@ class ShardedUnits(Exchange):
         # FSDP divides gradients by the ranks it sums over; the loss is already divided by all tokens.
         build.loss_scale *= grid.size()
         self.members: dict[int, list[Any]] = {chunk: [] for chunk in range(len(build.spans))}
-        for module, chunk in zip(self.wrapped, [*chunks, self.root_chunk], strict=True):
+        for module, chunk in zip(self.wrapped, [*self.chunks, self.root_chunk], strict=True):
             self.members[chunk].append(module)
         # Every chunk's backward is the root's too: it sums when its own chunk is due and stays gathered until the end.
         self.root = build.model if len(self.members) > 1 else None
@@ -155,7 +151,24 @@ class ShardedUnits(Exchange):
         self.told: dict[int, bool] = {}
         """Chunk -> whether its last backward was the last thing FSDP was told of it."""
 
+    def _look_ahead(self) -> list[int]:
+        """Which parameters have a gradient now; units ask for those that a backward comes to."""
+        build, goes_back = self.build, list[bool]()
+        firsts = [first for first, _ in build.spans]
+        has_backward = [build.profile.trains_before(each) and each > build.trained_from for each in firsts]
+        for unit in build.units():
+            has_backward[unit.chunk] |= any(parameter.requires_grad for parameter in unit.parameters)
+            goes_back += [] if unit.module is None else [has_backward[unit.chunk]]
+        set_prefetch(self.wrapped, goes_back, self.chunks, self.prefetch)
+        self.forward_only = [module for module, goes in zip(self.wrapped, goes_back, strict=False) if not goes]
+        for each in (each for module in self.wrapped for group in _groups(module) for each in group.fsdp_params):
+            if (weight := getattr(each, "_unsharded_param", None)) is not None:
+                weight.requires_grad_(each.sharded_param.requires_grad)
+        return [id(parameter) for parameter in build.model.parameters() if parameter.requires_grad]
+
     def begin_step(self) -> None:
+        if self.trained != [id(parameter) for parameter in self.build.model.parameters() if parameter.requires_grad]:
+            self.trained = self._look_ahead()
         self.build.zero_filled.update(self.trained)
         if self.build.later is None:
             # Before the first backward of a chunk another one's may do what was last said here.

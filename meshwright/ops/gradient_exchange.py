@@ -40,7 +40,8 @@ class Bucket:
         size = 0 if host else sum(parameter.numel() for parameter in parameters)
         self.flat = torch.zeros(size, dtype=parameters[0].dtype, device=parameters[0].device)
         self.views = () if host else flat_views(self.flat, parameters)
-        self.is_last = self.is_ready = False
+        self.is_last = self.is_ready = self.rests = False
+        """`rests`: there are no gradients in this step."""
         self.missing = 0
         self.work: dist.Work | None = None
 
@@ -80,8 +81,10 @@ class Buckets(Exchange):
     def begin_step(self) -> None:
         self.num_left = 0
         for bucket in self.buckets:
+            bucket.is_ready = bucket.rests = not any(parameter.requires_grad for parameter in bucket.parameters)
+            if bucket.rests:
+                continue
             bucket.flat.zero_()
-            bucket.is_ready = False
             for parameter, view in zip(bucket.parameters, bucket.views, strict=False):
                 parameter.grad = view
             self.zero_filled.update(map(id, bucket.parameters))
@@ -108,6 +111,9 @@ class Buckets(Exchange):
 
     def _send_next(self) -> None:
         bucket = self.buckets[self.order[self.num_left]]
+        if bucket.rests:
+            self.num_left += 1
+            return
         if bucket.host is not None:
             for other in self.buckets:  # at most one is under way while the next one's gradients are made
                 if other.host is not None:

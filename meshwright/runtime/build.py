@@ -77,6 +77,7 @@ class RankBuild:
     wide: dict[str, Tensor] = field(default_factory=dict)
     evaluated: dict[str, Tensor] = field(default_factory=dict)
     coding: CompressGradients | None = None
+    trained_from: int = -1
     is_last_step: bool = False
     masters: dict[str, Tensor] = field(default_factory=dict)
     host_units: list[HostUnit] = field(default_factory=list)

@@ -158,8 +158,7 @@ class Interpreter:
         """Of the call before, if its step is still under way."""
         self.versions: Versions | None = None
         """Of the weights, where steps overlap."""
-        self.goes_back = [build.profile.trains_before(first) for first, _ in build.spans]
-        """Chunk -> whether the gradient of what comes into it is asked for."""
+        self.has_trained_before = [build.profile.trains_before(first) for first, _ in build.spans]
         self.received: dict[Key, Tensor] = {}
         self.outputs: dict[Key, Tensor] = {}
         self.gradients: dict[Key, Tensor | None] = {}
@@ -225,15 +224,19 @@ class Interpreter:
         wire, chunk = self.wire, action.chunk
         assert wire is not None
         if action.kind == "receive_forward":
-            self.received[key] = wire.receive("forward", chunk).requires_grad_(batch.trains and self.goes_back[chunk])
+            self.received[key] = wire.receive("forward", chunk).requires_grad_(batch.trains and self._goes_back(chunk))
         elif action.kind == "send_forward":
             wire.send("forward", chunk, self.outputs[key].detach() if batch.trains else self.outputs.pop(key))
         elif action.kind == "receive_backward":
             self.gradients[key] = wire.receive("backward", chunk)
         else:
             given = self.received.pop(key)
-            assert given.grad is not None or not self.goes_back[chunk]
+            assert given.grad is not None or not self._goes_back(chunk)
             wire.send("backward", chunk, torch.zeros_like(given) if given.grad is None else given.grad)
+
+    def _goes_back(self, chunk: int) -> bool:
+        """Whether the gradient of what comes into a chunk is asked for."""
+        return self.has_trained_before[chunk] and self.build.spans[chunk][0] > self.build.trained_from
 
     def _prepare(self, batch: BatchUnderWay) -> None:
         """Before a forward or backward of the batch."""
@@ -259,7 +262,7 @@ class Interpreter:
             batch.total += output.detach()
         elif self.places.stage(span + 1) == build.stage:  # the next chunk is here too
             there = self.places.chunk(span + 1)
-            self.received[i, there] = output.detach().requires_grad_(batch.trains and self.goes_back[there])
+            self.received[i, there] = output.detach().requires_grad_(batch.trains and self._goes_back(there))
         if batch.trains or not (is_end or self.places.stage(span + 1) == build.stage):
             self.outputs[key] = output
 

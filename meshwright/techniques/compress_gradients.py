@@ -103,6 +103,9 @@ class CompressGradients(Technique):
                 "what is lost in one step cannot wait for one that overlaps it.", "Use another schedule."
             )
         for other in plan.techniques:
+            if other.rests_layers:
+                what = f"{other.name} makes no gradients of some layers in some steps, and what was lost would wait."
+                yield self.problem(what, f"Leave out {other.name}, or this technique.")
             if other.scales_loss:
                 what = f"{other.name} multiplies gradients by a factor that changes, and what was lost would not."
                 yield self.problem(what, "Use bf16, or leave this technique out.")

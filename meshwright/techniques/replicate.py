@@ -117,7 +117,7 @@ class Replicate(Technique):
                 kind="all_reduce",
                 axis=self.axis,
                 phase="backward",
-                repeat=repeat,
+                repeat=work.facts.rests.trained(layer, repeat),
                 bytes=size,
                 origin=self.name,
                 per_step=True,

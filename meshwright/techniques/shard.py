@@ -86,8 +86,15 @@ class Shard(Technique):
         return replace(self, reduce="fp32")
 
     def check(self, plan: Plan, profile: Profile, cluster: Cluster | None) -> Problems:
-        behind = [self.problem(f"prefetch is {self.prefetch}.", "Use 0 or more blocks ahead.")]
-        return (*behind * (self.prefetch < 0), *self.refused(plan, profile))
+        return (*self.refused(plan, profile), *self._setting_problems(plan))
+
+    def _setting_problems(self, plan: Plan) -> Iterator[Problem]:
+        if self.prefetch < 0:
+            yield self.problem(f"prefetch is {self.prefetch}.", "Use 0 or more blocks ahead.")
+        for other in plan.techniques if self.secondary else ():
+            if other.rests_layers:
+                what = f"{other.name} leaves blocks without a backward in some steps, which a second copy waits for."
+                yield self.problem(what, f"Use secondary = 0, or leave out {other.name}.")
 
     def refusals(self, given: Circumstances) -> Iterator[tuple[Num, Problem]]:
         is_used = given.size > 1
@@ -119,7 +126,7 @@ class Shard(Technique):
         reduce_bytes = 2 if self.reduce == "bf16" else work.facts.widths.state
         common: dict[str, Any] = {"axis": self.axis, "origin": self.name}
         tasks, residents = statistics(work, self.axis, self.name), []
-        largest, num_blocks = 0, 0
+        largest, num_blocks, rests = 0, 0, work.facts.rests
 
         def padded(slot: ParameterSlot) -> Num:
             return slot.stored(ways) * ways
@@ -150,7 +157,7 @@ class Shard(Technique):
                 whole: dict[str, Any] = {"layer": layer, "bytes": each, "kind": "all_gather", "hidden": is_hidden}
                 tasks.append(Collective(**common, **whole, repeat=count, phase="forward", per_step=once))
                 if not once and layer in blocks:
-                    goes_back = count * work.has_backward(layer)
+                    goes_back = rests.passed(layer, count * work.has_backward(layer), repeat)
                     tasks.append(
                         Collective(**common, **whole, repeat=goes_back, phase="backward", within=self.secondary)
                     )
@@ -171,7 +178,8 @@ class Shard(Technique):
                 "layer": layer,
                 "hidden": True,
             }
-            tasks.append(Collective(**common, **summed, repeat=repeat, phase="backward", per_step=self.stage == 1))
+            summed["repeat"] = rests.trained(layer, repeat)
+            tasks.append(Collective(**common, **summed, phase="backward", per_step=self.stage == 1))
             # As they are made, and the message they leave in; that of the layer before waits meanwhile.
             residents.append(self._gathered(layer, repeat, elements * (gather_bytes + reduce_bytes), "backward"))
         for layer in sorted(blocks) if self.stage == 3 else ():  # the block in use and those fetched ahead

@@ -33,6 +33,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gossip": {"size": sizes, "graph": st.sampled_from(["ring", "exponential", "pairs", "push"])},
     "local_steps": {"size": sizes, "every": st.integers(1, 64)},
     "lowbit_optimizer": {"bits": st.sampled_from([4, 8])},
+    "multi_rate": {"layers": layers, "every": st.integers(1, 64)},
     "offload_activations": {"layers": layers, "inputs": st.booleans(), "smallest": st.integers(0, 1 << 24)},
     "offload_states": {"share": st.floats(0.01, 1.0), "ahead": st.booleans()},
     "pipeline": {

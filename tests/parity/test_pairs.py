@@ -40,6 +40,7 @@ SETTINGS: dict[str, tuple[Technique, ...]] = {
     "gossip": (tiny.PEERS,),
     "local_steps": (tiny.ISLANDS,),
     "lowbit_optimizer": (tiny.LOW_BIT,),
+    "multi_rate": (tiny.EVERY_STEP,),
     "offload_activations": (tiny.OFFLOAD,),
     "offload_states": (tiny.ON_HOST, tiny.ON_HOST_AHEAD, tiny.ON_DISK),
     "pipeline": (tiny.PIPELINE, tiny.INTERLEAVED),
@@ -64,7 +65,7 @@ BESIDE: dict[tuple[str, str], tuple[tuple[Technique, ...], ...]] = {
 """Other settings of those that both name blocks: each block follows one of them."""
 
 
-APPROXIMATE = (tiny.ISLANDS, tiny.PEERS)
+APPROXIMATE = (tiny.ISLANDS, tiny.PEERS, tiny.EVERY_STEP)
 """Approximate techniques in settings that give one device's losses and parameters, with plain SGD for islands."""
 
 
