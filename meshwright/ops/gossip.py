@@ -105,11 +105,11 @@ class NeighbourAverages(Exchange):
         settings = self.settings
         meeting, since = divmod(count, settings.every)
         if since == 0:
-            self._meet(mixing_shares(settings.graph, settings.size, meeting - 1, settings.seed))
+            self.meet(mixing_shares(settings.graph, settings.size, meeting - 1, settings.seed))
         if self.build.is_last_step:
             self._average()
 
-    def _meet(self, shares: Mapping[tuple[int, int], float]) -> None:
+    def meet(self, shares: Mapping[tuple[int, int], float]) -> None:
         mine, before, after = self.index, self.weights.tolist(), [0.0] * self.settings.size
         for (taker, giver), share in shares.items():
             after[taker] += share * before[giver]

@@ -129,11 +129,11 @@ class Gossip(Technique):
         return work.with_tasks(*tasks).with_residents(*residents)
 
     def apply(self, build: Build) -> None:
+        def install(build: Build) -> None:
+            from meshwright.ops.gossip import NeighbourAverages
+
+            build.add_exchange(self, NeighbourAverages(build, self))
+
         if self.size > 1:
             build.loss_scale *= self.size  # a peer's gradient is that of its own mean loss
-            build.at("step", self._install)
-
-    def _install(self, build: Build) -> None:
-        from meshwright.ops.gossip import NeighbourAverages
-
-        build.add_exchange(self, NeighbourAverages(build, self))
+            build.at("step", install)
