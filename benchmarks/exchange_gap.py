@@ -4,11 +4,12 @@ Measured: the byte-level decoder of `benchmarks/loss_gap.py`, the same weights a
 bytes that no case has trained on, beside that of replicas that sum every gradient in float32. Another seed of the
 weights says what a gap of chance is.
 
-Run: python -m benchmarks.exchange_gap [--steps 500] [--lr 2e-3] [--ranks 2] [--whole] [--seed 0] [--factors] [CASE ...]
+Run: python -m benchmarks.exchange_gap [--steps 500] [--lr 2e-3] [--ranks 2] [--whole] [--seed 0] [--factors]
+[CASE ...]
 
-`--whole`: 0.9 M parameters and 2048 tokens a step, in place of 0.2 M and 512. `--factors`: also how many times the steps
-of replicas a case needs: these are trained with fewer steps, each time with the whole schedule of the learning rate, and
-the number of steps at which they have the case's loss is interpolated between.
+`--whole`: 0.9 M parameters and 2048 tokens a step, in place of 0.2 M and 512. `--factors`: also how many times the
+steps of replicas a case needs: these are trained with fewer steps, each time with the whole schedule of the learning
+rate, and the number of steps at which they have the case's loss is interpolated.
 """
 
 from __future__ import annotations
@@ -113,7 +114,10 @@ def main() -> None:
                 techniques.append(kind(**settings, **({"size": given.ranks} if kind.axis else {})))
             plan = Plan(techniques=tuple(techniques), batch=batch, microbatch=batch // given.ranks)
             question = {"plan": json.dumps(encode(plan)), "steps": steps, "is_small": not given.whole}
-            question |= {"optimizer": encode(OptimizerConfig(lr=given.lr, warmup=20)), "seed": given.seed + (case == "another seed")}
+            question |= {
+                "optimizer": encode(OptimizerConfig(lr=given.lr, warmup=20)),
+                "seed": given.seed + (case == "another seed"),
+            }
             loss, *_ = pool.run("benchmarks.exchange_gap:case_job", question, given.ranks, timeout_seconds=3600)
             if case == SYNCHRONOUS:
                 losses[steps] = loss

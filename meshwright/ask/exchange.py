@@ -1,14 +1,14 @@
-"""Which exchange of gradients or parameters leads to a loss soonest, and at which bandwidth between nodes another would.
+"""Which exchange of gradients or parameters leads to a loss soonest, and from which bandwidth on.
 
 A technique with a statistical price (`Technique.steps_factor`) needs more steps than one that sums every gradient. The
-best plan with such a technique, and the best without, are compared by seconds of a step times that factor. Any technique
-that says so and has `options` is asked about.
+best plan with such a technique, and the best without, are compared by seconds of a step times that factor. Any
+technique that has a price and `options` is asked about.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,7 +34,7 @@ class ExchangeAdvice:
     bytes_per_second: float
     """Between nodes, of each device."""
     break_even_bytes_per_second: float | None
-    """Where both plans reach a loss at the same time; None: at no bandwidth."""
+    """Where the best plans of both kinds reach a loss at the same time; None: at no bandwidth."""
 
     def lines(self) -> list[str]:
         lines = [f"exchange: {_words(self.best)}"]
@@ -47,10 +47,10 @@ class ExchangeAdvice:
             lines.append(f"  steps factor: {self.other.plan.steps_factor.source}")
         name, is_other_synchronous = exchange_of(self.other.plan), not priced_techniques(self.other.plan)
         if self.break_even_bytes_per_second is None:
-            return [*lines, f"  break-even: with these two plans {name} is slower at any bandwidth between nodes"]
-        rate, now = pretty_rate(self.break_even_bytes_per_second), pretty_rate(self.bytes_per_second)
+            return [*lines, f"  break-even: {name} is slower at any bandwidth between nodes"]
+        rate, now = (pretty_rate(each, "B/s") for each in (self.break_even_bytes_per_second, self.bytes_per_second))
         where = f"{'above' if is_other_synchronous else 'below'} {rate} between nodes for each device (now {now})"
-        return [*lines, f"  break-even: with these two plans {name} would be faster {where}"]
+        return [*lines, f"  break-even: {name} would be faster {where}"]
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -98,26 +98,36 @@ def _as_json(scored: ScoredPlan) -> dict[str, Any]:
 
 def advise_exchange(question: Question, best: ScoredPlan, tell: Tell) -> ExchangeAdvice | None:
     """None where there is nothing to choose: no technique with a statistical price makes sense here."""
-    used = [each.name for each in priced_techniques(best.plan)]
-
-    def asked(words: str, **changes: Any) -> ScoredPlan | None:
-        tell(f"searching {words}")
-        return outcome(words, replace(question, **changes)).best
-
-    if used:
-        pin = tuple(text for text in question.pin if text.partition("=")[0].partition(".")[0].strip() not in used)
-        other = asked(f"without {' and '.join(used)}", pin=pin, ban=(*question.ban, *used))
-    else:
+    names = [each.name for each in priced_techniques(best.plan)]
+    is_priced, now = bool(names), _outer_links(question.cluster)[0].bytes_per_second
+    if not names:
         kinds = [kind for kind in map(technique_named, technique_names()) if kind.name not in question.ban]
-        priced = [kind for kind in kinds if kind.steps_factor is not Technique.steps_factor]
-        possible = [kind.name for kind in priced if kind.options(question.profile, question.cluster)]
-        if not possible:
+        kinds = [kind for kind in kinds if kind.steps_factor is not Technique.steps_factor]
+        names = [kind.name for kind in kinds if kind.options(question.profile, question.cluster)]
+        if not names:
             return None
-        found = [asked(f"with {name}", pin=(*question.pin, name)) for name in possible]
-        other = min((each for each in found if each is not None), key=lambda each: each.rank, default=None)
-    now = _outer_links(question.cluster)[0].bytes_per_second
-    at = None if other is None else break_even(question, best.plan, other.plan, now)
-    return ExchangeAdvice(best=best, other=other, bytes_per_second=now, break_even_bytes_per_second=at)
+    free = tuple(text for text in question.pin if text.partition("=")[0].partition(".")[0].strip() not in names)
+    without = replace(question, pin=free, ban=(*question.ban, *names))
+    having = [replace(question, pin=(*question.pin, name)) for name in (names[:1] if is_priced else names)]
+
+    def asked(with_price: bool, rate: float) -> list[ScoredPlan]:
+        """The best plan with a statistical price, or without, at a bandwidth."""
+        tell(f"searching {'with' if with_price else 'without'} {', '.join(names)} at {pretty_rate(rate, 'B/s')}")
+        questions = having if with_price else [without]
+        found = [outcome("", replace(each, cluster=with_bandwidth(each.cluster, rate))).best for each in questions]
+        return sorted((each for each in found if each is not None), key=lambda each: each.rank)[:1]
+
+    others, at = asked(not is_priced, now), None
+    plans = {is_priced: [best.plan], not is_priced: [each.plan for each in others]}
+    if others:  # at another bandwidth other plans may be the best of their kind
+        edge = question.cluster.inner.bytes_per_second if is_priced else now / 1000
+        at = break_even(question, plans[True], plans[False], now)
+        for kind in (True, False):
+            plans[kind] += [each.plan for each in asked(kind, at or edge)]
+        at = break_even(question, plans[True], plans[False], now)
+    return ExchangeAdvice(
+        best=best, other=others[0] if others else None, bytes_per_second=now, break_even_bytes_per_second=at
+    )
 
 
 def _outer_links(cluster: Cluster) -> tuple[Link, ...]:
@@ -135,38 +145,34 @@ def with_bandwidth(cluster: Cluster, bytes_per_second: float) -> Cluster:
     return replace(cluster, outer=changed(cluster.outer), others=others, between=between)
 
 
-def break_even(question: Question, best: Plan, other: Plan, now: float) -> float | None:
-    """Bytes a second between nodes at which two plans reach a loss at the same time, where `best` is the faster `now`."""
+def break_even(question: Question, priced: Sequence[Plan], others: Sequence[Plan], now: float) -> float | None:
+    """Bytes a second between nodes at which the best of plans with a statistical price, which gain from slow links, and
+    the best of others reach a loss at the same time; None: at no bandwidth."""
 
-    def lead(rate: float) -> float:
+    def seconds(plan: Plan, cluster: Cluster) -> float:
+        settings: dict[str, Any] = {"sequence": question.sequence, "optimizer": question.optimizer, "replays": False}
+        told = forecast(question.profile, plan, cluster, **settings)
+        return ScoredPlan(plan, told).seconds_to_target
+
+    def gain(rate: float) -> float:
+        """Of those with a price."""
         cluster = with_bandwidth(question.machine, rate)
-        seconds = [
-            forecast(
-                question.profile,
-                plan,
-                cluster,
-                sequence=question.sequence,
-                optimizer=question.optimizer,
-                replays=False,
-            ).step_seconds
-            * plan.steps_factor.mid
-            for plan in (best, other)
-        ]
-        return seconds[1] - seconds[0]
+        least, most = (min(seconds(plan, cluster) for plan in plans) for plans in (priced, others))
+        return most - least
 
-    # What needs more steps gains from a slow link.
-    times = 4.0 if best.steps_factor.mid > other.steps_factor.mid else 0.25
-    return _crossing(lead, now, times)
+    if gain(now) > 0:
+        return _crossing(gain, now, 4.0)
+    return _crossing(lambda rate: -gain(rate), now, 0.25)
 
 
 def _crossing(lead: Callable[[float], float], near: float, times: float) -> float | None:
-    """Where `lead`, above zero at `near`, falls to zero: `times` as far again and again, then between the last two."""
+    """Where `lead`, not below zero at `near`, falls below: `times` as far on and on, then between."""
     far = near
-    while lead(far) > 0:
+    while lead(far) >= 0:
         near, far = far, far * times
         if not LEAST_LINK <= far <= MOST_LINK:
             return None
     while abs(math.log(far / near)) > _NEAR:
         middle = math.sqrt(near * far)
-        near, far = (middle, far) if lead(middle) > 0 else (near, middle)
+        near, far = (middle, far) if lead(middle) >= 0 else (near, middle)
     return math.sqrt(near * far)

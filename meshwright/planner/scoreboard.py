@@ -46,13 +46,14 @@ class ScoredPlan(NamedTuple):
         return cls(plan, decode_into(Forecast, value["forecast"], f"{where}.forecast", problems))
 
     def simplicity(self, per_node: int) -> tuple[float, int, int, float, int, tuple[float, str]]:
-        """Least first: how many more steps it may need, memory beyond the devices', techniques, nodes that the groups of its axes span, memory."""
+        """Least first: steps it may need, memory beyond the devices', techniques, nodes that the groups of its axes
+        span, memory."""
         stride, nodes = 1, 0.0
         for axis in reversed(self.plan.axis_order):
             nodes += max(1.0, self.plan.mesh[axis] * min(stride, per_node) / per_node)
             stride *= self.plan.mesh[axis]
-        elsewhere = len(self.forecast.peak_bytes_by_tier)
-        return self.plan.steps_factor.high, elsewhere, len(self.plan.techniques), nodes, self.forecast.peak_bytes, self.rank
+        elsewhere, count = len(self.forecast.peak_bytes_by_tier), len(self.plan.techniques)
+        return self.plan.steps_factor.high, elsewhere, count, nodes, self.forecast.peak_bytes, self.rank
 
 
 TIE = 0.01
