@@ -37,20 +37,22 @@ class ExchangeAdvice:
     """Where the best plans of both kinds reach a loss at the same time; None: at no bandwidth."""
 
     def lines(self) -> list[str]:
-        lines = [f"exchange: {_words(self.best)}"]
-        if self.best.plan.steps_factor.source:
-            lines.append(f"  steps factor: {self.best.plan.steps_factor.source}")
-        if self.other is None:
-            return [*lines, "  nothing fits or runs with another exchange"]
-        lines.append(f"  else: {_words(self.other)}")
-        if self.other.plan.steps_factor.source:
-            lines.append(f"  steps factor: {self.other.plan.steps_factor.source}")
-        name, is_other_synchronous = exchange_of(self.other.plan), not priced_techniques(self.other.plan)
+        lines: list[str] = []
+        for title, scored in (("exchange", self.best), ("  else", self.other)):
+            if scored is None:
+                return [*lines, "  nothing fits or runs with another exchange"]
+            factor, step = scored.plan.steps_factor, pretty_seconds(scored.forecast.step_seconds)
+            low, mid, high = map(pretty_seconds, seconds_to_target(scored))
+            times = f" x {factor.mid:.2f} steps ({factor.low:.2f} to {factor.high:.2f})" if factor.source else ""
+            words = f"{exchange_of(scored.plan)}: {step} a step{times}: {mid} to target ({low} to {high})"
+            lines.append(f"{title}: {words}; {scored.forecast.bottleneck}")
+            lines += [f"  steps factor: {factor.source}"] if factor.source else []
+        name = exchange_of(scored.plan)
         if self.break_even_bytes_per_second is None:
             return [*lines, f"  break-even: {name} is slower at any bandwidth between nodes"]
         rate, now = (pretty_rate(each, "B/s") for each in (self.break_even_bytes_per_second, self.bytes_per_second))
-        where = f"{'above' if is_other_synchronous else 'below'} {rate} between nodes for each device (now {now})"
-        return [*lines, f"  break-even: {name} would be faster {where}"]
+        side = "above" if name == SYNCHRONOUS else "below"
+        return [*lines, f"  break-even: {name} would be faster {side} {rate} between nodes for each device (now {now})"]
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -77,29 +79,16 @@ def seconds_to_target(scored: ScoredPlan) -> tuple[float, float, float]:
     return told.step_seconds_low * factor.low, scored.seconds_to_target, told.step_seconds_high * factor.high
 
 
-def _words(scored: ScoredPlan) -> str:
-    factor, step = scored.plan.steps_factor, pretty_seconds(scored.forecast.step_seconds)
-    low, mid, high = map(pretty_seconds, seconds_to_target(scored))
-    times = f" x {factor.mid:.2f} steps ({factor.low:.2f} to {factor.high:.2f})" if factor.source else ""
-    return f"{exchange_of(scored.plan)}: {step} a step{times}: {mid} to target ({low} to {high}); " + (
-        scored.forecast.bottleneck
-    )
-
-
 def _as_json(scored: ScoredPlan) -> dict[str, Any]:
-    names = ("low", "mid", "high")
-    return {
-        **scored.encode_self(),
-        "exchange": exchange_of(scored.plan),
-        "steps_factor": scored.plan.steps_factor._asdict(),
-        "seconds_to_target": dict(zip(names, seconds_to_target(scored), strict=True)),
-    }
+    seconds = dict(zip(("low", "mid", "high"), seconds_to_target(scored), strict=True))
+    about = {"exchange": exchange_of(scored.plan), "steps_factor": scored.plan.steps_factor._asdict()}
+    return {**scored.encode_self(), **about, "seconds_to_target": seconds}
 
 
 def advise_exchange(question: Question, best: ScoredPlan, tell: Tell) -> ExchangeAdvice | None:
     """None where there is nothing to choose: no technique with a statistical price makes sense here."""
-    names = [each.name for each in priced_techniques(best.plan)]
-    is_priced, now = bool(names), _outer_links(question.cluster)[0].bytes_per_second
+    names, groups = [each.name for each in priced_techniques(best.plan)], range(len(question.cluster.groups))
+    is_priced, now = bool(names), question.cluster.link_between(groups).bytes_per_second
     if not names:
         kinds = [kind for kind in map(technique_named, technique_names()) if kind.name not in question.ban]
         kinds = [kind for kind in kinds if kind.steps_factor is not Technique.steps_factor]
@@ -125,13 +114,8 @@ def advise_exchange(question: Question, best: ScoredPlan, tell: Tell) -> Exchang
         for kind in (True, False):
             plans[kind] += [each.plan for each in asked(kind, at or edge)]
         at = break_even(question, plans[True], plans[False], now)
-    return ExchangeAdvice(
-        best=best, other=others[0] if others else None, bytes_per_second=now, break_even_bytes_per_second=at
-    )
-
-
-def _outer_links(cluster: Cluster) -> tuple[Link, ...]:
-    return (*([cluster.between] if cluster.between is not None else []), *(group.outer for group in cluster.groups))
+    other = others[0] if others else None
+    return ExchangeAdvice(best=best, other=other, bytes_per_second=now, break_even_bytes_per_second=at)
 
 
 def with_bandwidth(cluster: Cluster, bytes_per_second: float) -> Cluster:

@@ -200,10 +200,7 @@ def bound_all(
             yield from leaf(chosen, work, done)
             return
         dial = ordered[depth]
-        ways = [grid.cutter[1]] if grid.cutter is not None and dial is grid.cutter[0] else dial.settings
-        if ways and dial.kind.axis and not grid.uses(dial.example(ways[0], 1)).any():
-            ways = ways[:1]  # nobody uses it: any settings are the same
-        priced = [(technique, technique.price(work)) for technique in map(dial.example, ways)]
+        priced = [(technique, technique.price(work)) for technique in map(dial.example, grid.ways(dial))]
         # Where these techniques only add tasks, those before them are gone through once for all below.
         if len(priced) > 1 and all(len(after.tasks) > len(work.tasks) for _, after in priced):
             here = TaskTally(tasks=work.tasks)

@@ -1,6 +1,6 @@
 """Plans are ranked by seconds of a step times how many more steps the same loss needs, where techniques may need more.
 
-Tests of `core/technique.py:StepsFactor` and `ask/exchange.py`.
+Tests of `ask/exchange.py`.
 """
 
 from __future__ import annotations
