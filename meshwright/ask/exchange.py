@@ -47,6 +47,7 @@ class ExchangeAdvice:
             words = f"{exchange_of(scored.plan)}: {step} a step{times}: {mid} to target ({low} to {high})"
             lines.append(f"{title}: {words}; {scored.forecast.bottleneck}")
             lines += [f"  steps factor: {factor.source}"] if factor.source else []
+        assert scored is not None, "the last of them is a plan"
         name = exchange_of(scored.plan)
         if self.break_even_bytes_per_second is None:
             return [*lines, f"  break-even: {name} is slower at any bandwidth between nodes"]
