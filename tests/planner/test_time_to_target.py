@@ -20,10 +20,13 @@ from meshwright.ask.question import Question
 from meshwright.cli.main import main
 from meshwright.core.plan import Plan
 from meshwright.core.technique import technique_named, technique_names
+from meshwright.core.work import ADAM
 from meshwright.machine.named_clusters import cluster
 from meshwright.models.presets import profile
 from meshwright.optimizers.optimizer_config import OptimizerConfig
+from meshwright.planner.best_first import BestFirst
 from meshwright.planner.search import search
+from meshwright.planner.wishes import SearchInputs, read_wishes
 from meshwright.simulator.forecast import forecast
 
 BANNED = tuple(name for name in technique_names() if name not in ("replicate", "local_steps"))
@@ -74,6 +77,35 @@ def test_the_search_finds_the_soonest_of_all_plans(names: tuple[str, ...]) -> No
         assert pinned.best is not None
         assert pinned.best.seconds_to_target == pytest.approx(min(islands.values()), rel=1e-5)
     assert has_islands == {True, False}
+
+
+def test_bounds_of_candidates_have_their_own_factor() -> None:
+    place = with_bandwidth(machine(random.Random(1), "2x2xh100"), 1e7)
+    space = Space(
+        profile=model(random.Random(1), 2, 1), machine=place, batch=4, sequence=16, names=("replicate", "local_steps")
+    )
+    space = replace(space, microbatch=1, allow="approximate")
+    wishes = read_wishes((), space.question["ban"], allow="approximate", microbatch=1)
+    settings = {"profile": space.profile, "cluster": place, "optimizer": ADAM, "batch": 4, "sequence": 16}
+    pool = BestFirst(SearchInputs(**settings, wishes=wishes, epsilon=0.0), rescues=False)
+    pool._add("fp32")
+    columns = pool.candidates
+    least: dict[tuple[int, int], float] = {}  # by updates between meetings (0: no islands) and islands
+    for at, index, bound in zip(columns.leaf_of, columns.index_of, columns.least_seconds, strict=True):
+        (islands,) = (each for each in pool.leaves[at].techniques if each.name == "local_steps")
+        size = int(pool.leaves[at].grid.columns["local"][index])
+        key = (islands.every if size > 1 else 0, size)  # type: ignore[attr-defined]
+        least[key] = min(least.get(key, math.inf), float(bound))
+    best: dict[tuple[int, int], float] = {}
+    for plan in space.plans():
+        used: Any = plan.technique("local_steps")
+        key = (used.every, used.size) if used else (0, 1)
+        told = forecast(space.profile, plan, place, sequence=16, replays=False)
+        best[key] = min(best.get(key, math.inf), told.step_seconds * _times(plan))
+    assert least.keys() == best.keys() == {(0, 1), (16, 2), (64, 2), (256, 2)}
+    for key, seconds in best.items():
+        # One stage, but for axes in either order: nearly what it takes.
+        assert 0.7 * seconds <= least[key] <= seconds * (1 + 1e-9), key
 
 
 def _question(rate: float, **changes: Any) -> Question:
