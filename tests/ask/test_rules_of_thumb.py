@@ -58,7 +58,8 @@ def test_as_much_overhead_as_the_efficiency_allows(efficiency: float, workers: i
 def test_why_says_the_rules_with_the_figures_of_the_plan() -> None:
     best = _best()
     knob, batch = read_knobs(["replicate", "batch"])
-    servers, efficiency = why(QUESTION, best, knob, lambda text: None).notes
+    notes = why(QUESTION, best, knob, lambda text: None).notes
+    servers, efficiency = (line for line in notes if "Zou et al. 2017" in line)
     told = best.forecast
     busy = told.seconds_by_cause.get("compute", 0.0) + told.seconds_by_cause.get("launch", 0.0)
     shown = told.seconds_by_cause.get("inner", 0.0) + told.seconds_by_cause.get("outer", 0.0)
@@ -68,7 +69,7 @@ def test_why_says_the_rules_with_the_figures_of_the_plan() -> None:
     assert "x 4 workers" in servers
     assert f"{0.1 / 0.9 / 3:.2g} of the compute" in efficiency
     assert f"now {shown / busy / 3:.2g}" in efficiency
-    assert all("Zou et al. 2017" in line and "Limit: " in line for line in (servers, efficiency))
+    assert all("Limit: " in line for line in (servers, efficiency))
     strong, weak = why(QUESTION, best, batch, lambda text: None).notes
     assert "batch stays 16, 2 samples each" in strong
     assert "batch 32, 4 samples each, 1.41 times the learning rate with adamw, 0.001 -> 0.00141" in weak
