@@ -5,14 +5,18 @@ Measured: the byte-level decoder of `benchmarks/loss_gap.py`, the same weights a
 bytes that no case has trained on, beside that of replicas that sum every gradient in float32. Another seed of the
 weights says what a gap of chance is.
 
-Run: python -m benchmarks.exchange_gap [--steps 500] [--lr 2e-3] [--ranks 2] [--whole] [CASE ...]
+Run: python -m benchmarks.exchange_gap [--steps 500] [--lr 2e-3] [--ranks 2] [--whole] [--seed 0] [--factors]
+[CASE ...]
 
-`--whole`: 0.9 M parameters and 2048 tokens a step, in place of 0.2 M and 512.
+`--whole`: 0.9 M parameters and 2048 tokens a step, in place of 0.2 M and 512. `--factors`: also how many times the
+steps of replicas a case needs: these are trained with fewer steps, each time with the whole schedule of the learning
+rate, and the number of steps at which they have the case's loss is interpolated.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from typing import Any
 
@@ -34,6 +38,13 @@ CASES: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
     "DiLoCo H = 16": (("local_steps", {"every": 16}),),
     "DiLoCo H = 16, momentum 0.5": (("local_steps", {"every": 16, "outer_momentum": 0.5}),),
     "average H = 1": (("local_steps", {"every": 1, "outer": "average"}),),
+    **{
+        f"{outer} H = {every}, momentum 0.5": (
+            ("local_steps", {"every": every, "outer": outer, "outer_momentum": 0.5}),
+        )
+        for outer in ("average", "nesterov")
+        for every in (4, 16, 64, 256)
+    },
     "average H = 16": (("local_steps", {"every": 16, "outer": "average"}),),
     "streaming H = 16": (("local_steps", {"every": 16, "fragments": 3, "overlap": 2, "blend": 0.5}),),
     "elastic H = 16": (("local_steps", {"every": 16, "outer": "elastic"}),),
@@ -76,29 +87,53 @@ def case_job(
     return total / tokens
 
 
+SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
+"""Of the steps, for which replicas are trained."""
+
+
+def steps_factor(loss: float, steps: int, losses: dict[int, float]) -> str:
+    """Times the steps of replicas that a case needs for its `loss` after `steps`; `losses` of replicas by steps."""
+    ordered = sorted(losses.items())
+    for (fewer, above), (more, below) in itertools.pairwise(ordered):
+        if below <= loss <= above:
+            return f"{steps / (fewer + (more - fewer) * (above - loss) / (above - below)):.2f}"
+    return "less than 1" if loss < min(losses.values()) else f"more than {steps / ordered[0][0]:.2f}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--whole", action="store_true")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--factors", action="store_true")
     parser.add_argument("cases", nargs="*", default=[*CASES])
     given = parser.parse_args()
     batch = BATCH if given.whole else BATCH // 2
-    first = None
+    losses: dict[int, float] = {}
+    shares = [round(share * given.steps) for share in SHARES[1:]] if given.factors else []
     with RankPool(given.ranks, threads_per_rank=1) as pool:
-        for case in given.cases:
+        for case, steps in [(SYNCHRONOUS, each) for each in (given.steps, *shares)] + [
+            (case, given.steps) for case in given.cases if case != SYNCHRONOUS
+        ]:
             techniques = []
             for name, settings in CASES[case]:
                 kind = technique_named(name)
                 techniques.append(kind(**settings, **({"size": given.ranks} if kind.axis else {})))
             plan = Plan(techniques=tuple(techniques), batch=batch, microbatch=batch // given.ranks)
-            question = {"plan": json.dumps(encode(plan)), "steps": given.steps, "is_small": not given.whole}
-            question |= {"optimizer": encode(OptimizerConfig(lr=given.lr, warmup=20)), "seed": case == "another seed"}
+            question = {"plan": json.dumps(encode(plan)), "steps": steps, "is_small": not given.whole}
+            question |= {
+                "optimizer": encode(OptimizerConfig(lr=given.lr, warmup=20)),
+                "seed": given.seed + (case == "another seed"),
+            }
             loss, *_ = pool.run("benchmarks.exchange_gap:case_job", question, given.ranks, timeout_seconds=3600)
-            first = loss if first is None else first
+            if case == SYNCHRONOUS:
+                losses[steps] = loss
+            first = losses[given.steps]
             gap = f"gap {loss - first:+.4f} ({(loss / first - 1) * 100:+.2f} %)"
-            print(f"{case:28} held-out loss {loss:.4f}   {gap}", flush=True)
+            gap += f"   steps x {steps_factor(loss, steps, losses)}" if given.factors and case != SYNCHRONOUS else ""
+            print(f"{case:28} {steps:5} steps   held-out loss {loss:.4f}   {gap}", flush=True)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, SupportsIndex, TypeVar
 
+from meshwright.ask.exchange import ExchangeAdvice, advise_exchange
 from meshwright.ask.explain import PublishedRun, beaten_run, explain, percent
 from meshwright.ask.memory import MemoryFront, front
 from meshwright.ask.question import HEADROOM, MOST_HEADROOM, Question, Tell, with_headroom
@@ -44,6 +45,7 @@ from meshwright.core.cluster import Cluster
 from meshwright.core.codec import Artefact
 from meshwright.core.errors import MeshwrightError, Problem, read_or_note
 from meshwright.core.profile import Profile
+from meshwright.core.technique import EXACTNESS
 from meshwright.core.units import pretty_bytes
 from meshwright.core.work import ADAM, EachElement
 from meshwright.optimizers.optimizer_config import OptimizerConfig
@@ -104,6 +106,8 @@ class Answer(Artefact):
     device_counts: DeviceCounts | None = None
     ways_out: WaysOut | None = None
     """Where nothing fits, or only with memory beyond the device's, and nothing else is asked."""
+    exchange: ExchangeAdvice | None = None
+    """Which exchange is recommended, where approximate ones are allowed."""
     why: tuple[Why, ...] = ()
     what_if: ComparedPlans | None = None
     front: MemoryFront | None = None
@@ -184,6 +188,8 @@ def answers(
             yield grown(ways_out=ways_out(question, result, progress, request.command, adapted))
         elif result.best is not None and result.best.forecast.peak_bytes_by_tier and not request.is_narrow:
             yield grown(ways_out=without_tiers(question, progress, request.command, adapted))
+        if result.best is not None and question.allow == EXACTNESS[-1] and not request.is_narrow:
+            yield grown(exchange=advise_exchange(question, result.best, progress))
         for knob in request.knobs:
             if result.best is not None:
                 yield grown(why=(*answer.why, why(question, result.best, knob, progress)))

@@ -34,7 +34,7 @@ def explain(result: SearchResult, cluster: Cluster) -> list[str]:
         if (second := runner_up(result)) is not None:
             lines.append(f"runner-up: {_slower(second, best)} with {'; '.join(differences(best.plan, second.plan))}")
         if (unfit := faster_unfit(result)) is not None:
-            gain = 1 - unfit.forecast.step_seconds / best.forecast.step_seconds
+            gain = 1 - unfit.seconds_to_target / best.seconds_to_target
             changes = "; ".join(differences(best.plan, unfit.plan))
             lines.append(f"faster but too large: {percent(gain)} faster with {changes}; {missing_words(unfit)}")
         # What the winner's techniques are worth, and what the others would cost.
@@ -72,7 +72,7 @@ def gap_words(result: SearchResult) -> str:
 def faster_unfit(result: SearchResult) -> ScoredPlan | None:
     """The fastest plan that does not fit, where it would beat the best."""
     unfit = result.faster_unfit
-    if unfit is None or result.best is None or unfit.forecast.step_seconds >= result.best.forecast.step_seconds:
+    if unfit is None or result.best is None or unfit.seconds_to_target >= result.best.seconds_to_target:
         return None
     return unfit
 
@@ -94,7 +94,7 @@ def _worth(alternative: Alternative, best: ScoredPlan) -> str:
         return "nothing fits"
     if other is not None and alternative.is_settled:
         return _slower(other, best)
-    low = least / best.forecast.step_seconds
+    low = least / best.seconds_to_target
     if other is None:
         return "not settled" if low < 1 + AS_FAST else f"at least {_times(low)} slower"
     high = f"at most {_slower(other, best)}"
@@ -102,7 +102,7 @@ def _worth(alternative: Alternative, best: ScoredPlan) -> str:
 
 
 def _slower(other: ScoredPlan, best: ScoredPlan) -> str:
-    ratio = other.forecast.step_seconds / best.forecast.step_seconds
+    ratio = other.seconds_to_target / best.seconds_to_target
     return "as fast" if ratio < 1 + AS_FAST else f"{_times(ratio)} slower"
 
 

@@ -35,7 +35,7 @@ class Point:
 
     @property
     def seconds(self) -> float:
-        return self.scored.forecast.step_seconds
+        return self.scored.seconds_to_target
 
     @property
     def peak_bytes(self) -> int:

@@ -216,7 +216,7 @@ class BatchRun:
 
     @property
     def seconds(self) -> float:
-        return self.steps * self.outcome.best.forecast.step_seconds if self.outcome.best else math.inf
+        return self.steps * self.outcome.best.seconds_to_target if self.outcome.best else math.inf
 
     @property
     def device_hours(self) -> float:

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args, get_origin
 
 from meshwright.ask.question import Outcome, Question, Tell, outcome
+from meshwright.ask.rules_of_thumb import batch_rules, worker_rules
 from meshwright.core.all_reduce import ALGORITHMS, AllReduce
 from meshwright.core.codec import field_types
 from meshwright.core.errors import Problem, nearest, raise_problems
 from meshwright.core.plan import Plan
 from meshwright.core.technique import Axis, Choice, Option, PerLayer, technique_named, technique_names
 from meshwright.core.units import pretty_bytes, pretty_seconds
-from meshwright.optimizers.optimizer_config import OptimizerConfig
 from meshwright.planner.search import ScoredPlan
 from meshwright.planner.wishes import MICROBATCH
 from meshwright.simulator.pricing import price
@@ -97,10 +97,7 @@ def why(question: Question, best: ScoredPlan, knob: Knob, tell: Tell) -> Why:
         for count in (batch // 2 if batch % 2 == 0 else 0, batch * 2):
             if count:
                 ask(f"batch {count}", replace(without, batch=count))
-        used = question.optimizer
-        if isinstance(used, OptimizerConfig) and used.rule.batch_exponent is not None:
-            rate = f"{2**used.rule.batch_exponent:.3g} times the learning rate with {used.name}"
-            notes.append(f"Twice the batch: {rate}, up to the critical batch ({used.rule.batch_source}).")
+        notes += batch_rules(question, best)
     elif not knob.technique:  # the next microbatches that divide the batch
         small = [n for n in range(1, math.isqrt(batch) + 1) if batch % n == 0]
         for count in _neighbours({*small, *(batch // n for n in small)}, best.plan.microbatch):
@@ -116,6 +113,8 @@ def why(question: Question, best: ScoredPlan, knob: Knob, tell: Tell) -> Why:
         kind: type = technique_named(knob.technique)
         if knob.field in ("", ALGORITHM) and ALGORITHM in field_types(kind):
             notes.extend(largest_sum(question, best.plan, knob.technique))
+        if technique_named(knob.technique).splits_samples:
+            notes += worker_rules(question, best)
         if is_used:
             ask(f"no {knob.technique}", replace(without, ban=(*without.ban, knob.technique)))
     return Why(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
+from functools import cached_property, reduce
 from typing import ClassVar
 
 from meshwright.core.cluster import Cluster
@@ -15,7 +16,7 @@ from meshwright.core.codec import Artefact, encode, fingerprint
 from meshwright.core.errors import Problem, Problems, raise_problems
 from meshwright.core.placement import group_problems, placed
 from meshwright.core.profile import Profile
-from meshwright.core.technique import PHASES, Technique, format_layers
+from meshwright.core.technique import PHASES, StepsFactor, Technique, format_layers
 from meshwright.core.units import counted
 
 MOST_SAMPLES = 2**31
@@ -153,6 +154,13 @@ class Plan(Artefact):
     @property
     def overlaps_steps(self) -> bool:
         return any(technique.overlaps_steps for technique in self.techniques)
+
+    @cached_property
+    def steps_factor(self) -> StepsFactor:
+        """Of all techniques that are in effect, together."""
+        mesh = self.mesh
+        used = (each.steps_factor for each in self.techniques if mesh.get(each.axis, 2) > 1)
+        return reduce(StepsFactor.with_other, used, StepsFactor())
 
     def _owner(self, axis: str) -> Technique:
         return next(t for t in self.techniques if t.axis == axis)

@@ -50,6 +50,21 @@ def is_within(exactness: str, limit: str) -> bool:
     return EXACTNESS.index(exactness) <= EXACTNESS.index(limit)
 
 
+class StepsFactor(NamedTuple):
+    """Times the steps that training needs until a loss, beside steps that sum every gradient; and where it is from."""
+
+    low: float = 1.0
+    mid: float = 1.0
+    """At least 1: what plans are ranked by."""
+    high: float = 1.0
+    source: str = ""
+
+    def with_other(self, other: StepsFactor) -> StepsFactor:
+        """Of both together, as if neither changed what the other costs."""
+        sources = "; ".join(filter(None, (self.source, other.source)))
+        return StepsFactor(self.low * other.low, self.mid * other.mid, self.high * other.high, sources)
+
+
 class LayerChoice(NamedTuple):
     kind: Literal["none", "all", "first", "last", "listed"]
     number: int = 0
@@ -254,6 +269,11 @@ class Technique:
     def scales_loss(self) -> bool:
         """Gradients come multiplied by a factor, and a step in which they overflow is skipped."""
         return False
+
+    @property
+    def steps_factor(self) -> StepsFactor:
+        """The statistical price of these settings, whatever the number of ranks (above 1) and the other techniques."""
+        return StepsFactor()
 
     @property
     def replays_blocks(self) -> bool:

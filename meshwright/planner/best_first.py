@@ -170,7 +170,7 @@ class BestFirst:
     @property
     def fastest_seconds(self) -> list[float]:
         """Of as many plans as are asked for."""
-        taken = (each.forecast.step_seconds for each in self.board.taken.values())
+        taken = (each.seconds_to_target for each in self.board.taken.values())
         return heapq.nsmallest(self.top, itertools.chain((seconds for seconds, _ in self.unsettled), taken))
 
     def run(self, top: int, close_looks: int) -> None:
@@ -227,7 +227,7 @@ class BestFirst:
     def _settle_fastest(self) -> bool:
         """The fastest plan that is not settled, if it is among those asked for; False if there is none."""
         ranked = self.board.ranked(self.top)
-        limit = ranked[-1].forecast.step_seconds * (1 + _ROUNDING) if len(ranked) == self.top else np.inf
+        limit = ranked[-1].seconds_to_target * (1 + _ROUNDING) if len(ranked) == self.top else np.inf
         if not self.unsettled or self.unsettled[0][0] > limit:
             return False
         _, place = heapq.heappop(self.unsettled)
@@ -348,7 +348,7 @@ class BestFirst:
         if found.least_seconds < self.board.best_seconds:  # else what is left open is no part of the gap
             (most,) = solve(leaf, [found.pick._replace(memory_bytes=high)], memo=memo)
         if best is None and least is not None:
-            best, kept = replace(found, plan=least.plan, seconds=least.forecast.step_seconds), least
+            best, kept = replace(found, plan=least.plan, seconds=least.seconds_to_target), least
         if best is None:
             self.board.reject("does not fit in memory in pieces")
             yield replace(most, plan=None, seconds=np.inf), None
@@ -386,7 +386,7 @@ class BestFirst:
         left += [self.waiting[0][0]] if self.waiting else []
         left += [float(self.candidates.least_seconds[self.order[self.next]])] if self.next < len(self.order) else []
         left += [*self.left_out.values(), self.board.best_seconds * (1 - _ROUNDING)]
-        gap = 1.0 - min(left) / best.forecast.step_seconds
+        gap = 1.0 - min(left) / best.seconds_to_target
         return float(gap) if gap > 2 * _ROUNDING else 0.0
 
     def _smallest(self, candidate: int) -> ScoredPlan | None:
@@ -405,11 +405,11 @@ class BestFirst:
 
     def _unfit(self, best: ScoredPlan) -> ScoredPlan | None:
         """The fastest of the faster candidates that no policy makes fit."""
-        least, limit = self.candidates.least_seconds, best.forecast.step_seconds
+        least, limit = self.candidates.least_seconds, best.seconds_to_target
         candidates = np.flatnonzero(self.candidates.runs & ~self.candidates.fits(self.memory_bytes) & (least < limit))
         for candidate in candidates[np.argsort(least[candidates], kind="stable")][:_TRIED]:
             scored = self._smallest(int(candidate))
-            if scored is not None and not scored.forecast.fits and scored.forecast.step_seconds < limit:
+            if scored is not None and not scored.forecast.fits and scored.seconds_to_target < limit:
                 return scored
         return None
 
@@ -457,7 +457,7 @@ class Otherwise:
 
     @property
     def seconds(self) -> float:
-        return np.inf if self.scored is None else self.scored.forecast.step_seconds
+        return np.inf if self.scored is None else self.scored.seconds_to_target
 
     def look(self, at: int, pick: OrderedCandidate, result: Solved | None = None) -> bool:
         """Solve a candidate; whether it has a plan that fits and may be the fastest."""
@@ -500,7 +500,7 @@ class Otherwise:
         while True:
             ahead = float(columns.least_seconds[rest[0]]) if len(rest) else np.inf
             bound = min(ahead, self.queue[0][0] if self.queue else np.inf)
-            enough = min(_FAR * self.best.forecast.step_seconds, self.seconds * (1 - AS_FAST))
+            enough = min(_FAR * self.best.seconds_to_target, self.seconds * (1 - AS_FAST))
             if bound >= enough or not (expansions and solves > 0):
                 break
             if ahead <= bound:

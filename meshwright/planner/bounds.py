@@ -204,8 +204,7 @@ def bound_all(
             yield from leaf(chosen, work, done)
             return
         dial = ordered[depth]
-        ways = [grid.cutter[1]] if grid.cutter is not None and dial is grid.cutter[0] else dial.settings
-        priced = [(technique, technique.price(work)) for technique in map(dial.example, ways)]
+        priced = [(technique, technique.price(work)) for technique in map(dial.example, grid.ways(dial))]
         # Where these techniques only add tasks, those before them are gone through once for all below.
         if len(priced) > 1 and all(len(after.tasks) > len(work.tasks) for _, after in priced):
             here = TaskTally(tasks=work.tasks)
@@ -560,7 +559,8 @@ def order_bounds(leaf: BoundedGrid, picks: Sequence[OrderedCandidate]) -> np.nda
     # With another split the stage that ends last may be a smaller one.
     last = np.minimum if grid.may_choose else np.maximum
     tails = table(cost.seconds("step"))[0].min(axis=1)[:count]
-    return np.where(fits, (bound + last.reduceat(tails, starts)) * inputs.slower, np.inf)
+    slower = inputs.slower * leaf.steps_factor[[pick.candidate for pick in picks]]
+    return np.where(fits, (bound + last.reduceat(tails, starts)) * slower, np.inf)
 
 
 def _least_pace(
@@ -614,7 +614,7 @@ class Candidates:
         counts = [leaf.grid.num_candidates for leaf in leaves]
         self.leaf_of = joined(np.full(count, at) for at, count in enumerate(counts)).astype(int)
         self.index_of = joined(map(np.arange, counts)).astype(int)
-        self.least_seconds = joined(leaf.least_seconds for leaf in leaves) * slower
+        self.least_seconds = joined(leaf.least_seconds * leaf.steps_factor for leaf in leaves) * slower
         self.least_bytes = joined(leaf.least_bytes for leaf in leaves)
         self.base_bytes = joined(leaf.base_bytes for leaf in leaves)
         self.runs = joined(runs).astype(bool) & np.isfinite(self.least_seconds)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
@@ -51,6 +52,19 @@ class BoundedGrid:
     @property
     def inputs(self) -> SearchInputs:
         return self.grid.inputs
+
+    @cached_property
+    def steps_factor(self) -> np.ndarray:
+        """Of each candidate: times the steps until the same loss."""
+        factors = np.ones(self.grid.num_candidates)
+        for technique in self.techniques:
+            if (mid := technique.steps_factor.mid) != 1:
+                factors = factors * np.where(self.grid.uses(technique), mid, 1.0)
+        return factors
+
+    def slower(self, candidate: int) -> float:
+        """Times a step of one rank until all ranks have learnt what a step that sums every gradient teaches."""
+        return self.inputs.slower * float(self.steps_factor[candidate])
 
     def has(self, name: str) -> np.ndarray:
         """Which candidates use the technique, as far as that is decided."""

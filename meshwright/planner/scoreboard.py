@@ -25,9 +25,14 @@ class ScoredPlan(NamedTuple):
     forecast: Forecast
 
     @property
+    def seconds_to_target(self) -> float:
+        """Seconds until what a step that sums every gradient teaches is learnt: what plans are ranked by."""
+        return self.forecast.step_seconds * self.plan.steps_factor.mid
+
+    @property
     def rank(self) -> tuple[float, str]:
         """Fastest first; equally fast plans in a fixed order."""
-        return self.forecast.step_seconds, str(self.plan)
+        return self.seconds_to_target, str(self.plan)
 
     def encode_self(self) -> dict[str, Any]:
         return {"plan": encode(self.plan), "forecast": encode(self.forecast)}
@@ -40,14 +45,15 @@ class ScoredPlan(NamedTuple):
         plan = decode_into(Plan, value["plan"], f"{where}.plan", problems)
         return cls(plan, decode_into(Forecast, value["forecast"], f"{where}.forecast", problems))
 
-    def simplicity(self, per_node: int) -> tuple[int, int, float, int, tuple[float, str]]:
-        """Least first: memory beyond the devices', techniques, nodes that the groups of its axes span, memory."""
+    def simplicity(self, per_node: int) -> tuple[float, int, int, float, int, tuple[float, str]]:
+        """Least first: steps it may need, memory beyond the devices', techniques, nodes that the groups of its axes
+        span, memory."""
         stride, nodes = 1, 0.0
         for axis in reversed(self.plan.axis_order):
             nodes += max(1.0, self.plan.mesh[axis] * min(stride, per_node) / per_node)
             stride *= self.plan.mesh[axis]
-        elsewhere = len(self.forecast.peak_bytes_by_tier)
-        return elsewhere, len(self.plan.techniques), nodes, self.forecast.peak_bytes, self.rank
+        elsewhere, count = len(self.forecast.peak_bytes_by_tier), len(self.plan.techniques)
+        return self.plan.steps_factor.high, elsewhere, count, nodes, self.forecast.peak_bytes, self.rank
 
 
 TIE = 0.01
@@ -62,8 +68,8 @@ def simpler_first(ranked: Sequence[ScoredPlan], tie: float, per_node: int) -> li
     for start in range(0, len(ranked), TABLE):
         rest = list(ranked[start : start + TABLE])
         while rest:
-            limit = rest[0].forecast.step_seconds * (1 + tie)
-            tied = [each for each in rest if each.forecast.step_seconds <= limit]
+            limit = rest[0].seconds_to_target * (1 + tie)
+            tied = [each for each in rest if each.seconds_to_target <= limit]
             result += sorted(tied, key=lambda each: each.simplicity(per_node)) if tie else tied
             rest = rest[len(tied) :]
     return result
@@ -83,7 +89,7 @@ class Alternative:
     @property
     def is_settled(self) -> bool:
         """Whether a search with the technique banned or pinned would find nothing noticeably faster."""
-        found = self.scored.forecast.step_seconds if self.scored is not None else None
+        found = self.scored.seconds_to_target if self.scored is not None else None
         return self.least_seconds is None or (found is not None and self.least_seconds >= found * (1 - AS_FAST))
 
 
@@ -121,7 +127,7 @@ class Scoreboard:
 
     @property
     def best_seconds(self) -> float:
-        return self.best.forecast.step_seconds if self.best is not None else float("inf")
+        return self.best.seconds_to_target if self.best is not None else float("inf")
 
     def reject(self, reason: str, count: int = 1) -> None:
         if count:

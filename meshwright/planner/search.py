@@ -377,7 +377,7 @@ class GroupSearch:
             if result is None or result.best is None:
                 continue
             alike = self._alone_seconds(group) / count
-            at_best = min(at_best, result.best.forecast.step_seconds * self._together(groups) / alike)
+            at_best = min(at_best, result.best.seconds_to_target * self._together(groups) / alike)
             plans += [plan for plan, _ in result.ranked]
             if at_best > NEAR * self.board.best_seconds and group.cluster.device.memory_bytes >= large:
                 return at_best, []
@@ -541,7 +541,7 @@ class GroupSearch:
         ranked = simpler_first(ranked, tie, self.inputs.cluster.devices_per_node)
         best = ranked[0] if ranked else None
         nearest = min(missed, key=lambda each: each.forecast.peak_bytes - each.forecast.memory_bytes, default=None)
-        gap = max(0.0, 1.0 - self.least_seconds / best.forecast.step_seconds) if best else None
+        gap = max(0.0, 1.0 - self.least_seconds / best.seconds_to_target) if best else None
         return SearchResult(
             best=best,
             ranked=tuple(ranked),

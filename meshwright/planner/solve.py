@@ -257,7 +257,7 @@ def _best_combination(leaf: BoundedGrid, pick: OrderedCandidate, stages: list[_C
     best, ends = int(np.argmin(seconds[: len(tried)])), len(tried) + np.cumsum([0, *map(len, alone.values())])
     least_seconds = max((seconds[low:high].min() for low, high in itertools.pairwise(ends)), default=seconds[best])
     choices = [stage.choices[tried[best][i]] for i, stage in enumerate(stages)]
-    slower = leaf.inputs.slower
+    slower = leaf.slower(pick.candidate)
     return Solved(
         pick=pick,
         plan=_plan(leaf, pick, leaf.grid.cuts[pick.candidate], choices),
@@ -339,6 +339,7 @@ def _solved(
     limit_seconds: float,
 ) -> Solved:
     inputs, timetable, cut = leaf.inputs, leaf.timetable, leaf.grid.cuts[pick.candidate]
+    slower = leaf.slower(pick.candidate)
     m = int(leaf.grid.columns["num_microbatches"][pick.candidate])
     if leaf.grid.may_choose:
         table, least = _table(leaf, pick, options, send, m), np.inf
@@ -347,8 +348,8 @@ def _solved(
         else:
             least, splits = fastest_splits(stage_bounds(table, timetable), smallest_first, largest_first)
             least = least + float(np.min(table.tail))
-            if least * inputs.slower > limit_seconds:
-                return Solved(pick=pick, least_seconds=least * inputs.slower)
+            if least * slower > limit_seconds:
+                return Solved(pick=pick, least_seconds=least * slower)
             splits = list(dict.fromkeys([tuple(map(size_of, cut)), *splits]))
         every = step_seconds(table, timetable, splits)
         best = int(np.argmin(every))
@@ -365,7 +366,7 @@ def _solved(
         # A step never gets slower by a larger share than its slowest stage.
         least = seconds * min(option.lower / (option.forward + option.backward) for option in chosen)
     plan = _plan(leaf, pick, cut, [option.choice for option in chosen])
-    return Solved(pick=pick, plan=plan, seconds=seconds * inputs.slower, least_seconds=float(least) * inputs.slower)
+    return Solved(pick=pick, plan=plan, seconds=seconds * slower, least_seconds=float(least) * slower)
 
 
 def _table(

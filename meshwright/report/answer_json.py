@@ -52,6 +52,8 @@ def answer_as_json(answer: Answer) -> dict[str, Any]:
             "usable_bytes": forecast.memory_bytes,
             "likelihood_of_running_out": likelihood and list(likelihood),
         }
+    if answer.exchange is not None:
+        parts["exchange"] = answer.exchange.as_json()
     if answer.ways_out is not None:
         asked, ways = answer.request.command, []
         for way in answer.ways_out.open:

@@ -61,6 +61,9 @@ def print_answer(console: Console, answer: Answer, printed: Answer | None = None
             console.print(wrapped(f"   {words}", console.width, more="  ", end=" \\"))
         for line in answer.ways_out.closed:
             console.print(line)
+    if answer.exchange is not None and before.exchange is None:
+        for line in answer.exchange.lines():
+            console.print(line)
     for why in answer.why[len(before.why) :]:
         _print_why(console, why)
     if answer.what_if is not None and before.what_if is None:
@@ -75,7 +78,7 @@ def print_answer(console: Console, answer: Answer, printed: Answer | None = None
             slower = point.seconds / front.points[-1].seconds - 1
             words = f"{percent(slower)} slower" if slower else "fastest"
             here = "" if point.peak_bytes <= memory_bytes else " (not here)"
-            cells = (pretty_bytes(point.peak_bytes) + here, pretty_seconds(point.seconds), words)
+            cells = (pretty_bytes(point.peak_bytes) + here, pretty_seconds(point.scored.forecast.step_seconds), words)
             table.add_row(*cells, short_plan(point.scored.plan))
         if front.points:
             console.print(table)
@@ -172,6 +175,7 @@ def _bars(
 def _against(other: ScoredPlan, best: ScoredPlan) -> str:
     """By tokens a second, so that another batch compares too."""
     ratio = best.forecast.tokens_per_second / other.forecast.tokens_per_second
+    ratio *= other.plan.steps_factor.mid / best.plan.steps_factor.mid
     if abs(ratio - 1) < _AS_FAST:
         return "as fast"
     if ratio < 1:

@@ -183,16 +183,20 @@ def print_ranked(console: Console, ranked: tuple[tuple[Plan, Forecast], ...]) ->
         shared = [words for t in ranked[0][0].in_phase_order() if (words := short_technique(t)) in common]
         console.print(f"All plans below have {' + '.join(shared)}.")
     has = pretty_bytes(ranked[0][1].memory_bytes)
-    table = FigureTable("#", "step", "90 % within", f"{ranked[0][1].counts}/s", "MFU", f"of {has}")
+    is_priced = any(plan.steps_factor.source for plan, _ in ranked)
+    more = ["to target"] if is_priced else []
+    table = FigureTable("#", "step", *more, "90 % within", f"{ranked[0][1].counts}/s", "MFU", f"of {has}")
     group: list[float] = []
     for rank, (plan, forecast) in enumerate(ranked, start=1):
-        group.append(forecast.step_seconds)
+        seconds = forecast.step_seconds * plan.steps_factor.mid
+        group.append(seconds)
         is_tied = max(group) <= min(group) * (1 + TIE)
-        group = group if is_tied else [forecast.step_seconds]
+        group = group if is_tied else [seconds]
         low, high = pretty_seconds(forecast.step_seconds_low), pretty_seconds(forecast.step_seconds_high)
         table.add_row(
             f"= {rank}" if is_tied and rank > 1 else str(rank),
             pretty_seconds(forecast.step_seconds),
+            *([pretty_seconds(seconds)] if is_priced else []),
             f"{low} - {high}",
             pretty_count(forecast.tokens_per_second),
             f"{forecast.mfu:.1%}",
@@ -201,6 +205,8 @@ def print_ranked(console: Console, ranked: tuple[tuple[Plan, Forecast], ...]) ->
             style="bold" if rank == 1 else "",
         )
     console.print(table)
+    if is_priced:
+        console.print("to target: step times how many more steps the same loss needs; plans are ranked by it.")
     console.print(f"90 % within: by {ranked[0][1].interval_basis}.")
     if any(cells[0].startswith("=") for cells, _ in table.rows):
         console.print(

@@ -19,6 +19,7 @@ from meshwright.core.technique import (
     PerLayer,
     Technique,
     format_layers,
+    is_within,
     technique_named,
     technique_names,
 )
@@ -46,6 +47,7 @@ class Space:
     microbatch: int | None = None
     rescues: bool = False
     """With the values that are for when nothing else fits."""
+    allow: str = "rounded"
 
     @property
     def question(self) -> dict[str, Any]:
@@ -55,7 +57,8 @@ class Space:
             for option in self._options(name):
                 if isinstance(option, Choice) and option.field == "schedule":
                     bans += [f"{name}.schedule={v}" for v in option.values if v not in self.schedules]
-        return {"batch": self.batch, "sequence": self.sequence, "ban": bans, "microbatch": self.microbatch}
+        given = {name: getattr(self, name) for name in ("batch", "sequence", "microbatch", "allow")}
+        return {**given, "ban": bans}
 
     def with_memory(self, num_bytes: int) -> Space:
         """The same on devices with so much."""
@@ -98,7 +101,7 @@ class Space:
             technique = kind(**dict(settings))
             if self.schedules and getattr(technique, "schedule", self.schedules[0]) not in self.schedules:
                 continue
-            if technique.exactness in ("lossy", "approximate"):  # which a search is not allowed by itself
+            if not is_within(technique.exactness, self.allow):
                 continue
             many = Plan(techniques=(technique,), batch=1 << 20)
             whole = replace(many, microbatch=many.batch // many.num_replicas)  # some take one microbatch only
