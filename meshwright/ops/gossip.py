@@ -26,8 +26,8 @@ from torch import Tensor
 
 from meshwright.core.box import Box
 from meshwright.core.build import Build, Exchange, OptimizerState
-from meshwright.ops.fsdp import local
 from meshwright.ops.host_memory import flat_views
+from meshwright.ops.local_averages import trained_layers
 
 if TYPE_CHECKING:
     from meshwright.techniques.gossip import Gossip
@@ -85,15 +85,9 @@ class NeighbourAverages(Exchange):
         self.weights = torch.ones(settings.size, dtype=torch.float64)
         """Sum-weights of all peers; 1 but for `push`."""
         self.figures: dict[str, float] = {}
-        names = {id(parameter): name for name, parameter in build.named_parameters()}
-        self.layers: list[PeerLayer] = []
-        for unit in build.units():
-            trained = [(names[id(p)], local(p.detach())) for p in unit.parameters if p.requires_grad]
-            if trained:
-                values = [build.wide.get(name, value) for name, value in trained]
-                layer = PeerLayer([name for name, _ in trained], values, [value for _, value in trained])
-                self.layers.append(layer)
-                build.evaluated.update(zip(layer.names, layer.averages, strict=True))
+        self.layers = [PeerLayer(*map(list, zip(*named, strict=True))) for named in trained_layers(build)]
+        for layer in self.layers:
+            build.evaluated.update(zip(layer.names, layer.averages, strict=True))
         if build.mesh.device.type == "cuda":  # NCCL wants all ranks of a group in its first call, and some may be idle
             dist.all_reduce(torch.zeros(1, device=build.mesh.device), group=self.group)
 

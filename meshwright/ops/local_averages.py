@@ -30,11 +30,20 @@ if TYPE_CHECKING:
     from meshwright.techniques.local_steps import LocalSteps
 
 
+def trained_layers(build: Build) -> Iterator[list[tuple[str, Tensor, Tensor]]]:
+    """Of each layer that has trained parameters: (name, what is trained, what the model computes with) each."""
+    names = {id(parameter): name for name, parameter in build.named_parameters()}
+    for unit in build.units():
+        trained = [(names[id(p)], local(p.detach())) for p in unit.parameters if p.requires_grad]
+        if trained:
+            yield [(name, build.wide.get(name, value), value) for name, value in trained]
+
+
 class IslandLayer:
     """A layer's parameters as this rank trains them, and as all islands share them."""
 
     def __init__(self, named: list[tuple[str, Tensor, Tensor]], settings: LocalSteps):
-        """`named`: (name, what is trained, what the model computes with) each."""
+        """`named`: of `trained_layers`."""
         self.names = [name for name, _, _ in named]
         self.values, self.copies = [value for _, value, _ in named], [copy for _, _, copy in named]
         self.shared = [value.clone() for value in self.values]
@@ -62,16 +71,10 @@ class LocalAverages(Exchange):
     def __init__(self, build: Build, settings: LocalSteps, coding: CompressGradients | None):
         self.build, self.settings = build, settings
         self.group = build.mesh.group(settings.axis)
-        names = {id(parameter): name for name, parameter in build.named_parameters()}
-        self.layers: list[IslandLayer] = []
+        self.layers = [IslandLayer(named, settings) for named in trained_layers(build)]
         self.sums: list[CodedSum] = []
-        for unit in build.units():
-            trained = [(names[id(p)], local(p.detach())) for p in unit.parameters if p.requires_grad]
-            if trained:
-                named = [(name, build.wide.get(name, value), value) for name, value in trained]
-                self.layers.append(layer := IslandLayer(named, settings))
-                if coding is not None:
-                    self.sums.append(CodedSum(build, coding, settings.axis, layer.names, layer.values))
+        if coding is not None:
+            self.sums = [CodedSum(build, coding, settings.axis, each.names, each.values) for each in self.layers]
         for layer in self.layers:
             build.evaluated.update(zip(layer.names, layer.shared, strict=True))
 
