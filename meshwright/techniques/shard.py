@@ -86,15 +86,14 @@ class Shard(Technique):
         return replace(self, reduce="fp32")
 
     def check(self, plan: Plan, profile: Profile, cluster: Cluster | None) -> Problems:
-        return (*self.refused(plan, profile), *self._setting_problems(plan))
-
-    def _setting_problems(self, plan: Plan) -> Iterator[Problem]:
+        problems = [*self.refused(plan, profile)]
         if self.prefetch < 0:
-            yield self.problem(f"prefetch is {self.prefetch}.", "Use 0 or more blocks ahead.")
+            problems.append(self.problem(f"prefetch is {self.prefetch}.", "Use 0 or more blocks ahead."))
         for other in plan.techniques if self.secondary else ():
             if other.rests_layers:
                 what = f"{other.name} leaves blocks without a backward in some steps, which a second copy waits for."
-                yield self.problem(what, f"Use secondary = 0, or leave out {other.name}.")
+                problems.append(self.problem(what, f"Use secondary = 0, or leave out {other.name}."))
+        return tuple(problems)
 
     def refusals(self, given: Circumstances) -> Iterator[tuple[Num, Problem]]:
         is_used = given.size > 1
@@ -157,10 +156,8 @@ class Shard(Technique):
                 whole: dict[str, Any] = {"layer": layer, "bytes": each, "kind": "all_gather", "hidden": is_hidden}
                 tasks.append(Collective(**common, **whole, repeat=count, phase="forward", per_step=once))
                 if not once and layer in blocks:
-                    goes_back = rests.passed(layer, count * work.has_backward(layer), repeat)
-                    tasks.append(
-                        Collective(**common, **whole, repeat=goes_back, phase="backward", within=self.secondary)
-                    )
+                    whole["repeat"] = rests.passed(layer, count * work.has_backward(layer), repeat)
+                    tasks.append(Collective(**common, **whole, phase="backward", within=self.secondary))
             if self.secondary and layer in blocks:
                 held = self._gathered(layer, repeat * work.has_backward(layer), size // self.secondary, "microbatch")
                 residents.append(held)

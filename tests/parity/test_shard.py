@@ -219,6 +219,7 @@ REFUSED = {
     "stage 2 lets go of no weights": ({"size": 4, "secondary": 2, "stage": 2}, ()),
     "stage 1 lets go of no weights": ({"size": 4, "secondary": 2, "stage": 1}, ()),
     "a stage runs forwards of other microbatches": ({"size": 4, "secondary": 2}, (tiny.PIPELINE,)),
+    "multi_rate leaves blocks without a backward": ({"size": 4, "secondary": 2}, (tiny.EVERY_STEP,)),
 }
 
 
