@@ -15,7 +15,7 @@ from typing import Any
 from meshwright.ask.question import Question, Tell, outcome
 from meshwright.core.cluster import MOST_LINK, Cluster, Link
 from meshwright.core.plan import Plan
-from meshwright.core.technique import Technique, technique_named, technique_names
+from meshwright.core.technique import EXACTNESS, Technique, technique_named, technique_names
 from meshwright.core.units import pretty_rate, pretty_seconds
 from meshwright.planner.search import ScoredPlan
 from meshwright.simulator.forecast import forecast
@@ -42,7 +42,7 @@ class ExchangeAdvice:
             if scored is None:
                 return [*lines, "  nothing fits or runs with another exchange"]
             factor, step = scored.plan.steps_factor, pretty_seconds(scored.forecast.step_seconds)
-            low, mid, high = map(pretty_seconds, seconds_to_target(scored))
+            low, mid, high = map(pretty_seconds, interval_to_target(scored))
             times = f" x {factor.mid:.2f} steps ({factor.low:.2f} to {factor.high:.2f})" if factor.source else ""
             words = f"{exchange_of(scored.plan)}: {step} a step{times}: {mid} to target ({low} to {high})"
             lines.append(f"{title}: {words}; {scored.forecast.bottleneck}")
@@ -50,7 +50,8 @@ class ExchangeAdvice:
         assert scored is not None, "the last of them is a plan"
         name = exchange_of(scored.plan)
         if self.break_even_bytes_per_second is None:
-            return [*lines, f"  break-even: {name} is slower at any bandwidth between nodes"]
+            verdict = "slower" if self.best.seconds_to_target <= scored.seconds_to_target else "faster"
+            return [*lines, f"  break-even: {name} is {verdict} at any bandwidth between nodes"]
         rate, now = (pretty_rate(each, "B/s") for each in (self.break_even_bytes_per_second, self.bytes_per_second))
         side = "above" if name == SYNCHRONOUS else "below"
         return [*lines, f"  break-even: {name} would be faster {side} {rate} between nodes for each device (now {now})"]
@@ -74,20 +75,24 @@ def exchange_of(plan: Plan) -> str:
     return " + ".join(map(str, priced_techniques(plan))) or SYNCHRONOUS
 
 
-def seconds_to_target(scored: ScoredPlan) -> tuple[float, float, float]:
+def interval_to_target(scored: ScoredPlan) -> tuple[float, float, float]:
     """(low, mid, high) for what a step that sums every gradient teaches: both intervals at their ends."""
-    told, factor = scored.forecast, scored.plan.steps_factor
-    return told.step_seconds_low * factor.low, scored.seconds_to_target, told.step_seconds_high * factor.high
+    step, factor = scored.forecast, scored.plan.steps_factor
+    return step.step_seconds_low * factor.low, scored.seconds_to_target, step.step_seconds_high * factor.high
 
 
 def _as_json(scored: ScoredPlan) -> dict[str, Any]:
-    seconds = dict(zip(("low", "mid", "high"), seconds_to_target(scored), strict=True))
+    seconds = dict(zip(("low", "mid", "high"), interval_to_target(scored), strict=True))
     about = {"exchange": exchange_of(scored.plan), "steps_factor": scored.plan.steps_factor._asdict()}
     return {**scored.encode_self(), **about, "seconds_to_target": seconds}
 
 
 def advise_exchange(question: Question, best: ScoredPlan, tell: Tell) -> ExchangeAdvice | None:
-    """None where there is nothing to choose: no technique with a statistical price makes sense here."""
+    """None where there is nothing to choose: on one node, where no technique with a statistical price makes sense, or
+    where the plan has an approximate one whose statistical price nobody knows."""
+    is_known = all(each.exactness != EXACTNESS[-1] or each.steps_factor.source for each in best.plan.techniques)
+    if not is_known or (question.cluster.num_nodes == 1 and not question.cluster.others):
+        return None
     names, groups = [each.name for each in priced_techniques(best.plan)], range(len(question.cluster.groups))
     is_priced, now = bool(names), question.cluster.link_between(groups).bytes_per_second
     if not names:
@@ -136,14 +141,13 @@ def break_even(question: Question, priced: Sequence[Plan], others: Sequence[Plan
 
     def seconds(plan: Plan, cluster: Cluster) -> float:
         settings: dict[str, Any] = {"sequence": question.sequence, "optimizer": question.optimizer, "replays": False}
-        told = forecast(question.profile, plan, cluster, **settings)
-        return ScoredPlan(plan, told).seconds_to_target
+        return ScoredPlan(plan, forecast(question.profile, plan, cluster, **settings)).seconds_to_target
 
     def gain(rate: float) -> float:
         """Of those with a price."""
         cluster = with_bandwidth(question.machine, rate)
-        least, most = (min(seconds(plan, cluster) for plan in plans) for plans in (priced, others))
-        return most - least
+        with_price, without = (min(seconds(plan, cluster) for plan in plans) for plans in (priced, others))
+        return without - with_price
 
     if gain(now) > 0:
         return _crossing(gain, now, 4.0)

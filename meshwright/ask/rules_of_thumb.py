@@ -39,10 +39,10 @@ def workers_for(efficiency: float, overhead: float) -> float:
 
 def worker_rules(question: Question, scored: ScoredPlan) -> Iterator[str]:
     """How many servers and workers, for the replicas and islands of a plan."""
-    plan, told, profile = scored.plan, scored.forecast, question.profile
+    plan, profile, by_cause = scored.plan, question.profile, scored.forecast.seconds_by_cause
     workers, cluster = plan.num_replicas, question.cluster
-    computes = sum(told.seconds_by_cause.get(cause, 0.0) for cause in ("compute", "launch"))
-    waits = sum(told.seconds_by_cause.get(cause, 0.0) for cause in ("inner", "outer"))
+    computes = sum(by_cause.get(cause, 0.0) for cause in ("compute", "launch"))
+    waits = sum(by_cause.get(cause, 0.0) for cause in ("inner", "outer"))
     if workers < 2 or computes <= 0:
         return
     link = cluster.outer if cluster.num_nodes > 1 else cluster.inner

@@ -95,8 +95,8 @@ class DeviceCount:
 
     @property
     def rate(self) -> float:
-        """Tokens (or samples) a second; 0 where there is no plan."""
-        return self.outcome.best.forecast.tokens_per_second if self.outcome.best else 0.0
+        """Tokens (or samples) a second, by what is learnt from them; 0 where there is no plan."""
+        return self.outcome.best.tokens_to_target_per_second if self.outcome.best else 0.0
 
     def device_hours(self, tokens: float) -> float:
         return tokens / self.rate * self.devices / 3600 if self.rate else float("inf")

@@ -61,7 +61,7 @@ class WayOut:
     def device_seconds(self) -> float:
         """Seconds of device time that one token takes, summed over all devices."""
         best = self.outcome.best
-        return best.plan.num_ranks / best.forecast.tokens_per_second if best is not None else math.inf
+        return best.plan.num_ranks / best.tokens_to_target_per_second if best is not None else math.inf
 
     def command(self, asked: Sequence[str]) -> list[str]:
         """What to ask, given what was asked: both as words of a command line."""

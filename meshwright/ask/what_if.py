@@ -97,11 +97,11 @@ class ComparedPlans:
 
     @property
     def rate_ratio(self) -> float | None:
-        """Times as many tokens a second."""
+        """Times as many tokens a second, by what is learnt from them."""
         best = self.after.best
         if best is None or self.before is None:
             return None
-        return best.forecast.tokens_per_second / self.before.forecast.tokens_per_second
+        return best.tokens_to_target_per_second / self.before.tokens_to_target_per_second
 
     @property
     def device_ratio(self) -> float:

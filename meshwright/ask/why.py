@@ -112,8 +112,8 @@ def why(question: Question, best: ScoredPlan, knob: Knob, tell: Tell) -> Why:
             ask(words, changed)
         kind: type = technique_named(knob.technique)
         if knob.field in ("", ALGORITHM) and ALGORITHM in field_types(kind):
-            notes.extend(largest_sum(question, best.plan, knob.technique))
-        if technique_named(knob.technique).splits_samples:
+            notes.extend(largest_sum(question, around or best.plan, knob.technique))
+        if is_used and technique_named(knob.technique).splits_samples:
             notes += worker_rules(question, best)
         if is_used:
             ask(f"no {knob.technique}", replace(without, ban=(*without.ban, knob.technique)))

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -80,7 +81,7 @@ class TrafficRecorder(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(kind not in (torch.Tensor, torch.nn.Parameter) for kind in types):
+        if any(kind not in (torch.Tensor, torch.nn.Parameter, FakeTensor) for kind in types):
             return NotImplemented
         if isinstance(func, HigherOrderOperator):
             return func(*args, **(kwargs or {}))

@@ -30,6 +30,11 @@ class ScoredPlan(NamedTuple):
         return self.forecast.step_seconds * self.plan.steps_factor.mid
 
     @property
+    def tokens_to_target_per_second(self) -> float:
+        """Tokens (or samples) a second, by what is learnt from them."""
+        return self.forecast.tokens_per_second / self.plan.steps_factor.mid
+
+    @property
     def rank(self) -> tuple[float, str]:
         """Fastest first; equally fast plans in a fixed order."""
         return self.seconds_to_target, str(self.plan)

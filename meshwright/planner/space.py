@@ -219,10 +219,10 @@ class Grid:
         return result | {"stage": stage, "first_block": first_block, "blocks": blocks}
 
     def ways(self, dial: Dial) -> Sequence[dict[str, Any]]:
-        """Settings of a technique, the first ones alone where none of the candidates uses it."""
+        """Settings of a technique: the first ones, and others with which some candidate uses it."""
         ways = [self.cutter[1]] if self.cutter is not None and dial is self.cutter[0] else dial.settings
-        is_unused = dial.kind.axis and ways and not self.uses(dial.example(ways[0], 1)).any()
-        return ways[:1] if is_unused else ways
+        others = (way for way in ways[1:] if not dial.kind.axis or self.uses(dial.example(way, 1)).any())
+        return [*ways[:1], *others]
 
     def uses(self, technique: Technique) -> np.ndarray:
         """Which candidates use a technique of this grid: with an axis of 1 only one that acts alone is used."""

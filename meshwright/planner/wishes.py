@@ -243,6 +243,8 @@ def _problems(kind: type[Technique], settings: Mapping[str, Any], inputs: Search
             )
             problems = (Problem(where="", what=what, fix=f"Use {shown}."),)
         return problems
+    if not possible and "options" not in vars(kind):
+        return (Problem(where="", what="search does not choose its size.", fix=f"Pin it, as in {kind.name}=2."),)
     if not possible:
         what = f"no size is possible for {inputs.profile.name} on {devices} devices."
         return (Problem(where="", what=what, fix="Take the pin away."),)

@@ -174,8 +174,7 @@ def _bars(
 
 def _against(other: ScoredPlan, best: ScoredPlan) -> str:
     """By tokens a second, so that another batch compares too."""
-    ratio = best.forecast.tokens_per_second / other.forecast.tokens_per_second
-    ratio *= other.plan.steps_factor.mid / best.plan.steps_factor.mid
+    ratio = best.tokens_to_target_per_second / other.tokens_to_target_per_second
     if abs(ratio - 1) < _AS_FAST:
         return "as fast"
     if ratio < 1:
@@ -203,7 +202,7 @@ def _print_why(console: Console, why: Why) -> None:
     for note in why.notes:
         console.print(note)
     possible = [other for other in why.others if other.best is not None]
-    nearest = max(possible, key=lambda other: other.best.forecast.tokens_per_second if other.best else 0, default=None)
+    nearest = max(possible, key=lambda other: other.best.tokens_to_target_per_second if other.best else 0, default=None)
     if nearest is None or nearest.best is None:
         console.print("Nothing else is possible.\n")
         return
@@ -242,9 +241,11 @@ def worth_words(compared: ComparedPlans) -> str:
     counts = compared.after.best.forecast.counts
     if ratio is None:
         return f"something fits: {pretty_count(compared.after.best.forecast.tokens_per_second)} {counts}/s"
-    gain = "buys nothing" if abs(ratio - 1) < _AS_FAST else f"{percent(ratio - 1)} more {counts}/s"
+    is_priced = any(each.plan.steps_factor.source for each in (compared.after.best, compared.before) if each)
+    unit = f"{counts}/s" + ", by what is learnt from them," * is_priced
+    gain = "buys nothing" if abs(ratio - 1) < _AS_FAST else f"{percent(ratio - 1)} more {unit}"
     if ratio < 1 - _AS_FAST:
-        gain = f"{percent(1 - ratio)} fewer {counts}/s"
+        gain = f"{percent(1 - ratio)} fewer {unit}"
     if devices == 1:
         return gain
     each = ratio / devices

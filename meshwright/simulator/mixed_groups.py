@@ -71,8 +71,9 @@ def pipes_of(
             price(profile, plan, sequence=sequence, stage=stage.run.start, optimizer=optimizer)
             for stage in by_group[units[0]].stages
         ]
-        sends = [each for work in works for each in work.collectives if each.kind == "send" and float(each.repeat) > 0]
-        return here, [_joined(plan, here, units, by_group, max((float(each.bytes) for each in sends), default=0.0))]
+        sends = [each for work in works for each in work.collectives if each.kind == "send" and not each.per_step]
+        boundary = max((float(each.bytes) for each in sends if float(each.repeat) > 0), default=0.0)
+        return here, [_joined(plan, here, units, by_group, boundary)]
     ranks_each = plan.num_ranks // len(units)
     result: dict[tuple[int, int], Staged] = {}
     shares = plan.shares or (plan.num_microbatches,) * len(units)

@@ -222,6 +222,7 @@ class Route:
         if algorithm is not None:
             share = self.fractions.get("send", 1.0)
             far = _hop(self.latency_seconds, self.direct_bytes_per_second * share, self.half_bytes)
+            far = Hop(*map(np.maximum, far, self.near))  # a round that leaves a node has messages inside it, too
             return talks * algorithm.seconds(self.size, self.per_node, self.near, far, num_bytes)
         if kind in ("send", "ring"):  # the slowest of a ring's pairs is two devices in two nodes
             talks, passed, rate = True, num_bytes, self.direct_bytes_per_second

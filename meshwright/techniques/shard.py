@@ -109,7 +109,7 @@ class Shard(Technique):
             is_group = (self.secondary > 1) & (given.size > self.secondary) & (given.size % self.secondary == 0)
             fits = [each for each in range(2, self.size) if self.size % each == 0]
             fix = f"Use {listed(fits)}, as many as are in a node, or 0." if fits else "Use 0."
-            what = f"secondary is {self.secondary}: it divides size, {self.size}, and lies between 1 and size."
+            what = f"secondary is {self.secondary}: it must divide size, {self.size}, and lie between 1 and size."
             yield is_used & np.logical_not(is_group), self.problem(what, fix)
             what = f"stage {self.stage} lets go of no weights from forward to backward, so a second copy saves nothing."
             yield is_used & (self.stage < 3), self.problem(what, "Use stage 3, or secondary = 0.")

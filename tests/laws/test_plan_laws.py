@@ -141,7 +141,8 @@ def test_a_wrong_type_is_refused_where_it_is(plan: Plan, data: st.DataObject) ->
     key = data.draw(st.sampled_from([key for key in table if key != "name"]))
     types = {each.name: str(each.type) for each in fields(technique_named(table["name"]))}
     names_blocks = "str" in types[key]  # which words name blocks is known only with the model
-    table[key] = data.draw(st.sampled_from([{"a": 1}, 1.5, *([] if names_blocks else ["seven"]), [None]]))
+    wrong = [{"a": 1}, [None], *([] if "float" in types[key] else [1.5]), *([] if names_blocks else ["seven"])]
+    table[key] = data.draw(st.sampled_from(wrong))
     with pytest.raises(MeshwrightError) as caught:
         Plan.from_json(json.dumps(written), source="p")
     assert all(each.where.startswith(f"p.techniques[{number}].{key}") for each in caught.value.problems)

@@ -6,6 +6,7 @@ Tests of `core/all_reduce.py`, `ops/collectives.py`, `simulator/stage_seconds.py
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from meshwright.core.all_reduce import ALGORITHMS, Algorithm, AllReduce, Hop, rounds
 from meshwright.launch.rank_pool import RankPool
 from meshwright.machine.named_clusters import cluster as named_cluster
+from meshwright.planner.bounds import best_roads
 from meshwright.simulator.stage_seconds import routes
 
 COUNTED = 840
@@ -93,6 +95,20 @@ def test_seconds_are_those_of_the_slowest_message_of_each_round(algorithm: Algor
                 else:
                     assert priced >= expected * (1 - 1e-12), (ranks, per_node, node_size)
     assert compared > 100
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_round_that_leaves_a_node_waits_for_messages_inside_it(algorithm: Algorithm) -> None:
+    """Also where links between nodes are the faster ones; and no bound of the search is above."""
+    slow = named_cluster("2x4xh100")
+    fast = replace(slow, outer=replace(slow.outer, bytes_per_second=4e12, latency_seconds=1e-7))
+    one = AllReduce(algorithm=algorithm, node_size=4)
+    alone = float(routes(slow, {"dp": 4})["dp"].seconds("all_reduce", 1e8, one))
+    for place in (slow, fast):
+        for mesh in ({"dp": 8}, {"dp": 4, "tp": 2}, {"dp": 2, "tp": 4}):
+            seconds = float(routes(place, mesh)["dp"].seconds("all_reduce", 1e8, one))
+            assert seconds >= (alone if mesh["dp"] == 8 else 0)
+            assert float(best_roads(place, mesh)["dp"].seconds("all_reduce", 1e8, one)) <= seconds * (1 + 1e-12)
 
 
 def test_seconds_of_many_candidates_are_those_of_each() -> None:

@@ -211,9 +211,9 @@ def test_a_second_copy_of_weights_of_8_bit_products_is_gathered_in_16(ran: Run) 
 
 
 REFUSED = {
-    "divides size, 4": ({"size": 4, "secondary": 3}, ()),
+    "must divide size, 4": ({"size": 4, "secondary": 3}, ()),
     "Use 2 or 4, as many": ({"size": 8, "secondary": 8}, ()),
-    "lies between 1 and size": ({"size": 4, "secondary": 1}, ()),
+    "lie between 1 and size": ({"size": 4, "secondary": 1}, ()),
     "secondary is -2": ({"size": 4, "secondary": -2}, ()),
     "Use 0.": ({"size": 2, "secondary": 2}, ()),
     "stage 2 lets go of no weights": ({"size": 4, "secondary": 2, "stage": 2}, ()),

@@ -183,6 +183,8 @@ def test_a_pin_the_machine_or_the_sequence_rules_out_is_refused() -> None:
         search(PROFILE, MACHINE, batch=16, sequence=127, pin=["tensor.sequence=true"])
     with pytest.raises(MeshwrightError, match="pin tensor: no size is possible"):
         search(PROFILE, cluster("h100"), batch=16, sequence=128, pin=["tensor"])
+    with pytest.raises(MeshwrightError, match=r"pin gossip: .*Pin it, as in gossip=2"):
+        search(PROFILE, MACHINE, batch=16, sequence=128, pin=["gossip"], allow="approximate")
 
 
 def test_a_microbatch_cannot_be_banned_nor_a_pinned_value() -> None:

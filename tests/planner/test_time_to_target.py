@@ -114,6 +114,10 @@ def _question(rate: float, **changes: Any) -> Question:
     return Question(profile=profile("byte-3m"), cluster=place, optimizer=OptimizerConfig(), **{**settings, **changes})
 
 
+def _without(*names: str) -> tuple[str, ...]:
+    return tuple(each for each in BANNED if each not in names)
+
+
 def test_islands_are_for_slow_links_and_the_break_even_is_where_the_answer_changes() -> None:
     found = []
     for rate in (1e7, 1e11):
@@ -137,6 +141,38 @@ def test_islands_are_for_slow_links_and_the_break_even_is_where_the_answer_chang
         assert again is not None
         assert (again.plan.technique("local_steps") is not None) is has_islands
     assert found[0] == pytest.approx(found[1], rel=0.05)
+
+
+def test_a_pinned_exchange_that_is_slower_anywhere_is_not_called_faster() -> None:
+    question = _question(1e11, pin=("compress_gradients.codec=sign",), ban=_without("compress_gradients", "replicate"))
+    best = question.ask().best
+    assert best is not None
+    advice = advise_exchange(question, best, lambda text: None)
+    assert advice is not None
+    assert advice.other is not None
+    is_faster = advice.other.seconds_to_target < advice.best.seconds_to_target
+    assert is_faster
+    assert "is faster at any bandwidth" in advice.lines()[-1] or "would be faster above" in advice.lines()[-1]
+
+
+@pytest.mark.parametrize("asked", [{"pin": ("gossip=2",)}, {"cluster": cluster("2xh100")}])
+def test_nothing_is_recommended_where_a_price_is_unknown_or_nothing_is_between_nodes(asked: dict[str, Any]) -> None:
+    question = replace(_question(1e7, ban=_without("gossip")), **asked)
+    best = question.ask().best
+    assert best is not None
+    assert advise_exchange(question, best, lambda text: None) is None
+
+
+def test_what_if_compares_by_what_is_learnt() -> None:
+    question = _question(1e7)
+    before = question.ask().best
+    after = replace(question, cluster=with_bandwidth(question.cluster, 1e9)).ask().best
+    assert before is not None
+    assert after is not None
+    assert before.plan.steps_factor.source
+    assert after.tokens_to_target_per_second >= before.tokens_to_target_per_second
+    tokens = before.plan.batch * question.sequence
+    assert before.tokens_to_target_per_second == pytest.approx(tokens / before.seconds_to_target)
 
 
 def test_without_leave_nothing_has_a_statistical_price() -> None:

@@ -160,6 +160,17 @@ class TestTheForecast:
         tail = 2 * alone.stages[1].tail_seconds
         assert told.step_seconds == pytest.approx(first + 2 * second + 2 * alone.send_seconds + tail, rel=1e-9)
 
+    def test_messages_between_peers_are_not_between_stages(self) -> None:
+        """Peers send a layer's parameters to each other, stages a microbatch's activations."""
+        between = replace(BOTH.inner, bytes_per_second=5e9)
+        mixed = beside(cluster("4xh100").resized(2), slower(BOTH.device, 1.5), num_devices=2, between=between)
+        idle = []
+        for other in (t("replicate", size=2), t("gossip", size=2)):
+            plan = plan_of(t("pipeline", size=2, stages=(7, 5)), other, batch=8, axis_order=("pp", other.axis))
+            assert not plan.check(PROFILE, mixed)
+            idle.append(forecast(PROFILE, plan, mixed, sequence=SEQUENCE).seconds_by_origin["pipeline"])
+        assert idle[1] == pytest.approx(idle[0], rel=0.02)
+
     def test_a_step_is_the_slowest_replicas(self) -> None:
         here = replace(cluster("2xh100"), jitter_fraction=0.0)
         mixed = beside(here.resized(1), slower(here.device, 2.0), num_devices=1, between=here.inner)
