@@ -234,7 +234,7 @@ def _full_disk() -> str | None:
         done = subprocess.run(made, capture_output=True, timeout=600, env=clean_environment(), check=False)
         if done.returncode == 77 or not shutil.which("unshare"):
             return None
-        told = (folder / "toy" / "err").read_text()
+        told = " ".join((folder / "toy" / "err").read_text().split())  # lines end at words
         if done.returncode != 0:
             return f"exit code {done.returncode}: {told[-300:]}"
         if "No space left" not in told or not (folder / "toy" / "was-full").exists():
