@@ -67,10 +67,10 @@ def dials(inputs: SearchInputs, *, rescues: bool) -> tuple[Dial, ...]:
     unused = _measure(inputs, ())
     result = []
     for kind in map(technique_named, technique_names()):
-        if kind.name in inputs.wishes.banned or kind.check_optimizer(inputs.optimizer):
-            continue
-        dial = _dial(kind, inputs, rescues)
+        dial = None if kind.name in inputs.wishes.banned else _dial(kind, inputs, rescues)
         if dial is None or not (dial.settings or dial.required):  # bans may leave no way to set it
+            continue
+        if kind.check_optimizer(inputs.optimizer):
             continue
         if kind.axis and not dial.required:
             ones = [one for settings in dial.settings if not (one := dial.example(settings, 1)).acts_alone]
