@@ -41,17 +41,18 @@ def page(rows: Mapping[str, Any], frozen: Mapping[str, Any]) -> str:
 
 def _speed(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = [
-        "## Beside others",
+        "## Comparison with other frameworks",
         "",
-        "Our step is `mw.build`'s, fed as `mw train` does; theirs is their own loop (`benchmarks/gpu_peers.py`).",
-        "Both run in one call, in turns, at most three times; a ratio is the median of the pairs, with the least and",
-        "the greatest. Memory is the peak that torch has allocated; errors are of the forecast made before.",
+        "Our step is that of `mw.build` with the input pipeline of `mw train`; the peers run their own training loops",
+        "(`benchmarks/gpu_peers.py`). Both run in one call, alternating, at most three times; a ratio is the median of",
+        "the pairs, with minimum and maximum. Memory is the peak allocated by torch; time and memory are the errors of",
+        "the forecast made before the run.",
         "",
-        "How much is left to gain: of 266 ms of llama-1b on 18 November 2026, 170 were matmuls (715 TFLOP/s, the same",
-        "kernels and times as torchtitan's 169) and 46 cuDNN's attention (45); the GPU is at its power limit in both.",
-        "Torchtitan needed 66 ms for all the rest, we 50, and 42 since AdamW is one kernel at 4.1 TB/s. At this memory",
-        "bandwidth that rest has a floor of about 28 ms: 10 the update, 2 the norm, 3 the loss, 8 SwiGLU, 5 norms and",
-        "positions. So 1.15 of torchtitan is about the most that these matmuls and this attention leave room for.",
+        "Remaining potential: of the 266 ms of llama-1b on 18 November 2026, 170 were matmuls (715 TFLOP/s, the same",
+        "kernels and times as torchtitan's 169) and 46 attention of cuDNN (45); the GPU is at its power limit in both.",
+        "All the rest took 66 ms in torchtitan and 50 ms here, 42 ms since AdamW is one kernel at 4.1 TB/s. At this",
+        "memory bandwidth its lower bound is about 28 ms: 10 for the update, 2 the norm, 3 the loss, 8 SwiGLU, 5 norms",
+        "and positions. With these matmuls and this attention, 1.15 times torchtitan is therefore about the maximum.",
         "",
     ]
     if not rows:
@@ -94,24 +95,24 @@ def _kernels(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     if not table:
         return []
     titles = ("case", "side", "kernels", "idle ms", "milliseconds of a step by kind of kernel")
-    return ["## Where a step goes", "", *grid(titles, table, right=(2, 3)), ""]
+    return ["## Breakdown of a step", "", *grid(titles, table, right=(2, 3)), ""]
 
 
 AFTERWARDS = """\
-What the list showed, and what was done once it was run: batch norms cut compiled blocks into many graphs (ResNet-50 at
-256 now takes 37 ms as one graph); nothing was priced of what a compiler saves in image models (ViT-H at 64: now -0.4 %
-in time and +4.2 % in memory); attention that is not causal was priced as slow as causal attention of the same length.
-Open: documents under selective recomputation without `compile` take the dense mask (a mode that watches operators sees
-the fused kernel as its parts), which the price does not know; `dlrm` and convolutions in float32; encoders of 512
-tokens; experts of many small matrices without `compile`.""".splitlines()
+Findings, and changes made after the run: batch norms split compiled blocks into many graphs (ResNet-50 at 256 now
+takes 37 ms as one graph); the savings of a compiler in image models were not priced (ViT-H at 64: now -0.4 % in time
+and +4.2 % in memory); non-causal attention was priced as slow as causal attention of the same length. Not solved:
+documents under selective recomputation without `compile` use the dense mask (a dispatch mode sees the fused kernel as
+its parts), which is not priced; `dlrm` and convolutions in float32; encoders of 512 tokens; experts of many small
+matrices without `compile`.""".splitlines()
 
 
 def _forecasts(frozen: Mapping[str, Any]) -> list[str]:
     lines = [
-        "## Forecasts of cases nobody looked at",
+        "## Forecasts of held-out cases",
         "",
-        "`benchmarks/gpu_frozen.py`: a list written before the work began and run once when it was done; every",
-        "forecast was made from `mw probe`'s measurements before its case ran.",
+        "The list (`benchmarks/gpu_frozen.py`) was written before the work began and run once when it was finished.",
+        "Every forecast was made from the measurements of `mw probe` before its case ran.",
         "",
     ]
     cases = frozen.get("cases", ())

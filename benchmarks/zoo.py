@@ -1,4 +1,4 @@
-"""Architectures nobody here wrote x plans, against a plain torch loop: docs/zoo.md is the table.
+"""Architectures of other libraries and in plain torch x plans, against a plain torch loop: docs/zoo.md is the table.
 
 Run: python -m benchmarks.zoo --workers 14 --out DIR          all of them; results are JSON lines in DIR
      python -m benchmarks.zoo --names llama,lstm              some of them
@@ -123,15 +123,15 @@ def render(results: list[Result]) -> str:
         rows.append(f"| {name} | {' | '.join(cells)} |")
     day = datetime.date.today().isoformat()
     head = [
-        "# The zoo",
+        "# Tests of other architectures",
         "",
-        "Architectures nobody here wrote, each given to `mw.build` as a user would give it, trained for four steps in",
-        "float64 against a plain torch loop (`python -m benchmarks.zoo`): losses, gradients, parameters, buffers, an",
-        "evaluation, and every message against its price. ✓ exact; refused: by `check`, for the numbered reason below;",
-        "late: refused by name in the first step, where the data decides; anything else is a finding. Names that begin",
-        "with `hf` are transformers' own modules with tiny configs.",
-        "Plans are of two ranks; the mixed one is of four, with recomputation: tensor x pipeline, or replicate x shard",
-        "where either is refused.",
+        "Architectures of transformers, torchvision and timm, and others in plain torch, are given to `mw.build` as a",
+        "user would, and trained for four steps in float64 against a plain torch loop (`python -m benchmarks.zoo`).",
+        "Losses, gradients, parameters, buffers and an evaluation are compared, and every message with its price. ✓:",
+        "exact; refused: by `check`, for the numbered reason below; late: refused by name in the first step, because",
+        "it depends on the data; anything else is a finding. Names that begin with `hf` are modules of transformers",
+        "with tiny configs. Plans have two ranks; the mixed one has four and recomputation: tensor x pipeline, or",
+        "replicate x shard if either is refused.",
         "",
         f"{len(by_name)} architectures, {counts(results)} ({day}).",
         "",
