@@ -1,8 +1,8 @@
-"""Meshwright: describe the model and the machines; it finds the fastest training plan that fits, says what it will
-cost before you start, runs it on PyTorch, and shows what it really did.
+"""Meshwright plans and runs the training of large models on PyTorch: it finds the fastest parallelisation plan that
+fits a model and a cluster, predicts its cost, runs it, and compares the prediction with the measurement.
 
-Names are imported when they are first used, so `import meshwright` costs nothing and never imports torch. docs/api.md
-has an example of each.
+Names are imported when they are first used, so `import meshwright` is fast and never imports torch. docs/api.md has an
+example of each.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _RENAMED = {
     "profile": ("meshwright.models.presets", "mw.model(...).profile"),
     "search": ("meshwright.planner.search", "mw.plan"),
 }
-"""Old names, for one release."""
+"""Deprecated names, removed in the next release."""
 __all__ = ["__version__", *sorted(_NAMES)]
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
-"""The public functions that match the commands: `mw.plan` is `mw plan`, `mw.train` is `mw train`, and so on. No torch.
+"""Public functions with the names of the commands: `mw.plan` is `mw plan`, `mw.train` is `mw train`, ... No torch.
 
-Models are named as on the command line (a preset, a Hugging Face folder, `package.module:function`), or given as what
-`model` returns or as a `Profile`; clusters likewise by name, by file or as a `Cluster`.
+Models are given as on the command line (a preset, a Hugging Face folder, `package.module:function`), as the result of
+`model`, or as a `Profile`; clusters by name, by file or as a `Cluster`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from meshwright.verify.check import Checked
 
 AnyModel = str | Path | Config | ModelDescription | Profile
-"""What stands for a model: its name, its dimensions, or what is known of it."""
+"""A model: its name, dimensions, description or profile."""
 Report = Callable[[str], None]
 DEFAULT_SEQUENCE = 4096
 
@@ -44,27 +44,27 @@ def model(
     freeze: Sequence[str] = (),
     train: Sequence[str] = (),
 ) -> ModelDescription:
-    """Describe a model, wherever it comes from.
+    """Describe a model from any source.
 
     Parameters
     ----------
     source
         A preset ("llama3-8b"; `mw profile` lists them), a Hugging Face folder, "package.module:function", or
-        dimensions such as a `DecoderConfig`. A function is called, and its module run without values to see what each
-        layer costs and where it may be cut.
+        dimensions such as a `DecoderConfig`. A function is called, and its module is run on fake tensors to determine
+        the cost of each layer and where it can be split.
     sequence
-        Tokens of a sample that somebody else's module is looked at with.
+        Tokens per sample when a user module is analysed.
     change
-        Dimensions of a preset that differ: `{"num_layers": 2}`.
+        Dimensions of a preset to change: `{"num_layers": 2}`.
     arguments
-        For the function.
+        Keyword arguments of the function.
     freeze, train
-        Patterns of parameters that are not trained, or that alone are.
+        Patterns of parameter names to freeze, or of the only ones to train.
 
     Returns
     -------
     ModelDescription
-        Its `profile` says what each layer costs. `plan`, `forecast`, `simulate` and `build` take it as it is.
+        Its `profile` has the cost of each layer. `plan`, `forecast`, `simulate` and `build` accept it as a model.
     """
     if not isinstance(source, str | Path):
         if change or arguments or freeze or train:
@@ -77,10 +77,10 @@ def model(
 
 
 def cluster(name_or_path: str) -> Cluster:
-    """Machines by name or file.
+    """Load a cluster by name or from a file.
 
-    "h200" is one GPU, "8xh100" a node of eight, "64x8xh100" 64 such nodes, "8xh100+8xa100" two kinds of nodes; a file
-    that ends in .json is one of `mw probe -o`.
+    "h200" is one GPU, "8xh100" a node of eight, "64x8xh100" 64 such nodes, "8xh100+8xa100" two kinds of nodes. A name
+    that ends in .json is a file written by `mw probe -o`.
     """
     from meshwright.machine.named_clusters import cluster as named
 
@@ -88,16 +88,16 @@ def cluster(name_or_path: str) -> Cluster:
 
 
 def probe(*, num_devices: int | None = None, quick: bool = False, report: Report | None = None) -> Cluster:
-    """Measure this machine: compute by shape, memory, launches, host, disk and links, on all devices at once.
+    """Benchmark this machine: compute by shape, memory, launches, host, disk and links, on all devices at once.
 
     Parameters
     ----------
     num_devices
-        Devices to measure together; every GPU, or without one every usable core (at most 8).
+        Number of devices to measure together. Default: all GPUs, or without a GPU all usable cores (at most 8).
     quick
-        A few seconds, whose figures scatter by a tenth or two; otherwise a minute on a CPU, three on a GPU.
+        Take a few seconds, with results that vary by 10 to 20 %, instead of a minute on a CPU or three on a GPU.
     report
-        Is told what is being measured.
+        Called with a description of each measurement.
     """
     from meshwright.machine.probe import probe as measured
 
@@ -132,33 +132,33 @@ def plan(
     Parameters
     ----------
     model, cluster
-        By name, or as `model`, `cluster` and `probe` return them.
+        By name, or as returned by `model`, `cluster` and `probe`.
     batch
-        Samples per step; "auto": the batch that reaches its target soonest.
+        Samples per step; "auto" selects the batch size that reaches the target first.
     sequence
-        Tokens in a sample; by default 4096, or as many as the model has positions for.
+        Tokens per sample. Default: 4096, or the number of positions of the model if that is smaller.
     allow
-        How far numbers may differ from one device's in float32: "exact", "reordered" (order of sums), "rounded" (16-bit
+        Permitted deviation from one device in float32: "exact", "reordered" (order of sums), "rounded" (16-bit
         compute), "lossy" (fewer bits: fp8, 16-bit weights, low-bit optimizer states), "approximate" (stale gradients).
     pin, ban
-        Settings that must be kept ("tensor=2"), techniques that must not be used ("pipeline").
+        Required settings ("tensor=2"); excluded techniques ("pipeline").
     max_memory, headroom
-        Of each device that may be used: bytes, or "70GiB"; percent of it that stays free, by default 6.
+        Memory to use on each device, in bytes or as "70GiB"; percentage of it to leave free (default 6).
     top, time_limit, why, what_if
-        Plans to rank; seconds for a search; settings to explain ("microbatch"); changes ("memory=+20GiB").
+        Number of plans to rank; seconds per search; settings to explain ("microbatch"); changes ("memory=+20GiB").
     front, devices
-        Whether to search for the fastest plan of each memory; devices to compare ("16..64"), or one number of them.
+        Whether to search for the fastest plan at each memory size; device counts to compare ("16..64"), or one count.
     critical_batch, target_steps, target_tokens
-        For batch="auto", as `mw plan` takes them; `devices` are compared for so many tokens ("300B") too. What is not
-        given is guessed, and `batch_goals.goal.sources` says how.
+        For batch="auto", as in `mw plan`; `target_tokens` ("300B") also applies to the comparison of `devices`. Values
+        that are not given are estimated; `batch_goals.goal.sources` says how.
     progress
-        Is called with what is being searched.
+        Called with a description of the current search.
 
     Returns
     -------
     Answer
-        `best` is (plan, forecast), or None where nothing fits; `ranked` has the others, `explanation` says why in
-        words; `why`, `what_if`, `front`, `device_counts` and `batch_goals` are there where they were asked for.
+        `best` is (plan, forecast), or None if no plan fits; `ranked` has the others, and `explanation` the reasons as
+        text. `why`, `what_if`, `front`, `device_counts` and `batch_goals` are set if they were requested.
     """
     from meshwright.ask.answer import answer_of, read_request
 
@@ -195,10 +195,10 @@ def forecast(
     optimizer: OptimizerConfig | None = None,
     replays: bool = True,
 ) -> Forecast:
-    """What a step of a plan will take: seconds with an interval, memory by category, tokens per second, MFU.
+    """Predict a step of a plan: seconds with an interval, memory by category, tokens per second, MFU.
 
-    `replays` follows every tensor through the allocator; without, reserved memory is what is allocated, in a tenth of
-    the time.
+    `replays` simulates the allocator for every tensor. Without it, reserved memory equals allocated memory, and the
+    forecast takes a tenth of the time.
     """
     from meshwright.simulator.forecast import forecast as told
 
@@ -214,7 +214,7 @@ def simulate(
     sequence: int | None = None,
     optimizer: OptimizerConfig | None = None,
 ) -> Timeline:
-    """One step of a plan as spans on lanes, and memory over time. `Timeline.to_chrome` is for ui.perfetto.dev."""
+    """Simulate a step of a plan: spans on lanes, and memory over time. `Timeline.to_chrome` is for ui.perfetto.dev."""
     from meshwright.simulator.simulate import simulate as drawn
 
     profile, machines, given = _judged(model, plan, cluster, sequence, optimizer)
@@ -229,23 +229,23 @@ def check(
     steps: int = 4,
     report: Report | None = None,
 ) -> Checked:
-    """Train a few steps by a plan and on one device, and compare losses, gradients, parameters and bytes sent.
+    """Train a few steps under a plan and on one device; compare losses, gradients, parameters and bytes sent.
 
     Parameters
     ----------
     run
-        A run file or its content: the model, the data and the optimizer to compare with.
+        A run file, or its content as a `RunConfig`: the model, the data and the optimizer.
     plan
-        A plan or its file; without, the one that `mw train` would use.
+        A plan or its file. Default: the plan that `mw train` would use.
     changes
-        Keys of the run file that differ: `["train.batch=8"]`.
+        Keys of the run file to change: `["train.batch=8"]`.
     steps
-        Steps to compare.
+        Number of steps to compare.
 
     Returns
     -------
     Checked
-        `passed` says whether the plan trains as one device would; `parts` where it departs.
+        `passed` is true if the plan trains as one device would; `parts` has the deviations.
     """
     from meshwright.run.model import describe_run
     from meshwright.run.prepare import load_plan, prepare
@@ -267,23 +267,23 @@ def train(
     run: str | Path | RunConfig, *, changes: Sequence[str] = (), plan: str | Path | Plan = "", show: bool = False
 ) -> RunResult: ...
 def train(run: Any = None, *old: Any, **more: Any) -> Any:
-    """Train to the end, or resume: what `mw train` does, without a console.
+    """Train to the end, or resume, as `mw train` does, without a console.
 
     Parameters
     ----------
     run
         A run file, or its content as a `RunConfig`.
     changes
-        Keys of the run file that differ: `["train.steps=100"]`.
+        Keys of the run file to change: `["train.steps=100"]`.
     plan
-        A plan or its file, to be used as it is; without, the fastest that fits.
+        A plan or its file. Default: the fastest plan that fits.
     show
         Write progress to stderr.
 
     Returns
     -------
     RunResult
-        Summary, comparison with the forecast, and the files of the run. `Run` gives events while it trains.
+        Summary, comparison with the forecast, and the files of the run. Use `Run` to follow events during training.
     """
     if run is None and isinstance(more.get("plan"), Plan):
         run = more.pop("plan")
@@ -301,7 +301,7 @@ def train(run: Any = None, *old: Any, **more: Any) -> Any:
 
 
 def profile_of(given: AnyModel) -> Profile:
-    """What each layer of a model costs."""
+    """The profile of a model: the cost of each layer."""
     if isinstance(given, Profile):
         return given
     return (given if isinstance(given, ModelDescription) else model(given)).profile
@@ -323,7 +323,7 @@ def _sequence_of(profile: Profile, sequence: int | None) -> int:
 def _judged(
     model: AnyModel, plan: Plan, cluster: Cluster | str, sequence: int | None, optimizer: OptimizerConfig | None
 ) -> tuple[Profile, Cluster, dict[str, Any]]:
-    """The model's costs, the machines, sequence and optimizer; raises where the plan is none for them."""
+    """The model's costs, the cluster, sequence and optimizer; raises if the plan is invalid for them."""
     profile, machines = profile_of(model), _cluster_of(cluster)
     raise_problems(plan.check(profile, machines))
     return profile, machines, {"sequence": _sequence_of(profile, sequence), "optimizer": optimizer or OptimizerConfig()}

@@ -1,4 +1,4 @@
-"""What a command is asked about: model, machines and sequence, from flags, else a run file, else defaults."""
+"""The inputs of a command: model, cluster and sequence, from flags, else a run file, else defaults."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ class PlanInputs:
     profile: Profile
     cluster: Cluster
     cluster_name: str
-    """What --cluster takes to mean the same machines."""
+    """The value of --cluster for the same machines."""
     sequence: int
     optimizer: OptimizerConfig
     adapted: Callable[[], Profile | None] = lambda: None
-    """The model with low-rank adapters on packed weights; None where it cannot have them, or trains only parts."""
+    """The model with low-rank adapters on packed weights; None if it does not support them or is partly frozen."""
 
 
 def read_wanted(arguments: Namespace, run: RunConfig | None = None) -> PlanInputs:
-    """Everything that is wrong with the flags is said at once."""
+    """Read the flags, and report all problems at once."""
     problems = [
         Problem(where=f"--{name}", what=f"is {value}.", fix="Use at least 1.")
         for name in _COUNTS
@@ -118,7 +118,7 @@ def _optimizer(arguments: Namespace, run: RunConfig | None) -> OptimizerConfig:
 
 
 def _settings(kind: type[T], flag: str, settings: list[str], table: dict[str, Any]) -> T:
-    """`table` with settings as a flag has them, `a=1`, as a value of a class."""
+    """A value of a class from `table` and settings in the form of a flag, `a=1`."""
     problems: list[Problem] = []
     for each in settings:
         apply_change(table, each, problems, flag)
@@ -128,7 +128,7 @@ def _settings(kind: type[T], flag: str, settings: list[str], table: dict[str, An
 
 
 def _cluster(arguments: Namespace, run: RunConfig | None) -> tuple[Cluster, str]:
-    """The machines and their name; those of a run file have as many devices as it has ranks."""
+    """The cluster and its name; that of a run file has as many devices as the file has ranks."""
     if arguments.cluster:
         return named_cluster(arguments.cluster), arguments.cluster
     if run is None or not run.run.cluster:

@@ -30,8 +30,8 @@ examples:
   mw check examples/laptop.toml
   mw simulate P.plan.json --model llama3-8b --cluster 8xh100 --seq 8192
 
-exit codes: 0 done, 1 no plan fits or a check failed, 2 wrong usage or config, 70 a crash loop, 75 stopped by a signal
-and saved
+exit codes: 0 success, 1 no plan fits or a check failed, 2 invalid usage or configuration, 70 crash loop, 75 stopped \
+by a signal and saved
 """
 
 
@@ -94,8 +94,8 @@ class _Version(argparse.Action):
 def parser() -> Parser:
     top = Parser(
         prog="mw",
-        description="Describe the model and the machines; Meshwright finds the fastest training plan that fits, "
-        "says what it will cost, runs it, and shows what it really did.",
+        description="Find the fastest parallelisation plan that fits a model and a cluster, predict its cost, run it "
+        "on PyTorch, and compare the prediction with the measurement.",
         epilog=EXAMPLES,
         formatter_class=_Help,
     )
@@ -127,19 +127,19 @@ def _list(*names: str, metavar: str, help: str, **settings: Any) -> Flag:
 
 
 _JSON = _flag("--json", action="store_true", help="print JSON")
-_MODEL = "a named model, a Hugging Face folder or package.module:function"
+_MODEL = "a preset, a Hugging Face folder or package.module:function"
 _MODEL_FLAGS = (
     _flag("--model", metavar="M", help=_MODEL),
     _flag("--cluster", metavar="C", help="8xh100, 64x8xh100, or a .cluster.json"),
-    _flag("--host-memory", metavar="SIZE", help="of each host, where states and weights may live: 128GiB"),
+    _flag("--host-memory", metavar="SIZE", help="host memory that states and weights may use: 128GiB"),
     _flag("--seq", type=int, metavar="N", help="sequence length (default: at most 4096)"),
-    _flag("--documents", type=int, metavar="N", help="tokens of a packed document, each of which attention sees alone"),
-    _list("--change", metavar="KEY=N", help="a dimension of a named model: num_layers=40, max_sequence=32768"),
+    _flag("--documents", type=int, metavar="N", help="tokens of each packed document; attention stays inside it"),
+    _list("--change", metavar="KEY=N", help="change a dimension of a preset: num_layers=40, max_sequence=32768"),
     _flag("--optimizer", metavar="O", help="adamw (default), sgd, lion, muon, ...; with settings: sgd,momentum=0"),
     _list("--train", metavar="X", help="train only these parameters: 'blocks.3?.*', 'head.*'"),
     _list("--freeze", metavar="X", help="do not train these parameters: 'embed.*'"),
     _flag("--adapter", metavar="A", help="train low-rank adapters on frozen weights: rank=16,base=nf4"),
-    _flag("--imbalance", type=float, metavar="F", help="times the mean that the busiest rank's experts get"),
+    _flag("--imbalance", type=float, metavar="F", help="load of the busiest rank of experts, relative to the mean"),
 )
 _RUN_FLAGS = (
     _flag("run", metavar="RUN.toml"),
@@ -149,16 +149,16 @@ _RUN_FLAGS = (
 _PLAN_FLAGS = (
     _flag("run", nargs="?", metavar="RUN.toml", help="take model, batch and sequence from a run file"),
     *_MODEL_FLAGS,
-    _flag("--batch", metavar="N", help="samples per step (default 64); auto: compare them by time to a target"),
-    _flag("--devices", metavar="A..B", help="compare numbers of such devices: 16..64; or plan for one: 16"),
-    _flag("--max-memory", metavar="SIZE", help="of each device that may be used: 70GiB"),
-    _flag("--headroom", type=float, metavar="PERCENT", help="of each device's memory that stays free (default 6)"),
-    _list("--pin", metavar="X", help="must be so: tensor=2, recompute, microbatch=4"),
-    _list("--ban", metavar="X", help="must not be used: pipeline"),
+    _flag("--batch", metavar="N", help="samples per step (default 64); auto: compare batch sizes by time to a target"),
+    _flag("--devices", metavar="A..B", help="compare device counts: 16..64; or plan for one: 16"),
+    _flag("--max-memory", metavar="SIZE", help="memory to use on each device: 70GiB"),
+    _flag("--headroom", type=float, metavar="PERCENT", help="percentage of device memory to leave free (default 6)"),
+    _list("--pin", metavar="X", help="require a setting: tensor=2, recompute, microbatch=4"),
+    _list("--ban", metavar="X", help="exclude a technique: pipeline"),
     _flag(
         "--allow",
         metavar="HOW",
-        help="how far numbers may differ: exact, reordered, rounded (16-bit compute, default), lossy (fewer bits), "
+        help="permitted deviation: exact, reordered, rounded (16-bit compute, default), lossy (fewer bits), "
         "approximate",
     ),
     _flag("--top", type=int, default=8, metavar="K", help="plans to show (default 8)"),
@@ -166,16 +166,16 @@ _PLAN_FLAGS = (
         "--time-limit",
         type=float,
         metavar="SECONDS",
-        help="after which each search ends with the best plan so far, and says how far it may be from the fastest",
+        help="end each search after this time with the best plan so far and its optimality gap",
     ),
-    _list("--why", metavar="X", help="why it has its value: tensor, tensor.size, microbatch"),
+    _list("--why", metavar="X", help="explain a setting: tensor, tensor.size, microbatch"),
     _list(
         "--what-if",
         metavar="X",
-        help="on other machines: memory=+20GiB, inner=x2, outer=100GB/s, nodes=+1, devices=16, flops=x2, batch=256, "
-        "seq=16384; all given are taken together",
+        help="plan for changed hardware or batch: memory=+20GiB, inner=x2, outer=100GB/s, nodes=+1, devices=16, "
+        "flops=x2, batch=256, seq=16384; several are combined",
     ),
-    _flag("--front", action="store_true", help="the fastest plan for each memory"),
+    _flag("--front", action="store_true", help="the fastest plan for each memory size"),
     _flag(
         "--failures",
         metavar="F",
@@ -185,12 +185,12 @@ _PLAN_FLAGS = (
     _flag(
         "--stragglers",
         metavar="SHARExTIMES",
-        help="what slow devices cost: 0.1x2 are devices that compute twice as long in a tenth of their steps",
+        help="cost of slow devices: 0.1x2 are devices that take twice as long in a tenth of their steps",
     ),
-    _flag("--critical-batch", metavar="N", help="for --batch auto: beyond it few steps are saved (default: a guess)"),
-    _flag("--target-steps", metavar="N", help="for --batch auto: steps that the largest batches need"),
-    _flag("--target-tokens", metavar="N", help="tokens to train on with small batches: 15T"),
-    _flag("--from-run", metavar="RUN", help="plan again with what a run has measured: its folder or file"),
+    _flag("--critical-batch", metavar="N", help="for --batch auto: beyond it few steps are saved (default: estimated)"),
+    _flag("--target-steps", metavar="N", help="for --batch auto: steps needed with the largest batches"),
+    _flag("--target-tokens", metavar="N", help="tokens needed with small batches: 15T"),
+    _flag("--from-run", metavar="RUN", help="plan with the measurements of a run, given by its folder or file"),
     _JSON,
     _flag("-o", "--output", metavar="P.plan.json", help="write the best plan"),
 )
@@ -200,14 +200,14 @@ _SIMULATE_FLAGS = (
     _JSON,
     _flag("-o", "--output", metavar="T.timeline.json", help="write the timeline, and T.trace.json for Perfetto"),
     _flag("--svg", metavar="OUT.svg", help="write a picture: lanes, and the memory curve below"),
-    _flag("--perfetto", metavar="OUT.json", help="write a trace that ui.perfetto.dev opens"),
-    _flag("--measured", metavar="M.timeline.json", help="draw what a run has measured below it"),
+    _flag("--perfetto", metavar="OUT.json", help="write a trace for ui.perfetto.dev"),
+    _flag("--measured", metavar="M.timeline.json", help="draw the measured timeline of a run below it"),
 )
 _PROBE_FLAGS = (
-    _flag("-o", "--output", metavar="C.cluster.json", help="write what --cluster takes"),
+    _flag("-o", "--output", metavar="C.cluster.json", help="write a cluster file for --cluster"),
     _flag("--devices", type=int, metavar="N", help="devices to measure together (default: all)"),
     _flag("--quick", action="store_true", help="a few seconds, wider error bars"),
-    _flag("--from-runs", nargs="?", const="", metavar="LEDGER", help="learn from what `mw train` has measured here"),
+    _flag("--from-runs", nargs="?", const="", metavar="LEDGER", help="use measurements of `mw train` on this machine"),
 )
 _CHECK_FLAGS = (
     *_RUN_FLAGS,
@@ -216,22 +216,22 @@ _CHECK_FLAGS = (
 )
 _CKPT_FLAGS = (
     _flag("action", choices=("list", "verify", "export", "import")),
-    _flag("folder", metavar="FOLDER", help="a run folder; for import a Hugging Face or DCP folder"),
+    _flag("folder", metavar="FOLDER", help="a run folder; for import, a Hugging Face or DCP folder"),
     _flag("target", nargs="?", metavar="TARGET", help="export: the folder to write; import: the run folder"),
-    _flag("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights written"),
-    _flag("--adapter-only", action="store_true", help="export low-rank adapters by themselves, as PEFT loads them"),
-    _flag("--step", type=int, metavar="N", help="export this step (default: the newest whole one)"),
-    _flag("--model", metavar="M", help="a named model, or the Hugging Face folder it came from"),
+    _flag("--dtype", choices=("float32", "bfloat16", "float16"), help="dtype of the exported weights"),
+    _flag("--adapter-only", action="store_true", help="export only the low-rank adapters, in the format of PEFT"),
+    _flag("--step", type=int, metavar="N", help="export this step (default: the newest complete one)"),
+    _flag("--model", metavar="M", help="a preset, or the original Hugging Face folder"),
 )
 _DATA_FLAGS = (
     _flag("action", choices=("prepare",)),
     _flag("inputs", nargs="+", metavar="INPUT", help="text, JSONL or Parquet: files, folders, patterns"),
-    _flag("-o", "--output", required=True, metavar="FOLDER_OR_PREFIX", help="where the .bin and .idx go"),
+    _flag("-o", "--output", required=True, metavar="FOLDER_OR_PREFIX", help="where to write the .bin and .idx"),
     _flag("--tokenizer", default="byte", metavar="FILE", help="byte (default) or a tokenizers JSON file"),
     _flag("--workers", type=int, default=0, metavar="N", help="processes (default: one per core)"),
     _flag("--text-key", default="text", metavar="KEY", help="the field or column of the text"),
     _flag("--prompt-key", default="prompt", metavar="KEY", help="the field or column of a prompt"),
-    _flag("--chat-template", default="", metavar="FILE", help="of messages: a Jinja file, or chatml"),
+    _flag("--chat-template", default="", metavar="FILE", help="template of messages: a Jinja file, or chatml"),
 )
 COMMANDS: dict[str, Sequence[Flag]] = {
     "plan": _PLAN_FLAGS,
@@ -239,24 +239,24 @@ COMMANDS: dict[str, Sequence[Flag]] = {
     "train": _RUN_FLAGS,
     "check": _CHECK_FLAGS,
     "replan": (
-        _flag("run", metavar="RUN", help="a run's folder, or its file"),
+        _flag("run", metavar="RUN", help="a run folder or a run file"),
         _flag("--plan", default="", metavar="P.plan.json", help="use this plan instead of searching"),
-        _list("--pin", metavar="X", help="as of mw plan: tensor=2"),
-        _list("--ban", metavar="X", help="as of mw plan: pipeline"),
-        _flag("--ranks", type=int, default=0, metavar="N", help="go on with so many ranks"),
+        _list("--pin", metavar="X", help="as for mw plan: tensor=2"),
+        _list("--ban", metavar="X", help="as for mw plan: pipeline"),
+        _flag("--ranks", type=int, default=0, metavar="N", help="continue with this number of ranks"),
     ),
     "replay": (
-        _flag("run", metavar="RUN", help="a run's folder, or its file"),
-        _flag("step", nargs="?", type=int, metavar="STEP", help="the first is 1 (default: those in trouble)"),
-        _flag("--one-rank", action="store_true", help="in one process in place of the plan's ranks"),
+        _flag("run", metavar="RUN", help="a run folder or a run file"),
+        _flag("step", nargs="?", type=int, metavar="STEP", help="number from 1 (default: steps of troubles.jsonl)"),
+        _flag("--one-rank", action="store_true", help="use one process instead of the ranks of the plan"),
         _JSON,
     ),
     "probe": _PROBE_FLAGS,
     "profile": (
-        _flag("model", nargs="?", metavar="M", help=f"{_MODEL}; none: a list"),
+        _flag("model", nargs="?", metavar="M", help=f"{_MODEL}; without it, list the presets"),
         _flag("-o", "--output", metavar="M.profile.json"),
     ),
-    "techniques": (_flag("name", nargs="?", help="show this one's card"),),
+    "techniques": (_flag("name", nargs="?", help="describe this technique"),),
     "ckpt": _CKPT_FLAGS,
     "runs": (_flag("folder", nargs="?", default=".", metavar="FOLDER", help="where to look (default: here)"), _JSON),
     "data": _DATA_FLAGS,
