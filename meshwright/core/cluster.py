@@ -333,8 +333,8 @@ class NamedArtefact(Artefact):
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster(DeviceGroup, NamedArtefact):
-    """The machines: what their devices compute and hold, and how fast the links between them are. Its own device, nodes
-    and links are those of the first group."""
+    """The machines: compute rates and memory of the devices, and rates of the links. Its own device, nodes and links
+    are those of the first group."""
 
     VERSION: ClassVar[int] = 4
     OLDEST: ClassVar[int] = 2

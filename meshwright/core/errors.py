@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """One thing that is wrong: where, what (with the numbers), and what to do about it."""
+    """One problem: where it is, what is wrong (with numbers), and how to fix it."""
 
     where: str
     what: str
@@ -35,7 +35,7 @@ Problems = tuple[Problem, ...]
 
 
 class MeshwrightError(Exception):
-    """Something the user can mend. The command line prints the problems and exits with `exit_code`."""
+    """An error that the user can fix. The command line prints the problems and exits with `exit_code`."""
 
     def __init__(self, problems: Iterable[Problem] | str, exit_code: int = 2, *, is_everywhere: bool = False):
         """`is_everywhere`: every rank raises it, so one of them saying it is enough."""

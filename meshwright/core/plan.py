@@ -25,7 +25,7 @@ MOST_SAMPLES = 2**31
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Artefact):
-    """How a model is trained: techniques with their settings, and how a step's samples are divided. A value: it can be
+    """How a model is trained: techniques with their settings, and how the samples of a step are divided. It can be
     printed, compared, edited, saved as JSON and read again.
     """
 

@@ -57,7 +57,7 @@ def open_text(
     text_key: str = "text",
     prompt_key: str = "prompt",
 ) -> Data:
-    """Find, check and tokenize the files by bytes (or map them from `cache`)."""
+    """Open text files as byte tokens: find, validate and tokenise them, or map them from `cache`."""
     problems = []
     if sequence < 1:
         problems.append(Problem(where="data.sequence", what=f"{sequence} is not positive.", fix="Use 1 or more."))

@@ -71,7 +71,7 @@ class Adapter:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderConfig:
-    """GPT-2 to Qwen3 in one set of switches. The defaults are a Llama."""
+    """Dimensions of a decoder, from GPT-2 to Qwen3. The defaults are those of a Llama."""
 
     num_layers: int
     hidden_size: int

@@ -37,8 +37,8 @@ _DESCRIBING = threading.Lock()
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDescription:
-    """What is known of a model once it has been looked at, as data: planning needs nothing else, and neither do ranks,
-    which build the model by it without looking again."""
+    """The result of analysing a model, as data. It is sufficient for planning, and for the ranks to build the model
+    without analysing it again."""
 
     section: ModelSection | None
     """Where it comes from; None: from its dimensions alone."""

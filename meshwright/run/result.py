@@ -28,7 +28,7 @@ _FILES = ("metrics.jsonl", "samples.jsonl", "tensorboard/", "checkpoints/", "mea
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
-    """Everything that is told at the end of a run; `summary.json` in its folder."""
+    """Summary of a run; `summary.json` in its folder."""
 
     model: str
     plan: str
@@ -37,7 +37,7 @@ class RunSummary:
     steps_now: int
     """Steps made since this start."""
     stopped: bool
-    """It was asked to stop, and has saved if its grace was long enough."""
+    """Whether it was asked to stop; it has saved if the grace period was long enough."""
     seconds: float
     counts: str
     """tokens, or samples where these have no sequence."""
@@ -50,7 +50,7 @@ class RunSummary:
     steps: int
     """`train.steps`: where the run ends."""
     predicted: Mapping[str, float]
-    """step_seconds, tokens_per_second (or samples_per_second), mfu and peak_bytes, as they were forecast."""
+    """The forecast: step_seconds, tokens_per_second (or samples_per_second), mfu and peak_bytes."""
     interval_seconds: tuple[float, float]
     """Where the forecast expected a step."""
     measured: Mapping[str, float]
@@ -67,17 +67,17 @@ class RunSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """How a run ended. One that failed has no result: `Run.result` raises what went wrong."""
+    """How a run ended. A failed run has no result: `Run.result` raises its error."""
 
     exit_code: int
-    """0, or 75 where it was stopped: the same run, started again, goes on."""
+    """0, or 75 if it was stopped: starting the same run again resumes it."""
     folder: Path
     summary: RunSummary | None
-    """None where it was stopped before the first step, or killed before it had saved."""
+    """None if it was stopped before the first step, or killed before it had saved."""
     comparison: Entry | None
-    """The run beside its forecast; None where no step was measured."""
+    """The run compared with its forecast; None if no step was measured."""
     overlay: str = ""
-    """Predicted against measured timeline, in a line."""
+    """Predicted against measured timeline, in one line."""
     warnings: tuple[str, ...] = ()
     """What could not be written at the end."""
 
@@ -87,7 +87,7 @@ class RunResult:
 
     @property
     def paths(self) -> dict[str, Path]:
-        """What the folder holds, by name: `plan`, `forecast`, `summary`, `checkpoints`, ..."""
+        """The files of the folder by name: `plan`, `forecast`, `summary`, `checkpoints`, ..."""
         result = sorted(path for path in self.folder.iterdir() if not path.name.startswith("."))
         return {path.name.removesuffix(".json").removesuffix(".jsonl"): path for path in result}
 

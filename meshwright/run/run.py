@@ -52,27 +52,27 @@ _POLL_SECONDS = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class StepEvent:
-    """A step was made."""
+    """A training step was completed."""
 
     step: int
-    """The first is 1."""
+    """Counted from 1."""
     loss: float
     gradient_norm: float
     lr: float
     seconds: float
     per_second: float
-    """Tokens, or samples where these have no sequence."""
+    """Tokens per second, or samples if these have no sequence."""
     memory_bytes: int
-    """The most that rank 0 has held so far."""
+    """Peak memory of rank 0 so far."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationEvent:
-    """The loss on held-out data was computed."""
+    """An evaluation on held-out data was completed."""
 
     step: int
     values: Mapping[str, float]
-    """`held_out_loss`, and by the kind of data `held_out_bits_per_byte` or `held_out_top1`."""
+    """`held_out_loss`, and depending on the data `held_out_bits_per_byte` or `held_out_top1`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ class SaveEvent:
 
 @dataclass(frozen=True, kw_only=True)
 class RestartEvent:
-    """Ranks have failed and were started again; steps after this one are made again."""
+    """Ranks failed and were restarted; steps after this one are repeated."""
 
     step: int
     cause: str
@@ -93,7 +93,7 @@ class RestartEvent:
 
 @dataclass(frozen=True, kw_only=True)
 class MessageEvent:
-    """Rank 0 said something for people to read."""
+    """A message of rank 0 to the user."""
 
     step: int
     text: str
@@ -110,12 +110,12 @@ class Run:
     source
         A run file (TOML), or its content as a `RunConfig`.
     changes
-        Keys of the file that differ, as `mw train --set` takes them: `["train.steps=100"]`.
+        Keys of the file to change, as in `mw train --set`: `["train.steps=100"]`.
     plan
-        A plan or the file of one, to be used as it is; without, the fastest that fits is searched for, or the one of an
-        earlier start of this run is kept.
+        A plan or its file. Default: the plan of an earlier start of this run, or the fastest plan that fits, found by a
+        search.
     report
-        Is told what is being done, line by line; without, nobody is.
+        Called with a line of text for each stage of the preparation. Default: no output.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Run:
         self.config = read_run(source, changes)
         words = (word for change in changes for word in ("--set", change))
         self.command = ("mw", "train", self.config.origin.path or "RUN.toml", *words)
-        """That trains it."""
+        """The command that starts this run."""
         self.plan = plan if isinstance(plan, Plan) else str(plan)
         self.folder = Path(self.config.run.folder)
         self.report: preparation.Report = report or (lambda text: None)
@@ -192,10 +192,10 @@ class Run:
         return newest is not None and read_manifest(newest).step >= self.config.train.steps
 
     def prepare(self, on_plan: Callable[[preparation.PreparedRun], object] | None = None) -> preparation.PreparedRun:
-        """Find the machine and the plan, forecast it, and make the data ready. No process of a rank is started.
+        """Determine the cluster and the plan, forecast it, and prepare the data. No ranks are started.
 
-        `on_plan` is called with the plan before the data is made ready, where it is known by then: making data ready
-        may take hours.
+        `on_plan` is called with the plan before the data is prepared if it is known by then: preparing data may take
+        hours.
         """
         if self._prepared is None:
             plan = self._given_plan
@@ -234,10 +234,10 @@ class Run:
         }
 
     def start(self, *, stop: StopRequests | None = None, show: bool = False) -> Run:
-        """Start the ranks and return; a run that is finished starts none.
+        """Start the ranks and return. A finished run starts none.
 
-        `show`: rank 0 writes its progress to this process's stderr instead of its log. `stop`: where somebody else
-        notes requests to stop (a command's signals).
+        `show`: rank 0 writes its progress to stderr of this process instead of its log. `stop`: an object through which
+        others request a stop (the signals of a command).
         """
         if self._thread is not None:
             raise MeshwrightError("this run was started before; make another Run of the same file to resume it.")
@@ -377,7 +377,7 @@ class Run:
         return self._thread is not None and self._thread.is_alive()
 
     def follow(self) -> Iterator[RunEvent]:
-        """Events of this start as they come, from its first, over all restarts; ends when the ranks have."""
+        """Iterate over all events of this start, across restarts, until the ranks end."""
         events, metrics = _Tail(self.folder / "events.jsonl"), _Tail(self.folder / "metrics.jsonl")
         has_begun = False
         while self._thread is not None:
@@ -402,13 +402,13 @@ class Run:
         self._stop.request(is_urgent=now)
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait for the ranks to end, `seconds` at most; whether they have."""
+        """Wait at most `seconds` for the ranks to end; return whether they have."""
         if self._thread is not None:
             self._thread.join(seconds)
         return not self.is_running
 
     def result(self) -> RunResult:
-        """Wait for the end; what came of it. Where a rank has failed, the one message that says why is raised."""
+        """Wait for the end and return the result. If a rank failed, raise an error with the cause."""
         if self._result is None:
             self.wait()
             outcome = self._outcome
@@ -434,7 +434,7 @@ class Run:
         return conclude(self.config, self._prepared, exit_code)
 
     def close(self) -> None:
-        """Stop the ranks, if they run, and give the folder back."""
+        """Stop the ranks if they are running, and unlock the folder."""
         if self.is_running:
             self.stop()
             self.wait()

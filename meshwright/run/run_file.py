@@ -294,8 +294,8 @@ class RunOrigin:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """A run file's content. What only the model can tell (how long a sequence may be, which parameters a pattern
-    means) is not looked at here: reading runs nobody's code. `run.model.describe_run` does."""
+    """The content of a run file. Settings that depend on the model (the longest sequence, the parameters that a pattern
+    matches) are validated by `run.model.describe_run`, not here: reading a file executes no code."""
 
     model: ModelSection
     data: DataSection
@@ -312,9 +312,9 @@ class RunConfig:
 
 
 def read_run(source: str | Path | RunConfig, changes: Sequence[str] = ()) -> RunConfig:
-    """A run file with `--set a.b=c` changes, or one error with all that is wrong, each with its line.
+    """Read a run file and apply `--set a.b=c` changes; raise one error with all problems and their lines.
 
-    Nothing is executed and no model looked at. A `RunConfig` is returned as it is.
+    No code is executed and no model is analysed. A `RunConfig` is returned unchanged.
     """
     if isinstance(source, RunConfig):
         if changes:

@@ -1,6 +1,6 @@
-"""For people with their own loop: `build` a plan onto a model, then call `step`; or drive `train_steps`, a generator.
+"""For a training loop of your own: apply a plan with `build` and call `step`, or iterate over `train_steps`.
 
-Start the script with torchrun when the plan has more than one rank; with one rank nothing is needed.
+If the plan has more than one rank, start the script with torchrun.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ from meshwright.runtime.trainer import Trainer, TrainStep
 
 
 class Built:
-    """A model cut, split, wrapped and filled as the plan says, with its optimizer.
+    """A model to which a plan was applied, with its optimizer.
 
-    Every rank calls `step`, `evaluate`, `save` and `export` together.
+    All ranks must call `step`, `evaluate`, `save` and `export` together.
     """
 
     def __init__(self, loop: Loop, about: Mapping[str, Any] | None = None):
-        """`about`: what checkpoints tell of the model, so that they can be exported by themselves."""
+        """`about`: the description of the model in checkpoints, which makes them exportable on their own."""
         self._loop, self._about = loop, dict(about or {})
         self.build = loop.build
-        """Steps made so far."""
+        """The rank's share of the model: mesh, boxes, exchanges."""
 
     @property
     def model(self) -> nn.Module:
-        """This rank's part."""
+        """The part of the model on this rank."""
         return self.build.model
 
     def rows(self, batch: int) -> slice:
@@ -65,9 +65,9 @@ class Built:
     def step(
         self, inputs: Inputs, targets: Tensor, weights: Tensor | None = None, *, lr: float | None = None
     ) -> StepResult:
-        """One step on this rank's rows; `weights` of 0 leave targets out; without a rate, the optimizer's own.
+        """Train one step on this rank's rows. `weights` of 0 exclude targets; `lr` defaults to that of the optimizer.
 
-        The loss is the weighted mean over the batch. Where no target of the batch counts, loss and gradient are zero.
+        The loss is the weighted mean over the batch. If all weights of the batch are 0, loss and gradient are zero.
         """
         samples = self._samples(inputs, targets, weights)
         return self._loop.step(samples, self._loop.optimizer.config.lr if lr is None else lr)
@@ -75,24 +75,24 @@ class Built:
     def feed(
         self, inputs: Inputs, targets: Tensor, weights: Tensor | None = None, *, lr: float | None = None
     ) -> list[StepResult]:
-        """As `step`, but not waited for where that can be: the results known since the last call."""
+        """Like `step`, but without waiting where possible; return the results that are new since the last call."""
         samples = self._samples(inputs, targets, weights)
         return self._loop.feed(samples, self._loop.optimizer.config.lr if lr is None else lr)
 
     def flush(self) -> list[StepResult]:
-        """Take every step to its end, as evaluating and saving need it; the results that `feed` has not returned."""
+        """Complete all steps, as evaluating and saving require; return the results that `feed` has not returned."""
         return self._loop.flush()
 
     def evaluate(self, inputs: Inputs, targets: Tensor, weights: Tensor | None = None) -> float:
-        """Mean loss over the targets of all ranks; zero where none of them counts."""
+        """Mean loss over the targets of all ranks; zero if all weights are 0."""
         samples = self._samples(inputs, targets, weights)
         return self._loop.evaluate([samples])[0] / samples.divisor
 
     def save(self, folder: str | Path) -> Path:
-        """Write the weights as a checkpoint into `folder`/checkpoints, in place of those saved before; where it is.
+        """Write the weights as a checkpoint into `folder`/checkpoints, replacing earlier ones; return its path.
 
-        Any plan can read it: `mw ckpt verify` and `mw ckpt export` take the folder, and a new run whose `run.folder` it
-        is begins its first step with these weights.
+        Any plan can read it. `mw ckpt verify` and `mw ckpt export` accept the folder, and a new run with this
+        `run.folder` starts from these weights.
         """
         self._loop.require_rest()
         root = Path(folder) / "checkpoints"
@@ -103,9 +103,9 @@ class Built:
         return step_folder(root, 0)
 
     def export(self, folder: str | Path, *, dtype: str = "") -> Path:
-        """Write the weights as a folder that transformers loads; other models than decoders as plain safetensors.
+        """Write the weights to a folder that transformers loads; models other than decoders as plain safetensors.
 
-        `dtype`: "bfloat16", "float16" or "float32"; by default that of the parameters. The folder must be new.
+        `dtype`: "bfloat16", "float16" or "float32"; default: that of the parameters. The folder must not exist.
         """
         out = Path(folder)
         control = self.build.mesh.control
@@ -169,20 +169,20 @@ def build(
     Parameters
     ----------
     plan
-        With more than one rank, start the program with torchrun.
+        The plan. If it has more than one rank, start the program with torchrun.
     model
-        Any module, with sample `inputs`; or a preset's name, dimensions, or what `mw.model` returns. A module that has
-        weights keeps them, a Hugging Face folder brings its own; others come from the seed.
+        Any module, with sample `inputs`; or the name of a preset, dimensions, or the result of `mw.model`. Weights of a
+        module or a Hugging Face folder are used; otherwise they are initialised from the seed.
     inputs
         Sample inputs of a module: a tensor, or a tuple of tensors, with one or more samples.
     loss
-        (output, targets) -> one value for each target, where cross entropy of the module's scores is not meant.
+        (output, targets) -> one value per target. Default: cross entropy of the scores of the module.
     optimizer
-        AdamW without.
+        Default: AdamW.
     device
-        "cpu" or "cuda"; a GPU, if there is one, without.
+        "cpu" or "cuda". Default: a GPU if there is one.
     dtype
-        Of parameters, gradients and optimizer state; float64 is for comparisons.
+        The dtype of parameters, gradients and optimizer states; float64 is for comparisons.
     """
     mesh = _mesh(plan, device)
     opened, told = _open(model, seed, inputs, loss)
@@ -200,7 +200,7 @@ def train_steps(
     loss: Loss | None = None,
     device: str = "",
 ) -> Iterator[TrainStep]:
-    """Train in this process and yield every step; `build` says what `model`, `inputs`, `loss` and `device` are."""
+    """Train in this process and yield every step. `model`, `inputs`, `loss` and `device` are those of `build`."""
     mesh = _mesh(plan, device)
     opened, _ = _open(model, settings.seed, inputs, loss)
     yield from Trainer(plan, opened, data, settings, mesh).steps()

@@ -56,7 +56,7 @@ class Domain(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forecast:
-    """What a step of a plan will take: seconds with an interval, memory of the fullest rank, and where it goes."""
+    """Forecast of a step: seconds with an interval, memory of the fullest rank, and breakdowns of both."""
 
     step_seconds: float
     step_seconds_low: float
