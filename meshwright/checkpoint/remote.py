@@ -69,7 +69,7 @@ class ObjectFolder:
     def _errors(self, doing: str) -> Any:
         try:
             yield
-        except (FileNotFoundError, self.api.exceptions.AlreadyExistsError, self.api.exceptions.PreconditionError):
+        except FileNotFoundError:
             raise
         except (self.api.exceptions.BaseError, OSError, ValueError) as error:
             words = re.sub(r"\?[^\s\"')]*", "", " ".join(str(error).split()))[:300]  # without what signs an address
@@ -118,8 +118,14 @@ class ObjectFolder:
             raise error_at(self.url, what, "Give each run a prefix of its own (run.remote).", exit_code=1)
 
     def _put_manifest(self, step: int, data: bytes, mode: Any) -> None:
-        with self._errors(f"committing step {step}"):
+        conflicts = (self.api.exceptions.AlreadyExistsError, self.api.exceptions.PreconditionError)
+        try:
             self.api.put(self.store, self._key(step), data, mode=mode, use_multipart=False)
+        except conflicts:
+            raise
+        except Exception as error:
+            with self._errors(f"committing step {step}"):
+                raise error from None
 
     def download(self, step: int, root: Path) -> Path:
         """Write a remote checkpoint into the local folder, every byte checked; its folder there."""

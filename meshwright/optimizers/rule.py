@@ -112,7 +112,6 @@ class UpdateRule:
         return ()
 
     def __init__(self, config: OptimizerConfig, pieces: list[ParameterPiece], build: Build, shapes: Shapes):
-
         self.config, self.pieces = config, pieces
         self.values = [piece.value for piece in pieces]
         self.state: dict[str, list[Tensor]] = {}

@@ -72,8 +72,9 @@ def config_of_run(path: str | Path) -> RunConfig:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    data = path.read_bytes() if path.is_file() else b""
-    return [row for row in json_rows(data) if isinstance(row.get("step"), int)]
+    with contextlib.suppress(OSError):
+        return [row for row in json_rows(path.read_bytes()) if isinstance(row.get("step"), int)]
+    return []
 
 
 def troubled_steps(folder: Path) -> tuple[int, ...]:

@@ -125,7 +125,7 @@ def conclude(config: RunConfig, prepared: PreparedRun, exit_code: int) -> RunRes
     if step_seconds:
         per_second = config.train.batch * config.sequence / step_seconds
         measured |= {"step_seconds": step_seconds, rate: per_second}
-        measured |= {"mfu": forecast.mfu * per_second / forecast.tokens_per_second} if forecast.mfu else {}
+        measured |= {"mfu": forecast.mfu_at(per_second)} if forecast.mfu else {}
     predicted = {
         "step_seconds": forecast.step_seconds,
         rate: forecast.tokens_per_second,

@@ -92,6 +92,10 @@ class Forecast:
     dtype: str = ""
     """Whose peak they are shares of: what the plan computes in."""
 
+    def mfu_at(self, tokens_per_second: float) -> float:
+        """MFU at another rate of the same model on the same devices, such as a measured one."""
+        return self.mfu * tokens_per_second / self.tokens_per_second
+
     @property
     def peak_allocated_bytes(self) -> int:
         """As torch counts."""

@@ -131,9 +131,8 @@ class Tensor(Technique):
             kinds = ("", "all_reduce") if site.kind == "enter" else ("all_reduce", "")
         back = {**common, "repeat": work.passing_back(layer.name, site.after)}
         # Not the embedding's lookups, nor a sum over experts, at the end of their layer.
-        has_experts = any(param.shared_out == "experts" for param in layer.params)
-        leaves_a_linear = layer.is_block and site.kind == "exit" and not (has_experts and site.tail)
-        if self.overlap > 1 and leaves_a_linear:
+        is_sum = site.tail and any(param.shared_out == "experts" for param in layer.params)
+        if self.overlap > 1 and layer.is_block and site.kind == "exit" and not is_sum:
             # Piece by piece, not by `repeat`: whoever replays a layer counts its tasks anew. The last has nothing to
             # hide behind, nor has the first to come back.
             size = common["bytes"] // self.overlap
