@@ -14,10 +14,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _NAMES = {
-    **dict.fromkeys(
-        ("check", "cluster", "forecast", "model", "plan", "probe", "simulate", "train"),
-        "meshwright.api",
-    ),
+    **dict.fromkeys(("check", "cluster", "forecast", "model", "plan", "probe", "simulate", "train"), "meshwright.api"),
     **dict.fromkeys(
         ("EvaluationEvent", "MessageEvent", "RestartEvent", "Run", "SaveEvent", "StepEvent"), "meshwright.run.run"
     ),

@@ -149,9 +149,7 @@ def answer_of(request: PlanRequest, progress: Tell = lambda text: None) -> Answe
 
 
 def answers(
-    request: PlanRequest,
-    progress: Tell = lambda text: None,
-    adapted: Callable[[], Profile | None] = lambda: None,
+    request: PlanRequest, progress: Tell = lambda text: None, adapted: Callable[[], Profile | None] = lambda: None
 ) -> Iterator[Answer]:
     """The answer as it grows, after each part; the last one is the whole. `adapted`: see `ways_out`."""
     question = request.question

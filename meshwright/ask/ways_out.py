@@ -139,10 +139,7 @@ def ways_out(
 
 
 def without_tiers(
-    question: Question,
-    tell: Tell,
-    asked: Sequence[str] = (),
-    adapted: Callable[[], Profile | None] = lambda: None,
+    question: Question, tell: Tell, asked: Sequence[str] = (), adapted: Callable[[], Profile | None] = lambda: None
 ) -> WaysOut | None:
     """What there is in place of memory beyond the device's; None where a plan fits without it, or it is pinned."""
     names = _names(lambda kind: kind.uses_tiers)

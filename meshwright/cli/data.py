@@ -40,7 +40,7 @@ def run(arguments: Namespace) -> int:
     console.print(f"{pretty_count(facts.num_documents)} documents, {pretty_count(facts.num_tokens)} tokens")
     console.print(
         f'use it in a run file:\n\n  [data]\n  train = "{prepared.stem}.bin"\n  sequence = 1024\n'
-        '  packing = "documents"   # or "stream", the default\n',
+        '  packing = "documents"   # or "stream", the default\n'
     )
     print(f"{prepared.stem}.bin")
     return 0

@@ -14,7 +14,7 @@ from rich.console import Console
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.units import counted, pretty_bytes, pretty_count, pretty_seconds
 from meshwright.core.wrapping import wrapped
-from meshwright.launch.environment import RankPlace, how_to_go_on, outside_launcher
+from meshwright.launch.environment import how_to_go_on, outside_launcher
 from meshwright.launch.local_ranks import Stopped, stop_signals
 from meshwright.launch.rank_job import GRACE_IS_OVER, Job, StopFlag, run_rank
 from meshwright.models.dimensions import DecoderConfig
@@ -37,8 +37,16 @@ def run(arguments: Namespace) -> int:
             told = {"run": arguments.run, "changes": arguments.changes, "plan": arguments.plan}
             with stop_signals(requests=arguments.stop) as stop:
                 return HostSupervisor(made, "meshwright.cli.train", told, stop).supervise()
-        if place is not None:
-            return _run_outside(made, place, console, words)
+        if place is not None:  # one rank of somebody else's launch; rank 0 tells the user
+            from meshwright.runtime.outside import run_outside
+
+            require_trackers(made.config.run.track)
+            code = run_outside(made, place, _tell_plan, lambda result: close(console, words, made.config, result))
+            if made.config.run.track:  # what a tracker has left running here must not hold up the end of the run
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+            return code
         if made.is_finished:
             steps = counted(made.config.train.steps, "step")
             console.print(f"{made.folder} has its {steps}; raise train.steps to go on.")
@@ -50,19 +58,6 @@ def run(arguments: Namespace) -> int:
             if result.summary is None and result.is_stopped:
                 raise Stopped(*([GRACE_IS_OVER] if made.steps_made else []))
     return result.exit_code
-
-
-def _run_outside(made: Run, place: RankPlace, console: Console, words: list[str]) -> int:
-    """As one rank of somebody else's launch; rank 0 tells the user."""
-    from meshwright.runtime.outside import run_outside
-
-    require_trackers(made.config.run.track)
-    code = run_outside(made, place, _tell_plan, lambda result: close(console, words, made.config, result))
-    if made.config.run.track:  # what a tracker has left running in this process must not hold up the end of the run
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    return code
 
 
 def _tell_plan(made: Run) -> None:

@@ -218,6 +218,26 @@ def json_object(data: bytes, where: str) -> dict[str, Any]:
     return value
 
 
+def json_rows(data: bytes) -> list[dict[str, Any]]:
+    """The objects among lines of JSON; a line that is cut, or is something else, is left out."""
+    rows = []
+    for line in data.splitlines():
+        with contextlib.suppress(ValueError, RecursionError):
+            rows.append(json.loads(line))
+    return [row for row in rows if isinstance(row, dict)]
+
+
+def last_lines(path: Path, most_bytes: int) -> bytes:
+    """The last whole lines of a file; nothing where there is none."""
+    if not path.is_file():
+        return b""
+    with path.open("rb") as file:
+        start = max(0, os.fstat(file.fileno()).st_size - most_bytes)
+        file.seek(start)
+        data = file.read(most_bytes)
+    return data[data.find(b"\n") + 1 :] if start else data
+
+
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):

@@ -288,12 +288,7 @@ def trace_module(module: nn.Module, example: Inputs, *, name: str, loss: Loss | 
 
 
 def _traced(
-    module: nn.Module,
-    template: InputTemplate,
-    anatomy: Anatomy,
-    regions: Regions,
-    same: list[int],
-    loss: Loss | None,
+    module: nn.Module, template: InputTemplate, anatomy: Anatomy, regions: Regions, same: list[int], loss: Loss | None
 ) -> Traced:
     names = anatomy.names
 

@@ -212,11 +212,6 @@ def recurrent_layer(x: Tensor, size: int, kept: int, time: int, weights: list[Te
     return OneKernel.apply(run, back, x, *weights)
 
 
-def recurrent_flops(x: Tensor, weights: list[Tensor]) -> float:
-    """Every step multiplies its input and its state by the matrices among the weights."""
-    return sum(2.0 * math.prod(x.shape[:-1]) * each.numel() for each in weights if each.dim() == 2)
-
-
 def recur(
     name: str, x: Tensor, hx: Any, weights: list[Tensor], has_biases: bool, num_layers: int, dropout: float,
     train: bool, bidirectional: bool, batch_first: bool,

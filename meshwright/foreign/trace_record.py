@@ -286,7 +286,9 @@ class OpRecorder(TorchDispatchMode):
         elif name in RECURRENT:
             x, weights = (args[0], args[1]) if name == "recurrent" else (args[1], args[4])
             event.products = 1 if name == "recurrent" else 2
-            event.flops = trace_ops.recurrent_flops(x, weights) * event.products
+            # Every step multiplies its input and its state by the matrices among the weights.
+            matrices = [each.numel() for each in weights if each.dim() == 2]
+            event.flops = sum(2.0 * math.prod(x.shape[:-1]) * size for size in matrices) * event.products
             event.shape = (weights[0].shape[0], weights[0].shape[1] + weights[1].shape[1])
         elif name in ("convolution", "convolution_backward"):  # the product it is, groups and all
             given, weight, is_transposed, result = args[0], args[1], args[6], out

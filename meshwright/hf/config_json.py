@@ -49,11 +49,7 @@ class KnownFamilies:
     """Names of stored weights, by our names of a block's layers; {}: the number of an expert."""
 
 
-def _read_families() -> KnownFamilies:
-    return decode(KnownFamilies, json.loads(Path(__file__).with_name("families.json").read_bytes()), "families.json")
-
-
-KNOWN = _read_families()
+KNOWN = decode(KnownFamilies, json.loads(Path(__file__).with_name("families.json").read_bytes()), "families.json")
 FAMILIES = KNOWN.families
 LLAMA3 = {
     "rope_factor": "factor",

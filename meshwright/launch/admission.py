@@ -128,7 +128,17 @@ class Admission:
                 if not hmac.compare_digest(expected, claim["proof"]):
                     problems.append(_stranger(rank))
                     claims[-1] = claims[0]
-            problems += self._differences([parse_json(claim, f"rank {rank}") for rank, claim in enumerate(claims)])
+            every = [parse_json(claim, f"rank {rank}") for rank, claim in enumerate(claims)]
+            problems += [
+                Problem(
+                    where=f"rank {rank} on {claim.get('host', '?')}",
+                    what=f"has {name} {claim.get(name, 'none')}, rank 0 has {value}.",
+                    fix="Use the same Python environment on every host.",
+                )
+                for rank, claim in enumerate(every)
+                for name, value in every[0].items()
+                if name != "host" and claim.get(name) != value
+            ]
             digest = hashlib.sha256(json.dumps(nonces).encode()).hexdigest()
             told = json.dumps({"digest": digest, "problems": [[each.where, each.what, each.fix] for each in problems]})
             for rank in range(1, self.num_ranks):
@@ -151,19 +161,6 @@ class Admission:
         if problems:
             raise MeshwrightError(problems, is_everywhere=True)
         return self._proof("session", digest).encode()
-
-    def _differences(self, claims: list[Mapping[str, str]]) -> list[Problem]:
-        first = claims[0]
-        return [
-            Problem(
-                where=f"rank {rank} on {claim.get('host', '?')}",
-                what=f"has {name} {claim.get(name, 'none')}, rank 0 has {value}.",
-                fix="Use the same Python environment on every host.",
-            )
-            for rank, claim in enumerate(claims)
-            for name, value in first.items()
-            if name != "host" and claim.get(name) != value
-        ]
 
 
 def group_proof(session: bytes, rank: int) -> str:

@@ -377,12 +377,7 @@ def _top(config: DLRMConfig) -> Layer:
 def dlrm_profile(config: DLRMConfig, name: str) -> Profile:
     params, ops = _mlp((config.num_dense, *config.bottom, config.embedding_size), back=1)
     features = cast("features", config.num_dense, back=False, saved=config.num_dense)
-    bottom = Layer(
-        name="bottom",
-        params=params,
-        ops=(*features, *ops),
-        boundary=Poly(bs=config.embedding_size),
-    )
+    bottom = Layer(name="bottom", params=params, ops=(*features, *ops), boundary=Poly(bs=config.embedding_size))
     uncut = {
         "inside": "its linears are small; its tables can be shared out by rows.",
         "sequence": NO_SEQUENCE,

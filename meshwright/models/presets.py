@@ -31,12 +31,10 @@ _CONFIGS: dict[str, type[Config]] = {
 }
 
 
-def _read_presets() -> dict[str, Config]:
-    entries = json.loads(Path(__file__).with_name("presets.json").read_text(encoding="utf-8"))
-    return {name: decode(_CONFIGS[each.pop("kind")], each, f"presets.json: {name}") for name, each in entries.items()}
-
-
-PRESETS = _read_presets()
+PRESETS: dict[str, Config] = {
+    name: decode(_CONFIGS[each.pop("kind")], each, f"presets.json: {name}")
+    for name, each in json.loads(Path(__file__).with_name("presets.json").read_text(encoding="utf-8")).items()
+}
 ALIASES = {"vit-b": "vit-b16", "vit-l": "vit-l16", "vit-h": "vit-h14"}
 
 

@@ -100,16 +100,6 @@ class DiskFile:
                 self.free.put(memoryview(mmap.mmap(-1, size)))
         return self.free.get()
 
-    @property
-    def buffer_bytes(self) -> int:
-        return min(self.num_buffers, len(self.layers)) * max((layer.bytes for layer in self.layers), default=0)
-
-    def check_size(self) -> None:
-        """Before somebody uses the mapping: beyond the end of a file, that would end the process."""
-        if (there := os.fstat(self.handle).st_size) < self.bytes:
-            what = f"the file of optimizer states has {there} bytes of {self.bytes}: it was truncated."
-            raise damaged(self.folder, what)
-
 
 def damaged(folder: Path, what: str) -> MeshwrightError:
     return error_at(str(folder), f"{what} The last checkpoint is untouched.", "Start again from it.", exit_code=1)
@@ -201,7 +191,10 @@ class LayerOnDisk:
         self.prefetch()
         assert self.loaded is not None
         buffer, self.loaded = self.loaded.result(), None
-        self._bind(buffer)
+        start = 0
+        for region in self.regions:
+            region.bind(buffer[start : start + region.bytes])
+            start += region.bytes
         try:
             yield
         except BaseException:
@@ -217,7 +210,11 @@ class LayerOnDisk:
         """Return once the file has what was last written."""
         if self.saved is not None:
             self.saved.result()
-        self.file.check_size()
+        file = self.file
+        # Before somebody uses the mapping: beyond the end of a file, that would end the process.
+        if (there := os.fstat(file.handle).st_size) < file.bytes:
+            what = f"the file of optimizer states has {there} bytes of {file.bytes}: it was truncated."
+            raise damaged(file.folder, what)
 
     def written_by_others(self) -> None:
         """The mapping was written."""
@@ -233,12 +230,6 @@ class LayerOnDisk:
             for number, wanted in enumerate(region.hashes):
                 at = number * BLOCK_BYTES
                 self._compare(region, number, wanted, region.mapping[at : at + BLOCK_BYTES])
-
-    def _bind(self, buffer: memoryview) -> None:
-        at = 0
-        for region in self.regions:
-            region.bind(buffer[at : at + region.bytes])
-            at += region.bytes
 
     def _load(self) -> memoryview:
         self.settle()

@@ -224,28 +224,23 @@ class KeepMode(TorchDispatchMode):
 
     def forget_idle(self) -> None:
         """Let go of what nothing depends on that autograd has saved."""
-        if self.is_looking:
-            self.known.idle[self.operators] = self._idle()
+        if self.is_looking:  # followed from the end of the forward
+            needed, idle = set[int](), set[int]()
+            for step in reversed(self.steps):
+                is_needed = step.must_run or bool(step.makes & needed)
+                needed -= step.begins
+                if step.kept is not None and not is_needed:
+                    idle.add(id(step.kept))
+                elif is_needed and (step.kept is None or step.kept.runs_again):
+                    needed |= step.reads
+            self.steps = []
+            self.known.idle[self.operators] = tuple(at for at, kept in enumerate(self.kept) if id(kept) in idle)
         # Where messages arrive when they are waited for, only a look tells that from writing over them.
         self.known.must_look = self.has_arrivals or self.operators not in self.known.idle
         for place in self.known.idle.get(self.operators, ()):
             kept = self.kept[place]
             kept.runs_again = False
             kept.made, kept.written = tree_map_only(Tensor, _blank, kept.made), []
-
-    def _idle(self) -> tuple[int, ...]:
-        """Followed from the end of the forward."""
-        needed: set[int] = set()
-        idle: set[int] = set()
-        for step in reversed(self.steps):
-            is_needed = step.must_run or bool(step.makes & needed)
-            needed -= step.begins
-            if step.kept is not None and not is_needed:
-                idle.add(id(step.kept))
-            elif is_needed and (step.kept is None or step.kept.runs_again):
-                needed |= step.reads
-        self.steps = []
-        return tuple(place for place, kept in enumerate(self.kept) if id(kept) in idle)
 
 
 _GIVEN, _DONE = "given", "done"

@@ -7,7 +7,7 @@ import math
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -21,7 +21,7 @@ from meshwright.core.build import Build, OptimizerState
 from meshwright.ops.fsdp import local
 from meshwright.ops.host_memory import CopyLanes, HostUnit, flat_views, pinned_empty
 from meshwright.optimizers.optimizer_config import OptimizerConfig
-from meshwright.optimizers.rule import ParameterPiece, RuleMaker, UpdateRule
+from meshwright.optimizers.rule import ParameterPiece, RuleMaker, Shapes, UpdateRule
 
 CPU = torch.device("cpu")
 
@@ -270,15 +270,8 @@ class UnitStates:
     def begin(self) -> None:
         self.arrivals = [0] * len(self.pieces)
 
-    @property
-    def is_complete(self) -> bool:
-        return sum(self.arrivals) == self.num_arrivals
-
-    def _masters(self) -> tuple[Tensor, ...]:
-        return self.unit.own_rows(self.unit.flat_masters)
-
     def _changed(self) -> list[Tensor]:
-        return [*self._masters(), *self.rule.storage()]
+        return [*self.unit.own_rows(self.unit.flat_masters), *self.rule.storage()]
 
     def update(self, lr: float, count: int, factor: float, used: list[int], *, is_ahead: bool = False) -> None:
         """By the gradients, each multiplied by `factor`; `used`: 0 for a parameter that has none."""
@@ -365,7 +358,7 @@ class HostStatesRule(UpdateRule):
         config: OptimizerConfig,
         pieces: list[ParameterPiece],
         build: Build,
-        shapes: Mapping[str, tuple[int, ...]],
+        shapes: Shapes,
     ):
         super().__init__(config, pieces, build, shapes)
         self.build, self.early, self.ahead = build, early, ahead
@@ -462,7 +455,7 @@ class HostStatesRule(UpdateRule):
         elif piece.is_owned:
             self.norms[piece.name] = _norm(gradient)
         self.updated.add(piece.name)
-        if self.ahead and states.is_complete and not states.counts_apart:
+        if self.ahead and sum(states.arrivals) == states.num_arrivals and not states.counts_apart:
             states.unit.is_current.clear()
             states.early = self.worker.submit(self._update_ahead, states, self.lr, self.count, list(states.arrivals))
 
@@ -518,17 +511,14 @@ class HostStatesRule(UpdateRule):
                         states.event = self._send_out(states, at, piece.value.grad)
                         states.arrivals[at] += 1
             for look in self.on_gradient if self.early and not states.unit.share else ():
-                self._show(states, look)
+                if states.event is not None:
+                    states.event.synchronize()
+                for piece, gradient, arrivals in zip(states.pieces, states.sums, states.arrivals, strict=True):
+                    if arrivals:
+                        look(piece.name, gradient)
             states.unit.is_current.clear()
             factor = self.factor if self.early else 1.0  # others have been scaled on the device
             states.future = self.worker.submit(self._finish, states, lr, count, factor, states.arrivals)
-
-    def _show(self, states: UnitStates, look: Callable[[str, Tensor], None]) -> None:
-        if states.event is not None:
-            states.event.synchronize()
-        for piece, gradient, arrivals in zip(states.pieces, states.sums, states.arrivals, strict=True):
-            if arrivals:
-                look(piece.name, gradient)
 
     @torch.no_grad()
     def _finish(

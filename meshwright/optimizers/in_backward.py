@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from meshwright.core.build import Build
 from meshwright.ops.fsdp import local
 from meshwright.optimizers.optimizer_config import OptimizerConfig
-from meshwright.optimizers.rule import ParameterPiece, PieceRules, RuleMaker, squares
+from meshwright.optimizers.rule import ParameterPiece, PieceRules, RuleMaker, Shapes, squares
 
 
 class InBackwardRule(PieceRules):
@@ -24,12 +23,7 @@ class InBackwardRule(PieceRules):
     """
 
     def __init__(
-        self,
-        make: RuleMaker,
-        config: OptimizerConfig,
-        pieces: list[ParameterPiece],
-        build: Build,
-        shapes: Mapping[str, tuple[int, ...]],
+        self, make: RuleMaker, config: OptimizerConfig, pieces: list[ParameterPiece], build: Build, shapes: Shapes
     ):
         super().__init__(config, pieces, build, shapes)
         self.device = build.mesh.device

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -12,6 +12,7 @@ from meshwright.optimizers.rule import (
     OptimizerState,
     ParameterPiece,
     RuleMaker,
+    Shapes,
     UpdateRule,
     widen_gradients,
     write_copies,
@@ -91,7 +92,7 @@ class LowBitRule(UpdateRule):
         config: OptimizerConfig,
         pieces: list[ParameterPiece],
         build: Build,
-        shapes: Mapping[str, tuple[int, ...]],
+        shapes: Shapes,
     ):
         import torch
 

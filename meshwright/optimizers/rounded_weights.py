@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
@@ -20,7 +20,7 @@ from meshwright.core.box import Box
 from meshwright.core.build import Build
 from meshwright.core.errors import first_line
 from meshwright.optimizers.optimizer_config import OptimizerConfig
-from meshwright.optimizers.rule import ParameterPiece, PieceRules, RuleMaker, UpdateRule
+from meshwright.optimizers.rule import ParameterPiece, PieceRules, RuleMaker, Shapes, UpdateRule
 
 LOST_BITS = 16
 """Of a float32 that a bfloat16 has not."""
@@ -92,12 +92,7 @@ class RoundedWeights(PieceRules):
     """A rule for each piece of 16 bits, on a float32 copy of it that exists while it is updated."""
 
     def __init__(
-        self,
-        make: RuleMaker,
-        config: OptimizerConfig,
-        pieces: list[ParameterPiece],
-        build: Build,
-        shapes: Mapping[str, tuple[int, ...]],
+        self, make: RuleMaker, config: OptimizerConfig, pieces: list[ParameterPiece], build: Build, shapes: Shapes
     ):
         super().__init__(config, pieces, build, shapes)
         self.wide: list[Tensor] = []

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 Kind = Literal["elementwise", "norm", "whole_matrix"]
 """What an update needs of a parameter that is cut: only the piece, sums over all pieces, or the whole matrix."""
+Shapes = Mapping[str, tuple[int, ...]]
+"""Of every trained parameter on any rank, in one order; empty for elementwise updates."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -109,14 +111,7 @@ class UpdateRule:
         """Messages of a step's update over the axes that cut a parameter; sums of norms are the loop's own traffic."""
         return ()
 
-    def __init__(
-        self,
-        config: OptimizerConfig,
-        pieces: list[ParameterPiece],
-        build: Build,
-        shapes: Mapping[str, tuple[int, ...]],
-    ):
-        """`shapes`: of every trained parameter on any rank, in one order; empty for elementwise updates."""
+    def __init__(self, config: OptimizerConfig, pieces: list[ParameterPiece], build: Build, shapes: Shapes):
         self.config, self.pieces = config, pieces
         self.values = [piece.value for piece in pieces]
         self.state: dict[str, list[Tensor]] = {}
@@ -240,12 +235,7 @@ class RuleMaker(Protocol):
     """What makes a rank's optimizer: the class of a rule, or what a technique puts in its place."""
 
     def __call__(
-        self,
-        config: OptimizerConfig,
-        pieces: list[ParameterPiece],
-        build: Build,
-        shapes: Mapping[str, tuple[int, ...]],
-        /,
+        self, config: OptimizerConfig, pieces: list[ParameterPiece], build: Build, shapes: Shapes, /
     ) -> UpdateRule: ...
 
 

@@ -6,7 +6,15 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from meshwright.core.build import Build, OptimizerState
-from meshwright.optimizers.rule import ParameterPiece, PieceRules, RuleMaker, UpdateRule, widen_gradients, write_copies
+from meshwright.optimizers.rule import (
+    ParameterPiece,
+    PieceRules,
+    RuleMaker,
+    Shapes,
+    UpdateRule,
+    widen_gradients,
+    write_copies,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,7 +39,7 @@ class SlowParametersRule(PieceRules):
         config: OptimizerConfig,
         pieces: list[ParameterPiece],
         build: Build,
-        shapes: Mapping[str, tuple[int, ...]],
+        shapes: Shapes,
     ):
         """`trained_from`: as in `Build`, in steps that leave `slow` parameters out."""
         super().__init__(config, pieces, build, shapes)

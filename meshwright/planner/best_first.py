@@ -275,7 +275,13 @@ class BestFirst:
             self.waiting = [each for each in self.waiting if each[1] not in numbers]
             heapq.heapify(self.waiting)
             close += ((at, pick) for _, _, at, pick in along)
-        self._solve(close)
+        for at, mine in _by_leaf(close).items():
+            for result in solve(self.leaves[at], mine, self.limit_seconds):
+                if result.plan is None:
+                    self.board.reject("does not fit in memory" if np.isinf(result.least_seconds) else "slower")
+                else:
+                    heapq.heappush(self.unsettled, (result.seconds, len(self.solved)))
+                self.solved.append((result, at))
         return bool(wide or close)
 
     def ordered(self, at: int, pick: OrderedCandidate) -> list[OrderedCandidate]:
@@ -290,15 +296,6 @@ class BestFirst:
                     yield bound * (1 - _ROUNDING), next(self.numbers), at, pick
                 else:
                     self.unfit.add((at, pick.candidate))
-
-    def _solve(self, picks: Iterable[tuple[int, OrderedCandidate]]) -> None:
-        for at, mine in _by_leaf(picks).items():
-            for result in solve(self.leaves[at], mine, self.limit_seconds):
-                if result.plan is None:
-                    self.board.reject("does not fit in memory" if np.isinf(result.least_seconds) else "slower")
-                else:
-                    heapq.heappush(self.unsettled, (result.seconds, len(self.solved)))
-                self.solved.append((result, at))
 
     def settle(self, found: Solved, leaf: BoundedGrid, limit_seconds: float) -> tuple[Solved, ScoredPlan | None]:
         """Forecast what was solved, as long as it may be below the limit."""

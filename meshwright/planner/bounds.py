@@ -153,10 +153,7 @@ def bound_all(
         yield from _bound_pieces(inputs, grid, dials, dtype, without)
         return
     cluster, others = inputs.cluster, [dial for dial in dials if not dial.kind.axis]
-    ordered = sorted(
-        (*grid.axis_dials, *others),
-        key=lambda dial: (PHASES.index(dial.kind.phase), dial.kind.name),
-    )
+    ordered = sorted((*grid.axis_dials, *others), key=lambda dial: (PHASES.index(dial.kind.phase), dial.kind.name))
     may_skip = {dial.kind.name for dial in others if not dial.required and not dial.policies}
     policies = tuple((dial.kind.name, policy) for dial in others for policy in dial.policies)
     rows = BoundRows(grid, cluster, [d.example(d.settings[0]) for d in others if d.named and d.settings], policies)
@@ -216,17 +213,12 @@ def bound_all(
             if not np.all(after.facts.forbidden):
                 count = len(known)
                 yield from walk(depth + 1, after, (*chosen, technique), done)
-                _forget(known, count, work)
+                mine = set(map(id, work.tasks))  # which others may ask of again
+                for task in [each for each in itertools.islice(known, count, None) if each not in mine]:
+                    del known[task]
 
     start = base_work(inputs.profile, rows.sizes, element_bytes=ELEMENT_BYTES, optimizer=inputs.optimizer)
     yield from walk(0, start, (), TaskTally())
-
-
-def _forget(known: Known, count: int, work: Work) -> None:
-    """All but the first `count` tasks, and those of `work`, which others may ask of again."""
-    mine = set(map(id, work.tasks))
-    for task in [each for each in itertools.islice(known, count, None) if each not in mine]:
-        del known[task]
 
 
 class BoundRows:

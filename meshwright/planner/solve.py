@@ -21,15 +21,7 @@ import numpy as np
 from meshwright.core.plan import Plan
 from meshwright.core.technique import Spans, format_layers
 from meshwright.planner.policies import Memo, Option, fronts_of, options_of
-from meshwright.planner.rows import (
-    BoundedGrid,
-    OrderedCandidate,
-    PricedRows,
-    StageCell,
-    cells_of,
-    kinds_of,
-    size_of,
-)
+from meshwright.planner.rows import BoundedGrid, OrderedCandidate, PricedRows, StageCell, cells_of, kinds_of, size_of
 from meshwright.planner.splits import all_splits, fastest_splits, largest_first, smallest_first, widths
 from meshwright.planner.wishes import Kinds
 from meshwright.schedules import Timetable
@@ -231,7 +223,10 @@ def _best_combination(leaf: BoundedGrid, pick: OrderedCandidate, stages: list[_C
     if not all(len(stage.choices) for stage in stages):
         return Solved(pick=pick)
     m = int(leaf.grid.columns["num_microbatches"][pick.candidate])
-    combinations = _combinations(stages)
+    combinations = list[tuple[int, ...]]()  # all that may be best, where they are few
+    if sum(len(stage.choices) > 1 for stage in stages) <= FEW_COMBINATIONS.bit_length():
+        useful = [_useful(stage) for stage in stages]
+        combinations += itertools.product(*useful) if prod(map(len, useful)) <= FEW_COMBINATIONS else ()
     tried = combinations or [tuple(0 for _ in stages)]
     chosen = [[np.stack([values[way[i]] for way in tried]) for values in stage[:3]] for i, stage in enumerate(stages)]
     tails = [max(float(stage.tail[way[i]]) for i, stage in enumerate(stages)) for way in tried]
@@ -266,14 +261,6 @@ def _best_combination(leaf: BoundedGrid, pick: OrderedCandidate, stages: list[_C
     )
 
 
-def _combinations(options: list[_ChunkedStage]) -> list[tuple[int, ...]]:
-    """All that may be best, where they are few."""
-    if sum(len(stage.choices) > 1 for stage in options) > FEW_COMBINATIONS.bit_length():
-        return []
-    useful = [_useful(stage) for stage in options]
-    return list(itertools.product(*useful)) if prod(len(each) for each in useful) <= FEW_COMBINATIONS else []
-
-
 def _useful(stage: _ChunkedStage) -> list[int]:
     """Choices that no other beats in every chunk and at the end; of equal ones the first."""
     values = np.column_stack([stage.forward, stage.backward, stage.tail])
@@ -284,10 +271,7 @@ def _useful(stage: _ChunkedStage) -> list[int]:
 
 
 def solve(
-    leaf: BoundedGrid,
-    picks: Sequence[OrderedCandidate],
-    limit_seconds: float = np.inf,
-    memo: Memo | None = None,
+    leaf: BoundedGrid, picks: Sequence[OrderedCandidate], limit_seconds: float = np.inf, memo: Memo | None = None
 ) -> list[Solved]:
     """What is bound to be above the limit is not simulated. `memo`: from the same picks with other memory."""
     if leaf.timetable.chunks > 1:

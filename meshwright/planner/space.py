@@ -364,12 +364,8 @@ def _microbatches(
     elif pinned is not None and samples % pinned:
         rejected[f"a replica's samples cannot be cut into microbatches of {pinned}"] += 1
     else:
-        for each in _divisors(samples) if pinned is None else (pinned,):
-            if "samples" not in inputs.profile.uncut or each == samples:
+        small = range(1, min(samples, ALL_DIVISORS_UP_TO) + 1)
+        large = (1 << i for i in range(samples.bit_length()) if 1 << i > ALL_DIVISORS_UP_TO)
+        for each in (*small, *large) if pinned is None else (pinned,):
+            if samples % each == 0 and ("samples" not in inputs.profile.uncut or each == samples):
                 yield each, samples // each
-
-
-def _divisors(samples: int) -> tuple[int, ...]:
-    small = [b for b in range(1, min(samples, ALL_DIVISORS_UP_TO) + 1) if samples % b == 0]
-    large = [1 << i for i in range(samples.bit_length()) if 1 << i > ALL_DIVISORS_UP_TO]
-    return (*small, *(b for b in large if samples % b == 0))

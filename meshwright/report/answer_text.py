@@ -107,7 +107,7 @@ def _print_result(console: Console, answer: Answer, result: SearchResult) -> Non
     by = f" by {optimizer}" if optimizer != "adamw" else ""
     console.print(
         f"{profile.name} ({size}{by}) on {cluster.name}{limit}, "
-        f"{length}batch {question.batch}: {result.evaluated:,} plans in {result.search_seconds:.2f} s\n",
+        f"{length}batch {question.batch}: {result.evaluated:,} plans in {result.search_seconds:.2f} s\n"
     )
     if answer.request.is_narrow and best is not None:  # the winner in a line, before something else about it
         held = f"{pretty_bytes(best.forecast.peak_bytes)} of {pretty_bytes(best.forecast.memory_bytes)}"
@@ -285,7 +285,7 @@ def _print_device_counts(console: Console, sizes: DeviceCounts, tokens: float) -
     more = fastest.device_hours(tokens) / cheapest.device_hours(tokens) - 1
     console.print(
         f"Fastest: {counted(fastest.devices, 'device')}. Cheapest: {cheapest.devices}; the fastest takes "
-        f"{percent(more)} more device-hours and is {fastest.rate / cheapest.rate:.2g} x as fast.\n",
+        f"{percent(more)} more device-hours and is {fastest.rate / cheapest.rate:.2g} x as fast.\n"
     )
 
 

@@ -196,8 +196,12 @@ def with_timing(
     room, blocks = _MOST_MEMORY * device.memory_bytes - device.reserved_bytes, profile.num_blocks
     seconds, held = expected(profile)
     if "stages" not in profile.uncut and (share := min(_MOST_STEP_SECONDS / seconds, room / held)) < 1:
-        blocks = max(1, int(share * blocks))
-        profile = _first_blocks(profile, blocks)
+        blocks, layers = max(1, int(share * blocks)), list[Layer]()  # and what comes before the blocks
+        for layer in profile.layers:
+            if layer.is_block or not any(each.is_block for each in layers):
+                count = min(layer.repeat, blocks - sum(each.repeat for each in layers if each.is_block))
+                layers += [replace(layer, repeat=count)] if count else []
+        profile = replace(profile, layers=tuple(layers))
         seconds, held = expected(profile)
     if held > room or seconds > 4 * _MOST_STEP_SECONDS:
         report(f"{profile.name} is not timed: a microbatch takes {pretty_seconds(seconds)}, or too much memory")
@@ -249,16 +253,6 @@ def _slowdowns(told: Sequence[Mapping[str, Any]], work: Work, device: Device) ->
             if times.get(kind, 0) > 0 and (dtype == work.facts.compute_dtype or name not in result):
                 result[name] = round(times[kind], 4)
     return result
-
-
-def _first_blocks(profile: Profile, blocks: int) -> Profile:
-    """What comes before the blocks, and so many of them."""
-    layers: list[Layer] = []
-    for layer in profile.layers:
-        if layer.is_block or not any(each.is_block for each in layers):
-            count = min(layer.repeat, blocks - sum(each.repeat for each in layers if each.is_block))
-            layers += [replace(layer, repeat=count)] if count else []
-    return replace(profile, layers=tuple(layers))
 
 
 def plan_to_run(config: RunConfig, given: str | Plan, profile: Profile, cluster: Cluster | None = None) -> Plan | None:

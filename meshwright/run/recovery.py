@@ -67,9 +67,8 @@ def remedy_for(attempts: Sequence[Attempt], *, restarts: int, is_stopped: bool) 
     listed = "; ".join(f"{each} ({number} times)" if number > 1 else each for each, number in causes.most_common())
     why = f"This is a crash loop: {len(in_vain)} failures in a row without a new checkpoint "
     why += f"(run.restarts = {restarts} allows {counted(restarts, 'restart')}). They were: {listed}. "
-    why += (
-        f"Logs of earlier attempts are in {_log_folder(outcome)}attempt-*. When the cause is mended, the same command "
-    )
+    logs = f"{first.log.parent}/" if first.log is not None else ""
+    why += f"Logs of earlier attempts are in {logs}attempt-*. When the cause is mended, the same command "
     why += f"goes on from {where}."
     return Remedy(action="give up", why=why, exit_code=CRASH_LOOP_EXIT_CODE)
 
@@ -83,8 +82,3 @@ def without_progress(attempts: Sequence[Attempt]) -> list[Attempt]:
             break
         result.append(each)
     return result[::-1]
-
-
-def _log_folder(outcome: LaunchOutcome) -> str:
-    log = cause(outcome.failures).log
-    return f"{log.parent}/" if log is not None else ""

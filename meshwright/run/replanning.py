@@ -21,7 +21,7 @@ from typing import Any
 from meshwright.core.cluster import Cluster
 from meshwright.core.codec import decode, encode
 from meshwright.core.errors import MeshwrightError, error_at
-from meshwright.core.files import write_whole
+from meshwright.core.files import json_rows, last_lines, write_whole
 from meshwright.core.plan import Plan
 from meshwright.core.units import counted, pretty_seconds
 from meshwright.launch.local_ranks import StopRequests
@@ -158,12 +158,8 @@ def is_slow(folder: Path, prepared: PreparedRun, first_step: int) -> bool:
     """Whether steps since `first_step` take steadily longer than the interval of their forecast."""
     seconds = []
     with contextlib.suppress(OSError):
-        with (folder / "metrics.jsonl").open("rb") as file:
-            file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
-            lines = file.readlines()
-        for line in lines:  # a first one that is cut is no JSON
+        for row in json_rows(last_lines(folder / "metrics.jsonl", _TAIL_BYTES)):
             with contextlib.suppress(ValueError, KeyError, TypeError):
-                row = json.loads(line)
                 seconds += [float(row["seconds"])] if row["step"] > first_step else []
     half, most = _WINDOW_STEPS // 2, prepared.forecast.step_seconds_high
     if len(seconds) < 2 * _WINDOW_STEPS:

@@ -16,7 +16,7 @@ from typing import Any
 from meshwright.checkpoint.step_folders import usable_folders, verify
 from meshwright.core.codec import encode, load_artefact
 from meshwright.core.errors import error_at
-from meshwright.core.files import refuse_link
+from meshwright.core.files import json_rows, refuse_link
 from meshwright.core.plan import Plan
 from meshwright.launch.rank_pool import RankPool
 from meshwright.run.model import describe_run
@@ -72,13 +72,9 @@ def config_of_run(path: str | Path) -> RunConfig:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    rows = []
     with contextlib.suppress(OSError):
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            with contextlib.suppress(ValueError, TypeError):
-                row = json.loads(line)
-                rows += [row] if isinstance(row, dict) and isinstance(row.get("step"), int) else []
-    return rows
+        return [row for row in json_rows(path.read_bytes()) if isinstance(row.get("step"), int)]
+    return []
 
 
 def troubled_steps(folder: Path) -> tuple[int, ...]:
@@ -103,21 +99,16 @@ def replay(path: str | Path, steps: Sequence[int] = (), *, on_one_rank: bool = F
     found = []
     with RankPool(plan.num_ranks, threads_per_rank=max(1, len(os.sched_getaffinity(0)) // plan.num_ranks)) as pool:
         for step in asked:
-            place = _place(folder, step, plan.batch)
+            good = {made: each for made, each in usable_folders(folder / "checkpoints").items() if made < step}
+            start = next((each for each in sorted(good.items(), reverse=True) if not verify(each[1])), (0, ""))
+            # A roll back writes the checkpoint again with the cursor moved past the batch that was to blame.
+            trouble = next((row for row in reversed(_rows(folder / TROUBLES)) if row["step"] == step), None)
+            cursor = None if trouble is None else int(trouble["cursor"]) - (step - 1 - start[0]) * plan.batch
+            place = {"checkpoint": str(start[1]), "from_step": start[0], "cursor": cursor}
             arguments = {**told, "kind": device, "step": step, **place}
             answers = pool.run("meshwright.runtime.replay:replay_step", arguments, plan.num_ranks, _DEADLINE_SECONDS)
             found.append(_joined(folder, step, place, str(plan), answers))
     return found
-
-
-def _place(folder: Path, step: int, batch: int) -> dict[str, Any]:
-    """The checkpoint to start from, and where in the data the run went on from it."""
-    good = {made: each for made, each in usable_folders(folder / "checkpoints").items() if made < step}
-    made, checkpoint = next((each for each in sorted(good.items(), reverse=True) if not verify(each[1])), (0, None))
-    # A roll back writes the checkpoint again with the cursor moved past the batch that was to blame.
-    trouble = next((row for row in reversed(_rows(folder / TROUBLES)) if row["step"] == step), None)
-    cursor = None if trouble is None else int(trouble["cursor"]) - (step - 1 - made) * batch
-    return {"checkpoint": "" if checkpoint is None else str(checkpoint), "from_step": made, "cursor": cursor}
 
 
 def _joined(folder: Path, step: int, place: Mapping[str, Any], plan: str, answers: Sequence[Any]) -> ReplayedStep:

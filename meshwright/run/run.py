@@ -13,8 +13,6 @@ have several runs at once, each in its own folder.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
 import os
 import threading
@@ -28,7 +26,7 @@ from meshwright.checkpoint.memory_folder import CheckpointMemory, copies_in_memo
 from meshwright.checkpoint.step_folders import list_steps, newest_good, read_manifest
 from meshwright.core.codec import encode
 from meshwright.core.errors import MeshwrightError, error_at, raise_problems
-from meshwright.core.files import is_locked
+from meshwright.core.files import is_locked, json_rows
 from meshwright.core.plan import Plan
 from meshwright.core.time_ledger import note_time
 from meshwright.data.open_data import Data
@@ -261,32 +259,29 @@ class Run:
     def _launch(self, arguments: Mapping[str, Any], show: bool) -> None:
         """By a thread that outlives the ranks: they die with the thread that started them."""
         try:
-            self._outcome = self._launch_until_done(arguments, show)
+            with CheckpointMemory() as memory:
+                with Standby() as standby:
+                    outcome = self._launch_with(standby if self.config.run.standby else None, memory, arguments, show)
+                saved, copies = list_steps(self.folder / "checkpoints"), copies_in_memory(memory.folders)
+                for step, copy in copies.items() if outcome.exit_code and not self._stop.is_urgent else ():
+                    if saved and step <= saved[-1]:
+                        break
+                    try:
+                        preparation.require_owner(self.folder, str(arguments.get("owner", "")))
+                        copy.write_to_disk(self.folder / "checkpoints")
+                        self.report(f"The copy of step {step} in memory was written to disk.")
+                        break
+                    except MeshwrightError as error:
+                        self.report(f"The copy of step {step} in memory was not written to disk: {error}")
+            self._outcome = outcome
         except BaseException as error:  # told by `result`, where somebody listens
             self._outcome = error
             note_time(self.folder, "end", exit_code=1, cause=str(error))
 
-    def _launch_until_done(self, arguments: Mapping[str, Any], show: bool) -> LaunchOutcome:
-        """Launch all ranks, again after failures that this may cure."""
-        with CheckpointMemory() as memory:
-            with Standby() as standby:
-                outcome = self._launch_with(standby if self.config.run.standby else None, memory, arguments, show)
-            saved, copies = list_steps(self.folder / "checkpoints"), copies_in_memory(memory.folders)
-            for step, copy in copies.items() if outcome.exit_code and not self._stop.is_urgent else ():
-                if saved and step <= saved[-1]:
-                    break
-                try:
-                    preparation.require_owner(self.folder, str(arguments.get("owner", "")))
-                    copy.write_to_disk(self.folder / "checkpoints")
-                    self.report(f"The copy of step {step} in memory was written to disk.")
-                    break
-                except MeshwrightError as error:
-                    self.report(f"The copy of step {step} in memory was not written to disk: {error}")
-            return outcome
-
     def _launch_with(
         self, standby: Standby | None, memory: CheckpointMemory, arguments: Mapping[str, Any], show: bool
     ) -> LaunchOutcome:
+        """Launch all ranks, again after failures that this may cure."""
         settings, attempts = self.config.run, list[Attempt]()
         while True:
             assert self._prepared is not None
@@ -468,31 +463,21 @@ class _Tail:
             return []
         whole = data[: data.rfind(b"\n") + 1]
         self.position += len(whole)
-        rows = []
-        for line in whole.splitlines():
-            with contextlib.suppress(ValueError):
-                rows.append(json.loads(line))
-        return [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int)]
+        return [row for row in json_rows(whole) if isinstance(row.get("step"), int)]
 
 
 def _events(rows: Sequence[dict[str, Any]]) -> Iterator[RunEvent]:
+    """Of lines of events.jsonl or metrics.jsonl; nothing of what nobody waits for."""
     for row in sorted(rows, key=lambda row: int(row["step"])):
-        if (event := _event(row)) is not None:
-            yield event
-
-
-def _event(row: Mapping[str, Any]) -> RunEvent | None:
-    """A line of events.jsonl or metrics.jsonl; None for what nobody waits for."""
-    if row.get("event") == "message":
-        return MessageEvent(step=row["step"], text=row["text"])
-    if row.get("event") == "start" and row.get("cause"):
-        return RestartEvent(step=row["step"], cause=row["cause"])
-    if row.get("event") == "save":
-        return SaveEvent(step=row["step"], path=Path(row["path"]))
-    if "held_out_loss" in row:
-        return EvaluationEvent(step=row["step"], values={name: row[name] for name in row if name != "step"})
-    if "loss" not in row:
-        return None
-    names = ("step", "loss", "gradient_norm", "lr", "seconds", "memory_bytes")
-    rate = next(row[name] for name in ("tokens_per_second", "samples_per_second") if name in row)
-    return StepEvent(per_second=rate, **{name: row[name] for name in names})
+        if row.get("event") == "message":
+            yield MessageEvent(step=row["step"], text=row["text"])
+        elif row.get("event") == "start" and row.get("cause"):
+            yield RestartEvent(step=row["step"], cause=row["cause"])
+        elif row.get("event") == "save":
+            yield SaveEvent(step=row["step"], path=Path(row["path"]))
+        elif "held_out_loss" in row:
+            yield EvaluationEvent(step=row["step"], values={name: row[name] for name in row if name != "step"})
+        elif "loss" in row:
+            names = ("step", "loss", "gradient_norm", "lr", "seconds", "memory_bytes")
+            rate = next(row[name] for name in ("tokens_per_second", "samples_per_second") if name in row)
+            yield StepEvent(per_second=rate, **{name: row[name] for name in names})

@@ -5,19 +5,18 @@ Only small files and the ends of long ones are read, so that hundreds of runs ar
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from meshwright.checkpoint.manifest import MANIFEST
 from meshwright.checkpoint.step_folders import committed_folders
 from meshwright.core.codec import load_artefact
 from meshwright.core.errors import MeshwrightError, error_at
-from meshwright.core.files import is_locked
-from meshwright.core.time_ledger import TIME_FILE, TimeLedger, TimeMark, parse_marks, time_ledger
+from meshwright.core.files import is_locked, json_rows, last_lines
+from meshwright.core.time_ledger import TIME_FILE, TimeMark, parse_marks, time_ledger
 from meshwright.run.result import SUMMARY, RunSummary
 
 _TAIL_BYTES = 1 << 16
@@ -70,7 +69,7 @@ def _below(folder: Path, levels: int) -> Iterator[RunRow]:
 
 
 def read_run_row(folder: Path) -> RunRow:
-    marks, summary = parse_marks(_tail(folder / TIME_FILE)), None
+    marks, summary = parse_marks(last_lines(folder / TIME_FILE, _TAIL_BYTES)), None
     if _changed(folder / SUMMARY) >= _changed(folder / TIME_FILE):
         summary = load_artefact(RunSummary, folder / SUMMARY)
     ledger = None if summary is None else summary.time_ledger
@@ -79,7 +78,7 @@ def read_run_row(folder: Path) -> RunRow:
         if not marks:
             raise error_at(folder / TIME_FILE, "has no line that can be read.")
         ledger = time_ledger(marks)
-    rows = [row for row in _json_lines(_tail(folder / "metrics.jsonl")) if "loss" in row]
+    rows = [row for row in json_rows(last_lines(folder / "metrics.jsonl", _TAIL_BYTES)) if "loss" in row]
     saved = committed_folders(folder / "checkpoints")
     if saved and not (list(saved.values())[-1] / MANIFEST).is_file():
         raise error_at(list(saved.values())[-1], f"has no {MANIFEST}.")
@@ -90,7 +89,10 @@ def read_run_row(folder: Path) -> RunRow:
     left = None
     if state == "running" and rows and steps and ledger is not None:
         pace = sum(float(row["seconds"]) for row in rows) / len(rows)
-        left = (steps - step) * pace * _beside_steps(ledger)
+        spent = ledger.seconds  # evaluations and saves go on beside steps; restarts are not expected
+        trained = spent["productive"] + spent["data"]
+        beside = (spent["evaluation"] + spent["checkpoint"]) / trained if trained else 0.0
+        left = (steps - step) * pace * (1 + beside)
     return RunRow(
         folder=str(folder),
         state=state,
@@ -120,33 +122,6 @@ def _state(
     return ("stopped" if ends[-1].get("exit_code") in (0, 75) else "failed"), failure
 
 
-def _beside_steps(ledger: TimeLedger) -> float:
-    """Times the seconds of steps that training takes with evaluations and saves; restarts are not expected."""
-    steps = ledger.seconds["productive"] + ledger.seconds["data"]
-    return 1 + (ledger.seconds["evaluation"] + ledger.seconds["checkpoint"]) / steps if steps else 1.0
-
-
 def _changed(path: Path) -> float:
     """When a file was changed; 0 where there is none."""
     return path.stat().st_mtime if path.is_file() else 0.0
-
-
-def _tail(path: Path) -> bytes:
-    """The last whole lines."""
-    if not path.is_file():
-        return b""
-    with path.open("rb") as file:
-        start = max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES)
-        file.seek(start)
-        data = file.read(_TAIL_BYTES)
-    return data[data.find(b"\n") + 1 :] if start else data
-
-
-def _json_lines(data: bytes) -> list[Mapping[str, Any]]:
-    rows = []
-    for line in data.splitlines():
-        try:
-            rows.append(json.loads(line))
-        except (ValueError, RecursionError):
-            continue
-    return [row for row in rows if isinstance(row, dict)]

@@ -76,9 +76,6 @@ class Channel:
         self.writer.write(json.dumps({"event": event, **about}) + "\n")
         self.writer.flush()
 
-    def has_answer(self) -> bool:
-        return bool(select.select([sys.stdin], [], [], 0)[0])
-
     def read(self) -> dict[str, Any]:
         line = sys.stdin.readline()
         if not line:
@@ -145,7 +142,7 @@ class HostAgent(SimpleElasticAgent):
         return {worker.local_rank: worker.global_rank for worker in workers}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        if not self.channel.has_answer():
+        if not select.select([sys.stdin], [], [], 0)[0]:
             return RunResult(state=WorkerState.HEALTHY)
         told = self.channel.read()
         self.is_under_way = False

@@ -84,7 +84,10 @@ def held_bytes(
         held["gradients"] = count((*pieces, *(value for _, value in build.local_gradients())))
         held["optimizer"] = count(value for _, _, value, _ in optimizer.state())
         held["other"] = count(build.model.buffers())
-        roots = [*tree_leaves((loop.outputs, loop.received, loop.gradients)), *_tensors_of(error)]
+        roots, traceback = tree_leaves((loop.outputs, loop.received, loop.gradients)), error.__traceback__
+        while traceback is not None:  # what the functions that failed had in their variables
+            roots += tree_leaves(list(traceback.tb_frame.f_locals.values()))
+            traceback = traceback.tb_next
         graph = [each for each in roots if isinstance(each, Tensor) and each.grad_fn is not None]
         held["activations"] = count(saved_by(graph))
     if device.type == "cuda":
@@ -112,11 +115,3 @@ def saved_by(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
                 with contextlib.suppress(RuntimeError):  # backward has freed it
                     saved = [getattr(each, "data", None) for each in tree_leaves(getattr(node, name))]
                     yield from (each for each in tree_leaves(saved) if isinstance(each, Tensor))
-
-
-def _tensors_of(error: BaseException) -> Iterator[Any]:
-    """What the functions that failed had in their variables."""
-    traceback = error.__traceback__
-    while traceback is not None:
-        yield from tree_leaves(list(traceback.tb_frame.f_locals.values()))
-        traceback = traceback.tb_next

@@ -289,7 +289,10 @@ class RankTraining:
                     place = trainer.mesh.rank, trainer.plan.num_ranks, trainer.mesh.device
                     raise out_of_memory(error, *place, self.own_bytes, trainer) from error
                 raise
-        self._close(stopped, trainer.step - start)
+        with self.stamp.within("end"):  # uploads and trackers take their time
+            self._write_result(stopped, trainer.step - start)
+            if trainer.mesh.control is not None:
+                dist.barrier(trainer.mesh.control)
         if self.save_error:
             raise MeshwrightError(f"the last checkpoint was not written: {self.save_error}", exit_code=1)
         return PREEMPTED_EXIT_CODE if stopped else 0
@@ -424,18 +427,15 @@ class RankTraining:
         self.metrics.write(step.step + 1, {name: value for name, value in values.items() if math.isfinite(value)})
         is_last = step.must_stop or step.step + 1 == self.config.train.steps
         if self.tally.is_enough and not self.is_compared and not is_last:
-            self._compare()
-
-    def _compare(self) -> None:
-        """Tell what rank 0 knows so far; asking the others would cost every rank a message."""
-        facts = self.tally.facts(self.watch.spans, self._memory())
-        assert facts is not None
-        self.is_compared = True
-        about = {"unix_seconds": time.time(), **self._versions()}
-        entry = compared_entry(self.promise, facts, str(self.folder), is_whole=False, **about)
-        self.progress.say(f"step {self.trainer.step}: {entry.comparison['text']}")
-        if reason := keep(entry, self.folder):
-            self.progress.say(f"{COMPARISON} is not written: {reason}")
+            # What rank 0 knows so far: asking the others would cost every rank a message.
+            facts = self.tally.facts(self.watch.spans, self._memory())
+            assert facts is not None
+            self.is_compared = True
+            about = {"unix_seconds": time.time(), **self._versions()}
+            entry = compared_entry(self.promise, facts, str(self.folder), is_whole=False, **about)
+            self.progress.say(f"step {self.trainer.step}: {entry.comparison['text']}")
+            if reason := keep(entry, self.folder):
+                self.progress.say(f"{COMPARISON} is not written: {reason}")
 
     def _memory(self) -> dict[str, int]:
         device = self.trainer.mesh.device
@@ -536,13 +536,6 @@ class RankTraining:
                     self.uploader.put(path)
         if self.is_first and (news := self.trainer.interval.news()):
             self.progress.say(news)
-
-    def _close(self, stopped: bool, num_steps: int) -> None:
-        """Gather what every rank saw; rank 0 writes it down for the report."""
-        with self.stamp.within("end"):  # uploads and trackers take their time
-            self._write_result(stopped, num_steps)
-            if self.trainer.mesh.control is not None:
-                dist.barrier(self.trainer.mesh.control)
 
     def _write_result(self, stopped: bool, num_steps: int) -> None:
         mesh = self.trainer.mesh

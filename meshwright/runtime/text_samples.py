@@ -20,7 +20,6 @@ from torch import Tensor
 
 from meshwright.data.open_data import Data
 from meshwright.ops.collectives import gather_json
-from meshwright.ops.model_interface import Inputs
 from meshwright.run.run_file import TrainSection
 from meshwright.runtime.build import RankBuild
 from meshwright.runtime.loop import Interpreter
@@ -50,8 +49,12 @@ class Sampler:
             exchange.before_evaluation()
         text, written = self.prompt or [self.tokenizer.separator], list[int]()
         for _ in range(self.settings.sample_tokens):
-            inputs, place = self._window([*text, *written])
-            mine = self._best(Interpreter(build).scores(inputs), place, step, len(written))
+            # The end of the text in the shape of a microbatch.
+            tokens = [*text, *written][-self.sequence :]
+            padded = tokens + [self.tokenizer.separator] * (self.sequence - len(tokens))
+            rows = torch.tensor([padded] * build.plan.microbatch, device=build.mesh.device)
+            inputs = (rows, torch.zeros_like(rows, dtype=torch.int32)) if self.has_documents else rows
+            mine = self._best(Interpreter(build).scores(inputs), len(tokens) - 1, step, len(written))
             result = [best for best in gather_json(build.mesh.control, mine) if best is not None]
             if not result or (token := max(result)[1]) == self.tokenizer.separator:
                 break
@@ -59,14 +62,6 @@ class Sampler:
         for exchange in build.exchanges:
             exchange.after_evaluation()
         return written if result else None
-
-    def _window(self, tokens: list[int]) -> tuple[Inputs, int]:
-        """The end of the text in the shape of a microbatch, and the place of its last token."""
-        tokens = tokens[-self.sequence :]
-        padded = tokens + [self.tokenizer.separator] * (self.sequence - len(tokens))
-        rows = torch.tensor([padded] * self.build.plan.microbatch, device=self.build.mesh.device)
-        inputs = (rows, torch.zeros_like(rows, dtype=torch.int32)) if self.has_documents else rows
-        return inputs, len(tokens) - 1
 
     def _best(self, scores: Tensor | None, place: int, step: int, position: int) -> list[Any] | None:
         """[score with noise, word] of the best word that this rank has scores for."""

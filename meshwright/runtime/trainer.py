@@ -180,7 +180,8 @@ class Trainer:
             start = time.perf_counter()
             try:
                 # Randomness depends on the step and the samples alone: nothing to save, nothing to resume.
-                torch.manual_seed(_seed(settings.seed, at, self.part))
+                digest = hashlib.blake2b(f"{settings.seed}/{at}/{self.part}".encode(), digest_size=7).digest()
+                torch.manual_seed(int.from_bytes(digest, "little"))
                 cursor = self.cursor + len(fed) * plan.batch
                 batch = self.data.batch(cursor, plan.batch, self.part, self.num_parts, plan.shares)
                 waited = time.perf_counter() - start
@@ -371,11 +372,6 @@ def samples_on(batch: Batch, device: torch.device) -> Samples:
     inputs = tuple(map(put, batch.inputs)) if isinstance(batch.inputs, tuple) else put(batch.inputs)
     about = {"targets": put(batch.targets), "weights": put(batch.weights)}
     return Samples(inputs=inputs, num_tokens=batch.num_tokens, **about)
-
-
-def _seed(seed: int, step: int, part: int) -> int:
-    digest = hashlib.blake2b(f"{seed}/{step}/{part}".encode(), digest_size=7).digest()
-    return int.from_bytes(digest, "little")
 
 
 def _listed(names: Sequence[str], most: int = 5) -> str:

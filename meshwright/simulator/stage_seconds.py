@@ -133,7 +133,12 @@ def _used(m: Num, n: Num, k: Num, matrices: Num, processors: int) -> Num:
     key = blake2b(sizes.data, digest_size=16).digest(), sizes.shape, processors
     result = _used_shares.get(key)
     if result is None:
-        result = _used_shares[key] = _used_of(sizes, processors)
+        m, n, k, matrices = sizes[..., None]  # against all tiles at once
+        tiles = np.ceil(m / _ROWS) * np.ceil(n / _COLUMNS) * matrices
+        parts = np.maximum(1.0, np.minimum(processors // tiles, k // LEAST_PART))
+        waves = np.ceil(tiles * parts / processors)
+        used = m * n * matrices * parts * _SHARES / (waves * processors) * np.where(parts > 1, SHARED_TILE, 1.0)
+        result = _used_shares[key] = np.asarray(used.max(axis=-1))
     return result if sizes.ndim > 1 else float(result)
 
 
@@ -152,15 +157,6 @@ class _Arrays(dict[Any, np.ndarray]):
 
 
 _used_shares = _Arrays()
-
-
-def _used_of(sizes: np.ndarray, processors: int) -> np.ndarray:
-    m, n, k, matrices = sizes[..., None]  # against all tiles at once
-    tiles = np.ceil(m / _ROWS) * np.ceil(n / _COLUMNS) * matrices
-    parts = np.maximum(1.0, np.minimum(processors // tiles, k // LEAST_PART))
-    waves = np.ceil(tiles * parts / processors)
-    used = m * n * matrices * parts * _SHARES / (waves * processors) * np.where(parts > 1, SHARED_TILE, 1.0)
-    return np.asarray(used.max(axis=-1))
 
 
 def _residual(m: Num, n: Num, k: Num, points: tuple[tuple[float, float, float, float], ...]) -> Num:
@@ -502,11 +498,7 @@ Known = dict[int, tuple[Compute, Num, Num]]
 
 
 def tally(
-    work: Work,
-    cluster: Cluster,
-    roads: Mapping[str, Route],
-    done: TaskTally | None = None,
-    known: Known | None = None,
+    work: Work, cluster: Cluster, roads: Mapping[str, Route], done: TaskTally | None = None, known: Known | None = None
 ) -> TaskTally:
     """Go through the tasks of `work` that `done` has not; a tally of other tasks is no help and is left. What is known
     of a task, from another work that has it too, is not asked again."""
@@ -547,11 +539,7 @@ def tally(
 
 
 def stage_cost(
-    work: Work,
-    cluster: Cluster,
-    roads: Mapping[str, Route],
-    done: TaskTally | None = None,
-    known: Known | None = None,
+    work: Work, cluster: Cluster, roads: Mapping[str, Route], done: TaskTally | None = None, known: Known | None = None
 ) -> StageCost:
     """`roads` are the mesh's, from `routes`; `done` a tally that begins this work, if there is one."""
     total = tally(work, cluster, roads, done, known)

@@ -84,7 +84,11 @@ class Context(Technique):
                 if op.kind == "attention":
                     told, kept = (self._ring if self.kind == "ring" else self._ulysses)(work, layer, op)
                     talk, held = [*talk, *told], [*held, *kept]
-            talk += self._choices(work, layer)
+            # Capacity and balance are a sequence's: its tokens' choices of experts are gathered.
+            tokens = work.size("microbatch"), work.size("sequence") * work.size(self.axis)
+            for site in (site for site in layer.sites if site.kind == "choices"):
+                size, here = site.elements(*tokens) * CHOICE_BYTES, work.repeat_of(layer.name)
+                talk.append(self._told(layer, "all_gather", "forward", here, size, cut="none"))
         return work.with_tasks(*talk).with_residents(*held).owing(self.axis, self.name)
 
     def _ring(self, work: Work, layer: Layer, op: Op) -> tuple[list[Collective], list[Resident]]:
@@ -117,16 +121,6 @@ class Context(Technique):
         size = (work.size(self.axis) > 1) * tokens * width
         traded = self._held(layer, "buffers", here, size * 2 * (query + keys), "moment")
         return told, [traded, self._held(layer, "activations", here, size * again, "microbatch")]
-
-    def _choices(self, work: Work, layer: Layer) -> list[Collective]:
-        """Capacity and balance are a sequence's: its tokens' choices of experts are gathered."""
-        tokens = work.size("microbatch"), work.size("sequence") * work.size(self.axis)
-        here = work.repeat_of(layer.name)
-        return [
-            self._told(layer, "all_gather", "forward", here, site.elements(*tokens) * CHOICE_BYTES, cut="none")
-            for site in layer.sites
-            if site.kind == "choices"
-        ]
 
     def _told(
         self, layer: Layer, kind: Any, phase: Any, repeat: Num, size: Num, *, hidden: bool = False, cut: Any = "tensor"

@@ -33,7 +33,7 @@ import numpy as np
 
 from meshwright.core.build import Build
 from meshwright.core.cluster import Cluster
-from meshwright.core.errors import Problem, Problems
+from meshwright.core.errors import Problems
 from meshwright.core.plan import Plan
 from meshwright.core.profile import Layer, Op, Poly, Profile
 from meshwright.core.revolve import forwards_again
@@ -79,21 +79,17 @@ class Recompute(Technique):
 
     def check(self, plan: Plan, profile: Profile, cluster: Cluster | None) -> Problems:
         problems = self.policy_problems(profile)
-        if problems:
+        if problems or not self.slots:
             return tuple(problems)
-        return tuple(self._slot_problems(profile)) if self.slots else ()
-
-    def _slot_problems(self, profile: Profile) -> list[Problem]:
         if self.slots < 0:
-            return [self.problem(f"slots is {self.slots}.", "Use 1 or more inputs, or 0 for all.")]
-        problems = []
+            return (self.problem(f"slots is {self.slots}.", "Use 1 or more inputs, or 0 for all."),)
         if all(getattr(self, field) == "none" for field in self.policies):
             what = f"slots is {self.slots}, and no block is recomputed."
             problems.append(self.problem(what, "Use slots = 0, or name blocks in layers."))
         if "stages" in profile.uncut:
             what = f"a block's input may not be all that it needs: {profile.uncut['stages']}"
             problems.append(self.problem(what, "Use slots = 0."))
-        return problems
+        return tuple(problems)
 
     def price(self, work: Work) -> Work:
         replays: dict[str, Num] = {}

@@ -130,7 +130,9 @@ class Tensor(Technique):
         if not self.sequence:
             kinds = ("", "all_reduce") if site.kind == "enter" else ("all_reduce", "")
         back = {**common, "repeat": work.passing_back(layer.name, site.after)}
-        if self.overlap > 1 and _leaves_a_linear(layer, site):
+        # Not the embedding's lookups, nor a sum over experts, at the end of their layer.
+        is_sum = site.tail and any(param.shared_out == "experts" for param in layer.params)
+        if self.overlap > 1 and layer.is_block and site.kind == "exit" and not is_sum:
             # Piece by piece, not by `repeat`: whoever replays a layer counts its tasks anew. The last has nothing to
             # hide behind, nor has the first to come back.
             size = common["bytes"] // self.overlap
@@ -189,12 +191,6 @@ class Tensor(Technique):
             head.output.register_forward_pre_hook(lambda _, args: (region.enter(args[0]),))
         if self.sequence:
             build.sequence_ways *= self.size
-
-
-def _leaves_a_linear(layer: Layer, site: Site) -> bool:
-    """Not the embedding's lookups, nor a sum over experts, at the end of their layer."""
-    has_experts = any(param.shared_out == "experts" for param in layer.params)
-    return layer.is_block and site.kind == "exit" and not (has_experts and site.tail)
 
 
 def _part_of_positions(positions: Any, index: int, x: Any, places: Any) -> Any:

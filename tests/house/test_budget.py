@@ -7,10 +7,10 @@ from collections import Counter
 
 from house import ROOT, sources
 
-MOST_LINES = 56_320
+MOST_LINES = 56_114
 MOST_FILES = 268
 MOST_LINES_OF_A_TOY = 120
-MOST_PRIVATE_FUNCTIONS_WITH_ONE_CALLER = 432
+MOST_PRIVATE_FUNCTIONS_WITH_ONE_CALLER = 404
 
 
 def test_the_package_stays_within_its_lines() -> None:

@@ -8,13 +8,13 @@ them (experts) one by one; embedding, head, norms and biases are AdamW's. Ranks 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from itertools import chain
 from typing import TYPE_CHECKING
 
 from meshwright.core.build import OptimizerState
 from meshwright.core.work import Collective
-from meshwright.optimizers.rule import ParameterPiece, UpdateRule
+from meshwright.optimizers.rule import ParameterPiece, Shapes, UpdateRule
 from meshwright.optimizers.rules.adamw import AdamW
 
 if TYPE_CHECKING:
@@ -81,9 +81,7 @@ class Muon(UpdateRule):
             for axis, size in sizes.items()
         )
 
-    def __init__(
-        self, config: OptimizerConfig, pieces: list[ParameterPiece], build: Build, shapes: Mapping[str, tuple[int, ...]]
-    ):
+    def __init__(self, config: OptimizerConfig, pieces: list[ParameterPiece], build: Build, shapes: Shapes):
         from meshwright.optimizers.whole_parameters import Matrix, plan_rounds
 
         blocks = tuple(build.model.public_name(f"{part.name}.") for part in build.model.parts() if part.is_block)
