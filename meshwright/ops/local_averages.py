@@ -75,12 +75,15 @@ class LocalAverages(Exchange):
         self.sums: list[CodedSum] = []
         if coding is not None:
             self.sums = [CodedSum(build, coding, settings.axis, each.names, each.values) for each in self.layers]
+        self.has_ended = False
+        """All have met after the run's last step."""
         for layer in self.layers:
             build.evaluated.update(zip(layer.names, layer.shared, strict=True))
 
     @torch.no_grad()
     def after_update(self, count: int) -> None:
         is_last, settings = self.build.is_last_step, self.settings
+        self.has_ended = is_last
         for at, layer in enumerate(self.layers):
             ahead = at % settings.fragments * settings.every // settings.fragments
             since = (count + ahead) % settings.every
@@ -133,16 +136,26 @@ class LocalAverages(Exchange):
                 torch._foreach_lerp_(layer.values, shared, settings.blend)
         layer.write_copies()
 
+    def before_saving(self) -> None:
+        if self.build.is_last_step and not self.has_ended:  # that step was refused
+            self.after_update(0)
+
     def before_evaluation(self) -> None:
         """The shared model changes places with this island's."""
+        self.before_saving()
+        self._swap()
+
+    def after_evaluation(self) -> None:
+        self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
         for layer in self.layers:
             for value, shared in zip(layer.values, layer.shared, strict=True):
                 kept = value.clone()
                 value.copy_(shared)
                 shared.copy_(kept)
             layer.write_copies()
-
-    after_evaluation = before_evaluation
 
     def kept(self) -> Iterator[OptimizerState]:
         island, boxes = self.build.mesh.index(self.settings.axis), self.build.boxes
