@@ -182,7 +182,7 @@ def test_without_the_package_or_the_server_it_says_so(tmp_path: Path, monkeypatc
     monkeypatch.setenv("AWS_ENDPOINT_URL", "minio:9000")
     with pytest.raises(MeshwrightError, match='AWS_ENDPOINT_URL is "minio:9000", which is no address'):
         ObjectFolder(f"s3://{BUCKET}/x")
-    for remote in ("s3://bucket", "s3://bucket/../x", "s3://bucket/x/..", "s3://b/x", "http://bucket/x"):
+    for place in ("s3://bucket", "s3://bucket/../x", "s3://bucket/x/..", "s3://b/x", "http://bucket/x"):
         with pytest.raises(MeshwrightError, match="Use the form s3://BUCKET/PREFIX"):
-            RunSection(folder="run", remote=remote)
+            RunSection(folder="run", remote=place)
     assert RunSection(folder="run", remote="s3://bucket/a..b/c.d/").remote
