@@ -46,6 +46,7 @@ def test_flags_win_over_the_run_file(tmp_path) -> None:  # type: ignore[no-untyp
     [
         (["--change", "num_layer=2"], ['--change num_layer: unknown key. Did you mean "num_layers"?']),
         (["--change", "num_layers"], ["--change num_layers: is not of the form a.b=c."]),
+        (["--train", "blocks.99.*"], ["matches no parameter of", "whose last block is"]),
         (["--train", "nothing.*"], ['--train: "nothing.*" matches no parameter', "blocks.*.mlp.up.weight"]),
         (["--freeze", "*"], ["--freeze: nothing is left to train."]),
         (["--optimizer", "adamx", "--change", "num_layers=0"], ["--optimizer name: 'adamx'", "--change num_layers"]),
