@@ -74,28 +74,32 @@ def answer_failures(request: FailureRequest, best: ScoredPlan, cluster: Cluster)
     given, num_nodes = request.seconds, max(1, best.plan.num_ranks // cluster.devices_per_node)
     nodes_each = {"node": 1.0, "device": 1 / min(best.plan.num_ranks, cluster.devices_per_node), "run": num_nodes}
     saving = given.get("checkpoint") or checkpoint_seconds(best, cluster)
-    about: dict[str, Any] = {"repair_seconds": given["repair"]} if "repair" in given else {}
+    repair: dict[str, Any] = {"repair_seconds": given["repair"]} if "repair" in given else {}
     model = FailureModel(
         mtbf_seconds=given["mtbf"] * nodes_each[request.of],
         restart_seconds=given["restart"],
         checkpoint_seconds=saving,
-        **about,
+        **repair,
     )
-    failures = forecast_failures(model, num_nodes, interval=given.get("interval", 0.0), spares=request.spares)
-    steps = max(1, round(failures.interval_seconds / best.forecast.step_seconds))
+    step = best.forecast.step_seconds
+    about: dict[str, Any] = {"interval": given.get("interval", 0.0), "spares": request.spares, "step": step}
+    failures = forecast_failures(model, num_nodes, **about)
+    steps, goodput = max(1, round(failures.interval_seconds / step)), failures.ledger.goodput
     known = "" if "checkpoint" in given else " (estimated: its state copied to the host)"
-    chosen = (
-        "as given" if "interval" in given else f"the best; Young's first guess {pretty_seconds(failures.young_seconds)}"
-    )
+    chosen = f"the best; Young's first guess {pretty_seconds(failures.young_seconds)}"
+    if failures.interval_seconds == step:
+        chosen = "the least there can be"
+    elif "interval" in given:
+        chosen = "as given"
+    took = f"a step takes {pretty_seconds(step / goodput)} of wall time" if goodput else "no step outlasts a failure"
     by_spares = [f"{share:.1%} with {count}" for count, share in failures.goodput_by_spares.items()]
     lines = [
         f"failures of {counted(num_nodes, 'node')}, one every {pretty_seconds(model.mtbf_seconds / num_nodes)}: "
-        f"goodput {failures.ledger.goodput:.1%} with {counted(failures.spares, 'spare node')} "
-        f"({failures.ledger.losses}); a step takes "
-        f"{pretty_seconds(best.forecast.step_seconds / max(failures.ledger.goodput, 1e-9))} of wall time",
+        f"goodput {goodput:.1%} with {counted(failures.spares, 'spare node')} ({failures.ledger.losses}); {took}",
         f"a checkpoint every {pretty_seconds(failures.interval_seconds)} ({counted(steps, 'step')}; {chosen}); "
         f"one costs {pretty_seconds(saving)}{known}",
-        f"{counted(failures.best_spares, 'spare node')} pay best; goodput {', '.join(by_spares)} (each is "
+        f"{counted(failures.best_spares, 'spare node')} {'pays' if failures.best_spares == 1 else 'pay'} best; "
+        f"goodput {', '.join(by_spares)} (each is "
         f"{1 / num_nodes:.1%} of the nodes; a failed node is back after {pretty_seconds(model.repair_seconds)})",
     ]
     return failures, lines

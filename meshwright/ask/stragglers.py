@@ -20,6 +20,7 @@ from meshwright.simulator.forecast import slowest_of
 from meshwright.simulator.mixed_groups import pipes_of, slowest_pipe
 from meshwright.simulator.pricing import Seconds, Staged
 
+MOST_TIMES = 1_000_000
 _NUM_STEPS = 200
 """Drawn with a fixed seed for a plan of several stages; their mean is then known to about 2 %."""
 
@@ -55,8 +56,8 @@ def read_stragglers(text: str, problems: list[Problem], flag: str = "--straggler
         return Stragglers(share=0.0, factor=1.0)
     if not 0 <= result.share <= 1:
         problems.append(Problem(where=flag, what=f"{share} is no share of steps.", fix="Use 0 to 1."))
-    if not 1 <= result.factor < math.inf:
-        problems.append(Problem(where=flag, what=f"{factor} is no slowdown.", fix="Use 1 or more."))
+    if not 1 <= result.factor <= MOST_TIMES:
+        problems.append(Problem(where=flag, what=f"{factor} is no slowdown.", fix=f"Use 1 to {MOST_TIMES:,}."))
     return result
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from meshwright.ask.question import Outcome, Question, Tell, outcome
 from meshwright.ask.rules_of_thumb import batch_rules, worker_rules
-from meshwright.core.all_reduce import ALGORITHMS, AllReduce
+from meshwright.core.all_reduce import ALGORITHMS, OF_NODES, AllReduce
 from meshwright.core.codec import field_types
 from meshwright.core.errors import Problem, nearest, raise_problems
 from meshwright.core.plan import Plan
@@ -177,8 +177,12 @@ def _other_values(question: Question, plan: Plan, knob: Knob, notes: list[str]) 
         values = list(sizes[:1])
         if now is not None:  # beyond the largest: asked all the same, to hear which rule it breaks
             values = [*_neighbours(sizes, now), *([2 * now] if now >= max(sizes, default=0) else [])]
-    words = [f"{knob.technique}.{field}={_plain(value)}" for value in values]
-    return [(each, _pinned(question, each)) for each in words]
+    words = {value: f"{knob.technique}.{field}={_plain(value)}" for value in values}
+    beside: dict[Any, tuple[str, ...]] = {}
+    if field == ALGORITHM and OF_NODES in values and kind.axis in plan.mesh:
+        nodes = int(routes(question.cluster, plan.mesh)[kind.axis].per_node)
+        beside[OF_NODES] = (f"{knob.technique}.node_size={nodes}",)
+    return [(text, _pinned(question, text, *beside.get(value, ()))) for value, text in words.items()]
 
 
 def _fields(option: Option) -> tuple[str, ...]:
@@ -196,8 +200,8 @@ def _neighbours(sizes: Collection[int], now: int) -> list[int]:
     return [*sorted(size for size in sizes if size < now)[-1:], *sorted(size for size in sizes if size > now)[:1]]
 
 
-def _pinned(question: Question, pin: str) -> Question:
-    return replace(question, pin=(*question.pin, pin))
+def _pinned(question: Question, *pins: str) -> Question:
+    return replace(question, pin=(*question.pin, *pins))
 
 
 def _value(plan: Plan, knob: Knob, question: Question) -> str:

@@ -57,6 +57,9 @@ class ObjectFolder:
             raise error_at("run.remote", "needs the package obstore, which is not installed.", fix) from None
         self.url, self.api = url.rstrip("/"), obstore
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+        if endpoint and not re.fullmatch(r"https?://[^\s/]+(/\S*)?", endpoint):
+            fix = "Use the form https://HOST:PORT."
+            raise error_at("run.remote", f'AWS_ENDPOINT_URL is "{endpoint[:100]}", which is no address.', fix)
         limit = timedelta(seconds=request_seconds)
         about: dict[str, Any] = {"config": {"endpoint": endpoint} if endpoint else {}}
         about["client_options"] = {"timeout": limit, "connect_timeout": min(limit, timedelta(seconds=10))}
@@ -72,7 +75,8 @@ class ObjectFolder:
         except FileNotFoundError:
             raise
         except (self.api.exceptions.BaseError, OSError, ValueError) as error:
-            words = re.sub(r"\?[^\s\"')]*", "", " ".join(str(error).split()))[:300]  # without what signs an address
+            said = " ".join(str(error).split()).partition(" Debug source:")[0]
+            words = re.sub(r"\?[^\s\"')]*", "", said)[:300]  # without what signs an address
             raise error_at(self.url, f"{doing} failed: {type(error).__name__}: {words}.", exit_code=1) from None
 
     def steps(self) -> list[int]:

@@ -30,8 +30,8 @@ examples:
   mw check examples/laptop.toml
   mw simulate P.plan.json --model llama3-8b --cluster 8xh100 --seq 8192
 
-exit codes: 0 success, 1 no plan fits or a check failed, 2 invalid usage or configuration, 70 crash loop, 75 stopped \
-by a signal and saved
+exit codes: 0 success, 1 no plan fits, or a check or a run failed, 2 invalid usage or configuration, 70 crash loop,
+75 stopped by a signal (saved, or nothing to save yet), 130 interrupted
 """
 
 

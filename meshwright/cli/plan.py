@@ -14,6 +14,7 @@ from meshwright.ask.stragglers import forecast_stragglers, read_stragglers, stra
 from meshwright.cli.arguments import PlanInputs, read_wanted
 from meshwright.core.codec import encode
 from meshwright.core.errors import MeshwrightError
+from meshwright.core.wrapping import wrapped
 from meshwright.optimizers.optimizer_config import OptimizerConfig
 from meshwright.report.answer_json import answer_as_json
 from meshwright.report.terminal import Waiting, progress, stdout, unwritable, write_output
@@ -75,7 +76,8 @@ def run(arguments: Namespace) -> int:
                 *(word for name, each in flags for word in (f"--{name}", each)),
             ]
             next_step = shlex.join(following)
-        console.print(f"next: {next_step}")
+        goes_on = " \\" if arguments.output else ""
+        console.print(wrapped(f"next: {next_step}", console.width, " " * 6, goes_on))
     return 0
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from meshwright.checkpoint.step_folders import list_steps
 from meshwright.core.cluster import Cluster
 from meshwright.core.codec import load_artefact
+from meshwright.core.errors import error_at
 from meshwright.core.files import is_locked
 from meshwright.core.plan import Plan
 from meshwright.core.units import pretty_seconds
@@ -24,6 +25,8 @@ _WAIT_SECONDS = 30.0
 
 
 def run(arguments: Namespace) -> int:
+    if arguments.ranks < 0:
+        raise error_at("--ranks", f"is {arguments.ranks}.", "Use at least 1.")
     console, config = stdout(), config_of_run(arguments.run)
     folder = Path(config.run.folder)
     plan, cluster = load_artefact(Plan, folder / "plan.json"), load_artefact(Cluster, folder / "cluster.json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import sys
@@ -11,7 +12,10 @@ from functools import partial
 
 from rich.console import Console
 
+from meshwright.core.codec import load_artefact
 from meshwright.core.errors import MeshwrightError
+from meshwright.core.plan import Plan
+from meshwright.core.technique import EXACTNESS
 from meshwright.core.units import counted, pretty_bytes, pretty_count, pretty_seconds
 from meshwright.core.wrapping import wrapped
 from meshwright.launch.environment import how_to_go_on, outside_launcher
@@ -99,7 +103,7 @@ def describe(console: Console, config: RunConfig, prepared: PreparedRun) -> None
         )
     print_forecast(console, prepared.plan, prepared.forecast, "the plan")
     for technique in prepared.plan.techniques:
-        if technique.exactness == "approximate":
+        if technique.exactness == EXACTNESS[-1]:
             console.print(f"{technique} is approximate: one device computes other numbers")
 
 
@@ -151,10 +155,11 @@ def close(console: Console, run_words: list[str], config: RunConfig, result: Run
     lines.append(f"written to {folder}: {', '.join(['summary.json', *summary.files])}")
     for line in (*lines, *result.warnings):
         console.print(line)
-    ways = {
-        shlex.join(["mw", "check", *run_words, "--plan", f"{folder}/plan.json"]): "is this plan exact?",
-        shlex.join(["mw", "ckpt", "verify", str(folder)]): "are the checkpoints whole?",
-    }
+    ways = {}
+    with contextlib.suppress(MeshwrightError):  # plans with other numbers than one device's are not checked
+        if not any(each.exactness == EXACTNESS[-1] for each in load_artefact(Plan, folder / "plan.json").techniques):
+            ways[shlex.join(["mw", "check", *run_words, "--plan", f"{folder}/plan.json"])] = "is this plan exact?"
+    ways[shlex.join(["mw", "ckpt", "verify", str(folder)])] = "are the checkpoints whole?"
     traces = [name for name in ("measured.trace.json", "predicted.trace.json") if (folder / name).exists()]
     if traces:  # too few steps are not measured
         ways[f"open {folder}/{' and '.join(traces)} in ui.perfetto.dev"] = ""

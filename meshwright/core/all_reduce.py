@@ -22,6 +22,8 @@ import numpy as np
 
 Algorithm = Literal["ring", "tree", "doubling", "scatter_gather", "hierarchical"]
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
+OF_NODES: Algorithm = "hierarchical"
+"""The one that must know how many ranks a node has."""
 Num = Any
 """A number, or an array of them."""
 

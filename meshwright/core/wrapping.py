@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from typing import TextIO
+
+_WORDS = re.compile(r"(?:'[^']*'|\S)+")
 
 
 def width_of(stream: TextIO, piped: int = 0) -> int:
@@ -15,14 +18,17 @@ def width_of(stream: TextIO, piped: int = 0) -> int:
 
 def wrapped(text: str, width: int, more: str = "", end: str = "") -> str:
     """Each line broken at spaces, and after commas where a list is wider than the line; no word is cut. Further lines
-    begin as the first does and with `more`; all but the last end with `end`."""
+    begin as the first does and with `more`; all but the last end with `end`, as those of a command do, whose words in
+    quotation marks stay whole."""
     lines: list[str] = []
     for line in text.split("\n"):
         if not width or len(line) <= width:
             lines.append(line)
             continue
         indent = line[: len(line) - len(line.lstrip())]
-        words = " ".join(word if len(word) < width else word.replace(",", ", ") for word in line.split()).split()
+        words = _WORDS.findall(line)
+        if not end:
+            words = " ".join(each if len(each) < width else each.replace(",", ", ") for each in line.split()).split()
         now = indent + words[0]
         for word in words[1:]:
             if len(now) + 1 + len(word) + len(end) > width:

@@ -165,11 +165,12 @@ def check_patterns(profile: Profile, freeze: Sequence[str], train: Sequence[str]
     """Every pattern must match something, and something must be left to train."""
     names = names_of(profile)
     known = {re.sub(r"\.\d+\.", ".*.", name) for name in names}  # blocks have the same names
-    problems = []
+    problems, count = [], profile.num_blocks
+    last = f", whose last block is {profile.block_name(count - 1)}" if count else ""
     for where, patterns in (("model.freeze", freeze), ("model.train", train)):
         for pattern in patterns:
             if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
-                what = f'"{pattern}" matches no parameter of {profile.name}.'
+                what = f'"{pattern}" matches no parameter of {profile.name}{last}.'
                 problems.append(Problem(where=where, what=what, fix=nearest(pattern, known)))
     is_frozen = frozen_by(freeze, train)
     if not problems and all(map(is_frozen, names)):

@@ -50,8 +50,8 @@ class IslandLayer:
         self.momenta = [torch.zeros_like(v) for v in self.values] if settings.outer == "nesterov" else []
         size = sum(value.numel() for value in self.values) if settings.overlap else 0
         self.flat = self.values[0].new_zeros(size)
-        """What was summed and is not used yet, where that is not at once."""
-        self.sums = flat_views(self.flat, self.values) if settings.overlap else ()
+        """The mean of the islands that is not used yet, where that is not at once."""
+        self.means = flat_views(self.flat, self.values) if settings.overlap else ()
         self.work: dist.Work | None = None
         self.is_pending: bool | None = False
         """None: the numbers tell, which come from a checkpoint."""
@@ -75,12 +75,15 @@ class LocalAverages(Exchange):
         self.sums: list[CodedSum] = []
         if coding is not None:
             self.sums = [CodedSum(build, coding, settings.axis, each.names, each.values) for each in self.layers]
+        self.has_ended = False
+        """All have met after the run's last step."""
         for layer in self.layers:
             build.evaluated.update(zip(layer.names, layer.shared, strict=True))
 
     @torch.no_grad()
     def after_update(self, count: int) -> None:
         is_last, settings = self.build.is_last_step, self.settings
+        self.has_ended = is_last
         for at, layer in enumerate(self.layers):
             ahead = at % settings.fragments * settings.every // settings.fragments
             since = (count + ahead) % settings.every
@@ -89,7 +92,7 @@ class LocalAverages(Exchange):
                 layer.is_pending = bool(layer.flat.any())
             if layer.is_pending and (since == settings.overlap or meets):
                 layer.wait()
-                self._use(layer, layer.sums)
+                self._use(layer, layer.means)
                 layer.is_pending = False
                 layer.flat.zero_()
             if meets:
@@ -101,7 +104,8 @@ class LocalAverages(Exchange):
         if coded is not None:
             coded(differences)
             coded.commit()
-        flat = torch.cat([each.flatten() for each in differences])
+        # Means, so that as many or other islands can use them.
+        flat = torch.cat([each.flatten() for each in differences]).div_(self.settings.size)
         if waits:
             if coded is None:
                 dist.all_reduce(flat, group=self.group)
@@ -112,19 +116,18 @@ class LocalAverages(Exchange):
         if coded is None:
             layer.work = dist.all_reduce(layer.flat, group=self.group, async_op=True)
 
-    def _use(self, layer: IslandLayer, sums: Sequence[Tensor]) -> None:
-        """Take the islands' sum of differences into the shared model, and the shared model into this island's."""
+    def _use(self, layer: IslandLayer, means: Sequence[Tensor]) -> None:
+        """Take the islands' mean difference into the shared model, and the shared model into this island's."""
         settings, shared = self.settings, layer.shared
         if settings.outer == "elastic":
             torch._foreach_lerp_(layer.values, shared, settings.pull)
-            torch._foreach_sub_(shared, sums, alpha=settings.push)
+            torch._foreach_sub_(shared, means, alpha=settings.push * settings.size)
         else:
-            step = torch._foreach_div(sums, settings.size)
-            rate = 1.0
+            step, rate = means, 1.0
             if layer.momenta:
                 torch._foreach_mul_(layer.momenta, settings.outer_momentum)
-                torch._foreach_add_(layer.momenta, step)
-                torch._foreach_add_(step, layer.momenta, alpha=settings.outer_momentum)
+                torch._foreach_add_(layer.momenta, means)
+                step = torch._foreach_add(means, layer.momenta, alpha=settings.outer_momentum)
                 rate = settings.outer_lr
             torch._foreach_sub_(shared, step, alpha=rate)
             if settings.blend == 1:
@@ -133,8 +136,20 @@ class LocalAverages(Exchange):
                 torch._foreach_lerp_(layer.values, shared, settings.blend)
         layer.write_copies()
 
+    def before_saving(self) -> None:
+        if self.build.is_last_step and not self.has_ended:  # that step was refused
+            self.after_update(0)
+
     def before_evaluation(self) -> None:
         """The shared model changes places with this island's."""
+        self.before_saving()
+        self._swap()
+
+    def after_evaluation(self) -> None:
+        self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
         for layer in self.layers:
             for value, shared in zip(layer.values, layer.shared, strict=True):
                 kept = value.clone()
@@ -142,14 +157,12 @@ class LocalAverages(Exchange):
                 shared.copy_(kept)
             layer.write_copies()
 
-    after_evaluation = before_evaluation
-
     def kept(self) -> Iterator[OptimizerState]:
         island, boxes = self.build.mesh.index(self.settings.axis), self.build.boxes
         for layer in self.layers:
             layer.wait()
-            layer.is_pending = None if layer.sums else False
-            of_all = {"meeting.momentum": layer.momenta, "meeting.sum": layer.sums}
+            layer.is_pending = None if layer.means else False
+            of_all = {"meeting.momentum": layer.momenta, "meeting.mean": layer.means}
             for at, (name, value) in enumerate(zip(layer.names, layer.values, strict=True)):
                 is_mine = self.build.owns(name)
                 yield OptimizerState(f"meeting.local@{island}", name, value, boxes[name], is_mine)

@@ -26,6 +26,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.units import counted, pretty_seconds
 from meshwright.launch.local_ranks import StopRequests
 from meshwright.machine.probe import count_gpus
+from meshwright.planner.scoreboard import ScoredPlan
 from meshwright.run.learned_cluster import cluster_from_run
 from meshwright.run.model import ModelDescription
 from meshwright.run.prepare import PreparedRun, Report, prepare
@@ -62,14 +63,16 @@ class Replanned:
     learned: tuple[str, ...]
     """What the run has taught about its cluster."""
 
-    @property
-    def gain(self) -> float:
-        """Share of a step."""
-        return 1 - self.prepared.forecast.step_seconds / self.current_forecast.step_seconds
-
     def is_worth(self, steps_left: int) -> bool:
-        saved = self.current_forecast.step_seconds - self.prepared.forecast.step_seconds
-        return self.gain >= LEAST_GAIN and saved * steps_left >= _LEAST_SAVED_SECONDS
+        """By the seconds for what a step teaches that sums every gradient."""
+        now, then = (
+            ScoredPlan(plan, expected).seconds_to_target
+            for plan, expected in (
+                (self.current, self.current_forecast),
+                (self.prepared.plan, self.prepared.forecast),
+            )
+        )
+        return 1 - then / now >= LEAST_GAIN and (now - then) * steps_left >= _LEAST_SAVED_SECONDS
 
 
 def search_again(

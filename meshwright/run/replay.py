@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint.step_folders import usable_folders, verify
+from meshwright.core.cluster import Cluster
 from meshwright.core.codec import encode, load_artefact
 from meshwright.core.errors import error_at
 from meshwright.core.files import json_rows, refuse_link
@@ -94,21 +95,28 @@ def replay(path: str | Path, steps: Sequence[int] = (), *, on_one_rank: bool = F
         raise error_at(folder, "has no troubled step.", "Name one: `mw replay RUN STEP`; the first is 1.")
     if min(asked) < 1:
         raise error_at("STEP", f"is {min(asked)}.", "The first step is 1.")
-    device = json.loads((folder / "cluster.json").read_text(encoding="utf-8"))["device"]["kind"]
+    if (last := config.train.steps) < max(asked):
+        raise error_at("STEP", f"is {max(asked)}, and the run has {last} steps.", f"Use 1 to {last}.")
+    device = load_artefact(Cluster, folder / "cluster.json").device.kind
     told: dict[str, Any] = {"run": encode(config), "model": encode(describe_run(config)), "plan": encode(plan)}
     found = []
     with RankPool(plan.num_ranks, threads_per_rank=max(1, len(os.sched_getaffinity(0)) // plan.num_ranks)) as pool:
         for step in asked:
-            good = {made: each for made, each in usable_folders(folder / "checkpoints").items() if made < step}
-            start = next((each for each in sorted(good.items(), reverse=True) if not verify(each[1])), (0, ""))
-            # A roll back writes the checkpoint again with the cursor moved past the batch that was to blame.
-            trouble = next((row for row in reversed(_rows(folder / TROUBLES)) if row["step"] == step), None)
-            cursor = None if trouble is None else int(trouble["cursor"]) - (step - 1 - start[0]) * plan.batch
-            place = {"checkpoint": str(start[1]), "from_step": start[0], "cursor": cursor}
+            place = _place(folder, step, plan.batch)
             arguments = {**told, "kind": device, "step": step, **place}
             answers = pool.run("meshwright.runtime.replay:replay_step", arguments, plan.num_ranks, _DEADLINE_SECONDS)
             found.append(_joined(folder, step, place, str(plan), answers))
     return found
+
+
+def _place(folder: Path, step: int, batch: int) -> dict[str, Any]:
+    """The checkpoint to start from, and where in the data the run went on from it."""
+    good = {made: each for made, each in usable_folders(folder / "checkpoints").items() if made < step}
+    made, checkpoint = next((each for each in sorted(good.items(), reverse=True) if not verify(each[1])), (0, None))
+    # A roll back writes the checkpoint again with the cursor moved past the batch that was to blame.
+    cursors = [row.get("cursor") for row in _rows(folder / TROUBLES) if row["step"] == step]
+    cursor = cursors[-1] - (step - 1 - made) * batch if cursors and isinstance(cursors[-1], int) else None
+    return {"checkpoint": "" if checkpoint is None else str(checkpoint), "from_step": made, "cursor": cursor}
 
 
 def _joined(folder: Path, step: int, place: Mapping[str, Any], plan: str, answers: Sequence[Any]) -> ReplayedStep:

@@ -252,7 +252,7 @@ class RunSection:
         problems += _below(self, 0, "wait_minutes")
         if not self.folder.strip():
             problems.append(Problem(where="folder", what="is empty.", fix="Name a folder for this run."))
-        if self.remote and not re.fullmatch(r"s3://[a-z0-9.-]{3,63}(/[A-Za-z0-9._-]+)+/?", self.remote):
+        if self.remote and not re.fullmatch(r"s3://[a-z0-9.-]{3,63}(/(?!\.{1,2}(/|$))[A-Za-z0-9._-]+)+/?", self.remote):
             what = f'is "{self.remote[:100]}".'
             problems.append(Problem(where="remote", what=what, fix="Use the form s3://BUCKET/PREFIX."))
         raise_problems(problems)

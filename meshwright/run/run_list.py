@@ -60,7 +60,7 @@ def _below(folder: Path, levels: int) -> Iterator[RunRow]:
     if TIME_FILE in kinds or ("wishes.json" in kinds and "plan.json" in kinds):
         try:
             yield read_run_row(folder)
-        except (OSError, MeshwrightError, ValueError, TypeError, KeyError, RecursionError) as error:
+        except (OSError, MeshwrightError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             yield RunRow(folder=str(folder), state="damaged", failure=reason)
     elif levels:

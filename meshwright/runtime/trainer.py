@@ -272,6 +272,7 @@ class Trainer:
         if trouble.action in ("warn", "skip"):
             return trouble
         self.fed.clear()
+        self.build.is_last_step = False  # it was not made
         what = f"step {step + 1}: {what}: {result.refusal}."
         if is_last:
             what += f" So it was {self.num_bad} times in a row (train.most_bad_steps is {settings.most_bad_steps})."

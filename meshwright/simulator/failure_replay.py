@@ -117,13 +117,14 @@ def replay_failures(
 
 
 def forecast_failures(
-    model: FailureModel, num_nodes: int, *, interval: float = 0.0, spares: int = -1
+    model: FailureModel, num_nodes: int, *, interval: float = 0.0, spares: int = -1, step: float = 0.0
 ) -> FailureForecast:
-    """Goodput of a run on so many nodes, its best interval and number of spares; 0 and -1: the best are used."""
+    """Goodput of a run on so many nodes, its best interval and number of spares; 0 and -1: the best are used. An
+    interval is at least a `step`."""
     mtbf = model.mtbf_seconds / num_nodes
     dice = random.Random(0)
     gaps = [dice.expovariate(1 / mtbf) for _ in range(_NUM_FAILURES)]
-    chosen = interval or best_interval(model.checkpoint_seconds, mtbf)
+    chosen = max(interval or best_interval(model.checkpoint_seconds, mtbf), step)
     about = {"interval": chosen, "checkpoint": model.checkpoint_seconds, "restart": model.restart_seconds}
     ledgers: dict[int, TimeLedger] = {}
 

@@ -147,8 +147,9 @@ class LocalSteps(Technique):
             ("blend", 0.0, 1.0),
         ):
             value = getattr(self, name)
-            if not least <= value <= most or (value == 0 and name in ("outer_lr", "blend")):
-                fix = f"Use {'more than ' * (name in ('outer_lr', 'blend'))}{least:g} to {most:g}."
+            above, below = name in ("outer_lr", "blend", "push"), name == "outer_momentum"
+            if not least <= value <= most or (value == least and above) or (value == most and below):
+                fix = f"Use {'more than ' * above}{least:g} to {'less than ' * below}{most:g}."
                 yield self.problem(f"{name} is {value:g}.", fix)
         if self.outer == "elastic":
             if self.pull + self.size * self.push >= 2:

@@ -50,3 +50,14 @@ def test_the_answer_has_goodput_interval_and_spares(capsys: pytest.CaptureFixtur
     assert "with 0 spare nodes" in said
     assert "estimated" in said
     assert "Young's first guess" in said
+
+
+def test_a_checkpoint_comes_at_most_each_step_and_nothing_is_said_of_steps_that_never_end(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for interval, chosen in (("1e-5s", "(1 step; the least there can be)"), ("9d", "as given")):
+        assert main([*QUESTION, f"mtbf=1s/run,restart=3min,interval={interval}"]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert chosen in said
+    assert "goodput 0.0% with 0 spare nodes" in said
+    assert "no step outlasts a failure" in said

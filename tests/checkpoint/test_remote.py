@@ -21,6 +21,7 @@ from meshwright.checkpoint import remote
 from meshwright.checkpoint.remote import ObjectFolder, Uploader, fetch_newest
 from meshwright.core.errors import MeshwrightError
 from meshwright.run.run import Run
+from meshwright.run.run_file import RunSection
 
 
 @pytest.fixture(scope="module")
@@ -177,3 +178,11 @@ def test_without_the_package_or_the_server_it_says_so(tmp_path: Path, monkeypatc
         ObjectFolder(f"s3://{BUCKET}/x", request_seconds=0.5).steps()
     assert caught.value.exit_code == 1
     assert "never-to-be-shown" not in str(caught.value)
+    assert "Debug source" not in str(caught.value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "minio:9000")
+    with pytest.raises(MeshwrightError, match='AWS_ENDPOINT_URL is "minio:9000", which is no address'):
+        ObjectFolder(f"s3://{BUCKET}/x")
+    for place in ("s3://bucket", "s3://bucket/../x", "s3://bucket/x/..", "s3://b/x", "http://bucket/x"):
+        with pytest.raises(MeshwrightError, match="Use the form s3://BUCKET/PREFIX"):
+            RunSection(folder="run", remote=place)
+    assert RunSection(folder="run", remote="s3://bucket/a..b/c.d/").remote

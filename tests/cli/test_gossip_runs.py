@@ -25,6 +25,7 @@ def test_the_consensus_distance_is_recorded_where_the_average_is_made(tmp_path: 
     assert 0 <= found[3, False] < 1e-5, "two peers that have just met are equal"
     assert found[4, True] == found[4, False] > 1e-3, "then each has gone its own way"
     assert f"consensus distance {found[4, False]:.3g}" in done.stderr
+    assert "mw check" not in done.stderr, "it would refuse the plan"
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["held_out"]["consensus_distance"] == found[4, False]
     assert mw("ckpt", "verify", str(tmp_path / "run")).returncode == 0

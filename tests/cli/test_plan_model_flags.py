@@ -6,6 +6,7 @@ Tests of `cli/arguments.py`.
 from __future__ import annotations
 
 import json
+import shlex
 
 import pytest
 from command import mw
@@ -46,6 +47,7 @@ def test_flags_win_over_the_run_file(tmp_path) -> None:  # type: ignore[no-untyp
     [
         (["--change", "num_layer=2"], ['--change num_layer: unknown key. Did you mean "num_layers"?']),
         (["--change", "num_layers"], ["--change num_layers: is not of the form a.b=c."]),
+        (["--train", "blocks.99.*"], ["matches no parameter of", "whose last block is"]),
         (["--train", "nothing.*"], ['--train: "nothing.*" matches no parameter', "blocks.*.mlp.up.weight"]),
         (["--freeze", "*"], ["--freeze: nothing is left to train."]),
         (["--optimizer", "adamx", "--change", "num_layers=0"], ["--optimizer name: 'adamx'", "--change num_layers"]),
@@ -75,8 +77,9 @@ def test_the_next_command_simulates_the_same_model(tmp_path) -> None:  # type: i
     flags = ["--change", "num_layers=3", "--train", "blocks.2.*", "--optimizer", "lion"]
     words = ["--model", "gpt2-124m", "--cluster", "2xh100", "--batch", "8", "--top", "1", "-o", str(plan), *flags]
     done = mw("plan", *words)
-    next_step = done.stdout.split("next: mw ")[1].replace("\n", " ").split()
-    shown = mw(*(word.strip("'") for word in next_step), "--json")
+    next_step = done.stdout.split("next: mw ")[1].strip().replace(" \\\n", " ")
+    assert "\n" not in next_step, "not a command that can be copied"
+    shown = mw(*shlex.split(next_step), "--json")
     assert shown.returncode == 0, shown.stderr
     again = mw("plan", *words, "--json")
     expected = json.loads(again.stdout)["best"]["forecast"]

@@ -228,7 +228,7 @@ def test_bytes_over_the_slow_axis_are_as_priced(pool: RankPool) -> None:
 
 def test_a_run_goes_on_bit_for_bit_and_with_other_islands(pool: RankPool, tmp_path: Path) -> None:
     """A checkpoint in the middle of a period, with a sum under way."""
-    islands, at = t("local_steps", size=2, **STREAMING), 5
+    islands, at = t("local_steps", size=2, **STREAMING), 4
     whole = pool.run("local_jobs:trained_job", asked(tmp_path, islands, save_at=at, last=STEPS), num_ranks=2)
     rest: dict[str, Any] = {"first": at, "steps": STEPS - at, "resume": str(tmp_path), "last": STEPS}
     again = pool.run("local_jobs:trained_job", asked(tmp_path / "again", islands, **rest), num_ranks=2)
@@ -240,6 +240,13 @@ def test_a_run_goes_on_bit_for_bit_and_with_other_islands(pool: RankPool, tmp_pa
         techniques = [t("local_steps", size=count, **STREAMING)] if count > 1 else []
         other = pool.run("local_jobs:trained_job", asked(folder, *techniques, **rest), num_ranks=count)
         assert other[0]["losses"][0] == pytest.approx(whole[0]["losses"][at], rel=0.05)
+    # The sum under way is used in the next step, whoever takes part in it by then.
+    pool.run("local_jobs:trained_job", asked(tmp_path / "next", islands, steps=at + 1), num_ranks=2)
+    wanted = shared_model(tmp_path / "next", at + 1)
+    for count in (2, 4):
+        here, techniques = tmp_path / f"next {count}", [t("local_steps", size=count, **STREAMING)]
+        pool.run("local_jobs:trained_job", asked(here, *techniques, **rest | {"steps": 1}), num_ranks=count)
+        assert close(shared_model(here, at + 1), wanted)
     first = pool.run("local_jobs:trained_job", asked("", **rest | {"steps": 0}), num_ranks=1)[0]["held"]
     found = shared_model(tmp_path, at)
     assert all(first[name] == found[name].flatten().tolist() for name in found), "one device goes on from another model"
@@ -251,6 +258,8 @@ def test_a_run_goes_on_bit_for_bit_and_with_other_islands(pool: RankPool, tmp_pa
         ({"every": 0}, "every is 0"),
         ({"outer": "elastic", "pull": 0.6}, "pull is 0.6"),
         ({"outer": "elastic", "push": -0.1}, "push is -0.1"),
+        ({"outer": "elastic", "push": 0.0}, "push is 0"),
+        ({"outer_momentum": 1.0}, "outer_momentum is 1"),
         ({"outer": "elastic", "push": 0.5, "size": 4}, "would pass each other"),
         ({"outer": "elastic", "overlap": 1}, "centre moves at once"),
         ({"fragments": 40}, "fragments is 40, with 32 updates"),

@@ -171,6 +171,7 @@ def test_wrapping_by_hand() -> None:
     assert wrapped("one two", 0) == "one two"
     assert wrapped("layers 0-56,58,60,62,64,66", 12) == "layers 0-56,\n58, 60, 62,\n64, 66"
     assert wrapped("mw plan --model x", 13, "  ", " \\") == "mw plan \\\n  --model x"
+    assert wrapped("mw plan --train 'a b, c'", 13, "  ", " \\") == "mw plan \\\n  --train \\\n  'a b, c'"
     assert wrapped("unbreakable-word-of-31-letters ok", 10) == "unbreakable-word-of-31-letters\nok"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from meshwright.cli.main import main
 from meshwright.core.codec import encode, load_artefact
 from meshwright.core.files import is_locked
 from meshwright.core.plan import Plan
+from meshwright.core.technique import technique_named
 from meshwright.core.time_ledger import read_marks, time_ledger
 from meshwright.launch.local_ranks import StopRequests
 from meshwright.machine.named_clusters import cluster
@@ -27,6 +29,7 @@ from meshwright.run.prepare import PreparedRun, prepare, write_prepared
 from meshwright.run.replanning import (
     REQUEST,
     PlanChange,
+    Replanned,
     devices_left,
     is_slow,
     leave_request,
@@ -98,11 +101,25 @@ def test_a_stopped_run_gets_the_plan_of_its_next_start(
     assert kept.found is None
     assert main(["replan", path, "--ranks", "1"]) == 0
     assert load_artefact(Plan, folder / "plan.json").num_ranks == 1
+    assert main(["replan", path, "--ranks", "-1"]) == 2
+    assert "--ranks: is -1" in capsys.readouterr().err
     assert main(["replan", path, "--ban", "nonsense"]) == 2
     assert "nonsense" in capsys.readouterr().err
     alike = search_again(config, made.description, made.plan, cluster("2xlaptop"), pin=["replicate=2"])
     assert alike.current_forecast.step_seconds == pytest.approx(made.forecast.step_seconds)
     assert not alike.is_worth(steps_left=0)
+
+
+def test_a_plan_whose_steps_teach_less_must_be_faster_by_that_too(begun: tuple[RunConfig, PreparedRun]) -> None:
+    _, made = begun
+    islands = Plan(techniques=(technique_named("local_steps")(size=2, every=16),), batch=made.plan.batch)
+    seconds = made.forecast.step_seconds
+    for share, is_worth in ((0.9, False), (0.5, True)):
+        faster = replace(made, plan=islands, forecast=replace(made.forecast, step_seconds=share * seconds))
+        change = Replanned(prepared=faster, current=made.plan, current_forecast=made.forecast, learned=())
+        assert change.is_worth(10**6) == is_worth
+        back = Replanned(prepared=made, current=islands, current_forecast=faster.forecast, learned=())
+        assert back.is_worth(10**6) != is_worth
 
 
 def test_steps_are_slow_where_both_halves_of_the_last_ones_are_beyond_the_interval(

@@ -102,4 +102,9 @@ def test_what_cannot_be_replayed_is_refused(tmp_path: Path) -> None:
         replay(path)
     with pytest.raises(MeshwrightError, match="The first step is 1"):
         replay(path, [0])
+    with pytest.raises(MeshwrightError, match="is 9, and the run has 8 steps"):
+        replay(path, [1, 9])
+    (folder / "cluster.json").write_text("[")
+    with pytest.raises(MeshwrightError, match=r"cluster\.json"):
+        replay(path, [1])
     assert not step_folder(folder / "checkpoints", 0).exists()

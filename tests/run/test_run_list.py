@@ -51,12 +51,13 @@ def test_every_state_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     (make_run(tmp_path / "damaged2", saved=3) / "checkpoints" / "step-00000003" / "manifest.json").unlink()
     (make_run(tmp_path / "damaged3", exit_code=0) / "summary.json").write_text("{")
     (make_run(tmp_path / "damaged4", exit_code=0) / "metrics.jsonl").write_text('{"loss": "x", "step": []}\n')
+    (make_run(tmp_path / "damaged5", exit_code=0) / "metrics.jsonl").write_text('{"loss": 1.0, "step": Infinity}\n')
     (tmp_path / "loop").symlink_to(tmp_path)
     assert main(["runs", str(tmp_path), "--json"]) == 0
     rows = {Path(row["folder"]).name: row for row in json.loads(capsys.readouterr().out)["runs"]}
     assert {name: row["state"] for name, row in rows.items()} == {
         **{name: name for name in ("finished", "stopped", "failed", "crashed", "running")},
-        **{f"damaged{number}": "damaged" for number in range(1, 5)},
+        **{f"damaged{number}": "damaged" for number in range(1, 6)},
     }
     assert rows["failed"]["failure"] == "rank 1 was killed by signal 9."
     assert rows["running"]["failure"] == "rank 1 was killed by signal 9.", "the last one there was"

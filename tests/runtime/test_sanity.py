@@ -9,7 +9,11 @@ from typing import Any
 
 import pytest
 import tiny
+import torch
 
+from meshwright.checkpoint.load import Reader
+from meshwright.checkpoint.step_folders import step_folder
+from meshwright.core.box import Box
 from meshwright.core.codec import decode
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.plan import Plan
@@ -30,6 +34,8 @@ PLANS = {
     "zbv and replicate": (tiny.ZBV, tiny.REPLICATE),
     "host": (tiny.ON_HOST_AHEAD,),
     "host and shard": (tiny.ON_HOST_AHEAD, tiny.SHARD2),
+    "islands": (tiny.t("local_steps", size=2, every=2), tiny.t("compress_gradients")),
+    "gossip": (tiny.t("gossip", size=2),),
 }
 
 
@@ -57,6 +63,20 @@ def test_a_skipped_step_leaves_every_bit_on_every_rank(name: str, pool: RankPool
         skipped = [(step, step == 2, "not finite" * (step == 2)) for step in range(5)]
         assert [(step[0], step[2], step[3]) for step in rank["steps"]] == skipped
     assert len({str(rank["steps"][2][:5]) for rank in told}) == 1, "ranks do not agree"
+
+
+def test_islands_meet_at_the_end_also_where_the_last_step_is_skipped(pool: RankPool, tmp_path: Path) -> None:
+    islands, models = (tiny.t("local_steps", size=2, every=100),), []
+    for steps, factors in ((4, {"3": "nan"}), (3, {})):
+        folder = tmp_path / f"{steps}"
+        ran(pool, islands, steps=steps, factors=factors, on_nan="skip", save_every=1, folder=str(folder))
+        reader, found = Reader(step_folder(folder, steps)), {}
+        for name in (name for name in reader.tensor_names() if name.startswith("parameter.")):
+            shape = reader.manifest.tensors[name].shape
+            found[name] = out = torch.empty(shape)
+            reader.read_into(name, Box.whole(shape), out)
+        models.append(found)
+    assert all(torch.equal(value, models[1][name]) for name, value in models[0].items())
 
 
 ROLLED = ((), (tiny.SHARD3,), (tiny.IN_BACKWARD,), (ASYNC,), (tiny.ON_HOST_AHEAD,))
