@@ -111,6 +111,8 @@ class Timetable:
     """That it is made for: forward, input half, weight half; for all stages, or for one after the other."""
     most_held: int = 0
     """Microbatches that a stage may hold, where it is made for given times."""
+    cut_spans: tuple[int, ...] = ()
+    """Spans of layers that hand no gradient back: the span before waits for none."""
 
     @property
     def schedule(self) -> Schedule:
@@ -152,7 +154,7 @@ class Timetable:
         else:  # a step ends within its call, and there is nothing to flush
             order = self.orders(num_stages, num_microbatches)[stage]
             computes = () if call == "flush" else as_step(order, num_microbatches)
-        return with_transfers(computes, stage, self.places(num_stages))
+        return with_transfers(computes, stage, self.places(num_stages), self.cut_spans)
 
     def forward_actions(self, stage: int, num_stages: int, num_microbatches: int) -> Actions:
         """Evaluation."""
@@ -163,7 +165,7 @@ class Timetable:
     def events(self, num_stages: int, num_microbatches: int) -> tuple[ScheduleEvent, ...]:
         """Every computation of every stage, in an order in which each can run."""
         lists = self.orders(num_stages, num_microbatches)
-        events, reached = in_order(lists, self.places(num_stages))
+        events, reached = in_order(lists, self.places(num_stages), self.cut_spans)
         stuck = [stage for stage, at in enumerate(reached) if at < len(lists[stage])]
         assert not stuck, f"{self}: stages {stuck} wait for ever ({num_stages} x {num_microbatches})"
         return tuple(events)

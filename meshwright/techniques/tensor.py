@@ -152,8 +152,6 @@ class Tensor(Technique):
     def _split(self, build: Build) -> None:
         import functools
 
-        import torch
-
         from meshwright.ops.cross_entropy import SplitVocabulary
         from meshwright.ops.tensor_parallel import Region, VocabLookup
 
@@ -169,21 +167,16 @@ class Tensor(Technique):
         for each in model.regions():
             region.wrap(each)
         model.set_split(index, self.size)
-        embed, head = model.ends()
+        embed, _ = model.ends()
         if embed is not None:
             first = build.boxes["embed.tokens.weight"].offset[0]
             embed.tokens.forward = VocabLookup(embed.tokens, first, region, embed.dtype)
             if self.sequence and embed.positions is not None:
                 embed.offsets = functools.partial(_part_of_positions, embed.positions, index)
-        if head is not None:
-            first = build.boxes[build.canonical["head.output.weight"]].offset[0]
+        for name, head in model.heads():
+            first = build.boxes[build.canonical[f"{name}.output.weight"]].offset[0]
             head.split_vocabulary = SplitVocabulary(first, group)
-            whole = head.score
-
-            def score(head: Any, x: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-                return whole(head, region.enter(x), targets, weights)
-
-            head.score = score
+            head.score = functools.partial(_score_whole, head.score, region)
             # Scores without targets: each rank has those of its own words, from `first_word` on.
             head.first_word = first
             head.output.register_forward_pre_hook(lambda _, args: (region.enter(args[0]),))
@@ -195,6 +188,10 @@ def _leaves_a_linear(layer: Layer, site: Site) -> bool:
     """Not the embedding's lookups, nor a sum over experts, at the end of their layer."""
     has_experts = any(param.shared_out == "experts" for param in layer.params)
     return layer.is_block and site.kind == "exit" and not (has_experts and site.tail)
+
+
+def _score_whole(score: Any, region: Any, head: Any, x: Any, targets: Any, weights: Any) -> Any:
+    return score(head, region.enter(x), targets, weights)
 
 
 def _part_of_positions(positions: Any, index: int, x: Any, places: Any) -> Any:

@@ -82,11 +82,13 @@ def plain_of(opened: OpenedModel, *, sequence: int, dtype: torch.dtype, foreign:
             plain.num_batches_tracked = None
             parent, _, name = path.rpartition(".")
             setattr(model.get_submodule(parent), name, plain)
-    extra = _Balance(model) if isinstance(config, DecoderConfig) and config.num_experts and config.balance else None
+    extra = [_Balance(model)] if isinstance(config, DecoderConfig) and config.num_experts and config.balance else []
     made = _of_module(model, opened, _values(opened, dtype), dtype)
+    if isinstance(config, DecoderConfig) and config.local_heads:
+        extra.append(_LocalHeads(model, config, made.parameters))
     made.packs_documents = isinstance(config, DecoderConfig) and not config.capacity_factor
-    if extra is not None:
-        made.extra_loss = extra.take
+    if extra:
+        made.extra_loss = lambda *asked: sum(each.take(*asked) for each in extra)
     if isinstance(config, DLRMConfig):
         made.losses = lambda scores, targets: F.binary_cross_entropy_with_logits(
             scores, targets.to(scores.dtype), reduction="none"
@@ -132,7 +134,8 @@ def _of_module(module: nn.Module, opened: OpenedModel, values: Tensors, dtype: t
 
 def _of_transformers(config: DecoderConfig, opened: OpenedModel, sequence: int, dtype: torch.dtype) -> Plain | None:
     """transformers' module of the family; None where no family computes this, or transformers is not there."""
-    if importlib.util.find_spec("transformers") is None or config.balance:  # its balancing loss is another one
+    # Its balancing loss is another one.
+    if importlib.util.find_spec("transformers") is None or config.balance or config.local_heads:
         return None
     try:
         family = family_of(config)
@@ -188,7 +191,7 @@ class _Balance:
                 self.factors[module.router], module.balance = module.balance, 0.0
                 module.router.register_forward_hook(note)
 
-    def take(self) -> Tensor | float:
+    def take(self, *asked: Tensor) -> Tensor | float:
         total: Tensor | float = 0.0
         for router, calls in self.seen.items():
             chosen, scores = (torch.cat(each, dim=1) for each in zip(*calls, strict=True))
@@ -199,3 +202,39 @@ class _Balance:
                 total = total + self.factors[router] * even
         self.seen.clear()
         return total
+
+
+class _LocalHeads:
+    """The losses of heads between blocks, in plain torch, of what the blocks before them returned."""
+
+    def __init__(self, model: Any, config: DecoderConfig, parameters: Tensors):
+        self.config, self.parameters = config, parameters
+        self.seen: dict[int, list[Tensor]] = {}
+        for border in config.group_borders:
+            model.blocks[str(border - 1)].register_forward_hook(self._noting(border - 1))
+
+    def _noting(self, number: int) -> Callable[[nn.Module, Any, Tensor], None]:
+        return lambda block, given, returned: self.seen.setdefault(number, []).append(returned)
+
+    def take(self, *asked: Tensor) -> Tensor | float:
+        total: Tensor | float = 0.0
+        for number, calls in self.seen.items() if asked else ():
+            targets, weights = asked
+            scores = self._scores(number, torch.cat(calls, dim=1))
+            losses = F.cross_entropy(scores.flatten(0, -2), targets.flatten(), reduction="none")
+            total = total + (losses.view(targets.shape) * weights).sum()
+        self.seen.clear()
+        return total
+
+    def _scores(self, number: int, x: Tensor) -> Tensor:
+        own = {name: self.parameters.get(f"local_heads.{number}.{name}") for name in _OF_A_HEAD}
+        if self.config.norm == "rms":
+            x = x * (x.square().mean(-1, keepdim=True) + self.config.norm_epsilon).rsqrt() * own["norm.weight"]
+        else:
+            x = F.layer_norm(x, x.shape[-1:], own["norm.weight"], own["norm.bias"], self.config.norm_epsilon)
+        weight = own["output.weight"]
+        assert weight is not None
+        return x @ weight.t()
+
+
+_OF_A_HEAD = ("norm.weight", "norm.bias", "output.weight")
