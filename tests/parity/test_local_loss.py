@@ -5,7 +5,9 @@ Tests of `techniques/local_loss.py`, and of heads between blocks without it.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,21 @@ from torch import Tensor
 
 from meshwright.core.box import Box
 from meshwright.core.codec import decode
+from meshwright.core.errors import MeshwrightError
 from meshwright.core.plan import Plan
 from meshwright.core.technique import Technique
 from meshwright.launch.rank_pool import RankPool
-from meshwright.models.presets import DecoderConfig
+from meshwright.machine.named_clusters import cluster
+from meshwright.models.cost_decoder import decoder_profile
+from meshwright.models.frozen_parameters import check_patterns
+from meshwright.models.presets import DecoderConfig, preset
 from meshwright.optimizers.optimizer_config import OptimizerConfig
 from meshwright.run.model import open_config
+from meshwright.schedules import SCHEDULES, Timetable
+from meshwright.simulator.forecast import forecast
+from meshwright.simulator.makespan import makespan
+from meshwright.simulator.pricing import price
+from meshwright.simulator.simulate import simulate
 from meshwright.verify import parity
 
 STEPS = 4
@@ -103,7 +114,7 @@ def one_device(config: dict[str, Any], cut: set[int]) -> dict[str, Any]:
             assert value.grad is not None
             value.grad *= min(1.0, float(ADAMW["clip"] / norm))
         rule.step()
-        answer["losses"].append(float(each[-1]))
+        answer["losses"].append(float(each[-1].detach()))
         answer["norms"].append(float(norm))
     return answer
 
@@ -171,3 +182,132 @@ def assert_sent(config: dict[str, Any], plan: Plan, answers: list[dict[str, Any]
 
 def sorted_items(counts: Counter[Any]) -> list[Any]:
     return sorted((key, int(n)) for key, n in counts.items())
+
+
+@pytest.mark.parametrize("schedule", [name for name, each in SCHEDULES.items() if not each.overlaps_steps])
+def test_nothing_is_sent_back_or_waited_for_over_a_cut(schedule: str) -> None:
+    """Of every schedule that may be cut: over a cut border messages go forward only, and all stages come to an end."""
+    chunks = 2 if SCHEDULES[schedule].chunks > 1 else 1
+    places = Timetable(schedule, chunks).places(4)
+    cut = (2, places.num_spans - 1)
+    table = Timetable(schedule, chunks, cut_spans=cut)
+    told = Counter[str]()
+    for stage in range(4):
+        for action in table.actions(stage, 4, 6):
+            span = places.span(stage, action.chunk)
+            if action.kind in ("receive_backward", "send_backward"):
+                assert span + (action.kind == "receive_backward") not in cut
+            told[action.kind] += 1
+    crossed = [span for span in range(1, places.num_spans) if places.stage(span - 1) != places.stage(span)]
+    assert told["receive_forward"] == told["send_forward"] == 6 * len(crossed)
+    assert told["receive_backward"] == told["send_backward"] == 6 * sum(span not in cut for span in crossed)
+    for event in table.events(4, 6):
+        sources = [table.events(4, 6)[at] for at in event.waits_for]
+        assert not any(event.kind.startswith("backward") and each.span == event.span + 1 in cut for each in sources)
+
+
+def test_of_the_bubble_the_way_in_is_left() -> None:
+    """Four equal stages, eight microbatches of 1 forward and 2 backward, messages of 0.5."""
+    numbers: dict[str, Any] = {"forward": [1.0] * 4, "backward": [2.0] * 4, "weight": [0.0] * 4, "send": 0.5}
+    for count in (8, 5000):
+        made = makespan(Timetable("1f1b", cut_spans=(1, 2, 3)), **numbers, num_microbatches=count)
+        assert made == pytest.approx(3 * (1.0 + 0.5) + count * 3.0)
+        assert makespan(Timetable("1f1b"), **numbers, num_microbatches=count) >= made + 3 * (2.0 + 0.5)
+
+
+def test_a_forecast_has_no_messages_back_and_a_shorter_step() -> None:
+    config = preset("byte-3m")
+    assert isinstance(config, DecoderConfig)
+    profile = decoder_profile(replace(config, num_layers=4, local_heads=3), "byte-3m")
+    machines = cluster("2x4xh100")
+    pipeline, lines, steps = t("pipeline", size=4), [], []
+    for techniques in ((pipeline,), (pipeline, LOCAL)):
+        plan = Plan(techniques=techniques, batch=8, microbatch=1)
+        steps.append(forecast(profile, plan, machines, sequence=128).step_seconds)
+        line = simulate(profile, plan, machines, sequence=128)
+        lines.append(Counter(span.name.split()[0] for span in line.spans if span.name.startswith("send")))
+    assert lines == [{"send_forward": 24, "send_backward": 24}, {"send_forward": 24}]
+    assert steps[1] < steps[0]
+
+
+@pytest.mark.parametrize(("techniques", "config"), [((tiny.ZBV,), QWEN), ((tiny.SEQUENCED, tiny.EXPERT), tiny.MOE)])
+def test_heads_alone_add_their_losses(techniques: tuple[Technique, ...], config: dict[str, Any], ran: Any) -> None:
+    """Without the technique, against the reference of `mw check`."""
+    answers = ran(tiny.plan_of(*techniques), config | {"local_heads": 1})
+    assert tiny.departures(answers, tiny.bounds(tiny.EXACT)) == []
+    assert tiny.price_differences(answers) == []
+
+
+def test_a_run_goes_on_bit_for_bit(pool: RankPool, tmp_path: Path) -> None:
+    techniques = (LOCAL, tiny.PIPELINE)
+    whole = pool.run("local_jobs:trained_job", asked(LLAMA, *techniques, folder=str(tmp_path), save_at=2, steps=4), 2)
+    rest = pool.run("local_jobs:trained_job", asked(LLAMA, *techniques, first=2, steps=2, resume=str(tmp_path)), 2)
+    for before, after in zip(whole, rest, strict=True):
+        assert after["held"] == before["held"]
+        assert after["losses"] == before["losses"][2:]
+
+
+def test_what_is_evaluated_is_the_last_heads_loss(pool: RankPool) -> None:
+    """In a step whose rate is 0 the evaluation after it says what the step said."""
+    question = asked(LLAMA, LOCAL, tiny.PIPELINE, steps=2) | {"optimizer": ADAMW | {"lr": 1e-300}, "traffic": False}
+    for answer in pool.run("local_jobs:trained_job", question, 2):
+        assert answer["evaluated"] == pytest.approx(answer["losses"], rel=1e-12)
+
+
+def test_a_head_costs_what_the_last_one_does() -> None:
+    """Flops, parameters and logits of one device: those of the model without heads, and the last head's once more."""
+    works = [price(tiny.profile_of(config), tiny.plan_of(), sequence=tiny.SEQUENCE) for config in (tiny.LLAMA, LLAMA)]
+
+    def sums(work: Any, layers: tuple[str, ...]) -> list[float]:
+        flops = sum(each.flops * each.repeat for each in work.computes if each.layer in layers)
+        return [flops, *(sum(r.bytes * r.repeat for r in work.residents if r.category == kind and r.layer in layers)
+                         for kind in ("parameters", "gradients", "optimizer", "logits"))]  # fmt: skip
+
+    every = tuple(layer.name for layer in tiny.profile_of(LLAMA).layers)
+    head = sums(works[0], ("head",))
+    assert all(head)
+    assert sums(works[1], every) == pytest.approx(
+        [one + other for one, other in zip(sums(works[0], every), head, strict=True)]
+    )
+
+
+@pytest.mark.parametrize(
+    ("techniques", "config", "words"),
+    [
+        ((LOCAL,), tiny.LLAMA, "no heads between its blocks"),
+        ((t("local_loss", every=0),), LLAMA, "every is 0"),
+        ((LOCAL, t("pipeline", size=2, schedule="async")), LLAMA, "where steps overlap"),
+        ((LOCAL, t("multi_rate", layers="first 1")), LLAMA, "leaves layers out of backward"),
+        ((LOCAL, t("compile", scope="model")), LLAMA, "one graph makes"),
+        ((t("compile", scope="model"),), LLAMA, "heads with losses of their own"),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+def test_what_makes_no_sense_is_refused(techniques: tuple[Technique, ...], config: dict[str, Any], words: str) -> None:
+    problems = tiny.plan_of(*techniques).check(tiny.profile_of(config))
+    assert any(words in str(problem) and problem.fix for problem in problems), problems
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"local_heads": 4}, "5 groups of 4 blocks"),
+        ({"local_heads": -1}, "local_heads: is -1"),
+        ({"local_heads": 1, "adapter": {"rank": 2}}, "frozen with everything else"),
+    ],
+)
+def test_a_model_that_makes_no_sense_is_refused(changed: dict[str, Any], words: str) -> None:
+    with pytest.raises(MeshwrightError, match=words):
+        decode(DecoderConfig, tiny.LLAMA | changed, "")
+    with pytest.raises(MeshwrightError, match="has local heads"):
+        check_patterns(tiny.profile_of(LLAMA), ["embed.*"], ())
+
+
+def test_borders_are_those_of_as_many_stages() -> None:
+    for blocks in range(2, 9):
+        for groups in range(2, blocks + 1):
+            made = decode(DecoderConfig, tiny.LLAMA | {"num_layers": blocks, "local_heads": groups - 1}, "")
+            counts = Plan(techniques=(t("pipeline", size=groups),)).blocks_of_stages(
+                tiny.profile_of(tiny.LLAMA | {"num_layers": blocks})
+            )
+            assert made.group_borders == tuple(itertools.accumulate(counts))[:-1]
