@@ -12,8 +12,9 @@ is left.
 When it does not: one device (all flops and activations stay, and heads come on top), models that need every layer for
 their last loss, vocabularies so large that a head costs as much as its group.
 Cost: heads: vocabulary x hidden parameters each, with their states, products and logits (`chunked_loss` divides those).
-Handing gradients back over a cut border: no bytes; over other borders of stages: as ever. Schedules keep their order,
-so a stage holds as many microbatches as without. Search does not choose it, nor stages for a model with local heads.
+Handing gradients back over a cut border: no bytes; over other borders of stages: as ever. Stages between two cuts go as
+if they were all there are, and hold as few microbatches (one, in 1f1b, where each stage is cut off); several chunks a
+stage keep their order and hold as many as without. Search does not choose it, nor stages for a model with local heads.
 Exactness: approximate: early groups never learn what later ones need. With `every` above the number of local heads
 nothing is cut and it changes nothing.
 """

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -32,6 +33,7 @@ from meshwright.models.presets import DecoderConfig, preset
 from meshwright.optimizers.optimizer_config import OptimizerConfig
 from meshwright.run.model import open_config
 from meshwright.schedules import SCHEDULES, Timetable
+from meshwright.schedules.events import peak_held
 from meshwright.simulator.forecast import forecast
 from meshwright.simulator.makespan import makespan
 from meshwright.simulator.pricing import price
@@ -204,6 +206,15 @@ def test_nothing_is_sent_back_or_waited_for_over_a_cut(schedule: str) -> None:
     for event in table.events(4, 6):
         sources = [table.events(4, 6)[at] for at in event.waits_for]
         assert not any(event.kind.startswith("backward") and each.span == event.span + 1 in cut for each in sources)
+    orders = table.orders(4, 6)
+    assert [len(order) for order in orders] == [len(order) for order in Timetable(schedule, chunks).orders(4, 6)]
+    if chunks == 1:
+        alone = Timetable(schedule)
+        stages = [(0, 2), (1, 2), (0, 1), (0, 1)]  # of the pipelines between cuts
+        assert [float(table.held(stage, 4, 6)) for stage in range(4)] == [alone.held(*each, 6) for each in stages]
+        assert np.array_equal(table.held(np.arange(4), 4, 6) * np.ones(4), [alone.held(*each, 6) for each in stages])
+        assert orders == (*alone.orders(2, 6), *alone.orders(1, 6), *alone.orders(1, 6))
+        assert all(peak_held(orders[stage], [1.0]) <= table.held(stage, 4, 6) for stage in range(4))
 
 
 def test_of_the_bubble_the_way_in_is_left() -> None:
