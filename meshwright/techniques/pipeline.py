@@ -214,7 +214,8 @@ class Pipeline(Technique):
         return result
 
     def _sends(self, work: Work, spans: list[BlockSpan]) -> list[Collective]:
-        layers = work.profile.layers
+        layers, cut_before = work.profile.layers, work.facts.cut_before
+        sends_back = [span.hands_back * (1 - sum((span.first == block) * 1 for block in cut_before)) for span in spans]
         return [
             Collective(
                 layer=layer.name,
@@ -226,9 +227,9 @@ class Pipeline(Technique):
                 origin=self.name,
                 cut="sequence",
             )
-            for span in spans
+            for span, back in zip(spans, sends_back, strict=True)
             for layer, phase, count, size in (
-                (layers[0], "backward", span.hands_back * _is_uncut(work, span), _handed_on(work, span.first)),
+                (layers[0], "backward", back, _handed_on(work, span.first)),
                 (layers[-1], "forward", span.hands_on, _handed_on(work, span.last)),
             )
         ]
@@ -311,11 +312,6 @@ def _cut_spans(counts: Sequence[int], cut_before: Collection[int]) -> tuple[int,
     """Those of the spans, of so many blocks each, into which no gradient goes back."""
     starts = itertools.accumulate(counts, initial=0)
     return tuple(span for span, start in enumerate(starts) if start in cut_before)
-
-
-def _is_uncut(work: Work, span: BlockSpan) -> Num:
-    """1 where the span hands a gradient back."""
-    return 1 - sum((span.first == block) * 1 for block in work.facts.cut_before)
 
 
 def _even(blocks: int, count: int) -> tuple[int, ...]:

@@ -176,7 +176,11 @@ class Tensor(Technique):
         for name, head in model.heads():
             first = build.boxes[build.canonical[f"{name}.output.weight"]].offset[0]
             head.split_vocabulary = SplitVocabulary(first, group)
-            head.score = functools.partial(_score_whole, head.score, region)
+
+            def score(head: Any, x: Any, targets: Any, weights: Any, whole: Any = head.score) -> Any:
+                return whole(head, region.enter(x), targets, weights)
+
+            head.score = score
             # Scores without targets: each rank has those of its own words, from `first_word` on.
             head.first_word = first
             head.output.register_forward_pre_hook(lambda _, args: (region.enter(args[0]),))
@@ -188,10 +192,6 @@ def _leaves_a_linear(layer: Layer, site: Site) -> bool:
     """Not the embedding's lookups, nor a sum over experts, at the end of their layer."""
     has_experts = any(param.shared_out == "experts" for param in layer.params)
     return layer.is_block and site.kind == "exit" and not (has_experts and site.tail)
-
-
-def _score_whole(score: Any, region: Any, head: Any, x: Any, targets: Any, weights: Any) -> Any:
-    return score(head, region.enter(x), targets, weights)
 
 
 def _part_of_positions(positions: Any, index: int, x: Any, places: Any) -> Any:

@@ -208,33 +208,27 @@ class _LocalHeads:
     """The losses of heads between blocks, in plain torch, of what the blocks before them returned."""
 
     def __init__(self, model: Any, config: DecoderConfig, parameters: Tensors):
-        self.config, self.parameters = config, parameters
-        self.seen: dict[int, list[Tensor]] = {}
-        for border in config.group_borders:
-            model.blocks[str(border - 1)].register_forward_hook(self._noting(border - 1))
+        def note(block: nn.Module, _: Any, returned: Tensor) -> None:
+            self.seen.setdefault(block, []).append(returned)
 
-    def _noting(self, number: int) -> Callable[[nn.Module, Any, Tensor], None]:
-        return lambda block, given, returned: self.seen.setdefault(number, []).append(returned)
+        self.config, self.parameters = config, parameters
+        self.names = {model.blocks[str(at - 1)]: f"local_heads.{at - 1}" for at in config.group_borders}
+        self.seen: dict[nn.Module, list[Tensor]] = {}
+        for block in self.names:
+            block.register_forward_hook(note)
 
     def take(self, *asked: Tensor) -> Tensor | float:
         total: Tensor | float = 0.0
-        for number, calls in self.seen.items() if asked else ():
+        for block, calls in self.seen.items() if asked else ():
             targets, weights = asked
-            scores = self._scores(number, torch.cat(calls, dim=1))
+            name, x = self.names[block], torch.cat(calls, dim=1)
+            norm, epsilon = self.parameters[f"{name}.norm.weight"], self.config.norm_epsilon
+            if self.config.norm == "layer":
+                x = F.layer_norm(x, x.shape[-1:], norm, self.parameters[f"{name}.norm.bias"], epsilon)
+            else:
+                x = x * (x.square().mean(-1, keepdim=True) + epsilon).rsqrt() * norm
+            scores = x @ self.parameters[f"{name}.output.weight"].t()
             losses = F.cross_entropy(scores.flatten(0, -2), targets.flatten(), reduction="none")
             total = total + (losses.view(targets.shape) * weights).sum()
         self.seen.clear()
         return total
-
-    def _scores(self, number: int, x: Tensor) -> Tensor:
-        own = {name: self.parameters.get(f"local_heads.{number}.{name}") for name in _OF_A_HEAD}
-        if self.config.norm == "rms":
-            x = x * (x.square().mean(-1, keepdim=True) + self.config.norm_epsilon).rsqrt() * own["norm.weight"]
-        else:
-            x = F.layer_norm(x, x.shape[-1:], own["norm.weight"], own["norm.bias"], self.config.norm_epsilon)
-        weight = own["output.weight"]
-        assert weight is not None
-        return x @ weight.t()
-
-
-_OF_A_HEAD = ("norm.weight", "norm.bias", "output.weight")

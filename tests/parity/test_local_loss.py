@@ -207,8 +207,9 @@ def test_nothing_is_sent_back_or_waited_for_over_a_cut(schedule: str) -> None:
         sources = [table.events(4, 6)[at] for at in event.waits_for]
         assert not any(event.kind.startswith("backward") and each.span == event.span + 1 in cut for each in sources)
     orders = table.orders(4, 6)
-    assert [len(order) for order in orders] == [len(order) for order in Timetable(schedule, chunks).orders(4, 6)]
-    if chunks == 1:
+    if chunks > 1:
+        assert orders == Timetable(schedule, chunks).orders(4, 6)
+    else:
         alone = Timetable(schedule)
         stages = [(0, 2), (1, 2), (0, 1), (0, 1)]  # of the pipelines between cuts
         assert [float(table.held(stage, 4, 6)) for stage in range(4)] == [alone.held(*each, 6) for each in stages]
