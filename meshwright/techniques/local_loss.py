@@ -14,7 +14,9 @@ their last loss, vocabularies so large that a head costs as much as its group.
 Cost: heads: vocabulary x hidden parameters each, with their states, products and logits (`chunked_loss` divides those).
 Handing gradients back over a cut border: no bytes; over other borders of stages: as ever. Stages between two cuts go as
 if they were all there are, and hold as few microbatches (one, in 1f1b, where each stage is cut off); several chunks a
-stage keep their order and hold as many as without. Search does not choose it, nor stages for a model with local heads.
+stage keep their order and hold as many as without. Nobody holds a stage back that is faster than the next: what it has
+sent stays in its memory until it is received, which is not priced.
+Search does not choose it, nor stages for a model with local heads; pinned ones it prices as if gradients were awaited.
 Exactness: approximate: early groups never learn what later ones need. With `every` above the number of local heads
 nothing is cut and it changes nothing.
 """
