@@ -185,8 +185,8 @@ class HFExport:
             fix = "Say it: --model NAME, or the Hugging Face folder it came from."
             raise error_at(where, "does not tell which model it is.", fix)
         if config is None or (stated or {}).get("adapter") or (stated or {}).get("local_heads"):
-            own = decode(DecoderConfig, stated, "model_config")
-            config = replace(config or own, adapter=own.adapter, local_heads=own.local_heads)
+            told = decode(DecoderConfig, stated, "model_config")
+            config = replace(config or told, adapter=told.adapter, local_heads=told.local_heads)
         adapter = config.adapter
         plain, needed = replace(config, adapter=None, local_heads=0), parameter_shapes(config)
         wrong = []

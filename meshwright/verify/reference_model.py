@@ -82,7 +82,9 @@ def plain_of(opened: OpenedModel, *, sequence: int, dtype: torch.dtype, foreign:
             plain.num_batches_tracked = None
             parent, _, name = path.rpartition(".")
             setattr(model.get_submodule(parent), name, plain)
-    extra = [_Balance(model)] if isinstance(config, DecoderConfig) and config.num_experts and config.balance else []
+    extra: list[_Balance | _LocalHeads] = []
+    if isinstance(config, DecoderConfig) and config.num_experts and config.balance:
+        extra.append(_Balance(model))
     made = _of_module(model, opened, _values(opened, dtype), dtype)
     if isinstance(config, DecoderConfig) and config.local_heads:
         extra.append(_LocalHeads(model, config, made.parameters))
