@@ -1,5 +1,5 @@
-"""Claims: what islands that seldom meet, sums in few bits, and blocks that are updated seldom cost in loss after equal
-samples.
+"""Claims: what islands that seldom meet, sums in few bits, blocks that are updated seldom and groups of blocks with
+losses of their own cost in loss after equal samples.
 
 Measured: the byte-level decoder of `benchmarks/loss_gap.py`, the same weights and batches in every case; the loss on
 bytes that no case has trained on, beside that of replicas that sum every gradient in float32. Another seed of the
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -61,19 +62,32 @@ CASES: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
     "first half every 2nd": (("replicate", {}), ("multi_rate", {"layers": "first 2"})),
     "first half every 4th": (("replicate", {}), ("multi_rate", {"layers": "first 2", "every": 4})),
     "last half every 2nd": (("replicate", {}), ("multi_rate", {"layers": "last 2"})),
+    "1 local head": (("replicate", {}),),
+    "3 local heads": (("replicate", {}),),
+    "local_loss, 2 groups": (("replicate", {}), ("local_loss", {})),
+    "local_loss, 4 groups": (("replicate", {}), ("local_loss", {})),
+    "local_loss, 4 groups, 1 cut": (("replicate", {}), ("local_loss", {"every": 2})),
 }
+LOCAL_HEADS = {
+    "1 local head": 1,
+    "3 local heads": 3,
+    "local_loss, 2 groups": 1,
+    "local_loss, 4 groups": 3,
+    "local_loss, 4 groups, 1 cut": 3,
+}
+"""Of the model of a case; 0 for the others."""
 
 
 def case_job(
-    *, plan: str, optimizer: dict[str, Any], steps: int, seed: int, is_small: bool, rank: int, num_ranks: int,
-    rendezvous: str,
+    *, plan: str, optimizer: dict[str, Any], steps: int, seed: int, is_small: bool, local_heads: int, rank: int,
+    num_ranks: int, rendezvous: str,
 ) -> float:  # fmt: skip
     """Held-out loss after the last step."""
     parity.enter(rank, num_ranks, rendezvous)
     chosen, rates = Plan.from_json(plan), decode(OptimizerConfig, optimizer, "optimizer")
     text = bytes_of_the_package()
     cut = len(text) * 19 // 20
-    opened = open_config(SMALL if is_small else MODEL, "bytes", seed)
+    opened = open_config(replace(SMALL if is_small else MODEL, local_heads=local_heads), "bytes", seed)
     session = parity.open_session(chosen, opened, rates, dtype="float32", device=torch.device("cpu"))
     part, num_parts = session.mesh.part(chosen.sample_axes)
     rows = slice(part * chosen.batch // num_parts, (part + 1) * chosen.batch // num_parts)
@@ -126,6 +140,7 @@ def main() -> None:
             question |= {
                 "optimizer": encode(OptimizerConfig(lr=given.lr, warmup=20)),
                 "seed": given.seed + (case == "another seed"),
+                "local_heads": LOCAL_HEADS.get(case, 0),
             }
             loss, *_ = pool.run("benchmarks.exchange_gap:case_job", question, given.ranks, timeout_seconds=3600)
             if case == SYNCHRONOUS:

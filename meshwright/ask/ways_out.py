@@ -212,7 +212,8 @@ def _less_trained(question: Question, near: Plan) -> Iterator[Changed]:
     """The last half of the blocks, or a quarter, an eighth, ... of them, with what comes after or without."""
     profile = question.profile
     count, last = profile.num_blocks, profile.layers[-1]
-    if count < 2 or "," in profile.block_path or profile.num_trained_params < profile.num_params:
+    is_whole = profile.num_trained_params == profile.num_params and not profile.group_borders
+    if count < 2 or "," in profile.block_path or not is_whole:
         return
     ends = [[f"{last.name}.*"]] if any(not param.tied for param in last.params) and not last.unit else []
     counts = sorted({max(1, count >> bits) for bits in range(1, count.bit_length())}, reverse=True)

@@ -250,6 +250,9 @@ class Profile(Artefact):
     imbalance: float = 1.0
     """Times the mean that the busiest rank's experts get rows, where ranks share experts out: not known before a router
     has learned; 1 is even."""
+    group_borders: tuple[int, ...] = ()
+    """Blocks, by number, before which a head with a loss of its own stands. Such heads are one layer that is no block,
+    with `repeat`, listed before the last."""
     unfrozen: str = ""
     """Fingerprint before the costs were reduced by what frozen parameters do not need; empty: they were not."""
     version: int = 1
@@ -267,6 +270,17 @@ class Profile(Artefact):
         ends = list(accumulate(layer.repeat for layer in self.block_layers))
         spans = zip([0, *ends], ends, strict=False)
         return tuple(max(0, min(end, first + count) - max(start, first)) for start, end in spans)
+
+    def kinds_within(self, first: int, count: int) -> tuple[int, ...]:
+        """What tells spans of blocks apart: equal numbers of each kind, and local heads at the same ends."""
+        found = self.blocks_within(first, count)
+        if not self.group_borders:
+            return found
+        return *found, self.heads_within(first, first + count), first in self.group_borders
+
+    def heads_within(self, first: Any, last: Any) -> Any:
+        """How many local heads stand after the blocks from `first` to `last` - 1; numbers or arrays."""
+        return sum((first < border) * (border <= last) for border in self.group_borders)
 
     def trains_before(self, block: int) -> bool:
         """Whether any parameter before a block, by its number, is trained."""
@@ -294,6 +308,8 @@ class Profile(Artefact):
         data = encode(self)
         for name in ("unfrozen", "imbalance"):  # neither is the model's
             data.pop(name, None)
+        if not self.group_borders:
+            del data["group_borders"]
         for layer in data["layers"]:
             for op in layer["ops"]:
                 del op["role"]  # changes no cost: checkpoints of before there were roles stay valid

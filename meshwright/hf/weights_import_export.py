@@ -184,11 +184,11 @@ class HFExport:
         if config is None and stated is None:
             fix = "Say it: --model NAME, or the Hugging Face folder it came from."
             raise error_at(where, "does not tell which model it is.", fix)
-        if config is None or (stated or {}).get("adapter"):
-            stated_config = decode(DecoderConfig, stated, "model_config")
-            config = replace(config or stated_config, adapter=stated_config.adapter)
+        if config is None or (stated or {}).get("adapter") or (stated or {}).get("local_heads"):
+            told = decode(DecoderConfig, stated, "model_config")
+            config = replace(config or told, adapter=told.adapter, local_heads=told.local_heads)
         adapter = config.adapter
-        plain, needed = replace(config, adapter=None), parameter_shapes(config)
+        plain, needed = replace(config, adapter=None, local_heads=0), parameter_shapes(config)
         wrong = []
         for name, shape in needed.items():
             if tuple(ours.get(name, ())) != shape:

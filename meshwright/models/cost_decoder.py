@@ -466,5 +466,14 @@ def decoder_profile(config: DecoderConfig, name: str) -> Profile:
         ),
         sites=(Site(kind="enter", elements=boundary, after=len(norm)), Site(kind="loss", elements=Poly(bs=1.0))),
     )
-    profile = Profile(name=name, layers=(*layers, head), hidden_size=d, max_sequence=config.max_sequence)
+    if config.local_heads:
+        own = (*norm, replace(weight, tied=""))
+        layers.append(replace(head, name="local_heads", repeat=config.local_heads, params=own))
+    profile = Profile(
+        name=name,
+        layers=(*layers, head),
+        hidden_size=d,
+        max_sequence=config.max_sequence,
+        group_borders=config.group_borders,
+    )
     return profile if config.adapter is None else freeze(profile, lambda name: ".lora_" not in name)

@@ -33,6 +33,7 @@ _MAY_BE_0 = {
     "expert_ffn_size": "a plain MLP",
     "num_shared_experts": "none",
     "num_dense_layers": "none",
+    "local_heads": "none",
 }
 _OF_EXPERTS = (
     *("experts_per_token", "expert_ffn_size", "num_shared_experts", "num_dense_layers"),
@@ -116,6 +117,9 @@ class DecoderConfig:
     routed_scale: float = 1.0
     adapter: Adapter | None = None
     """Train low-rank adapters on frozen weights; None: the weights themselves."""
+    local_heads: int = 0
+    """Heads between the blocks, each with a norm, an output matrix and a loss of its own that is added to the last one:
+    they divide the blocks into one more group than there are heads, the first groups taking one block more."""
 
     def __post_init__(self) -> None:
         problems = _too_small(self)
@@ -129,6 +133,12 @@ class DecoderConfig:
             fix = "Use a positive one below rope_high_frequency."
             problems.append(Problem(where="rope_low_frequency", what=what, fix=fix))
         problems += _expert_problems(self)
+        if self.local_heads >= self.num_layers >= 1:
+            what = f"is {self.local_heads}: {self.local_heads + 1} groups of {self.num_layers} blocks."
+            problems.append(Problem(where="local_heads", what=what, fix=f"Use at most {self.num_layers - 1}."))
+        if self.local_heads and self.adapter is not None:
+            what = "are frozen with everything else beside adapters."
+            problems.append(Problem(where="local_heads", what=what, fix="Leave out local_heads, or adapter."))
         if not problems:
             if self.num_heads % self.num_kv_heads:
                 what = f"{self.num_heads} heads cannot share {self.num_kv_heads} key/value heads evenly."
@@ -145,6 +155,12 @@ class DecoderConfig:
     @property
     def size_of_head(self) -> int:
         return self.head_size or self.hidden_size // self.num_heads
+
+    @property
+    def group_borders(self) -> tuple[int, ...]:
+        """Blocks with which a group begins, but for the first: a local head stands before each."""
+        each, more = divmod(self.num_layers, self.local_heads + 1)
+        return tuple(group * each + min(group, more) for group in range(1, self.local_heads + 1))
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:

@@ -167,6 +167,9 @@ def check_patterns(profile: Profile, freeze: Sequence[str], train: Sequence[str]
     known = {re.sub(r"\.\d+\.", ".*.", name) for name in names}  # blocks have the same names
     problems, count = [], profile.num_blocks
     last = f", whose last block is {profile.block_name(count - 1)}" if count else ""
+    if profile.group_borders and (freeze or train):
+        what = f"{profile.name} has local heads, of which a frozen group would leave nothing."
+        problems.append(Problem(where="model.freeze", what=what, fix="Use local_heads = 0, or train everything."))
     for where, patterns in (("model.freeze", freeze), ("model.train", train)):
         for pattern in patterns:
             if not any(fnmatch.fnmatchcase(name, pattern) for name in names):

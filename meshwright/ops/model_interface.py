@@ -79,6 +79,10 @@ class Model(nn.Module):
     """Those of whole sequences (along a dim) that this rank has."""
     fused: Mapping[str, tuple[int, ...]] = MappingProxyType({})
     """Parameters (by public name) that hold several matrices along the dim that is cut, and the size of each there."""
+    has_local_heads: bool = False
+    """Blocks have losses before the end: every stage is given targets where it is trained."""
+    cut_before: frozenset[int] = frozenset()
+    """Blocks into which no gradient goes back to those before them; a local head stands before each."""
     loss_scale: float = 1.0
     """What the loss is about to be multiplied by; losses that arise inside of layers need it. Set before each forward
     and backward."""
@@ -105,6 +109,11 @@ class Model(nn.Module):
     def ends(self) -> tuple[Any, Any]:
         """The embedding and the head of a model over a vocabulary, where they are on this stage."""
         return None, None
+
+    def heads(self) -> Iterable[tuple[str, Any]]:
+        """The heads here that turn hidden states into a loss over the vocabulary, by the beginning of their names."""
+        _, head = self.ends()
+        return () if head is None else (("head", head),)
 
     def public_name(self, name: str) -> str:
         """What a parameter is called in checkpoints and by users."""

@@ -251,6 +251,7 @@ def _groups(
     inputs, cuts, numbers = leaf.inputs, leaf.grid.cuts, dict[Any, int]()
     layers = inputs.profile.block_layers
     is_alike = all(layer.boundary == layers[0].boundary for layer in layers)  # stages hand on the same
+    is_alike = is_alike and not inputs.profile.group_borders
     result = []
     for number, cell in enumerate(cells):
         candidate, axis_order, _ = picks[cell.at]

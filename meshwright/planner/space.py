@@ -187,8 +187,10 @@ class Grid:
 
     @cached_property
     def may_choose(self) -> bool:
-        """Whether blocks may be dealt out otherwise: chunks are even, and what the user has pinned stays."""
-        return self.cutter is not None and not self.cutter[1].get("stages") and len(self.cuts[0][0]) == 1
+        """Whether blocks may be dealt out otherwise: chunks are even, what the user has pinned stays, and which blocks
+        have local heads behind them is not a number of blocks."""
+        is_free = self.cutter is not None and not self.cutter[1].get("stages") and len(self.cuts[0][0]) == 1
+        return is_free and not self.inputs.profile.group_borders
 
     @cached_property
     def runs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

@@ -65,7 +65,7 @@ class SearchInputs:
 
     @cached_property
     def is_one_kind(self) -> bool:
-        return len(self.profile.block_layers) == 1
+        return len(self.profile.block_layers) == 1 and not self.profile.group_borders
 
     @cached_property
     def slower(self) -> float:

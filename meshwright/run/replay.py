@@ -6,7 +6,6 @@ Nothing in the run's folder changes; the run may go on meanwhile.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

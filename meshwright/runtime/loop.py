@@ -158,7 +158,9 @@ class Interpreter:
         """Of the call before, if its step is still under way."""
         self.versions: Versions | None = None
         """Of the weights, where steps overlap."""
-        self.has_trained_before = [build.profile.trains_before(first) for first, _ in build.spans]
+        self.has_trained_before = [
+            build.profile.trains_before(first) and first not in build.model.cut_before for first, _ in build.spans
+        ]
         self.received: dict[Key, Tensor] = {}
         self.outputs: dict[Key, Tensor] = {}
         self.gradients: dict[Key, Tensor | None] = {}
@@ -254,8 +256,9 @@ class Interpreter:
         build.model.span = build.spans[chunk]
         span = self.places.span(build.stage, chunk)
         is_end = span == self.places.num_spans - 1
+        is_asked = is_end or (batch.trains and build.model.has_local_heads)
         with self.cap.outside(build.model) if self.cap is not None and batch.trains else nullcontext():
-            output = build.model(inputs, *((targets, weights) if is_end else (None, None)), given)
+            output = build.model(inputs, *((targets, weights) if is_asked else (None, None)), given)
         if is_end and targets is None:
             batch.scores = output
         elif is_end:
@@ -276,13 +279,17 @@ class Interpreter:
         if span == self.places.num_spans - 1:
             target, gradient = output * batch.scale, None
         else:
-            target, gradient = output, self.gradients.pop(key)
+            target, gradient = output, self.gradients.pop(key, None)
+            if gradient is None:  # nothing comes back: only losses inside of the layers have a gradient
+                gradient = output.new_zeros(()).expand_as(output)
         with nullcontext() if is_whole or build.later is None else build.later.collect(key):
             if target.requires_grad:  # else nothing up to here is trained
                 self.before_backward(batch)
                 target.backward(gradient)
         if span > 0 and self.places.stage(span - 1) == build.stage:
             self.gradients[i, self.places.chunk(span - 1)] = self.received.pop(key).grad
+        elif span in build.timetable.cut_spans:  # nothing is sent back
+            del self.received[key]
 
     @torch.no_grad()
     def scores(self, inputs: Inputs) -> Tensor | None:

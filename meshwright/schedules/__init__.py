@@ -5,8 +5,9 @@ A plugin (`core/plugins.py`) adds schedules by a dictionary `SCHEDULES` of names
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
@@ -111,6 +112,9 @@ class Timetable:
     """That it is made for: forward, input half, weight half; for all stages, or for one after the other."""
     most_held: int = 0
     """Microbatches that a stage may hold, where it is made for given times."""
+    cut_spans: tuple[int, ...] = ()
+    """Spans of layers that hand no gradient back, rising: the span before waits for none. With one chunk a stage, the
+    stages from one of them to the next go as if they were all there are."""
 
     @property
     def schedule(self) -> Schedule:
@@ -137,6 +141,12 @@ class Timetable:
     def orders(self, num_stages: int, num_microbatches: int) -> tuple[Actions, ...]:
         """What each stage computes."""
         places = self.places(num_stages)
+        if self.cut_spans and self.chunks == 1:
+            each, found = self.by_span(num_stages), list[Actions]()
+            for first, end in itertools.pairwise((0, *self.cut_spans, num_stages)):
+                times = tuple(itertools.chain(*each[first:end]))
+                found += replace(self, cut_spans=(), times=times).orders(end - first, num_microbatches)
+            return tuple(found)
         if not self.schedule.takes_times:
             return self.schedule.orders(places, num_microbatches)
         most_held = self.most_held or num_microbatches
@@ -152,7 +162,7 @@ class Timetable:
         else:  # a step ends within its call, and there is nothing to flush
             order = self.orders(num_stages, num_microbatches)[stage]
             computes = () if call == "flush" else as_step(order, num_microbatches)
-        return with_transfers(computes, stage, self.places(num_stages))
+        return with_transfers(computes, stage, self.places(num_stages), self.cut_spans)
 
     def forward_actions(self, stage: int, num_stages: int, num_microbatches: int) -> Actions:
         """Evaluation."""
@@ -163,7 +173,7 @@ class Timetable:
     def events(self, num_stages: int, num_microbatches: int) -> tuple[ScheduleEvent, ...]:
         """Every computation of every stage, in an order in which each can run."""
         lists = self.orders(num_stages, num_microbatches)
-        events, reached = in_order(lists, self.places(num_stages))
+        events, reached = in_order(lists, self.places(num_stages), self.cut_spans)
         stuck = [stage for stage, at in enumerate(reached) if at < len(lists[stage])]
         assert not stuck, f"{self}: stages {stuck} wait for ever ({num_stages} x {num_microbatches})"
         return tuple(events)
@@ -183,6 +193,10 @@ class Timetable:
 
     def held(self, stage: Any, num_stages: Any, num_microbatches: Any) -> Any:
         """The most microbatches a stage holds at once; numbers or arrays."""
+        if self.cut_spans and self.chunks == 1:
+            at = np.searchsorted(self.cut_spans, stage, side="right")
+            first = np.array((0, *self.cut_spans))[at]
+            stage, num_stages = stage - first, np.array((*self.cut_spans, num_stages))[at] - first
         most = self.schedule.held(stage, num_stages, num_microbatches, self.chunks)
         return np.minimum(self.most_held, most) if self.most_held else most
 

@@ -6,7 +6,7 @@ the actions and is found once; one sweep then serves any durations, single numbe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,8 +26,10 @@ class ScheduleEvent(NamedTuple):
     """Events of other stages whose results must have arrived."""
 
 
-def in_order(orders: Sequence[Actions], places: Places) -> tuple[list[ScheduleEvent], list[int]]:
-    """Events in an order in which each can run, and how far each stage gets."""
+def in_order(
+    orders: Sequence[Actions], places: Places, cut_spans: Collection[int] = ()
+) -> tuple[list[ScheduleEvent], list[int]]:
+    """Events in an order in which each can run, and how far each stage gets. Nothing goes back into `cut_spans`."""
     done: dict[tuple[str, int, int], int] = {}
     position = [0] * len(orders)
     events: list[ScheduleEvent] = []
@@ -38,7 +40,7 @@ def in_order(orders: Sequence[Actions], places: Places) -> tuple[list[ScheduleEv
             while position[stage] < len(mine):
                 action = mine[position[stage]]
                 if action.kind in COMPUTES or action.kind == "update":
-                    sources = _sources(action, places.span(stage, action.chunk), places, done)
+                    sources = _sources(action, places.span(stage, action.chunk), places, done, cut_spans)
                     if sources is None:
                         break
                     span = places.span(stage, action.chunk)
@@ -52,7 +54,7 @@ def in_order(orders: Sequence[Actions], places: Places) -> tuple[list[ScheduleEv
 
 
 def _sources(
-    action: Action, span: int, places: Places, done: Mapping[tuple[str, int, int], int]
+    action: Action, span: int, places: Places, done: Mapping[tuple[str, int, int], int], cut_spans: Collection[int]
 ) -> tuple[int, ...] | None:
     """Events this one needs; None: one of them has not happened."""
     i = action.microbatch
@@ -65,7 +67,7 @@ def _sources(
         needed = [("backward", span, i)]
     else:
         needed = [("forward", span, i)]
-        needed += [("backward", span + 1, i)] if span < places.num_spans - 1 else []
+        needed += [("backward", span + 1, i)] if span < places.num_spans - 1 and span + 1 not in cut_spans else []
     sources = [done.get(each, -1) for each in needed]
     return None if -1 in sources else tuple(sources)
 
@@ -146,8 +148,9 @@ def peak_held(actions: Actions, sizes: Sequence[Any]) -> Any:
     return most
 
 
-def with_transfers(actions: Actions, stage: int, places: Places) -> Actions:
-    """Compute actions of one stage, with the receives before and the sends after that they imply."""
+def with_transfers(actions: Actions, stage: int, places: Places, cut_spans: Collection[int] = ()) -> Actions:
+    """Compute actions of one stage, with the receives before and the sends after that they imply. The first blocks of
+    `cut_spans` hand no gradient back."""
     full: list[Action] = []
     for action in actions:
         span = places.span(stage, action.chunk)
@@ -157,6 +160,7 @@ def with_transfers(actions: Actions, stage: int, places: Places) -> Actions:
         if action.kind == "forward":
             full += [Action("receive_forward", *place)] * before + [action] + [Action("send_forward", *place)] * after
         elif action.kind in BACKWARDS:
+            after, before = after and span + 1 not in cut_spans, before and span not in cut_spans
             full += [Action("receive_backward", *place)] * after + [action] + [Action("send_backward", *place)] * before
         else:
             full.append(action)

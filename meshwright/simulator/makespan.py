@@ -77,6 +77,7 @@ def lower_bound(
     bound: Num = 0.0
     for span, (f, b, w) in enumerate(zip(forward, backward, weight, strict=True)):
         stage, apart = places.stage(span), w if timetable.splits_backward else 0.0
+        way_out = 0.0 if span in timetable.cut_spans else way_out
         busy[stage] = busy[stage] + num_microbatches * (f + b)
         bound = np.maximum(bound, busy[stage] if timetable.chunks > 1 else way_in + busy[stage])
         if timetable.chunks == 1:

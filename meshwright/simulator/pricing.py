@@ -151,7 +151,7 @@ def runs_of(profile: Profile, stages: Sequence[Spans], techniques: Sequence[Tech
     alike: tuple[Any, ...] = ()
     for stage, spans in enumerate(stages):
         is_end = stage in (0, 1, len(stages) - 1)
-        kinds: tuple[Any, ...] = tuple(profile.blocks_within(first, last - first) for first, last in spans)
+        kinds: tuple[Any, ...] = tuple(profile.kinds_within(first, last - first) for first, last in spans)
         for technique in techniques:
             if technique.policies:
                 each = [technique.counts_in(profile, spans, chunk) for chunk in range(len(spans))]
@@ -296,7 +296,7 @@ def _in_chunks(staged: Staged, profile: Profile, sequence: int, priced: PricedAt
         first, last = cut[stage][chunk]
         is_end = span in (0, places.num_spans - 1)
         policies = [tuple(t.counts_in(profile, cut[stage], chunk).values()) for t in plan.techniques if t.policies]
-        keys.append((span if is_end else -1, chunk, profile.blocks_within(first, last - first), *policies))
+        keys.append((span if is_end else -1, chunk, profile.kinds_within(first, last - first), *policies))
         if keys[-1] not in sizes:
             sizes[keys[-1]] = sizes_of(plan, profile, sequence=sequence, stage=stage, chunk=chunk)
     _, costs, memory = priced(sizes.values())

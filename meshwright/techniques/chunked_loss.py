@@ -51,11 +51,11 @@ class ChunkedLoss(Technique):
         return ()
 
     def price(self, work: Work) -> Work:
-        head = work.profile.layers[-1].name
+        heads = {layer.name for layer in work.profile.layers for op in layer.ops if op.kind == "loss"}
 
         def task(item: Any) -> Any:
             """Backward's products are made going forward; each piece launches all of them."""
-            if not isinstance(item, Compute) or item.layer != head or item.kind not in ("loss", "matmul"):
+            if not isinstance(item, Compute) or item.layer not in heads or item.kind not in ("loss", "matmul"):
                 return item
             return replace(item, phase="forward", kernels=item.kernels * self.chunks)
 
@@ -68,10 +68,10 @@ class ChunkedLoss(Technique):
         # the parameter's, or is added to that of the microbatches before.
         width = max(4, work.facts.widths.state)
         is_added = (work.size("num_microbatches") > 1) * 1
-        matrices = [slot for slot in work.slots if slot.layer == head and len(slot.shape) > 1 and not slot.frozen]
+        matrices = [slot for slot in work.slots if slot.layer in heads and len(slot.shape) > 1 and not slot.frozen]
         sums = [
             Resident(
-                layer=head,
+                layer=slot.layer,
                 category="activations",
                 repeat=slot.repeat,
                 bytes=slot.elements * width * is_added,
@@ -83,7 +83,7 @@ class ChunkedLoss(Technique):
         ]
         adding = [
             Compute(
-                layer=head,
+                layer=slot.layer,
                 kind="memory",
                 role="loss",
                 name="sum of gradients",
@@ -103,5 +103,5 @@ class ChunkedLoss(Technique):
         build.at("swap", self._swap)
 
     def _swap(self, build: Build) -> None:
-        _, head = build.model.ends()
-        head.num_chunks = self.chunks
+        for _, head in build.model.heads():
+            head.num_chunks = self.chunks

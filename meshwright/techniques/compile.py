@@ -119,6 +119,9 @@ class Compile(Technique):
             what = f"scope is model, and {profile.name} is neither our decoder nor an image model of ours: of such "
             what += "models only blocks are compiled."
             problems.append(self.problem(what, 'Use scope = "block".'))
+        if self.scope == "model" and profile.group_borders:
+            what = f"scope is model, and {profile.name} has heads with losses of their own between its blocks."
+            problems.append(self.problem(what, 'Use scope = "block", or a model with local_heads = 0.'))
         has_experts = any(op.role == "experts" for layer in profile.layers for op in layer.ops)
         if has_experts and self.joins_gradients:
             what = f"{profile.name} has experts, whose rows are counted while they run: a block is several graphs."

@@ -19,7 +19,7 @@ Exactness: exact; approximate with async, which search does not choose by itself
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -86,7 +86,7 @@ class Pipeline(Technique):
 
     @classmethod
     def options(cls, profile: Profile, cluster: Cluster) -> tuple[Option, ...]:
-        most = 1 if "stages" in profile.uncut else min(profile.num_blocks, cluster.num_devices)
+        most = 1 if "stages" in profile.uncut or profile.group_borders else min(profile.num_blocks, cluster.num_devices)
         sizes = tuple(range(2, most + 1))
         # greedy as it is set by default does what zero_bubble_h1 does (docs/search.md).
         tried = ("1f1b", *(name for name, each in SCHEDULES.items() if name != "1f1b" and not each.takes_times))
@@ -164,8 +164,10 @@ class Pipeline(Technique):
         layers = work.profile.layers
         first, last = sum(span.is_first for span in spans), sum(span.is_last for span in spans)
         repeats: dict[str, Num] = {layers[0].name: first, layers[-1].name: last}
-        for layer, within in ((layer, _blocks_between(work.profile, layer.name, spans)) for layer in layers[1:-1]):
-            repeats[layer.name] = within
+        for layer in layers[1:-1]:
+            repeats[layer.name] = _blocks_between(work.profile, layer.name, spans)
+            if work.profile.group_borders and not layer.is_block:
+                repeats[layer.name] = sum(work.profile.heads_within(span.first, span.last) for span in spans)
         tied = {slot.copy_of for slot in work.slots if slot.copy_of} if places.shape == "loop" else set()
 
         is_first_chunk = (work.sizes.get("chunk", 0) == 0) * 1
@@ -186,7 +188,11 @@ class Pipeline(Technique):
         work = work.with_tasks(*self._sends(work, spans)).with_residents(*self._buffers(work, spans))
         if self.timetable.overlaps_steps:
             work = work.with_facts(older_versions=(stages > 1) * 1)
-        return self.forbid(work).with_facts(schedule=self.timetable)
+        schedule = self.timetable
+        if work.facts.cut_before and np.ndim(stages) == 0:
+            counts = _counts(places.num_spans, self.stages, work.profile.num_blocks)
+            schedule = replace(schedule, cut_spans=_cut_spans(counts, work.facts.cut_before))
+        return self.forbid(work).with_facts(schedule=schedule)
 
     def _spans(self, work: Work, places: Places) -> list[BlockSpan]:
         """What is priced: this stage's chunks, or the one that `chunk` says."""
@@ -208,7 +214,8 @@ class Pipeline(Technique):
         return result
 
     def _sends(self, work: Work, spans: list[BlockSpan]) -> list[Collective]:
-        layers = work.profile.layers
+        layers, cut_before = work.profile.layers, work.facts.cut_before
+        sends_back = [span.hands_back * (1 - sum((span.first == block) * 1 for block in cut_before)) for span in spans]
         return [
             Collective(
                 layer=layer.name,
@@ -220,9 +227,9 @@ class Pipeline(Technique):
                 origin=self.name,
                 cut="sequence",
             )
-            for span in spans
+            for span, back in zip(spans, sends_back, strict=True)
             for layer, phase, count, size in (
-                (layers[0], "backward", span.hands_back, _handed_on(work, span.first)),
+                (layers[0], "backward", back, _handed_on(work, span.first)),
                 (layers[-1], "forward", span.hands_on, _handed_on(work, span.last)),
             )
         ]
@@ -250,7 +257,10 @@ class Pipeline(Technique):
         from meshwright.ops.stage_transport import Wire
 
         mesh = build.mesh
-        build.timetable, build.stage, build.num_stages = self.timetable, mesh.index(self.axis), self.size
+        build.stage, build.num_stages = mesh.index(self.axis), self.size
+        num_spans = self.timetable.places(self.size).num_spans
+        counts = _counts(num_spans, self.stages, build.profile.num_blocks)
+        build.timetable = replace(self.timetable, cut_spans=_cut_spans(counts, build.model.cut_before))
         build.keep_spans(self.spans_of_stage(build.profile.num_blocks, build.stage))
         build.wire = Wire(mesh, self.axis, build.places)
         if self.splits_backward:
@@ -269,7 +279,7 @@ def _spans_of_stages(
     timetable: Timetable, size: int, stages: tuple[int, ...], blocks: int
 ) -> tuple[tuple[tuple[int, int], ...], ...]:
     places = timetable.places(size)
-    counts = stages if len(stages) == places.num_spans else _even(blocks, places.num_spans)
+    counts = _counts(places.num_spans, stages, blocks)
     ends = list(itertools.accumulate(counts))
     spans = [(end - count, end) for end, count in zip(ends, counts, strict=True)]
     return tuple(tuple(spans[places.span(stage, chunk)] for chunk in range(places.chunks)) for stage in range(size))
@@ -291,6 +301,17 @@ def _halved(work: Work) -> Work:
         else:
             tasks.append(task)
     return replace(work, tasks=tuple(tasks))
+
+
+def _counts(num_spans: int, stages: tuple[int, ...], blocks: int) -> tuple[int, ...]:
+    """Blocks of each span, in the order of the model."""
+    return stages if len(stages) == num_spans else _even(blocks, num_spans)
+
+
+def _cut_spans(counts: Sequence[int], cut_before: Collection[int]) -> tuple[int, ...]:
+    """Those of the spans, of so many blocks each, into which no gradient goes back."""
+    starts = itertools.accumulate(counts, initial=0)
+    return tuple(span for span, start in enumerate(starts) if start in cut_before)
 
 
 def _even(blocks: int, count: int) -> tuple[int, ...]:

@@ -154,8 +154,6 @@ class Tensor(Technique):
     def _split(self, build: Build) -> None:
         import functools
 
-        import torch
-
         from meshwright.ops.cross_entropy import SplitVocabulary
         from meshwright.ops.tensor_parallel import Region, VocabLookup
 
@@ -171,18 +169,17 @@ class Tensor(Technique):
         for each in model.regions():
             region.wrap(each)
         model.set_split(index, self.size)
-        embed, head = model.ends()
+        embed, _ = model.ends()
         if embed is not None:
             first = build.boxes["embed.tokens.weight"].offset[0]
             embed.tokens.forward = VocabLookup(embed.tokens, first, region, embed.dtype)
             if self.sequence and embed.positions is not None:
                 embed.offsets = functools.partial(_part_of_positions, embed.positions, index)
-        if head is not None:
-            first = build.boxes[build.canonical["head.output.weight"]].offset[0]
+        for name, head in model.heads():
+            first = build.boxes[build.canonical[f"{name}.output.weight"]].offset[0]
             head.split_vocabulary = SplitVocabulary(first, group)
-            whole = head.score
 
-            def score(head: Any, x: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            def score(head: Any, x: Any, targets: Any, weights: Any, whole: Any = head.score) -> Any:
                 return whole(head, region.enter(x), targets, weights)
 
             head.score = score

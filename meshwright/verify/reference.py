@@ -106,8 +106,9 @@ class Plain:
     """Prefixes of the names of parameters that belong to a block: Muon updates their matrices."""
     packs_documents: bool = False
     """Inputs may be (tokens, documents). Each document then runs by itself, as a sequence of its own."""
-    extra_loss: Callable[[], Tensor | float] = lambda: 0.0
-    """Losses from inside the layers, summed over what ran since the last call."""
+    extra_loss: Callable[..., Tensor | float] = lambda *asked: 0.0
+    """Losses from inside the layers, summed over what ran since the last call; given its targets and weights, or
+    nothing where they are not asked for."""
     unused: Set[str] = frozenset()
     """Trained parameters that took no part in the last gradient."""
 
@@ -254,14 +255,14 @@ def gradient(
 def _summed(plain: Plain, inputs: Any, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor | float]:
     """Weighted sum of the losses, and of the losses inside layers."""
     if not (plain.packs_documents and isinstance(inputs, tuple)):
-        return (plain.losses(plain.forward(inputs), targets) * weights).sum(), plain.extra_loss()
+        return (plain.losses(plain.forward(inputs), targets) * weights).sum(), plain.extra_loss(targets, weights)
     total, extra = weights.new_zeros(()), weights.new_zeros(())
     for tokens, documents, wanted, weight in zip(*inputs, targets, weights, strict=True):
         ends = [place + 1 for place in range(len(documents) - 1) if documents[place] != documents[place + 1]]
         for first, last in zip([0, *ends], [*ends, len(documents)], strict=True):
             losses = plain.losses(plain.forward(tokens[None, first:last]), wanted[None, first:last])
             total = total + (losses * weight[None, first:last]).sum()
-        extra = extra + plain.extra_loss()
+        extra = extra + plain.extra_loss(wanted[None], weight[None])
     return total, extra
 
 

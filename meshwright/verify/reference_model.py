@@ -82,11 +82,15 @@ def plain_of(opened: OpenedModel, *, sequence: int, dtype: torch.dtype, foreign:
             plain.num_batches_tracked = None
             parent, _, name = path.rpartition(".")
             setattr(model.get_submodule(parent), name, plain)
-    extra = _Balance(model) if isinstance(config, DecoderConfig) and config.num_experts and config.balance else None
+    extra: list[_Balance | _LocalHeads] = []
+    if isinstance(config, DecoderConfig) and config.num_experts and config.balance:
+        extra.append(_Balance(model))
     made = _of_module(model, opened, _values(opened, dtype), dtype)
+    if isinstance(config, DecoderConfig) and config.local_heads:
+        extra.append(_LocalHeads(model, config, made.parameters))
     made.packs_documents = isinstance(config, DecoderConfig) and not config.capacity_factor
-    if extra is not None:
-        made.extra_loss = extra.take
+    if extra:
+        made.extra_loss = lambda *asked: sum(each.take(*asked) for each in extra)
     if isinstance(config, DLRMConfig):
         made.losses = lambda scores, targets: F.binary_cross_entropy_with_logits(
             scores, targets.to(scores.dtype), reduction="none"
@@ -132,7 +136,8 @@ def _of_module(module: nn.Module, opened: OpenedModel, values: Tensors, dtype: t
 
 def _of_transformers(config: DecoderConfig, opened: OpenedModel, sequence: int, dtype: torch.dtype) -> Plain | None:
     """transformers' module of the family; None where no family computes this, or transformers is not there."""
-    if importlib.util.find_spec("transformers") is None or config.balance:  # its balancing loss is another one
+    # Its balancing loss is another one.
+    if importlib.util.find_spec("transformers") is None or config.balance or config.local_heads:
         return None
     try:
         family = family_of(config)
@@ -188,7 +193,7 @@ class _Balance:
                 self.factors[module.router], module.balance = module.balance, 0.0
                 module.router.register_forward_hook(note)
 
-    def take(self) -> Tensor | float:
+    def take(self, *asked: Tensor) -> Tensor | float:
         total: Tensor | float = 0.0
         for router, calls in self.seen.items():
             chosen, scores = (torch.cat(each, dim=1) for each in zip(*calls, strict=True))
@@ -197,5 +202,35 @@ class _Balance:
                 share = F.one_hot(chosen[sample].flatten(), scores.shape[-1]).to(scores.dtype).mean(0)
                 even = share @ chances[sample].sum(0) * scores.shape[-1]
                 total = total + self.factors[router] * even
+        self.seen.clear()
+        return total
+
+
+class _LocalHeads:
+    """The losses of heads between blocks, in plain torch, of what the blocks before them returned."""
+
+    def __init__(self, model: Any, config: DecoderConfig, parameters: Tensors):
+        def note(block: nn.Module, _: Any, returned: Tensor) -> None:
+            self.seen.setdefault(block, []).append(returned)
+
+        self.config, self.parameters = config, parameters
+        self.names = {model.blocks[str(at - 1)]: f"local_heads.{at - 1}" for at in config.group_borders}
+        self.seen: dict[nn.Module, list[Tensor]] = {}
+        for block in self.names:
+            block.register_forward_hook(note)
+
+    def take(self, *asked: Tensor) -> Tensor | float:
+        total: Tensor | float = 0.0
+        for block, calls in self.seen.items() if asked else ():
+            targets, weights = asked
+            name, x = self.names[block], torch.cat(calls, dim=1)
+            norm, epsilon = self.parameters[f"{name}.norm.weight"], self.config.norm_epsilon
+            if self.config.norm == "layer":
+                x = F.layer_norm(x, x.shape[-1:], norm, self.parameters[f"{name}.norm.bias"], epsilon)
+            else:
+                x = x * (x.square().mean(-1, keepdim=True) + epsilon).rsqrt() * norm
+            scores = x @ self.parameters[f"{name}.output.weight"].t()
+            losses = F.cross_entropy(scores.flatten(0, -2), targets.flatten(), reduction="none")
+            total = total + (losses.view(targets.shape) * weights).sum()
         self.seen.clear()
         return total

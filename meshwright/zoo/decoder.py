@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from meshwright.models.presets import DecoderConfig
 from meshwright.ops.attention import Mask, attention_mask, places_in_documents
 from meshwright.ops.cross_entropy import HeadLoss, SplitVocabulary
-from meshwright.ops.model_interface import BlockModel, Inputs, Inside
+from meshwright.ops.model_interface import BlockModel, Inputs, Inside, ModelPart, Spans, is_within
+from meshwright.ops.routing import attach_loss
 from meshwright.zoo.layers import (
     GELU,
     AdaptedLinear,
@@ -94,6 +95,9 @@ class Decoder(BlockModel):
         self.mask: Callable[[int, int, Tensor | None, torch.device, int], Mask | None] = attention_mask
         self.embed: Embed | None = Embed(config)
         self.blocks = nn.ModuleDict({str(i): TransformerBlock(config, self._mlp(i)) for i in range(config.num_layers)})
+        self.local_heads = nn.ModuleDict({str(at - 1): DecoderHead(config, self.scale) for at in config.group_borders})
+        """By the number of the block before each."""
+        self.has_local_heads = bool(config.local_heads)
         self.head: DecoderHead | None = DecoderHead(config, self.scale)
         if config.tied:
             self.head.output.weight = self.embed.tokens.weight
@@ -127,15 +131,17 @@ class Decoder(BlockModel):
             places = places_in_documents(documents)
         config = self.config
         mask = self.mask(tokens.shape[1], config.sliding_window, documents, tokens.device, config.size_of_head)
-        x = self.trunk(self.own_tokens(tokens, 1), self.own_tokens(places, -1), mask, received)
+        asked = () if targets is None or weights is None else (self.own_tokens(targets, 1), self.own_tokens(weights, 1))
+        local = (asked,) if self.has_local_heads and torch.is_grad_enabled() else ()
+        x = self.trunk(self.own_tokens(tokens, 1), self.own_tokens(places, -1), mask, received, *local)
         if self.head is None or not self.runs(self.config.num_layers - 1):
             return x
-        if targets is None or weights is None:
-            return self.head(x)
-        return self.head(x, self.own_tokens(targets, 1), self.own_tokens(weights, 1))
+        return self.head(x, *asked)
 
-    def trunk(self, tokens: Tensor, places: Tensor, mask: Mask | None, received: Tensor | None) -> Tensor:
-        """Embedding and blocks."""
+    def trunk(
+        self, tokens: Tensor, places: Tensor, mask: Mask | None, received: Tensor | None, asked: tuple[Tensor, ...] = ()
+    ) -> Tensor:
+        """Embedding and blocks. `asked`: targets and weights for the losses between them."""
         x = received
         if x is None:
             assert self.embed is not None, "a later stage is given what the stage before it made"
@@ -144,6 +150,10 @@ class Decoder(BlockModel):
         for name, block in self.blocks.items():
             if self.runs(int(name)):
                 x = block(x, cosine, sine, mask)
+                if asked and name in self.local_heads:
+                    loss = self.local_heads[name](x, *asked)
+                    x = x.detach() if int(name) + 1 in self.cut_before else x
+                    x = attach_loss(x, loss, LossScale(self.scale.value))
         return x
 
     def compile_trunk(self, compiled: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> None:
@@ -151,6 +161,24 @@ class Decoder(BlockModel):
         plain, norm = self.trunk, self.head.norm
         self.head.is_normed = True
         self.trunk = compiled(lambda *given: norm(plain(*given)))  # type: ignore[method-assign]
+
+    def keep(self, spans: Spans) -> None:
+        super().keep(spans)
+        for name in list(self.local_heads):
+            if not is_within(spans, int(name)):
+                del self.local_heads[name]
+
+    def parts(self) -> Iterable[ModelPart]:
+        for part in super().parts():
+            yield part
+            number = part.name.rpartition(".")[2]
+            if part.is_block and number in self.local_heads:
+                head = self.local_heads[number]
+                yield ModelPart(name=f"local_heads.{number}", kind="local_heads", module=head)
+
+    def heads(self) -> Iterable[tuple[str, Any]]:
+        yield from ((f"local_heads.{number}", head) for number, head in self.local_heads.items())
+        yield from super().heads()
 
     def kind_of(self, block: int) -> str:
         return "dense_blocks" if block < self.config.num_dense_layers else "blocks"

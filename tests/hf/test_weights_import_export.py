@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,25 @@ def test_what_is_written_transformers_loads(made: Made, name: str, tmp_path: Pat
     assert (again.lm_head.weight is again.get_input_embeddings().weight) == model.config.tie_word_embeddings
     assert again.config.eos_token_id == 2
     assert config_of(out) == config_of(folder)
+
+
+def test_heads_between_blocks_stay_behind(made: Made, tmp_path: Path) -> None:
+    folder, model = made("llama")
+    config = replace(config_of(folder), local_heads=1)
+    plain = decoder_of(folder).state_dict()
+    held = {
+        f"parameter.{name}": plain[name] if name in plain else torch.zeros(shape)
+        for name, shape in parameter_shapes(config).items()
+    }
+    assert len(held) == len(plain) + 2
+    state = {"model_kind": "decoder", "model_config": encode(config)}
+    checkpoint = save_in_pieces(tmp_path / "run", 3, held, counts=(2, 1), state=state)
+    for base in (None, config_of(folder)):
+        exported = HFExport.of(Reader(checkpoint), base)
+        assert {f"parameter.{name}" for name in plain} == set(exported.parts)
+    out = export(checkpoint, tmp_path / "out", report=lambda _: None)
+    again = quiet_transformers().AutoModelForCausalLM.from_pretrained(out)
+    assert difference(logits(again), logits(model)) < TOLERANCE
 
 
 def test_a_checkpoint_cut_for_a_plan_is_written_whole(made: Made, tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "expert": {"size": sizes},
     "compress_gradients": {"codec": st.sampled_from(["int8", "topk"]), "keep": st.sampled_from([0.01, 1.0])},
     "gossip": {"size": sizes, "graph": st.sampled_from(["ring", "exponential", "pairs", "push"])},
+    "local_loss": {"every": st.integers(1, 64)},
     "local_steps": {"size": sizes, "every": st.integers(1, 64)},
     "lowbit_optimizer": {"bits": st.sampled_from([4, 8])},
     "multi_rate": {"layers": layers, "every": st.integers(1, 64)},

@@ -38,6 +38,7 @@ SETTINGS: dict[str, tuple[Technique, ...]] = {
     "context": (tiny.RING,),
     "expert": (tiny.EXPERT,),
     "gossip": (tiny.PEERS,),
+    "local_loss": (tiny.UNCUT,),
     "local_steps": (tiny.ISLANDS,),
     "lowbit_optimizer": (tiny.LOW_BIT,),
     "multi_rate": (tiny.EVERY_STEP,),
@@ -65,7 +66,7 @@ BESIDE: dict[tuple[str, str], tuple[tuple[Technique, ...], ...]] = {
 """Other settings of those that both name blocks: each block follows one of them."""
 
 
-APPROXIMATE = (tiny.ISLANDS, tiny.PEERS, tiny.EVERY_STEP)
+APPROXIMATE = (tiny.ISLANDS, tiny.PEERS, tiny.EVERY_STEP, tiny.UNCUT)
 """Approximate techniques in settings that give one device's losses and parameters, with plain SGD for islands."""
 
 
@@ -90,6 +91,8 @@ def verdict(plan: Plan, ran: Run) -> str:
     model = tiny.MOE if plan.technique("expert") else MODEL
     if tiny.INTERLEAVED in plan.techniques:
         model = model | {"num_layers": 4}
+    if plan.technique("local_loss"):
+        model = model | {"local_heads": 1}
     problems = plan.check(decoder_profile(DecoderConfig(**model), "tiny"))
     if problems:
         return "; ".join(map(str, problems))

@@ -81,6 +81,7 @@ ON_HOST, ON_HOST_AHEAD = t("offload_states", share=0.5), t("offload_states", ahe
 ON_DISK = t("offload_states", disk_share=0.5)
 STREAMED = t("stream_weights")
 EVERY_STEP = t("multi_rate", layers="first 1", every=1)
+UNCUT = t("local_loss", every=2)
 KEEP_ALL = t("compress_gradients", codec="topk", keep=1.0)
 ISLANDS = t("local_steps", size=2, every=1, outer="average")
 PEERS = t("gossip", size=2)
