@@ -291,7 +291,7 @@ class Profile(Artefact):
     def lookup_tables(self) -> dict[tuple[str, str], Param]:
         """By layer and name, trained tables of which a token (or sample) reads one row, and that nothing else uses."""
         tied = {param.tied for layer in self.layers for param in layer.params}
-        found = {}
+        found: dict[tuple[str, str], Param] = {}
         for layer in self.layers:
             if layer.is_block or not any((op.name, op.kind) == ("lookup", "gather") for op in layer.ops):
                 continue

@@ -120,12 +120,12 @@ class Buckets(Exchange):
     def begin_step(self) -> None:
         self.num_left = 0
         for bucket in self.buckets:
+            for table in bucket.tables:
+                table.ids.clear()
             bucket.is_ready = bucket.rests = not any(parameter.requires_grad for parameter in bucket.parameters)
             if bucket.rests:
                 continue
             bucket.flat.zero_()
-            for table in bucket.tables:
-                table.ids.clear()
             for parameter, view in zip(bucket.parameters, bucket.views, strict=False):
                 parameter.grad = view
             self.zero_filled.update(map(id, bucket.parameters))
