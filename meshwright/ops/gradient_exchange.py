@@ -181,11 +181,11 @@ class Buckets(Exchange):
         """Add all ranks' rows to the tables' gradients."""
         taken, ways = [table.take() for table in tables], self.group.size()
         ids, rows = torch.cat([ids for ids, _ in taken]), torch.cat([rows for _, rows in taken])
-        all_ids, all_rows = ids.new_empty(ways, *ids.shape), rows.new_empty(ways, *rows.shape)
+        all_ids, all_rows = ids.new_empty(ways * len(ids)), rows.new_empty(ways * len(rows), rows.shape[1])
         all_gather(all_ids, ids, self.group)
         all_gather(all_rows, rows, self.group)
         counts = [len(ids) for ids, _ in taken]
-        for ids, rows in zip(all_ids, all_rows, strict=True):  # rank by rank: no row twice in one sum
+        for ids, rows in zip(all_ids.chunk(ways), all_rows.chunk(ways), strict=True):  # no row twice in one sum
             for table, at, added in zip(tables, ids.split(counts), rows.split(counts), strict=True):
                 assert table.weight.grad is not None
                 table.weight.grad.index_add_(0, at, added)

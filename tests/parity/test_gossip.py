@@ -260,7 +260,11 @@ def test_the_period_is_between_its_limits_and_stays_near_the_target() -> None:
 
 @pytest.mark.parametrize(
     ("graph", "inside", "every", "target"),
-    [("ring", (), 1, 0.05), ("pairs", (tiny.SEQUENCED,), 2, 0.12), ("tree", (), 1, 1e9)],
+    [
+        ("ring", (), 1, 0.05),
+        pytest.param("pairs", (tiny.SEQUENCED,), 2, 0.12, marks=pytest.mark.slow),
+        ("tree", (), 1, 1e9),
+    ],
     ids=["ring", "pairs of meshes", "always near"],
 )
 def test_the_period_follows_the_drift(

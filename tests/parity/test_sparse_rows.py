@@ -32,6 +32,7 @@ from meshwright.simulator.stage_seconds import routes
 Run = Callable[..., list[dict[str, Any]]]
 VOCABULARY, HIDDEN = 1000, 16
 WORDS = tiny.LLAMA | {"vocab_size": VOCABULARY, "num_layers": 2}
+DEEP = WORDS | {"num_layers": 4}
 POSITIONS = WORDS | {"positions": "learned", "norm": "layer", "mlp": "gelu", "bias": True}
 TABLE = VOCABULARY * HIDDEN * 8
 
@@ -49,11 +50,11 @@ def gathered(answer: dict[str, Any]) -> dict[int, int]:
     ("techniques", "config", "tokens"),
     [
         ((rows_of(),), WORDS, 64),
-        ((rows_of(),), POSITIONS, 64),
-        ((rows_of(4), tiny.RECOMPUTE), WORDS, 32),
-        ((rows_of(shares=(4, 4)), tiny.INTERLEAVED), WORDS, 64),
-        ((rows_of(), tiny.RING), WORDS, 32),
-        ((rows_of(), tiny.ZBV, tiny.EVERY_STEP), WORDS, 64),
+        pytest.param((rows_of(),), POSITIONS, 64, marks=pytest.mark.slow),
+        pytest.param((rows_of(4), tiny.RECOMPUTE), WORDS, 32, marks=pytest.mark.slow),
+        pytest.param((rows_of(shares=(4, 4)), tiny.INTERLEAVED), DEEP, 64, marks=pytest.mark.slow),
+        pytest.param((rows_of(), tiny.RING), WORDS, 32, marks=pytest.mark.slow),
+        pytest.param((rows_of(), tiny.ZBV, tiny.EVERY_STEP), DEEP, 64, marks=pytest.mark.slow),
     ],
     ids=["two", "positions", "four", "interleaved", "ring", "zbv"],
 )
@@ -66,8 +67,8 @@ def test_as_on_one_device_and_as_priced(
     assert tiny.price_differences(answers) == []
     ways = plan.mesh["dp"]
     for answer in answers:
-        stage_sums = [size for kind, axis, size, _ in answer["observed"] if (kind, axis) == ("all_reduce", "dp")]
-        assert all(size < TABLE or size == TABLE + HIDDEN * 8 for size in stage_sums), "head and its norm, no table"
+        sums = [size for kind, axis, size, _ in answer["observed"] if (kind, axis) == ("all_reduce", "dp")]
+        assert sum(size >= TABLE for size in sums) <= 1, "the head is summed, the table is not"
     # Ids of 8 bytes, rows of doubles; on the stage that has the table.
     wanted = {ways * tokens * 8: 1, ways * tokens * HIDDEN * 8: 1}
     assert gathered(answers[0]) == wanted
@@ -89,6 +90,7 @@ def test_large_tables_go_by_rows_and_small_ones_whole(config: dict[str, Any], ra
         assert ["all_reduce", "dp", 3 * 8 * 8, 1] in answer["observed"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("techniques", "config"),
     [
