@@ -152,8 +152,8 @@ def _other_values(question: Question, plan: Plan, knob: Knob, notes: list[str]) 
     field = knob.field or (_main_field(tuple(options.values())) if options else "")
     declared: type = kind
     hint = field_types(declared).get(field)
-    if field not in options and get_origin(hint) is Literal:
-        options[field] = Choice(field, get_args(hint))
+    if field not in options and (get_origin(hint) is Literal or hint is bool):
+        options[field] = Choice(field, get_args(hint) or (False, True))
     if field not in options:
         notes.append(
             f"Search does not turn {Knob(technique=knob.technique, field=field)}; pin it to try another value."

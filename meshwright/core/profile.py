@@ -302,6 +302,19 @@ class Profile(Artefact):
         return sum(math.prod(param.shape) * repeat for param, repeat in each)
 
     @property
+    def lookup_tables(self) -> dict[tuple[str, str], Param]:
+        """By layer and name, trained tables of which a token (or sample) reads one row, and that nothing else uses."""
+        tied = {param.tied for layer in self.layers for param in layer.params}
+        found: dict[tuple[str, str], Param] = {}
+        for layer in self.layers:
+            if layer.is_block or not any((op.name, op.kind) == ("lookup", "gather") for op in layer.ops):
+                continue
+            tables = [param for param in layer.params if param.shared_out == "rows"] or layer.params[:1]
+            own = [p for p in tables if not (p.frozen or p.packed or f"{layer.name}.{p.name}" in tied)]
+            found |= {(layer.name, param.name): param for param in own}
+        return found
+
+    @property
     def fingerprint(self) -> str:
         if self.unfrozen:
             return self.unfrozen

@@ -7,10 +7,18 @@
     pairs:        a random perfect matching, 1/2 each; an odd peer is idle
     push:         each sends half to a random peer: (w x)_i <- sum of S_ij (w x)_j, w_i <- sum of S_ij w_j
                   (push-sum, as GoSGD has it: Blot et al. 2016)
+    tree:         S of a binary tree: a child gives 1/4 to its parent in each `up`-th meeting, a parent 1/4 to each
+                  child in each `down`-th (periods up and down as in EASGD's tree: Zhang et al. 2015)
 
 The first three are doubly stochastic. The columns of S sum to 1, not its rows: sum-weights w make up for it, and sum to
 n at all times. All ranks draw the same random numbers, so nobody has to send a weight or a choice. The mean over the
-peers, of push weighted by w, is what a meeting conserves; it is evaluated and written to checkpoints.
+peers, of push and tree weighted by w, is what a meeting conserves; it is evaluated and written to checkpoints.
+
+With a target for the drift, the root mean square of the distances between those who meet over that of their norms, the
+period T of the meetings follows what each meeting finds before it mixes (as Jiang and Agrawal 2020 adapt that of
+averages over all):
+
+    T <- T + 1 where the drift is below 0.7 of the target, T - 1 above 1.3 of it, never below `every` or over `longest`
 """
 
 from __future__ import annotations
@@ -33,7 +41,9 @@ if TYPE_CHECKING:
     from meshwright.techniques.gossip import Gossip
 
 
-def mixing_shares(graph: str, size: int, meeting: int, seed: int) -> dict[tuple[int, int], float]:
+def mixing_shares(
+    graph: str, size: int, meeting: int, seed: int, up: int = 1, down: int = 1
+) -> dict[tuple[int, int], float]:
     """(taker, giver) -> the share of what the giver has that the taker gets; what each gives sums to 1."""
     ways, drawn = {1, size - 1}, random.Random(f"{seed}.{meeting}")
     if graph == "ring":
@@ -45,14 +55,23 @@ def mixing_shares(graph: str, size: int, meeting: int, seed: int) -> dict[tuple[
         order = drawn.sample(range(size), size)
         matched = list(zip(order[::2], order[1::2], strict=False))
         others = [*matched, *((second, first) for first, second in matched)]
+    elif graph == "tree":
+        edges = [((child - 1) // 2, child) for child in range(1, size)]
+        others = edges * (meeting % up == 0) + [(child, parent) for parent, child in edges] * (meeting % down == 0)
     else:
         others = [((peer + drawn.randrange(1, size)) % size, peer) for peer in range(size)]
-    share = 1 / 3 if graph == "ring" and len(ways) == 2 else 1 / 2
+    share = 1 / 3 if graph == "ring" and len(ways) == 2 else 1 / 4 if graph == "tree" else 1 / 2
     shares = dict.fromkeys(others, share)
     left = [1.0] * size
     for _, giver in others:
         left[giver] -= share
     return shares | {(peer, peer): left[peer] for peer in range(size)}
+
+
+def adapted(period: int, drift: float, settings: Gossip) -> int:
+    """The period after a meeting that has found this drift."""
+    change = (drift < 0.7 * settings.drift) - (drift > 1.3 * settings.drift)
+    return min(max(period + change, settings.every), settings.longest)
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +102,9 @@ class NeighbourAverages(Exchange):
         self.build, self.settings = build, settings
         self.group, self.index = build.mesh.group(settings.axis), build.mesh.index(settings.axis)
         self.weights = torch.ones(settings.size, dtype=torch.float64)
-        """Sum-weights of all peers; 1 but for `push`."""
+        """Sum-weights of all peers; 1 but for `push` and `tree`."""
+        self.clock = torch.tensor([settings.every, settings.every, 0], dtype=torch.float64)
+        """Where the period adapts: it, the update after which peers meet next, and how often they have met."""
         self.figures: dict[str, float] = {}
         self.layers = [PeerLayer(*map(list, zip(*named, strict=True))) for named in trained_layers(build)]
         for layer in self.layers:
@@ -97,18 +118,31 @@ class NeighbourAverages(Exchange):
     @torch.no_grad()
     def after_update(self, count: int) -> None:
         settings = self.settings
-        meeting, since = divmod(count, settings.every)
-        if since == 0:
-            self.meet(mixing_shares(settings.graph, settings.size, meeting - 1, settings.seed))
+        if settings.drift:
+            period, at, meeting = (int(each) for each in self.clock)
+            is_time = count >= at
+        else:
+            meeting, since = divmod(count, settings.every)
+            meeting, is_time = meeting - 1, since == 0
+        if is_time:
+            given = settings.graph, settings.size, meeting, settings.seed, settings.up, settings.down
+            shares = mixing_shares(*given)
+            drift = self.meet(shares)
+            if settings.drift:
+                period = adapted(period, drift, settings) if len(shares) > settings.size else period
+                self.clock.copy_(torch.tensor([period, count + period, meeting + 1]))
+                self.figures = {"meeting_drift": drift, "meeting_period": period}
         if self.build.is_last_step:
             self._average()
 
-    def meet(self, shares: Mapping[tuple[int, int], float]) -> None:
+    def meet(self, shares: Mapping[tuple[int, int], float]) -> float:
+        """Mix; where the period adapts, answers how far apart those who met were."""
         mine, before, after = self.index, self.weights.tolist(), [0.0] * self.settings.size
         for (taker, giver), share in shares.items():
             after[taker] += share * before[giver]
-        if self.settings.graph == "push":
+        if self.settings.has_weights:
             self.weights.copy_(torch.tensor(after))
+        squares = torch.zeros(2, dtype=torch.float64, device=self.build.mesh.device)  # of differences, of own
         taken = {giver: share * before[giver] / after[mine] for (to, giver), share in shares.items() if to == mine}
         own = taken.pop(mine)
         takers = [taker for taker, giver in shares if giver == mine != taker]
@@ -120,10 +154,20 @@ class NeighbourAverages(Exchange):
                 messages.append(dist.P2POp(dist.irecv, other, group=self.group, group_peer=giver))
             for work in dist.batch_isend_irecv(messages) if messages else ():
                 work.wait()
+            for other in received.values() if self.settings.drift else ():
+                apart = torch._foreach_sub(layer.values, list(flat_views(other, layer.values)))
+                for name, *pair in zip(layer.names, apart, layer.values, strict=True):
+                    if self.build.owns(name):
+                        squares += torch.stack([each.double().square().sum() for each in pair])
             mixed = flat.mul_(own)
             for giver, other in received.items():
                 mixed.add_(other, alpha=taken[giver])
             layer.write(mixed)
+        if not self.settings.drift:
+            return 0.0
+        total = squares.cpu()
+        dist.all_reduce(total, group=self.build.mesh.control)
+        return float(total[0] / total[1].clamp(min=1e-300)) ** 0.5
 
     def _average(self) -> None:
         """Bring the averages up to date; the root mean square of the peers' distances from them is a figure."""
@@ -138,7 +182,7 @@ class NeighbourAverages(Exchange):
                     square += apart.double().square().sum()
         total = square.cpu()
         dist.all_reduce(total, group=self.build.mesh.control)
-        self.figures = {"consensus_distance": float(total / self.settings.size) ** 0.5}
+        self.figures["consensus_distance"] = float(total / self.settings.size) ** 0.5
 
     @torch.no_grad()
     def before_evaluation(self) -> None:
@@ -170,6 +214,9 @@ class NeighbourAverages(Exchange):
             for name, value in zip(layer.names, layer.values, strict=True):
                 box, is_mine = self.build.boxes[name], self.build.owns(name)
                 yield OptimizerState(f"gossip.peer@{self.index}", name, value, box, is_mine)
-                if self.settings.graph == "push":  # beside every parameter: another plan may have any of them here
-                    is_first = is_first_peer and is_mine and not (box.is_empty or any(box.offset))
+                # Beside every parameter: another plan may have any of them here.
+                is_first = is_first_peer and is_mine and not (box.is_empty or any(box.offset))
+                if self.settings.has_weights:
                     yield OptimizerState(f"gossip.weights{size}", name, self.weights, Box.whole((size,)), is_first)
+                if self.settings.drift:
+                    yield OptimizerState("gossip.clock", name, self.clock, Box.whole((3,)), is_first)

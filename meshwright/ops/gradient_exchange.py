@@ -4,8 +4,10 @@ There is a bucket for each layer, summed over the replicas. Each parameter's `.g
 bucket, so nothing is copied. All ranks sum the buckets in one order, whatever their own backward did: a bucket leaves
 as soon as its last gradient of the last microbatch has arrived and those before it have left. The order is the one in
 which the first rank's gradients arrived in the first step. A parameter that took no part in a rank's step adds zeros,
-and the rest waits for the end of the backward passes. A layer whose gradients leave the device has no lasting bucket:
-one is made when they are all there, and let go of once its sum has left.
+and the rest waits for the end of the backward passes. Of large tables only the rows that a step has looked up may be
+sent (`LookedUp`): each rank gathers those of all ranks when the backward passes are over, as many as were looked up,
+and adds them in the order of the ranks, so that all have the same bits. A layer whose gradients leave the device has no
+lasting bucket: one is made when they are all there, and let go of once its sum has left.
 
 Late sums are of gradients that are partial for another reason, such as a norm's under a split sequence.
 """
@@ -13,8 +15,8 @@ Late sums are of gradients that are partial for another reason, such as a norm's
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, takewhile
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +25,7 @@ from torch import Tensor, nn
 
 from meshwright.core.all_reduce import AllReduce
 from meshwright.core.build import Build, Exchange, OptimizerState
-from meshwright.ops.collectives import all_reduce_by_sends
+from meshwright.ops.collectives import all_gather, all_reduce_by_sends
 from meshwright.ops.fsdp import local
 from meshwright.ops.gradient_codecs import CodedSum
 from meshwright.ops.host_memory import HostUnit, flat_views
@@ -33,10 +35,42 @@ if TYPE_CHECKING:
     from meshwright.techniques.compress_gradients import CompressGradients
 
 
+class LookedUp:
+    """A table and the ids that a step has looked up in it: other rows have no gradient."""
+
+    def __init__(self, table: nn.Embedding):
+        self.weight, self.ids = table.weight, list[Tensor]()
+        table.register_forward_pre_hook(self._keep)
+
+    def _keep(self, table: nn.Module, given: tuple[Tensor, ...]) -> None:
+        if torch.is_grad_enabled():
+            self.ids.append(given[0].flatten())
+
+    @property
+    def num_ids(self) -> int:
+        return sum(len(ids) for ids in self.ids)
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """The ids in order and their rows of the gradient, which are zero from here on; of equal ids the first has the
+        row, the others zeros."""
+        assert self.weight.grad is not None
+        ids, gradient = torch.cat(self.ids).sort().values, self.weight.grad
+        rows = gradient[ids]
+        rows[1:].masked_fill_((ids[1:] == ids[:-1])[:, None], 0)
+        gradient.index_fill_(0, ids, 0)
+        return ids, rows
+
+
+RowsPay = Callable[[int, int, int], bool]
+"""Whether it pays to gather rows: by the ids of a rank's step, and the table's rows and bytes of each."""
+
+
 class Bucket:
-    def __init__(self, parameters: list[nn.Parameter], chunk: int, host: HostUnit | None):
-        """`host`: where sums go as soon as they are made."""
-        self.parameters, self.chunk, self.host = parameters, chunk, host
+    def __init__(self, parameters: list[nn.Parameter], chunk: int, host: HostUnit | None, tables: list[LookedUp]):
+        """`host`: where sums go as soon as they are made. `tables`: the last of the parameters, in rising order."""
+        self.parameters, self.chunk, self.host, self.tables = parameters, chunk, host, tables
+        self.gathered: list[LookedUp] = []
+        """Tables whose rows are gathered in this step; the rest of the bucket is summed."""
         size = 0 if host else sum(parameter.numel() for parameter in parameters)
         self.flat = torch.zeros(size, dtype=parameters[0].dtype, device=parameters[0].device)
         self.views = () if host else flat_views(self.flat, parameters)
@@ -56,11 +90,14 @@ class Buckets(Exchange):
         zero_filled: set[int],
         host_units: Sequence[HostUnit],
         algorithm: AllReduce | None = None,
+        tables: Sequence[LookedUp] = (),
+        rows_pay: RowsPay | None = None,
     ):
         """`zero_filled` and `host_units`: as in `Build`. With an `algorithm`, which waits for other ranks round by
-        round, sums are made when the backward passes are over."""
+        round, sums are made when the backward passes are over. Of `tables` for which `rows_pay`, rows are gathered."""
         leaving = {id(host.parameters[0]): host for host in host_units if host.leaves_summed}
-        self.group, self.zero_filled, self.algorithm = group, zero_filled, algorithm
+        self.group, self.zero_filled, self.algorithm, self.rows_pay = group, zero_filled, algorithm, rows_pay
+        table_of = {id(table.weight): table for table in tables}
         self.buckets: list[Bucket] = []
         # Weakly: autograd's hooks are out of the garbage collector's sight, and would keep the group for ever.
         arrived = weakref.WeakMethod(self._arrived)
@@ -68,10 +105,12 @@ class Buckets(Exchange):
             trained = [parameter for parameter in unit.parameters if parameter.requires_grad]
             if not trained:
                 continue
+            trained.sort(key=lambda parameter: len(parameter) if id(parameter) in table_of else 0)
+            own = [table_of[id(parameter)] for parameter in trained if id(parameter) in table_of]
             at = len(self.buckets)
             for parameter in trained:
                 parameter.register_post_accumulate_grad_hook(lambda p, at=at: (arrived() or _gone)(p, at))
-            self.buckets.append(Bucket(trained, unit.chunk, leaving.get(id(trained[0]))))
+            self.buckets.append(Bucket(trained, unit.chunk, leaving.get(id(trained[0])), own))
         self.order = list(reversed(range(len(self.buckets))))
         self.num_left = 0
         """Buckets of the order that are under way in this step."""
@@ -81,6 +120,8 @@ class Buckets(Exchange):
     def begin_step(self) -> None:
         self.num_left = 0
         for bucket in self.buckets:
+            for table in bucket.tables:
+                table.ids.clear()
             bucket.is_ready = bucket.rests = not any(parameter.requires_grad for parameter in bucket.parameters)
             if bucket.rests:
                 continue
@@ -123,10 +164,31 @@ class Buckets(Exchange):
             for parameter in bucket.parameters:
                 parameter.grad = None
         if self.algorithm is None:
-            bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
+            bucket.gathered = list(takewhile(self._pays, reversed(bucket.tables)))  # the larger, the sooner
+            num_summed = bucket.flat.numel() - sum(table.weight.numel() for table in bucket.gathered)
+            if num_summed:
+                bucket.work = dist.all_reduce(bucket.flat[:num_summed], group=self.group, async_op=True)
         else:
             all_reduce_by_sends(bucket.flat, self.group, self.algorithm)
         self.num_left += 1
+
+    def _pays(self, table: LookedUp) -> bool:
+        rows, columns = table.weight.shape
+        return self.rows_pay is not None and self.rows_pay(table.num_ids, rows, columns * table.weight.element_size())
+
+    @torch.no_grad()
+    def _gather_rows(self, tables: list[LookedUp]) -> None:
+        """Add all ranks' rows to the tables' gradients."""
+        taken, ways = [table.take() for table in tables], self.group.size()
+        ids, rows = torch.cat([ids for ids, _ in taken]), torch.cat([rows for _, rows in taken])
+        all_ids, all_rows = ids.new_empty(ways * len(ids)), rows.new_empty(ways * len(rows), rows.shape[1])
+        all_gather(all_ids, ids, self.group)
+        all_gather(all_rows, rows, self.group)
+        counts = [len(ids) for ids, _ in taken]
+        for ids, rows in zip(all_ids.chunk(ways), all_rows.chunk(ways), strict=True):  # no row twice in one sum
+            for table, at, added in zip(tables, ids.split(counts), rows.split(counts), strict=True):
+                assert table.weight.grad is not None
+                table.weight.grad.index_add_(0, at, added)
 
     def _end(self, bucket: Bucket) -> None:
         """Wait for a sum, and send it where it is to be."""
@@ -143,6 +205,8 @@ class Buckets(Exchange):
         while self.num_left < len(self.order):
             self._send_next()
         for bucket in self.buckets:
+            if bucket.gathered and not bucket.rests:
+                self._gather_rows(bucket.gathered)
             self._end(bucket)
         if self.arrivals is not None and self.buckets:
             arrived = self.arrivals + [at for at in self.order if at not in self.arrivals]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from command import losses, mw, write_plan, write_run
 
-PEERS = {"name": "gossip", "size": 2, "every": 3}
+PEERS = {"name": "gossip", "size": 2, "every": 3, "drift": 0.5}
 
 
 def test_the_consensus_distance_is_recorded_where_the_average_is_made(tmp_path: Path) -> None:
@@ -24,6 +24,10 @@ def test_the_consensus_distance_is_recorded_where_the_average_is_made(tmp_path: 
     assert set(found) == {(3, False), (4, True), (4, False)}
     assert 0 <= found[3, False] < 1e-5, "two peers that have just met are equal"
     assert found[4, True] == found[4, False] > 1e-3, "then each has gone its own way"
+    periods = {row["step"]: (row["meeting_period"], row["meeting_drift"]) for row in rows if "meeting_period" in row}
+    assert list(periods) == [3], "they have met once"
+    assert periods[3][0] == 4, "and were near each other"
+    assert 0 < periods[3][1] < 0.35
     assert f"consensus distance {found[4, False]:.3g}" in done.stderr
     assert "mw check" not in done.stderr, "it would refuse the plan"
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())

@@ -31,7 +31,8 @@ def trained_job(
 ) -> dict[str, Any]:  # fmt: skip
     """Steps from `first` on. A checkpoint in `folder` at the end, and before at `save_at`; step `last` is the run's.
 
-    Answers what an evaluation says after each step, what this rank holds at the end, and the traffic of all steps.
+    Answers what an evaluation says after each step, what this rank holds at the end, the figures and the traffic of
+    all steps.
     """
     parity.enter(rank, num_ranks, rendezvous)
     chosen, rates = Plan.from_json(json.dumps(plan)), decode(OptimizerConfig, optimizer, "optimizer")
@@ -44,7 +45,7 @@ def trained_job(
     if reader is not None:
         restore_optimizer(reader, session.build, session.loop.optimizer)
     samples = parity.random_samples(shape.vocab_size, chosen.batch, tiny.SEQUENCE)
-    answer: dict[str, Any] = {"evaluated": [], "losses": [], "norms": []}
+    answer: dict[str, Any] = {"evaluated": [], "losses": [], "norms": [], "figures": []}
     recorder = TrafficRecorder(session.mesh.axis_of_group())
     for step in range(first, first + steps):
         session.build.is_last_step = step + 1 == last
@@ -53,6 +54,7 @@ def trained_job(
             result = session.loop.step(given, rates.lr)
         answer["losses"].append(result.loss)
         answer["norms"].append(result.gradient_norm)
+        answer["figures"].append([dict(exchange.take_figures()) for exchange in session.build.exchanges])
         if not traffic:
             total, tokens, _ = session.loop.evaluate([given])
             answer["evaluated"].append(total / tokens)

@@ -9,6 +9,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from tiny import t
 from meshwright.core.technique import Technique
 from meshwright.launch.rank_pool import RankPool
 from meshwright.machine.named_clusters import cluster
-from meshwright.ops.gossip import mixing_shares
+from meshwright.ops.gossip import adapted, mixing_shares
 from meshwright.optimizers.optimizer_config import OptimizerConfig
 from meshwright.simulator.pricing import price
 from meshwright.simulator.stage_seconds import routes, stage_cost
@@ -31,8 +32,10 @@ from meshwright.simulator.stage_seconds import routes, stage_cost
 Matrix = npt.NDArray[np.float64]
 MODEL = islands.MODEL
 SMALL = MODEL | {"num_layers": 1}
-GRAPHS = ("ring", "exponential", "pairs", "push")
+GRAPHS = ("ring", "exponential", "pairs", "push", "tree")
 SEED = 5
+UP, DOWN = 1, 2
+"""Periods of a tree's meetings in either direction."""
 
 
 def matrix(graph: str, size: int, meeting: int) -> Matrix:
@@ -48,10 +51,22 @@ def matrix(graph: str, size: int, meeting: int) -> Matrix:
         for a, b in zip(order[0::2], order[1::2], strict=False):
             whole[np.ix_([a, b], [a, b])] = 0.5
         return whole
+    if graph == "tree":
+        for child in range(1, size):
+            parent = (child + 1) // 2 - 1
+            for giver, taker, period in ((child, parent, UP), (parent, child, DOWN)):
+                if meeting % period == 0:
+                    whole[taker, giver] += 0.25
+                    whole[giver, giver] -= 0.25
+        return whole
     for giver in range(size):
         whole[giver, giver] = 0.5
         whole[(giver + numbers.randrange(1, size)) % size, giver] += 0.5
     return whole
+
+
+def peers_of(graph: str, **settings: Any) -> Technique:
+    return t("gossip", graph=graph, seed=SEED, **({"up": UP, "down": DOWN} if graph == "tree" else {}), **settings)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -87,13 +102,16 @@ def test_nothing_is_lost_in_a_meeting_and_everyone_is_reached(graph: str) -> Non
         reached, weights = np.eye(size), np.ones(size)
         for meeting in range(200):
             found = np.zeros((size, size))
-            for (taker, giver), share in mixing_shares(graph, size, meeting, SEED).items():
+            for (taker, giver), share in mixing_shares(graph, size, meeting, SEED, UP, DOWN).items():
                 found[taker, giver] = share
             np.testing.assert_allclose(found, matrix(graph, size, meeting), atol=1e-15)
             assert found.min() >= 0
             np.testing.assert_allclose(found.sum(axis=0), 1, rtol=1e-15)
             if graph == "push":
                 assert ((found > 0).sum(axis=0) == 2).all(), "a peer sends one message"
+            elif graph == "tree":
+                sent = (found > 0).sum() - size
+                assert sent == (size - 1) * ((meeting % UP == 0) + (meeting % DOWN == 0)), "one message for each edge"
             else:
                 np.testing.assert_allclose(found.sum(axis=1), 1, rtol=1e-15)
             reached, weights = found @ reached, found @ weights
@@ -110,12 +128,13 @@ def test_nothing_is_lost_in_a_meeting_and_everyone_is_reached(graph: str) -> Non
         ("exponential", 4, 1, islands.ADAMW),
         ("pairs", 4, 2, islands.ADAMW),
         ("push", 4, 1, islands.ADAMW),
+        ("tree", 4, 2, islands.ADAMW),
     ],
 )
 def test_peers_do_what_a_plain_loop_does(
     graph: str, size: int, every: int, optimizer: dict[str, Any], pool: RankPool, tmp_path: Path
 ) -> None:
-    technique = t("gossip", size=size, graph=graph, every=every, seed=SEED)
+    technique = peers_of(graph, size=size, every=every)
     question = islands.asked(tmp_path, technique, optimizer=optimizer, last=islands.STEPS)
     answers = pool.run("local_jobs:trained_job", question, num_ranks=size)
     oracle, peers = islands.Oracle(size, optimizer), Peers(size)
@@ -146,14 +165,15 @@ def test_peers_do_what_a_plain_loop_does(
 
 
 @pytest.mark.parametrize(
-    ("graph", "size", "copies"), [("ring", 4, 1), ("exponential", 4, 1), ("pairs", 3, 2), ("push", 4, 1)]
+    ("graph", "size", "copies"),
+    [("ring", 4, 1), ("exponential", 4, 1), ("pairs", 3, 2), ("push", 4, 1), ("tree", 6, 1)],
 )
 def test_at_a_rate_of_zero_peers_come_together_and_their_average_stays(
     graph: str, size: int, copies: int, pool: RankPool
 ) -> None:
     """The distance falls in each step at least as the mixing matrix's second singular value says."""
     inside = (t("replicate", size=copies),) if copies > 1 else ()
-    peer = t("gossip", size=size, graph=graph, seed=SEED)
+    peer = peers_of(graph, size=size)
     plan, steps = tiny.plan_of(peer, *inside, batch=2 * size * copies, microbatch=2), 6
     question = {"plan": json.loads(plan.to_json()), "config": SMALL, "steps": steps}
     answers = pool.run("gossip_jobs:apart_job", question, num_ranks=size * copies)
@@ -170,11 +190,11 @@ def test_at_a_rate_of_zero_peers_come_together_and_their_average_stays(
         for answer in answers:
             np.testing.assert_allclose(answer["averages"][step], first, rtol=1e-9, atol=1e-12)
             assert answer["distances"][step] == pytest.approx(peers.distance(rows), rel=1e-9, abs=1e-12)
-        if graph != "push":
+        if graph not in ("push", "tree"):
             (_, second, *_) = np.linalg.svd(matrix(graph, size, step), compute_uv=False)
             assert answers[0]["distances"][step] <= second * before * (1 + 1e-12) + 1e-12
         before = answers[0]["distances"][step]
-    assert before < {"ring": 0.02, "exponential": 1e-9, "pairs": 0.5, "push": 0.5}[graph] * peers.distance(
+    assert before < {"ring": 0.02, "exponential": 1e-9, "pairs": 0.5, "push": 0.5, "tree": 0.5}[graph] * peers.distance(
         np.array([answer["held"][0] for answer in answers])
     )
 
@@ -217,6 +237,86 @@ def test_an_idle_peer_sends_nothing_and_the_price_is_the_mean(pool: RankPool) ->
         sent = [sum(size * count for *_, size, count in answer["sent"][step]) for answer in answers]
         assert sorted(sent) == [0, max(sent), max(sent)]
         assert sum(sent) == pytest.approx(3 * promised, rel=1e-12)
+
+
+def test_a_tree_is_priced_as_the_mean_over_peers_and_meetings(pool: RankPool) -> None:
+    size, steps = 3, 2 * UP * DOWN
+    plan = tiny.plan_of(peers_of("tree", size=size), batch=6)
+    question = {"plan": json.loads(plan.to_json()), "config": SMALL, "steps": steps}
+    answers = pool.run("gossip_jobs:apart_job", question, num_ranks=size)
+    work = price(tiny.profile_of(SMALL), plan, sequence=tiny.SEQUENCE, element_bytes=8)
+    promised = sum(each.bytes * each.repeat for each in work.collectives if each.axis == "gossip")
+    sent = sum(size * count for answer in answers for step in answer["sent"] for *_, size, count in step)
+    assert sent == pytest.approx(steps * size * promised, rel=1e-12)
+
+
+def test_the_period_is_between_its_limits_and_stays_near_the_target() -> None:
+    settings: Any = t("gossip", size=2, every=2, drift=0.1, longest=4)
+    found, period = [], 2
+    for drift in (0.2, 0.0, 0.069, 0.06, 0.071, 0.129, 0.131, 0.1, 9.0, 9.0, 0.0):
+        found.append(period := adapted(period, drift, settings))
+    assert found == [2, 3, 4, 4, 4, 4, 3, 3, 2, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("graph", "inside", "every", "target"),
+    [
+        ("ring", (), 1, 0.05),
+        pytest.param("pairs", (tiny.SEQUENCED,), 2, 0.12, marks=pytest.mark.slow),
+        ("tree", (), 1, 1e9),
+    ],
+    ids=["ring", "pairs of meshes", "always near"],
+)
+def test_the_period_follows_the_drift(
+    graph: str, inside: tuple[Technique, ...], every: int, target: float, pool: RankPool, tmp_path: Path
+) -> None:
+    """The same losses, periods and drifts as a plain loop's, on all ranks; and again from the middle."""
+    size, steps, longest = 4, 14, every + 2
+    technique = peers_of(graph, size=size, every=every, drift=target, longest=longest)
+    question = islands.asked(tmp_path, technique, *inside, steps=steps, save_at=5, traffic=True)
+    num_ranks = tiny.plan_of(technique, *inside).num_ranks
+    answers = pool.run("local_jobs:trained_job", question, num_ranks=num_ranks)
+    oracle, peers = islands.Oracle(size, islands.ADAMW), Peers(size)
+    period, at, meeting, periods = every, every, 0, []
+    for step in range(steps):
+        loss = oracle.step(step)
+        wanted: dict[str, Any] = {}
+        if step + 1 == at:
+            shares = matrix(graph, size, meeting)
+            given = torch.stack(
+                [torch.cat([v.detach().flatten() for v in m.parameters.values()]) for m in oracle.models]
+            )
+            takers, givers = np.nonzero(shares - np.diag(np.diag(shares)))
+            rows = given.numpy().copy()
+            drift = float(np.sqrt(((rows[givers] - rows[takers]) ** 2).sum() / (rows[takers] ** 2).sum()))
+            rows = peers.mixed(rows, graph, meeting)
+            with torch.no_grad():
+                for row, model in zip(torch.from_numpy(rows), oracle.models, strict=True):
+                    for part, value in zip(
+                        row.split([v.numel() for v in model.parameters.values()]),
+                        model.parameters.values(),
+                        strict=True,
+                    ):
+                        value.copy_(part.view_as(value))
+            if drift < 0.7 * target:
+                period = min(period + 1, longest)
+            elif drift > 1.3 * target:
+                period = max(period - 1, every)
+            at, meeting = at + period, meeting + 1
+            wanted = {"meeting_drift": pytest.approx(drift, rel=1e-9), "meeting_period": period}
+            periods.append(period)
+        for answer in answers:
+            assert answer["losses"][step] == pytest.approx(loss, rel=1e-9)
+            assert {key: value for each in answer["figures"][step] for key, value in each.items()} == wanted
+    if target > 1:
+        assert periods[:3] == [every + 1, longest, longest]
+    else:
+        assert {after - before for before, after in pairwise([every, *periods])} == {0, 1}, periods
+    rest: dict[str, Any] = {"first": 5, "steps": steps - 5, "resume": str(tmp_path), "traffic": True}
+    again = pool.run("local_jobs:trained_job", islands.asked("", technique, *inside, **rest), num_ranks=num_ranks)
+    for before, after in zip(answers, again, strict=True):
+        assert after["held"] == before["held"]
+        assert after["figures"] == before["figures"][5:]
 
 
 def test_messages_between_peers_take_time_in_a_forecast() -> None:
@@ -285,6 +385,11 @@ def test_a_peer_may_be_any_mesh(inside: tuple[Technique, ...], pool: RankPool, t
         ({"every": 0}, "every is 0"),
         ({"every": 1_000_001}, "every is 1000001"),
         ({"graph": "exponential", "size": 6}, "an exponential graph of 6 peers"),
+        ({"graph": "tree", "up": 0}, "up is 0, down 1"),
+        ({"down": 2}, "up and down are periods of a tree, and the graph is ring"),
+        ({"drift": -0.1}, "drift is -0.1"),
+        ({"drift": float("nan")}, "drift is nan"),
+        ({"drift": 0.1, "every": 9, "longest": 8}, "longest is 8, and every 9"),
     ],
 )
 def test_settings_without_sense_are_refused(settings: dict[str, Any], words: str) -> None:
