@@ -334,7 +334,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        print(f"mw {arguments.command}: {error.filename or 'a file'}: {error.strerror or error}.", file=sys.stderr)
+        place = error.filename2 or error.filename or "a file"
+        print(f"mw {arguments.command}: {place}: {error.strerror or error}.", file=sys.stderr)
         return 1
     except KeyboardInterrupt as stopped:
         if type(stopped) is not KeyboardInterrupt:  # `Stopped`, of a run that has not saved

@@ -33,6 +33,8 @@ class SaveInterval:
         self.costs: deque[float] = deque(maxlen=5)
         """Seconds that training has lost to each of the last checkpoints: it waits for them, and steps are slower while
         they are written."""
+        self.waits: deque[float] = deque(maxlen=5)
+        """Of these, the seconds that it has waited: the least of the cost, also where steps happened to be faster."""
         self.usual: deque[float] = deque(maxlen=64)
         self.said = 0.0
 
@@ -53,6 +55,7 @@ class SaveInterval:
     def note_save(self, waited_seconds: float) -> None:
         """A checkpoint was begun, or written, and training has waited so long."""
         self.costs.append(waited_seconds)
+        self.waits.append(waited_seconds)
         self.saved_seconds = time.monotonic()
 
     @property
@@ -62,7 +65,7 @@ class SaveInterval:
 
     @property
     def cost_seconds(self) -> float:
-        return max(0.0, statistics.median(self.costs)) if self.costs else 0.0
+        return statistics.median(map(max, self.costs, self.waits)) if self.costs else 0.0
 
     @property
     def seconds(self) -> float:

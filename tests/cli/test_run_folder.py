@@ -192,3 +192,11 @@ def test_a_disk_that_refuses_a_checkpoint_is_told_as_it_is_and_the_run_goes_on(t
     steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert sorted(set(steps)) == [1, 2, 3, 4]
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == [], "the space is given back"
+
+
+def test_a_folder_in_place_of_a_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, plan = write_run(tmp_path), tmp_path / "run" / "plan.json"
+    plan.mkdir(parents=True)
+    assert main(["train", path]) == 1
+    assert f"mw train: {plan}: Is a directory." in capsys.readouterr().err
+    assert not list(plan.parent.glob(".*.tmp"))

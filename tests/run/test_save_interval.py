@@ -55,6 +55,17 @@ def test_steps_that_are_slower_meanwhile_are_part_of_the_cost(monkeypatch: pytes
     assert interval.is_due
 
 
+def test_a_checkpoint_costs_at_least_what_training_waited_for_it() -> None:
+    interval = SaveInterval("auto")
+    interval.note_step(1.0, is_busy=False)
+    for _ in range(3):  # on a busy machine steps beside a checkpoint may be faster than the usual ones
+        interval.note_save(0.01)
+        interval.note_step(0.5, is_busy=True)
+    assert interval.cost_seconds == pytest.approx(0.01)
+    assert interval.seconds == pytest.approx(chosen(0.01, NODE_MTBF_SECONDS))
+    assert interval.seconds > 60
+
+
 def marks(events: Sequence[tuple[str, float, int]]) -> list[TimeMark]:
     return [
         TimeMark(event=event, unix_seconds=0.0, monotonic_seconds=at, about={"exit_code": code})  # type: ignore[arg-type]
