@@ -218,7 +218,7 @@ def test_a_run_goes_on_bit_for_bit_with_any_number_of_workers_or_none(pool: Rank
     whole = pool.run("local_jobs:trained_job", islands.asked(tmp_path, servers, save_at=at, **question), num_ranks=2)
     rest = question | {"first": at, "steps": 2, "resume": str(tmp_path), "last": 5}
     for size in (2, 4, 1):
-        others = (t("parameter_server", size=size),) if size > 1 else ()
+        others = (t("parameter_server", size=size, shards=2),) if size > 1 else ()
         again = pool.run("local_jobs:trained_job", islands.asked("", *others, **rest), num_ranks=size)
         for answer in again:
             assert answer["losses"] == pytest.approx(whole[0]["losses"][at:], rel=1e-9)
