@@ -6,7 +6,7 @@ outside it, implements `Exchange`. Importing this file never imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -49,6 +49,10 @@ class Exchange:
     nothing: sums of gradients need `before_backward` or `finish`, averages of parameters `after_update`.
     """
 
+    keeps_pace = True
+    """All ranks end a step together. Where not, nothing may wait for all of them but where all rest: at a pause that is
+    due by the count of steps, or at a request that `agree` has told all of at one step."""
+
     def begin_step(self) -> None:
         """Gradients have just been cleared."""
 
@@ -64,6 +68,17 @@ class Exchange:
 
     def finish(self) -> None:
         """All backward passes of the step are over: gradients must be as the optimizer needs them when this returns."""
+
+    def leaves_out(self) -> bool:
+        """Whether this rank's step, which is about to begin, has no forward and backward passes."""
+        return False
+
+    def agree(self, message: torch.Tensor, lr: float, divisor: float, most: Sequence[float]) -> torch.Tensor | None:
+        """In place of the sum over all ranks of a step's message (`BatchUnderWay.message`); None: they sum it.
+
+        `divisor`: of the loss; `most`: the largest loss and norm of a step that may update anything.
+        """
+        return None
 
     def after_update(self, count: int) -> None:
         """The optimizer has updated this rank's parameters, for the `count`-th time; not called where a step was

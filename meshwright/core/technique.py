@@ -246,6 +246,11 @@ class Technique:
         return False
 
     @property
+    def paces_apart(self) -> bool:
+        """Ranks along its axis end their steps at different times, each with a loss and norm of its own."""
+        return False
+
+    @property
     def updates_each_alone(self) -> bool:
         """Parameters are updated one by one, so that an update must not look at others or at other ranks' pieces."""
         return False

@@ -40,6 +40,8 @@ _KINDS = {
     "c10d::reduce_scatter_": ("reduce_scatter", 1),
     "c10d::alltoall_": ("all_to_all", 1),
     "c10d::send": ("send", 0),
+    "meshwright::push": ("send", 0),
+    "meshwright::pull": ("send", 0),
     "_c10d_functional::all_reduce": ("all_reduce", 0),
     "_c10d_functional::all_reduce_": ("all_reduce", 0),
     "_c10d_functional::all_gather_into_tensor": ("all_gather", _RESULT),

@@ -181,4 +181,6 @@ def held_out_text(found: Mapping[str, float]) -> str:
         text = f"{found['held_out_bits_per_byte']:.3f} bits per byte"
     elif "held_out_top1" in found:
         text += f", {found['held_out_top1']:.1%} right"
-    return text + (f", consensus distance {found['consensus_distance']:.3g}" if "consensus_distance" in found else "")
+    for name, words in (("consensus_distance", "consensus distance"), ("staleness_mean", "mean staleness")):
+        text += f", {words} {found[name]:.3g}" if name in found else ""
+    return text

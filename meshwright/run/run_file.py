@@ -164,6 +164,12 @@ class TrainSection:
                     what = f'is "skip", and with {each} a step has updated parameters before all of it is known.'
                     other = 'Use "roll_back" or "stop", or plan without it (plan.ban, or another schedule).'
                     problems.append(Problem(where=f"train.{key}", what=what, fix=other))
+        for each in plan.techniques:
+            if each.paces_apart and self.on_spike not in ("ignore", "warn"):
+                what = (
+                    f'is "{self.on_spike}", and with {each} each rank has a loss of its own, which others do not know.'
+                )
+                problems.append(Problem(where="train.on_spike", what=what, fix='Use "warn" or "ignore".'))
         for each in plan.techniques if self.memory_cap else ():
             reasons = {
                 "it makes single pieces of whole blocks, from which nothing can be evicted.": each.phase == PHASES[4],

@@ -354,7 +354,7 @@ class Loop(Interpreter):
         """A step, with a flush after it: what one device does."""
         self.require_rest()
         count = self._open(samples, lr, stop=stop, save=save)
-        self.run(self.build.actions(count), ends_all=self.versions is None)
+        self.run(self._actions(count, "first"), ends_all=self.versions is None)
         return [*_taken(self._close()), *self.flush()][-1]
 
     def feed(
@@ -364,8 +364,14 @@ class Loop(Interpreter):
         with them it is the last of the results, and steps begun after it are dropped."""
         count = self._open(samples, lr, stop=stop, save=save, limits=limits or NO_LIMITS)
         call: Call = "first" if self.before is None else "next"
-        self.run(self.build.actions(count, call), ends_all=self.versions is None)
+        self.run(self._actions(count, call), ends_all=self.versions is None)
         return _taken(self._close()) if limits is None else self._close()
+
+    def _actions(self, count: int, call: Call) -> Actions:
+        actions = self.build.actions(count, call)
+        if any(exchange.leaves_out() for exchange in self.build.exchanges):
+            return tuple(action for action in actions if action.kind in ("begin", "exchange", "update"))
+        return actions
 
     def flush(self, *, raises: bool = True) -> list[StepResult]:
         """Take every step to its end; the results that `feed` has not returned."""
@@ -530,6 +536,11 @@ class Loop(Interpreter):
         control = self.build.mesh.control
         if batch.message is not None and batch.sent is None and control is not None:
             batch.message[2] = self.requests
+            most = batch.limits.loss, batch.limits.gradient_norm
+            for exchange in self.build.exchanges:
+                if (agreed := exchange.agree(batch.message, batch.lr, batch.divisor, most)) is not None:
+                    batch.message = agreed
+                    return
             batch.sent = dist.all_reduce(batch.message, group=control, async_op=True)
 
     def _agreed(self, batch: BatchUnderWay) -> list[float]:

@@ -174,6 +174,8 @@ class StragglerWatch:
 
     def __init__(self, build: RankBuild):
         self.group, self.device = build.mesh.control, build.mesh.device
+        if not all(exchange.keeps_pace for exchange in build.exchanges):
+            self.group = None
         rows = build.mesh.part(build.plan.sample_axes)[0] if build.plan.shares else 0
         self.work = gather_json(self.group, [build.stage, rows])
         self.marks: list[tuple[str, Any]] = []

@@ -30,6 +30,7 @@ OTHER_WORDS = {
     ("runtime/run_record.py", "compile"),
     ("core/work.py", "recompute"),  # a phase of a step
     ("simulator/stage_seconds.py", "recompute"),
+    ("techniques/parameter_server.py", "async"),  # whom an update waits for: nobody
     # Still to go: what whole matrices are gathered over, and who splits heads beside context.
     ("techniques/context.py", "tp"),
 }

@@ -37,6 +37,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "multi_rate": {"layers": layers, "every": st.integers(1, 64)},
     "offload_activations": {"layers": layers, "inputs": st.booleans(), "smallest": st.integers(0, 1 << 24)},
     "offload_states": {"share": st.floats(0.01, 1.0), "ahead": st.booleans()},
+    "parameter_server": {"size": sizes, "mode": st.sampled_from(["sync", "ssp", "async"]), "shards": sizes},
     "pipeline": {
         "size": sizes,
         "schedule": st.sampled_from(sorted(SCHEDULES)),

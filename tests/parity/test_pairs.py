@@ -44,6 +44,7 @@ SETTINGS: dict[str, tuple[Technique, ...]] = {
     "multi_rate": (tiny.EVERY_STEP,),
     "offload_activations": (tiny.OFFLOAD,),
     "offload_states": (tiny.ON_HOST, tiny.ON_HOST_AHEAD, tiny.ON_DISK),
+    "parameter_server": (tiny.SERVED,),
     "pipeline": (tiny.PIPELINE, tiny.INTERLEAVED),
     "precision": (tiny.BF16,),
     "recompute": (tiny.RECOMPUTE_SOME,),
@@ -66,7 +67,7 @@ BESIDE: dict[tuple[str, str], tuple[tuple[Technique, ...], ...]] = {
 """Other settings of those that both name blocks: each block follows one of them."""
 
 
-APPROXIMATE = (tiny.ISLANDS, tiny.PEERS, tiny.EVERY_STEP, tiny.UNCUT)
+APPROXIMATE = (tiny.ISLANDS, tiny.PEERS, tiny.SERVED, tiny.EVERY_STEP, tiny.UNCUT)
 """Approximate techniques in settings that give one device's losses and parameters, with plain SGD for islands."""
 
 

@@ -85,6 +85,7 @@ UNCUT = t("local_loss", every=2)
 KEEP_ALL = t("compress_gradients", codec="topk", keep=1.0)
 ISLANDS = t("local_steps", size=2, every=1, outer="average")
 PEERS = t("gossip", size=2)
+SERVED = t("parameter_server", size=2)
 LOW_BIT, LOWEST_BIT = (t("lowbit_optimizer", bits=bits, smallest=100) for bits in (8, 4))
 
 ALONE = (
