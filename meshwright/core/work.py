@@ -350,7 +350,7 @@ class WorkFacts:
     """Versions of the trained parameters kept beside the newest one."""
     rests: Rests = Rests()
     cut_before: tuple[int, ...] = ()
-    """Blocks into which no gradient goes back to those before them."""
+    """Blocks that hand no gradient back to those before them."""
     coding: Coding | None = None
     """How the next technique that sums gradients or parameters codes them; it leaves None."""
     forbidden: Num = False

@@ -82,7 +82,7 @@ class Model(nn.Module):
     has_local_heads: bool = False
     """Blocks have losses before the end: every stage is given targets where it is trained."""
     cut_before: frozenset[int] = frozenset()
-    """Blocks into which no gradient goes back to those before them; a local head stands before each."""
+    """Blocks that hand no gradient back to those before them; a local head stands before each."""
     loss_scale: float = 1.0
     """What the loss is about to be multiplied by; losses that arise inside of layers need it. Set before each forward
     and backward."""

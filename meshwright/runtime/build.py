@@ -161,7 +161,7 @@ class RankBuild:
         for part in self.model.parts():
             at += part.is_block
             # What comes before the blocks is in the first chunk, what comes after one in that one's.
-            chunks[part.name] = of_blocks[max(at, 0)]
+            chunks[part.name] = of_blocks[at] if at >= 0 else 0
         for parts in grouped.values():
             own = {id(parameters[name]): parameters[name] for part in parts for name in self._names(part)}
             module = parts[0].module if len(parts) == 1 else None

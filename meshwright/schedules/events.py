@@ -29,7 +29,7 @@ class ScheduleEvent(NamedTuple):
 def in_order(
     orders: Sequence[Actions], places: Places, cut_spans: Collection[int] = ()
 ) -> tuple[list[ScheduleEvent], list[int]]:
-    """Events in an order in which each can run, and how far each stage gets. Nothing goes back into `cut_spans`."""
+    """Events in an order in which each can run, and how far each stage gets. `cut_spans` hand nothing back."""
     done: dict[tuple[str, int, int], int] = {}
     position = [0] * len(orders)
     events: list[ScheduleEvent] = []
@@ -149,8 +149,8 @@ def peak_held(actions: Actions, sizes: Sequence[Any]) -> Any:
 
 
 def with_transfers(actions: Actions, stage: int, places: Places, cut_spans: Collection[int] = ()) -> Actions:
-    """Compute actions of one stage, with the receives before and the sends after that they imply. The first blocks of
-    `cut_spans` hand no gradient back."""
+    """Compute actions of one stage, with the receives before and the sends after that they imply. `cut_spans` hand
+    nothing back."""
     full: list[Action] = []
     for action in actions:
         span = places.span(stage, action.chunk)

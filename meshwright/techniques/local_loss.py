@@ -71,7 +71,7 @@ class LocalLoss(Technique):
         return tuple(problems)
 
     def cut_before(self, profile: Profile) -> tuple[int, ...]:
-        """Blocks into which no gradient goes back to those before them."""
+        """Blocks that hand no gradient back to those before them."""
         return profile.group_borders[self.every - 1 :: self.every]
 
     def price(self, work: Work) -> Work:

@@ -309,7 +309,7 @@ def _counts(num_spans: int, stages: tuple[int, ...], blocks: int) -> tuple[int, 
 
 
 def _cut_spans(counts: Sequence[int], cut_before: Collection[int]) -> tuple[int, ...]:
-    """Those of the spans, of so many blocks each, into which no gradient goes back."""
+    """Those of the spans, of so many blocks each, that hand no gradient back."""
     starts = itertools.accumulate(counts, initial=0)
     return tuple(span for span, start in enumerate(starts) if start in cut_before)
 
