@@ -38,17 +38,20 @@ if TYPE_CHECKING:
 class LookedUp:
     """A table and the ids that a step has looked up in it: other rows have no gradient."""
 
-    def __init__(self, table: nn.Embedding):
-        self.weight, self.ids = table.weight, list[Tensor]()
-        table.register_forward_pre_hook(self._keep)
+    def __init__(self, table: nn.Embedding, rows_pay: Callable[[int, int, int], bool]):
+        """`rows_pay`: by the ids of a rank's step, and the table's rows and bytes of each."""
+        self.weight, self.rows_pay, self.ids = table.weight, rows_pay, list[Tensor]()
+        table.register_forward_pre_hook(self.keep)
 
-    def _keep(self, table: nn.Module, given: tuple[Tensor, ...]) -> None:
+    def keep(self, table: nn.Module, given: tuple[Tensor, ...]) -> None:
         if torch.is_grad_enabled():
             self.ids.append(given[0].flatten())
 
     @property
-    def num_ids(self) -> int:
-        return sum(len(ids) for ids in self.ids)
+    def pays(self) -> bool:
+        """Whether rows are gathered in this step, and not the whole table summed."""
+        rows, columns = self.weight.shape
+        return self.rows_pay(sum(len(ids) for ids in self.ids), rows, columns * self.weight.element_size())
 
     def take(self) -> tuple[Tensor, Tensor]:
         """The ids in order and their rows of the gradient, which are zero from here on; of equal ids the first has the
@@ -61,8 +64,19 @@ class LookedUp:
         return ids, rows
 
 
-RowsPay = Callable[[int, int, int], bool]
-"""Whether it pays to gather rows: by the ids of a rank's step, and the table's rows and bytes of each."""
+@torch.no_grad()
+def gather_rows(tables: Sequence[LookedUp], group: dist.ProcessGroup) -> None:
+    """Add all ranks' rows to the tables' gradients."""
+    taken, ways = [table.take() for table in tables], group.size()
+    ids, rows = torch.cat([ids for ids, _ in taken]), torch.cat([rows for _, rows in taken])
+    all_ids, all_rows = ids.new_empty(ways * len(ids)), rows.new_empty(ways * len(rows), rows.shape[1])
+    all_gather(all_ids, ids, group)
+    all_gather(all_rows, rows, group)
+    counts = [len(ids) for ids, _ in taken]
+    for ids, rows in zip(all_ids.chunk(ways), all_rows.chunk(ways), strict=True):  # no row twice in one sum
+        for table, at, added in zip(tables, ids.split(counts), rows.split(counts), strict=True):
+            assert table.weight.grad is not None
+            table.weight.grad.index_add_(0, at, added)
 
 
 class Bucket:
@@ -91,12 +105,11 @@ class Buckets(Exchange):
         host_units: Sequence[HostUnit],
         algorithm: AllReduce | None = None,
         tables: Sequence[LookedUp] = (),
-        rows_pay: RowsPay | None = None,
     ):
         """`zero_filled` and `host_units`: as in `Build`. With an `algorithm`, which waits for other ranks round by
-        round, sums are made when the backward passes are over. Of `tables` for which `rows_pay`, rows are gathered."""
+        round, sums are made when the backward passes are over. Of `tables` that it pays for, rows are gathered."""
         leaving = {id(host.parameters[0]): host for host in host_units if host.leaves_summed}
-        self.group, self.zero_filled, self.algorithm, self.rows_pay = group, zero_filled, algorithm, rows_pay
+        self.group, self.zero_filled, self.algorithm = group, zero_filled, algorithm
         table_of = {id(table.weight): table for table in tables}
         self.buckets: list[Bucket] = []
         # Weakly: autograd's hooks are out of the garbage collector's sight, and would keep the group for ever.
@@ -164,31 +177,13 @@ class Buckets(Exchange):
             for parameter in bucket.parameters:
                 parameter.grad = None
         if self.algorithm is None:
-            bucket.gathered = list(takewhile(self._pays, reversed(bucket.tables)))  # the larger, the sooner
+            bucket.gathered = list(takewhile(lambda table: table.pays, reversed(bucket.tables)))  # the largest
             num_summed = bucket.flat.numel() - sum(table.weight.numel() for table in bucket.gathered)
             if num_summed:
                 bucket.work = dist.all_reduce(bucket.flat[:num_summed], group=self.group, async_op=True)
         else:
             all_reduce_by_sends(bucket.flat, self.group, self.algorithm)
         self.num_left += 1
-
-    def _pays(self, table: LookedUp) -> bool:
-        rows, columns = table.weight.shape
-        return self.rows_pay is not None and self.rows_pay(table.num_ids, rows, columns * table.weight.element_size())
-
-    @torch.no_grad()
-    def _gather_rows(self, tables: list[LookedUp]) -> None:
-        """Add all ranks' rows to the tables' gradients."""
-        taken, ways = [table.take() for table in tables], self.group.size()
-        ids, rows = torch.cat([ids for ids, _ in taken]), torch.cat([rows for _, rows in taken])
-        all_ids, all_rows = ids.new_empty(ways * len(ids)), rows.new_empty(ways * len(rows), rows.shape[1])
-        all_gather(all_ids, ids, self.group)
-        all_gather(all_rows, rows, self.group)
-        counts = [len(ids) for ids, _ in taken]
-        for ids, rows in zip(all_ids.chunk(ways), all_rows.chunk(ways), strict=True):  # no row twice in one sum
-            for table, at, added in zip(tables, ids.split(counts), rows.split(counts), strict=True):
-                assert table.weight.grad is not None
-                table.weight.grad.index_add_(0, at, added)
 
     def _end(self, bucket: Bucket) -> None:
         """Wait for a sum, and send it where it is to be."""
@@ -206,7 +201,7 @@ class Buckets(Exchange):
             self._send_next()
         for bucket in self.buckets:
             if bucket.gathered and not bucket.rests:
-                self._gather_rows(bucket.gathered)
+                gather_rows(bucket.gathered, self.group)
             self._end(bucket)
         if self.arrivals is not None and self.buckets:
             arrived = self.arrivals + [at for at in self.order if at not in self.arrivals]

@@ -83,7 +83,16 @@ class Replicate(Technique):
             problems.append(self.problem(what, f"Use 1 to {self.size}: replicas in one node."))
         elif self.algorithm != "hierarchical" and self.node_size:
             problems.append(self.problem(f"node_size says nothing to {self.algorithm}.", "Leave it out."))
-        problems += self._row_problems(profile) if self.sparse_rows else ()
+        whole = "Use sparse_rows = false."
+        if self.sparse_rows and not profile.lookup_tables:
+            what = f"{profile.name} has no trained embedding table that is not tied: sparse_rows has nothing to send."
+            problems.append(self.problem(what, whole))
+        if self.sparse_rows and self.algorithm != "auto":
+            what = f"{self.algorithm} sums whole tables, sparse_rows gathers rows of them."
+            problems.append(self.problem(what, whole))
+        if self.sparse_rows and len(set(self.shares)) > 1:
+            what = "with shares ranks look up differently many rows, and sparse_rows sends as many."
+            problems.append(self.problem(what, whole))
         summed, fix = f"{self.algorithm} has summed all", "algorithm = auto"
         if self.algorithm == "auto":
             summed, fix = "rows are gathered", "sparse_rows = false"
@@ -93,16 +102,6 @@ class Replicate(Technique):
                 what = f"{other.name} takes or sums gradients layer by layer, not when {summed}."
                 problems.append(self.problem(what, f"Use {fix}, or leave out {other.name}."))
         return tuple(problems)
-
-    def _row_problems(self, profile: Profile) -> Iterator[Problem]:
-        fix = "Use sparse_rows = false."
-        if not profile.lookup_tables:
-            what = f"{profile.name} has no trained embedding table that is not tied: sparse_rows has nothing to send."
-            yield self.problem(what, fix)
-        if self.algorithm != "auto":
-            yield self.problem(f"{self.algorithm} sums whole tables, sparse_rows gathers rows of them.", fix)
-        if len(set(self.shares)) > 1:
-            yield self.problem("with shares ranks look up differently many rows, and sparse_rows sends as many.", fix)
 
     def refusals(self, given: Circumstances) -> Iterator[tuple[Num, Problem]]:
         if self.sparse_rows:
@@ -186,11 +185,11 @@ class Replicate(Technique):
             ids_bytes = work.units(lambda slot: gathers(slot) * ways * ids * _ID_BYTES, trained=True)
             rows = work.units(lambda slot: gathers(slot) * ways * ids * row_bytes(slot), trained=True)
             for (layer, repeat, size), (*_, of_rows) in zip(ids_bytes, rows, strict=True):
-                work = self._with_rows(work, layer, repeat, size, of_rows)
+                work = self.with_rows(work, layer, repeat, size, of_rows)
         work = work.with_facts(keeps_gradients=(work.size(self.axis) > 1) * 1)  # in buckets
         return work.with_tasks(*reductions, *statistics(work, self.axis, self.name))
 
-    def _with_rows(self, work: Work, layer: str, repeat: Num, ids_bytes: Num, row_bytes: Num) -> Work:
+    def with_rows(self, work: Work, layer: str, repeat: Num, ids_bytes: Num, row_bytes: Num) -> Work:
         """All ranks' rows of a layer's tables, gathered and added up rank by rank."""
         ways = work.size(self.axis)
         here = work.facts.rests.trained(layer, repeat) * ((row_bytes > 0) & (ways > 1))
@@ -238,7 +237,7 @@ class Replicate(Technique):
             found = {name for name, param in build.named_params() if whole.get(id(param)) == build.boxes[name].size}
             weights = {id(parameter) for name, parameter in build.named_parameters() if name in found}
             modules = [module for module in build.model.modules() if isinstance(module, nn.Embedding)]
-            tables = [LookedUp(module) for module in modules if id(module.weight) in weights]
-        pay = lambda ids, rows, row_bytes: bool(rows_pay(ids, rows, row_bytes, self.size))  # noqa: E731
-        settings = build.zero_filled, build.host_units, algorithm, tables, pay
+            pay = lambda ids, rows, row_bytes: bool(rows_pay(ids, rows, row_bytes, self.size))  # noqa: E731
+            tables = [LookedUp(module, pay) for module in modules if id(module.weight) in weights]
+        settings = build.zero_filled, build.host_units, algorithm, tables
         build.add_exchange(self, Buckets(build.units(), group, *settings))
