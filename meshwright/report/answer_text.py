@@ -186,17 +186,17 @@ def _print_why(console: Console, why: Why) -> None:
     wished = f" (you asked: {why.wished})" if why.wished else ""
     console.print(f"why {why.knob} is {why.value}{wished}", style="bold")
     plans = [why.best, *(other.best for other in why.others if other.best is not None)]
-    more = ["to target"] * any(each.plan.steps_factor.source for each in plans)
+    target = ["to target"] * any(each.plan.steps_factor.source for each in plans)
 
     def figures(scored: ScoredPlan) -> list[str]:
-        seconds = [scored.forecast.step_seconds, *[scored.seconds_to_target] * len(more)]
+        seconds = [scored.forecast.step_seconds, *[scored.seconds_to_target] * len(target)]
         return [*map(pretty_seconds, seconds), pretty_bytes(scored.forecast.peak_bytes)]
 
-    table = FigureTable("", "step", *more, "memory", "", last="what differs, or why not")
+    table = FigureTable("", "step", *target, "memory", "", last="what differs, or why not")
     table.add_row(f"{why.value} (best)", *figures(why.best), "", "")
     for other in why.others:
         if other.best is None:
-            table.add_row(other.words, *[""] * (len(more) + 3), other.reason)
+            table.add_row(other.words, *[""] * (len(target) + 3), other.reason)
             continue
         differs = "; ".join(differences(why.best.plan, other.best.plan))
         table.add_row(other.words, *figures(other.best), _against(other.best, why.best), differs)
