@@ -185,19 +185,21 @@ def _against(other: ScoredPlan, best: ScoredPlan) -> str:
 def _print_why(console: Console, why: Why) -> None:
     wished = f" (you asked: {why.wished})" if why.wished else ""
     console.print(f"why {why.knob} is {why.value}{wished}", style="bold")
-    table = FigureTable("", "step", "memory", "", last="what differs, or why not")
-    plan, forecast = why.best
-    table.add_row(
-        f"{why.value} (best)", pretty_seconds(forecast.step_seconds), pretty_bytes(forecast.peak_bytes), "", ""
-    )
+    plans = [why.best, *(other.best for other in why.others if other.best is not None)]
+    target = ["to target"] * any(each.plan.steps_factor.source for each in plans)
+
+    def figures(scored: ScoredPlan) -> list[str]:
+        seconds = [scored.forecast.step_seconds, *[scored.seconds_to_target] * len(target)]
+        return [*map(pretty_seconds, seconds), pretty_bytes(scored.forecast.peak_bytes)]
+
+    table = FigureTable("", "step", *target, "memory", "", last="what differs, or why not")
+    table.add_row(f"{why.value} (best)", *figures(why.best), "", "")
     for other in why.others:
         if other.best is None:
-            table.add_row(other.words, "", "", "", other.reason)
+            table.add_row(other.words, *[""] * (len(target) + 3), other.reason)
             continue
-        differs = "; ".join(differences(plan, other.best.plan))
-        step, memory = other.best.forecast.step_seconds, other.best.forecast.peak_bytes
-        against = _against(other.best, why.best)
-        table.add_row(other.words, pretty_seconds(step), pretty_bytes(memory), against, differs)
+        differs = "; ".join(differences(why.best.plan, other.best.plan))
+        table.add_row(other.words, *figures(other.best), _against(other.best, why.best), differs)
     console.print(table)
     for note in why.notes:
         console.print(note)

@@ -226,3 +226,8 @@ def test_the_command_says_which_exchange_and_where_another_is_as_fast(
     shown = " ".join(capsys.readouterr().out.split())
     assert "to target" in shown
     assert "break-even: gradients summed every step would be faster above" in shown
+    assert main([*words, "--allow", "approximate", "--why", "local_steps.every"]) == 0
+    table = " ".join(capsys.readouterr().out.split()).partition("why local_steps.every")[2]
+    assert "step to target memory" in table, "a percentage that no column explains"
+    assert main([*words, "--why", "replicate"]) == 0
+    assert "to target" not in capsys.readouterr().out
