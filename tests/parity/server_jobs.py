@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +22,17 @@ from meshwright.optimizers.pulled_weights import ServerExchange
 from meshwright.optimizers.update import OptimizerConfig
 from meshwright.run.model import open_config
 from meshwright.runtime.checkpointing import save
+from meshwright.runtime.loop import NO_LIMITS
 from meshwright.verify import parity
 
 
 def paced_job(
     *, plan: dict[str, Any], optimizer: dict[str, Any], config: dict[str, Any], steps: int, seconds: list[float],
-    folder: str = "", stop: list[int] | None = None, kill: int = -1, rank: int, num_ranks: int, rendezvous: str,
+    folder: str = "", stop: list[int] | None = None, bad: list[int] | None = None, kill: int = -1, rank: int,
+    num_ranks: int, rendezvous: str,
 ) -> dict[str, Any]:  # fmt: skip
     """Steps whose forward passes take up to so many `seconds` more on each rank. `stop`: (rank, step) that asks all to
-    stop; `kill`: the step before which the first rank kills its server."""
+    stop; `bad`: that has a loss of NaN; `kill`: the step before which the first rank kills its server."""
     parity.enter(rank, num_ranks, rendezvous)
     chosen, rates = Plan.from_json(json.dumps(plan)), decode(OptimizerConfig, optimizer, "optimizer")
     opened = open_config(decode(DecoderConfig, config, "config"), "tiny", 0)
@@ -42,15 +46,19 @@ def paced_job(
             time.sleep(drawn.uniform(0.5, 1) * seconds[rank])
 
     session.build.on_action.append(wait)
-    answer: dict[str, Any] = {"losses": [], "norms": [], "seconds": [], "gaps": []}
+    answer: dict[str, Any] = {"losses": [], "norms": [], "seconds": [], "refused": []}
     for step in range(steps):
         if kill == step and rank == 0:
             os.kill(exchange.child.process.pid, signal.SIGKILL)
         start = time.monotonic()
-        result = session.loop.step(parity.own_samples(session, samples, step), rates.lr, stop=stop == [rank, step])
+        given = parity.own_samples(session, samples, step)
+        if bad == [rank, step]:
+            given = replace(given, weights=given.weights * math.nan)
+        (result,) = session.loop.feed(given, rates.lr, stop=stop == [rank, step], limits=NO_LIMITS)
         answer["seconds"].append(time.monotonic() - start)
         answer["losses"].append(result.loss)
         answer["norms"].append(result.gradient_norm)
+        answer["refused"] += [step] if result.refusal else []
         if result.must_stop:
             break
     answer["record"] = exchange.read(record=True)

@@ -7,6 +7,7 @@ Tests of `techniques/parameter_server.py`, `optimizers/pulled_weights.py`, `opti
 from __future__ import annotations
 
 import json
+import math
 import socket
 import threading
 from collections import Counter
@@ -208,6 +209,21 @@ def test_all_workers_stop_after_the_same_step(pool: RankPool, tmp_path: Path) ->
     replay = Replay(3, ADAMW, {})
     replay.run(answers[0]["record"])
     assert islands.close(islands.shared_model(tmp_path, steps), replay.model.parameters)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sync", "ssp", "async"])
+def test_a_loss_that_is_not_finite_is_refused_by_all_at_one_step(mode: str, pool: RankPool) -> None:
+    technique = t("parameter_server", size=3, mode=mode, staleness=2 * (mode == "ssp"))
+    question = asked(technique, seconds=[0.01, 0.02, 0.1], bad=[2, 2], steps=8)
+    answers = pool.run("server_jobs:paced_job", question, num_ranks=3)
+    (refused,) = {tuple(answer["refused"]) for answer in answers}
+    assert len(refused) == 1
+    assert refused[0] == 2 or mode != "sync"
+    for answer in answers:
+        assert [step for step, loss in enumerate(answer["losses"]) if not math.isfinite(loss)] == [*refused]
+        assert answer["held"] == answers[0]["held"]
+        assert all(math.isfinite(each) for value in answer["held"].values() for each in value)
 
 
 @pytest.mark.slow
