@@ -12,17 +12,18 @@ meeting costs the same for any number of peers.
 When it does not: few peers with a good network: a ring sends as many bytes as an all_reduce, the other graphs half of
 it. With many peers on a ring, parameters drift apart: a meeting takes only a share of about 1/n^2 from the distance.
 Cost: two messages of the parameters for each rank and meeting for ring, one for the other graphs (a few numbers that
-all ranks agree on still cross the link in each step, unpriced); memory for the average. What evaluates, writes
-checkpoints and exports sees the average over the peers (of push, weighted by sum-weights), which an unpriced all_reduce
-makes there and after the run's last step; `consensus_distance`, the root mean square of the peers' distances from it,
-is then recorded in the metrics. The loss of a step is the mean over the peers, each with its own parameters.
+all ranks agree on cross the link in each step; forecasts have their seconds); memory for the average. What evaluates,
+writes checkpoints and exports sees the average over the peers (of push, weighted by sum-weights), which an unpriced
+all_reduce makes there and after the run's last step; `consensus_distance`, the root mean square of the peers' distances
+from it, is then recorded in the metrics. The loss of a step is the mean over the peers, each with its own parameters.
 Checkpoints also have each peer's parameters and states: with more peers, new ones begin at the average with the first
 one's states. Batch norms, parameters on the host, coded sums and further islands are refused. Search does not choose it
 by itself: nobody has measured how many more steps the same loss needs.
-Loss after 500 steps of 512 tokens from random weights, four peers that meet after every update, against replicas: ring
-+3.7 %, exponential +3.5 %, pairs +3.5 %, push +3.9 %; 0.9 M parameters and 2048 tokens: ring +4.7 %. Averages of all
-four after every update +3.3 %: most of it comes of optimizers that see a quarter of the samples each, little of the
-graph. Another seed -1.6 % (`benchmarks/exchange_gap.py --ranks 4`).
+Loss after 500 steps of 512 tokens from random
+weights, four peers that meet after every update, against replicas: ring +3.7 %, exponential +3.5 %, pairs +3.5 %, push
++3.9 %; 0.9 M parameters and 2048 tokens: ring +4.7 %. Averages of all four after every update +3.3 %: most of it comes
+of optimizers that see a quarter of the samples each, little of the graph. Another seed -1.6 %
+(`benchmarks/exchange_gap.py --ranks 4`).
 Exactness: approximate. Two peers with every = 1 and SGD without momentum or clipping are one device. Axis: gossip.
 """
 
@@ -105,6 +106,7 @@ class Gossip(Technique):
 
     def price(self, work: Work) -> Work:
         ways, work = work.size(self.axis), self.forbid(work)
+        work = work.with_facts(agreement=(self.axis, self.name))
         is_used = (ways > 1) * 1
         messages = np.minimum(ways - 1, 2 if self.graph == "ring" else 1)
         if self.graph == "pairs":

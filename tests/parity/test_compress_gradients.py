@@ -158,6 +158,61 @@ def test_coded_sums_are_a_plain_loops_and_send_what_is_priced(
         assert {(kind, size): count for kind, axis, size, count in answer["traffic"]} == promised
 
 
+class CodedIslands(islands.Oracle):
+    """Islands whose exchange is coded, layer by layer."""
+
+    def __init__(self, count: int, settings: dict[str, Any]):
+        super().__init__(count, islands.ADAMW)
+        self.layers: dict[str, list[str]] = {}
+        for name in self.shared:
+            self.layers.setdefault(self.layer_of(name), []).append(name)
+        self.sums = {
+            layer: LayerSum(names, [tuple(self.shared[name].shape) for name in names], count, settings)
+            for layer, names in self.layers.items()
+        }
+
+    @torch.no_grad()
+    def meet(self, count: int, settings: dict[str, Any], *, is_last: bool) -> None:
+        every, fragments = settings["every"], settings["fragments"]
+        for at, (layer, names) in enumerate(self.layers.items()):
+            turn = (count + at % fragments * every // fragments) % every
+            for name in names:
+                if name in self.under_way and (turn == settings["overlap"] or is_last):
+                    self.use(name, self.under_way.pop(name), settings, settings["blend"])
+            if turn and not is_last:
+                continue
+            apart = [
+                np.concatenate([(self.shared[name] - model.parameters[name]).numpy().ravel() for name in names])
+                for model in self.models
+            ]
+            whole = self.sums[layer](apart) / self.count
+            for name, part in zip(names, np.split(whole, np.cumsum(self.sums[layer].sizes)[:-1]), strict=True):
+                self.under_way[name] = torch.from_numpy(part.copy()).view_as(self.shared[name])
+                if is_last or not settings["overlap"]:
+                    self.use(name, self.under_way.pop(name), settings, settings["blend"])
+
+
+@pytest.mark.parametrize("codec", ["int8", "powersgd"])
+def test_streaming_islands_in_few_bits_are_a_plain_loops_and_send_what_is_priced(codec: str, pool: RankPool) -> None:
+    steps = 8  # two whole periods
+    techniques = (t("local_steps", size=2, **islands.STREAMING), t("compress_gradients", **CODECS[codec]))
+    question = islands.asked("", *techniques, steps=steps, traffic=True)
+    answers = pool.run("local_jobs:trained_job", question, num_ranks=2)
+    oracle = CodedIslands(2, CODECS[codec])
+    for step in range(steps):
+        loss = oracle.step(step)
+        oracle.meet(step + 1, islands.STREAMING, is_last=False)
+        assert [answer["losses"][step] for answer in answers] == pytest.approx([loss] * 2, rel=1e-9)
+    for answer, model in zip(answers, oracle.models, strict=True):
+        held = {name: torch.tensor(value, dtype=torch.float64) for name, value in answer["held"].items()}
+        assert islands.close(held, {name: value.flatten() for name, value in model.parameters.items()})
+    promised, plan = Counter[tuple[str, int]](), tiny.plan_of(*techniques)
+    for each in price(tiny.profile_of(islands.MODEL), plan, sequence=tiny.SEQUENCE, element_bytes=8).collectives:
+        promised[each.kind, int(each.bytes)] += each.repeat * steps
+    for answer in answers:
+        assert {(kind, size): count for kind, axis, size, count in answer["traffic"]} == promised
+
+
 @pytest.mark.parametrize(
     "techniques",
     [
