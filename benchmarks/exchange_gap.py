@@ -5,8 +5,8 @@ Measured: the byte-level decoder of `benchmarks/loss_gap.py`, the same weights a
 bytes that no case has trained on, beside that of replicas that sum every gradient in float32. Another seed of the
 weights says what a gap of chance is.
 
-Run: python -m benchmarks.exchange_gap [--steps 500] [--lr 2e-3 ...] [--ranks 2] [--whole] [--seed 0] [--factors]
-[CASE ...]
+Run: python -m benchmarks.exchange_gap [CASE ...] [--steps 500] [--lr 2e-3 ...] [--ranks 2] [--whole] [--seed 0]
+[--factors]
 
 `--lr`: of several rates each case, and replicas too, has the one that is best for it. Islands and peers see fewer
 samples in a step, and what is best for one is not for the other.

@@ -44,19 +44,28 @@ def test_hosts_are_joined_by_a_link_that_is_limited() -> None:
 
 
 def test_a_pick_is_judged_by_the_soonest_plan_that_has_the_loss() -> None:
-    reached = {"rows": {name: {"steps": 100} for name in slow_links.PLANS}}
-    reached["rows"]["islands, H = 16"] = {"steps": None}
-    rows = {
-        name: slow_links.row_of(slow_links.plan_of(slow_links.PLANS[name], 2), 0.5, means, reached)
-        for name, means in {"all_reduce": [3.0, 2.0], "islands, H = 64": [2.5, 2.6], "islands, H = 16": [1.0]}.items()
-    }
+    rows = {}
+    for name, seconds in {"all_reduce": 2.0, "islands, H = 64": 2.5, "islands, H = 16": 1.0}.items():
+        plan = slow_links.plan_of(slow_links.PLANS[name], 2)  # of two devices each: what is learnt is the same
+        job = slow_links.Job(plan=encode(plan), steps=64)
+        blocks = [{"seconds": [seconds + 1.5] * 64, "waited": [waited] * 64} for waited in (1.0, 1.5)]
+        rows[name] = slow_links.row_of(plan, job, 0.5, blocks)
+    reached = {name: {"steps": 100} for name in slow_links.PLANS} | {"islands, H = 16": {"steps": None}}
+    results = {"reached": {"rows": reached}, "scenarios": {"one": {"rows": rows, "picked": "islands, H = 64"}}}
+    slow_links.judge(results)
     assert rows["all_reduce"]["seconds"] == 200
+    assert rows["all_reduce"]["wall_step_seconds"] == 3.5
     assert rows["all_reduce"]["forecast_seconds"] == 50
-    assert slow_links.regret_of(rows, "islands, H = 64") == {"best": "all_reduce", "regret": 0.25}
+    assert rows["islands, H = 16"]["seconds"] is None
+    assert results["scenarios"]["one"]["best"] == "all_reduce"
+    assert results["scenarios"]["one"]["regret"] == 0.25
     assert slow_links.regret_of(rows, "islands, H = 16") == {"best": "all_reduce", "regret": None}
 
 
-def test_the_tables_are_made_from_the_results() -> None:
-    results = json.loads(slow_links.RESULTS.read_text(encoding="utf-8"))
-    assert slow_links.render(results) in slow_links.PAGE.read_text(encoding="utf-8")
-    assert list(results["scenarios"]) == list(slow_links.SCENARIOS)
+def test_of_a_long_period_the_steps_around_its_meeting_stand_for_all() -> None:
+    plan = slow_links.plan_of(slow_links.PLANS["islands, H = 256"], 1)
+    job = slow_links.job_of(plan, slow_links.SCENARIOS["2 MB/s"], 0.02, 0.02, quick=False)
+    seconds = [0.5 if job.first + job.warm_up + at + 1 == 256 else 0.1 for at in range(job.steps)]
+    assert sorted(set(seconds)) == [0.1, 0.5]
+    assert slow_links.mean_step(job, 256, seconds) == pytest.approx(0.1 + 0.4 / 256)
+    assert slow_links.mean_step(job, 16, seconds) == pytest.approx(sum(seconds) / len(seconds))
