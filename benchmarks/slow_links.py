@@ -29,6 +29,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -451,17 +452,21 @@ def render(results: Mapping[str, Any]) -> str:
     """The tables of the page."""
     reached = results["reached"]
     lines = [
-        f"Measured by `python -m benchmarks.slow_links` on {results['date']}, {results['note']}:",
-        f"two hosts, a decoder of 0.9 M parameters and 512 tokens a step, until its held-out loss is "
-        f"{reached['target_loss']:.3f}.",
-        "`alone`: without what ranks waited for a core. Over 10 MB/s:",
+        *textwrap.wrap(
+            f"Measured with `python -m benchmarks.slow_links` on {results['date']}, {results['note']}: two hosts, a "
+            "decoder of 0.9 M parameters and 512 tokens a step, until its held-out loss is "
+            f"{reached['target_loss']:.3f}. `alone`: without what ranks waited for a core. Over 10 MB/s:",
+            width=120,
+        ),
         "",
         "| exchange | steps | seconds | alone | forecast | a step, alone | forecast | sent a step | priced |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for name, row in reached["rows"].items():
-        took = f"{row['steps'] or 'never'} | {row['seconds']:.1f} s | {row['undisturbed_seconds']:.1f} s"
-        step = f"{row['step_seconds'] * 1e3:.1f} ms | {row['forecast_step_seconds'] * 1e3:.1f} ms"
+        is_known = row["undisturbed_seconds"] is not None
+        alone = (f"{row['undisturbed_seconds']:.1f} s", f"{row['step_seconds'] * 1e3:.1f} ms") if is_known else ("", "")
+        took = f"{row['steps'] or 'never'} | {row['seconds']:.1f} s | {alone[0]}"
+        step = f"{alone[1]} | {row['forecast_step_seconds'] * 1e3:.1f} ms"
         sent = f"{row['sent_a_step'] / 1e3:.1f} kB | {row['priced_a_step'] / 1e3:.1f} kB"
         lines.append(f"| {name} | {took} | {row['forecast_seconds']:.1f} s | {step} | {sent} |")
     if results["scenarios"]:

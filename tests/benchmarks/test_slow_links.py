@@ -69,3 +69,15 @@ def test_of_a_long_period_the_steps_around_its_meeting_stand_for_all() -> None:
     assert sorted(set(seconds)) == [0.1, 0.5]
     assert slow_links.mean_step(job, 256, seconds) == pytest.approx(0.1 + 0.4 / 256)
     assert slow_links.mean_step(job, 16, seconds) == pytest.approx(sum(seconds) / len(seconds))
+
+
+def test_the_tables_are_made_from_the_results() -> None:
+    results = json.loads(slow_links.RESULTS.read_text(encoding="utf-8"))
+    assert slow_links.render(results) in slow_links.PAGE.read_text(encoding="utf-8")
+    assert list(results["reached"]["rows"]) == list(slow_links.PLANS)
+    assert set(results["scenarios"]) <= set(slow_links.SCENARIOS)
+    for row in results["reached"]["rows"].values():  # what the recorder saw is what is priced; headers come on top
+        assert row["recorded_a_step"] == row["priced_a_step"]
+        assert row["priced_a_step"] < row["sent_a_step"] < 1.25 * row["priced_a_step"]
+    rows = results["reached"]["rows"]
+    assert rows["streaming int8, H = 32"]["sent_a_step"] < rows["all_reduce"]["sent_a_step"] / 100

@@ -7,7 +7,7 @@ from collections import Counter
 
 from house import ROOT, sources
 
-MOST_LINES = 56_320
+MOST_LINES = 56_348
 MOST_FILES = 268
 MOST_LINES_OF_A_TOY = 120
 MOST_PRIVATE_FUNCTIONS_WITH_ONE_CALLER = 432

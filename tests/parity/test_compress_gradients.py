@@ -17,11 +17,15 @@ import test_local_steps as islands
 import tiny
 import torch
 from tiny import t
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from meshwright.launch.rank_pool import RankPool
 from meshwright.models.cost_decoder import decoder_profile
 from meshwright.models.presets import DecoderConfig
+from meshwright.ops.gradient_codecs import decode, encode
 from meshwright.simulator.pricing import price
+from meshwright.techniques.compress_gradients import PASSES
 
 Array = npt.NDArray[np.float64]
 STEPS = 4
@@ -228,6 +232,34 @@ def test_what_was_lost_is_in_checkpoints(techniques: Any, pool: RankPool, tmp_pa
     rest = {"first": at, "steps": end - at, "resume": str(tmp_path), "last": end}
     again = pool.run("local_jobs:trained_job", islands.asked("", *techniques, **rest), num_ranks=2)
     assert [each["held"] for each in again] == [each["held"] for each in whole]
+
+
+class BytesTouched(TorchDispatchMode):
+    """Read and written by every operator that is no view."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not any(each.alias_info for each in func._schema.arguments):
+            tensors = [each for each in tree_leaves((args, kwargs, result)) if isinstance(each, torch.Tensor)]
+            self.total += sum(tensor.nbytes for tensor in tensors)
+        return result
+
+
+@pytest.mark.parametrize("codec", ["bf16", "int8", "sign"])
+def test_coding_is_priced_by_the_memory_it_touches(codec: str) -> None:
+    size, ways = 1 << 16, 2
+    with BytesTouched() as touched:
+        rows = torch.ones(ways, size // ways)
+        coded = encode(codec, rows, 256)
+    encoding, touched.total = touched.total, 0
+    with touched:
+        decode(codec, coded, size // ways, 256, torch.float32)
+    # All shards are coded, decoded for what was lost, as they arrive and as sums; the own sum is coded and decoded.
+    counted = encoding + 3 * touched.total + (encoding + touched.total) / ways
+    # Joining, padding, feedback, differences and copies are some further passes.
+    assert counted / (4 * size) < PASSES[codec] < counted / (4 * size) + 20
 
 
 @pytest.mark.parametrize("name", CODECS)
