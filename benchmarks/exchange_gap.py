@@ -5,9 +5,11 @@ Measured: the byte-level decoder of `benchmarks/loss_gap.py`, the same weights a
 bytes that no case has trained on, beside that of replicas that sum every gradient in float32. Another seed of the
 weights says what a gap of chance is.
 
-Run: python -m benchmarks.exchange_gap [--steps 500] [--lr 2e-3] [--ranks 2] [--whole] [--seed 0] [--factors]
-[CASE ...]
+Run: python -m benchmarks.exchange_gap [CASE ...] [--steps 500] [--lr 2e-3 ...] [--ranks 2] [--whole] [--seed 0]
+[--factors]
 
+`--lr`: of several rates each case, and replicas too, has the one that is best for it. Islands and peers see fewer
+samples in a step, and what is best for one is not for the other.
 `--whole`: 0.9 M parameters and 2048 tokens a step, in place of 0.2 M and 512. `--factors`: also how many times the
 steps of replicas a case needs: these are trained with fewer steps, each time with the whole schedule of the learning
 rate, and the number of steps at which they have the case's loss is interpolated.
@@ -121,7 +123,7 @@ def steps_factor(loss: float, steps: int, losses: dict[int, float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--lr", type=float, nargs="+", default=[2e-3])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--whole", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
@@ -141,18 +143,22 @@ def main() -> None:
                 techniques.append(kind(**settings, **({"size": given.ranks} if kind.axis else {})))
             plan = Plan(techniques=tuple(techniques), batch=batch, microbatch=batch // given.ranks)
             question = {"plan": json.dumps(encode(plan)), "steps": steps, "is_small": not given.whole}
-            question |= {
-                "optimizer": encode(OptimizerConfig(lr=given.lr, warmup=20)),
-                "seed": given.seed + (case == "another seed"),
-                "local_heads": LOCAL_HEADS.get(case, 0),
-            }
-            loss, *_ = pool.run("benchmarks.exchange_gap:case_job", question, given.ranks, timeout_seconds=3600)
+            question |= {"seed": given.seed + (case == "another seed"), "local_heads": LOCAL_HEADS.get(case, 0)}
+            by_rate = {}
+            for lr in given.lr:
+                question["optimizer"] = encode(OptimizerConfig(lr=lr, warmup=20))
+                by_rate[lr], *_ = pool.run(
+                    "benchmarks.exchange_gap:case_job", question, given.ranks, timeout_seconds=3600
+                )
+            best = min(given.lr, key=lambda lr: by_rate[lr])
+            loss = by_rate[best]
             if case == SYNCHRONOUS:
                 losses[steps] = loss
             first = losses[given.steps]
             gap = f"gap {loss - first:+.4f} ({(loss / first - 1) * 100:+.2f} %)"
             gap += f"   steps x {steps_factor(loss, steps, losses)}" if given.factors and case != SYNCHRONOUS else ""
-            print(f"{case:28} {steps:5} steps   held-out loss {loss:.4f}   {gap}", flush=True)
+            rates = ", ".join(f"{lr:g}: {each:.4f}" for lr, each in by_rate.items()) if len(by_rate) > 1 else ""
+            print(f"{case:28} {steps:5} steps   held-out loss {loss:.4f}   {gap}   {rates}", flush=True)
 
 
 if __name__ == "__main__":

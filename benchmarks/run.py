@@ -84,6 +84,7 @@ def render(results: Mapping[str, Any]) -> str:
         "A ratio is our tokens per second over theirs: both sides run in the same processes, in turn, in short blocks;",
         "the claim is about the median of the pairs. Seconds are wall time from start to exit.",
         "Sums of gradients by each algorithm, by formulas and measured: [collectives.md](collectives.md).",
+        "Time to a loss over slow links, forecast and measured: [search.md](search.md#time-to-target).",
         "",
         "| claim | what | median | worst | goal | |",
         "|---|---|---:|---:|---:|---|",

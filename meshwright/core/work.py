@@ -135,6 +135,8 @@ class Collective:
     """Of an all_reduce that sends of ranks make; None: the backend's own."""
     within: int = 0
     """Each so many neighbours of the axis among themselves; 0: all its ranks."""
+    window: float = 0.0
+    """Share of a whole step's compute that it may run beside; 0: one microbatch's pass of its phase."""
 
     @property
     def where(self) -> str:
@@ -353,6 +355,9 @@ class WorkFacts:
     """Blocks that hand no gradient back to those before them."""
     coding: Coding | None = None
     """How the next technique that sums gradients or parameters codes them; it leaves None."""
+    agreement: tuple[str, str] = ("", "")
+    """(axis, technique) of islands: in a step without any other message they still wait for the few numbers that all
+    ranks agree on."""
     forbidden: Num = False
     """Candidates that search need not look at."""
 

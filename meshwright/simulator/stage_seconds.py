@@ -383,6 +383,8 @@ is apart; step once."""
 
 COLLECTIVE_LAUNCHES = 3
 """Ops that the host could launch while it starts a collective: checks, an event on each stream, the call itself."""
+AGREED_BYTES = 64
+"""That all ranks tell each other in each step: loss, squared norms, what is asked of the next one."""
 LAUNCH = "launch"
 """Origin of the time in which a device waits for its host."""
 
@@ -421,6 +423,11 @@ class Hidden(NamedTuple):
     def part(self) -> Part:
         """What it runs beside."""
         return _PART[self.task.phase]
+
+    @property
+    def window(self) -> float:
+        """As in `Collective`."""
+        return self.task.window if isinstance(self.task, Collective) else 0.0
 
     @property
     def lane(self) -> str:
@@ -567,7 +574,11 @@ def stage_cost(
         for layer, mine, bare in _in_turn(each, order if part in ("forward", "step") else order[::-1]):
             _expose(charges, mine, total.cover.get((layer, part), 0.0), bare, part, slowed)
         # Once a step, beside one microbatch's pass; the first layer's is needed first, or ready last.
-        once = [item for item in group if item.task.per_step]
+        once = [item for item in group if item.task.per_step and not item.window]
+        if long := [item for item in group if item.task.per_step and item.window]:
+            passes = _sum(seconds for (_, when), seconds in total.cover.items() if when != "step")
+            whole = work.size("num_microbatches") * passes
+            _expose(charges, long, long[0].window * whole, 0.0, "step", slowed)
         if once:
             bare = _sum(seconds for _, _, seconds in _in_turn(once, order))
             window = _sum(seconds for (_, when), seconds in total.cover.items() if when == part)
@@ -578,6 +589,9 @@ def stage_cost(
                 window, bare = window + waits.get(part, 0.0), 0.0
             _expose(charges, once, window, bare, "step", slowed, shown)
             waits[part] = waits.get(part, 0.0) + _waits(charges) - before
+    axis, origin = work.facts.agreement
+    if axis:
+        _add(charges, Charge(origin, axis, "step"), roads[axis].seconds("all_reduce", AGREED_BYTES))
     # The device waits for its host, which runs ahead while it is the faster one; and before the update: whether the
     # gradients are finite is asked there.
     lead: Num = 0.0

@@ -11,19 +11,20 @@ When it helps: islands are joined by a link that is slow beside the compute of `
 When it does not: links that carry a step's gradients while backward runs; few steps, or a large `every` without an
 outer optimizer (above about 10 plain averages learn less from each sample).
 Cost: what an all_reduce of the parameters sends, divided by `every` (a few numbers that all ranks agree on still cross
-the link in each step, unpriced); memory for the shared model, and for its momentum and a sum under way where there are
-any. What evaluates, writes checkpoints and exports sees the shared model, as of the last meeting; after the run's last
-step all have met once more. The loss of a step is the mean over the islands, each with its own parameters. Checkpoints
-also have each island's parameters and states: with more islands, new ones begin at the shared model with the first
-island's states. Batch norms, and parameters on the host, are refused. With `--allow approximate` search tries
-islands of whole nodes that meet every 16, 64 or 256 updates (nesterov, outer_momentum = 0.5), and ranks by the time to
-the same loss.
-Loss after 500 steps of 512 tokens from random weights, two islands that meet every 16, against replicas: averages
-+7.4 %, nesterov +20 % (+6 % with outer_momentum = 0.5; its published rates are for runs of many more meetings), three
+the link in each step; forecasts have their seconds); memory for the shared model, and for its momentum and a sum under
+way where there are any. What evaluates, writes checkpoints and exports sees the shared model, as of the last meeting;
+after the run's last step all have met once more. The loss of a step is the mean over the islands, each with its own
+parameters. Checkpoints also have each island's parameters and states: with more islands, new ones begin at the shared
+model with the first island's states. Batch norms, and parameters on the host, are refused. With `--allow approximate`
+search tries islands of whole nodes that meet every 16, 64 or 256 updates (nesterov, outer_momentum = 0.5), and ranks by
+the time to the same loss.
+Loss after 500 steps of 512 tokens from random weights, two islands that meet every 16, against replicas: averages +7.4
+%, nesterov +20 % (+6 % with outer_momentum = 0.5; its published rates are for runs of many more meetings), three
 fragments +9 %, elastic +10 %; another seed +2.2 % (`benchmarks/exchange_gap.py`). Statistical price: from 1 (what
 publications say of longer training) to what that run needed for the same loss, the larger of two seeds: times the steps
 with outer_momentum = 0.5 1.34 (every 16), 1.44 (64), 1.65 (256); averages 1.17 (4), 1.32 (16), 1.45 (64);
-outer_momentum = 0.9 1.81, elastic 1.62 (16).
+outer_momentum = 0.9 1.81, elastic 1.62 (16). Of 0.9 M parameters at a constant rate, for the loss of replicas after 320
+steps, 1.25 (16), 1.6 (64), 2.4 (256, the third meeting): `benchmarks/slow_links.py`.
 Exactness: approximate. With every = 1, plain averages and SGD without momentum or clipping it is one device's. Axis:
 local.
 """
@@ -183,13 +184,15 @@ class LocalSteps(Technique):
 
     def price(self, work: Work) -> Work:
         coding, is_used = work.facts.coding, (work.size(self.axis) > 1) * 1
-        work = self.forbid(work.with_facts(coding=None))
+        work = self.forbid(work.with_facts(coding=None, agreement=(self.axis, self.name)))
 
         def size_of(slot: ParameterSlot) -> Num:
             return slot.stored(slot.shards) * slot.element_bytes
 
         common: dict[str, Any] = {"origin": self.name}
         copies = 1 + (self.outer == "nesterov") + (self.overlap > 0)
+        # While one fragment's sum is under way those of others may begin: never more than all of a period.
+        window = min(1.0, self.fragments * self.overlap / self.every)
         # Differences are made and joined; the sum, the shared model and the island's are read and written.
         passes = 5 + 2 * copies + 2
         tasks: list[Any] = []
@@ -198,7 +201,7 @@ class LocalSteps(Technique):
             message: dict[str, Any] = {"layer": layer, "kind": "all_reduce", "axis": self.axis, "bytes": size}
             message |= {"repeat": repeat / self.every, "per_step": True, "phase": "backward"}
             if coding is None:
-                tasks.append(Collective(**message, **common, hidden=self.overlap > 0))
+                tasks.append(Collective(**message, **common, hidden=self.overlap > 0, window=window))
             made: dict[str, Any] = {"kind": "memory", "role": "optimizer", "phase": "step", "name": self.name}
             made |= {"repeat": repeat * is_used / self.every, "moved_bytes": passes * size, "kernels": float(passes)}
             tasks.append(Compute(**made, **common, layer=layer))

@@ -17,11 +17,15 @@ import test_local_steps as islands
 import tiny
 import torch
 from tiny import t
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from meshwright.launch.rank_pool import RankPool
 from meshwright.models.cost_decoder import decoder_profile
 from meshwright.models.presets import DecoderConfig
+from meshwright.ops.gradient_codecs import decode, encode
 from meshwright.simulator.pricing import price
+from meshwright.techniques.compress_gradients import PASSES
 
 Array = npt.NDArray[np.float64]
 STEPS = 4
@@ -158,6 +162,61 @@ def test_coded_sums_are_a_plain_loops_and_send_what_is_priced(
         assert {(kind, size): count for kind, axis, size, count in answer["traffic"]} == promised
 
 
+class CodedIslands(islands.Oracle):
+    """Islands whose exchange is coded, layer by layer."""
+
+    def __init__(self, count: int, settings: dict[str, Any]):
+        super().__init__(count, islands.ADAMW)
+        self.layers: dict[str, list[str]] = {}
+        for name in self.shared:
+            self.layers.setdefault(self.layer_of(name), []).append(name)
+        self.sums = {
+            layer: LayerSum(names, [tuple(self.shared[name].shape) for name in names], count, settings)
+            for layer, names in self.layers.items()
+        }
+
+    @torch.no_grad()
+    def meet(self, count: int, settings: dict[str, Any], *, is_last: bool) -> None:
+        every, fragments = settings["every"], settings["fragments"]
+        for at, (layer, names) in enumerate(self.layers.items()):
+            turn = (count + at % fragments * every // fragments) % every
+            for name in names:
+                if name in self.under_way and (turn == settings["overlap"] or is_last):
+                    self.use(name, self.under_way.pop(name), settings, settings["blend"])
+            if turn and not is_last:
+                continue
+            apart = [
+                np.concatenate([(self.shared[name] - model.parameters[name]).numpy().ravel() for name in names])
+                for model in self.models
+            ]
+            whole = self.sums[layer](apart) / self.count
+            for name, part in zip(names, np.split(whole, np.cumsum(self.sums[layer].sizes)[:-1]), strict=True):
+                self.under_way[name] = torch.from_numpy(part.copy()).view_as(self.shared[name])
+                if is_last or not settings["overlap"]:
+                    self.use(name, self.under_way.pop(name), settings, settings["blend"])
+
+
+@pytest.mark.parametrize("codec", ["int8", "powersgd"])
+def test_streaming_islands_in_few_bits_are_a_plain_loops_and_send_what_is_priced(codec: str, pool: RankPool) -> None:
+    steps = 8  # two whole periods
+    techniques = (t("local_steps", size=2, **islands.STREAMING), t("compress_gradients", **CODECS[codec]))
+    question = islands.asked("", *techniques, steps=steps, traffic=True)
+    answers = pool.run("local_jobs:trained_job", question, num_ranks=2)
+    oracle = CodedIslands(2, CODECS[codec])
+    for step in range(steps):
+        loss = oracle.step(step)
+        oracle.meet(step + 1, islands.STREAMING, is_last=False)
+        assert [answer["losses"][step] for answer in answers] == pytest.approx([loss] * 2, rel=1e-9)
+    for answer, model in zip(answers, oracle.models, strict=True):
+        held = {name: torch.tensor(value, dtype=torch.float64) for name, value in answer["held"].items()}
+        assert islands.close(held, {name: value.flatten() for name, value in model.parameters.items()})
+    promised, plan = Counter[tuple[str, int]](), tiny.plan_of(*techniques)
+    for each in price(tiny.profile_of(islands.MODEL), plan, sequence=tiny.SEQUENCE, element_bytes=8).collectives:
+        promised[each.kind, int(each.bytes)] += each.repeat * steps
+    for answer in answers:
+        assert {(kind, size): count for kind, axis, size, count in answer["traffic"]} == promised
+
+
 @pytest.mark.parametrize(
     "techniques",
     [
@@ -173,6 +232,34 @@ def test_what_was_lost_is_in_checkpoints(techniques: Any, pool: RankPool, tmp_pa
     rest = {"first": at, "steps": end - at, "resume": str(tmp_path), "last": end}
     again = pool.run("local_jobs:trained_job", islands.asked("", *techniques, **rest), num_ranks=2)
     assert [each["held"] for each in again] == [each["held"] for each in whole]
+
+
+class BytesTouched(TorchDispatchMode):
+    """Read and written by every operator that is no view."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not any(each.alias_info for each in func._schema.arguments):
+            tensors = [each for each in tree_leaves((args, kwargs, result)) if isinstance(each, torch.Tensor)]
+            self.total += sum(tensor.nbytes for tensor in tensors)
+        return result
+
+
+@pytest.mark.parametrize("codec", ["bf16", "int8", "sign"])
+def test_coding_is_priced_by_the_memory_it_touches(codec: str) -> None:
+    size, ways = 1 << 16, 2
+    with BytesTouched() as touched:
+        rows = torch.ones(ways, size // ways)
+        coded = encode(codec, rows, 256)
+    encoding, touched.total = touched.total, 0
+    with touched:
+        decode(codec, coded, size // ways, 256, torch.float32)
+    # All shards are coded, decoded for what was lost, as they arrive and as sums; the own sum is coded and decoded.
+    counted = encoding + 3 * touched.total + (encoding + touched.total) / ways
+    # Joining, padding, feedback, differences and copies are some further passes.
+    assert counted / (4 * size) < PASSES[codec] < counted / (4 * size) + 20
 
 
 @pytest.mark.parametrize("name", CODECS)

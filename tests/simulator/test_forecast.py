@@ -251,3 +251,37 @@ def test_convolutions_of_float32_run_in_tf32_and_matmuls_do_not() -> None:
 
     assert seconds("vgg16", machine) < 0.5 * seconds("vgg16", older)
     assert seconds("gpt2-124m", machine) == seconds("gpt2-124m", older)
+
+
+def _islands(link: Link, **settings: object) -> Forecast:
+    """Of two devices without launches, joined by this link."""
+    there = cluster("2x1xh100")
+    device = replace(there.device, launch_seconds=0.0)
+    beside = replace(there.beside, **dict.fromkeys(_BOTH, 1.0))
+    there = replace(there, device=device, outer=link, beside=beside, jitter_fraction=0.0)
+    return forecast(PROFILE, Plan(techniques=(_t("local_steps", size=2, **settings),), batch=4), there, sequence=128)
+
+
+_BOTH = ("compute_by_collective", "collective_by_compute")
+
+
+def test_islands_wait_for_each_other_in_every_step() -> None:
+    """For a few numbers that all ranks agree on: a link's latency, also between meetings."""
+    near, far = (Link(bytes_per_second=1e12, latency_seconds=latency) for latency in (0.0, 0.05))
+    seconds = _islands(far, every=100_000).step_seconds - _islands(near, every=100_000).step_seconds
+    assert 0.05 < seconds == pytest.approx(0.05, rel=2e-3)
+
+
+@pytest.mark.parametrize("overlap", [1, 3])
+def test_a_streamed_sum_hides_behind_the_steps_until_it_is_used(overlap: int) -> None:
+    """Of each of four fragments a meeting every 16 steps, under way for so many steps of compute."""
+    slow = Link(bytes_per_second=1e8, latency_seconds=0.0)
+    streamed = {"every": 16, "fragments": 4}
+    compute = _islands(Link(bytes_per_second=1e14, latency_seconds=0.0), **streamed).step_seconds
+    whole = _islands(slow, **streamed).step_seconds - compute
+    shown = _islands(slow, **streamed, overlap=overlap).seconds_by_origin["local_steps"]
+    passes = _islands(slow, **streamed).seconds_by_origin["compute"]
+    extra = _islands(Link(bytes_per_second=1e14, latency_seconds=0.0), **streamed, overlap=overlap)
+    bare = extra.seconds_by_origin["local_steps"]
+    assert whole > passes, "the link is slower than the compute"
+    assert shown - bare == pytest.approx(whole - 4 * overlap / 16 * passes, rel=0.05), "but for the update"
