@@ -17,14 +17,14 @@ When it does not: few peers with a good network: a ring sends as many bytes as a
 it. With many peers on a ring, parameters drift apart: a meeting takes only a share of about 1/n^2 from the distance.
 Cost: two messages of the parameters for each rank and meeting for ring, one for the other graphs (of a tree on the
 average over the peers, less one n-th, for each way; a few numbers that all ranks agree on still cross the link in each
-step, whose seconds forecasts have); memory for the average. Of a tree, the forecast has the mean over the peers: where parents of two send
-or receive both messages, a meeting takes up to twice as long. A period that adapts is priced as `every`, its shortest.
-What evaluates, writes checkpoints and exports sees the average over the peers (of push and tree, weighted by
-sum-weights), which an unpriced all_reduce makes there and after the run's last step; `consensus_distance`, the root
-mean square of the peers' distances from it, is then recorded in the metrics. The loss of a step is the mean over the
-peers, each with its own parameters. Checkpoints also have each peer's parameters and states: with more peers, new ones
-begin at the average with the first one's states. Batch norms, parameters on the host, coded sums and further islands
-are refused. Search does not choose it by itself: nobody has measured how many more steps the same loss needs.
+step, whose seconds forecasts have); memory for the average. Of a tree, the forecast has the mean over the peers: where
+parents of two send or receive both messages, a meeting takes up to twice as long. A period that adapts is priced as
+`every`, its shortest. What evaluates, writes checkpoints and exports sees the average over the peers (of push and tree,
+weighted by sum-weights), which an unpriced all_reduce makes there and after the run's last step; `consensus_distance`,
+the root mean square of the peers' distances from it, is then recorded in the metrics. The loss of a step is the mean
+over the peers, each with its own parameters. Checkpoints also have each peer's parameters and states: with more peers,
+new ones begin at the average with the first one's states. Batch norms, parameters on the host, coded sums and further
+islands are refused. Search does not choose it by itself: nobody has measured how many more steps the same loss needs.
 Loss after 500 steps of 512 tokens from random weights, four peers that meet after every update, against replicas: ring
 +3.7 %, exponential +3.5 %, pairs +3.5 %, push +3.9 %; 0.9 M parameters and 2048 tokens: ring +4.7 %. Averages of all
 four after every update +3.3 %: most of it comes of optimizers that see a quarter of the samples each, little of the
