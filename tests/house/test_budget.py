@@ -7,10 +7,10 @@ from collections import Counter
 
 from house import ROOT, sources
 
-MOST_LINES = 60_000
-MOST_FILES = 280
+MOST_LINES = 57_750
+MOST_FILES = 274
 MOST_LINES_OF_A_TOY = 120
-MOST_PRIVATE_FUNCTIONS_WITH_ONE_CALLER = 404
+MOST_PRIVATE_FUNCTIONS_WITH_ONE_CALLER = 405
 
 
 def test_the_package_stays_within_its_lines() -> None:
