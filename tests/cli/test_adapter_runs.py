@@ -6,6 +6,7 @@ Tests of `cli/arguments.py`, `cli/ckpt.py`, `run/model.py`.
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,7 @@ def test_what_is_wrong_is_named_by_the_flag(flag: str, said: str) -> None:
 def test_the_next_command_simulates_the_same_adapters(tmp_path: Path) -> None:
     plan, flags = str(tmp_path / "best.plan.json"), ["--adapter", "rank=16,base=nf4"]
     done = mw(*LLAMA, *flags, "-o", plan)
-    next_step = done.stdout.split("next: mw ")[1].replace("\n", " ").split()
+    next_step = shlex.split(done.stdout.split("next: mw ")[1].replace("\\\n", " "))  # as a shell reads it
     shown = mw(*next_step, "--json")
     assert shown.returncode == 0, shown.stderr
     expected = json.loads(mw(*LLAMA, *flags, "--json").stdout)["best"]["forecast"]
