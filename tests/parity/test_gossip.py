@@ -27,7 +27,7 @@ from meshwright.machine.named_clusters import cluster
 from meshwright.ops.gossip import adapted, mixing_shares
 from meshwright.optimizers.optimizer_config import OptimizerConfig
 from meshwright.simulator.pricing import price
-from meshwright.simulator.stage_seconds import routes, stage_cost
+from meshwright.simulator.stage_seconds import AGREED_BYTES, routes, stage_cost
 
 Matrix = npt.NDArray[np.float64]
 MODEL = islands.MODEL
