@@ -215,7 +215,8 @@ def test_all_workers_stop_after_the_same_step(pool: RankPool, tmp_path: Path) ->
 @pytest.mark.parametrize("mode", ["sync", "ssp", "async"])
 def test_a_loss_that_is_not_finite_is_refused_by_all_at_one_step(mode: str, pool: RankPool) -> None:
     technique = t("parameter_server", size=3, mode=mode, staleness=2 * (mode == "ssp"))
-    question = asked(technique, seconds=[0.01, 0.02, 0.1], bad=[2, 2], steps=8)
+    # The others have steps to go when the slowest worker says so.
+    question = asked(technique, seconds=[0.05, 0.06, 0.1], bad=[2, 2], steps=12)
     answers = pool.run("server_jobs:paced_job", question, num_ranks=3)
     (refused,) = {tuple(answer["refused"]) for answer in answers}
     assert len(refused) == 1
