@@ -24,7 +24,7 @@ fragments +9 %, elastic +10 %; another seed +2.2 % (`benchmarks/exchange_gap.py`
 publications say of longer training) to what that run needed for the same loss, the larger of two seeds: times the steps
 with outer_momentum = 0.5 1.34 (every 16), 1.44 (64), 1.65 (256); averages 1.17 (4), 1.32 (16), 1.45 (64);
 outer_momentum = 0.9 1.81, elastic 1.62 (16). Of 0.9 M parameters at a constant rate, for the loss of replicas after 320
-steps, 1.25 (16), 1.6 (64), 2.4 (256, the third meeting): `benchmarks/slow_links.py`.
+steps, 1.25 (16), 1.4 to 1.6 (64), 2.4 (256, the third meeting): `benchmarks/slow_links.py`.
 Exactness: approximate. With every = 1, plain averages and SGD without momentum or clipping it is one device's. Axis:
 local.
 """

@@ -10,8 +10,8 @@ those that come later are dropped, and a worker that is late leaves out the step
 Gradients that are old may be compensated by `compensation` x gradient^2 x (weights now - weights then), the learning
 rate of async divided by a gradient's age (`scaled_rate`).
 When it helps: workers that are slow now and then (ssp, async) or always (backups, async): with one of four always 5
-times slower, backups = 1 makes updates of 77 % of the samples per second that an all_reduce has without it, and an
-all_reduce 21 % (`benchmarks/stragglers.py`). Optimizer states leave the devices.
+times slower, backups = 1 makes updates of 85 % of the samples per second that an all_reduce has without it, and an
+all_reduce 23 % (`benchmarks/stragglers.py`). Optimizer states leave the devices.
 When it does not: equal workers with a good network, where an all_reduce sends as much and needs no servers; with fewer
 shards than workers a server's own link, which carries every worker's messages, is the limit. A worker that is always
 slow bounds ssp too, as soon as the others are `staleness` steps ahead of it.
