@@ -279,7 +279,8 @@ class Interpreter:
         if span == self.places.num_spans - 1:
             target, gradient = output * batch.scale, None
         else:
-            target, gradient = output, self.gradients.pop(key, None)
+            is_awaited = span + 1 not in build.timetable.cut_spans
+            target, gradient = output, self.gradients.pop(key) if is_awaited else None
             if gradient is None:  # nothing comes back: only losses inside of the layers have a gradient
                 gradient = output.new_zeros(()).expand_as(output)
         with nullcontext() if is_whole or build.later is None else build.later.collect(key):
